@@ -41,7 +41,7 @@ from echo.runtime.learner.cost import CostTerms
 from echo.runtime.learner.node import LearnerNode, OpenedRun, Row
 from echo.runtime.learner.publish import Coder, Publication
 from echo.runtime.learner.report import Progress
-from echo.runtime.learner.resume import begin, enter
+from echo.runtime.learner.resume import SavedRun
 from echo.runtime.worker.node import WorkerNode, WorkerParts
 from echo.sim.network import Network, Port
 from echo.sim.transport import SimTransport
@@ -190,6 +190,7 @@ def make_session(content: Content, config: Config, key: Ed25519PrivateKey) -> Le
                 group_size=setting.group_size, vocab_size=content.vocab_size,
                 max_completion_tokens=content.sampling.max_completion_tokens, trims_stale=True,
                 heartbeat_s=network.heartbeat_s, hedge_factor=setting.hedge_factor,
+                max_zero_signal_groups=20 * setting.groups_per_step,
             ),
             site=Site(LEARNER_ID, "learner", ADDRESS),
         ),
@@ -233,8 +234,8 @@ class Lab:
             directory / "checkpoints", run_id="bench", interval_steps=1 << 30, interval_s=None,
             keep_last=1, min_free_bytes=0, now=0.0,
         )  # fmt: skip
-        start = begin(ledger)
-        enter(ledger, checkpoints, start)
+        saved = SavedRun(ledger, checkpoints)
+        saved.enter(saved.begin())
         buffer: Any = session.buffer
         self.node = LearnerNode(
             OpenedRun(

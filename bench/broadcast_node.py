@@ -69,7 +69,6 @@ class Publisher(Node):
         self._next: Publication | None = None
         self._codec = "full"
         self._coder = Coder(identity.key)
-        self._pool = self.threads.pool("coder")
 
     def disconnected(self, peer: str, reason: str) -> list[Action]:
         return self.session.disconnected(peer, now=self.now)
@@ -110,15 +109,7 @@ class Publisher(Node):
         self.stop("the benchmark is over")
 
     def _encoded_versions(self, codec: str) -> VersionEncoder:
-        return VersionEncoder(
-            self.session.broadcast,
-            self._coder,
-            codec=codec,
-            perform=self.perform,
-            spawn=functools.partial(self.spawn, name="encoded_versions"),
-            pool=self._pool,
-            now=lambda: self.now,
-        )
+        return VersionEncoder(self.session.broadcast, self._coder, codec=codec, node=self)
 
     async def _until(self, is_done: Any) -> None:
         await self.wait_until(is_done, within_s=3600)

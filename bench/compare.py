@@ -37,8 +37,9 @@ BEFORE = {  # the same for scripts that know no --quick
     "overlap": "--steps 8 --rates 1.0",
     "quickstart": "--seeds 0 --set run.max_steps=10 --set eval.num_prompts=64",
     "sim": "30x6x8 --limit 60",
+    "staleness": "--experiments delays --losses grpo --seeds 0 --steps 6 --prompts 64",
     "topology": "--nodes 16 --draws 3 --time-nodes 16 64 --repeats 2",
-    "uplink_errors": "--errors 0.0 0.1 --repeats 1 --joined 1 --chunk 1048576",
+    "uplink_errors": "--errors 0.0 0.1 --repeats 1 --chunk 1048576",
 }
 GAINS = ("per_s", "gb_s", "ratio", "promised", "got", "sampled", "greedy", "speed", "is_complete")
 """In names of figures of which more is better."""

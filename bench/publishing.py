@@ -41,6 +41,7 @@ def publishing_session(config: Config, identity: Identity, advertise: str) -> Le
                 max_completion_tokens=1,
                 vocab_size=1,
                 heartbeat_s=config.network.heartbeat_s,
+                max_zero_signal_groups=20,
             ),
             site=Site(LEARNER_ID, "learner", advertise),
             chunk_bytes=config.network.chunk_bytes,

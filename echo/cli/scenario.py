@@ -37,6 +37,77 @@ MIN_DELTA_GAIN = 1.25
 """Image to delta below which a run would send the image: `weights/schedule.py`."""
 
 
+class ScenarioRows(Rows):
+    """The valid rows of a scenario, and the problems of the others."""
+
+    def read_list(self, name: str, value: object, source: str) -> list[tuple[str, Any]]:
+        """Return the valid tables of a list, and note what is wrong with the others."""
+        if not isinstance(value, list):
+            self.problems.append(f"{source}: {name} must be written [[{name}]], a list of tables")
+            return []
+        found = []
+        for number, item in enumerate(value, 1):
+            where = place_of(item, source, name, number)
+            row = self.check(SIM_LISTS[name], item, where)
+            if row is not None:
+                found.append((where, row))
+        return found
+
+    def check_names(
+        self,
+        sim: SimRow,
+        lists: Mapping[str, list[tuple[str, Any]]],
+        request: FleetRequest,
+        source: str,
+    ) -> None:
+        """Note names of nothing, and times and numbers that leave no run."""
+        offers = {offer.name: offer for offer in request.fleet.offers}
+        counts = {name: sim.rent.get(name, offer.count) for name, offer in offers.items()}
+        for name, count in sim.rent.items():
+            is_known = self.check_name(f"{source}: [sim]: rent", name, offers)
+            if is_known and count > offers[name].count:
+                self.problems.append(
+                    f"{source}: [sim]: rent: {count} of {name}, which has a count of "
+                    f"{offers[name].count}; raise the count or rent fewer"
+                )
+        if not any(counts.values()):
+            self.problems.append(
+                f"{source}: [sim]: rent leaves no node; the learner would wait for ever"
+            )
+        nodes = {
+            f"{name.replace(' ', '-')}-{number}": name
+            for name, count in counts.items()
+            for number in range(1, count + 1)
+        }
+        for where, row in lists["faults"]:
+            known: dict[str, Any] = {"*": None, **offers, **nodes}
+            if row.kind == "cut":
+                known = {**request.regions, **nodes}
+            if row.kind != "slow":
+                known[LEARNER_REGION] = None
+            self.check_name(f"{where}: target", row.target, known)
+        for where, row in lists["prices"]:
+            self.check_name(f"{where}: offer", row.offer, offers)
+        for where, row in lists["paths"]:
+            self.check_name(f"{where}: region", row.region, request.regions)
+        times = _times(sim)
+        if times["dead_after_s"] <= times["heartbeat_s"]:
+            self.problems.append(
+                f"{source}: [sim]: dead_after_s = {times['dead_after_s']:g} must be longer than "
+                f"heartbeat_s = {times['heartbeat_s']:g}, or every node counts as dead"
+            )
+
+    def check_sizes(self, sim: SimRow, request: FleetRequest, source: str) -> None:
+        """Note an image that is hardly larger than a delta."""
+        delta_bytes = request.job.version_bytes
+        if sim.image_bytes is not None and sim.image_bytes < MIN_DELTA_GAIN * delta_bytes:
+            self.problems.append(
+                f"{source}: [sim]: image_bytes = {sim.image_bytes:g} must be at least "
+                f"{MIN_DELTA_GAIN:g} times job.version_bytes = {delta_bytes:g}, the size of a "
+                "delta; leave it out where versions are sent in full"
+            )
+
+
 def load_scenario(
     tables: Table, *, name: str, source: str, plan: Path | None = None
 ) -> tuple[Scenario, FleetRequest]:
@@ -55,14 +126,14 @@ def load_scenario(
     request = parse_fleet(
         {key: value for key, value in tables.items() if key not in SIM_TABLES}, source
     )
-    rows = Rows()
+    rows = ScenarioRows()
     sim = rows.check(SimRow, tables.get("sim", {}), f"{source}: [sim]")
-    lists = {key: _read_list(rows, key, tables.get(key, []), source) for key in SIM_LISTS}
+    lists = {key: rows.read_list(key, tables.get(key, []), source) for key in SIM_LISTS}
     table = tables.get("activation", {"mode": "off"})
     activation = rows.check(ActivationSection, table, f"{source}: [activation]")
     if sim is not None:
-        _check_names(rows, sim, lists, request, source)
-        _check_sizes(rows, sim, request, source)
+        rows.check_names(sim, lists, request, source)
+        rows.check_sizes(sim, request, source)
     if rows.problems or sim is None or activation is None:
         raise ConfigError(report(rows.problems))
     is_auto = request.job_row.publish_period == "auto"
@@ -95,72 +166,6 @@ def load_scenario(
             for _, row in cast("list[tuple[str, PriceRow]]", lists["prices"])
         ],
     ), request
-
-
-def _read_list(rows: Rows, name: str, value: object, source: str) -> list[tuple[str, Any]]:
-    if not isinstance(value, list):
-        rows.problems.append(f"{source}: {name} must be written [[{name}]], a list of tables")
-        return []
-    found = []
-    for number, item in enumerate(value, 1):
-        where = place_of(item, source, name, number)
-        row = rows.check(SIM_LISTS[name], item, where)
-        if row is not None:
-            found.append((where, row))
-    return found
-
-
-def _check_names(
-    rows: Rows,
-    sim: SimRow,
-    lists: Mapping[str, list[tuple[str, Any]]],
-    request: FleetRequest,
-    source: str,
-) -> None:
-    offers = {offer.name: offer for offer in request.fleet.offers}
-    counts = {name: sim.rent.get(name, offer.count) for name, offer in offers.items()}
-    for name, count in sim.rent.items():
-        if rows.check_name(f"{source}: [sim]: rent", name, offers) and count > offers[name].count:
-            rows.problems.append(
-                f"{source}: [sim]: rent: {count} of {name}, which has a count of "
-                f"{offers[name].count}; raise the count or rent fewer"
-            )
-    if not any(counts.values()):
-        rows.problems.append(
-            f"{source}: [sim]: rent leaves no node; the learner would wait for ever"
-        )
-    nodes = {
-        f"{name.replace(' ', '-')}-{number}": name
-        for name, count in counts.items()
-        for number in range(1, count + 1)
-    }
-    for where, row in lists["faults"]:
-        known: dict[str, Any] = {"*": None, **offers, **nodes}
-        if row.kind == "cut":
-            known = {**request.regions, **nodes}
-        if row.kind != "slow":
-            known[LEARNER_REGION] = None
-        rows.check_name(f"{where}: target", row.target, known)
-    for where, row in lists["prices"]:
-        rows.check_name(f"{where}: offer", row.offer, offers)
-    for where, row in lists["paths"]:
-        rows.check_name(f"{where}: region", row.region, request.regions)
-    times = _times(sim)
-    if times["dead_after_s"] <= times["heartbeat_s"]:
-        rows.problems.append(
-            f"{source}: [sim]: dead_after_s = {times['dead_after_s']:g} must be longer than "
-            f"heartbeat_s = {times['heartbeat_s']:g}, or every node counts as dead"
-        )
-
-
-def _check_sizes(rows: Rows, sim: SimRow, request: FleetRequest, source: str) -> None:
-    delta_bytes = request.job.version_bytes
-    if sim.image_bytes is not None and sim.image_bytes < MIN_DELTA_GAIN * delta_bytes:
-        rows.problems.append(
-            f"{source}: [sim]: image_bytes = {sim.image_bytes:g} must be at least "
-            f"{MIN_DELTA_GAIN:g} times job.version_bytes = {delta_bytes:g}, the size of a delta; "
-            "leave it out where versions are sent in full"
-        )
 
 
 def _activation(section: ActivationSection) -> ActivationRule | None:

@@ -188,8 +188,8 @@ class Engine(abc.ABC):
         the version before are finished first.
 
         Args:
-            tensors: by name; tied ones once, under either name. The engine may read them again
-                until the next version is installed, so their memory must stay as it is.
+            tensors: by name; tied ones once, under either name. The engine may use their memory as
+                its own until the next version is installed, so it must stay as it is.
             version: what to call them.
 
         Raises:

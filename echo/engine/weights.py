@@ -425,9 +425,7 @@ class DeviceDelta:
             yield start, stop, word_bytes_of(tensors, start, stop)
 
 
-def _encode(
-    old: Tensor, new: Tensor, word_bytes: WordBytes, held: memoryview | None
-) -> CodedBlock:
+def _encode(old: Tensor, new: Tensor, word_bytes: WordBytes, held: memoryview | None) -> CodedBlock:
     """Return what encode_delta() returns for this block."""
     if new.numel() < MIN_BLOCK_BYTES or new.numel() % word_bytes:
         return _encode_on_host(old, new, word_bytes, held)

@@ -147,6 +147,8 @@ class LeaseSettings:
     """Tokens of a rollout, masked ones included."""
     vocab_size: int
     heartbeat_s: float
+    max_zero_signal_groups: int
+    """Groups in a row from which nothing can be learned, after which the run ends."""
     prompts_are_free: bool = False
     """Whether rollouts may be of other prompts than their leases', as those of agents are."""
     trims_stale: bool = False

@@ -22,6 +22,7 @@ from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.metrics import Counters, NodeView
 from echo.core.timers import Paced, earliest
 from echo.leases.book import LeaseBook, LeasedWorker
+from echo.leases.dispatch import Usefulness
 from echo.leases.scheduler import (
     GRANT_S,
     AcceptedGroups,
@@ -134,6 +135,11 @@ class Learner:
             routes=self._routes,
             complaints=self._complaints,
         )
+        self._usefulness = Usefulness(
+            max_zero_signal_groups=settings.leases.max_zero_signal_groups,
+            groups_per_step=settings.leases.groups_per_step,
+        )
+        self._has_set_aside = False
         self._shutdown = Shutdown(self.roster, self._routes)
         self.planning = Planner(learner=settings.site, chunk_bytes=settings.chunk_bytes)
 
@@ -350,11 +356,6 @@ class Learner:
             member.node.is_standby = is_standby
         return [*self.replan(now), *self.grant(now=now)] if changed else []
 
-    def set_aside(self, names: Collection[str]) -> None:
-        """Grant exactly these workers nothing; others are given something at the next grant."""
-        for member in self.roster.members("worker"):
-            member.worker.is_set_aside = member.node_id in names
-
     def _send_leases(self, node_id: str, leases: Sequence[Lease]) -> list[Action]:
         messages = self._scheduler.shipped.grants(leases)
         return [a for grant, payload in messages for a in self._routes.to(node_id, grant, *payload)]
@@ -362,6 +363,34 @@ class Learner:
     def stored(self, group_id: int, *, now: float) -> list[Action]:
         """Acknowledge a group that the journal now holds; the caller has put it into the buffer."""
         return [*self._scheduler.stored(group_id), *self.grant(now=now)]
+
+    # --- whose groups teach something ------------------------------------------------------------
+
+    @property
+    def num_discounted(self) -> int:
+        """Groups since the last useful one that do not say whether the run is zero-signal."""
+        return self._usefulness.num_discounted
+
+    def delivered(self, worker_id: str, *, is_useful: bool, now: float) -> list[Action]:
+        """Count a group for or against its worker; grants follow from what the caller does next."""
+        texts = self._usefulness.delivered(worker_id, is_useful=is_useful, now=now)
+        return [*(Note("warning", text) for text in texts), *self.review_workers(now=now)]
+
+    def review_workers(self, *, now: float) -> list[Action]:
+        """Decide whose groups are wanted; call it now and then: nobody is set aside for ever."""
+        if self._usefulness.is_calm and not self._has_set_aside:
+            return []
+        members = self.roster.members("worker")
+        can_sample = {
+            member.node_id: member.worker.capacity > 0 and not member.worker.is_stuck
+            for member in members
+            if not member.is_standby
+        }
+        texts = self._usefulness.review(can_sample, now=now)
+        for member in members:
+            member.worker.is_set_aside = self._usefulness.is_set_aside(member.node_id)
+        self._has_set_aside = any(member.worker.is_set_aside for member in members)
+        return [Note("warning", text) for text in texts]
 
     # --- the learner's own steps -----------------------------------------------------------------
 
@@ -391,6 +420,35 @@ class Learner:
             member.view(step=self.step, num_leases=self.leases.num_leases(member.node_id), now=now)
             for member in self.roster.nodes.values()
         )
+
+    def broadcast_progress(self) -> tuple[int, int]:
+        """Return (chunks of the newest version that nodes hold, chunks that they want), summed."""
+        newest = self.broadcast.newest_complete
+        if newest is None:
+            return 0, 0
+        num_chunks = self.broadcast.store[newest].manifest.num_chunks
+        held = 0
+        members = self.roster.active()
+        for member in members:
+            if member.installed is not None and member.installed >= newest:
+                held += num_chunks
+            elif member.stats.fetching == newest:
+                held += member.stats.num_chunks_held
+        return held, num_chunks * len(members)
+
+    def describe_wait(self) -> str:
+        """Say what the learner waits for, and for whom, in one line."""
+        num_groups = self.settings.leases.groups_per_step
+        missing = num_groups - len(self.buffer)
+        workers = self.roster.active("worker")
+        if missing <= 0:
+            return ""
+        if not workers:
+            has_standby = bool(self.roster.members("worker"))
+            why = "every worker is on standby" if has_standby else "no worker is connected"
+            return f"{missing} groups; {why}"
+        fleet = [member.describe(self.leases.num_leases(member.node_id)) for member in workers]
+        return f"{missing} of {num_groups} groups; {'; '.join(fleet)}"
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
         """Take the result of work in a thread; the learner has none."""

@@ -18,6 +18,7 @@ from echo.core.metrics import NodeView
 from echo.core.price import Price
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import Deadlines, RecentMap
+from echo.core.units import format_bytes
 from echo.leases.book import LeasedWorker
 from echo.weights.topology.sites import PlannedNode
 from echo.wire.actions import Action, Routes
@@ -96,6 +97,10 @@ class Member:
             self.history.popleft()
         return has_progress
 
+    def has_fresh_weights(self, step: int, max_staleness: int) -> bool:
+        """Return whether it holds weights that may sample for the next step."""
+        return self.installed is not None and step - self.installed.step <= max_staleness
+
     @property
     def is_admitted(self) -> bool:
         """Whether it is a member of the run."""
@@ -131,6 +136,16 @@ class Member:
         )
         elapsed_s = max(stop - start, 1e-6)
         return (tokens_now - tokens) / elapsed_s, (bytes_now - num_bytes) / elapsed_s
+
+    def describe(self, num_leases: int) -> str:
+        """Say what a worker with so many leases does, in a few words."""
+        stats = self.stats
+        if stats.fetching is None:
+            return f"{self.node_id} has {num_leases} ({stats.state})"
+        progress = f"{stats.num_chunks_held}/{stats.num_chunks} chunks from {stats.parent}"
+        if stats.downlink_bytes_per_s is not None:
+            progress += f" at {format_bytes(stats.downlink_bytes_per_s)}/s"
+        return f"{self.node_id} has {num_leases} and fetches {stats.fetching} ({progress})"
 
     def view(self, *, step: int, num_leases: int, now: float) -> NodeView:
         """Return this node as the live view shows it."""

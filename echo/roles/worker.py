@@ -12,14 +12,14 @@ not wanted any more.
 
 The role decides, and its shell (`runtime/worker/node.py`, or a simulation) carries out and reports:
 
-    Sample   ->  sampled, for each group as it grows; then returned, or refused
-    Recall       stop that call of the engine: it returns what it has
-    Offer    ->  finished, or failed; Withdraw -> dropped  (agents)
-    Score    ->  scored, or failed
-    Install  ->  installed, or install_failed
-    Save     ->  saved
-    Release  ->  released
-    Drained      nothing is left here that must not be lost
+    Sample         ->  sampled, for each group as it grows; then returned, or refused
+    Recall             stop that call of the engine: it returns what it has
+    OfferEpisodes  ->  finished, or failed; Withdraw -> dropped  (agents)
+    Score          ->  scored, or failed
+    Install        ->  installed, or install_failed
+    Save           ->  saved
+    Release        ->  released
+    Drained            nothing is left here that must not be lost
 
 An engine that takes requests at any time gets one call per group, as soon as there is room for it.
 Any other gets one batch of groups after another, and a batch lasts as long as its longest rollout,
@@ -211,8 +211,8 @@ class Recall(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer(Action):
-    """Offer these leases to agents."""
+class OfferEpisodes(Action):
+    """Offer the episodes of these leases to agents."""
 
     leases: Sequence[Lease]
 
@@ -501,7 +501,7 @@ class Worker(DialingRole):
             installed=self.installed_version,
         )
         if engine.sampler == "agents":
-            return [Offer([group.lease for group in taken])] if taken else []
+            return [OfferEpisodes([group.lease for group in taken])] if taken else []
         actions: list[Action] = []
         groups = []
         for group in taken:

@@ -490,9 +490,7 @@ def pack_undo(patch: Patch) -> bytes:
     """Return the record of what a patch overwrites."""
     base = patch.base
     parts: list[bytes] = [
-        _UNDO_HEAD.pack(
-            _UNDO_MAGIC, base.step, base.lineage, patch.block_bytes, len(patch.blocks)
-        )
+        _UNDO_HEAD.pack(_UNDO_MAGIC, base.step, base.lineage, patch.block_bytes, len(patch.blocks))
     ]
     for number, block in patch.blocks.items():
         is_whole = block.where is None
@@ -708,6 +706,7 @@ class MappedStore(abc.ABC):
         """Copy a chunk to its place in a version store, from any thread and without the GIL."""
         fill(place, data)
 
+    @abc.abstractmethod
     def begin_patch(self, patch: Patch) -> None:
         """Note what a patch is about to overwrite, where that outlives the process.
 
@@ -715,9 +714,11 @@ class MappedStore(abc.ABC):
             OSError: if the disk refuses it.
         """
 
+    @abc.abstractmethod
     def end_patch(self, patch: Patch) -> None:
         """Name an image after the version that it has become."""
 
+    @abc.abstractmethod
     def cancel_patch(self, patch: Patch) -> None:
         """Forget a patch of which nothing is written any more."""
 
@@ -812,6 +813,15 @@ class MemoryStore(MappedStore):
     def sealed(self, version: PolicyVersion, signed_manifest: bytes) -> None:
         """Do nothing: there is no later process that could read it."""
 
+    def begin_patch(self, patch: Patch) -> None:
+        """Do nothing: what is overwritten is in the patch."""
+
+    def end_patch(self, patch: Patch) -> None:
+        """Do nothing: memory has no name."""
+
+    def cancel_patch(self, patch: Patch) -> None:
+        """Do nothing."""
+
     def recover(self, run_id: str) -> list[Saved]:
         """Return nothing, and drop what is held of an earlier run."""
         for version in list(self._live):
@@ -871,7 +881,7 @@ def open_store(directory: str | None, limit_bytes: int | None) -> MappedStore:
     return MemoryStore(limit_bytes)
 
 
-def refuse_other_format(directory: Path) -> None:
+def _refuse_other_format(directory: Path) -> None:
     """Refuse a directory that was begun with another format.
 
     Raises:
@@ -902,7 +912,7 @@ class DiskStore(MappedStore):
 
     def __init__(self, directory: Path, limit_bytes: int | None = None) -> None:
         self.directory = directory
-        refuse_other_format(directory)
+        _refuse_other_format(directory)
         self._lock: int | None = lock_directory(
             directory,
             _LOCK,

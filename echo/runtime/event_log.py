@@ -50,7 +50,10 @@ BUILT = (Learner, Worker, Relay, Broadcast, StalenessBuffer, LeaseBook, Outbox)
 """What a log may build."""
 PARTS = ("counters",)
 """Parts of a role that its shell calls directly."""
-READS = {"views", "obstacle", "progress", "rebuild", "manifest", "as_dict", "deadline_of"}
+READS = {
+    "views", "obstacle", "progress", "broadcast_progress", "describe_wait", "rebuild", "manifest",
+    "as_dict", "deadline_of",
+}  # fmt: skip
 """Methods that change nothing and are called often, or in threads."""
 ASKED = {"create", "journal", "sealed", "advance", "drop", "sign", "public_key", "lease"}
 """Methods of what lies outside that a role calls itself."""

@@ -147,17 +147,15 @@ def run_virtual(main: Coroutine[Any, Any, Result]) -> Result:
 
 
 class InlineThreads:
-    """A node's threads on virtual time: each call is made in the loop, when it would have ended.
+    """A node's threads on virtual time: each call is made in the loop, when it would have ended."""
 
-    Args:
-        takes: (name of a pool, function) -> seconds that its next call takes.
-    """
-
-    def __init__(
-        self, takes: Callable[[str, Callable[..., Any]], float] = lambda pool, function: 0.0
-    ) -> None:
-        self.takes = takes
+    def __init__(self) -> None:
+        """Begin with no calls under way."""
         self.is_closed = False
+
+    def takes(self, pool: str, function: Callable[..., Any]) -> float:
+        """Return the seconds that the next call of a pool takes."""
+        return 0.0
 
     def pool(self, name: str, num_threads: int = 1) -> InlinePool:
         """Return a new pool, which makes so many calls at a time."""

@@ -21,7 +21,7 @@ from echo.roles.learner import Learner, LearnerSettings
 from echo.runtime.identity import Identity
 from echo.runtime.learner.cost import ActivationSettings, CostTerms, spent_before
 from echo.runtime.learner.node import LearnerNode, OpenedRun, Row
-from echo.runtime.learner.resume import StartingPoint, begin, enter, recover
+from echo.runtime.learner.resume import SavedRun, StartingPoint
 from echo.sim.scenario import LEARNER_REGION, Scenario
 from echo.sim.summary import BillRecord, StepRecord
 from echo.sim.timing import (
@@ -94,21 +94,25 @@ class SimLearner(LearnerNode):
         config = make_config(scenario, scale=versions.scale)
         now = disk.now()
         ledger = MemoryLedger(disk)
-        checkpoints = MemoryCheckpoints(disk, scenario, run_id=RUN_ID, now=now)
+        saved = SavedRun(ledger, MemoryCheckpoints(disk, scenario, run_id=RUN_ID, now=now))
         spent = spent_before(ledger.records(), now=now)
-        self.start = start = find_start(scenario, ledger, checkpoints)
+        if ledger.num_records:
+            start = saved.recover(run_id=RUN_ID, max_staleness=scenario.job.max_staleness)
+        else:
+            start = saved.begin()
+        self.start = start
         buffer = make_buffer(scenario, start)
         session = make_session(
             scenario, start, identity=identity, broadcast=broadcast, buffer=buffer,
             scale=versions.scale, now=now,
         )  # fmt: skip
-        enter(ledger, checkpoints, start)
+        saved.enter(start)
         self.trainer = TimedTrainer(scenario, disk.groups, step=start.step)
         trainer: Any = self.trainer
         publisher: Any = versions
         opened = OpenedRun(
             ledger=ledger,
-            checkpoints=checkpoints,
+            checkpoints=saved.checkpoints,
             costs=CostTerms(spent, _activation_settings(scenario, scale=versions.scale)),
             progress=TimedProgress(self.trainer, start, now=now),
             trainer=trainer,
@@ -207,16 +211,6 @@ def make_config(scenario: Scenario, *, scale: float) -> Config:
     )
 
 
-def find_start(
-    scenario: Scenario, ledger: MemoryLedger, checkpoints: MemoryCheckpoints
-) -> StartingPoint:
-    """Return where the run begins, or goes on with what is on the disk."""
-    if not ledger.num_records:
-        return begin(ledger)
-    max_staleness = scenario.job.max_staleness
-    return recover(ledger, checkpoints, run_id=RUN_ID, max_staleness=max_staleness)
-
-
 def make_buffer(scenario: Scenario, start: StartingPoint) -> StalenessBuffer:
     """Return the buffer with what waited on the disk."""
     job = scenario.job
@@ -261,6 +255,8 @@ def make_session(
                 max_completion_tokens=max(1, round(job.max_completion_tokens)),
                 vocab_size=1,
                 heartbeat_s=settings.heartbeat_s,
+                max_zero_signal_groups=job.groups_per_step
+                * _defaults().batch.max_zero_signal_batches,
             ),
             site=Site(
                 LEARNER_ID,

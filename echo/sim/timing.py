@@ -394,11 +394,12 @@ class LearnerThreads(InlineThreads):
 
     def __init__(self, scenario: Scenario, trainer: TimedTrainer) -> None:
         """Know who steps."""
-        super().__init__(self._takes)
+        super().__init__()
         self._settings = scenario.settings
         self._trainer = trainer
 
-    def _takes(self, pool: str, function: Callable[..., Any]) -> float:
+    def takes(self, pool: str, function: Callable[..., Any]) -> float:
+        """Return the seconds that the next call of a pool takes."""
         what = getattr(function, "__func__", None)
         if what is TimedTrainer.step:
             return self._trainer.step_s()

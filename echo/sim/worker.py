@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -109,9 +109,10 @@ class SimWorker(DialingNode):
 
     def on_action(self, action: Action) -> None:
         """Let what the role asks for take its time."""
+        call_later = asyncio.get_running_loop().call_later
         match action:
             case Configure():
-                self._after(self._times.setup_s, self._built)
+                call_later(self._times.setup_s, self._built)
             case Sample():
                 self._begin(action.call)
             case Recall():
@@ -120,7 +121,7 @@ class SimWorker(DialingNode):
                 self.perform(self.session.scored(action.group, self._rewards(action), now=self.now))
             case Install():
                 self._num_installing += 1
-                self._after(self._times.swap_s, self._installed, action.version)
+                call_later(self._times.swap_s, self._installed, action.version)
             case Release():
                 self.is_released = True
                 self.perform(self.session.released(True))
@@ -133,9 +134,6 @@ class SimWorker(DialingNode):
         """Return rewards that differ where there is something to be learned."""
         is_useful = self._groups.length(score.group.lease.group_id).is_useful
         return [float(is_useful), *[0.0] * (self._facts.group_size - 1)]
-
-    def _after(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> None:
-        asyncio.get_running_loop().call_later(delay_s, call, *arguments)
 
     def before_expire(self) -> None:
         """Note the progress of what is running, for the heartbeat."""

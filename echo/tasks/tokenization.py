@@ -189,6 +189,16 @@ class TextCodec:
     chat_template_kwargs: Mapping[str, Any]
     """Arguments of the chat template."""
 
+    def encode_prompt(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        """Turn a prompt into token ids; see the function of this name."""
+        kwargs = self.chat_template_kwargs
+        return encode_prompt(self.tokenizer, prompt, chat_template_kwargs=kwargs, tools=tools)
+
     def encode_turn(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Turn what an environment says after a turn of the policy into token ids.
 

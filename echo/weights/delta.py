@@ -100,7 +100,7 @@ def fill(out: memoryview, data: bytes | bytearray | memoryview) -> None:
     np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(data, np.uint8))
 
 
-class Reader:
+class BlockReader:
     """Takes a coded block apart, and refuses what does not fit it."""
 
     def __init__(self, coded: memoryview) -> None:
@@ -282,7 +282,7 @@ def pack_changes(where: Indices, difference: Words) -> list[bytes]:
     ]
 
 
-def read_changes(reader: Reader, num_words: int, word_bytes: int) -> tuple[Indices, Words]:
+def read_changes(reader: BlockReader, num_words: int, word_bytes: int) -> tuple[Indices, Words]:
     """Return what `pack_changes` was given.
 
     Args:
@@ -489,7 +489,7 @@ def open_block(coded: memoryview, base: memoryview, old_hash: bytes) -> BlockPat
         RemoteProtocolError: if the block is malformed.
         StorageError: if the base is another one than it was coded against.
     """
-    reader = Reader(coded)
+    reader = BlockReader(coded)
     [codec] = reader.take(1)
     old_tail = base[:0]
     if codec == UNCHANGED:
@@ -525,7 +525,7 @@ def decode_block(coded: memoryview, base: memoryview | None, out: memoryview) ->
     Raises:
         RemoteProtocolError: if it is malformed; `out` then holds anything.
     """
-    reader = Reader(coded)
+    reader = BlockReader(coded)
     [codec] = reader.take(1)
     if codec == RAW:
         fill(out, reader.take(len(out)))
@@ -542,7 +542,7 @@ def decode_block(coded: memoryview, base: memoryview | None, out: memoryview) ->
     reader.finish()
 
 
-def _decode_difference(codec: int, reader: Reader, base: memoryview, out: memoryview) -> None:
+def _decode_difference(codec: int, reader: BlockReader, base: memoryview, out: memoryview) -> None:
     """Write base and coded difference together to `out`."""
     if codec == UNCHANGED:
         fill(out, base)
@@ -616,7 +616,7 @@ def _split(block: memoryview, word_bytes: int) -> tuple[Words, memoryview]:
     return words, block[count * word_bytes :]
 
 
-def _word_bytes(reader: Reader) -> int:
+def _word_bytes(reader: BlockReader) -> int:
     """Return the size of a word, as the second byte says it."""
     [word_bytes] = reader.take(1)
     if word_bytes not in (1, 2, 4):

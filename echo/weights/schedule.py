@@ -12,9 +12,10 @@ places of a map and what is offered are its roads; full images and keyframes lea
 nowhere. The way with the fewest bytes wins; of those the one with the fewest steps, since each step
 costs a pass over the whole image.
 
-**Forms.** The learner makes a delta against its last published version each time. Two more
-questions are answered here, each from sizes that were measured in this run and by the same
-yardstick: the bytes that a node has to fetch.
+**Forms.** A small version goes out as its image alone, and so does each where the configuration
+asks for that. Of any other the learner makes a delta against its last published version, and sends
+the image behind the delta's first segment; and a keyframe now and then. Sizes that were measured in
+this run decide, by one yardstick: the bytes that a node has to fetch.
 
 * A **keyframe** is what a node without any version fetches, and then the deltas made since. It is
   due as soon as that way costs KEYFRAME_MARGIN more than a fresh keyframe would, or leads over more
@@ -25,6 +26,9 @@ yardstick: the bytes that a node has to fetch.
 * A **delta** is worth its base only if it is clearly shorter than what needs no base: if the last
   one was more than DELTA_SHARE of a keyframe (or image), the next version goes without, and a delta
   is tried again RETRY_AFTER versions later: steps shrink when the learning rate decays.
+
+With codec = "delta" a delta is made whenever there is a base. Otherwise keyframe and delta alike
+are given up after a first segment that is hardly shorter than its part of the image.
 """
 
 from __future__ import annotations
@@ -125,6 +129,9 @@ class PublishPace:
 # --- cheapest path from the versions held to the one wanted ---------------------------------------
 
 
+Kind: TypeAlias = Literal["full", "keyframe", "delta"]
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedOffer:
     """One form in which a version can be had."""
@@ -132,7 +139,7 @@ class EncodedOffer:
     version: PolicyVersion
     base: PolicyVersion | None
     """The version that must be held already; None if none is needed."""
-    kind: Literal["full", "keyframe", "delta"]
+    kind: Kind
     num_bytes: int
     """Bytes to be sent."""
 
@@ -192,8 +199,12 @@ def path_bytes(path: Sequence[EncodedOffer]) -> int:
     return sum(offer.num_bytes for offer in path)
 
 
-# --- keyframe or delta ----------------------------------------------------------------------------
+# --- full image, keyframe or delta ----------------------------------------------------------------
 
+MIN_IMAGE_BYTES = 4 << 20
+"""Smaller versions go in full unless deltas are asked for: they cost one window anyway."""
+HOPELESS_SHARE = 0.9
+"""Coded size to image size in the first segment, above which the image is sent instead."""
 KEYFRAME_MARGIN = 0.25
 """Share of a keyframe that the deltas behind it may cost before a new one is due."""
 MAX_STEPS = 16
@@ -208,18 +219,44 @@ USELESS_SHARE = 0.95
 """Keyframe to image above which keyframes are not made."""
 
 
-class KeyframeSchedule:
-    """Decides in which coded forms the learner makes a version."""
+class FormSchedule:
+    """Decides in which forms the learner makes a version."""
 
-    def __init__(self, full_bytes: int) -> None:
-        """Plan for images of `full_bytes` bytes."""
-        self._full_bytes = full_bytes
+    def __init__(self, codec: str) -> None:
+        """Begin without versions.
+
+        Args:
+            codec: "auto", "full" (never an encoded version) or "delta" (always one, however large).
+        """
+        self._codec = codec
+        self._full_bytes = 0
         self._keyframe_bytes: int | None = None
         self._delta_bytes = 0
         """Size of the last delta; 0 before the first, which is always tried."""
         self._newest: PolicyVersion | None = None
         self._num_since_delta = 0
         """Versions since one was last coded as a delta."""
+
+    def begin(self, image_bytes: int, *, has_base: bool) -> Kind:
+        """Begin with the next version, and return what it goes out as.
+
+        Args:
+            image_bytes: size of its image.
+            has_base: whether a delta against the version before is possible.
+
+        Returns:
+            "full" for the image and nothing else, "keyframe" for the image and a keyframe where
+            that is due, "delta" for a delta before these.
+        """
+        self._full_bytes = image_bytes
+        is_auto = self._codec == "auto"
+        if self._codec == "full" or (is_auto and image_bytes < MIN_IMAGE_BYTES):
+            return "full"
+        return "delta" if has_base and (not is_auto or self._is_delta_due) else "keyframe"
+
+    def is_hopeless(self, coded_bytes: int, image_bytes: int) -> bool:
+        """Return whether to give up what its first segment has coded from so much of the image."""
+        return self._codec == "auto" and coded_bytes > HOPELESS_SHARE * image_bytes
 
     def made(self, offer: EncodedOffer) -> None:
         """Note what was made of a version, with its size: full image, keyframe or delta."""
@@ -248,8 +285,9 @@ class KeyframeSchedule:
             or path_bytes(path) > (1 + KEYFRAME_MARGIN) * keyframe_bytes
         )
 
-    def is_delta_due(self) -> bool:
-        """Return whether the next version should be coded against the last one."""
+    @property
+    def _is_delta_due(self) -> bool:
+        """Whether the next version should be coded against the last one."""
         alone = min(self._expected_keyframe_bytes, self._full_bytes)
         is_worthwhile = self._delta_bytes <= DELTA_SHARE * alone
         return is_worthwhile or self._num_since_delta + 1 >= RETRY_AFTER

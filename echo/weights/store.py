@@ -736,9 +736,7 @@ class EncodedVersion(Chunked):
         last = part.first_chunk + (part.offsets[number + 1] - 1) // size
         return self.has_chunk.find(0, first, last + 1) < 0
 
-    def _work(
-        self, part: _Part, number: int, base: memoryview | None
-    ) -> DecodeBlock | OpenBlock:
+    def _work(self, part: _Part, number: int, base: memoryview | None) -> DecodeBlock | OpenBlock:
         table = part.table
         block = table.first_block + number
         start = block * table.block_bytes

@@ -70,9 +70,7 @@ def check_installed(cluster: Cluster) -> set[int]:
     """Check every version that a worker installed; return their steps."""
     hashes = published_hashes(cluster)
     assert len(set(hashes.values())) == MAX_STEPS + 1, "versions that are equal show nothing"
-    recorded = {
-        record["version"][1]: record["image_hash"] for record in cluster.records("sealed")
-    }
+    recorded = {record["version"][1]: record["image_hash"] for record in cluster.records("sealed")}
     assert recorded == hashes
     steps = set()
     for worker in WORKERS:

@@ -31,7 +31,9 @@ Image = npt.NDArray[np.uint8]
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "int64": 8}
 
 
-def on_host(old: Image, new: Image, tensors: Sequence[TensorSpec], block_bytes: int) -> list[CodedBlock]:
+def on_host(
+    old: Image, new: Image, tensors: Sequence[TensorSpec], block_bytes: int
+) -> list[CodedBlock]:
     return [
         encode_delta(
             old[start : start + block_bytes].data,

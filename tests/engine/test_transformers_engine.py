@@ -173,17 +173,33 @@ def test_a_tied_tensor_may_come_under_either_name(tiny_model_dir: Path) -> None:
         engine.load({**tensors, "lm_head.weight": torch.zeros(32, 64)})
 
 
-def test_new_weights_replace_the_old_and_the_given_ones_stay_the_callers(
-    make_tiny_model: MakeTinyModel,
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_new_weights_replace_the_old_and_the_given_ones_are_never_written_to(
+    make_tiny_model: MakeTinyModel, dtype: str
 ) -> None:
-    first, second = make_tiny_model(seed=1), make_tiny_model(seed=2)
-    engine = loaded(first)
-    tensors = load_directory(second, "float32")
-    engine.load(tensors)
-    expected = run(loaded(second), equal_prompts(8), sampling())
-    for tensor in tensors.values():
-        tensor.zero_()
-    assert_same(run(engine, equal_prompts(8), sampling()), expected)
+    engine = loaded(make_tiny_model(seed=1))
+    given = [load_directory(make_tiny_model(seed=seed), dtype) for seed in (2, 3, 2)]
+    before = [{name: tensor.clone() for name, tensor in each.items()} for each in given]
+    sampled = []
+    for tensors in given:
+        engine.load(tensors)
+        sampled.append(run(engine, equal_prompts(8), sampling()))
+    assert_same(sampled[0], sampled[2])
+    assert not all(
+        np.array_equal(one.token_ids, other.token_ids)
+        for one, other in zip(sampled[0], sampled[1], strict=True)
+    )
+    for tensors, were in zip(given, before, strict=True):
+        assert all(torch.equal(tensor, were[name]) for name, tensor in tensors.items())
+
+
+def test_a_dtype_that_changes_leaves_the_given_ones_alone(make_tiny_model: MakeTinyModel) -> None:
+    engine = loaded(make_tiny_model(seed=1))
+    same, other = (load_directory(make_tiny_model(seed=2), d) for d in ("float32", "bfloat16"))
+    engine.load(same)
+    expected = {name: tensor.clone() for name, tensor in same.items()}
+    engine.load(other)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in same.items())
 
 
 def test_weights_that_do_not_fit_are_listed_and_none_is_installed(tiny_model_dir: Path) -> None:

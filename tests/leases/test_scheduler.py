@@ -36,6 +36,7 @@ def make_settings(**changes: Any) -> LeaseSettings:
         "max_completion_tokens": 100,
         "vocab_size": 10,
         "heartbeat_s": 1.0,
+        "max_zero_signal_groups": 80,
     }
     return LeaseSettings(**(settings | changes))
 

@@ -16,7 +16,6 @@ import random
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +36,7 @@ from echo.records.ledger import AnyRecord, Ledger, Published
 from echo.runtime import relay
 from echo.runtime.event_log import EventLog
 from echo.runtime.learner import setup
-from echo.runtime.learner.setup import PromptSource
+from echo.runtime.learner.prompts import PromptSource
 from echo.runtime.node import Node
 from echo.runtime.worker import setup as worker_setup
 from echo.runtime.worker.node import WorkerParts
@@ -88,13 +87,25 @@ class KilledError(BaseException):
     """The process is gone in the middle of this call."""
 
 
+class ThreadsOfProcess(InlineThreads):
+    """Calls that take as long as the world says."""
+
+    def __init__(self, world: NodeWorld, name: str) -> None:
+        super().__init__()
+        self.world = world
+        self.name = name
+
+    def takes(self, pool: str, function: Callable[..., Any]) -> float:
+        return self.world.takes(self.name, pool, function)
+
+
 class Process:
     """One start of one node."""
 
     def __init__(self, world: NodeWorld, name: str) -> None:
         self.name = name
         self.world = world
-        self.threads = InlineThreads(partial(world.takes, name))
+        self.threads = ThreadsOfProcess(world, name)
         self.log = logging.getLogger(f"promises.{name}")
         self.engine: StubEngine | None = None
         self.node: Any = None
@@ -472,12 +483,13 @@ class NodeWorld:
         config = self._config(LEARNER, sections, listen=ADDRESS.format(address))
         ledger = type("LedgerOfProcess", (WatchedLedger,), {"process": process})
         task = AdditionTask()
+        text: Any = SimpleNamespace(decode=str, encode_prompt=lambda prompt, tools: [1, 2, 3])
         data: Any = SimpleNamespace(
             model_dir=self.directory,
             task=task,
             host=LaterHost(),
-            prompts=PromptSource(task, encode=lambda example: [1, 2, 3], seed=0, num_examples=None),
-            text=SimpleNamespace(decode=str),
+            prompts=PromptSource(task, text, seed=0),
+            text=text,
             digests={"model": "m"},
             vocab_size=32,
             lora=None,

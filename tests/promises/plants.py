@@ -176,15 +176,14 @@ def keep_leases_for_ever(patch: pytest.MonkeyPatch) -> None:
 @plant(12)
 def lose_what_waits(patch: pytest.MonkeyPatch) -> None:
     """Forget, at a resume, the groups that were acknowledged and not yet trained."""
-    from echo.runtime.learner import resume
-    from echo.runtime.learner.resume import recover as recover_recovery
+    from echo.runtime.learner.resume import SavedRun
 
-    recover = recover_recovery
+    recover = SavedRun.recover
 
     def forgetful(*arguments: Any, **named: Any) -> Any:
         return dataclasses.replace(recover(*arguments, **named), buffered=[])
 
-    patch.setattr(resume, "recover", forgetful)
+    patch.setattr(SavedRun, "recover", forgetful)
 
 
 @plant(13)
@@ -242,10 +241,9 @@ def take_files_as_they_are(patch: pytest.MonkeyPatch) -> None:
 def say_installed(patch: pytest.MonkeyPatch) -> None:
     """Take a version that the engine refuses for installed."""
     from echo.core.errors import EngineError
-    from echo.runtime.worker import node
-    from echo.runtime.worker.node import install as install_worker_parts
+    from echo.runtime.worker.node import WorkerParts
 
-    install = install_worker_parts
+    install = WorkerParts.install
 
     def careless(*arguments: Any) -> str:
         try:
@@ -253,7 +251,7 @@ def say_installed(patch: pytest.MonkeyPatch) -> None:
         except EngineError:
             return ""
 
-    patch.setattr(node, "install", careless)
+    patch.setattr(WorkerParts, "install", careless)
 
 
 @plant(23)
@@ -372,9 +370,7 @@ def wait_for_the_disk(patch: pytest.MonkeyPatch) -> None:
 @plant(29)
 def say_that_it_waits(patch: pytest.MonkeyPatch) -> None:
     """Say how many groups are missing, and no more."""
-    from echo.runtime.learner import report
-
-    patch.setattr(report, "describe_wait", lambda session: "2 of 2 groups")
+    patch.setattr(Learner, "describe_wait", lambda self: "2 of 2 groups")
 
 
 @plant(30)

@@ -470,6 +470,7 @@ class Run:
             "max_completion_tokens": 16,
             "vocab_size": 100,
             "heartbeat_s": numbers.heartbeat_s,
+            "max_zero_signal_groups": 20 * numbers.groups_per_step,
             "dead_after_s": numbers.dead_after_s,
             "settings": {"sampling": {"temperature": 1.0}},
             "assets": {"config.json": b"{}", "tokenizer.json": b"[1]"},

@@ -11,9 +11,10 @@ import pytest
 
 from echo.core.errors import RefusedError
 from echo.core.rollout import PolicyVersion
+from echo.roles.learner import Learner
 from echo.weights.sender import SLOW_AFTER_S, WAITING_PERIOD_S
 from echo.wire import codec
-from echo.wire.actions import Action, Send, Stop
+from echo.wire.actions import Action, Note, Send, Stop
 from echo.wire.codec import encode
 from echo.wire.messages import (
     Ack,
@@ -489,6 +490,36 @@ def start_workers(tmp_path: Path, *, workers: int = 2) -> tuple[Run, Process, li
 
 def park(run: Run, learner: Process, *names: str) -> None:
     run.world.perform(learner, learner.session.set_standby(names, now=run.world.now))
+
+
+def test_who_alone_teaches_nothing_is_granted_nothing_until_others_were_heard(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path)
+    learner = run.start_learner(max_zero_signal_groups=4)
+    run.start_worker("bad")
+    run.start_worker("good")
+    run.world.run(10.0)
+    session: Learner = learner.session
+
+    def delivered(worker: str, *, is_useful: bool) -> str:
+        actions = session.delivered(worker, is_useful=is_useful, now=run.world.now)
+        run.world.perform(learner, actions)
+        notes = [action.text for action in actions if isinstance(action, Note)]
+        set_aside = [v.node_id for v in session.views(now=run.world.now) if v.state == "set aside"]
+        assert set_aside == [name for name in ("bad",) if session.num_discounted]
+        return "".join(notes)
+
+    assert [delivered("bad", is_useful=False) for _ in range(3)] == [""] * 3
+    assert delivered("bad", is_useful=False).startswith("bad is set aside until other workers")
+    assert session.num_discounted == 4
+    run.world.run(run.world.now + 20.0)
+    assert session.leases.num_leases("bad") == 0
+    assert session.leases.num_leases("good") > 0
+    delivered("good", is_useful=True)
+    assert session.num_discounted == 0
+    run.world.run(run.world.now + 5.0)
+    assert session.leases.num_leases("bad") > 0
 
 
 @pytest.mark.slow

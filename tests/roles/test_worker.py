@@ -21,7 +21,7 @@ from echo.roles.worker import (
     EngineCall,
     EngineFacts,
     Install,
-    Offer,
+    OfferEpisodes,
     Recall,
     Release,
     ReleaseTerms,
@@ -481,7 +481,7 @@ def test_agents_are_offered_all_leases_at_once_and_ask_for_theirs() -> None:
     paper.do(paper.role.demand(3, now=0.0))
     assert paper.role.capacity() == 3
     paper.grant(*map(lease, range(3)))
-    [offer] = paper.take(Offer)
+    [offer] = paper.take(OfferEpisodes)
     assert [each.group_id for each in offer.leases] == [0, 1, 2]
     assert paper.role.activity == "serving agents"
     paper.do(paper.role.drain(now=0.0))

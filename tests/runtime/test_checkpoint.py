@@ -29,7 +29,7 @@ from echo.runtime.learner.checkpoint import (
     list_checkpoints,
     save_checkpoint,
 )
-from echo.runtime.learner.resume import StartingPoint, begin, enter, recover
+from echo.runtime.learner.resume import SavedRun, StartingPoint
 from echo.train import trainer
 from echo.train.trainer import OPTIMIZER_FILE, TRAINER_FILE, WEIGHTS_FILE
 from echo.wire.codec import encode_group
@@ -324,8 +324,8 @@ def store(ledger: Ledger, group: Group) -> Group:
     return group
 
 
-def saved(ledger: LedgerQueue) -> Checkpoints:
-    return Checkpoints(
+def saved(ledger: LedgerQueue) -> SavedRun:
+    checkpoints = Checkpoints(
         ledger.run_dir / "checkpoints",
         run_id="toy",
         interval_steps=1,
@@ -334,12 +334,13 @@ def saved(ledger: LedgerQueue) -> Checkpoints:
         min_free_bytes=0,
         now=0.0,
     )
+    return SavedRun(ledger, checkpoints)
 
 
 def resume(run_dir: Path, *, max_staleness: int = 2) -> StartingPoint:
     with opened(run_dir) as ledger:
-        start = recover(ledger, saved(ledger), run_id="toy", max_staleness=max_staleness)
-        enter(ledger, saved(ledger), start)
+        start = saved(ledger).recover(run_id="toy", max_staleness=max_staleness)
+        saved(ledger).enter(start)
         return start
 
 
@@ -347,7 +348,7 @@ def resume(run_dir: Path, *, max_staleness: int = 2) -> StartingPoint:
 def run_dir(tmp_path: Path) -> Path:
     """Return a run that was killed at step 3, with a checkpoint of step 1."""
     with opened(tmp_path) as ledger:
-        enter(ledger, saved(ledger), begin(ledger))
+        saved(ledger).enter(saved(ledger).begin())
         groups = [store(ledger, make_group(i, step=step)) for i, step in enumerate([0, 0, 1, 2])]
         ledger.trained(groups[:1], lineage=1, consumed_at=0)
         checkpoint(tmp_path, 1)
@@ -360,15 +361,15 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_a_run_begins_once_and_not_before_it_is_entered(tmp_path: Path) -> None:
     with opened(tmp_path) as ledger:
-        begin(ledger)
-        enter(ledger, saved(ledger), begin(ledger))
+        saved(ledger).begin()
+        saved(ledger).enter(saved(ledger).begin())
         with pytest.raises(ConfigError, match="--resume"):
-            begin(ledger)
+            saved(ledger).begin()
 
 
 def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
     with opened(tmp_path) as ledger, pytest.raises(ConfigError, match="no run to resume"):
-        recover(ledger, saved(ledger), run_id="toy", max_staleness=2)
+        saved(ledger).recover(run_id="toy", max_staleness=2)
 
 
 def test_what_was_trained_after_the_checkpoint_waits_again(run_dir: Path) -> None:
@@ -397,9 +398,7 @@ def test_what_is_only_in_part_too_old_stays_without_that_part(run_dir: Path) -> 
         rollout = replace(group.rollouts[0], policy_versions=versions)
         store(ledger, replace(group, rollouts=(rollout, rollout)))
         for trims_stale in (False, True):
-            start = recover(
-                ledger, saved(ledger), run_id="toy", max_staleness=0, trims_stale=trims_stale
-            )
+            start = saved(ledger).recover(run_id="toy", max_staleness=0, trims_stale=trims_stale)
             assert start.ends.get(6) == (None if trims_stale else "stale")
     [group] = [group for group in start.buffered if group.group_id == 6]
     assert group.rollouts[0].completion_mask.tolist() == [False, True]
@@ -417,7 +416,7 @@ def test_two_crashes_from_one_checkpoint_are_two_lineages(run_dir: Path) -> None
 def test_recovering_writes_nothing_by_itself(run_dir: Path) -> None:
     before = list(read_lines(run_dir))
     with opened(run_dir) as ledger:
-        recover(ledger, saved(ledger), run_id="toy", max_staleness=2)
+        saved(ledger).recover(run_id="toy", max_staleness=2)
     assert list(read_lines(run_dir)) == before
 
 

@@ -445,7 +445,7 @@ def test_a_run_can_start_from_the_weights_of_another(play: Play) -> None:
         async with running(learner, await run.worker("w1")) as (learning, _):
             await learning
         published = read_ledger(run.directory / "second")
-        first = next(r for r in published if r["kind"] == "published")
+        first = next(r for r in published if r["kind"] == "sealed")
         # What was exported is what was published, bit by bit.
         assert first["image_hash"] == run.ledger("sealed")[-1]["image_hash"]
 

@@ -24,8 +24,7 @@ from echo.engine.lora import (
 )
 from echo.engine.model import build_model, save_tiny_model
 from echo.runtime.learner.resume import StartingPoint
-from echo.runtime.learner.setup import CACHED_LEASES, PromptSource, build_loss, build_trainer
-from echo.tasks.task import Example, Task
+from echo.runtime.learner.setup import build_loss, build_trainer
 from echo.train.trainer import Trainer
 from tests.engine.lora_models import adapted_policy, published
 from tests.train.test_trainer import make_group
@@ -219,101 +218,3 @@ def test_the_reference_is_the_base(tiny_model_dir: Path, tmp_path: Path) -> None
     pulls = [trainer.step([make_group([1, 0], 2)]).metrics["kl/reference"] for _ in range(3)]
     assert pulls[0] == pytest.approx(0.0, abs=1e-7)
     assert pulls[2] > 1e-6
-
-
-# --- prompts --------------------------------------------------------------------------------------
-
-
-class Counting(Task):
-    def __init__(self, num_heldout: int | None = None) -> None:
-        self.num_heldout = num_heldout
-
-    def example(self, index: int, *, split: str) -> Example:
-        return Example(index=index, split=split, prompt=f"{split} {index}")
-
-    def reward(self, example: Example, completion: str) -> float:
-        return 0.0
-
-    def num_examples(self, *, split: str) -> int | None:
-        return self.num_heldout if split == "heldout" else None
-
-
-def make(
-    *, seed: int = 0, num_examples: int | None = None, task: Task | None = None
-) -> PromptSource:
-    return PromptSource(
-        task or Counting(),
-        encode=lambda example: [1, example.index],
-        seed=seed,
-        num_examples=num_examples,
-    )
-
-
-def test_a_group_has_the_same_prompt_in_every_process_and_attempt() -> None:
-    source = make(num_examples=50)
-    lease, again = source.lease(17, 0), source.lease(17, 3)
-    assert lease == make(num_examples=50).lease(17, 0)
-    assert (again.prompt_ids, again.example) == (lease.prompt_ids, lease.example)
-    assert (again.attempt, lease.attempt) == (3, 0)
-    assert again.seed != lease.seed
-    assert source.lease(17, 0) == lease
-
-
-def test_an_epoch_visits_every_example_once_in_an_order_of_its_own() -> None:
-    source = make(num_examples=20)
-    epochs = [[source.lease(e * 20 + i, 0).example["index"] for i in range(20)] for e in range(2)]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(20))] * 2
-    assert epochs[0] != epochs[1]
-    assert [
-        make(num_examples=20, seed=1).lease(i, 0).example["index"] for i in range(20)
-    ] != epochs[0]
-    # Asked for out of order, as when an old lease is granted again.
-    assert source.lease(3, 1).example["index"] == epochs[0][3]
-
-
-def test_an_endless_task_is_walked_in_order() -> None:
-    assert [make().lease(i, 0).example["index"] for i in (0, 1, 10**9)] == [0, 1, 10**9]
-
-
-def test_the_cache_is_bounded() -> None:
-    source = make()
-    for group_id in range(CACHED_LEASES + 100):
-        source.lease(group_id, 0)
-    assert len(source._cache) == CACHED_LEASES
-    assert source.lease(0, 0) == make().lease(0, 0)
-
-
-@pytest.mark.parametrize(("num_heldout", "expected"), [(None, 8), (3, 3), (0, 0), (100, 8)])
-def test_no_heldout_prompt_is_used_twice(num_heldout: int | None, expected: int) -> None:
-    found = make(task=Counting(num_heldout)).heldout(8)
-    assert [example.prompt for example, _ in found] == [f"heldout {i}" for i in range(expected)]
-    assert [ids for _, ids in found] == [[1, i] for i in range(expected)]
-
-
-@pytest.mark.parametrize("info", [{"id": 1 << 64}, {"text": "\ud800"}])
-def test_an_example_that_no_message_holds_is_named(info: dict[str, object]) -> None:
-    class Large(Counting):
-        def example(self, index: int, *, split: str) -> Example:
-            return Example(index=index, split=split, prompt="x", info=info)
-
-    with pytest.raises(DataError, match="example 3 cannot be sent to a worker"):
-        make(task=Large()).lease(3, 0)
-
-
-def test_prompts_that_cannot_be_had_are_found_before_a_run_begins() -> None:
-    def encode(example: Example) -> list[int]:
-        if example.index == 7:
-            raise DataError("no chat template")
-        return [1]
-
-    source = PromptSource(Counting(), encode=encode, seed=0, num_examples=None)
-    with pytest.raises(DataError, match="example 7: no chat template"):
-        source.check()
-    seen: list[int] = []
-
-    def encode_one_of_few(example: Example) -> list[int]:
-        seen.append(example.index)
-        return encode(example)
-
-    PromptSource(Counting(), encode=encode_one_of_few, seed=0, num_examples=5).check()
-    assert sorted(seen) == [0, 1, 2, 3, 4]

@@ -21,7 +21,6 @@ from echo.runtime.learner.report import (
     RATE_WINDOW_S,
     Progress,
     TaskMetrics,
-    describe_wait,
 )
 from echo.tasks.rewards import InlineHost, Limits
 from echo.tasks.task import Example, Task
@@ -157,7 +156,7 @@ def test_the_learner_says_whom_it_waits_for(play: Play) -> None:
         async with running(learner):
             while not any(s.waiting_for for s in run.snapshots):  # noqa: ASYNC110, no events
                 await asyncio.sleep(0.01)
-            assert describe_wait(learner.session) == "2 groups; no worker is connected"
+            assert learner.session.describe_wait() == "2 groups; no worker is connected"
         assert run.snapshots[0].activity in ("starting", "publishing")
         [snapshot] = run.snapshots[-1:]
         assert snapshot.waiting_for == "2 groups; no worker is connected"

@@ -65,9 +65,14 @@ def test_threads_are_refused() -> None:
         run_virtual(main())
 
 
+class SlowThreads(InlineThreads):
+    def takes(self, pool: str, function: object) -> float:
+        return {"one": 2.0, "two": 3.0}[pool]
+
+
 def test_calls_take_their_time_and_wait_for_a_free_thread() -> None:
     async def main() -> list[tuple[str, float]]:
-        threads = InlineThreads(lambda pool, function: {"one": 2.0, "two": 3.0}[pool])
+        threads = SlowThreads()
         one, two = threads.pool("one"), threads.pool("two", 2)
         now, found = asyncio.get_running_loop().time, []
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from echo.core.rollout import Group, Lineage, PolicyVersion, Rollout
 from echo.records.ledger import Discarded, Granted
-from echo.runtime.learner.resume import StartingPoint, begin, enter, recover
+from echo.runtime.learner.resume import SavedRun, StartingPoint
 from echo.sim.clock import run_virtual
 from echo.sim.lengths import Groups, RecordedLengths
 from echo.sim.summary import History
@@ -50,13 +50,12 @@ class Life:
     def __init__(self, disk: Disk, *, max_staleness: int = 4) -> None:
         self.ledger = MemoryLedger(disk)
         self.checkpoints = MemoryCheckpoints(disk, make_scenario(), run_id=RUN, now=0.0)
+        saved = SavedRun(self.ledger, self.checkpoints)
         if self.ledger.num_records:
-            self.start = recover(
-                self.ledger, self.checkpoints, run_id=RUN, max_staleness=max_staleness
-            )
+            self.start = saved.recover(run_id=RUN, max_staleness=max_staleness)
         else:
-            self.start = begin(self.ledger)
-        enter(self.ledger, self.checkpoints, self.start)
+            self.start = saved.begin()
+        saved.enter(self.start)
 
     def granted(self, *group_ids: int, attempt: int = 0) -> None:
         for number in group_ids:

@@ -14,14 +14,15 @@ from echo.core.errors import RemoteProtocolError
 from echo.core.rollout import PolicyVersion
 from echo.weights.schedule import (
     MAX_STEPS,
+    MIN_IMAGE_BYTES,
     RETRY_AFTER,
     EncodedOffer,
-    KeyframeSchedule,
+    FormSchedule,
     cheapest_path,
     path_bytes,
 )
 
-FULL = 1_000_000
+FULL = 10_000_000
 
 
 def v(step: int) -> PolicyVersion:
@@ -32,7 +33,7 @@ class Learner:
     """Publishes versions as a plan says; nothing is ever forgotten."""
 
     def __init__(self, delta_bytes: int, keyframe_bytes: int = 2 * FULL // 3) -> None:
-        self.plan = KeyframeSchedule(FULL)
+        self.plan = FormSchedule("auto")
         self.delta_bytes = delta_bytes
         self.keyframe_bytes = keyframe_bytes
         self.offers: list[EncodedOffer] = []
@@ -44,10 +45,10 @@ class Learner:
         self.plan.made(offer)
 
     def publish(self, step: int) -> None:
-        is_delta_due = step > 0 and self.plan.is_delta_due()
+        form = self.plan.begin(FULL, has_base=step > 0)
         self.offers = [offer for offer in self.offers if offer.kind != "full"]
         self.make(EncodedOffer(v(step), None, "full", FULL))
-        if is_delta_due:
+        if form == "delta":
             self.make(EncodedOffer(v(step), v(step - 1), "delta", self.delta_bytes))
             self.deltas.append(step)
         if self.plan.is_keyframe_due(self.offers, v(step)):
@@ -92,6 +93,32 @@ def test_deltas_that_spare_little_are_tried_again_from_time_to_time() -> None:
     for step in range(20, 30):
         learner.publish(step)
     assert learner.deltas[3:] == [25, 26, 27, 28, 29]
+
+
+@pytest.mark.parametrize(
+    ("codec", "image_bytes", "has_base", "form"),
+    [
+        ("full", FULL, True, "full"),
+        ("auto", MIN_IMAGE_BYTES - 1, True, "full"),
+        ("auto", MIN_IMAGE_BYTES, True, "delta"),
+        ("auto", FULL, False, "keyframe"),
+        ("delta", 1, True, "delta"),
+        ("delta", 1, False, "keyframe"),
+    ],
+)
+def test_the_codec_and_the_size_say_what_a_version_goes_out_as(
+    codec: str, image_bytes: int, has_base: bool, form: str
+) -> None:
+    assert FormSchedule(codec).begin(image_bytes, has_base=has_base) == form
+
+
+def test_deltas_that_were_asked_for_are_made_however_little_they_spare() -> None:
+    schedule = FormSchedule("delta")
+    schedule.begin(FULL, has_base=False)
+    schedule.made(EncodedOffer(v(1), v(0), "delta", FULL))
+    assert schedule.begin(FULL, has_base=True) == "delta"
+    assert not schedule.is_hopeless(FULL, FULL)
+    assert FormSchedule("auto").is_hopeless(FULL, FULL)
 
 
 VERSIONS = st.integers(0, 4).map(v)

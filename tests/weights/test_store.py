@@ -19,9 +19,9 @@ from echo.weights.manifest import HASH_BYTES, encode_signed, sign
 from echo.weights.store import (
     MAX_ENCODED_VERSIONS,
     DecodeBlock,
-    OpenBlock,
     EncodedVersion,
     ItemStore,
+    OpenBlock,
     Transfer,
     allocate,
 )
@@ -145,8 +145,7 @@ def test_an_image_that_comes_out_of_an_encoded_outlives_it() -> None:
     store = whole(ItemStore(keep_versions=1, version_store=rooms), 1)
     item = (v(2), form_on(1))
     store.begin_encoded(item, expected_bytes=10)
-    encoded = store.encoded_versions[item]
-    image = None
+    encoded, is_whole = store.encoded_versions[item], False
     for table, frame, payload in coded(2, 1):
         first = encoded.num_chunks
         assert store.add_segment(encoded, table, frame) == ""
@@ -158,7 +157,6 @@ def test_an_image_that_comes_out_of_an_encoded_outlives_it() -> None:
                 is_whole = encoded.decoded(work)
     assert is_whole
     store.end_decoding(encoded)
-    image = store.images[v(2)]
     store.drop(item)
     assert rooms.live == {v(2): encode_signed(described(2)[0])}
     assert bytes(store.images[v(2)].storage) == weights(2)

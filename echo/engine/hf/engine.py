@@ -221,24 +221,24 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
-        own = self._loadable()
-        alike = all(
-            tensor.dtype == own[name].dtype and tensor.device == own[name].device
+        """Take the tensors as the model's own where it computes in them as they are, or copy."""
+        if self._adapter is not None:
+            for name, tensor in tensors.items():
+                self._adapter[name].copy_(tensor)
+            return
+        model, was_view = self._model, self._is_view
+        places = dict(model.named_buffers()) | dict(model.named_parameters(remove_duplicate=False))
+        self._is_view = all(
+            (tensor.dtype, tensor.device) == (places[name].dtype, places[name].device)
             for name, tensor in tensors.items()
         )
-        if self._adapter is None and alike:
-            self._model.load_state_dict(tensors, strict=False, assign=True)
-            self._model.tie_weights()
-            self._is_view = True
-            return
-        if self._is_view:  # of memory that is not this engine's to write to
-            self._model.load_state_dict(
-                {name: tensor.clone() for name, tensor in own.items()}, assign=True
-            )
-            self._model.tie_weights()
-            self._is_view, own = False, self._loadable()
         for name, tensor in tensors.items():
-            own[name].copy_(tensor)
+            if self._is_view:
+                places[name].data = tensor
+                continue
+            if was_view:  # never written to: it is the caller's
+                places[name].data = torch.empty_like(places[name])
+            places[name].copy_(tensor)
 
     def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
         """Write what changed, between two tokens."""

@@ -45,7 +45,7 @@ from echo.core.units import one_line
 from echo.engine.engine import VersionError
 from echo.records.files import write_file
 from echo.roles.joining import Configure
-from echo.roles.worker import Offer, Withdraw
+from echo.roles.worker import OfferEpisodes, Withdraw
 from echo.runtime.agents.sessions import (
     AgentParts,
     Agents,
@@ -54,7 +54,6 @@ from echo.runtime.agents.sessions import (
     CallSampler,
     Dialogue,
     Prompt,
-    Session,
     SessionError,
     StoppingError,
     Turn,
@@ -579,7 +578,7 @@ class Endpoint:
             session = await self._agents.begin(wait_s=min(max(0.0, wait_s), MAX_WAIT_S))
         except StoppingError as error:
             return _error(410, str(error))
-        return web.Response(status=204) if session is None else _json(_describe(session))
+        return web.Response(status=204) if session is None else _json(session.opening)
 
     async def _reward(self, request: web.Request) -> web.Response:
         given = (await _read(request, _Reward)).reward
@@ -589,14 +588,6 @@ class Endpoint:
     async def _abandon(self, request: web.Request) -> web.Response:
         self._agents.abandon(request.match_info["session"])
         return web.Response(status=204)
-
-
-def _describe(session: Session) -> dict[str, Any]:
-    """Return what an agent is told of its episode."""
-    example = session.lease.example
-    prompt = example["prompt"]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return {"session": session.session_id, "messages": messages, **example}
 
 
 async def _read(request: web.Request, kind: type[Any]) -> Any:
@@ -683,7 +674,7 @@ class AgentWorkerNode(WorkerNode):
     def on_action(self, action: Action) -> None:
         """Carry out what concerns a worker and its agents."""
         match action:
-            case Offer():
+            case OfferEpisodes():
                 assert self._agents is not None  # they ask for leases
                 self._agents.take(action.leases)
             case Withdraw():

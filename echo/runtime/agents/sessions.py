@@ -195,6 +195,14 @@ class Session:
     turns: list[Turn] = field(default_factory=list)
 
     @property
+    def opening(self) -> dict[str, Any]:
+        """What an agent is told of its episode."""
+        example = self.lease.example
+        prompt = example["prompt"]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return {"session": self.session_id, "messages": messages, **example}
+
+    @property
     def best(self) -> Turn | None:
         """The end of the chain that becomes the rollout: the longest, of equals the last."""
         return max(reversed(self.turns), key=lambda turn: turn.num_sampled, default=None)
@@ -572,7 +580,7 @@ class StoppingError(SessionError):
     """The worker stops, or has no weights yet."""
 
 
-class Reader(Protocol):
+class AnswerReader(Protocol):
     """A reader of an answer that is still being sampled."""
 
     async def read(self, ids: npt.NDArray[np.int32]) -> None:
@@ -725,7 +733,7 @@ class Agents:
         session_id: str | None,
         prompt: Prompt,
         options: CallOptions,
-        reader: Reader | None = None,
+        reader: AnswerReader | None = None,
     ) -> Turn:
         """Sample one answer, recorded where it belongs to a session.
 
@@ -848,7 +856,7 @@ class Agents:
         sampling: Sampling,
         seed: str,
         bounds: CallBounds,
-        reader: Reader | None,
+        reader: AnswerReader | None,
     ) -> Completion:
         """Sample in one go, or piece by piece where somebody watches."""
         limit = sampling.max_completion_tokens

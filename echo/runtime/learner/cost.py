@@ -230,6 +230,7 @@ class Activation:
         if not rates or not self._is_due(members, rates, train_s, waiting_s, now):
             return None
         self._asked_at = now
+        max_staleness = session.settings.leases.max_staleness
         idle_share = self.idle_share(waiting_s)
         job = self._job(session, train_s, publish_period)
         self._learn(job, rates, members)
@@ -239,7 +240,9 @@ class Activation:
             links=self._links(session, members, broadcast_s),
             active=frozenset(m.node_id for m in members if not m.is_standby),
             steady=frozenset(m.node_id for m in members if self._is_steady(m, now)),
-            ready=frozenset(m.node_id for m in members if _is_ready(m, session)),
+            ready=frozenset(
+                m.node_id for m in members if m.has_fresh_weights(session.step, max_staleness)
+            ),
             idle_share=idle_share,
             min_saving=self.settings.min_saving,
         )
@@ -398,13 +401,6 @@ class Activation:
             state.since = now
         self._steps_since_change = 0
         return session.set_standby(standby, now=now), decision
-
-
-def _is_ready(member: Member, session: Learner) -> bool:
-    """Return whether a worker holds weights that leases are granted for."""
-    if member.installed is None:
-        return False
-    return session.step - member.installed.step <= session.settings.leases.max_staleness
 
 
 def _has_drifted(before: dict[str, float], after: dict[str, float]) -> bool:

@@ -37,7 +37,6 @@ from echo.core.metrics import Snapshot
 from echo.core.rollout import Group, PolicyVersion
 from echo.core.units import format_duration
 from echo.engine.engine import Watcher
-from echo.leases.dispatch import Usefulness
 from echo.leases.scheduler import (
     Obstacle,
     RecordCancel,
@@ -62,7 +61,7 @@ from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.cost import LOOK_S, METER_S, CostControl, CostTerms
 from echo.runtime.learner.evaluation import Evaluations
 from echo.runtime.learner.publish import Publication, Publisher, VersionEncoder
-from echo.runtime.learner.report import Progress, TaskMetrics, describe_wait
+from echo.runtime.learner.report import Progress, TaskMetrics
 from echo.runtime.node import LINGER_S, Node, advertised
 from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.tasks.rewards import RewardError, TaskHost
@@ -372,7 +371,7 @@ class BatchWait:
         how_long = f" for {format_duration(lasted_s)}" if lasted_s else ""
         self._log.warning(
             "nothing can be granted%s: %s; waiting for %s",
-            how_long, what, describe_wait(self._session),
+            how_long, what, self._session.describe_wait(),
         )  # fmt: skip
 
 
@@ -485,10 +484,6 @@ class LearnerNode(Node):
             node=self,
             ledger=ledger,
         )
-        self._usefulness = Usefulness(
-            max_zero_signal_groups=self._max_zero_signal_groups,
-            groups_per_step=session.settings.leases.groups_per_step,
-        )
         self._task_metrics = TaskMetrics()
         pool = self.threads.pool
         self._model_pool, self._disk_pool = pool("trainer"), pool("disk")
@@ -501,7 +496,6 @@ class LearnerNode(Node):
         """Batches of actions that wait until their records are committed."""
         self._has_records, self._has_news, self._has_published = (asyncio.Event() for _ in range(3))
         self._ledger.on_append = self._has_records.set
-        self._has_set_aside = False
         self._unsynced: list[Group] = []
         self._store_wanted = asyncio.Event()
         self._store_task: asyncio.Task[None] | None = None
@@ -575,23 +569,16 @@ class LearnerNode(Node):
     # acknowledged, gives its admission back, and another is granted for it. All others are written
     # to the ledger, and acknowledged and put into the buffer once they are on the disk.
     #
-    # Who delivers nothing that can be learned from while others do is set aside
-    # (`leases/dispatch.py`).
-
-    @property
-    def _max_zero_signal_groups(self) -> int:
-        """Groups in a row from which nothing could be learned after which the run ends."""
-        batch = self._config.batch
-        return batch.groups_per_step * batch.max_zero_signal_batches
+    # Who delivers nothing that can be learned from while others do is set aside by the role.
 
     @property
     def _is_zero_signal(self) -> bool:
-        """Whether nothing could be learned from any of the last `_max_zero_signal_groups`.
+        """Whether nothing could be learned from any of the last `max_zero_signal_groups`.
 
         Those of workers that are set aside do not count.
         """
-        num_groups = self._progress.zero_signal.num_groups - self._usefulness.num_discounted
-        return num_groups >= self._max_zero_signal_groups
+        num_groups = self._progress.zero_signal.num_groups - self.session.num_discounted
+        return num_groups >= self.session.settings.leases.max_zero_signal_groups
 
     def take_in(self, action: StoreGroup) -> None:
         """Have a group scored if nobody has; then write it, or end it and grant another."""
@@ -662,28 +649,7 @@ class LearnerNode(Node):
 
     def _count_delivered(self, worker_id: str, *, is_useful: bool) -> None:
         """Count a group for or against its worker."""
-        texts = self._usefulness.delivered(worker_id, is_useful=is_useful, now=self.now)
-        self.perform([Note("warning", text) for text in texts])
-        self._review_workers()
-
-    def _review_workers(self) -> None:
-        """Decide whose groups are wanted; call it now and then, since nobody is set aside for ever.
-
-        Grants follow from what the caller does next.
-        """
-        if self._usefulness.is_calm and not self._has_set_aside:
-            return
-        members = self.session.roster.members("worker")
-        can_sample = {
-            member.node_id: member.worker.capacity > 0 and not member.worker.is_stuck
-            for member in members
-            if not member.is_standby
-        }
-        texts = self._usefulness.review(can_sample, now=self.now)
-        names = {m.node_id for m in members if self._usefulness.is_set_aside(m.node_id)}
-        self.session.set_aside(names)
-        self._has_set_aside = bool(names)
-        self.perform([Note("warning", text) for text in texts])
+        self.perform(self.session.delivered(worker_id, is_useful=is_useful, now=self.now))
 
     async def _store_loop(self) -> None:
         """Force written groups onto the disk, many at once, then acknowledge them."""
@@ -869,7 +835,7 @@ class LearnerNode(Node):
 
     async def _look(self) -> None:
         """Ask again what nothing else may ask: who can be given a group, and from which version."""
-        self._review_workers()
+        self.perform(self.session.review_workers(now=self.now))
         obstacle = self._waiting.look(now=self.now)
         if obstacle == "outdated" and self._published_step != self.session.step:
             await self._publish()

@@ -1,7 +1,7 @@
 """Publication of versions: images, and deltas and keyframes coded beside the training.
 
-`VersionEncoder.publish` decides in which forms a version goes out (`weights/schedule.py` has the
-rules), and hands them to the broadcast:
+`VersionEncoder` makes a version in the forms that `weights/schedule.py` decides on, and hands them
+to the broadcast:
 
     image --+--> delta against the version before, where few words have changed: coded in threads,
             |    block by block, each segment signed and sent as soon as it is ready
@@ -52,7 +52,7 @@ from echo.weights.manifest import (
     encode_signed,
     sign,
 )
-from echo.weights.schedule import EncodedOffer, KeyframeSchedule
+from echo.weights.schedule import EncodedOffer, FormSchedule, Kind
 from echo.weights.store import Transfer
 from echo.wire.messages import Form
 
@@ -176,10 +176,6 @@ SEGMENT_BYTES = 64 << 20
 """Image bytes of one segment: coded in some twenty milliseconds by one core."""
 DELTA_CHUNK_BYTES = 256 << 10
 """Payload chunk of a delta: small ones fill a chain of nodes sooner."""
-MIN_IMAGE_BYTES = 4 << 20
-"""Smaller versions go in full unless deltas are asked for: they cost one window anyway."""
-HOPELESS_SHARE = 0.9
-"""Coded size to image size in the first segment, above which the image is sent instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,17 +309,16 @@ class VersionEncoder:
         Args:
             broadcast: the learner's.
             coder: codes; the caller closes it.
-            codec: "auto", "full" (never an encoded version) or "delta" (always one, however large).
+            codec: see `FormSchedule`.
             node: the learner's; carries out the broadcast's actions.
             ledger: where the hash of each version is noted; None for nowhere.
         """
         self._broadcast = broadcast
         self._coder = coder
-        self._codec = codec
         self._node = node
         self._ledger = ledger
         self._pool = node.threads.pool("coder")
-        self._plan: KeyframeSchedule | None = None
+        self._schedule = FormSchedule(codec)
         self._last: asyncio.Task[None] | None = None
         self.coded_bytes: dict[PolicyVersion, int] = {}
         """Size of the delta of each version that went out as one; the last few."""
@@ -342,15 +337,11 @@ class VersionEncoder:
         await self.wait()
         manifest = publication.manifest
         base = self._base(manifest)
-        if self._codec == "full" or (
-            self._codec == "auto" and manifest.num_bytes < MIN_IMAGE_BYTES
-        ):  # fmt: skip
-            await self._seal(publication)
-            return None
-        if self._plan is None:
-            self._plan = KeyframeSchedule(manifest.num_bytes)
-        if base is None or (self._codec == "auto" and not self._plan.is_delta_due()):
+        form = self._schedule.begin(manifest.num_bytes, has_base=base is not None)
+        if form != "delta":
             publication, base = await self._seal(publication), None
+        if form == "full":
+            return None
         self._last = self._node.spawn(self._code(publication, base), name="encoded_versions")
         return self._last
 
@@ -380,12 +371,10 @@ class VersionEncoder:
         self._node.perform(
             self._broadcast.publish(signed, manifest, publication.image, now=self._node.now)
         )
-        if self._plan is not None:
-            self._plan.made(EncodedOffer(manifest.version, None, "full", manifest.num_bytes))
+        self._schedule.made(EncodedOffer(manifest.version, None, "full", manifest.num_bytes))
         return publication
 
     async def _code(self, publication: Publication, base: Transfer | None) -> None:
-        assert self._plan is not None
         version = publication.manifest.version
         if base is not None:
             image = memoryview(publication.image)
@@ -397,7 +386,7 @@ class VersionEncoder:
                 self.coded_bytes[version] = num_bytes
                 while len(self.coded_bytes) > 16:
                     del self.coded_bytes[min(self.coded_bytes)]
-        if self._plan.is_keyframe_due(self._offers(), version):
+        if self._schedule.is_keyframe_due(self._offers(), version):
             await self._send(publication, None)
 
     def _offers(self) -> list[EncodedOffer]:
@@ -421,8 +410,7 @@ class VersionEncoder:
             total += table.num_bytes
             image_bytes += len(table.block_sizes) * table.block_bytes
             image_bytes = min(image_bytes, manifest.num_bytes)
-            is_hopeless = total > HOPELESS_SHARE * image_bytes and self._codec == "auto"
-            if table.index == 0 and is_hopeless:
+            if table.index == 0 and self._schedule.is_hopeless(total, image_bytes):
                 self._note(manifest, base, total * manifest.num_bytes // image_bytes)
                 return 0
             expected_bytes = total * manifest.num_bytes // image_bytes
@@ -441,10 +429,6 @@ class VersionEncoder:
         return total
 
     def _note(self, manifest: Manifest, base: Transfer | None, num_bytes: int) -> None:
-        assert self._plan is not None
-        if base is None:
-            self._plan.made(EncodedOffer(manifest.version, None, "keyframe", num_bytes))
-        else:
-            self._plan.made(
-                EncodedOffer(manifest.version, base.manifest.version, "delta", num_bytes)
-            )
+        version, old = manifest.version, None if base is None else base.manifest.version
+        kind: Kind = "keyframe" if base is None else "delta"
+        self._schedule.made(EncodedOffer(version, old, kind, num_bytes))

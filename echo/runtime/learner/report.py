@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from echo.algo.diagnostics import GroupStats, LengthBias
 from echo.core.metrics import CostView, LearningCurve, Snapshot
 from echo.core.rollout import Group
-from echo.core.units import format_bytes
 from echo.roles.learner import Learner
 from echo.weights.schedule import PublishPace
 
@@ -228,7 +227,7 @@ class Progress:
 
     def _describe_wait(self, session: Learner) -> str:
         """Say what the learner waits for, and whether what comes is of any use."""
-        waiting, num_zero_signal = describe_wait(session), self.zero_signal.num_groups
+        waiting, num_zero_signal = session.describe_wait(), self.zero_signal.num_groups
         if not waiting or num_zero_signal < session.settings.leases.groups_per_step:
             return waiting
         return f"{waiting}; nothing could be learned from the last {num_zero_signal} groups"
@@ -280,7 +279,7 @@ class Progress:
         now: float,
     ) -> Snapshot:
         """Return everything that the live view draws."""
-        held, wanted = broadcast_progress(session)
+        held, wanted = session.broadcast_progress()
         newest = session.broadcast.newest_complete
         window_s = min(RATE_WINDOW_S, max(now - self._started_at, 1e-9))
         return Snapshot(
@@ -307,56 +306,16 @@ class Progress:
             broadcast_version="-" if newest is None else str(newest),
             broadcast_done=held / wanted if wanted else 1.0,
             broadcast_bytes=session.broadcast.bytes_sent,
-            refused=_refusals(session),
+            refused=_refusals(session.counters.as_dict()),
             cost=cost,
         )
 
 
-def broadcast_progress(session: Learner) -> tuple[int, int]:
-    """Return (chunks of the newest version that nodes hold, chunks that they want), summed."""
-    newest = session.broadcast.newest_complete
-    if newest is None:
-        return 0, 0
-    num_chunks = session.broadcast.store[newest].manifest.num_chunks
-    held = 0
-    members = session.roster.active()
-    for member in members:
-        if member.installed is not None and member.installed >= newest:
-            held += num_chunks
-        elif member.stats.fetching == newest:
-            held += member.stats.num_chunks_held
-    return held, num_chunks * len(members)
-
-
-def describe_wait(session: Learner) -> str:
-    """Say what the learner waits for, and for whom, in one line."""
-    settings, buffered = session.settings, len(session.buffer)
-    missing = settings.leases.groups_per_step - buffered
-    workers = session.roster.active("worker")
-    if missing <= 0:
-        return ""
-    if not workers:
-        has_standby = bool(session.roster.members("worker"))
-        why = "every worker is on standby" if has_standby else "no worker is connected"
-        return f"{missing} groups; {why}"
-    parts = []
-    for member in workers:
-        stats, leases = member.stats, session.leases.num_leases(member.node_id)
-        if stats.fetching is not None:
-            progress = f"{stats.num_chunks_held}/{stats.num_chunks} chunks from {stats.parent}"
-            if stats.downlink_bytes_per_s is not None:
-                progress += f" at {format_bytes(stats.downlink_bytes_per_s)}/s"
-            parts.append(f"{member.node_id} has {leases} and fetches {stats.fetching} ({progress})")
-        else:
-            parts.append(f"{member.node_id} has {leases} ({stats.state})")
-    return f"{missing} of {settings.leases.groups_per_step} groups; {'; '.join(parts)}"
-
-
-def _refusals(session: Learner) -> dict[str, int]:
+def _refusals(counts: Mapping[str, float]) -> dict[str, int]:
     prefixes = ("refused/", "discarded/")
     return {
         name.split("/", 1)[1]: int(count)
-        for name, count in session.counters.as_dict().items()
+        for name, count in counts.items()
         if name.startswith(prefixes)
     }
 

@@ -30,7 +30,7 @@ LOST_WORKER = "(before the restart)"
 """Holder of leases that were out when the learner died, until their worker claims them."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartingPoint:
     """What the learner starts from."""
 
@@ -62,131 +62,122 @@ class StartingPoint:
             leases.adopt(group_id, num_attempts - 1, LOST_WORKER, now=now)
 
 
-def begin(ledger: LedgerQueue) -> StartingPoint:
-    """Return the start of a new run in an empty ledger; nothing is written before `enter`.
+class SavedRun:
+    """What the disk has of a run."""
 
-    Raises:
-        ConfigError: if a run lives there already.
-    """
-    if ledger.num_records:
-        raise ConfigError(
-            f"{ledger.run_dir} holds a run already; continue it with --resume, or choose "
-            "another name with --set run.name=..."
+    def __init__(self, ledger: LedgerQueue, checkpoints: Checkpoints) -> None:
+        """Take both, the ledger open."""
+        self.ledger = ledger
+        self.checkpoints = checkpoints
+
+    def begin(self) -> StartingPoint:
+        """Return the start of a new run in an empty ledger; nothing is written before `enter`.
+
+        Raises:
+            ConfigError: if a run lives there already.
+        """
+        if self.ledger.num_records:
+            raise ConfigError(
+                f"{self.ledger.run_dir} holds a run already; continue it with --resume, or choose "
+                "another name with --set run.name=..."
+            )
+        return StartingPoint(lineages=(Lineage(1, 0),))
+
+    def recover(
+        self, *, run_id: str, max_staleness: int, trims_stale: bool = False
+    ) -> StartingPoint:
+        """Return where a run continues from its newest whole checkpoint; nothing is written yet.
+
+        Args:
+            run_id: the run's id; a checkpoint of another run is refused.
+            max_staleness: S, inclusive.
+            trims_stale: whether a group of which some tokens have grown too old keeps the others.
+
+        Raises:
+            ConfigError: if there is no run to continue.
+            StorageError: if the ledger is damaged, or every checkpoint.
+        """
+        run_dir = self.ledger.run_dir
+        if not self.ledger.num_records:
+            raise ConfigError(f"{run_dir} holds no run to resume; start it without --resume")
+        found = self.checkpoints.find_whole()
+        path = None if found is None else found.path
+        info = CheckpointInfo(run_id=run_id, lineage=1, step=0) if found is None else found.info
+        if info.run_id != run_id:
+            raise ConfigError(f"{path} belongs to run {info.run_id}, the directory to {run_id}")
+        history = read_state(self.ledger.records(), lineage=info.lineage, step=info.step)
+        lineage = Lineage(history.lineages[-1].lineage + 1, info.step)
+        start = StartingPoint(
+            lineages=(*history.lineages, lineage),
+            step=info.step,
+            checkpoint=path,
+            next_group_id=history.next_group_id,
+            finished=history.finished,
+            open_attempts=history.granted,
+            staleness_tokens=history.staleness_tokens,
+            damage=() if found is None else found.damage,
         )
-    return StartingPoint(lineages=(Lineage(1, 0),))
+        for group_id, place in sorted(history.waiting.items()):
+            try:
+                group = self.ledger.load(group_id, place)
+            except StorageError as error:
+                # Such as one from before a checkpoint that was left for an older one: it was freed.
+                start.losses.append(str(error))
+                start.ends[group_id] = "lost"
+                continue
+            if trims_stale:
+                trimmed = trim_stale(group, step=info.step, max_staleness=max_staleness)
+                group = trimmed or group
+            fault = find_fault(
+                group, step=info.step, max_staleness=max_staleness, lineages=start.lineages
+            )
+            if fault is None:
+                start.buffered.append(group)
+            else:
+                start.ends[group_id] = fault
+        return start
 
+    def enter(self, start: StartingPoint) -> None:
+        """Open the lineage in the ledger, once everything else is ready for it.
 
-def recover(
-    ledger: LedgerQueue,
-    checkpoints: Checkpoints,
-    *,
-    run_id: str,
-    max_staleness: int,
-    trims_stale: bool = False,
-) -> StartingPoint:
-    """Return where a run continues from its newest whole checkpoint; nothing is written yet.
+        Raises:
+            StorageError: if it cannot be written.
+        """
+        self.ledger.append(Began(lineage=start.lineage, fork_step=start.step))
+        for group_id, reason in start.ends.items():
+            self.ledger.append(Discarded(group=group_id, reason=reason, step=start.step))
+        self.ledger.sync()
+        # Only now: the ledger has left these files and steps for good.
+        self.ledger.free_unused()
+        self.checkpoints.drop_later(start.step)
+        if start.checkpoint is not None:
+            self.checkpoints.saved_step = start.step
 
-    Args:
-        ledger: the run's, open.
-        checkpoints: the run's.
-        run_id: the run's id; a checkpoint of another run is refused.
-        max_staleness: S, inclusive.
-        trims_stale: whether a group of which some tokens have grown too old keeps the others.
-
-    Raises:
-        ConfigError: if there is no run to continue.
-        StorageError: if the ledger is damaged, or every checkpoint.
-    """
-    run_dir = ledger.run_dir
-    if not ledger.num_records:
-        raise ConfigError(f"{run_dir} holds no run to resume; start it without --resume")
-    found = checkpoints.find_whole()
-    path = None if found is None else found.path
-    info = CheckpointInfo(run_id=run_id, lineage=1, step=0) if found is None else found.info
-    if info.run_id != run_id:
-        raise ConfigError(f"{path} belongs to run {info.run_id}, the directory to {run_id}")
-    history = read_state(ledger.records(), lineage=info.lineage, step=info.step)
-    lineage = Lineage(history.lineages[-1].lineage + 1, info.step)
-    start = StartingPoint(
-        lineages=(*history.lineages, lineage),
-        step=info.step,
-        checkpoint=path,
-        next_group_id=history.next_group_id,
-        finished=history.finished,
-        open_attempts=history.granted,
-        staleness_tokens=history.staleness_tokens,
-        damage=() if found is None else found.damage,
-    )
-    for group_id, place in sorted(history.waiting.items()):
-        try:
-            group = ledger.load(group_id, place)
-        except StorageError as error:
-            # Such as one from before a checkpoint that was left for an older one: it was freed.
-            start.losses.append(str(error))
-            start.ends[group_id] = "lost"
-            continue
-        if trims_stale:
-            trimmed = trim_stale(group, step=info.step, max_staleness=max_staleness)
-            group = trimmed or group
-        fault = find_fault(
-            group, step=info.step, max_staleness=max_staleness, lineages=start.lineages
+    def find_start(
+        self, config: Config, identity: Identity, *, resume: bool, log: logging.Logger
+    ) -> StartingPoint:
+        """Return where the learner starts: a new run, or where a killed one can go on."""
+        for notice in self.ledger.notices:
+            log.warning("%s", notice)
+        if not resume:
+            return self.begin()
+        start = self.recover(
+            run_id=identity.run_id,
+            max_staleness=config.sync.max_staleness,
+            trims_stale=config.trims_stale,
         )
-        if fault is None:
-            start.buffered.append(group)
-        else:
-            start.ends[group_id] = fault
-    return start
-
-
-def enter(ledger: LedgerQueue, checkpoints: Checkpoints, start: StartingPoint) -> None:
-    """Open the lineage in the ledger, once everything else is ready for it.
-
-    Raises:
-        StorageError: if it cannot be written.
-    """
-    ledger.append(Began(lineage=start.lineage, fork_step=start.step))
-    for group_id, reason in start.ends.items():
-        ledger.append(Discarded(group=group_id, reason=reason, step=start.step))
-    ledger.sync()
-    # Only now: the ledger has left these files and steps for good.
-    ledger.free_unused()
-    checkpoints.drop_later(start.step)
-    if start.checkpoint is not None:
-        checkpoints.saved_step = start.step
-
-
-def find_start(
-    config: Config,
-    ledger: LedgerQueue,
-    checkpoints: Checkpoints,
-    identity: Identity,
-    *,
-    resume: bool,
-    log: logging.Logger,
-) -> StartingPoint:
-    """Return where the learner starts: a new run, or where a killed one can go on."""
-    for notice in ledger.notices:
-        log.warning("%s", notice)
-    if not resume:
-        return begin(ledger)
-    start = recover(
-        ledger,
-        checkpoints,
-        run_id=identity.run_id,
-        max_staleness=config.sync.max_staleness,
-        trims_stale=config.trims_stale,
-    )
-    log.info(
-        "resuming at step %d in lineage %d: %d groups buffered, %d leased, %d discarded",
-        start.step, start.lineage, len(start.buffered), len(start.open_attempts), len(start.ends),
-    )  # fmt: skip
-    for damage in start.damage:
-        log.error("%s", damage)
-    if start.damage:
-        log.error(
-            "continuing from %s instead: the steps after %d are void and will be made again",
-            start.checkpoint, start.step,
+        log.info(
+            "resuming at step %d in lineage %d: %d groups buffered, %d leased, %d discarded",
+            start.step, start.lineage,
+            len(start.buffered), len(start.open_attempts), len(start.ends),
         )  # fmt: skip
-    for loss in start.losses:
-        log.warning("lost: %s", loss)
-    return start
+        for damage in start.damage:
+            log.error("%s", damage)
+        if start.damage:
+            log.error(
+                "continuing from %s instead: the steps after %d are void and will be made again",
+                start.checkpoint, start.step,
+            )  # fmt: skip
+        for loss in start.losses:
+            log.warning("lost: %s", loss)
+        return start

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
 
 from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss
 from echo.algo.losses import ReferenceKlLoss
 from echo.config.load import inherited_settings, save_resolved
 from echo.config.schema import Config
-from echo.core.bounds import MAX_LEASE_BYTES
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import ConfigError, DataError
 from echo.core.extras import PROGRAMS
@@ -67,156 +61,20 @@ from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.cost import CostTerms, activation_settings, spent_before
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.runtime.learner.node import Follower, LearnerNode, LearnerRewards, OpenedRun
+from echo.runtime.learner.prompts import PromptSource
 from echo.runtime.learner.publish import Publisher
 from echo.runtime.learner.report import Progress
-from echo.runtime.learner.resume import StartingPoint, enter, find_start
+from echo.runtime.learner.resume import SavedRun, StartingPoint
 from echo.runtime.threads import Threads
 from echo.tasks import tokenization
-from echo.tasks.environment import Environment
 from echo.tasks.rewards import TaskHost
-from echo.tasks.task import Example, Task, load_task, task_digests
+from echo.tasks.task import Task, load_task, task_digests
 from echo.train.attribution import make_attribution
 from echo.train.batch import AdvantageSettings
 from echo.train.policy import ModelSource, float32_attention, learner_compute
 from echo.train.trainer import OptimizerSettings, Trainer, load_loss
 from echo.weights.topology.sites import Site
-from echo.wire.messages import LEARNER_ID, Lease
-
-# --- The prompt of a group id: a pure function of the run's seed ---
-#
-# The ledger's last granted id is therefore the dataset's cursor, and a group that is granted again,
-# by whichever process, has the same prompt as before.
-
-
-CACHED_LEASES = 4096
-"""Leases kept in memory, so that a result is checked without tokenising its prompt again."""
-
-
-CHECKED_PROMPTS = 32
-"""Looked at before a run begins: those of a mixture, or of one table, may be of several kinds."""
-
-
-class PromptSource:
-    """Leases by group id."""
-
-    def __init__(
-        self,
-        task: Task,
-        *,
-        encode: Callable[[Example], list[int]],
-        seed: int,
-        num_examples: int | None,
-        hides_answers: bool = False,
-    ) -> None:
-        """Take the task and how to tokenise its prompts.
-
-        Args:
-            task: where examples come from.
-            encode: example -> prompt token ids.
-            seed: the run's seed: order of the examples and seeds of the leases.
-            num_examples: training examples, visited once per epoch in a new order each time; None
-                for a task that makes them without end.
-            hides_answers: put nothing into leases but the prompt's ids.
-        """
-        self._task = task
-        self._encode = encode
-        self._seed = seed
-        self._num_examples = num_examples
-        self._hides_answers = hides_answers
-        self._cache: OrderedDict[int, Lease] = OrderedDict()
-        self._epoch = -1
-        self._order: list[int] = []
-
-    def lease(self, group_id: int, attempt: int) -> Lease:
-        """Return the lease of a group; every attempt has the same prompt and another seed.
-
-        Raises:
-            DataError: naming the example, if its prompt cannot be turned into tokens.
-        """
-        lease = self._cache.get(group_id)
-        if lease is None:
-            lease = self._make(group_id, attempt, self.example(group_id))
-            self._cache[group_id] = lease
-            if len(self._cache) > CACHED_LEASES:
-                self._cache.popitem(last=False)
-        if lease.attempt != attempt:
-            lease = Lease(
-                group_id=group_id,
-                attempt=attempt,
-                seed=self._seed_of(group_id, attempt),
-                prompt_ids=lease.prompt_ids,
-                example=lease.example,
-            )
-        return lease
-
-    def check(self) -> None:
-        """Refuse prompts that cannot be turned into tokens, as far as the first ones show it.
-
-        Raises:
-            DataError: as `lease`.
-        """
-        num_examples = CHECKED_PROMPTS if self._num_examples is None else self._num_examples
-        for group_id in range(min(CHECKED_PROMPTS, num_examples)):
-            self.lease(group_id, 0)
-
-    def example(self, group_id: int) -> Example:
-        """Return the example of a group, with its answer."""
-        return self._task.example(self._index(group_id), split="train")
-
-    def heldout(self, num_prompts: int) -> list[tuple[Example, list[int]]]:
-        """Return the held-out examples of an evaluation with their token ids, always the same.
-
-        Args:
-            num_prompts: how many; fewer if the task has no more, none of them twice.
-        """
-        num_examples = self._task.num_examples(split="heldout")
-        if num_examples is not None:
-            num_prompts = min(num_prompts, num_examples)
-        examples = [self._task.example(index, split="heldout") for index in range(num_prompts)]
-        return [(example, self._encode(example)) for example in examples]
-
-    def _make(self, group_id: int, attempt: int, example: Example) -> Lease:
-        try:
-            prompt_ids = tuple(self._encode(example))
-        except DataError as error:
-            raise DataError(f"example {example.index}: {error}") from error
-        if self._hides_answers:
-            # A source may be a name that tells the answer, so that stays here, too.
-            example = Example(index=example.index, split=example.split, prompt="")
-        lease = Lease(
-            group_id=group_id,
-            attempt=attempt,
-            seed=self._seed_of(group_id, attempt),
-            prompt_ids=prompt_ids,
-            example=asdict(example),
-        )
-        try:
-            num_bytes = len(msgspec.msgpack.encode(lease))
-        except (OverflowError, TypeError, UnicodeEncodeError) as error:
-            raise DataError(
-                f"example {example.index} cannot be sent to a worker: {error}; its fields may "
-                "hold text, lists, tables and numbers of 64 bits"
-            ) from error
-        if num_bytes > MAX_LEASE_BYTES:
-            raise DataError(
-                f"example {example.index}: {num_bytes} bytes with its prompt of {len(prompt_ids)} "
-                f"tokens; a message to a worker holds {MAX_LEASE_BYTES}"
-            )
-        return lease
-
-    def _seed_of(self, group_id: int, attempt: int) -> int:
-        return random.Random(f"{self._seed}/{group_id}/{attempt}").getrandbits(48)
-
-    def _index(self, group_id: int) -> int:
-        if self._num_examples is None:
-            return group_id
-        epoch, position = divmod(group_id, self._num_examples)
-        if epoch != self._epoch:
-            self._order = list(range(self._num_examples))
-            random.Random(f"{self._seed}/epoch {epoch}").shuffle(self._order)
-            self._epoch = epoch
-        return self._order[position]
-
+from echo.wire.messages import LEARNER_ID
 
 # --- The data plane of the learner: task, tokenizer and prompts of one model directory ---
 
@@ -269,20 +127,8 @@ def load_data(config: Config) -> Data:
     )
     task = load_task(config.task.kind, config.task.options)
 
-    def encode(example: Example) -> list[int]:
-        return tokenization.encode_prompt(
-            tokenizer,
-            example.prompt,
-            chat_template_kwargs=config.model.chat_template_kwargs,
-            tools=task.tools(example) if isinstance(task, Environment) else (),
-        )
-
     prompts = PromptSource(
-        task,
-        encode=encode,
-        seed=config.run.seed,
-        num_examples=task.num_examples(split="train"),
-        hides_answers=config.reward.where == "learner",
+        task, text, seed=config.run.seed, hides_answers=config.reward.where == "learner"
     )
     prompts.check()
     _check_window(config, model_dir, prompts)
@@ -429,8 +275,8 @@ def open_run(
     with ExitStack() as on_failure:
         ledger = Ledger(config.run_dir, spool_bytes=config.limits.spool_bytes)
         on_failure.callback(ledger.close)
-        checkpoints = make_checkpoints(config, identity)
-        start = find_start(config, ledger, checkpoints, identity, resume=resume, log=log)
+        saved = SavedRun(ledger, make_checkpoints(config, identity))
+        start = saved.find_start(config, identity, resume=resume, log=log)
         spent = spent_before(ledger.records(), now=ledger.now()) if resume else 0.0
         trainer = build_trainer(config, data.model_dir, start, data.lora)
         attribution = make_attribution(config, data.model_dir, trainer, data.lora)
@@ -441,11 +287,11 @@ def open_run(
         for reason in start.ends.values():
             session.counters.add(f"discarded/{reason}")
         save_resolved(config, config.run_dir / "config.json")
-        enter(ledger, checkpoints, start)
+        saved.enter(start)
         on_failure.pop_all()
     return OpenedRun(
         ledger=ledger,
-        checkpoints=checkpoints,
+        checkpoints=saved.checkpoints,
         costs=CostTerms(spent, activation_settings(config)),
         progress=begin_progress(start, earlier),
         trainer=trainer,
@@ -567,13 +413,15 @@ def build_session(
 
 def lease_settings(config: Config, *, vocab_size: int) -> LeaseSettings:
     """Return what the scheduler goes by."""
+    batch = config.batch
     return LeaseSettings(
         max_staleness=config.sync.max_staleness,
-        groups_per_step=config.batch.groups_per_step,
-        group_size=config.batch.group_size,
+        groups_per_step=batch.groups_per_step,
+        group_size=batch.group_size,
         max_completion_tokens=_max_rollout_tokens(config),
         vocab_size=vocab_size,
         heartbeat_s=config.network.heartbeat_s,
+        max_zero_signal_groups=batch.groups_per_step * batch.max_zero_signal_batches,
         prompts_are_free=config.agent.listen is not None,
         trims_stale=config.trims_stale,
         hedge_factor=config.leases.hedge_factor or None,

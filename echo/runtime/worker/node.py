@@ -99,48 +99,46 @@ class WorkerParts:
             rules=self.rules,
         )
 
+    def install(self, transfer: Transfer) -> str | None:
+        """Load a version into the engine; return its hash, None where its seal has yet to come.
 
-def install(engine: Engine, transfer: Transfer) -> str | None:
-    """Load a version into the engine; return its hash, None where its seal has yet to come.
-
-    Raises:
-        EngineError: if it cannot be loaded, or the bytes here are not what the learner signed.
-    """
-    manifest, digest = transfer.manifest, None
-    if transfer.signed is not None and not transfer.is_patched:
-        digest = blake3(transfer.storage).hexdigest()
-        if digest != manifest.image_hash.hex():
+        Raises:
+            EngineError: if they are not what the learner signed, or the engine refuses them.
+        """
+        manifest, digest = transfer.manifest, None
+        if transfer.signed is not None and not transfer.is_patched:
+            digest = blake3(transfer.storage).hexdigest()
+        if digest is not None and digest != manifest.image_hash.hex():
             raise EngineError(
                 f"{manifest.version}: the bytes in memory do not hash to what the learner signed; "
                 "check this machine's memory"
             )
-    image = memoryview(transfer.storage).toreadonly()
-    engine.load(tensors_from_image(manifest.tensors, image), manifest.version)
-    return digest
+        image = memoryview(transfer.storage).toreadonly()
+        self.engine.load(tensors_from_image(manifest.tensors, image), manifest.version)
+        return digest
 
+    def install_patch(self, work: ApplyPatch, specs: Sequence[TensorSpec]) -> None:
+        """Turn the version that the engine has into the next one, in place.
 
-def install_patch(engine: Engine, work: ApplyPatch, specs: Sequence[TensorSpec]) -> None:
-    """Turn the version that an engine has into the next one, in place.
-
-    Raises:
-        EngineError: if it cannot be done; nothing is changed then.
-    """
-    patch = work.patch
-    try:
-        work.store.begin_patch(patch)
-    except OSError as error:
-        raise EngineError(f"{patch.version} cannot be written in place: {error}") from error
-    try:
-        if engine.installed == patch.base:
-            engine.patch(patch, work.image, specs)
-        else:
-            patch.write(work.image)
-            engine.load(tensors_from_image(specs, work.image.toreadonly()), patch.version)
-    except EngineError:
-        patch.take_back(work.image)
-        work.store.cancel_patch(patch)
-        raise
-    work.store.end_patch(patch)
+        Raises:
+            EngineError: if it cannot be done; nothing is changed then.
+        """
+        patch, engine = work.patch, self.engine
+        try:
+            work.store.begin_patch(patch)
+        except OSError as error:
+            raise EngineError(f"{patch.version} cannot be written in place: {error}") from error
+        try:
+            if engine.installed == patch.base:
+                engine.patch(patch, work.image, specs)
+            else:
+                patch.write(work.image)
+                engine.load(tensors_from_image(specs, work.image.toreadonly()), patch.version)
+        except EngineError:
+            patch.take_back(work.image)
+            work.store.cancel_patch(patch)
+            raise
+        work.store.end_patch(patch)
 
 
 def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> None:
@@ -272,12 +270,8 @@ class WorkerNode(DialingNode):
                 self.spawn(self._save(action.data), name="save")
             case Drained():
                 self._drained.set()
-            case VersionAudited():
-                if self.session.installed_version == action.version:
-                    digest = action.image_hash.hex()
-                    record_installed(self.parts.installed_path, action.version, digest)
-            case VersionDamaged():
-                self.perform(self.session.damaged(action.version, now=self.now))
+            case VersionAudited() | VersionDamaged():
+                self._audited(action)
             case Recall() | VersionArrived():
                 pass  # the engine asks; the role knows
             case _:
@@ -429,15 +423,14 @@ class WorkerNode(DialingNode):
         )
 
     async def _install(self, version: PolicyVersion) -> None:
-        engine, broadcast = self.parts.engine, self.session.broadcast
+        parts, broadcast = self.parts, self.session.broadcast
         work, digest = broadcast.patch_of(version), None
         try:
             if work is None:
-                transfer = broadcast.store[version]
-                digest = await self._engine_pool.run(install, engine, transfer)
+                digest = await self._engine_pool.run(parts.install, broadcast.store[version])
             else:
                 specs = broadcast.store[work.patch.base].manifest.tensors
-                await self._engine_pool.run(install_patch, engine, work, specs)
+                await self._engine_pool.run(parts.install_patch, work, specs)
         except EngineError as error:
             if work is not None:
                 broadcast.unpatched(work)
@@ -446,8 +439,15 @@ class WorkerNode(DialingNode):
         if work is not None:
             self.perform(broadcast.patched(work, now=self.now))
         if digest is not None:
-            record_installed(self.parts.installed_path, version, digest)
+            record_installed(parts.installed_path, version, digest)
         self.perform(self.session.installed(version, now=self.now))
+
+    def _audited(self, result: VersionAudited | VersionDamaged) -> None:
+        if isinstance(result, VersionDamaged):
+            self.perform(self.session.damaged(result.version, now=self.now))
+        elif self.session.installed_version == result.version:
+            path, digest = self.parts.installed_path, result.image_hash.hex()
+            record_installed(path, result.version, digest)
 
     async def _save(self, data: bytes) -> None:
         path, fault = self.parts.partials_path, ""

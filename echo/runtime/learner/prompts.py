@@ -1,0 +1,143 @@
+"""Prompts of a run: the lease of each group id, a pure function of the run's seed.
+
+The ledger's last granted id is therefore the dataset's cursor, and a group that is granted again,
+by whichever process, has the same prompt as before.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from dataclasses import asdict
+
+import msgspec
+
+from echo.core.bounds import MAX_LEASE_BYTES
+from echo.core.errors import DataError
+from echo.tasks.environment import Environment
+from echo.tasks.task import Example, Task
+from echo.tasks.tokenization import TextCodec
+from echo.wire.messages import Lease
+
+CACHED_LEASES = 4096
+"""Leases kept in memory, so that a result is checked without tokenising its prompt again."""
+CHECKED_PROMPTS = 32
+"""Looked at before a run begins: those of a mixture, or of one table, may be of several kinds."""
+
+
+class PromptSource:
+    """Leases by group id."""
+
+    def __init__(
+        self, task: Task, text: TextCodec, *, seed: int, hides_answers: bool = False
+    ) -> None:
+        """Take the task, whose examples are visited once per epoch in a new order each time.
+
+        Args:
+            task: where examples come from.
+            text: turns their prompts into tokens.
+            seed: the run's seed: order of the examples and seeds of the leases.
+            hides_answers: put nothing into leases but the prompt's ids.
+        """
+        self._task = task
+        self._text = text
+        self._seed = seed
+        self._num_examples = task.num_examples(split="train")
+        self._hides_answers = hides_answers
+        self._cache: OrderedDict[int, Lease] = OrderedDict()
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def lease(self, group_id: int, attempt: int) -> Lease:
+        """Return the lease of a group; every attempt has the same prompt and another seed.
+
+        Raises:
+            DataError: naming the example, if its prompt cannot be turned into tokens.
+        """
+        lease = self._cache.get(group_id)
+        if lease is None:
+            lease = self._make(group_id, attempt, self.example(group_id))
+            self._cache[group_id] = lease
+            if len(self._cache) > CACHED_LEASES:
+                self._cache.popitem(last=False)
+        if lease.attempt != attempt:
+            lease = Lease(
+                group_id=group_id,
+                attempt=attempt,
+                seed=self._seed_of(group_id, attempt),
+                prompt_ids=lease.prompt_ids,
+                example=lease.example,
+            )
+        return lease
+
+    def check(self) -> None:
+        """Refuse prompts that cannot be turned into tokens, as far as the first ones show it.
+
+        Raises:
+            DataError: as `lease`.
+        """
+        num_examples = CHECKED_PROMPTS if self._num_examples is None else self._num_examples
+        for group_id in range(min(CHECKED_PROMPTS, num_examples)):
+            self.lease(group_id, 0)
+
+    def example(self, group_id: int) -> Example:
+        """Return the example of a group, with its answer."""
+        return self._task.example(self._index(group_id), split="train")
+
+    def heldout(self, num_prompts: int) -> list[tuple[Example, list[int]]]:
+        """Return the held-out examples of an evaluation with their token ids, always the same.
+
+        Args:
+            num_prompts: how many; fewer if the task has no more, none of them twice.
+        """
+        num_examples = self._task.num_examples(split="heldout")
+        if num_examples is not None:
+            num_prompts = min(num_prompts, num_examples)
+        examples = [self._task.example(index, split="heldout") for index in range(num_prompts)]
+        return [(example, self._encode(example)) for example in examples]
+
+    def _encode(self, example: Example) -> list[int]:
+        tools = self._task.tools(example) if isinstance(self._task, Environment) else ()
+        return self._text.encode_prompt(example.prompt, tools=tools)
+
+    def _make(self, group_id: int, attempt: int, example: Example) -> Lease:
+        try:
+            prompt_ids = tuple(self._encode(example))
+        except DataError as error:
+            raise DataError(f"example {example.index}: {error}") from error
+        if self._hides_answers:
+            # A source may be a name that tells the answer, so that stays here, too.
+            example = Example(index=example.index, split=example.split, prompt="")
+        lease = Lease(
+            group_id=group_id,
+            attempt=attempt,
+            seed=self._seed_of(group_id, attempt),
+            prompt_ids=prompt_ids,
+            example=asdict(example),
+        )
+        try:
+            num_bytes = len(msgspec.msgpack.encode(lease))
+        except (OverflowError, TypeError, UnicodeEncodeError) as error:
+            raise DataError(
+                f"example {example.index} cannot be sent to a worker: {error}; its fields may "
+                "hold text, lists, tables and numbers of 64 bits"
+            ) from error
+        if num_bytes > MAX_LEASE_BYTES:
+            raise DataError(
+                f"example {example.index}: {num_bytes} bytes with its prompt of {len(prompt_ids)} "
+                f"tokens; a message to a worker holds {MAX_LEASE_BYTES}"
+            )
+        return lease
+
+    def _seed_of(self, group_id: int, attempt: int) -> int:
+        return random.Random(f"{self._seed}/{group_id}/{attempt}").getrandbits(48)
+
+    def _index(self, group_id: int) -> int:
+        if self._num_examples is None:
+            return group_id
+        epoch, position = divmod(group_id, self._num_examples)
+        if epoch != self._epoch:
+            self._order = list(range(self._num_examples))
+            random.Random(f"{self._seed}/epoch {epoch}").shuffle(self._order)
+            self._epoch = epoch
+        return self._order[position]
