@@ -238,11 +238,13 @@ class Broadcast:
     def patched(self, work: ApplyPatch, *, now: float) -> list[Action]:
         """Note that a version has been written over its base."""
         encoded = self._store.encoded_of(work.patch)
-        return self.receiver.patched(encoded, now=now)
+        return [] if encoded is None else self.receiver.patched(encoded, now=now)
 
     def unpatched(self, work: ApplyPatch) -> None:
         """Note that nothing is written of a version any more: it may be tried again."""
-        self._store.take_back_patch(self._store.encoded_of(work.patch))
+        encoded = self._store.encoded_of(work.patch)
+        if encoded is not None:
+            self._store.take_back_patch(encoded)
 
     def offer(self, image: bytearray, image_hash: bytes) -> None:
         """Offer bytes that lie on this machine already, as of the model's own directory.
@@ -324,9 +326,8 @@ class Broadcast:
             raise LocalProtocolError(
                 f"{manifest.version}: image of {len(image)} bytes, manifest says otherwise"
             )
-        self._store.images[manifest.version] = Transfer(
-            signed, manifest, image, bytearray(b"\1") * manifest.num_chunks, manifest.num_chunks
-        )
+        has_chunk = bytearray(b"\1") * manifest.num_chunks
+        self._store.add(Transfer(signed, manifest, image, has_chunk, manifest.num_chunks))
         return [*self._sender.announce(now=now), *self.receiver.retire(now)]
 
     def publish_segment(

@@ -548,7 +548,7 @@ class Audit:
         newest = self._store.newest_sealed
         if newest is not None and newest > work.image.manifest.version:
             image = self._store.images[newest]
-            if image.is_complete and image.is_patched:
+            if image.is_complete and not image.is_hashed:
                 self.begin(image, now=self._due_at)
         return True
 
@@ -737,7 +737,7 @@ class Receiver:
     def adopt(self, transfer: Transfer, *, now: float) -> list[Action]:
         """Take an image, or a part of one, that lies on this machine already."""
         version = transfer.manifest.version
-        self.store.images[version] = transfer
+        self.store.add(transfer)
         if transfer.is_complete:
             return self.arrived((version, FULL), now)
         return self.sender.announce(now=now)
@@ -844,11 +844,12 @@ class Receiver:
             return [*self._refuse(item_id, f"block {work.block} is wrong: {fault}", now)]
         if not encoded.decoded(work):
             return []
-        if not encoded.is_ready:
-            self.store.end_decoding(encoded)
-        elif self.store.patch_mode == "now":
-            return [self.store.begin_patch(encoded)]
-        return [*self.arrived(item_id, now)]
+        if encoded.is_ready:
+            if self.store.patch_mode == "now":
+                return [self.store.begin_patch(encoded)]
+            return [*self.arrived(item_id, now)]
+        self.store.end_decoding(encoded)
+        return [*self.arrived(item_id, now), *self._seal(encoded.version, now)]
 
     # --- in place --------------------------------------------------------------------------------
 
@@ -868,6 +869,8 @@ class Receiver:
     def applied(self, work: ApplyPatch, fault: str, *, now: float) -> list[Action | ParentFailed]:
         """Take the result of an ApplyPatch."""
         encoded = self.store.encoded_of(work.patch)
+        if encoded is None:
+            return []
         item_id = (encoded.version, encoded.form)
         if fault:
             self.store.take_back_patch(encoded)

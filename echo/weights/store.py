@@ -330,10 +330,12 @@ class Transfer(Chunked):
     has_chunk: bytearray
     num_held: int = 0
     writing: set[int] = field(default_factory=set)
+    may_change: bool = False
+    """Whether its memory may become that of a later version: it is never lent."""
+    is_hashed: bool = True
+    """Whether each chunk was hashed when it came; else it is made of signed changes."""
     later: list[Patch] = field(default_factory=list)
     """What has been, or is being, written over it since: oldest first."""
-    is_patched: bool = False
-    """Whether its memory changes in place from one version to the next."""
 
     @property
     def is_current(self) -> bool:
@@ -353,7 +355,7 @@ class Transfer(Chunked):
         A patch that begins while this reads is noticed: what it writes is taken back as well. So
         any thread may read.
         """
-        if not self.is_patched:
+        if not self.may_change:
             return memoryview(self.storage)[start:stop].toreadonly()
         while True:
             later = self.later[:]
@@ -569,9 +571,7 @@ class EncodedVersion(Chunked):
         self.storage: memoryview | None = None
         """Where the image is decoded to, of `image_bytes`; the caller provides it."""
         self.patch: Patch | None = None
-        """What it changes, where it is a delta on its base."""
-        self.is_applied = False
-        """Whether its patch has been written over its base."""
+        """What it changes, where it is a delta on its base, until that has been written."""
         self.expected_bytes = 0
         """Size that was announced, before all segments are known."""
         self._parts: list[_Part] = []
@@ -607,7 +607,6 @@ class EncodedVersion(Chunked):
         return (
             self.patch is not None
             and self.storage is None
-            and not self.is_applied
             and not self.is_open
             and len(self._decoded_blocks) == self._parts[-1].table.num_blocks_in_image
         )
@@ -620,7 +619,7 @@ class EncodedVersion(Chunked):
     @property
     def is_half(self) -> bool:
         """Whether it is being fetched, or was given up, or its image has yet to come out."""
-        is_in_work = self.storage is not None or (self.patch is not None and not self.is_applied)
+        is_in_work = self.storage is not None or self.patch is not None
         return not self._parts or is_in_work or self.num_held < self.num_chunks
 
     @property
@@ -779,14 +778,14 @@ class EncodedVersion(Chunked):
             manifest = provisional(base.manifest, self.version)
         else:
             manifest = msgspec.msgpack.decode(signed.body, type=Manifest)
-        if self.storage is None:
+        storage: bytearray | memoryview | None = self.storage
+        if storage is None:
             assert base is not None
             storage = base.storage
-        else:
-            storage, self.storage, self.patch = self.storage, None, None
+        self.storage = self.patch = None
         num_chunks = -(-manifest.num_bytes // manifest.chunk_bytes)
-        has_chunk = bytearray(b"\1") * num_chunks
-        return Transfer(signed, manifest, storage, has_chunk, num_chunks)
+        has_chunk, is_hashed = bytearray(b"\1") * num_chunks, signed is not None
+        return Transfer(signed, manifest, storage, has_chunk, num_chunks, is_hashed=is_hashed)
 
 
 # --- item store: hold, offer, evict ---------------------------------------------------------------
@@ -835,7 +834,17 @@ class ItemStore:
         version = manifest.version
         storage = self.version_store.create(version, encode_signed(signed), manifest.num_bytes)
         has_chunk = bytearray(manifest.num_chunks)
-        self.images[version] = Transfer(signed, manifest, storage, has_chunk)
+        self.add(Transfer(signed, manifest, storage, has_chunk))
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether a delta on its base is written over it."""
+        return self.patch_mode != "copy" and self.version_store.may_patch
+
+    def add(self, image: Transfer) -> None:
+        """Hold an image; what has been lent of it by then is lent."""
+        image.may_change = self.is_in_place
+        self.images[image.manifest.version] = image
 
     def begin_encoded(self, item: ItemId, *, expected_bytes: int) -> None:
         """Begin to fetch an encoded version.
@@ -871,7 +880,8 @@ class ItemStore:
             return f"it has {table.image_bytes} bytes, its base {base.num_bytes}"
         if table.base is not None and table.is_on_base:
             encoded.patch = Patch(table.base, table.version, table.block_bytes)
-            if self.patch_mode != "copy" and self.version_store.may_patch:
+            # A base that has been lent, or may have been, must stay as it is.
+            if self.is_in_place and (base is None or base.may_change):
                 return ""
         encoded.storage = self.version_store.create(encoded.version, None, table.image_bytes)
         return ""
@@ -908,7 +918,8 @@ class ItemStore:
 
     def end_decoding(self, encoded: EncodedVersion) -> None:
         """Take the image that has come out of an encoded version whole."""
-        image = self.images[encoded.version] = encoded.image(self._base(encoded))
+        image = encoded.image(self._base(encoded))
+        self.add(image)
         if image.signed is not None:
             self.version_store.sealed(encoded.version, encode_signed(image.signed))
 
@@ -933,20 +944,18 @@ class ItemStore:
             raise LocalProtocolError(f"{encoded.version} is not ready to be written")
         for image in self._on(base.storage):
             image.later.append(patch)
-            image.is_patched = True
         return ApplyPatch(patch, memoryview(base.storage), self.version_store)
 
     def end_patch(self, encoded: EncodedVersion) -> None:
         """Take the version that a patch has made of its base."""
-        encoded.is_applied = True
-        image = self.images[encoded.version] = encoded.image(self._base(encoded))
-        image.is_patched = True
+        self.add(encoded.image(self._base(encoded)))
         assert encoded.form.base is not None
         self.version_store.advance(encoded.form.base, encoded.version)
 
-    def encoded_of(self, patch: Patch) -> EncodedVersion:
-        """Return the delta that a patch came from; it is pinned while the patch is written."""
-        return self.encoded_versions[patch.version, Form("delta", patch.base)]
+    def encoded_of(self, patch: Patch) -> EncodedVersion | None:
+        """Return the delta that a patch came from; None if its memory was given up meanwhile."""
+        encoded = self.encoded_versions.get((patch.version, Form("delta", patch.base)))
+        return encoded if encoded is not None and encoded.patch is patch else None
 
     def take_back_patch(self, encoded: EncodedVersion) -> None:
         """Forget a patch of which nothing is written, or no more."""

@@ -106,7 +106,7 @@ class WorkerParts:
             EngineError: if they are not what the learner signed, or the engine refuses them.
         """
         manifest, digest = transfer.manifest, None
-        if transfer.signed is not None and not transfer.is_patched:
+        if transfer.is_hashed:
             digest = blake3(transfer.storage).hexdigest()
         if digest is not None and digest != manifest.image_hash.hex():
             raise EngineError(
@@ -438,6 +438,10 @@ class WorkerNode(DialingNode):
             return
         if work is not None:
             self.perform(broadcast.patched(work, now=self.now))
+            if version not in broadcast.store:
+                damaged = EngineError("its memory was found to be damaged meanwhile")
+                self.perform(self.session.install_failed(version, damaged, now=self.now))
+                return
         if digest is not None:
             record_installed(parts.installed_path, version, digest)
         self.perform(self.session.installed(version, now=self.now))
