@@ -358,13 +358,15 @@ class Transfer(Chunked):
         if not self.may_change:
             return memoryview(self.storage)[start:stop].toreadonly()
         while True:
-            later = self.later[:]
+            known = self.later
+            later = known[:]
             size = later[0].block_bytes if later else 1  # words are put back in whole blocks
             first = start - start % size
             piece = np.frombuffer(self.storage, np.uint8)[first : -(-stop // size) * size].copy()
             for patch in reversed(later):
                 patch.take_back(piece.data, first // size)
-            if len(later) == len(self.later):
+            # One that was begun and taken back meanwhile has left another list.
+            if known is self.later and len(later) == len(known):
                 return piece.data[start - first : stop - first].toreadonly()
 
     def chunk(self, index: int) -> memoryview:
@@ -928,11 +930,21 @@ class ItemStore:
     @property
     def ready(self) -> EncodedVersion | None:
         """The delta that is ready to be written over its base, which is current."""
+        return next((each for each in self._open if not self._is_being_written(each)), None)
+
+    @property
+    def _open(self) -> list[EncodedVersion]:
+        """Deltas that are about to be, or are just being, written over their base."""
+        found = []
         for encoded in self.encoded_versions.values():
             base = self._base(encoded) if encoded.is_ready else None
-            if base is not None and base.is_current:
-                return encoded
-        return None
+            if base is not None and (base.is_current or base.later == [encoded.patch]):
+                found.append(encoded)
+        return found
+
+    def _is_being_written(self, encoded: EncodedVersion) -> bool:
+        base = self._base(encoded) if encoded.is_ready else None
+        return base is not None and encoded.patch in base.later
 
     def begin_patch(self, encoded: EncodedVersion) -> ApplyPatch:
         """Return the work that writes a delta that is ready over its base.
@@ -963,15 +975,23 @@ class ItemStore:
         for image in [] if base is None else self._on(base.storage):
             image.later = [patch for patch in image.later if patch is not encoded.patch]
 
-    def damaged(self, image: Transfer) -> list[ItemId]:
-        """Return all that is to be dropped because the memory of an image is damaged."""
-        versions = {v for v, each in self.images.items() if each.storage is image.storage}
-        halves = [
-            item
-            for item, encoded in self.encoded_versions.items()
-            if encoded.is_half and item[1].base in versions
-        ]
-        return [*((version, FULL) for version in versions), *halves]
+    def damaged(self) -> list[ItemId]:
+        """Return all that is to be dropped because the memory of an image is damaged.
+
+        What was made of it is damaged as well, and what is coded is of use only with an image: so
+        everything, but for an image that is being fetched, of which each chunk is verified.
+        """
+        whole = (version for version, image in self.images.items() if image.is_complete)
+        return [*((version, FULL) for version in whole), *self.encoded_versions]
+
+    def halves_on(self, versions: set[PolicyVersion]) -> list[ItemId]:
+        """Return the halves that are of no use without some versions, or what comes of them."""
+        gone, halves = set(versions), []
+        for item in sorted(self.encoded_versions, key=lambda item: item[0]):
+            if self.encoded_versions[item].is_half and item[1].base in gone:
+                gone.add(item[0])
+                halves.append(item)
+        return halves
 
     def _on(self, storage: bytearray | memoryview) -> list[Transfer]:
         """Return the images of which this is the memory."""
@@ -1006,15 +1026,20 @@ class ItemStore:
 
     @property
     def held(self) -> set[PolicyVersion]:
-        """Versions held whole, that which is ready to be written in place included."""
+        """Versions held whole, what is about to be written in place included."""
         whole = {version for version, image in self.images.items() if image.is_complete}
-        ready = self.ready
-        return whole if ready is None else whole | {ready.version}
+        return whole | {encoded.version for encoded in self._open}
 
     @property
     def newest_complete(self) -> PolicyVersion | None:
         """Newest version held whole."""
         return max(self.held, default=None)
+
+    @property
+    def newest_settled(self) -> PolicyVersion | None:
+        """Newest version held whole with its manifest: any news of what is newer is welcome."""
+        settled = (v for v, image in self.images.items() if image.signed and image.is_complete)
+        return max(settled, default=None)
 
     @property
     def newest_sealed(self) -> PolicyVersion | None:
@@ -1062,11 +1087,12 @@ class ItemStore:
             if version is not None
         )
         kept.update(self._worthwhile_encoded())
-        kept.update(
-            item
-            for item, encoded in self.encoded_versions.items()
-            if encoded.is_being_coded or encoded.is_ready
-        )
+        for item, encoded in self.encoded_versions.items():
+            is_newest = encoded.is_ready and item[0] > max(whole, default=item[0])
+            if is_newest or encoded.is_being_coded or self._is_being_written(encoded):
+                kept.add(item)
+                if encoded.is_ready and item[1].base is not None:
+                    kept.add((item[1].base, FULL))
         items = [*((version, FULL) for version in self.images), *self.encoded_versions]
         return [item for item in items if item not in kept]
 
@@ -1187,7 +1213,9 @@ class TrustedManifests:
                 encoded.hold(index, data)
         return encoded
 
-    def retire(self, oldest: PolicyVersion | None) -> None:
-        """Forget the manifests of versions older than this one."""
-        for version in [v for v in self.manifests if oldest is not None and v < oldest]:
+    def retire(self, oldest: PolicyVersion | None, offered: Iterable[ItemId] = ()) -> None:
+        """Forget the manifests of older versions, but for what may have to be fetched again."""
+        kept = {version for version, form in offered if form == FULL}
+        old = [v for v in self.manifests if oldest is not None and v < oldest and v not in kept]
+        for version in old:
             del self.manifests[version]
