@@ -405,7 +405,8 @@ def build_session(
             next_group_id=start.next_group_id,
             finished=start.finished,
         ),
-        broadcast=wiring.make_broadcast(LEARNER_ID, network, events=events),
+        # Each is made in the memory of the one before the last.
+        broadcast=wiring.make_broadcast(LEARNER_ID, network, keep_versions=1, events=events),
         buffer=buffer,
         prompts=events.outside(data.prompts),
     )
