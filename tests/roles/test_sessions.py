@@ -82,7 +82,7 @@ def test_another_protocol_version_is_refused_with_both(
     def as_of_another_release(call: Any) -> Any:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             with monkeypatch.context() as patch:
-                patch.setattr(codec, "PROTOCOL_VERSION", 5)
+                patch.setattr(codec, "PROTOCOL_VERSION", 6)
                 return call(*args, **kwargs)
 
         return wrapped
