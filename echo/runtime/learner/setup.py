@@ -270,8 +270,9 @@ def open_run(
         evaluations: of held-out prompts; None for none.
 
     Raises:
-        EchoError: if something is missing or does not fit; the message is for the user.
+        EchoError: if something is missing or does not fit.
     """
+    digest = data.digests["model"]
     with ExitStack() as on_failure:
         ledger = Ledger(config.run_dir, spool_bytes=config.limits.spool_bytes)
         on_failure.callback(ledger.close)
@@ -296,9 +297,7 @@ def open_run(
         progress=begin_progress(start, earlier),
         trainer=trainer,
         attribution=attribution,
-        publisher=Publisher(
-            identity, config, model_digest=data.digests["model"], attribution=attribution
-        ),
+        publisher=Publisher(identity, config, model_digest=digest, attribution=attribution),
         buffer=buffer,
         session=session,
         rewards=learner_rewards(config, data),
