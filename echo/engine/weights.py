@@ -124,7 +124,7 @@ def image_bytes(specs: Sequence[TensorSpec]) -> int:
 
 
 def write_image(specs: Iterable[TensorSpec], tensors: Weights, image: Tensor) -> None:
-    """Write tensors to their places in an image, rounded where they are: one after the other.
+    """Write tensors to their places in an image, rounded on the way: nothing else is allocated.
 
     Args:
         specs: the places.
@@ -132,8 +132,8 @@ def write_image(specs: Iterable[TensorSpec], tensors: Weights, image: Tensor) ->
         image: uint8 [num_bytes], on any device; the gaps stay as they are.
     """
     for spec in specs:
-        tensor = tensors[spec.name].detach().to(torch_dtype(spec.dtype)).contiguous()
-        image[spec.offset : spec.offset + spec.num_bytes].copy_(_as_bytes(tensor))
+        place = image[spec.offset : spec.offset + spec.num_bytes].view(torch_dtype(spec.dtype))
+        place.view(spec.shape).copy_(tensors[spec.name].detach())
 
 
 def host_bytes(image: bytearray | memoryview) -> Tensor:
@@ -314,10 +314,6 @@ def _view(image: memoryview, dtype: torch.dtype, numel: int, offset: int) -> Ten
         # A received image may be read-only; nothing here writes to it.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(image, dtype=dtype, count=numel, offset=offset)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _set_dtype(config_path: Path, tensors: Mapping[str, Tensor]) -> None:
