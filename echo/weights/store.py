@@ -941,6 +941,7 @@ class ItemStore:
         encoded.is_applied = True
         image = self.images[encoded.version] = encoded.image(self._base(encoded))
         image.is_patched = True
+        encoded.patch = None  # for whoever reads the base; the delta may be kept for much longer
         assert encoded.form.base is not None
         self.version_store.advance(encoded.form.base, encoded.version)
 
