@@ -28,7 +28,7 @@ import harness
 ROOT = Path(__file__).resolve().parents[1]
 WORSE = 0.05
 QUICK = ("april", "broadcast", "delta", "dispatch", "ledger", "overlap", "quickstart", "rule",
-         "sim", "staleness", "topology", "uplink_errors")  # fmt: skip
+         "sim", "staleness", "topology", "update", "uplink_errors")  # fmt: skip
 BEFORE = {  # the same for scripts that know no --quick
     "april": "--seeds 0 --steps 4 --medians 6000",
     "broadcast": "--sizes 16MiB --chunks 256KiB --repeats 3 --topologies chain:2 star:2",

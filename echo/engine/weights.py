@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from echo.core.errors import EngineError, StorageError
-from echo.core.rollout import PolicyVersion
+from echo.core.rollout import KEEP_VERSIONS, PolicyVersion
 from echo.weights.delta import (
     BLOCK_BYTES,
     SPARSE_SHARE,
@@ -124,7 +124,7 @@ def image_bytes(specs: Sequence[TensorSpec]) -> int:
 
 
 def write_image(specs: Iterable[TensorSpec], tensors: Weights, image: Tensor) -> None:
-    """Write tensors to their places in an image, rounded where they are: one after the other.
+    """Write tensors to their places in an image, rounded on the way: nothing else is allocated.
 
     Args:
         specs: the places.
@@ -132,8 +132,8 @@ def write_image(specs: Iterable[TensorSpec], tensors: Weights, image: Tensor) ->
         image: uint8 [num_bytes], on any device; the gaps stay as they are.
     """
     for spec in specs:
-        tensor = tensors[spec.name].detach().to(torch_dtype(spec.dtype)).contiguous()
-        image[spec.offset : spec.offset + spec.num_bytes].copy_(_as_bytes(tensor))
+        place = image[spec.offset : spec.offset + spec.num_bytes].view(torch_dtype(spec.dtype))
+        place.view(spec.shape).copy_(tensors[spec.name].detach())
 
 
 def host_bytes(image: bytearray | memoryview) -> Tensor:
@@ -316,10 +316,6 @@ def _view(image: memoryview, dtype: torch.dtype, numel: int, offset: int) -> Ten
         return torch.frombuffer(image, dtype=dtype, count=numel, offset=offset)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
 def _set_dtype(config_path: Path, tensors: Mapping[str, Tensor]) -> None:
     config: dict[str, Any] = json.loads(config_path.read_bytes())
     dtypes = {dtype_name(t.dtype) for t in tensors.values() if t.is_floating_point()}
@@ -467,8 +463,8 @@ def _to_host(tensor: Tensor) -> npt.NDArray[Any]:
 # The host's image comes out of the same blocks that receivers get, on the same base, so it is what
 # they will hold, and it is that which is hashed and signed.
 #
-# On the host the memory of two images is used in turns: pages that are touched for the first time
-# cost more than all else that a version needs. What somebody can still read is not used again.
+# On the host the memory of a few images is used in turns, and all of it is touched with the first
+# version: pages that are touched for the first time cost more than all else that a version needs. What somebody can still read is not used again.
 #
 # It costs the GPU one image that stays (memory.py counts it). While a version is made there are
 # two; the second has the room of the gradients, which are let go at the end of a step and are no
@@ -529,7 +525,7 @@ class VersionImages:
         self._block_bytes = block_bytes
         self._is_on_device = False if block_bytes % ALIGNMENT_BYTES else is_on_device
         self._last: _Last | None = None
-        self._memory = RecycledMemory()
+        self._memory = RecycledMemory(KEEP_VERSIONS + 1)  # one more is being made
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
         """Return the image of a version; the weights are free to change afterwards."""

@@ -218,18 +218,19 @@ def has_changed_little(old: memoryview, new: memoryview) -> bool:
     return int(np.count_nonzero(before != after)) <= SPARSE_SHARE * max(1, after.size)
 
 
-def find_changes(old: Words, new: Words) -> tuple[Indices, Words]:
-    """Return the indices of the words that differ, in order, and by how much modulo their size.
+def find_changes(old: Words, new: Words) -> tuple[Indices, Words, Words]:
+    """Return where words differ, in order, by how much modulo their size, and the old ones there.
 
     Where few do, most of the time goes into finding them. The comparison yields a byte per word;
     eight of those at a time are looked at as one number, and only the numbers that are not zero
     are searched: twice the speed of asking for the nonzero bytes at once. Pieces of a size that
-    caches hold spare a sixth, since the words found are then read from there.
+    caches hold spare a sixth, since the words found are then read from there; so are the old ones,
+    which would have to be gathered again from a block that has left the caches.
     """
     size = max(8, min(_PIECE_BYTES // new.itemsize, -(-new.size // 8) * 8))
     differs = np.zeros(size, np.bool_)
     eights = differs.view(np.uint64)
-    indices, steps = [], []
+    indices, steps, replaced = [], [], []
     for start in range(0, max(new.size, 1), size):
         old_piece, new_piece = old[start : start + size], new[start : start + size]
         np.not_equal(old_piece, new_piece, out=differs[: new_piece.size])
@@ -238,10 +239,11 @@ def find_changes(old: Words, new: Words) -> tuple[Indices, Words]:
         inside = np.flatnonzero(np.take(eights, hits).view(np.bool_))
         where = np.take(hits << 3, inside >> 3)
         where += inside & 7
-        steps.append(np.take(new_piece, where) - np.take(old_piece, where))
+        replaced.append(np.take(old_piece, where))
+        steps.append(np.take(new_piece, where) - replaced[-1])
         where += start
         indices.append(where)
-    return np.concatenate(indices), np.concatenate(steps)
+    return np.concatenate(indices), np.concatenate(steps), np.concatenate(replaced)
 
 
 def zigzag(difference: Words) -> Words:
@@ -397,13 +399,13 @@ def encode_delta(base: memoryview, new: memoryview, *, word_bytes: WordBytes) ->
     words, tail = _split(new, word_bytes)
     old, old_tail = _split(base, word_bytes)
     if not has_more_changes(old, words, most_sparse(words.size)):
-        where, difference = find_changes(old, words)
+        where, difference, replaced = find_changes(old, words)
         if not where.size and old_tail == tail:
             return CodedBlock(bytes([UNCHANGED]), hash_old(old[:0]))
         if where.size <= most_sparse(words.size):
             coded = encode_changes(where, difference, tail)
             if len(coded) <= len(new):
-                return CodedBlock(coded, hash_old(np.take(old, where), old_tail))
+                return CodedBlock(coded, hash_old(replaced, old_tail))
     codec = _shortest(old, words)
     coded = _no_longer(_assembled(codec, _CODERS[codec](old, words), word_bytes, tail), new)
     return CodedBlock(coded, _old_hash(coded[0], base, old, old_tail, words))
@@ -412,8 +414,8 @@ def encode_delta(base: memoryview, new: memoryview, *, word_bytes: WordBytes) ->
 def _old_hash(codec: int, base: memoryview, old: Words, old_tail: memoryview, new: Words) -> bytes:
     """Return the hash of what a block replaces that may have been coded in any way."""
     if codec == CHANGES:
-        where, _ = find_changes(old, new)
-        return hash_old(np.take(old, where), old_tail)
+        _, _, replaced = find_changes(old, new)
+        return hash_old(replaced, old_tail)
     return hash_old(np.frombuffer(base, np.uint8))
 
 
@@ -562,7 +564,8 @@ def _decode_difference(codec: int, reader: BlockReader, base: memoryview, out: m
 
 
 def _code_changes(old: Words, new: Words) -> list[bytes]:
-    return pack_changes(*find_changes(old, new))
+    where, difference, _ = find_changes(old, new)
+    return pack_changes(where, difference)
 
 
 def _code_difference(old: Words, new: Words) -> list[bytes]:

@@ -106,20 +106,31 @@ class RecycledMemory:
     torch or numpy make of them, and what libzmq has yet to send.
     """
 
-    def __init__(self) -> None:
-        """Start without any."""
-        self._pieces: list[tuple[npt.NDArray[np.uint8], weakref.ref[npt.NDArray[np.uint8]]]] = []
+    def __init__(self, num_pieces: int = 1) -> None:
+        """Start without any.
+
+        Args:
+            num_pieces: how many of a size will be in use at a time, at least; as many are made with
+                the first of it. Their pages are found then, and not when a version is waited for.
+        """
+        self._num_pieces = num_pieces
+        self._free: list[npt.NDArray[np.uint8]] = []
+        self._lent: list[tuple[npt.NDArray[np.uint8], weakref.ref[npt.NDArray[np.uint8]]]] = []
 
     def take(self, num_bytes: int) -> memoryview:
         """Return memory of a size; zeros, or what was in it before."""
-        free = [piece for piece, exporter in self._pieces if exporter() is None]
-        piece = next((each for each in free if each.nbytes == num_bytes), None)
-        # Of another size, or one more than are in use at a time: of no use any more.
-        self._pieces = [each for each in self._pieces if each[1]() is not None]
-        if piece is None:
-            piece = np.zeros(num_bytes, np.uint8)
+        self._free += [piece for piece, exporter in self._lent if exporter() is None]
+        self._lent = [each for each in self._lent if each[1]() is not None]
+        room = max(1, self._num_pieces - len(self._lent))
+        # Of another size, or more than are in use at a time: of no use any more.
+        self._free = [piece for piece in self._free if piece.nbytes == num_bytes][:room]
+        while len(self._free) < room:
+            piece = np.empty(num_bytes, np.uint8)
+            piece.fill(0)
+            self._free.append(piece)
+        piece = self._free.pop(0)
         exporter = np.frombuffer(piece, np.uint8)
-        self._pieces.append((piece, weakref.ref(exporter)))
+        self._lent.append((piece, weakref.ref(exporter)))
         return exporter.data
 
 

@@ -1,0 +1,128 @@
+"""One process of bench_update.py: a learner that takes steps and publishes.
+
+The receiver is that of broadcast_node.py, from which the words of the commands are. With `publish`
+the clock starts, then weights are rounded, coded and sent as a run does it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+
+import broadcast_node
+import torch
+import uvloop
+from broadcast_node import LOG, configuration, is_planned
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from publishing import publishing_session
+from stream_node import commands, tell, tell_cpu
+from update_state import SCALES, SHAPES, Weights
+
+from echo.config.schema import Config
+from echo.core.rollout import PolicyVersion
+from echo.net.transport import Transport
+from echo.roles.learner import Learner
+from echo.runtime import node
+from echo.runtime.identity import Identity
+from echo.runtime.learner.publish import Publisher, VersionEncoder
+from echo.runtime.node import Node, tune_malloc
+from echo.wire.actions import Action
+
+
+class Stepper(Node):
+    """A learner whose steps are noise."""
+
+    session: Learner
+
+    def __init__(
+        self,
+        session: Learner,
+        transport: Transport,
+        publisher: Publisher,
+        weights: Weights,
+        *,
+        is_whole: bool,
+    ) -> None:
+        """Publish weights.
+
+        Args:
+            session: the learner's.
+            transport: its links.
+            publisher: makes versions.
+            weights: of which.
+            is_whole: whether each version is sealed before it is coded.
+        """
+        super().__init__(session, transport, log=LOG)
+        self.session = session
+        self._publisher = publisher
+        self._weights = weights
+        self._is_whole = is_whole
+        self._versions = VersionEncoder(
+            session.broadcast, publisher.coder, codec="delta", node=self
+        )
+        self._step = -1
+
+    def disconnected(self, peer: str, reason: str) -> list[Action]:
+        return self.session.disconnected(peer, now=self.now)
+
+    async def work(self) -> None:
+        tell(address=self.transport.listen_address)
+        async for command in commands():
+            match command:
+                case ["plan"]:
+                    await self.wait_until(lambda: is_planned(self.session, 1), within_s=600)
+                    tell(planned=True)
+                case ["step"]:
+                    await asyncio.to_thread(self._weights.step)
+                    tell(stepped=True)
+                case ["publish"]:
+                    await self._publish()
+                case ["seal"]:
+                    await self._versions.wait()
+                    version = self.session.broadcast.newest_complete
+                    manifest = self.session.broadcast.store[version].manifest
+                    tell(hash=manifest.image_hash.hex(), image_bytes=manifest.num_bytes)
+                case ["cpu"]:
+                    tell_cpu()
+        self.stop("the benchmark is over")
+
+    async def _publish(self) -> None:
+        """Publish a version as the learner does after a step."""
+        self._step += 1
+        at, cpu_s = time.monotonic(), time.process_time()
+        version = PolicyVersion(1, self._step)
+        made = await asyncio.to_thread(self._publisher.make, self._weights.state, version)
+        if self._is_whole:
+            made = await asyncio.to_thread(self._publisher.coder.seal, made)
+        self.perform(self.session.make_way(now=self.now))
+        await self._versions.publish(made)
+        tell(at=at, cpu_s=cpu_s)
+
+
+async def run(config: Config, arguments: argparse.Namespace) -> None:
+    transport = await node.start_transport(config.network, arguments.listen, None)
+    identity = Identity("bench", Ed25519PrivateKey.generate())
+    session = publishing_session(config, identity, transport.listen_address)
+    broadcast_node.force(session, "chain", 0)
+    publisher = Publisher(identity, config, model_digest="")
+    weights = Weights(arguments.shape, arguments.share)
+    is_whole = arguments.kind == "whole"
+    await Stepper(session, transport, publisher, weights, is_whole=is_whole).run()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kind", choices=["changes", "whole"], default="changes")
+    parser.add_argument("--listen", default="tcp://127.0.0.1:0")
+    parser.add_argument("--shape", choices=SHAPES, default="Qwen3-0.6B")
+    parser.add_argument("--share", type=float, choices=SCALES, default=0.014)
+    arguments = parser.parse_args()
+    arguments.connect, arguments.curve = None, False
+    tune_malloc()
+    torch.set_num_threads(1)
+    uvloop.run(run(configuration(arguments), arguments))
+
+
+if __name__ == "__main__":
+    main()
