@@ -91,6 +91,7 @@ class WorkerParts:
             group_size=self.group_size,
             groups_per_batch=self.groups_per_batch,
             is_continuous=self.engine.is_continuous,
+            num_versions=self.engine.num_versions,
             sampler=sampler if self.agents is None else "agents",
             max_prompt_tokens=self.max_prompt_tokens,
             max_completion_tokens=self.sampling.max_completion_tokens,
