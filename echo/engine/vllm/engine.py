@@ -528,7 +528,7 @@ class VllmEngine(Engine):
         self._is_closed = False
         self._concurrency = Concurrency()
         self._space = CacheCapacity()
-        self._backend = self._start()
+        self._backend = self._start(is_first=True)
         self._barrier: VersionBarrier | VersionSlots = (
             VersionBarrier() if lora is None else VersionSlots(self.num_versions + 1)
         )
@@ -707,7 +707,11 @@ class VllmEngine(Engine):
         weights = self._expected(copies, slot.version)
         if unloaded is not None:
             self._unload(unloaded)
-        complaint = self._add_adapter_alive(slot, weights)
+        try:
+            complaint = self._add_adapter_alive(slot, weights)
+        except EngineError:
+            self._unload(slot)  # which vLLM may have refused half way
+            raise
         if complaint is not None:
             self._unload(slot)
             raise EngineError(
@@ -762,15 +766,18 @@ class VllmEngine(Engine):
                 return complaint
         return None if self._good is None else self._install(self._good)
 
-    def _start(self) -> Backend:
-        """Start vLLM, if need be for fewer rollouts at one time; then count its room."""
+    def _start(self, *, is_first: bool = False) -> Backend:
+        """Start vLLM, if need be for fewer rollouts at one time; then count its room.
+
+        At first fewer versions of an adapter make room, too; later they are counted on.
+        """
         while True:
             try:
                 backend = self._make_backend()
             except EngineDeadError as error:
                 if not is_out_of_memory(str(error)):
                     raise
-                if self._keep_fewer(str(error)):
+                if is_first and self._keep_fewer(str(error)):
                     continue
                 num_rollouts = self._arguments["max_num_seqs"] - 1
                 self._concurrency.halve(num_rollouts, why=str(error), numbers=self._numbers())
@@ -782,8 +789,8 @@ class VllmEngine(Engine):
                 return backend
 
     def _keep_fewer(self, why: str) -> bool:
-        """Make room by keeping half as many adapters, if there are any and none is loaded yet."""
-        if self._lora is None or self._adapters or self.num_versions <= MIN_VERSIONS:
+        """Make room by keeping half as many versions of an adapter, if there is one."""
+        if self.num_versions <= MIN_VERSIONS:
             return False
         number = max(MIN_VERSIONS, self.num_versions // 2)
         log.warning(
