@@ -192,10 +192,10 @@ def make_arguments(
         passed: the user's own, [engine.options].
         lora_rank: of adapters over the directory's own weights; 0 for none.
         lora_targets: last parts of the names of their modules.
-        num_versions: of the adapter that are sampled side by side.
+        num_versions: of the adapter, sampled side by side.
 
     Raises:
-        EngineError: listing every argument that is unknown, ours, or impossible.
+        EngineError: listing each that is unknown, ours, or impossible.
     """
     _check(model_dir, is_cpu=is_cpu, process=process, passed=passed, lora_rank=lora_rank)
     from vllm.config import WeightTransferConfig
@@ -219,14 +219,13 @@ def make_arguments(
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
     }
     if lora_rank:
-        arguments |= lora_room(num_versions)
         arguments |= {
+            **lora_room(num_versions),
             "load_format": "auto",
             "use_tqdm_on_load": False,
             "enable_lora": True,
             "max_lora_rank": _space_of(lora_rank),
-            # Without it vLLM gives the head room for an adapter too, and 0.32 then fails on a
-            # prompt's log-probabilities, which the probe asks for, beside other requests.
+            # Else the head gets room for one too, and 0.32 fails on the probe's log-probabilities.
             "lora_target_modules": list(lora_targets),
         }
     if is_cpu:
