@@ -4,6 +4,10 @@ An engine knows nothing of networks or rewards. Its methods may be called from s
 once: `load` from one while `generate` runs in another swaps the weights in flight, between two
 tokens, and every token says which version sampled it.
 
+An engine that holds several versions side by side (`num_versions`) swaps nothing: a call keeps the
+version that it began with to its end, and `load` puts a new one beside it, from which calls sample
+that begin afterwards. Neither waits for the other.
+
 What becomes of keys and values that the old weights computed is the engine's `kv_cache`:
 "recompute" runs the unfinished sequences through the new weights once more, so that the next
 tokens are sampled exactly as the new version would; it costs one prefill of all that is under way.
@@ -15,6 +19,7 @@ reproduces them, so that the learner sees a log-ratio other than 0 even where it
 from __future__ import annotations
 
 import abc
+import itertools
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -174,6 +179,9 @@ class Engine(abc.ABC):
     """Whether requests join those that already run; else calls of `generate` wait in line."""
     window: int | None = None
     """Longest sequence, prompt and completion together, in tokens; None if there is no limit."""
+    num_versions = 1
+    """Versions that calls may sample from at one time, the newest ones; where it is 1, those under
+    way go on under the next."""
 
     @property
     @abc.abstractmethod
@@ -185,7 +193,8 @@ class Engine(abc.ABC):
         """Install weights, in flight if `generate` runs: all of them, or none.
 
         It returns when the next token will be sampled from them. Requests that asked for exactly
-        the version before are finished first.
+        the version before are finished first. Of several versions, calls that begin afterwards
+        sample from it; it waits only while more than `num_versions` older ones are in use.
 
         Args:
             tensors: by name; tied ones once, under either name. The engine may use their memory as
@@ -232,7 +241,8 @@ class Engine(abc.ABC):
             sampling: how.
             watcher: told what comes, and asked whether to stop.
             min_version: sample from this version or newer ones.
-            exact_version: sample every token from this version; `load` waits meanwhile.
+            exact_version: sample every token from this version; `load` waits meanwhile, unless
+                there is room for several.
 
         Raises:
             EngineError: before any work if a prompt does not fit the model; and if memory does
@@ -241,8 +251,10 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[None]:
-        """Keep `load` waiting over several calls of `generate`, as one with `exact_version` does.
+    def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[object]:
+        """Keep a version over several calls of `generate`, as one with `exact_version` does.
+
+        A single version stays the one that samples. Of several ones each call still has to name it.
 
         Raises:
             VersionError: on entry, if the version is not installed.
@@ -400,7 +412,7 @@ class VersionBarrier:
         with self._changed:
             if exact_version is not None or min_version is not None:
                 self._changed.wait_for(lambda: not self._is_swapping)
-            self._check(min_version, exact_version)
+            _check(self._installed, min_version, exact_version)
             self._num_exact += exact_version is not None
         try:
             yield
@@ -409,13 +421,122 @@ class VersionBarrier:
                 self._num_exact -= exact_version is not None
                 self._changed.notify_all()
 
-    def _check(
+
+def _check(
+    installed: PolicyVersion | None,
+    min_version: PolicyVersion | None,
+    exact_version: PolicyVersion | None,
+) -> None:
+    if installed is None:
+        raise EngineError("no weights are loaded; call load() before generate()")
+    if exact_version is not None and installed != exact_version:
+        raise VersionError(f"exactly {exact_version} is wanted, {installed} is installed")
+    if min_version is not None and installed < min_version:
+        raise VersionError(f"at least {min_version} is wanted, {installed} is installed")
+
+
+# --- versions side by side ------------------------------------------------------------------------
+#
+#     load v4:   [v1] [v2] [v3] [  ]  ->  [v1] [v2] [v3] [v4]    v1 stays until its slot is wanted
+#     load v5:   [v1] [v2] [v3] [v4]  ->  [v5] [v2] [v3] [v4]    v1 is unloaded, if no call has it
+#
+# One slot more than versions that may sample: so a new one is tried while all others are in use.
+
+
+@dataclass(slots=True, eq=False)
+class VersionSlot:
+    """A version that is loaded beside others."""
+
+    serial: int
+    """Never used again, for the same version may be loaded twice: after a refusal, for instance."""
+    version: PolicyVersion
+    num_calls: int = 0
+    """Calls that sample from it."""
+
+
+class VersionSlots:
+    """Which versions are loaded side by side, and which are in use; for use by many threads."""
+
+    def __init__(self, num_slots: int) -> None:
+        """Start with nothing loaded, and room for so many, at least 2."""
+        self._changed = threading.Condition()
+        self._num_slots = num_slots
+        self._serials = itertools.count(1)
+        self._slots: tuple[VersionSlot, ...] = ()
+        """As they were loaded."""
+        self._is_loading = False
+
+    @property
+    def installed(self) -> PolicyVersion | None:
+        """The version of calls that begin now; None before the first one."""
+        slots = self._slots
+        return slots[-1].version if slots else None
+
+    def close(self) -> None:
+        """Have nothing loaded any more."""
+        with self._changed:
+            self._slots = ()
+            self._changed.notify_all()
+
+    @contextmanager
+    def load(self, version: PolicyVersion) -> Iterator[tuple[VersionSlot, VersionSlot | None]]:
+        """Yield a slot for `version`, and the one to unload; the new one counts unless that raises.
+
+        What has to go is the oldest that no call has, and never the newest.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_loading)
+            self._is_loading = True
+        try:
+            slot = VersionSlot(next(self._serials), version)
+            yield slot, self._make_room()
+            with self._changed:
+                self._slots = (*self._slots, slot)
+        finally:
+            with self._changed:
+                self._is_loading = False
+                self._changed.notify_all()
+
+    def _make_room(self) -> VersionSlot | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_room or self._unused)
+            if self._has_room:
+                return None
+            oldest = self._unused[0]
+            self._slots = tuple(slot for slot in self._slots if slot is not oldest)
+            return oldest
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._slots) < self._num_slots
+
+    @property
+    def _unused(self) -> list[VersionSlot]:
+        return [slot for slot in self._slots[:-1] if not slot.num_calls]
+
+    @contextmanager
+    def request(
         self, min_version: PolicyVersion | None, exact_version: PolicyVersion | None
-    ) -> None:
-        installed = self._installed
-        if installed is None:
-            raise EngineError("no weights are loaded; call load() before generate()")
-        if exact_version is not None and installed != exact_version:
-            raise VersionError(f"exactly {exact_version} is wanted, {installed} is installed")
-        if min_version is not None and installed < min_version:
-            raise VersionError(f"at least {min_version} is wanted, {installed} is installed")
+    ) -> Iterator[VersionSlot]:
+        """Yield the slot of the newest version, or of the exact one, and keep it meanwhile.
+
+        Raises:
+            EngineError: if nothing is loaded at all.
+            VersionError: if what is wanted is not loaded.
+        """
+        with self._changed:
+            slot = self._find(min_version, exact_version)
+            slot.num_calls += 1
+        try:
+            yield slot
+        finally:
+            with self._changed:
+                slot.num_calls -= 1
+                self._changed.notify_all()
+
+    def _find(
+        self, min_version: PolicyVersion | None, exact_version: PolicyVersion | None
+    ) -> VersionSlot:
+        slots = [s for s in self._slots if s.version == exact_version] or self._slots
+        _check(slots[-1].version if slots else None, min_version, exact_version)
+        return slots[-1]

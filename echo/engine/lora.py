@@ -50,7 +50,7 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """A base model and the shape of the adapter next to it."""
+    """A base model, and the shape and number of the adapters next to it."""
 
     base_dir: Path
     """Hugging Face directory with the base's weights."""
@@ -59,6 +59,8 @@ class Lora:
     """The adapter's product counts alpha / rank times."""
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
     """Last parts of module names, or "all-linear" for every linear layer but the head."""
+    num_versions: int = 1
+    """Versions of it that are good for training, which an engine keeps side by side if it can."""
 
 
 def add_adapter(model: Any, lora: Lora) -> dict[str, Tensor]:
@@ -287,6 +289,7 @@ def make_lora(config: Config, base_dir: Path) -> Lora | None:
         rank=section.rank,
         alpha=2 * section.rank if section.alpha is None else section.alpha,
         target_modules=section.target_modules,
+        num_versions=config.sync.max_staleness + 1,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -250,6 +250,7 @@ class PartialGroups:
         max_rollouts: int | None = None,
         now: float | None = None,
         installed: PolicyVersion | None = None,
+        others: Collection[PolicyVersion] = (),
     ) -> list[PartialGroup]:
         """Move groups into the engine: what was begun first, oldest first; none is passed over.
 
@@ -263,9 +264,11 @@ class PartialGroups:
             max_rollouts: room for those that are to be sampled; None for any number.
             now: the present instant.
             installed: the version that will sample them.
+            others: older ones that still can.
         """
         partials: list[PartialGroup] = []
-        waiting = {key_of(lease) for lease in self.awaiting(installed) + self.superseded(installed)}
+        not_now = self.awaiting(installed) + self.superseded(installed, others)
+        waiting = {key_of(lease) for lease in not_now}
         keys = [*sorted(self.interrupted.keys() - waiting), *sorted(self.queue.keys() - waiting)]
         for key in keys[: max(0, max_groups)]:
             partial = self.interrupted.get(key) or PartialGroup(self.queue[key], [])
@@ -295,7 +298,9 @@ class PartialGroups:
             and (installed is None or installed < wanted)
         ]
 
-    def superseded(self, installed: PolicyVersion | None) -> list[Lease]:
+    def superseded(
+        self, installed: PolicyVersion | None, others: Collection[PolicyVersion] = ()
+    ) -> list[Lease]:
         """Return the leases here that want exactly a version that has been replaced."""
         return [
             lease
@@ -303,6 +308,7 @@ class PartialGroups:
             if lease.exact_version is not None
             and installed is not None
             and lease.exact_version < installed
+            and lease.exact_version not in others
         ]
 
     def _outside(self) -> list[Lease]:

@@ -37,6 +37,11 @@ shipped to the learner, and continued. So a worker that is killed loses no more 
 
 The newest complete version is installed in flight: no rollout has to end for it, and each token
 says which version sampled it. If the engine refuses it, the one before goes on sampling.
+
+An engine may hold several versions side by side (adapters in vLLM). Then each call names the one
+that samples it: the newest for a fresh group, and for a continued one that which began it, so that
+no group mixes versions. A group whose version is too old to be trained on, or has left the engine,
+begins anew.
 """
 
 from __future__ import annotations
@@ -52,7 +57,14 @@ import numpy as np
 
 from echo.core.bounds import MAX_LEASES, MAX_PAYLOAD_BYTES
 from echo.core.errors import EngineError, RemoteProtocolError
-from echo.core.rollout import Group, Lineage, PartialRollout, PolicyVersion, Rollout
+from echo.core.rollout import (
+    Group,
+    Lineage,
+    PartialRollout,
+    PolicyVersion,
+    Rollout,
+    is_surviving,
+)
 from echo.core.timers import earliest
 from echo.core.units import format_duration
 from echo.leases.outbox import Outbox
@@ -129,6 +141,8 @@ class EngineFacts:
     """Groups that the engine holds at one time."""
     is_continuous: bool = False
     """Whether groups may join those that it samples."""
+    num_versions: int = 1
+    """Versions that it samples from side by side; 1 where a new one takes over in flight."""
     sampler: Sampler = "engine"
     """Who samples: the engine alone, which can be stopped and continue; episodes of several turns,
     which are played to their end, because no other worker has their environment; or agents, to whom
@@ -174,8 +188,9 @@ class EngineCall:
     """Whole groups after which it is recalled if others wait for the room."""
     ends_at: float
     exact_version: PolicyVersion | None
-    """The only version that may sample them. Such a call goes on to its end: newer weights wait for
-    it, and what it left unfinished they could not continue."""
+    """The only version that samples them; None for whichever is installed. Where there is a single
+    one such a call goes on to its end: newer weights wait for it, and what it left unfinished they
+    could not continue."""
     num_whole: int = 0
     num_tokens: int = 0
     """Sampled so far."""
@@ -312,6 +327,8 @@ class Worker(DialingRole):
         """What became of unfinished rollouts, for the learner's metrics."""
         self.version_wait = VersionWait(version_wait_s)
         """For leases that ask for newer weights."""
+        self._versions: tuple[PolicyVersion, ...] = ()
+        """Those that the engine holds, as they were installed."""
         self._calls: list[EngineCall] = []
         self._scoring: dict[LeaseKey, PartialGroup] = {}
         self._installing: PolicyVersion | None = None
@@ -499,6 +516,7 @@ class Worker(DialingRole):
             max_rollouts=engine.groups_per_batch * engine.group_size if is_batch else None,
             now=now,
             installed=self.installed_version,
+            others=self._usable(),
         )
         if engine.sampler == "agents":
             return [OfferEpisodes([group.lease for group in taken])] if taken else []
@@ -521,9 +539,39 @@ class Worker(DialingRole):
                 groups.append(group)
         size = 1 if engine.is_continuous else max(1, len(groups))
         for start in range(0, len(groups), size):
-            self._calls.append(_make_call(groups[start : start + size], engine, now))
+            some = groups[start : start + size]
+            wanted = (version for group in some if (version := self._version_of(group)) is not None)
+            self._calls.append(_make_call(some, engine, now, next(wanted, None)))
             actions.append(Sample(self._calls[-1]))
         return actions
+
+    def _usable(self) -> tuple[PolicyVersion, ...]:
+        """Return the versions that may begin or go on: the newest, and others good for training."""
+        newest, engine = self.installed_version, self.engine
+        if newest is None or engine is None:
+            return ()
+        oldest_step = max(self.learner_step, newest.step) - engine.rules.max_age
+        return tuple(
+            version
+            for version in self._versions
+            if version == newest
+            or (version.step >= oldest_step and is_surviving(version, self.lineages))
+        )
+
+    def _version_of(self, group: PartialGroup) -> PolicyVersion | None:
+        """Return the only version that may sample a group; None for whichever is installed."""
+        lease = group.lease
+        if lease.exact_version is not None or not self._has_several:
+            return lease.exact_version
+        begun = {version for member in group.members for version in member.versions}
+        for version in begun.intersection(self._usable()) if len(begun) == 1 else ():
+            if lease.min_version is None or version >= lease.min_version:
+                return version
+        return self.installed_version
+
+    @property
+    def _has_several(self) -> bool:
+        return self.engine is not None and self.engine.num_versions > 1
 
     def _free_places(self, engine: EngineFacts) -> int:
         """Return how many groups may go into the engine now."""
@@ -547,15 +595,17 @@ class Worker(DialingRole):
         if not num_tokens:
             return
         step = max(self.learner_step, installed.step)
+        # A whole one needs no engine, nor its version.
+        exact_version = group.lease.exact_version if group.is_whole else self._version_of(group)
         oldest = group.oldest_step
         result = apply_staleness_policy(
             group.members,
             stale_tokens=rules.stale_tokens,
             max_age=rules.max_age,
             step=step,
-            installed=installed,
+            installed=exact_version or installed,
             lineages=self.lineages,
-            exact_version=group.lease.exact_version,
+            exact_version=exact_version,
         )
         group.members = result.members
         counts = self.partial_counts
@@ -622,11 +672,20 @@ class Worker(DialingRole):
         return [*actions, *self._next(now)]
 
     def refused(self, call: EngineCall, why: str, *, now: float) -> list[Action]:
-        """Give back groups whose version was replaced before the engine could begin them."""
+        """Give back groups whose version was replaced before the engine could begin them.
+
+        Where they had to be of that one only because it has begun them, another begins them anew.
+        """
         self._calls.remove(call)
+        is_newest = call.exact_version == self.installed_version
+        if not is_newest:
+            self._versions = tuple(v for v in self._versions if v != call.exact_version)
         actions: list[Action] = []
         for group in call.groups:
-            actions += self._refuse(group.lease, SUPERSEDED, why)
+            if group.lease.exact_version is None and not is_newest:
+                self.partials.park(group)
+            else:
+                actions += self._refuse(group.lease, SUPERSEDED, why)
         return [*actions, *self._send_due(now), *self._next(now)]
 
     def _has_enough(self, call: EngineCall, now: float) -> bool:
@@ -635,6 +694,8 @@ class Worker(DialingRole):
             return False  # it returns by itself
         if all(group.is_unwanted for group in call.groups):
             return True
+        if self._has_several and call.exact_version not in self._usable():
+            return True  # nobody can be trained on it, and its place is wanted
         if now >= call.ends_at:
             # With something to show for it, or a slow start would be repeated for ever.
             if call.num_tokens or call.num_whole:
@@ -781,8 +842,10 @@ class Worker(DialingRole):
             return []
         if version == self._refused_version:
             return []
-        # With "drop" nothing that older weights have begun goes on, in flight or not.
-        self._is_held = engine.rules.stale_tokens == "drop" and engine.sampler == "engine"
+        # With "drop" nothing that older weights have begun goes on, in flight or not; of several
+        # versions it goes on under its own.
+        is_dropped = engine.rules.stale_tokens == "drop" and engine.sampler == "engine"
+        self._is_held = is_dropped and not self._has_several
         if self._is_held and self._calls:
             return self._recall(self._calls)
         self._installing = version
@@ -793,6 +856,8 @@ class Worker(DialingRole):
         """Note which version samples from now on, tell the learner, and give back what it ends."""
         self._installing = None
         self.installed_version = version
+        num_versions = 1 if self.engine is None else self.engine.num_versions
+        self._versions = (*self._versions, version)[-num_versions:]
         beat = self.heartbeat(now=now) if self.is_admitted else []
         return [*beat, *self._give_back(now), *self._send_due(now), *self._next(now)]
 
@@ -822,7 +887,7 @@ class Worker(DialingRole):
         """Give back the leases whose version has not come in time, or has been replaced."""
         installed = self.installed_version
         late = self.version_wait.late(self.partials.awaiting(installed), now=now)
-        superseded = self.partials.superseded(installed)
+        superseded = self.partials.superseded(installed, self._usable())
         # First what was sampled of them before, for whoever goes on.
         actions = self.ship(interval_s=0.0, now=now) if late or superseded else []
         for lease in late:
@@ -983,13 +1048,18 @@ class Worker(DialingRole):
         return [*actions, *self._give_back(now), *self._send_due(now), *self._next(now)]
 
 
-def _make_call(groups: list[PartialGroup], engine: EngineFacts, now: float) -> EngineCall:
+def _make_call(
+    groups: list[PartialGroup],
+    engine: EngineFacts,
+    now: float,
+    exact_version: PolicyVersion | None,
+) -> EngineCall:
     ship_s = engine.rules.ship_s
-    exact = next((v for group in groups if (v := group.lease.exact_version) is not None), None)
-    is_bounded = ship_s is not None and exact is None and engine.sampler == "engine"
+    is_continuable = exact_version is None or engine.num_versions > 1
+    is_bounded = ship_s is not None and is_continuable and engine.sampler == "engine"
     return EngineCall(
         groups,
         num_awaited=math.ceil(len(groups) / engine.rules.over_submission),
         ends_at=now + ship_s if is_bounded and ship_s is not None else math.inf,
-        exact_version=exact,
+        exact_version=exact_version,
     )

@@ -123,17 +123,24 @@ class EpisodeRunner:
             sampling: how; `max_completion_tokens` bounds a whole episode.
             watcher: told of tokens and replies, and now and then while waiting for replies; once
                 it stops the call everything is dropped, and errors come back.
-            exact_version: samples all turns, and newer weights wait; None for any.
+            exact_version: samples all turns, and newer weights wait unless the engine has room for
+                several; None for any.
 
         Raises:
             VersionError: before any turn, if that version is not installed.
         """
         held = nullcontext() if exact_version is None else self._engine.holding(exact_version)
+        # A single version is named once: turns that did so again would wait behind the next one.
+        named = exact_version if self._engine.num_versions > 1 else None
         with held:
-            return self._play_all(openings, sampling, watcher)
+            return self._play_all(openings, sampling, watcher, named)
 
     def _play_all(
-        self, openings: Sequence[Opening], sampling: Sampling, watcher: Watcher
+        self,
+        openings: Sequence[Opening],
+        sampling: Sampling,
+        watcher: Watcher,
+        exact_version: PolicyVersion | None,
     ) -> list[list[Rollout] | RewardError]:
         """Play groups, and again those that others have spoilt."""
         results: list[list[Rollout] | RewardError] = [
@@ -151,7 +158,7 @@ class EpisodeRunner:
                 [_Play(opening, member, sampling) for member in range(len(opening.seeds))]
                 for opening in (openings[index] for index in wanted)
             ]
-            self._play(groups, sampling, watcher)
+            self._play(groups, sampling, watcher, exact_version)
             for index, group in zip(wanted, groups, strict=True):
                 results[index] = _result(group)
         return results
@@ -161,7 +168,11 @@ class EpisodeRunner:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _play(
-        self, groups: Sequence[Sequence[_Play]], sampling: Sampling, watcher: Watcher
+        self,
+        groups: Sequence[Sequence[_Play]],
+        sampling: Sampling,
+        watcher: Watcher,
+        exact_version: PolicyVersion | None,
     ) -> None:
         everybody = [play for group in groups for play in group]
         try:
@@ -178,7 +189,9 @@ class EpisodeRunner:
                 if not running or watcher.should_stop():
                     break
                 requests = [play.request(turn) for play in running]
-                completions = self._engine.generate(requests, sampling, watcher)
+                completions = self._engine.generate(
+                    requests, sampling, watcher, exact_version=exact_version
+                )
                 if watcher.should_stop():
                     break
                 for play, completion in zip(running, completions, strict=True):

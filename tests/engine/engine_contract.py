@@ -128,6 +128,10 @@ class Watched:
             assert not self._future.done(), self._future.result()
             assert self.num_tokens >= num_tokens, f"{self.num_tokens} tokens in {WITHIN_S:g} s"
 
+    @property
+    def is_done(self) -> bool:
+        return self._future.done()
+
     def result(self) -> list[Completion]:
         SLOW.clear()
         try:

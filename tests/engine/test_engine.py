@@ -20,6 +20,7 @@ from echo.engine.engine import (
     Sampling,
     VersionBarrier,
     VersionError,
+    VersionSlots,
     describe_error,
     is_out_of_memory,
 )
@@ -117,6 +118,77 @@ def test_while_a_swap_waits_no_more_exact_ones_begin(barrier: VersionBarrier) ->
             assert not asked.done()
         with pytest.raises(VersionError, match="exactly v1 is wanted, v2 is installed"):
             asked.result(timeout=120)
+
+
+# --- versions side by side ------------------------------------------------------------------------
+
+
+V3, V4 = PolicyVersion(1, 3), PolicyVersion(1, 4)
+
+
+def load(slots: VersionSlots, *versions: PolicyVersion) -> list[PolicyVersion | None]:
+    """Load versions; return what had to go for each."""
+    found = []
+    for version in versions:
+        with slots.load(version) as (_, unloaded):
+            found.append(None if unloaded is None else unloaded.version)
+    return found
+
+
+def test_the_oldest_that_no_call_has_makes_room() -> None:
+    slots = VersionSlots(3)
+    assert load(slots, V1, V2, V3) == [None, None, None]
+    with slots.request(None, V1) as held:
+        assert held.version == V1
+        assert load(slots, V4) == [V2]
+        assert slots.installed == V4
+        with slots.request(V2, None) as newest:
+            assert newest.version == V4
+    with pytest.raises(VersionError, match="exactly v2 is wanted, v4 is installed"):
+        slots.request(None, V2).__enter__()
+    with pytest.raises(VersionError, match="at least v5 is wanted, v4 is installed"):
+        slots.request(PolicyVersion(1, 5), None).__enter__()
+    with pytest.raises(VersionError, match="at least v2 is wanted, v1 is installed"):
+        slots.request(V2, V1).__enter__()
+    assert load(slots, V2) == [V1]
+    slots.close()
+    with pytest.raises(EngineError, match="no weights are loaded"):
+        slots.request(None, None).__enter__()
+
+
+def test_a_version_that_is_loaded_again_is_another_one() -> None:
+    slots = VersionSlots(3)
+    load(slots, V1)
+    with slots.request(None, V1) as old:
+        load(slots, V1)
+        with slots.request(None, V1) as new:
+            assert (old.version, new.version) == (V1, V1)
+            assert old.serial < new.serial
+
+
+def test_what_cannot_be_loaded_counts_for_nothing() -> None:
+    slots = VersionSlots(2)
+    load(slots, V1)
+    with pytest.raises(ValueError, match="no"), slots.load(V2):
+        raise ValueError("no")
+    assert slots.installed == V1
+    with slots.load(V2) as (slot, unloaded):
+        assert unloaded is None
+        assert slot.serial == 3, "the engine may have kept what it refused"
+
+
+def test_a_load_waits_only_while_every_version_is_in_use() -> None:
+    slots = VersionSlots(2)
+    load(slots, V1, V2)
+    with ThreadPoolExecutor(1) as pool:
+        with slots.request(None, V1):
+            loading = pool.submit(load, slots, V3)
+            with slots.request(None, None) as newest:
+                assert newest.version == V2
+            with pytest.raises(TimeoutError):  # the newest must stay: the next may be wrong
+                loading.result(timeout=0.05)
+        assert loading.result(timeout=120) == [V1]
+    assert slots.installed == V3
 
 
 # --- memory that runs out -------------------------------------------------------------------------

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from echo.core.errors import EngineError
+from echo.engine.lora import Lora
 from echo.engine.vllm import arguments as vllm_arguments
-from echo.engine.vllm.arguments import check_installation, make_arguments
+from echo.engine.vllm.arguments import check_installation, make_arguments, versions_in_memory
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -48,6 +49,25 @@ def test_a_wrong_installation_is_named(
 def test_either_build_will_do(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     install(monkeypatch, **{name: "0.32.0+cpu"})
     check_installation()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rank", "gib", "kept"),
+    [
+        (4, 8, 64, 4),
+        (1, 8, 64, 2),  # on-policy: one that is sampled, one that begins
+        (40, 8, 64, 33),  # a tenth of it, one more than are kept, three times 64 MiB each
+        (40, 9, 64, 18),  # vLLM has room for rank 16 then
+        (40, 8, 1, 2),
+    ],
+)
+def test_versions_of_an_adapter_are_kept_as_far_as_memory_goes(
+    caplog: pytest.LogCaptureFixture, wanted: int, rank: int, gib: int, kept: int
+) -> None:
+    lora = Lora(base_dir=Path(), rank=rank, alpha=8, num_versions=wanted)
+    assert versions_in_memory(lora, 64 << 20, gib << 30) == kept
+    is_told = f"{kept} versions of the adapter are kept in place of {wanted}" in caplog.text
+    assert is_told == (kept < wanted)
 
 
 def arguments(model_dir: Path, *, is_cpu: bool = True, **passed: Any) -> dict[str, Any]:

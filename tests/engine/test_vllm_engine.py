@@ -6,6 +6,7 @@ import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,12 @@ import torch
 from torch import Tensor
 
 from echo.core.errors import EngineError
+from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Sampling
 from echo.engine.model import load_directory
 from echo.engine.vllm.engine import MAX_RESTARTS, VllmEngine
 from tests.engine.engine_contract import (
     ENDLESS,
-    SLOW,
     TOLERANCE,
     V1,
     V2,
@@ -39,6 +40,8 @@ from tests.engine.engine_contract import (
     tied_first,
     versions_of,
 )
+from tests.engine.lora_models import adapted_policy, published
+from tests.engine.vllm_steps import _steps_that_can_be_slow as _steps_that_can_be_slow
 
 # Third parties; and vLLM, which warns of its own parts.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
@@ -46,22 +49,6 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 SMALL: dict[str, Any] = {"arguments": {"kv_cache_memory_bytes": 64 << 20}, "num_threads": 1}
 
 Weights = Mapping[str, Tensor]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _steps_that_can_be_slow() -> Iterator[None]:
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    step = LLMEngine.step
-
-    def step_slowly(vllm):  # type: ignore[no-untyped-def]
-        if SLOW.is_set():
-            time.sleep(0.02)
-        return step(vllm)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LLMEngine, "step", step_slowly)
-        yield
 
 
 @tied_first
@@ -394,5 +381,34 @@ def test_memory_that_runs_out_at_the_start_makes_it_try_with_fewer(
     try:
         assert engine.max_concurrent_rollouts(3, 4) == 32
         assert engine.take_counts() == {"engine/out_of_memory": 2}
+    finally:
+        engine.close()
+
+
+@pytest.mark.matrix
+def test_memory_that_runs_out_at_the_start_keeps_fewer_versions(
+    make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where vLLM makes room for adapters on a GPU."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    make = LLMEngine.from_engine_args.__func__
+
+    def limited(cls, arguments, *others, **more):  # type: ignore[no-untyped-def]
+        if arguments.max_loras > 4:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return make(cls, arguments, *others, **more)
+
+    monkeypatch.setattr(LLMEngine, "from_engine_args", classmethod(limited))
+    base_dir = make_tiny_model(initializer_range=0.2, head_dim=32)
+    policy, lora = adapted_policy(base_dir)
+    lora = replace(lora, num_versions=6)
+    engine = VllmEngine(base_dir, lora=lora, **SMALL)
+    try:
+        assert engine.num_versions == 3
+        assert engine.take_counts() == {}, "as many rollouts as before"
+        for step in range(1, 6):
+            engine.load(published(policy), PolicyVersion(1, step))
+        assert len(engine.current()[0]._engine.list_loras()) == 4
     finally:
         engine.close()

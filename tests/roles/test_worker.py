@@ -33,6 +33,7 @@ from echo.roles.worker import (
 )
 from echo.weights.broadcast import Broadcast
 from echo.wire.actions import Action, Note, Stop
+from echo.wire.codec import decode_group
 from echo.wire.messages import Ack, Failed, Lease
 
 V0, V1, V2 = (PolicyVersion(1, step) for step in range(3))
@@ -82,6 +83,7 @@ class Paper:
         *,
         groups_per_batch: int = 4,
         is_continuous: bool = False,
+        num_versions: int = 1,
         sampler: Any = "engine",
         version: PolicyVersion | None = V0,
         terms: ReleaseTerms | None = None,
@@ -100,7 +102,8 @@ class Paper:
         """What is not the engine's affair, and not yet looked at."""
         facts = EngineFacts(
             group_size=2, groups_per_batch=groups_per_batch, is_continuous=is_continuous,
-            sampler=sampler, max_prompt_tokens=5, max_completion_tokens=64,
+            num_versions=num_versions, sampler=sampler,
+            max_prompt_tokens=5, max_completion_tokens=64,
             rules=PartialRules(**({"ship_s": None} | rules)),
         )  # fmt: skip
         self.do(self.role.built(facts, {}, now=0.0))
@@ -164,11 +167,11 @@ class Paper:
             length = self.lengths[group.lease.group_id][index]
             is_ended = member.num_tokens + count >= length
             if not member.is_finished and count and (is_ended or is_over):
-                start = member.num_tokens
+                start, version = member.num_tokens, call.exact_version or self.version
                 members[index] = member.extended(
                     np.arange(start, start + count, dtype=np.int32),
                     np.full(count, -1, np.float32),
-                    np.full((count, 2), (1, self.version.step), np.int32),
+                    np.full((count, 2), (version.lineage, version.step), np.int32),
                     finish_reason="stop" if is_ended else "abort",
                 )
                 has_news = True
@@ -431,6 +434,122 @@ def test_with_drop_the_engine_is_empty_before_newer_weights_are_installed() -> N
     paper.do(paper.role.installed(V1, now=2.0))
     assert paper.num_before["0.0"] == [0, 0]
     assert paper.role.partial_counts["wasted_tokens"] == 2
+
+
+# --- several versions side by side ----------------------------------------------------------------
+
+
+def several(lengths: dict[int, tuple[int, ...]], **rules: Any) -> Paper:
+    """An engine that holds two versions, or three if `max_age` says that they are good for it."""
+    num_versions = 1 + rules.setdefault("max_age", 1)
+    return Paper(lengths, is_continuous=True, num_versions=num_versions, **rules)
+
+
+def install(paper: Paper, version: PolicyVersion) -> None:
+    assert paper.arrive(version) == [version]
+    paper.do(paper.role.installed(version, now=paper.now))
+
+
+def wanted(paper: Paper) -> dict[int, PolicyVersion | None]:
+    """The version of every group that is in the engine, which has a call of its own."""
+    return {call.groups[0].lease.group_id: call.exact_version for call in paper.engine}
+
+
+@pytest.mark.parametrize("stale_tokens", ["keep", "mask", "drop"])
+def test_a_group_is_sampled_to_its_end_by_the_version_that_began_it(stale_tokens: str) -> None:
+    """In parts, too; and the newest is installed while it is."""
+    paper = several({0: (30, 2), 1: (3, 3)}, ship_s=5.0, stale_tokens=stale_tokens)
+    paper.grant(lease(0))
+    paper.turn()
+    install(paper, V1)
+    paper.grant(lease(1))
+    assert wanted(paper) == {0: V0, 1: V1}
+    assert paper.run() == [1, 0]
+    assert len(paper.num_before["0.0"]) > 2
+    assert paper.num_before["0.1"] == [0]
+    assert paper.num_before["0.0"] == sorted(paper.num_before["0.0"])
+    for delivery in paper.role.outbox._deliveries.values():
+        group = decode_group(*delivery.payload)
+        assert len(group.versions) == 1
+        assert all(rollout.completion_mask.all() for rollout in group.rollouts)
+    assert paper.role.partial_counts["wasted_tokens"] == 0
+
+
+def test_what_is_too_old_to_be_trained_on_begins_anew_as_a_whole() -> None:
+    paper = several({0: (30, 2)})
+    paper.grant()
+    paper.turn(), paper.turn()
+    install(paper, V1)
+    assert wanted(paper) == {0: V0}
+    install(paper, V2)
+    assert wanted(paper) == {0: V2}
+    # The finished member, too, or the group would be of two versions.
+    assert paper.num_before == {"0.0": [0, 0], "0.1": [0, 0]}
+    assert paper.role.partial_counts["wasted_tokens"] == 4
+    paper.role.learner_step = 9
+    paper.do(paper.role._next(paper.now))
+    assert len(paper.sampled) == 2, "there is nothing newer to begin it with"
+
+
+def test_a_version_of_a_lineage_that_was_left_goes_on_with_nothing() -> None:
+    paper = several({0: (30, 30), 1: (30, 30)}, max_age=2)
+    paper.grant(lease(0))
+    install(paper, V1)
+    paper.grant(lease(1))
+    assert wanted(paper) == {0: V0, 1: V1}
+    paper.role.lineages = (Lineage(1, 0), Lineage(2, 0))  # type: ignore[misc]
+    install(paper, PolicyVersion(2, 0))
+    assert wanted(paper) == {0: V0, 1: PolicyVersion(2, 0)}
+
+
+def test_an_exact_version_is_sampled_while_the_engine_holds_it() -> None:
+    paper = several(dict.fromkeys(range(3), (3, 3)))
+    install(paper, V1)
+    paper.grant(lease(0, exact_version=V0))
+    assert wanted(paper) == {0: V0}
+    install(paper, V2)
+    assert not paper.engine
+    paper.grant(lease(1, exact_version=V0), lease(2, exact_version=V1))
+    assert wanted(paper) == {2: V1}
+    paper.do(paper.role.expire(now=paper.now))
+    assert paper.role.counters["engine/version_refused"] == 2
+    assert "exactly v0 is wanted, v2 is installed" in paper.take(Note)[-1].text
+    assert paper.run(until=lambda: not paper.engine)
+
+
+def test_what_must_be_of_a_newer_version_is_not_continued_by_the_one_that_began_it() -> None:
+    paper = several({0: (9, 9), 1: (9, 9)})
+    install(paper, V1)
+    paper.grant(lease(0, min_version=V1), members=members(0, 0))
+    paper.grant(lease(1), members=members(0, 0))
+    assert wanted(paper) == {0: V1, 1: V0}
+    assert paper.num_before == {"0.0": [0], "0.1": [0], "1.0": [3], "1.1": [3]}
+
+
+def test_what_the_engine_has_lost_begins_anew() -> None:
+    paper = several({0: (9, 9), 1: (9, 9)})
+    install(paper, V1)
+    paper.grant(lease(0), members=members(0, 0))
+    [call] = paper.engine
+    paper.engine.clear()
+    paper.do(paper.role.refused(call, "exactly v0 is wanted, v1 is installed", now=0.0))
+    assert wanted(paper) == {0: V1}
+    assert paper.num_before["0.0"] == [3, 0]
+    # Of the newest there is nothing to begin it with again.
+    [call] = paper.engine
+    paper.engine.clear()
+    paper.do(paper.role.refused(call, "exactly v1 is wanted, v0 is installed", now=0.0))
+    assert not paper.engine
+    assert paper.role.counters["engine/version_refused"] == 1
+
+
+def test_what_came_whole_needs_no_version() -> None:
+    paper = several({0: (3, 3)})
+    install(paper, V1), install(paper, V2)
+    paper.grant(lease(0), members=members(1, 1, reason="stop"))
+    paper.role._versions = (V2,)
+    assert not paper.sampled
+    assert paper.delivered() == [0]
 
 
 def test_a_version_that_the_engine_refuses_is_tried_again_or_replaced() -> None:

@@ -28,6 +28,7 @@ from echo.runtime.agents.endpoint import (
 from echo.runtime.agents.sessions import (
     ANY_VERSION,
     MAX_EPISODE_ATTEMPTS,
+    SEGMENT_TOKENS,
     Agents,
     CallBounds,
     CallOptions,
@@ -54,6 +55,41 @@ def make_agents() -> Agents:
     node: Any = SimpleNamespace(now=0.0, perform=lambda actions: None)
     pool = ThreadPools().pool("reward")
     return Agents(parts, session, sampler, node=node, reward_pool=pool)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_held", [0, 1, 2])
+def test_the_pieces_of_an_answer_are_of_one_version_while_the_engine_holds_it(
+    num_held: int,
+) -> None:
+    """A newer version comes between any two pieces of three."""
+    agents = make_agents()
+    loaded = [V1]
+
+    async def sample(request: Request, how: Sampling, bounds: CallBounds) -> Completion:
+        if bounds.exact_version not in (None, *loaded):
+            raise VersionError("gone")
+        version = bounds.exact_version or loaded[-1]
+        number = how.max_completion_tokens - len(request.prefix_ids)
+        loaded.append(PolicyVersion(1, loaded[-1].step + 1))
+        del loaded[: max(0, len(loaded) - 1 - num_held)]
+        return Completion(
+            request.request_id,
+            np.zeros(number, np.int32),
+            np.zeros(number, np.float32),
+            "length",
+            np.tile(np.array([version.lineage, version.step], np.int32), (number, 1)),
+        )
+
+    async def read(_: object) -> None: ...
+
+    sampler: Any = SimpleNamespace(sample=sample, has_several_versions=num_held > 0)
+    agents._sampler = sampler
+    reader: Any = SimpleNamespace(read=read)
+    how = Sampling(1.0, 1.0, 0, 3 * SEGMENT_TOKENS, ())
+    ids = np.array([5], np.int32)
+    whole = asyncio.run(agents._sample(ids, how, "", ANY_VERSION, reader))
+    steps = [int(step) for step in whole.policy_versions[::SEGMENT_TOKENS, 1]]
+    assert steps == {0: [1, 2, 3], 1: [1, 1, 3], 2: [1, 1, 1]}[num_held]
 
 
 @pytest.mark.parametrize("bounds", [CallBounds(min_version=V2), CallBounds(exact_version=V2)])

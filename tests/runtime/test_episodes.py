@@ -32,6 +32,7 @@ class Script(Engine):
         self._lines = lines
         self.calls: list[list[Request]] = []
         self.held: list[PolicyVersion | None] = []
+        self.named: list[PolicyVersion | None] = []
 
     def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
         pass
@@ -41,6 +42,7 @@ class Script(Engine):
     ) -> list[Completion]:
         turn = len(self.calls)
         self.calls.append(list(requests))
+        self.named.append(named.get("exact_version"))
         found = []
         for request in requests:
             member = int(request.request_id.split(".")[-2])
@@ -234,4 +236,15 @@ def test_an_exact_version_is_held_over_all_turns(play: Play) -> None:
     assert isinstance(rollout, Rollout)
     assert len(engine.calls) == 3
     assert engine.held == [version, None]
+    assert engine.named == [None] * 3
     assert play(lambda member, turn: str(turn + 1))[1].held == []
+
+
+def test_of_several_versions_each_turn_names_its_own(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = PolicyVersion(1, 7)
+    monkeypatch.setattr(Engine, "num_versions", 2)
+    _, engine, *_ = play(lambda member, turn: str(turn + 1), exact_version=version)
+    assert engine.held == [version, None]
+    assert engine.named == [version] * 3

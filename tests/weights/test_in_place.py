@@ -641,4 +641,5 @@ def test_memory_of_another_size_is_not_kept() -> None:
     memory = RecycledMemory()
     memory.take(1000)
     assert len(memory.take(2000)) == 2000
-    assert len(memory._pieces) == 1
+    assert sum(piece.nbytes for piece, _ in memory._lent) == 2000
+    assert memory._free == []

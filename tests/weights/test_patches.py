@@ -53,8 +53,8 @@ def coded_as(codec: int, base: bytes, new: bytes, word_bytes: WordBytes) -> Code
     parts = delta._CODERS[codec](old_words, new_words)
     old_hash = whole
     if codec == CHANGES:
-        where, _ = delta.find_changes(old_words, new_words)
-        old_hash = hash_old(np.take(old_words, where), old_tail)
+        _, _, replaced = delta.find_changes(old_words, new_words)
+        old_hash = hash_old(replaced, old_tail)
     return CodedBlock(b"".join([bytes([codec, word_bytes]), *parts, tail]), old_hash)
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import importlib
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -20,10 +21,14 @@ import torch
 
 from echo.core.errors import EngineError
 from echo.core.extras import install_command
+from echo.core.units import format_bytes
+from echo.engine.lora import Lora
 from echo.engine.model import free_bytes
 from echo.engine.vllm.plugin import BACKEND, register
 
 Process = Literal["inline", "engine"]
+
+log = logging.getLogger(__name__)
 
 VERSION = "0.32.0"
 """The vLLM that this was written against: its private parts are used in places."""
@@ -61,7 +66,8 @@ OWN_ARGUMENTS = {
     "disable_log_stats": "nothing",
     "enable_lora": "lora.rank",
     "max_lora_rank": "lora.rank",
-    "max_loras": "nothing: there is one adapter",
+    "max_loras": "sync.max_staleness",
+    "max_cpu_loras": "sync.max_staleness",
     "lora_target_modules": "lora.target_modules",
 }
 """Arguments that Echo decides, and where the user does instead."""
@@ -72,6 +78,15 @@ MAX_CPU_KV_BYTES = 4 << 30
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Room for adapters, as vLLM knows it."""
+
+MIN_VERSIONS = 2
+"""Of an adapter that are kept side by side: what is sampled, and what begins."""
+
+ADAPTER_COPIES = 3
+"""Of each version: vLLM's in the batch, vLLM's on the host, and ours for a vLLM started anew."""
+
+MAX_ADAPTER_SHARE = 0.1
+"""Of the free memory, for all versions of an adapter together."""
 
 
 def check_installation() -> None:
@@ -165,6 +180,7 @@ def make_arguments(
     passed: Mapping[str, Any],
     lora_rank: int = 0,
     lora_targets: Sequence[str] = (),
+    num_versions: int = 1,
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's engine.
 
@@ -174,11 +190,12 @@ def make_arguments(
         dtype: to compute in.
         process: where vLLM runs.
         passed: the user's own, [engine.options].
-        lora_rank: of the adapter that is swapped, over the directory's own weights; 0 for none.
-        lora_targets: last parts of the names of its modules.
+        lora_rank: of adapters over the directory's own weights; 0 for none.
+        lora_targets: last parts of the names of their modules.
+        num_versions: of the adapter, sampled side by side.
 
     Raises:
-        EngineError: listing every argument that is unknown, ours, or impossible.
+        EngineError: listing each that is unknown, ours, or impossible.
     """
     _check(model_dir, is_cpu=is_cpu, process=process, passed=passed, lora_rank=lora_rank)
     from vllm.config import WeightTransferConfig
@@ -202,20 +219,53 @@ def make_arguments(
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
     }
     if lora_rank:
-        space = next(rank for rank in MAX_LORA_RANKS if rank >= lora_rank)
         arguments |= {
+            **lora_room(num_versions),
             "load_format": "auto",
             "use_tqdm_on_load": False,
             "enable_lora": True,
-            "max_lora_rank": space,
-            # Without it vLLM gives the head room for an adapter too, and 0.32 then fails on a
-            # prompt's log-probabilities, which the probe asks for, beside other requests.
+            "max_lora_rank": _space_of(lora_rank),
+            # Else the head gets room for one too, and 0.32 fails on the probe's log-probabilities.
             "lora_target_modules": list(lora_targets),
         }
     if is_cpu:
         num_bytes = min(free_bytes(torch.device("cpu")) // 4, MAX_CPU_KV_BYTES)
         arguments.setdefault("kv_cache_memory_bytes", num_bytes)
     return arguments
+
+
+def lora_room(num_versions: int) -> dict[str, int]:
+    """Return the arguments that keep so many adapters loaded, and one more that is tried."""
+    # With room for all in one batch none has to wait, and vLLM never evicts one by itself.
+    return {"max_loras": num_versions + 1, "max_cpu_loras": num_versions + 1}
+
+
+def versions_in_memory(lora: Lora, adapter_bytes: int, num_bytes: int) -> int:
+    """Return how many versions of an adapter to keep, and say so where they are fewer than wanted.
+
+    Args:
+        lora: its shape, and the number wanted.
+        adapter_bytes: of one, in the dtype that vLLM computes in.
+        num_bytes: that are free.
+    """
+    wanted = max(MIN_VERSIONS, lora.num_versions)
+    one = ADAPTER_COPIES * adapter_bytes * _space_of(lora.rank) // lora.rank
+    number = max(MIN_VERSIONS, min(wanted, int(MAX_ADAPTER_SHARE * num_bytes) // one - 1))
+    if number < wanted:
+        log.warning(
+            "%d versions of the adapter are kept in place of %d (sync.max_staleness + 1): each "
+            "takes %s, free are %s; rollouts of older ones begin anew",
+            number,
+            wanted,
+            format_bytes(one),
+            format_bytes(num_bytes),
+        )
+    return number
+
+
+def _space_of(rank: int) -> int:
+    """Return the room that vLLM has for adapters of a rank; the largest for those above."""
+    return next((space for space in MAX_LORA_RANKS if space >= rank), MAX_LORA_RANKS[-1])
 
 
 def _check(

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from echo.core.errors import EngineError
-from echo.engine.engine import FinishReason, describe_error
+from echo.engine.engine import FinishReason, VersionSlot, describe_error
 from echo.engine.lora import Lora, write_adapter
 from echo.engine.vllm.plugin import VARIABLE, count_kills
 from echo.engine.weights import save_safetensors
@@ -123,7 +123,12 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def submit(
-        self, request_id: str, prompt: Mapping[str, Any], params: Any, priority: int
+        self,
+        request_id: str,
+        prompt: Mapping[str, Any],
+        params: Any,
+        priority: int,
+        adapter: Any = None,
     ) -> Future[BackendOutput]:
         """Begin to sample.
 
@@ -132,6 +137,7 @@ class Backend(abc.ABC):
             prompt: vLLM's, with the token ids.
             params: vLLM's SamplingParams.
             priority: lower ones first.
+            adapter: vLLM's LoRARequest of one that is loaded; None for the base.
 
         Returns:
             What gets the sample, or EngineDeadError.
@@ -150,12 +156,32 @@ class Backend(abc.ABC):
         """Pause, take the weights over, tag what follows, and go on; bounded in time.
 
         Args:
-            update_info: where the weights are, for `vllm_transfer`; or where an "adapter" is.
+            update_info: where the weights are, for `vllm_transfer`.
             tag: not used before.
             clears_cache: whether keys and values are thrown away and computed anew.
 
         Raises:
             EngineDeadError: if that fails at any point; the engine is of no use any more.
+        """
+
+    @abc.abstractmethod
+    def add_adapter(self, adapter: Any) -> None:
+        """Load an adapter beside the others between two steps; bounded in time.
+
+        Args:
+            adapter: vLLM's LoRARequest, with the directory to read.
+
+        Raises:
+            EngineDeadError: if the engine has died.
+            EngineError: if vLLM refuses it; the others are as they were.
+        """
+
+    @abc.abstractmethod
+    def remove_adapter(self, serial: int) -> None:
+        """Unload an adapter that no request has any more; one that is not loaded is none.
+
+        Raises:
+            EngineError: as `add_adapter`.
         """
 
     @abc.abstractmethod
@@ -167,20 +193,20 @@ class Backend(abc.ABC):
         """Stop vLLM; bounded in time."""
 
 
-def adapter_request(arguments: Mapping[str, Any], path: str = "") -> Any:
-    """Return vLLM's LoRARequest for the one adapter, or None where there is none.
+def adapter_request(slot: VersionSlot, path: str = "loaded") -> Any:
+    """Return vLLM's LoRARequest for the adapter of a slot.
+
+    vLLM knows an adapter by its number alone: under one that it has seen it samples from the
+    weights that it has, whatever the directory holds by now. Requests are equal, and keys and
+    values shared, by name and path. So number and name are never used twice.
 
     Args:
-        arguments: of the engine.
-        path: directory to load it from, in place of what is there; empty to sample with it.
+        slot: that it is loaded in.
+        path: directory to load it from; of no use once it is loaded.
     """
-    if not arguments.get("enable_lora"):
-        return None
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(
-        lora_name="policy", lora_int_id=1, lora_path=path or "loaded", load_inplace=bool(path)
-    )
+    return LoRARequest(f"{slot.version} {slot.serial}", slot.serial, path)
 
 
 def read_output(output: Any) -> BackendOutput:
@@ -329,7 +355,12 @@ class InlineBackend(Backend):
         return self.death is not None
 
     def submit(
-        self, request_id: str, prompt: Mapping[str, Any], params: Any, priority: int
+        self,
+        request_id: str,
+        prompt: Mapping[str, Any],
+        params: Any,
+        priority: int,
+        adapter: Any = None,
     ) -> Future[BackendOutput]:
         """Begin to sample between two steps."""
         future: Future[BackendOutput] = Future()
@@ -339,11 +370,7 @@ class InlineBackend(Backend):
                 return
             try:
                 self._engine.add_request(
-                    request_id,
-                    dict(prompt),
-                    params,
-                    lora_request=adapter_request(self._arguments),
-                    priority=priority,
+                    request_id, dict(prompt), params, lora_request=adapter, priority=priority
                 )
             except Exception as error:  # noqa: BLE001 -- the request's fault, and its answer
                 if self._futures.pop(request_id, None) is not None:  # not given up meanwhile
@@ -379,6 +406,32 @@ class InlineBackend(Backend):
 
     def update(self, update_info: Mapping[str, str], tag: str, *, clears_cache: bool) -> None:
         """Swap weights between two steps."""
+        try:
+            self._between_steps(lambda: self._swap(update_info, tag, clears_cache=clears_cache))
+        except EngineDeadError:
+            raise
+        except Exception as error:  # vLLM's layers raise anything; the model is now half updated
+            self.die(f"the update failed: {type(error).__name__}: {error}")
+            raise EngineDeadError(f"{type(error).__name__}: {error}") from error
+
+    def add_adapter(self, adapter: Any) -> None:
+        """Load an adapter between two steps."""
+        self._change_adapters(lambda: self._engine.add_lora(adapter))
+
+    def remove_adapter(self, serial: int) -> None:
+        """Unload an adapter between two steps."""
+        self._change_adapters(lambda: self._engine.remove_lora(serial))
+
+    def _change_adapters(self, change: Callable[[], object]) -> None:
+        try:
+            self._between_steps(change)
+        except EngineError:
+            raise
+        except Exception as error:  # vLLM raises anything
+            raise EngineError(f"vLLM refuses the adapter: {describe_error(error)}") from error
+
+    def _between_steps(self, change: Callable[[], object]) -> None:
+        """Have the engine's thread do something, and wait for it; what it raises is raised here."""
         done: Future[None] = Future()
 
         def job() -> None:
@@ -386,7 +439,7 @@ class InlineBackend(Backend):
                 done.set_exception(EngineWasDeadError(self.death.reason))
                 return
             try:
-                self._swap(update_info, tag, clears_cache=clears_cache)
+                change()
             except Exception as error:  # noqa: BLE001 -- belongs to the thread that asked
                 done.set_exception(error)
             else:
@@ -398,27 +451,19 @@ class InlineBackend(Backend):
             self._jobs.put(job)
         try:
             done.result(timeout=TIMEOUT_S)
-        except EngineDeadError:
-            raise
         except TimeoutError as error:
             reason = f"the update took longer than {TIMEOUT_S:g} s"
             self.die(reason)
             raise EngineDeadError(reason) from error
-        except Exception as error:  # vLLM's layers raise anything; the model is now half updated
-            self.die(f"the update failed: {type(error).__name__}: {error}")
-            raise EngineDeadError(f"{type(error).__name__}: {error}") from error
 
     def _swap(self, update_info: Mapping[str, str], tag: str, *, clears_cache: bool) -> None:
         """Swap weights, in the engine's thread."""
         engine = self._engine
         core = engine.engine_core.engine_core
         core.pause_scheduler("keep", clears_cache)
-        if "adapter" in update_info:
-            engine.add_lora(adapter_request(self._arguments, update_info["adapter"]))
-        else:
-            engine.collective_rpc("start_weight_update")
-            engine.collective_rpc("update_weights", kwargs={"update_info": dict(update_info)})
-            engine.collective_rpc("finish_weight_update")
+        engine.collective_rpc("start_weight_update")
+        engine.collective_rpc("update_weights", kwargs={"update_info": dict(update_info)})
+        engine.collective_rpc("finish_weight_update")
         engine.set_weight_version(tag)
         core.resume_scheduler()
 
@@ -452,24 +497,22 @@ def hand_over(
     tag: str,
     *,
     clears_cache: bool,
-    lora: Lora | None,
     is_same_process: bool,
 ) -> None:
-    """Have vLLM take weights over; what it samples from then on has their tag.
+    """Have vLLM take all weights over; what it samples from then on has their tag.
 
     Args:
         backend: the running vLLM.
-        tensors: all weights, or those of the adapter.
+        tensors: all weights.
         tag: not used before.
         clears_cache: whether keys and values are thrown away and computed anew.
-        lora: the adapter's shape; None where all weights are swapped.
         is_same_process: whether vLLM runs in this process.
 
     Raises:
         EngineDeadError: if that fails at any point; the engine is of no use any more.
         EngineError: if there is no space for the file; nothing has changed then.
     """
-    if lora is None and is_same_process:
+    if is_same_process:
         from echo.engine.vllm.transfer import HANDED_OVER
 
         key = f"{id(backend):x} {tag}"
@@ -479,18 +522,40 @@ def hand_over(
         finally:
             del HANDED_OVER[key]
         return
+    with _directory_in_memory() as directory:
+        save_safetensors(directory, tensors, max_shard_bytes=1 << 62)
+        [path] = directory.iterdir()
+        backend.update({"path": str(path)}, tag, clears_cache=clears_cache)
+
+
+def hand_over_adapter(
+    backend: Backend, tensors: Mapping[str, Tensor], lora: Lora, slot: VersionSlot
+) -> None:
+    """Have vLLM load an adapter beside those that it has; nothing is paused.
+
+    Args:
+        backend: the running vLLM.
+        tensors: of the adapter.
+        lora: its shape.
+        slot: that it gets.
+
+    Raises:
+        EngineDeadError: if vLLM has died.
+        EngineError: if it refuses the adapter, or there is no space for the file; the others are
+            as they were.
+    """
+    with _directory_in_memory() as directory:
+        write_adapter(directory, tensors, lora, base_name="")
+        backend.add_adapter(adapter_request(slot, str(directory)))
+
+
+@contextmanager
+def _directory_in_memory() -> Iterator[Path]:
     try:
         with tempfile.TemporaryDirectory(
             prefix="echo-", dir=MEMORY if MEMORY.is_dir() else None
         ) as directory:
-            if lora is not None:
-                write_adapter(Path(directory), tensors, lora, base_name="")
-                where = {"adapter": directory}
-            else:
-                save_safetensors(Path(directory), tensors, max_shard_bytes=1 << 62)
-                [path] = Path(directory).iterdir()
-                where = {"path": str(path)}
-            backend.update(where, tag, clears_cache=clears_cache)
+            yield Path(directory)
     except OSError as error:
         raise EngineError(f"no space to hand the weights to vLLM: {error}") from error
 
@@ -599,7 +664,12 @@ class ProcessBackend(Backend):
             self._engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
     async def _sample(
-        self, request_id: str, prompt: Mapping[str, Any], params: Any, priority: int
+        self,
+        request_id: str,
+        prompt: Mapping[str, Any],
+        params: Any,
+        priority: int,
+        adapter: Any,
     ) -> BackendOutput:
         from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
         from vllm.v1.engine.exceptions import EngineGenerateError
@@ -612,11 +682,7 @@ class ProcessBackend(Backend):
             if self.death is not None:
                 raise EngineDeadError(self.death.reason)
             stream = self._engine.generate(
-                dict(prompt),
-                params,
-                request_id,
-                lora_request=adapter_request(self._arguments),
-                priority=priority,
+                dict(prompt), params, request_id, lora_request=adapter, priority=priority
             )
             async for found in stream:
                 output = found
@@ -637,15 +703,10 @@ class ProcessBackend(Backend):
 
         engine = self._engine
         await self._bounded(engine.pause_generation(mode="keep", clear_cache=clears_cache))
-        if "adapter" in update_info:
-            adapter = adapter_request(self._arguments, update_info["adapter"])
-            await self._bounded(engine.add_lora(adapter))
-            await self._bounded(engine.update_weight_version(tag))
-        else:
-            await self._bounded(engine.start_weight_update())
-            request = WeightTransferUpdateRequest(update_info=dict(update_info))
-            await self._bounded(engine.update_weights(request))
-            await self._bounded(engine.finish_weight_update(weight_version=tag))
+        await self._bounded(engine.start_weight_update())
+        request = WeightTransferUpdateRequest(update_info=dict(update_info))
+        await self._bounded(engine.update_weights(request))
+        await self._bounded(engine.finish_weight_update(weight_version=tag))
         await self._bounded(engine.resume_generation())
 
     async def _bounded(self, call: Awaitable[T]) -> T:
@@ -667,14 +728,19 @@ class ProcessBackend(Backend):
         return self.death is not None or bool(self._engine.errored)
 
     def submit(
-        self, request_id: str, prompt: Mapping[str, Any], params: Any, priority: int
+        self,
+        request_id: str,
+        prompt: Mapping[str, Any],
+        params: Any,
+        priority: int,
+        adapter: Any = None,
     ) -> Future[BackendOutput]:
         """Begin to sample."""
         if self.death is not None:
             future: Future[BackendOutput] = Future()
             future.set_exception(EngineDeadError(self.death.reason))
             return future
-        return self._post(self._sample(request_id, prompt, params, priority))
+        return self._post(self._sample(request_id, prompt, params, priority, adapter))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests."""
@@ -695,6 +761,25 @@ class ProcessBackend(Backend):
             reason = f"the update failed: {why}"
             self.die(reason)
             raise EngineDeadError(reason) from error
+
+    def add_adapter(self, adapter: Any) -> None:
+        """Load an adapter between two steps."""
+        self._change_adapters(self._engine.add_lora(adapter))
+
+    def remove_adapter(self, serial: int) -> None:
+        """Unload an adapter between two steps."""
+        self._change_adapters(self._engine.remove_lora(serial))
+
+    def _change_adapters(self, change: Awaitable[object]) -> None:
+        try:
+            self._post(self._bounded(change)).result(2 * TIMEOUT_S)
+        except Exception as error:  # vLLM's processes raise anything
+            is_late = isinstance(error, TimeoutError)
+            why = f"no answer in {TIMEOUT_S:g} s" if is_late else self._why(error)
+            if not (is_late or self.is_dead):
+                raise EngineError(f"vLLM refuses the adapter: {why}") from error
+            self.die(why)
+            raise EngineDeadError(why) from error
 
     def die(self, reason: str) -> None:
         """Fail every request."""

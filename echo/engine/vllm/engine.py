@@ -8,6 +8,11 @@ neither: vLLM is then started anew with the last version that was found right, a
 other death. That version's tensors stay in host memory, where they arrived, never on a GPU.
 
 `kv_cache` decides about keys and values of rollouts under way; see `echo.engine.engine`.
+
+Adapters are not swapped. vLLM keeps those of the newest versions loaded and samples from several in
+one batch, so a new one is loaded between two steps while all others go on, and probed beside them.
+If it is wrong it is unloaded, and nobody has sampled from it. Keys and values are vLLM's by
+adapter, so that none is ever computed by one and used by another.
 """
 
 from __future__ import annotations
@@ -44,12 +49,21 @@ from echo.engine.engine import (
     Request,
     Sampling,
     VersionBarrier,
+    VersionSlot,
+    VersionSlots,
     Watcher,
     is_out_of_memory,
 )
 from echo.engine.lora import Lora, build_adapted, target_names
 from echo.engine.model import build_meta_model, check_weights, free_bytes, set_num_threads
-from echo.engine.vllm.arguments import Process, import_vllm, make_arguments
+from echo.engine.vllm.arguments import (
+    MIN_VERSIONS,
+    Process,
+    import_vllm,
+    lora_room,
+    make_arguments,
+    versions_in_memory,
+)
 from echo.engine.vllm.backend import (
     TIMEOUT_S,
     Backend,
@@ -58,7 +72,9 @@ from echo.engine.vllm.backend import (
     EngineDeadError,
     EngineWasDeadError,
     Facts,
+    adapter_request,
     hand_over,
+    hand_over_adapter,
 )
 from echo.engine.weights import torch_dtype
 
@@ -139,9 +155,12 @@ class Call:
         requests: Sequence[Request],
         sampling: Sampling,
         watcher: Watcher,
+        slot: VersionSlot | None,
     ) -> None:
-        """Take the requests; nothing is sampled before `run`."""
+        """Take the requests, and the adapter to sample from; nothing is sampled before `run`."""
         self._engine = engine
+        self._slot = slot
+        self._adapter = None if slot is None else adapter_request(slot)
         self._space = space
         self._requests = requests
         self._sampling = sampling
@@ -193,7 +212,7 @@ class Call:
             # Ours alone: callers may use the same names at the same time.
             request_id = f"{request.request_id}/{id(self):x}/{self._num_tries}"
             params = make_params(self._sampling, request.seed, num_tokens)
-            future = backend.submit(request_id, prompt, params, 0)
+            future = backend.submit(request_id, prompt, params, 0, self._adapter)
             self._running.append(_Running(index, request_id, num_blocks, backend, future))
 
     def _end_all(self) -> None:
@@ -253,7 +272,9 @@ class Call:
             self._waiting.append(running.index)
             return
         versions = np.empty((len(sample.token_ids), 2), np.int32)
-        for span in sample.spans:
+        if self._slot is not None:
+            versions[:] = (self._slot.version.lineage, self._slot.version.step)
+        for span in () if self._slot is not None else sample.spans:
             try:
                 version = self._engine.version_of(span.tag)
             except KeyError:
@@ -370,6 +391,9 @@ class SwapProbe:
         distinct = {tensor.data_ptr(): tensor for tensor in self._model.state_dict().values()}
         self.weight_bytes: int = sum(t.numel() * t.element_size() for t in distinct.values())
         """Memory of the weights in the engine's dtype."""
+        adapter = (self._adapter or {}).values()
+        self.adapter_bytes: int = sum(t.numel() * t.element_size() for t in adapter)
+        """Of these, those of the adapter."""
 
     @torch.inference_mode()
     def expected(self, tensors: Mapping[str, Tensor]) -> npt.NDArray[np.float32]:
@@ -443,7 +467,8 @@ class VllmEngine(Engine):
             takes all weights.
 
     Raises:
-        EngineError: if vLLM is not installed, or cannot run this model with these arguments.
+        EngineError: if vLLM is not installed, or cannot run this model with these arguments, or one
+            of them has no use.
     """
 
     is_continuous = True
@@ -465,6 +490,11 @@ class VllmEngine(Engine):
                 f'vLLM takes the GPUs that it sees: in place of worker.device = "{device}" set '
                 'CUDA_VISIBLE_DEVICES and worker.device = "cuda"'
             )
+        if lora is not None and kv_cache == "keep":
+            raise EngineError(
+                'engine.kv_cache = "keep" has no use with lora.rank above 0, where vLLM samples '
+                "each rollout from one version; remove it"
+            )
         passed = dict(arguments or {})
         is_cpu = device == "cpu"
         import_vllm(is_cpu=is_cpu, passed=passed, num_threads=num_threads)
@@ -474,6 +504,9 @@ class VllmEngine(Engine):
         self._clears_cache = kv_cache == "recompute"
         self._lora = lora
         self._probe = SwapProbe(Path(model_dir), dtype, lora)
+        if lora is not None:
+            free = free_bytes(torch.device("cpu"))
+            self.num_versions = versions_in_memory(lora, self._probe.adapter_bytes, free)
         self._arguments = make_arguments(
             Path(model_dir) if lora is None else lora.base_dir,
             is_cpu=is_cpu,
@@ -482,8 +515,10 @@ class VllmEngine(Engine):
             passed=passed,
             lora_rank=0 if lora is None else lora.rank,
             lora_targets=self._probe.lora_targets,
+            num_versions=self.num_versions,
         )
-        self._barrier = VersionBarrier()
+        self._adapters: dict[VersionSlot, _Installed] = {}
+        """What vLLM has loaded."""
         self._lock = threading.RLock()
         self._serials = itertools.count(1)
         self._tag = ""
@@ -493,7 +528,10 @@ class VllmEngine(Engine):
         self._is_closed = False
         self._concurrency = Concurrency()
         self._space = CacheCapacity()
-        self._backend = self._start()
+        self._backend = self._start(is_first=True)
+        self._barrier: VersionBarrier | VersionSlots = (
+            VersionBarrier() if lora is None else VersionSlots(self.num_versions + 1)
+        )
         self.window = self._backend.facts.max_model_len
 
     # --- the contract ----------------------------------------------------------------------------
@@ -504,11 +542,16 @@ class VllmEngine(Engine):
         return self._barrier.installed
 
     def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
-        """Swap weights in flight, probe them, and go back if they are not what samples."""
+        """Swap weights in flight, probe them, and go back if they are not what samples.
+
+        An adapter is put beside the others, and what samples goes on meanwhile.
+        """
+        if isinstance(self._barrier, VersionSlots):
+            with self._barrier.load(version) as (slot, unloaded):
+                self._load_adapter(slot, unloaded, tensors)
+            return
         with self._barrier.swap(version):
-            set_num_threads(self._num_threads)  # of this thread, which may be any
-            expected = self._probe.expected(tensors)
-            self._swap(_Installed(tensors, version, expected))
+            self._swap(self._expected(tensors, version))
 
     def generate(
         self,
@@ -520,7 +563,7 @@ class VllmEngine(Engine):
         exact_version: PolicyVersion | None = None,
     ) -> list[Completion]:
         """Sample a completion for each request, beside whatever else runs."""
-        with self._barrier.request(min_version, exact_version):
+        with self._barrier.request(min_version, exact_version) as slot:
             for request in requests:
                 request.check(
                     window=self.window,
@@ -529,10 +572,10 @@ class VllmEngine(Engine):
                 )
                 num_tokens = len(request.prompt_ids) + sampling.max_completion_tokens
                 self.max_concurrent_rollouts(0, num_tokens)
-            return Call(self, self._space, requests, sampling, watcher).run()
+            return Call(self, self._space, requests, sampling, watcher, slot).run()
 
-    def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[None]:
-        """Keep newer weights out while the body runs."""
+    def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[object]:
+        """Keep newer weights out, or an adapter loaded, while the body runs."""
         return self._barrier.request(None, exact_version)
 
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
@@ -558,6 +601,7 @@ class VllmEngine(Engine):
         with self._lock:
             self._is_closed = True
             self._good = None
+            self._adapters.clear()
             self._backend.close()
 
     # --- what a call asks ------------------------------------------------------------------------
@@ -578,6 +622,10 @@ class VllmEngine(Engine):
                 self._restart()
 
     # --- swaps -----------------------------------------------------------------------------------
+
+    def _expected(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> _Installed:
+        set_num_threads(self._num_threads)  # of this thread, which may be any
+        return _Installed(tensors, version, self._probe.expected(tensors))
 
     def _swap(self, new: _Installed) -> None:
         with self._lock:
@@ -627,32 +675,110 @@ class VllmEngine(Engine):
             weights.tensors,
             tag,
             clears_cache=self._clears_cache,
-            lora=self._lora,
             is_same_process=self._process == "inline",
         )
+        complaint = self._complaint(self._backend, weights, tag)
+        self._versions[tag] = weights.version if complaint is None else None
+        return complaint
+
+    def _complaint(
+        self, backend: Backend, weights: _Installed, tag: str, adapter: Any = None
+    ) -> str | None:
+        """Probe weights; return what is wrong with what vLLM samples from."""
         params = make_params(Sampling(1.0, 1.0, 0, 1, ()), 0, 1, of_prompt=True)
         prompt = {"prompt_token_ids": self._probe.prompt_ids, "cache_salt": f"probe {tag}"}
-        future = self._backend.submit(f"probe {tag}", prompt, params, -1)
+        future = backend.submit(f"probe {tag}", prompt, params, -1, adapter)
         try:
             sample = future.result(timeout=TIMEOUT_S)
         except FutureTimeoutError as error:
             reason = f"the probe got no answer in {TIMEOUT_S:g} s"
-            self._backend.die(reason)
+            backend.die(reason)
             raise EngineDeadError(reason) from error
-        complaint = self._probe.complaint(sample.prompt_logprobs, weights.expected)
-        self._versions[tag] = weights.version if complaint is None else None
+        return self._probe.complaint(sample.prompt_logprobs, weights.expected)
+
+    # --- adapters --------------------------------------------------------------------------------
+
+    def _load_adapter(
+        self, slot: VersionSlot, unloaded: VersionSlot | None, tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Load an adapter in place of an old one and probe it; what samples goes on meanwhile."""
+        # They outlive what `load` was promised of their memory.
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        weights = self._expected(copies, slot.version)
+        if unloaded is not None:
+            self._unload(unloaded)
+        try:
+            complaint = self._add_adapter_alive(slot, weights)
+        except EngineError:
+            self._unload(slot)  # which vLLM may have refused half way
+            raise
+        if complaint is not None:
+            self._unload(slot)
+            raise EngineError(
+                f"{slot.version} is loaded but not what vLLM samples from: {complaint}; unloaded, "
+                f"version: {self.installed or 'none'}"
+            )
+        self._num_restarts = 0
+
+    def _add_adapter_alive(self, slot: VersionSlot, weights: _Installed) -> str | None:
+        """Load and probe an adapter, if need be on a vLLM started anew: it may have died before."""
+        while True:
+            backend = self.current()[0]
+            try:
+                return self._add_adapter(backend, slot, weights)
+            except EngineDeadError as error:
+                self.revive(backend)
+                if isinstance(error, EngineWasDeadError):
+                    continue  # until it is given up
+                raise EngineError(
+                    f"{slot.version} could not be loaded: {error}; vLLM was started anew, "
+                    f"version: {self.installed or 'none'}"
+                ) from error
+
+    def _add_adapter(self, backend: Backend, slot: VersionSlot, weights: _Installed) -> str | None:
+        assert self._lora is not None
+        hand_over_adapter(backend, weights.tensors, self._lora, slot)
+        adapter = adapter_request(slot)
+        complaint = self._complaint(backend, weights, str(slot.serial), adapter)
+        if complaint is None:
+            with self._lock:
+                if self._backend is not backend:
+                    raise EngineWasDeadError("it was started anew, without what was just loaded")
+                self._adapters[slot] = weights
         return complaint
+
+    def _unload(self, slot: VersionSlot) -> None:
+        with self._lock:
+            self._adapters.pop(slot, None)
+        with contextlib.suppress(EngineError):  # then it is gone, or the first to be evicted
+            self._backend.remove_adapter(slot.serial)
 
     # --- vLLM itself -----------------------------------------------------------------------------
 
-    def _start(self) -> Backend:
-        """Start vLLM, if need be for fewer rollouts at one time; then count its room."""
+    def _found_right(self) -> list[_Installed]:
+        return [*self._adapters.values(), *([] if self._good is None else [self._good])]
+
+    def _reinstall(self) -> str | None:
+        """Install all that was found right before; return what is wrong with it now."""
+        for slot, weights in self._adapters.items():
+            complaint = self._add_adapter(self._backend, slot, weights)
+            if complaint is not None:
+                return complaint
+        return None if self._good is None else self._install(self._good)
+
+    def _start(self, *, is_first: bool = False) -> Backend:
+        """Start vLLM, if need be for fewer rollouts at one time; then count its room.
+
+        At first fewer versions of an adapter make room, too; later they are counted on.
+        """
         while True:
             try:
                 backend = self._make_backend()
             except EngineDeadError as error:
                 if not is_out_of_memory(str(error)):
                     raise
+                if is_first and self._keep_fewer(str(error)):
+                    continue
                 num_rollouts = self._arguments["max_num_seqs"] - 1
                 self._concurrency.halve(num_rollouts, why=str(error), numbers=self._numbers())
                 self._arguments["max_num_seqs"] = self._concurrency.bounded(num_rollouts) + 1
@@ -661,6 +787,21 @@ class VllmEngine(Engine):
                 self._num_blocks = facts.num_blocks - self._spare_blocks(facts)
                 self._space.resize(self._num_blocks, facts.max_num_seqs - 1)
                 return backend
+
+    def _keep_fewer(self, why: str) -> bool:
+        """Make room by keeping half as many versions of an adapter, if there is one."""
+        if self.num_versions <= MIN_VERSIONS:
+            return False
+        number = max(MIN_VERSIONS, self.num_versions // 2)
+        log.warning(
+            "out of memory (%s): %d versions in place of %d are kept side by side",
+            why,
+            number,
+            self.num_versions,
+        )
+        self.num_versions = number
+        self._arguments |= lora_room(number)
+        return True
 
     def _make_backend(self) -> Backend:
         if self._process == "inline":
@@ -723,11 +864,12 @@ class VllmEngine(Engine):
                 f"vLLM died {self._num_restarts} times without a swap that worked in between; its "
                 "own messages stand above"
             )
-        version = "no version" if self._good is None else str(self._good.version)
+        versions = [weights.version for weights in self._found_right()]
+        version = ", ".join(map(str, versions)) or "no version"
         log.warning("vLLM is started anew with %s", version)
         self._backend = self._start()
         try:
-            complaint = None if self._good is None else self._install(self._good)
+            complaint = self._reinstall()
         except EngineDeadError as error:
             log.warning("vLLM died again at once: %s", error)
             self._restart()

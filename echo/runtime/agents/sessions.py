@@ -72,6 +72,8 @@ class CallSampler:
         self._engine = engine
         self._watcher = watcher
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
+        self.has_several_versions = engine.num_versions > 1
+        """Whether one that was sampled from may still be, though a newer one has come."""
         num_threads = MAX_CALLS if engine.is_continuous else 1
         self._pool = threads.pool("agent-call", num_threads)
 
@@ -860,8 +862,9 @@ class Agents:
     ) -> Completion:
         """Sample in one go, or piece by piece where somebody watches."""
         limit = sampling.max_completion_tokens
-        # Between two pieces another version could take over.
+        # Between two pieces another version could take over, unless each is asked for by name.
         is_whole = reader is None or bounds.exact_version is not None
+        own = bounds
         step = limit if is_whole else SEGMENT_TOKENS
         whole: Completion | None = None
         while True:
@@ -871,9 +874,17 @@ class Agents:
                 name, ids, int.from_bytes(blake3(name.encode()).digest(8)), prefix_ids=prefix
             )
             until = min(limit, len(prefix) + step)
-            piece = await self._sampler.sample(
-                request, replace(sampling, max_completion_tokens=until), bounds
-            )
+            try:
+                piece = await self._sampler.sample(
+                    request, replace(sampling, max_completion_tokens=until), own
+                )
+            except VersionError:
+                if own == bounds:
+                    raise
+                own = bounds  # its version has left the engine meanwhile: another goes on
+                continue
+            if self._sampler.has_several_versions and len(piece.policy_versions):
+                own = CallBounds(exact_version=PolicyVersion(*piece.policy_versions[-1].tolist()))
             whole = piece if whole is None else _join(whole, piece)
             if reader is not None:
                 await reader.read(whole.token_ids)

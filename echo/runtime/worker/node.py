@@ -93,6 +93,7 @@ class WorkerParts:
             groups_per_batch=self.groups_per_batch,
             is_continuous=self.engine.is_continuous,
             takes_patches=self.engine.takes_patches,
+            num_versions=self.engine.num_versions,
             sampler=sampler if self.agents is None else "agents",
             max_prompt_tokens=self.max_prompt_tokens,
             max_completion_tokens=self.sampling.max_completion_tokens,
