@@ -100,6 +100,8 @@ def test_versions_that_overtake_each_other_are_bit_identical(deaths: Deaths) -> 
         assert len(installed) > 1
         for record in installed:
             assert record["image_hash"] == published[tuple(record["version"])], name
+    first, *deltas = [row["broadcast/bytes"] for row in deaths.cluster.metrics()]
+    assert max(deltas) < first / 10, "they were not written in place"
 
 
 def test_groups_of_a_killed_worker_are_granted_again_and_accepted(deaths: Deaths) -> None:

@@ -57,8 +57,8 @@ def world(make_world: MakeWorld) -> NodeWorld:
     with mock.patch.object(StubEngine, "take_counts", return_value={"engine/looks": 1}):
         world.learner(kill_at="trained", times=4)
         world.relay("r1")
-        world.worker("w1", via="r1")
-        world.worker("w2", serves=True)
+        world.worker("w1", via="r1", in_place=True)
+        world.worker("w2", serves=True, in_place=True)
         world.worker("w3")
         world.run(6.0)
         world.learner(run={"max_steps": 40})

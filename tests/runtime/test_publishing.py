@@ -31,11 +31,12 @@ from echo.runtime.learner.publish import (
 from echo.runtime.node import Node
 from echo.runtime.threads import ThreadPools
 from echo.weights.broadcast import Broadcast
-from echo.weights.manifest import TensorSpec, build_manifest, sign, verify
+from echo.weights.manifest import TensorSpec, build_manifest, provisional, sign, verify
 from echo.weights.receiver import VersionArrived
 from echo.weights.schedule import MAX_PENDING, PublishPace
-from echo.weights.store import DecodeBlock, Transfer
+from echo.weights.store import ApplyPatch, DecodeBlock, OpenBlock, PatchMode, Transfer
 from echo.wire.actions import Send
+from echo.wire.messages import Announce, Segment
 from tests.roles.harness import message_of
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
@@ -86,6 +87,16 @@ class LearnerEnd(Node):
         return asyncio.create_task(work, name=name)
 
 
+class Noted:
+    """A ledger that keeps its records in a list."""
+
+    def __init__(self) -> None:
+        self.records: list[Any] = []
+
+    def append(self, record: Any) -> None:
+        self.records.append(record)
+
+
 class Pair:
     """A learner's broadcast and one child, joined directly."""
 
@@ -96,9 +107,11 @@ class Pair:
             public_key=KEY.public_key().public_bytes_raw(), run_id="run", max_image_bytes=1 << 30
         )
         self.arrived: list[PolicyVersion] = []
+        self.heard: list[Announce | Segment] = []
+        self.ledger = Noted()
         self.coder = Coder(KEY, num_threads=2)
         self.encoded_versions = VersionEncoder(
-            self.learner, self.coder, codec=codec, node=LearnerEnd(self)
+            self.learner, self.coder, codec=codec, node=LearnerEnd(self), ledger=self.ledger
         )
 
     def perform(self, name: str, actions: Any) -> None:
@@ -108,8 +121,10 @@ class Pair:
                     other = self.child if name == "learner" else self.learner
                     target = "child" if name == "learner" else "learner"
                     message, payload = message_of(action.frames), list(action.frames[1:])
+                    if isinstance(message, Announce | Segment):
+                        self.heard.append(message)
                     self.perform(target, other.receive(name, message, payload, now=0.0))
-                case DecodeBlock():
+                case DecodeBlock() | OpenBlock() | ApplyPatch():
                     self.perform(name, self.child.worked(action, action.run(), now=0.0))
                 case VersionArrived():
                     self.arrived.append(action.version)
@@ -148,6 +163,62 @@ def test_versions_arrive_bit_for_bit_in_whatever_form(codec: str) -> None:
 
 
 @pytest.mark.slow
+def unsealed_of(step: int, image: bytearray) -> Publication:
+    """Return a version as it comes from the trainer: nobody has hashed it yet."""
+    made = publication_of(step, image)
+    manifest = provisional(made.manifest, made.manifest.version)
+    return Publication(None, manifest, image)
+
+
+def published_unsealed(share: float, *, mode: PatchMode, count: int = 3) -> Pair:
+    async def main() -> Pair:
+        pair = Pair("delta")
+        pair.child.patch_mode = mode
+        pair.join()
+        images = moving_images(count, share=share)
+        await pair.publish(*(unsealed_of(i, image) for i, image in enumerate(images)))
+        pair.coder.close()
+        return pair
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("mode", ["copy", "now"])
+def test_a_version_that_changed_little_leaves_before_its_image_is_hashed(mode: PatchMode) -> None:
+    pair = published_unsealed(0.01, mode=mode)
+    newest = PolicyVersion(1, 2)
+    assert pair.arrived == [PolicyVersion(1, step) for step in range(3)]
+    image = pair.child.store[newest]
+    assert bytes(image.read(0, NUM_BYTES)) == moving_images(3, share=0.01)[2]
+    assert not image.is_hashed
+    segment = next(i for i, m in enumerate(pair.heard) if m.version == newest)
+    seal = next(
+        i for i, m in enumerate(pair.heard) if isinstance(m, Announce) and m.version == newest
+    )
+    assert isinstance(pair.heard[segment], Segment)
+    assert segment < seal, "the seal follows the delta"
+    assert image.signed is not None
+    assert image.manifest == publication_of(2, moving_images(3, share=0.01)[2]).manifest
+    hashes = {record.version: record.image_hash for record in pair.ledger.records}
+    assert hashes[newest] == image.manifest.image_hash.hex()
+    assert sorted(hashes) == pair.arrived
+    memories = {id(each.storage) for each in pair.child.store.values()}
+    assert len(memories) == (len(pair.child.store) if mode == "copy" else 1)
+
+
+def test_a_version_that_changed_much_says_what_comes_out() -> None:
+    """As every float32 one does: it is decoded into memory of its own, whoever takes patches."""
+    pair = published_unsealed(0.5, mode="now")
+    assert pair.arrived == [PolicyVersion(1, step) for step in range(3)]
+    for image in pair.child.store.values():
+        assert image.is_hashed
+        assert image.signed is not None
+        assert not image.later
+    deltas = [each for (_, form), each in pair.child.encoded_versions.items() if form.base]
+    assert deltas
+    assert not any(each.is_on_base for each in deltas)
+
+
 def test_a_laggard_takes_one_delta_after_the_other() -> None:
     images = moving_images(5, share=0.01)
     publications = [publication_of(i, image) for i, image in enumerate(images)]

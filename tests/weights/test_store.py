@@ -257,6 +257,36 @@ def test_every_lie_of_a_table_is_refused(place: int, lie: dict[str, Any], match:
     verified(encoded, signed_frame(table))
 
 
+@pytest.mark.parametrize(
+    ("place", "lie", "match"),
+    [
+        (FIRST, {"old_hashes": HASH * 3}, "old hashes"),
+        (FIRST, {"old_hashes": HASH * 5}, "old hashes"),
+        (FIRST, {"old_hashes": HASH * 4 + b"x"}, "old hashes"),
+        (FIRST, {"result_hashes": HASH * 16}, "result hashes"),
+        (FIRST, {"old_hashes": b""}, "result hashes"),
+        (MIDDLE, {"old_hashes": b"", "result_hashes": HASH * 16}, "layout"),
+        (LAST, {"manifest": encode_signed(described(1)[0])}, "do not follow"),
+    ],
+)
+def test_every_lie_of_a_table_on_its_base_is_refused(
+    place: int, lie: dict[str, Any], match: str
+) -> None:
+    pieces = coded(1, 0, is_on_base=True)
+    encoded = EncodedVersion(v(1), form_on(0))
+    for _, frame, _ in pieces[:place]:
+        encoded.add(verified(encoded, frame), frame)
+    with pytest.raises(RemoteProtocolError, match=match):
+        verified(encoded, signed_frame(msgspec.structs.replace(pieces[place][0], **lie)))
+    verified(encoded, signed_frame(pieces[place][0]))
+
+
+def test_a_keyframe_has_no_base_to_say_anything_about() -> None:
+    table = msgspec.structs.replace(coded(1, None)[0][0], result_hashes=b"", old_hashes=HASH * 4)
+    with pytest.raises(RemoteProtocolError, match="old hashes"):
+        verified(EncodedVersion(v(1), form_on(None)), signed_frame(table))
+
+
 def test_only_the_learner_is_believed() -> None:
     table, frame, _ = coded(1, 0)[0]
     encoded = receiver(0)
