@@ -91,19 +91,8 @@ def anchors(page: Path) -> set[str]:
 @each(*PAGES, BENCH)
 def test_every_path_exists(page: Path) -> None:
     places = r"(?<![\w./-])(?:bin|configs|bench|docs|echo|tests)/[\w./*-]*\w"
-    paths = {path for path in re.findall(places, text_of(page)) if path not in planned(page)}
+    paths = {*re.findall(places, text_of(page))}
     assert [path for path in sorted(paths) if not [*ROOT.glob(path)]] == []
-
-
-@cache
-def planned(page: Path) -> set[str]:
-    """Return the files and rooms to which the code is being moved, for the pages on the code."""
-    book = ROOT / "tests" / "house" / "moves.toml"
-    if page.name not in ("AGENTS.md", "architecture.md") or not book.exists():
-        return set()
-    rooms: dict[str, str] = tomllib.loads(book.read_text())["plan"]
-    files = {f"echo/{room}/{name}.py" for room, names in rooms.items() for name in names.split()}
-    return files | {str(Path(file).parent) for file in files}
 
 
 def test_every_page_is_in_the_navigation_and_in_the_readme() -> None:

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from echo.core.errors import EngineError, StorageError
-from echo.core.rollout import KEEP_VERSIONS, PolicyVersion
+from echo.core.rollout import PolicyVersion
 from echo.weights.delta import (
     BLOCK_BYTES,
     SPARSE_SHARE,
@@ -463,8 +463,9 @@ def _to_host(tensor: Tensor) -> npt.NDArray[Any]:
 # The host's image comes out of the same blocks that receivers get, on the same base, so it is what
 # they will hold, and it is that which is hashed and signed.
 #
-# On the host the memory of a few images is used in turns, and all of it is touched with the first
-# version: pages that are touched for the first time cost more than all else that a version needs. What somebody can still read is not used again.
+# On the host the memory of two images is used in turns, and all of it is touched with the first
+# version: pages that are touched for the first time cost more than all else that a version needs.
+# What somebody can still read is not used again.
 #
 # It costs the GPU one image that stays (memory.py counts it). While a version is made there are
 # two; the second has the room of the gradients, which are let go at the end of a step and are no
@@ -525,7 +526,7 @@ class VersionImages:
         self._block_bytes = block_bytes
         self._is_on_device = False if block_bytes % ALIGNMENT_BYTES else is_on_device
         self._last: _Last | None = None
-        self._memory = RecycledMemory(KEEP_VERSIONS + 1)  # one more is being made
+        self._memory = RecycledMemory(2)  # that of the last version, and of the one being made
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
         """Return the image of a version; the weights are free to change afterwards."""

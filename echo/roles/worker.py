@@ -808,10 +808,14 @@ class Worker(DialingRole):
             return [Note("warning", text), Stop("failed", error)]
         return [Note("warning", text), *self._next(now)]
 
-    def damaged(self, version: PolicyVersion, *, now: float) -> list[Action]:
+    def install_missed(self, *, now: float) -> list[Action]:
+        """Note that a version was given up before it was installed: another one follows."""
+        self._installing = None
+        return self._next(now)
+
+    def damaged(self, *, now: float) -> list[Action]:
         """Sample from nothing that lies in damaged memory until a version has come anew."""
-        if self.installed_version is not None and self.installed_version >= version:
-            self.installed_version = None
+        self.installed_version = None
         return self._next(now)
 
     def _give_back(self, now: float) -> list[Action]:

@@ -969,6 +969,7 @@ class DiskStore(MappedStore):
         if pages is None or pages.path is None:
             return  # in memory, and lost with it
         temporary = self._temporary()
+        self._patched.append(patch.version)
         try:
             temporary.write_bytes(pack_undo(patch))
             temporary.rename(self._path(patch.version, "undo"))
@@ -985,20 +986,23 @@ class DiskStore(MappedStore):
             pages.path = pages.path.rename(self._path(patch.version, "image"))
         except OSError as error:
             self.warn(f"{patch.version} cannot be named: {error.strerror}")
-        self._patched += [patch.base, patch.version]
+        self._patched.append(patch.base)
 
     def cancel_patch(self, patch: Patch) -> None:
         """Remove the record of a patch that was taken back."""
+        if patch.version in self._patched:
+            self._patched.remove(patch.version)
         _remove(self._path(patch.version, "undo"))
 
     def _take_back_patches(self) -> None:
-        """Take back what was written in place and has no manifest, newest first."""
+        """Take back what a former process wrote in place and has no manifest, newest first."""
         found = {}
         for entry in os.scandir(self.directory):
             match = _OWN.fullmatch(entry.name)
             if match is not None and match["kind"] == "undo" and match["run"] == self._run:
                 version = PolicyVersion(int(match["lineage"]), int(match["step"]))
-                found[version] = Path(entry.path)
+                if version not in self._patched:
+                    found[version] = Path(entry.path)
         for version, path in sorted(found.items(), reverse=True):
             image = self._path(version, "image")
             if not (image.exists() and image.with_suffix(".manifest").exists()):
@@ -1185,7 +1189,7 @@ class DiskStore(MappedStore):
         if foreign:
             names = ", ".join(sorted(foreign)[:3])
             _log.info("%s: left alone %d foreign files: %s", self.where, len(foreign), names)
-        return sorted(kinds, reverse=True)
+        return sorted(set(kinds).difference(self._patched), reverse=True)
 
     def _reopen(self, version: PolicyVersion) -> Saved | None:
         """Map a version again, or remove its files if they are of no use."""

@@ -35,6 +35,7 @@ from echo.core.errors import (
     TransportError,
 )
 from echo.core.price import Price
+from echo.core.rollout import KEEP_VERSIONS
 from echo.core.timers import OncePerMinute
 from echo.core.units import one_line
 from echo.net.curve import CurveKeys
@@ -606,6 +607,7 @@ def make_broadcast(
     network: NetworkSection,
     version_store: VersionStore | None = None,
     *,
+    keep_versions: int = KEEP_VERSIONS,
     events: EventLog | None = None,
 ) -> Broadcast:
     """Return a node's part of the weights plane with the configuration's bounds.
@@ -614,6 +616,7 @@ def make_broadcast(
         node_id: name of the node.
         network: the bounds.
         version_store: where received versions lie; None at the learner, which receives none.
+        keep_versions: whole images to keep, besides those that somebody takes.
         events: records what it is fed; None for nothing.
     """
     events = events or EventLog()
@@ -624,6 +627,7 @@ def make_broadcast(
         window_bytes=min(FIRST_WINDOW_CHUNKS * network.chunk_bytes, MAX_FIRST_WINDOW_BYTES),
         # A healthy parent sends a chunk or says that it waits within a heartbeat or two.
         stall_s=max(0.5, network.heartbeat_s),
+        keep_versions=keep_versions,
         version_store=events.outside(version_store),
     )
 

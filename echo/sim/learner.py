@@ -86,20 +86,17 @@ class SimLearner(LearnerNode):
             broadcast: its part of the weights plane.
             run: told when it is over.
         """
-        self.link = transport
-        self._scenario = scenario
-        self._disk = disk
-        self._run = run
-        self._num_broadcasts = 0
+        self.link, self._num_broadcasts = transport, 0
+        self._scenario, self._disk, self._run = scenario, disk, run
         config = make_config(scenario, scale=versions.scale)
         now = disk.now()
         ledger = MemoryLedger(disk)
         saved = SavedRun(ledger, MemoryCheckpoints(disk, scenario, run_id=RUN_ID, now=now))
         spent = spent_before(ledger.records(), now=now)
-        if ledger.num_records:
-            start = saved.recover(run_id=RUN_ID, max_staleness=scenario.job.max_staleness)
-        else:
-            start = saved.begin()
+        is_new, max_staleness = not ledger.num_records, scenario.job.max_staleness
+        start = (
+            saved.begin() if is_new else saved.recover(run_id=RUN_ID, max_staleness=max_staleness)
+        )
         self.start = start
         buffer = make_buffer(scenario, start)
         session = make_session(
@@ -107,8 +104,8 @@ class SimLearner(LearnerNode):
             scale=versions.scale, now=now,
         )  # fmt: skip
         saved.enter(start)
-        self.trainer = TimedTrainer(scenario, disk.groups, step=start.step)
-        trainer: Any = self.trainer
+        trainer: Any = TimedTrainer(scenario, disk.groups, step=start.step)
+        self.trainer: TimedTrainer = trainer
         publisher: Any = versions
         opened = OpenedRun(
             ledger=ledger,

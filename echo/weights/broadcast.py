@@ -228,21 +228,12 @@ class Broadcast:
     def patch_of(self, version: PolicyVersion) -> ApplyPatch | None:
         """Begin to write a version over its base; None if it is here whole.
 
-        Whoever asks has to do the work, and to tell with `patched` or `unpatched`.
+        Whoever asks has to do the work, and to tell what came of it with `worked`.
         """
         ready = self._store.ready
         if ready is None or ready.version != version:
             return None
         return self._store.begin_patch(ready)
-
-    def patched(self, work: ApplyPatch, *, now: float) -> list[Action]:
-        """Note that a version has been written over its base."""
-        encoded = self._store.encoded_of(work.patch)
-        return self.receiver.patched(encoded, now=now)
-
-    def unpatched(self, work: ApplyPatch) -> None:
-        """Note that nothing is written of a version any more: it may be tried again."""
-        self._store.take_back_patch(self._store.encoded_of(work.patch))
 
     def offer(self, image: bytearray, image_hash: bytes) -> None:
         """Offer bytes that lie on this machine already, as of the model's own directory.
@@ -324,9 +315,8 @@ class Broadcast:
             raise LocalProtocolError(
                 f"{manifest.version}: image of {len(image)} bytes, manifest says otherwise"
             )
-        self._store.images[manifest.version] = Transfer(
-            signed, manifest, image, bytearray(b"\1") * manifest.num_chunks, manifest.num_chunks
-        )
+        has_chunk = bytearray(b"\1") * manifest.num_chunks
+        self._store.add(Transfer(signed, manifest, image, has_chunk, manifest.num_chunks))
         return [*self._sender.announce(now=now), *self.receiver.retire(now)]
 
     def publish_segment(

@@ -143,6 +143,10 @@ class Offers:
         """Return how large an item is said to be."""
         return max((offers.get(item, 0) for offers in self._by_peer.values()), default=0)
 
+    def is_refused(self, item: ItemId) -> bool:
+        """Return whether an item is never to be taken again."""
+        return item in self._refused
+
     def refuse(self, item: ItemId) -> None:
         """Never fetch an item again: what came out of it was wrong."""
         self._refused[item] = None
@@ -152,9 +156,10 @@ class Offers:
     @property
     def newest(self) -> PolicyVersion | None:
         """Newest version that a parent has announced."""
-        return max((version for version, _ in self._items()), default=None)
+        return max((version for version, _ in self.items()), default=None)
 
-    def _items(self) -> Iterable[ItemId]:
+    def items(self) -> Iterable[ItemId]:
+        """Go through all that parents have announced."""
         return (item for offers in self._by_peer.values() for item in offers)
 
     def next_step(self, current: ItemId | None) -> ItemId | None:
@@ -199,7 +204,7 @@ class Offers:
         A way back over versions that were passed already would be walked again and again.
         """
         newest = self._store.newest_complete
-        items = dict.fromkeys(self._items())
+        items = dict.fromkeys(self.items())
         return sorted(
             (
                 (version, form)
@@ -548,13 +553,15 @@ class Audit:
         newest = self._store.newest_sealed
         if newest is not None and newest > work.image.manifest.version:
             image = self._store.images[newest]
-            if image.is_complete and image.is_patched:
+            if image.is_complete and not image.is_hashed:
                 self.begin(image, now=self._due_at)
         return True
 
-    def stop(self) -> None:
-        """Forget what is being looked at."""
-        self._image = self._work = None
+    def stop(self, work: AuditChunks) -> None:
+        """Look no further at the image that a piece of work was of."""
+        self._work = None
+        if self._image is work.image:
+            self._image = None
 
 
 # --- receiver -------------------------------------------------------------------------------------
@@ -703,9 +710,12 @@ class Receiver:
         image = self.store.images.get(version)
         if image is None or image.signed is not None or version not in self.trust.manifests:
             return []
+        if self.offers.is_refused((version, FULL)):
+            return []
         fault = self.store.seal(version, *self.trust.manifests[version])
-        if fault:
-            raise RemoteProtocolError(fault)
+        if fault:  # who has passed it on is not to blame: the learner has signed it
+            self.offers.refuse((version, FULL))
+            return [Note("warning", f"{fault}; it is not taken")]
         self.audit.begin(image, now=now)
         return self.sender.announce(now=now)
 
@@ -714,13 +724,13 @@ class Receiver:
         image = work.image
         version = image.manifest.version
         if self.store.images.get(version) is not image:
-            self.audit.stop()
+            self.audit.stop(work)
             return []
         if not fault:
             is_done = self.audit.worked(work, now=now)
             return [VersionAudited(version, image.manifest.image_hash)] if is_done else []
-        self.audit.stop()
-        gone = self.store.damaged(image)
+        self.audit.stop(work)
+        gone = self.store.damaged()
         if self.item in gone:
             self.end()
         text = (
@@ -737,7 +747,7 @@ class Receiver:
     def adopt(self, transfer: Transfer, *, now: float) -> list[Action]:
         """Take an image, or a part of one, that lies on this machine already."""
         version = transfer.manifest.version
-        self.store.images[version] = transfer
+        self.store.add(transfer)
         if transfer.is_complete:
             return self.arrived((version, FULL), now)
         return self.sender.announce(now=now)
@@ -841,49 +851,55 @@ class Receiver:
         if self.store.encoded_versions.get(item_id) is not encoded:
             return []
         if fault:
+            base = self.store.images.get(encoded.form.base) if encoded.form.base else None
+            if base is not None and base.signed is not None and base.is_complete:
+                self.audit.begin(base, now=now)  # it may be that which is wrong
             return [*self._refuse(item_id, f"block {work.block} is wrong: {fault}", now)]
         if not encoded.decoded(work):
             return []
-        if not encoded.is_ready:
-            self.store.end_decoding(encoded)
-        elif self.store.patch_mode == "now":
-            return [self.store.begin_patch(encoded)]
-        return [*self.arrived(item_id, now)]
+        if encoded.is_ready:
+            if self.store.patch_mode == "now":
+                return [self.store.begin_patch(encoded)]
+            return [*self.arrived(item_id, now)]
+        self.store.end_decoding(encoded)
+        return [*self._go_on(encoded, now), *self.arrived(item_id, now)]
 
     # --- in place --------------------------------------------------------------------------------
 
-    def patched(self, encoded: EncodedVersion, *, now: float) -> list[Action]:
-        """Take a version that has been written over its base; go on with what waits for it."""
-        self.store.end_patch(encoded)
-        waiting = [
-            work
-            for each in self.store.encoded_versions.values()
-            if each.form.base == encoded.version
-            for index in range(each.num_chunks)
-            if each.has_chunk[index]
-            for work in self.store.decodable(each, index)
-        ]
-        return [*waiting, *self._seal(encoded.version, now)]
-
     def applied(self, work: ApplyPatch, fault: str, *, now: float) -> list[Action | ParentFailed]:
-        """Take the result of an ApplyPatch."""
+        """Take the result of an ApplyPatch; that of memory given up meanwhile is ignored."""
         encoded = self.store.encoded_of(work.patch)
+        if encoded is None:
+            return []
         item_id = (encoded.version, encoded.form)
         if fault:
             self.store.take_back_patch(encoded)
             return [*self._refuse(item_id, f"it cannot be written in place: {fault}", now)]
-        waiting = self.patched(encoded, now=now)
-        return [*self.arrived(item_id, now), *waiting]
+        self.store.end_patch(encoded)
+        return [*self._go_on(encoded, now), *self.arrived(item_id, now)]
+
+    def _go_on(self, encoded: EncodedVersion, now: float) -> list[Action]:
+        """Take the seal of a version that has become whole, and open the deltas on top of it."""
+        waiting = [
+            work
+            for each in self.store.encoded_versions.values()
+            if each.form.base == encoded.version and each.is_half
+            for index in range(each.num_chunks)
+            if each.has_chunk[index]
+            for work in self.store.decodable(each, index)
+        ]
+        return [*self._seal(encoded.version, now), *waiting]
 
     def _refuse(self, item_id: ItemId, fault: str, now: float) -> list[Action]:
         """Never take an item again that the learner has signed, but that is of no use."""
         version, form = item_id
         self.offers.refuse(item_id)
-        if self.item == item_id:
+        gone = [item_id, *self.store.halves_on({version})]
+        if self.item in gone:
             self.end()
         return [
             Note("warning", f"{version} as {form}: {fault}; fetching it in another form"),
-            *self.sender.drop(item_id, now=now),
+            *[action for item in gone for action in self.sender.drop(item, now=now)],
             *self._consider(now),
         ]
 
@@ -1037,7 +1053,7 @@ class Receiver:
         """Drop what nobody needs any more."""
         self._retired_at = now
         self.sender.forget_silent(now)
-        self.trust.retire(self.store.newest_complete)
+        self.trust.retire(self.store.newest_complete, self.offers.items())
         if self.store.is_lean:
             return []
         keep = self.sender.pinned(now)
@@ -1114,7 +1130,7 @@ class Receiver:
         if not link.is_asking and not link.is_pulling:
             link.progress_at = now
         link.is_asking = True
-        return [self._send(link.peer, Subscribe(newest=self.store.newest_complete))]
+        return [self._send(link.peer, Subscribe(newest=self.store.newest_settled))]
 
     def _request_all(
         self, item_id: ItemId | None, now: float, links: Iterable[StripeLink] | None = None

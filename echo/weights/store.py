@@ -341,10 +341,12 @@ class Transfer(Chunked):
     has_chunk: bytearray
     num_held: int = 0
     writing: set[int] = field(default_factory=set)
+    may_change: bool = False
+    """Whether its memory may become that of a later version: it is never lent."""
+    is_hashed: bool = True
+    """Whether each chunk was hashed when it came; else it is made of signed changes."""
     later: list[Patch] = field(default_factory=list)
     """What has been, or is being, written over it since: oldest first."""
-    is_patched: bool = False
-    """Whether its memory changes in place from one version to the next."""
 
     @property
     def is_current(self) -> bool:
@@ -364,16 +366,18 @@ class Transfer(Chunked):
         A patch that begins while this reads is noticed: what it writes is taken back as well. So
         any thread may read.
         """
-        if not self.is_patched:
+        if not self.may_change:
             return memoryview(self.storage)[start:stop].toreadonly()
         while True:
-            later = self.later[:]
+            known = self.later
+            later = known[:]
             size = later[0].block_bytes if later else 1  # words are put back in whole blocks
             first = start - start % size
             piece = np.frombuffer(self.storage, np.uint8)[first : -(-stop // size) * size].copy()
             for patch in reversed(later):
                 patch.take_back(piece.data, first // size)
-            if len(later) == len(self.later):
+            # One that was begun and taken back meanwhile has left another list.
+            if known is self.later and len(later) == len(known):
                 return piece.data[start - first : stop - first].toreadonly()
 
     def chunk(self, index: int) -> memoryview:
@@ -580,9 +584,7 @@ class EncodedVersion(Chunked):
         self.storage: memoryview | None = None
         """Where the image is decoded to, of `image_bytes`; the caller provides it."""
         self.patch: Patch | None = None
-        """What it changes, where it is a delta on its base."""
-        self.is_applied = False
-        """Whether its patch has been written over its base."""
+        """What it changes, where it is a delta on its base, until that has been written."""
         self.expected_bytes = 0
         """Size that was announced, before all segments are known."""
         self._parts: list[_Part] = []
@@ -618,7 +620,6 @@ class EncodedVersion(Chunked):
         return (
             self.patch is not None
             and self.storage is None
-            and not self.is_applied
             and not self.is_open
             and len(self._decoded_blocks) == self._parts[-1].table.num_blocks_in_image
         )
@@ -631,7 +632,7 @@ class EncodedVersion(Chunked):
     @property
     def is_half(self) -> bool:
         """Whether it is being fetched, or was given up, or its image has yet to come out."""
-        is_in_work = self.storage is not None or (self.patch is not None and not self.is_applied)
+        is_in_work = self.storage is not None or self.patch is not None
         return not self._parts or is_in_work or self.num_held < self.num_chunks
 
     @property
@@ -790,14 +791,14 @@ class EncodedVersion(Chunked):
             manifest = provisional(base.manifest, self.version)
         else:
             manifest = msgspec.msgpack.decode(signed.body, type=Manifest)
-        if self.storage is None:
+        storage: bytearray | memoryview | None = self.storage
+        if storage is None:
             assert base is not None
             storage = base.storage
-        else:
-            storage, self.storage, self.patch = self.storage, None, None
+        self.storage = self.patch = None
         num_chunks = -(-manifest.num_bytes // manifest.chunk_bytes)
-        has_chunk = bytearray(b"\1") * num_chunks
-        return Transfer(signed, manifest, storage, has_chunk, num_chunks)
+        has_chunk, is_hashed = bytearray(b"\1") * num_chunks, signed is not None
+        return Transfer(signed, manifest, storage, has_chunk, num_chunks, is_hashed=is_hashed)
 
 
 # --- item store: hold, offer, evict ---------------------------------------------------------------
@@ -846,7 +847,17 @@ class ItemStore:
         version = manifest.version
         storage = self.version_store.create(version, encode_signed(signed), manifest.num_bytes)
         has_chunk = bytearray(manifest.num_chunks)
-        self.images[version] = Transfer(signed, manifest, storage, has_chunk)
+        self.add(Transfer(signed, manifest, storage, has_chunk))
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether a delta on its base is written over it."""
+        return self.patch_mode != "copy" and self.version_store.may_patch
+
+    def add(self, image: Transfer) -> None:
+        """Hold an image; what has been lent of it by then is lent."""
+        image.may_change = self.is_in_place
+        self.images[image.manifest.version] = image
 
     def begin_encoded(self, item: ItemId, *, expected_bytes: int) -> None:
         """Begin to fetch an encoded version.
@@ -882,7 +893,8 @@ class ItemStore:
             return f"it has {table.image_bytes} bytes, its base {base.num_bytes}"
         if table.base is not None and table.is_on_base:
             encoded.patch = Patch(table.base, table.version, table.block_bytes)
-            if self.patch_mode != "copy" and self.version_store.may_patch:
+            # A base that has been lent, or may have been, must stay as it is.
+            if self.is_in_place and (base is None or base.may_change):
                 return ""
         encoded.storage = self.version_store.create(encoded.version, None, table.image_bytes)
         return ""
@@ -919,7 +931,8 @@ class ItemStore:
 
     def end_decoding(self, encoded: EncodedVersion) -> None:
         """Take the image that has come out of an encoded version whole."""
-        image = self.images[encoded.version] = encoded.image(self._base(encoded))
+        image = encoded.image(self._base(encoded))
+        self.add(image)
         if image.signed is not None:
             self.version_store.sealed(encoded.version, encode_signed(image.signed))
 
@@ -928,11 +941,21 @@ class ItemStore:
     @property
     def ready(self) -> EncodedVersion | None:
         """The delta that is ready to be written over its base, which is current."""
+        return next((each for each in self._open if not self._is_being_written(each)), None)
+
+    @property
+    def _open(self) -> list[EncodedVersion]:
+        """Deltas that are about to be, or are just being, written over their base."""
+        found = []
         for encoded in self.encoded_versions.values():
             base = self._base(encoded) if encoded.is_ready else None
-            if base is not None and base.is_current:
-                return encoded
-        return None
+            if base is not None and (base.is_current or base.later == [encoded.patch]):
+                found.append(encoded)
+        return found
+
+    def _is_being_written(self, encoded: EncodedVersion) -> bool:
+        base = self._base(encoded) if encoded.is_ready else None
+        return base is not None and encoded.patch in base.later
 
     def begin_patch(self, encoded: EncodedVersion) -> ApplyPatch:
         """Return the work that writes a delta that is ready over its base.
@@ -944,21 +967,18 @@ class ItemStore:
             raise LocalProtocolError(f"{encoded.version} is not ready to be written")
         for image in self._on(base.storage):
             image.later.append(patch)
-            image.is_patched = True
         return ApplyPatch(patch, memoryview(base.storage), self.version_store)
 
     def end_patch(self, encoded: EncodedVersion) -> None:
         """Take the version that a patch has made of its base."""
-        encoded.is_applied = True
-        image = self.images[encoded.version] = encoded.image(self._base(encoded))
-        image.is_patched = True
-        encoded.patch = None  # for whoever reads the base; the delta may be kept for much longer
+        self.add(encoded.image(self._base(encoded)))
         assert encoded.form.base is not None
         self.version_store.advance(encoded.form.base, encoded.version)
 
-    def encoded_of(self, patch: Patch) -> EncodedVersion:
-        """Return the delta that a patch came from; it is pinned while the patch is written."""
-        return self.encoded_versions[patch.version, Form("delta", patch.base)]
+    def encoded_of(self, patch: Patch) -> EncodedVersion | None:
+        """Return the delta that a patch came from; None if its memory was given up meanwhile."""
+        encoded = self.encoded_versions.get((patch.version, Form("delta", patch.base)))
+        return encoded if encoded is not None and encoded.patch is patch else None
 
     def take_back_patch(self, encoded: EncodedVersion) -> None:
         """Forget a patch of which nothing is written, or no more."""
@@ -966,15 +986,23 @@ class ItemStore:
         for image in [] if base is None else self._on(base.storage):
             image.later = [patch for patch in image.later if patch is not encoded.patch]
 
-    def damaged(self, image: Transfer) -> list[ItemId]:
-        """Return all that is to be dropped because the memory of an image is damaged."""
-        versions = {v for v, each in self.images.items() if each.storage is image.storage}
-        halves = [
-            item
-            for item, encoded in self.encoded_versions.items()
-            if encoded.is_half and item[1].base in versions
-        ]
-        return [*((version, FULL) for version in versions), *halves]
+    def damaged(self) -> list[ItemId]:
+        """Return all that is to be dropped because the memory of an image is damaged.
+
+        What was made of it is damaged as well, and what is coded is of use only with an image: so
+        everything, but for an image that is being fetched, of which each chunk is verified.
+        """
+        whole = (version for version, image in self.images.items() if image.is_complete)
+        return [*((version, FULL) for version in whole), *self.encoded_versions]
+
+    def halves_on(self, versions: set[PolicyVersion]) -> list[ItemId]:
+        """Return the halves that are of no use without some versions, or what comes of them."""
+        gone, halves = set(versions), []
+        for item in sorted(self.encoded_versions, key=lambda item: item[0]):
+            if self.encoded_versions[item].is_half and item[1].base in gone:
+                gone.add(item[0])
+                halves.append(item)
+        return halves
 
     def _on(self, storage: bytearray | memoryview) -> list[Transfer]:
         """Return the images of which this is the memory."""
@@ -1009,15 +1037,20 @@ class ItemStore:
 
     @property
     def held(self) -> set[PolicyVersion]:
-        """Versions held whole, that which is ready to be written in place included."""
+        """Versions held whole, what is about to be written in place included."""
         whole = {version for version, image in self.images.items() if image.is_complete}
-        ready = self.ready
-        return whole if ready is None else whole | {ready.version}
+        return whole | {encoded.version for encoded in self._open}
 
     @property
     def newest_complete(self) -> PolicyVersion | None:
         """Newest version held whole."""
         return max(self.held, default=None)
+
+    @property
+    def newest_settled(self) -> PolicyVersion | None:
+        """Newest version held whole with its manifest: any news of what is newer is welcome."""
+        settled = (v for v, image in self.images.items() if image.signed and image.is_complete)
+        return max(settled, default=None)
 
     @property
     def newest_sealed(self) -> PolicyVersion | None:
@@ -1065,11 +1098,12 @@ class ItemStore:
             if version is not None
         )
         kept.update(self._worthwhile_encoded())
-        kept.update(
-            item
-            for item, encoded in self.encoded_versions.items()
-            if encoded.is_being_coded or encoded.is_ready
-        )
+        for item, encoded in self.encoded_versions.items():
+            is_newest = encoded.is_ready and item[0] > max(whole, default=item[0])
+            if is_newest or encoded.is_being_coded or self._is_being_written(encoded):
+                kept.add(item)
+                if encoded.is_ready and item[1].base is not None:
+                    kept.add((item[1].base, FULL))
         items = [*((version, FULL) for version in self.images), *self.encoded_versions]
         return [item for item in items if item not in kept]
 
@@ -1190,7 +1224,9 @@ class TrustedManifests:
                 encoded.hold(index, data)
         return encoded
 
-    def retire(self, oldest: PolicyVersion | None) -> None:
-        """Forget the manifests of versions older than this one."""
-        for version in [v for v in self.manifests if oldest is not None and v < oldest]:
+    def retire(self, oldest: PolicyVersion | None, offered: Iterable[ItemId] = ()) -> None:
+        """Forget the manifests of older versions, but for what may have to be fetched again."""
+        kept = {version for version, form in offered if form == FULL}
+        old = [v for v in self.manifests if oldest is not None and v < oldest and v not in kept]
+        for version in old:
             del self.manifests[version]

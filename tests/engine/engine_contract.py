@@ -24,6 +24,8 @@ from echo.engine.engine import Completion, Engine, Request, Sampling, VersionErr
 from echo.engine.hf.batch import sampling_logprobs
 from echo.engine.model import load_directory
 from echo.engine.weights import publish_image, tensors_from_image
+from echo.weights.manifest import TensorSpec
+from tests.engine.patches import patch_between
 from tests.engine.watchers import STOPPED, watching
 
 MakeTinyModel = Callable[..., Path]
@@ -167,11 +169,20 @@ class Models:
     @classmethod
     def weights(cls, model_dirs: list[Path]) -> list[Mapping[str, Tensor]]:
         """As they arrive at a worker: views of a version's image."""
-        found = []
-        for path in model_dirs:
-            specs, image = publish_image(load_directory(path, "float32"), "float32")
-            found.append(tensors_from_image(specs, memoryview(image).toreadonly()))
-        return found
+        return [
+            tensors_from_image(specs, memoryview(image).toreadonly())
+            for specs, image in map(_published, model_dirs)
+        ]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def images(cls, model_dirs: list[Path]) -> list[tuple[tuple[TensorSpec, ...], bytearray]]:
+        """The images themselves."""
+        return list(map(_published, model_dirs))
+
+
+def _published(path: Path) -> tuple[tuple[TensorSpec, ...], bytearray]:
+    return publish_image(load_directory(path, "float32"), "float32")
 
 
 class EngineContract(Models):
@@ -367,6 +378,39 @@ class EngineContract(Models):
             assert len(is_old) == LONG
             np.testing.assert_allclose(completion.logprobs[:num_old], old[:num_old], atol=TOLERANCE)
             np.testing.assert_allclose(completion.logprobs[num_old:], new[num_old:], atol=TOLERANCE)
+
+    @pytest.mark.slow
+    def test_a_patch_is_written_while_tokens_come(
+        self,
+        engine: Engine,
+        models: list[torch.nn.Module],
+        images: list[tuple[tuple[TensorSpec, ...], bytearray]],
+    ) -> None:
+        """As a load: each token is what the version it names would have sampled."""
+        (specs, old), (_, new) = images
+        image = memoryview(bytearray(old))
+        patch = patch_between(specs, old, new, base=V1, version=V2)
+        engine.load(tensors_from_image(specs, image.toreadonly()), V1)
+        if not engine.takes_patches:
+            with pytest.raises(EngineError, match="takes whole versions only"):
+                engine.patch(patch, image, specs)
+            assert engine.installed == V1
+            return
+        prompt = request([1, 5, 6])
+        watched = Watched(engine, [prompt])
+        watched.wait_for(40)
+        engine.patch(patch, image, specs)
+        assert engine.installed == V2
+        assert image == new
+        [completion] = watched.result()
+        versions = versions_of(completion)
+        num_old = versions.count(V1)
+        assert 40 <= num_old < LONG
+        assert versions == [V1] * num_old + [V2] * (LONG - num_old)
+        first = reference_logprobs(models[0], prompt, completion, ENDLESS)
+        then = reference_logprobs(models[1], prompt, completion, ENDLESS)
+        np.testing.assert_allclose(completion.logprobs[:num_old], first[:num_old], atol=TOLERANCE)
+        np.testing.assert_allclose(completion.logprobs[num_old:], then[num_old:], atol=TOLERANCE)
 
     def test_wrong_weights_leave_the_version_before(
         self, engine: Engine, models: list[torch.nn.Module], weights: list[Mapping[str, Tensor]]

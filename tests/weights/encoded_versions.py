@@ -13,7 +13,7 @@ import msgspec
 from blake3 import blake3
 
 from echo.core.rollout import PolicyVersion
-from echo.weights.delta import encode_block, split_blocks
+from echo.weights.delta import CodedBlock, encode_block, encode_delta, split_blocks
 from echo.weights.manifest import (
     HASH_BYTES,
     Manifest,
@@ -81,9 +81,17 @@ def signed_frame(table: SegmentTable) -> bytes:
 
 @functools.cache
 def coded(
-    step: int, base: int | None, *, blocks_per_segment: int = 4, num_bytes: int = IMAGE_BYTES
+    step: int,
+    base: int | None,
+    *,
+    blocks_per_segment: int = 4,
+    num_bytes: int = IMAGE_BYTES,
+    is_on_base: bool = False,
 ) -> tuple[Piece, ...]:
-    """Return the segments of v(step) against v(base), or on its own."""
+    """Return the segments of v(step) against v(base), or on its own.
+
+    With `is_on_base` they say what they replace, and leave what comes out to the seal.
+    """
     new = memoryview(weights(step, num_bytes))
     old = None if base is None else memoryview(weights(base, num_bytes))
     signed, manifest = described(step, num_bytes)
@@ -92,9 +100,12 @@ def coded(
     for index, first in enumerate(range(0, len(blocks), blocks_per_segment)):
         mine = blocks[first : first + blocks_per_segment]
         found = [
-            encode_block(None if old is None else old[a:b], new[a:b], word_bytes=2) for a, b in mine
+            CodedBlock(encode_block(None, new[a:b], word_bytes=2), b"")
+            if old is None
+            else encode_delta(old[a:b], new[a:b], word_bytes=2)
+            for a, b in mine
         ]
-        payload = memoryview(b"".join(found))
+        payload = memoryview(b"".join(block.coded for block in found))
         stop = mine[-1][1]
         hashes = slice(mine[0][0] // CHUNK_BYTES * HASH_BYTES, -(-stop // CHUNK_BYTES) * HASH_BYTES)
         table = SegmentTable(
@@ -107,13 +118,14 @@ def coded(
             block_bytes=BLOCK_BYTES,
             chunk_bytes=CHUNK_BYTES,
             first_block=first,
-            block_sizes=tuple(map(len, found)),
+            block_sizes=tuple(len(block.coded) for block in found),
             chunk_hashes=b"".join(
                 blake3(payload[start : start + CHUNK_BYTES]).digest()
                 for start in range(0, len(payload), CHUNK_BYTES)
             ),
-            result_hashes=manifest.chunk_hashes[hashes],
-            manifest=encode_signed(signed) if stop == num_bytes else None,
+            result_hashes=b"" if is_on_base else manifest.chunk_hashes[hashes],
+            manifest=None if is_on_base or stop < num_bytes else encode_signed(signed),
+            old_hashes=b"".join(block.old_hash for block in found) if is_on_base else b"",
         )
         pieces.append((table, signed_frame(table), payload))
     return tuple(pieces)
@@ -125,10 +137,10 @@ def form_on(base: int | None) -> Form:
 
 
 def encoded_of(
-    step: int, base: int | None, *, num_pieces: int | None = None, **sizes: int
+    step: int, base: int | None, *, num_pieces: int | None = None, **how: int
 ) -> EncodedVersion:
     """Return the learner's encoded version, with its first segments or all of them."""
     encoded = EncodedVersion(v(step), form_on(base))
-    for table, frame, payload in coded(step, base, **sizes)[:num_pieces]:
+    for table, frame, payload in coded(step, base, **how)[:num_pieces]:
         encoded.add(table, frame, payload)
     return encoded

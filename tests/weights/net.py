@@ -15,7 +15,8 @@ from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.weights.broadcast import Broadcast
 from echo.weights.link import ParentFailed
-from echo.weights.receiver import VersionArrived, WriteChunk
+from echo.weights.receiver import VersionArrived, VersionAudited, VersionDamaged, WriteChunk
+from echo.weights.store import ApplyPatch, Patch, Transfer
 from echo.wire.actions import Note, Send, Work
 from echo.wire.messages import FULL, Chunk, Fetch, Form
 from tests.roles.harness import CHUNK_BYTES, PUBLIC_KEY, make_broadcast, message_of
@@ -50,6 +51,10 @@ class Rooms:
 
     def __init__(self) -> None:
         self.live: dict[PolicyVersion, bytes | None] = {}
+        self.past: dict[PolicyVersion, bytes | None] = {}
+        """Manifests of versions whose memory has become a newer one's."""
+        self.undo: dict[PolicyVersion, Patch] = {}
+        """What versions that were written in place have overwritten."""
         self.version_store: dict[PolicyVersion, memoryview] = {}
         self.journals: dict[PolicyVersion, Pages] = {}
         self.is_full = False
@@ -70,8 +75,34 @@ class Rooms:
         return self.journals[version]
 
     def sealed(self, version: PolicyVersion, signed: bytes) -> None:
-        assert self.live[version] is None
-        self.live[version] = signed
+        versions = self.live if version in self.live else self.past
+        assert versions[version] is None
+        versions[version] = signed
+
+    def begin_patch(self, patch: Patch) -> None:
+        if patch.base in self.live:
+            self.undo[patch.version] = patch
+
+    def end_patch(self, patch: Patch) -> None:
+        assert patch.version in self.undo or patch.base not in self.live
+
+    def cancel_patch(self, patch: Patch) -> None:
+        del self.undo[patch.version]
+
+    def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
+        self.past[base] = self.live.pop(base)
+        self.live[version] = None
+        self.version_store[version] = self.version_store.pop(base)
+
+    def take_back(self) -> None:
+        """Do as a store that is opened anew: take back what has no manifest."""
+        for version in sorted(self.undo, reverse=True):
+            base = self.undo[version].base
+            if self.live.get(version, b"") is None:
+                self.undo[version].take_back(self.version_store[version])
+                self.live[base] = self.past.get(base)
+                self.version_store[base] = self.version_store.pop(version)
+                del self.live[version]
 
     def write(self, place: memoryview, data: bytes | bytearray | memoryview) -> None:
         place[:] = data
@@ -84,9 +115,9 @@ def image_of(step: int) -> bytes:
     return weights(step, NET_BYTES)
 
 
-def pieces_of(step: int, base: int | None) -> tuple[Piece, ...]:
+def pieces_of(step: int, base: int | None, *, is_on_base: bool = False) -> tuple[Piece, ...]:
     """Return the segments of an encoded version, of one block each."""
-    return coded(step, base, blocks_per_segment=1, num_bytes=NET_BYTES)
+    return coded(step, base, blocks_per_segment=1, num_bytes=NET_BYTES, is_on_base=is_on_base)
 
 
 @functools.cache
@@ -122,6 +153,10 @@ class Net:
         self.failed: list[tuple[str, str]] = []
         self.notes: list[str] = []
         self.arrived: list[tuple[str, PolicyVersion]] = []
+        self.installs: list[tuple[str, PolicyVersion]] = []
+        """What nodes that have engines are about to write into them."""
+        self.audited: list[tuple[str, PolicyVersion]] = []
+        self.damaged: list[tuple[str, PolicyVersion]] = []
         self.sent: list[tuple[str, str, Any]] = []
         self.num_refused = 0
         self._serial = itertools.count()
@@ -138,6 +173,7 @@ class Net:
     def resume(self, name: str, left: Rooms, chance: random.Random) -> None:
         """Let a node that was started anew find what its former process has left, torn a bit."""
         node, rooms = self.nodes[name], self.rooms[name]
+        left.take_back()
         whole = [version for version, signed in left.live.items() if signed is not None]
         for version in sorted(whole, reverse=True)[:KEEP]:
             signed = left.live[version]
@@ -170,6 +206,7 @@ class Net:
         """End a node; its parents and children learn of it."""
         del self.nodes[name]
         self.works = [(owner, work) for owner, work in self.works if owner != name]
+        self.installs = [each for each in self.installs if each[0] != name]
         for link, (child, parent, _) in list(self.links.items()):
             if name in (child, parent):
                 self.close(link)
@@ -216,16 +253,29 @@ class Net:
                     self._send(name, action)
                 case ParentFailed():
                     self.failed.append((name, action.peer))
-                case VersionArrived():
-                    image = self.nodes[name].store[action.version]
-                    assert bytes(image.storage) == image_of(action.version.step)
-                    self.arrived.append((name, action.version))
+                case VersionArrived() | VersionAudited() | VersionDamaged():
+                    self._note(name, action)
                 case Note():
                     self.notes.append(action.text)
                 case Work():
                     self.works.append((name, action))
                 case _:
                     raise AssertionError(action)
+
+    def _note(self, name: str, action: VersionArrived | VersionAudited | VersionDamaged) -> None:
+        version = action.version
+        match action:
+            case VersionAudited():
+                self.audited.append((name, version))
+            case VersionDamaged():
+                self.damaged.append((name, version))
+            case VersionArrived():
+                image = self.nodes[name].store.get(version)
+                if image is None:
+                    self.installs.append((name, version))
+                else:
+                    assert content(image) == image_of(version.step)
+                self.arrived.append((name, version))
 
     def _send(self, name: str, action: Send) -> None:
         message = message_of(action.frames)
@@ -264,7 +314,16 @@ class Net:
 
     def decode(self, index: int = 0) -> None:
         name, work = self.works.pop(index)
-        self.perform(name, self.nodes[name].worked(work, work.run(), now=self.now))
+        fault = work.run()
+        work = work.work if isinstance(work, Engine) else work
+        self.perform(name, self.nodes[name].worked(work, fault, now=self.now))
+
+    def install(self, index: int = 0, fault: str = "") -> None:
+        """Let an engine take a version that is ready, in place, or refuse it."""
+        name, version = self.installs.pop(index)
+        node = self.nodes[name]
+        if (work := node.patch_of(version)) is not None:
+            self.works.append((name, Engine(work, fault)))
 
     def busy(self) -> list[tuple[str, str]]:
         return [way for way, queue in self.queues.items() if queue]
@@ -272,13 +331,13 @@ class Net:
     def settle(self) -> None:
         """Deliver and decode everything."""
         num_delivered = 0
-        while (ways := self.busy()) or self.works:
+        while (ways := self.busy()) or self.works or self.installs:
             for way in ways:
                 if self.queues.get(way):
                     self.deliver(way)
                     num_delivered += 1
-            while self.works:
-                self.decode()
+            while self.works or self.installs:
+                self.decode() if self.works else self.install()
             assert num_delivered < MAX_DELIVERIES, "the mesh does not come to rest"
 
     def wait(self, seconds: float) -> None:
@@ -286,8 +345,13 @@ class Net:
         for name, node in self.nodes.items():
             self.perform(name, node.expire(now=self.now))
 
-    def publish(self, step: int, base: int | None = None) -> list[Callable[[], None]]:
-        """Return what publishes a version, one call after the other: full, then encoded."""
+    def publish(
+        self, step: int, base: int | None = None, *, is_on_base: bool = False
+    ) -> list[Callable[[], None]]:
+        """Return what publishes a version, one call after the other.
+
+        In full, then encoded; behind the first segment of a delta; or the seal of one on its base.
+        """
 
         def whole() -> None:
             if v(step) not in self.nodes[LEARNER].store:
@@ -295,7 +359,7 @@ class Net:
                 self.perform(LEARNER, actions)
 
         def piece(against: int | None, index: int) -> None:
-            segment = pieces_of(step, against)[index]
+            segment = pieces_of(step, against, is_on_base=is_on_base)[index]
             size = sum(table.num_bytes for table, _, _ in pieces_of(step, against))
             node = self.nodes[LEARNER]
             actions = node.publish_segment(*segment, expected_bytes=size, now=self.now)
@@ -308,19 +372,24 @@ class Net:
         if base is None:
             return [whole, *pieces(None)]
         first, *rest = pieces(base)
-        return [first, whole, *rest]
+        return [first, *rest, whole] if is_on_base else [first, whole, *rest]
 
     def holds(self, name: str, step: int) -> bool:
         image = self.nodes[name].store.get(v(step))
-        return image is not None and image.is_complete and bytes(image.storage) == image_of(step)
+        return image is not None and image.is_complete and content(image) == image_of(step)
 
     def check(self) -> None:
         """What must be so at any time."""
         for name, node in self.nodes.items():
             num_children = len(node.children)
-            assert len(node.store) <= KEEP + 2 + num_children, sorted(node.store)
+            assert len(node.store) <= KEEP + 3 + num_children, sorted(node.store)
             halves = [item for item, encoded in node.encoded_versions.items() if encoded.is_half]
-            assert set(halves) <= {node.receiver.item}
+            assert {item for item in halves if not node.encoded_versions[item].is_ready} <= {
+                node.receiver.item
+            }
+            for version, image in node.store.items():
+                if image.is_complete:
+                    assert content(image) == image_of(version.step)
             live = set(self.rooms[name].live)
             assert live <= {*node.store, *(version for version, _ in halves)}
             if name != LEARNER:
@@ -336,6 +405,23 @@ class Net:
             assert 0 <= writing <= sum(map(len, late))
             for child in node.children.values():
                 assert child.fetching is None or node.receiver.store.get(child.fetching) is not None
+
+
+def content(image: Transfer) -> bytes:
+    """Return the bytes of a version, as a child would get them."""
+    return bytes(image.read(0, image.num_bytes))
+
+
+class Engine(Work):
+    """Writes a version into an engine, which may refuse it; see `Broadcast.patch_of`."""
+
+    def __init__(self, work: ApplyPatch, fault: str) -> None:
+        self.work, self.fault = work, fault
+
+    def run(self) -> str:
+        if self.fault:
+            return self.fault
+        return self.work.run()
 
 
 def is_write(work: Work) -> TypeGuard[WriteChunk]:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.weights.store import DecodeBlock
+from echo.weights.store import DecodeBlock, PatchMode
 from echo.wire.messages import Fetch, Form, Gone, Segment
 from tests.roles.harness import CHUNK_BYTES
 from tests.weights.encoded_versions import coded, described, v
@@ -34,7 +34,9 @@ class Storm:
         self.step = -1
         self.coding: deque[Callable[[], None]] = deque()
         self.has_spares = chance.random() < 0.4
+        self.modes: list[PatchMode] = ["copy", "now", "on_install"]
         for name in self.names[1:]:
+            self.net.nodes[name].patch_mode = chance.choice(self.modes)
             self.divide(name)
 
     def parent(self, name: str) -> str:
@@ -64,14 +66,14 @@ class Storm:
     def publish(self) -> None:
         self.code_all()
         self.step += 1
-        kind = self.chance.choice(["full", "delta", "delta", "both", "keyframe"])
+        kind = self.chance.choice(["full", "delta", "on_base", "on_base", "both", "keyframe"])
         step, net = self.step, self.net
         if kind == "full" or step == 0:
             self.coding.extend(net.publish(step)[:1])
         elif kind == "keyframe":
             self.coding.extend(net.publish(step))
         else:
-            self.coding.extend(net.publish(step, step - 1))
+            self.coding.extend(net.publish(step, step - 1, is_on_base=kind == "on_base"))
             if kind == "both":
                 self.coding.extend(net.publish(step)[1:])
         self.coding.popleft()()
@@ -83,9 +85,8 @@ class Storm:
     def event(self) -> None:
         net, chance = self.net, self.chance
         events = {
-            "deliver": 100, "decode": 20, "code": 8, "lose": 2, "repeat": 2, "swap": 2,
-            "corrupt": 1, "wait": 6, "publish": 3, "move": 2, "divide": 1, "cut": 1, "die": 0.2,
-            "restart": 0.5,
+            "deliver": 100, "work": 25, "code": 8, "lose": 2, "repeat": 2, "swap": 2, "corrupt": 1,
+            "wait": 6, "publish": 3, "move": 2, "divide": 1, "cut": 1, "die": 0.2, "restart": 0.5,
         }  # fmt: skip
         kind = chance.choices(list(events), list(events.values()))[0]
         ways = net.busy()
@@ -97,8 +98,8 @@ class Storm:
                 self.publish()
             case "code" if self.coding:
                 self.coding.popleft()()
-            case "decode" if net.works:
-                net.decode(chance.randrange(len(net.works)))
+            case "work":
+                self.work()
             case "move":
                 index = chance.randrange(len(net.nodes[name].receiver.links))
                 net.attach(name, self.parent(name), index)
@@ -114,10 +115,20 @@ class Storm:
                 self.trouble(kind, chance.choice(ways))
         self.heed_failures()
 
+    def work(self) -> None:
+        """Let a thread do a piece of its work, or an engine take a version or refuse it."""
+        net, chance = self.net, self.chance
+        if net.installs and chance.random() < 0.2:
+            fault = chance.choice(["", "", "", "the engine refuses it"])
+            net.install(chance.randrange(len(net.installs)), fault)
+        elif net.works:
+            net.decode(chance.randrange(len(net.works)))
+
     def restart(self, name: str) -> None:
         left = self.net.rooms[name]
         self.net.stop(name)
         self.net.start(name)
+        self.net.nodes[name].patch_mode = self.chance.choice(self.modes)
         if self.chance.random() < 0.7:
             self.net.resume(name, left, self.chance)
         self.divide(name)

@@ -270,8 +270,9 @@ def open_run(
         evaluations: of held-out prompts; None for none.
 
     Raises:
-        EchoError: if something is missing or does not fit; the message is for the user.
+        EchoError: if something is missing or does not fit.
     """
+    digest = data.digests["model"]
     with ExitStack() as on_failure:
         ledger = Ledger(config.run_dir, spool_bytes=config.limits.spool_bytes)
         on_failure.callback(ledger.close)
@@ -296,9 +297,7 @@ def open_run(
         progress=begin_progress(start, earlier),
         trainer=trainer,
         attribution=attribution,
-        publisher=Publisher(
-            identity, config, model_digest=data.digests["model"], attribution=attribution
-        ),
+        publisher=Publisher(identity, config, model_digest=digest, attribution=attribution),
         buffer=buffer,
         session=session,
         rewards=learner_rewards(config, data),
@@ -405,7 +404,8 @@ def build_session(
             next_group_id=start.next_group_id,
             finished=start.finished,
         ),
-        broadcast=wiring.make_broadcast(LEARNER_ID, network, events=events),
+        # Each is made in the memory of the one before the last.
+        broadcast=wiring.make_broadcast(LEARNER_ID, network, keep_versions=1, events=events),
         buffer=buffer,
         prompts=events.outside(data.prompts),
     )

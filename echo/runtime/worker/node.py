@@ -106,7 +106,7 @@ class WorkerParts:
             EngineError: if they are not what the learner signed, or the engine refuses them.
         """
         manifest, digest = transfer.manifest, None
-        if transfer.signed is not None and not transfer.is_patched:
+        if transfer.is_hashed:
             digest = blake3(transfer.storage).hexdigest()
         if digest is not None and digest != manifest.image_hash.hex():
             raise EngineError(
@@ -425,6 +425,9 @@ class WorkerNode(DialingNode):
     async def _install(self, version: PolicyVersion) -> None:
         parts, broadcast = self.parts, self.session.broadcast
         work, digest = broadcast.patch_of(version), None
+        if work is None and version not in broadcast.store:
+            self.perform(self.session.install_missed(now=self.now))
+            return
         try:
             if work is None:
                 digest = await self._engine_pool.run(parts.install, broadcast.store[version])
@@ -433,18 +436,21 @@ class WorkerNode(DialingNode):
                 await self._engine_pool.run(parts.install_patch, work, specs)
         except EngineError as error:
             if work is not None:
-                broadcast.unpatched(work)
+                self.perform(self.session.worked(work, str(error), now=self.now))
             self.perform(self.session.install_failed(version, error, now=self.now))
             return
         if work is not None:
-            self.perform(broadcast.patched(work, now=self.now))
+            self.perform(self.session.worked(work, "", now=self.now))
+            if version not in broadcast.store:  # its memory was found to be damaged meanwhile
+                self.perform(self.session.install_missed(now=self.now))
+                return
         if digest is not None:
             record_installed(parts.installed_path, version, digest)
         self.perform(self.session.installed(version, now=self.now))
 
     def _audited(self, result: VersionAudited | VersionDamaged) -> None:
         if isinstance(result, VersionDamaged):
-            self.perform(self.session.damaged(result.version, now=self.now))
+            self.perform(self.session.damaged(now=self.now))
         elif self.session.installed_version == result.version:
             path, digest = self.parts.installed_path, result.image_hash.hex()
             record_installed(path, result.version, digest)

@@ -192,15 +192,9 @@ def build_parts(
     agents = None
     if config.agent.listen is not None:
         agents = _agent_parts(
-            config,
-            config.agent.listen,
-            tokenizer,
-            stop_ids,
-            task,
-            node_dir,
-            window=window,
-            vocab_size=vocab_size(model_dir),
-        )
+            config, config.agent.listen, tokenizer, stop_ids, task, node_dir,
+            window=window, vocab_size=vocab_size(model_dir),
+        )  # fmt: skip
     return WorkerParts(
         engine=engine,
         host=task.host,
