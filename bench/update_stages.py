@@ -122,7 +122,7 @@ class Worker:
         frame = encode_signed(publication.signed)
         room = self.store.version_store.create(manifest.version, frame, manifest.num_bytes)
         room[:] = publication.image
-        self.store.images[manifest.version] = transfer_of(publication, room)
+        self.store.add(transfer_of(publication, room))
         self.own: dict[str, torch.Tensor] = {}
         if engine != "views":
             given = tensors_from_image(manifest.tensors, memoryview(room).toreadonly())
