@@ -49,7 +49,8 @@ def deaths(make_cluster: Callable[[], Cluster]) -> Deaths:
     cluster = make_cluster()
     via_relay = {"worker.connect": [cluster.relay_address]}
     cluster.hold_from(MIDDLE)
-    learner = cluster.start("learner", settings={"run.max_steps": MAX_STEPS})
+    in_place = {"network.codec": "delta", "optimizer.learning_rate": 1e-6}
+    learner = cluster.start("learner", settings={"run.max_steps": MAX_STEPS, **in_place})
     relay = cluster.start("relay", name="r1")
     workers = [cluster.start("worker", name=name, settings=via_relay) for name in ("w1", "w2")]
     killed = cluster.start("worker", name="killed", settings=via_relay)

@@ -204,7 +204,7 @@ def test_words_that_cannot_be_scattered_are_taken_back_everywhere(
 
 def test_an_adapter_takes_whole_versions(tiny_model_dir: Path) -> None:
     """It has few weights, and what is published are not the parameters that it computes in."""
-    lora = Lora(tiny_model_dir, rank=2, alpha=4)
+    lora = Lora(base_dir=tiny_model_dir, rank=2, alpha=4)
     assert not TransformersEngine(tiny_model_dir, lora=lora).takes_patches
     assert TransformersEngine(tiny_model_dir).takes_patches
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import random
 import sqlite3
@@ -23,6 +24,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from blake3 import blake3
 
 from echo.config.load import parse_config
 from echo.config.schema import Config
@@ -46,6 +48,8 @@ from echo.sim.transport import SimTransport
 from echo.tasks.builtin import AdditionTask
 from echo.tasks.rewards import LaterHost
 from echo.train.step import StepError, StepResult
+from echo.weights.manifest import TensorSpec
+from echo.weights.store import Patch
 from echo.wire.messages import FULL, Fetch
 from tests.e2e.audit import audit, read_ledger
 from tests.roles.harness import message_of
@@ -280,7 +284,9 @@ class StubExporter:
 class StubEngine(Engine):
     """Tokens of the installed version, all at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_patches: bool = False) -> None:
+        self.takes_patches = takes_patches
+        self.num_patched = 0
         self._installed: PolicyVersion | None = None
         self.refuses: set[int] = set()
 
@@ -292,6 +298,11 @@ class StubEngine(Engine):
         if version.step in self.refuses:
             raise EngineError("the probe found other weights")
         self._installed = version
+
+    def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
+        patch.write(image)
+        self.load(None, patch.version)
+        self.num_patched += 1
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watcher: Watcher = NOBODY, **_: Any
@@ -438,10 +449,16 @@ class NodeWorld:
         self._start(Process(self, name), self._build_relay, {"via": via, **sections})
 
     def worker(
-        self, name: str, *, via: str = LEARNER, serves: bool = False, **sections: Any
+        self,
+        name: str,
+        *,
+        via: str = LEARNER,
+        serves: bool = False,
+        in_place: bool = False,
+        **sections: Any,
     ) -> None:
-        """Start a worker, which may pass weights on to others."""
-        how = {"via": via, "serves": serves}
+        """Start a worker, which may pass weights on to others, and take them in place."""
+        how = {"via": via, "serves": serves, "in_place": in_place}
         self._start(Process(self, name), self._build_worker, {**how, **sections})
 
     def _start(self, process: Process, build: Callable[..., Any], sections: Any) -> None:
@@ -536,13 +553,13 @@ class NodeWorld:
         return node
 
     async def _build_worker(
-        self, process: Process, *, via: str, serves: bool, **sections: Any
+        self, process: Process, *, via: str, serves: bool, in_place: bool, **sections: Any
     ) -> Node:
         own: dict[str, Any] = {"name": process.name, "connect": [ADDRESS.format(via)]}
         if serves:
             own["listen"] = ADDRESS.format(process.name)
         config = self._config("worker", sections, **own)
-        process.engine = StubEngine()
+        process.engine = StubEngine(takes_patches=in_place)
 
         def build_parts(*arguments: Any) -> WorkerParts:
             assert process.engine is not None
@@ -636,6 +653,11 @@ class NodeWorld:
         engine = self._process(worker).engine
         assert engine is not None
         engine.refuses.add(step)
+
+    def flip_bit(self, name: str) -> None:
+        """Flip a bit of the newest version in a node's memory."""
+        store = self._process(name).node.session.broadcast.store
+        store[max(store)].storage[1234] ^= 16
 
     def poison(self, group: int) -> None:
         """Let a group make every step raise that it is part of."""
@@ -773,6 +795,30 @@ class NodeWorld:
         """Return the version that a worker samples from, or a relay holds whole."""
         version = self._process(name).node.session.version_in_use()
         return None if version is None else (version.lineage, version.step)
+
+    def is_bit_exact(self, name: str) -> bool:
+        """Return whether every whole version of a node is, byte for byte, what was published."""
+        sealed = {tuple(r["version"]): r["image_hash"] for r in self.records("sealed")}
+        images = self._process(name).node.session.broadcast.store
+        hashes = {
+            (version.lineage, version.step): blake3(image.read(0, image.num_bytes)).hexdigest()
+            for version, image in images.items()
+            if image.is_complete
+        }
+        known = hashes.keys() & sealed.keys()
+        return bool(known) and all(hashes[version] == sealed[version] for version in known)
+
+    def num_in_place(self, name: str) -> int:
+        """Return how many versions a worker's engine has taken in place."""
+        engine = self._process(name).engine
+        assert engine is not None
+        return engine.num_patched
+
+    def audited(self, name: str) -> dict[Version, str]:
+        """Return the hash of each version that a worker has installed and found to be right."""
+        path = self.run_dir / "workers" / name / "installed.jsonl"
+        records = map(json.loads, path.read_text().splitlines())
+        return {(r["version"][0], r["version"][1]): r["image_hash"] for r in records}
 
     def chunks_held(self, name: str) -> tuple[int, int]:
         """Return how many chunks a node has of what it is fetching, and of how many."""

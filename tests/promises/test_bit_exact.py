@@ -29,6 +29,29 @@ def test_19_a_version_has_the_same_bytes_on_the_third_hop(make_world: MakeWorld)
     world.audit()
 
 
+def test_19b_a_version_that_is_written_in_place_has_the_same_bytes_on_every_node(
+    make_nodes: MakeNodes,
+) -> None:
+    world = make_nodes(network={"codec": "delta"})
+    world.learner()
+    world.relay("r1")
+    world.run(2.0)
+    world.worker("w1", via="r1", in_place=True)
+    world.worker("w2", via="r1")
+    world.run_until(lambda: world.step >= 10)
+    for node in ("r1", "w1", "w2"):
+        assert world.is_bit_exact(node)
+        assert (world.installed(node) or (0, 0))[1] >= world.step - 2
+    assert world.num_in_place("w1") >= 5
+    world.run(10.0)
+    published = {tuple(r["version"]): r["image_hash"] for r in world.records("sealed")}
+    for worker in ("w1", "w2"):
+        audited = world.audited(worker)
+        assert len(audited) >= 3
+        assert audited.items() <= published.items()
+    world.audit()
+
+
 def test_20_a_wrong_chunk_is_neither_installed_nor_forwarded_and_its_sender_is_left(
     make_world: MakeWorld,
 ) -> None:
@@ -44,6 +67,27 @@ def test_20_a_wrong_chunk_is_neither_installed_nor_forwarded_and_its_sender_is_l
     world.run_until(lambda: world.installed("w1") != before, within_s=30.0)
     assert world.is_bit_exact("w1")
     assert any("r1" in note for note in world.notes("w1"))
+    world.audit()
+
+
+def test_20b_damaged_memory_is_found_and_what_lay_in_it_is_fetched_anew(
+    make_nodes: MakeNodes,
+) -> None:
+    world = make_nodes(network={"codec": "delta"})
+    world.learner()
+    world.worker("w1", in_place=True)
+    world.run_until(lambda: world.num_in_place("w1") >= 3)
+    world.flip_bit("w1")
+    assert not world.is_bit_exact("w1")
+    signs = ("is not what the learner signed", "are not those that the learner had")
+    world.run_until(lambda: any(sign in note for note in world.notes("w1") for sign in signs))
+    before = world.installed("w1"), world.num_in_place("w1")
+    world.run_until(lambda: world.is_bit_exact("w1"))
+    world.run_until(lambda: world.num_in_place("w1") > before[1] + 2)
+    assert world.is_bit_exact("w1")
+    published = {tuple(r["version"]): r["image_hash"] for r in world.records("sealed")}
+    assert world.audited("w1").items() <= published.items()
+    assert world.is_alive("w1")
     world.audit()
 
 
@@ -83,6 +127,29 @@ def test_22_an_engine_that_refuses_a_version_keeps_the_one_before_and_says_so(
     assert "cannot install v2, keeping v1: the probe found other weights" in world.notes("w1")
     accepted = [record for record in world.records("accepted") if record["worker"] == "w1"]
     assert [1, 2] not in [version for record in accepted for version in record["versions"]]
+    world.audit()
+
+
+def test_22b_an_engine_that_refuses_a_version_in_place_goes_on_with_the_next_ones(
+    make_nodes: MakeNodes,
+) -> None:
+    world = make_nodes(network={"codec": "delta"})
+    world.learner()
+    world.worker("w1", in_place=True)
+    world.worker("w2")
+    world.refuse_version("w1", 2)
+    seen = set()
+
+    def look() -> bool:
+        seen.add(world.installed("w1"))
+        return world.step >= 10
+
+    world.run_until(look)
+    assert (1, 2) not in seen
+    assert len([version for version in seen if version is not None and version[1] > 2]) >= 4
+    refused = "cannot install v2, keeping v1: the probe found other weights"
+    assert any(refused in note for note in world.notes("w1"))
+    assert world.is_bit_exact("w1")
     world.audit()
 
 

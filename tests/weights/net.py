@@ -388,7 +388,7 @@ class Net:
                 node.receiver.item
             }
             for version, image in node.store.items():
-                if image.is_complete:
+                if image.is_complete and image.later:
                     assert content(image) == image_of(version.step)
             live = set(self.rooms[name].live)
             assert live <= {*node.store, *(version for version, _ in halves)}

@@ -118,8 +118,14 @@ class WorkerParts:
         self.engine.load(tensors_from_image(manifest.tensors, image), manifest.version)
         return digest
 
-    def install_patch(self, work: ApplyPatch, specs: Sequence[TensorSpec]) -> None:
-        """Turn the version that the engine has into the next one, in place.
+    def install_patch(self, work: ApplyPatch, specs: Sequence[TensorSpec], is_loaded: bool) -> None:
+        """Turn a version into the next one, in place.
+
+        Args:
+            work: what changes, and where.
+            specs: what lies where in the image.
+            is_loaded: whether the memory is what the engine was given last; else it may have the
+                same version from elsewhere, as from before it was fetched anew.
 
         Raises:
             EngineError: if it cannot be done; nothing is changed then.
@@ -130,7 +136,7 @@ class WorkerParts:
         except OSError as error:
             raise EngineError(f"{patch.version} cannot be written in place: {error}") from error
         try:
-            if engine.installed == patch.base:
+            if is_loaded and engine.installed == patch.base:
                 engine.patch(patch, work.image, specs)
             else:
                 patch.write(work.image)
@@ -235,6 +241,8 @@ class WorkerNode(DialingNode):
         self._drained = asyncio.Event()
         self._calls: set[EngineCall] = set()
         """Under way."""
+        self._is_damaged = False
+        """Whether what the engine has lies in memory that was given up."""
 
     def view(self) -> WorkerView:
         """Return what this worker does, for its operator."""
@@ -426,15 +434,17 @@ class WorkerNode(DialingNode):
     async def _install(self, version: PolicyVersion) -> None:
         parts, broadcast = self.parts, self.session.broadcast
         work, digest = broadcast.patch_of(version), None
-        if work is None and version not in broadcast.store:
+        source = work.patch.base if work is not None else version
+        if source not in broadcast.store:
             self.perform(self.session.install_missed(now=self.now))
             return
+        image = broadcast.store[source]
         try:
             if work is None:
-                digest = await self._engine_pool.run(parts.install, broadcast.store[version])
+                digest = await self._engine_pool.run(parts.install, image)
             else:
-                specs = broadcast.store[work.patch.base].manifest.tensors
-                await self._engine_pool.run(parts.install_patch, work, specs)
+                specs, is_loaded = image.manifest.tensors, not self._is_damaged
+                await self._engine_pool.run(parts.install_patch, work, specs, is_loaded)
         except EngineError as error:
             if work is not None:
                 self.perform(self.session.worked(work, str(error), now=self.now))
@@ -447,10 +457,12 @@ class WorkerNode(DialingNode):
                 return
         if digest is not None:
             record_installed(parts.installed_path, version, digest)
+        self._is_damaged = False
         self.perform(self.session.installed(version, now=self.now))
 
     def _audited(self, result: VersionAudited | VersionDamaged) -> None:
         if isinstance(result, VersionDamaged):
+            self._is_damaged = True
             self.perform(self.session.damaged(now=self.now))
         elif self.session.installed_version == result.version:
             path, digest = self.parts.installed_path, result.image_hash.hex()
