@@ -7,6 +7,7 @@ which a step changes a given share of the bf16 words. Kinds take turns:
     changes   weights are views of the image / in float32, which changes are scattered into
     whole     image, manifest, hashed segments, decoding into new space, hash, copy: as for late
               joiners, for float32, and where much has changed
+    memory    the image alone, in new memory for each version instead of that of an older one
 
 The first update of a process is cold, the median from the third on is warm. What the nodes do in
 the background (the seal of a version, its audit) is told apart.
@@ -49,10 +50,12 @@ KINDS = {
     "changes, views": ("changes", "views"),
     "changes, float32": ("changes", "float32"),
     "whole": ("whole", "bfloat16"),
+    "memory": ("image", "views"),
 }
 CRITICAL = {
     "learner": (
         "learner: round into an image",
+        "learner: round into new memory",
         "learner: manifest",
         "learner: find, pack, sign",
     ),
@@ -100,9 +103,11 @@ def stages_of(kind: str, share: float, arguments: argparse.Namespace) -> list[di
     command = [sys.executable, str(HERE / "update_stages.py"), path, f"--engine={engine}"]
     command += [f"--shape={arguments.shape}", f"--share={share}", f"--device={arguments.device}"]
     command += [f"--updates={arguments.updates}"]
-    command += ["--fresh"] if path == "whole" else []
-    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=HERE.parent)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=HERE.parent)
+    updates = [json.loads(line) for line in done.stdout.splitlines()]
+    ends = [sum(end_s(update, end) for end in CRITICAL) for update in updates]
+    print(f"{kind}, {share:.1%}: {', '.join(f'{each:.3f}' for each in ends)} CPU s/GB", flush=True)
+    return updates
 
 
 def row_of(kind: str, share: float, processes: list[list[dict[str, Any]]]) -> dict[str, Any]:

@@ -111,6 +111,7 @@ class Echo(Variant):
         codec: str = "full",
         sockets: str = "auto",
         leaves: frozenset[int] = frozenset(),
+        kept_bytes: int = 0,
     ) -> None:
         """Start the processes and wait until everybody has the parent of the plan.
 
@@ -121,6 +122,7 @@ class Echo(Variant):
             codec: full or delta.
             sockets: connections to each parent, or auto.
             leaves: receivers that nobody can reach, counted from 1.
+            kept_bytes: size of the images for which receivers keep memory; 0 to allocate anew.
         """
         self.topology, self.codec = topology, codec
         self._wire_bytes = 0
@@ -128,6 +130,7 @@ class Echo(Variant):
         self.name = " ".join(filter(None, parts))
         self._options = [f"--sockets={sockets}"]
         self._options += ["--curve"] * curve
+        self._options += [f"--kept-bytes={kept_bytes}"] * (kept_bytes > 0)
         self._path = path
         forced = topology.kind + (f":{topology.ways}" if topology.ways else "")
         self.learner = self._start(0, "learner", path.listen(0), f"--topology={forced}")

@@ -23,6 +23,7 @@ import numpy as np
 import uvloop
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from kept_store import KeptStore
 from publishing import ForcedPlanning, publishing_session
 from stream_node import commands, tell, tell_cpu
 
@@ -192,7 +193,8 @@ async def run_receiver(config: Config, arguments: argparse.Namespace) -> None:
     )
     if arguments.sockets != "auto":
         settings = dataclasses.replace(settings, sockets_per_link=int(arguments.sockets))
-    broadcast = node.make_broadcast(settings.node_id, config.network, open_store(None, None))
+    store = KeptStore(arguments.kept_bytes) if arguments.kept_bytes else open_store(None, None)
+    broadcast = node.make_broadcast(settings.node_id, config.network, store)
     session = Relay(settings, broadcast, now=asyncio.get_running_loop().time())
     await Receiver(session, transport, log=LOG).run()
 
@@ -285,6 +287,7 @@ def main() -> None:
     parser.add_argument("--sockets", default="auto", help="connections to each parent")
     parser.add_argument("--name", help="node id of a receiver")
     parser.add_argument("--curve", action="store_true", help="encrypt all links")
+    parser.add_argument("--kept-bytes", type=int, default=0, help="size of images in kept memory")
     arguments = parser.parse_args()
     tune_malloc()
     run = run_learner if arguments.role == "learner" else run_receiver

@@ -11,7 +11,6 @@ import asyncio
 import time
 
 import broadcast_node
-import torch
 import uvloop
 from broadcast_node import LOG, configuration, is_planned
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -120,7 +119,6 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.connect, arguments.curve = None, False
     tune_malloc()
-    torch.set_num_threads(1)
     uvloop.run(run(configuration(arguments), arguments))
 
 

@@ -3,7 +3,8 @@
 Learner and worker are in one process, without a network between them; the stages are calls of the
 project's own functions, in the order in which the nodes make them. A process makes one kind of
 update: `changes`, which costs what has changed, or `whole`, today's way for late joiners and for
-versions in which much has changed. So its first update finds no memory warm.
+versions in which much has changed; `image` makes images only, each in new memory. So the first
+update of a process finds no memory warm.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class Worker:
             engine: "views" of the image, or weights of its own in float32 or bfloat16.
             device: where these are.
         """
-        self.store = ItemStore(version_store=open_store(None, None))
+        # One version is enough here; that of a learner has to be as in a run, for its memory.
+        self.store = ItemStore(keep_versions=1, version_store=open_store(None, None))
         self.store.patch_mode = "now"
         self._public_key = public_key
         self._pool = ThreadPoolExecutor(min(MAX_WORKERS, os.cpu_count() or 1))
@@ -120,7 +122,7 @@ class Worker:
         frame = encode_signed(publication.signed)
         room = self.store.version_store.create(manifest.version, frame, manifest.num_bytes)
         room[:] = publication.image
-        self.store.images[manifest.version] = transfer_of(publication, room)
+        self.store.add(transfer_of(publication, room))
         self.own: dict[str, torch.Tensor] = {}
         if engine != "views":
             given = tensors_from_image(manifest.tensors, memoryview(room).toreadonly())
@@ -226,19 +228,33 @@ def update(step: int, kind: str, learner: Learner, worker: Worker, stages: Stage
     return sum(len(segment.payload) + len(segment.frame) for segment in segments)
 
 
+def make_images(weights: Weights, count: int) -> None:
+    """Make images in memory that is new for each, as versions were made before it was kept."""
+    for number in range(1, count + 1):
+        weights.step()
+        stages = Stages("cpu")
+        with stages.stage("learner: round into new memory"):
+            _, image = publish_image(weights.state, "bfloat16")
+        row = {"update": number, "image_bytes": len(image), "wire_bytes": len(image)}
+        del image
+        print(json.dumps({**row, "stages": stages.rows}), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=["changes", "whole"])
+    parser.add_argument("kind", choices=["changes", "whole", "image"])
     parser.add_argument("--shape", choices=SHAPES, default="Qwen3-0.6B")
     parser.add_argument("--share", type=float, choices=SCALES, default=0.014)
     parser.add_argument("--updates", type=int, default=4)
     parser.add_argument("--engine", choices=["views", "float32", "bfloat16"], default="views")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--fresh", action="store_true", help="measure an image in new memory, too")
     arguments = parser.parse_args()
     tune_malloc()
     torch.set_num_threads(1)
     weights = Weights(arguments.shape, arguments.share, arguments.device)
+    if arguments.kind == "image":
+        make_images(weights, arguments.updates)
+        return
     is_whole = arguments.kind == "whole"
     learner = Learner(weights, is_on_device=False if is_whole else None)
     first = learner.coder.seal(learner.make(0))
@@ -250,9 +266,6 @@ def main() -> None:
         weights.step()
         stages = Stages(arguments.device)
         payload_bytes = update(step, arguments.kind, learner, worker, stages)
-        if arguments.fresh:
-            with stages.stage("learner: round into new memory"):
-                publish_image(weights.state, "bfloat16")
         assert learner.held is not None
         row = {"update": step, "image_bytes": learner.held.num_bytes, "wire_bytes": payload_bytes}
         print(json.dumps({**row, "stages": stages.rows}), flush=True)

@@ -217,8 +217,15 @@ _REMEDIES = {
 }
 
 
-async def bound_socket(address: str, congestion_control: str | None) -> socket.socket:
+async def bound_socket(
+    address: str, congestion_control: str | None, max_socket_bytes: int | None = None
+) -> socket.socket:
     """Return a non-blocking TCP socket that is bound to `address` and does not listen yet.
+
+    Args:
+        address: tcp://host:port.
+        congestion_control: how accepted connections are to send; None for the system's default.
+        max_socket_bytes: what one of them may hold that is not under way; None for no bound.
 
     Raises:
         TransportError: if it cannot be bound; the message names the address and the remedy.
@@ -233,6 +240,8 @@ async def bound_socket(address: str, congestion_control: str | None) -> socket.s
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(where)
             _set_congestion_control(bound, congestion_control)
+            if max_socket_bytes is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+                bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, max_socket_bytes)
             bound.setblocking(False)
         except OSError:
             bound.close()
@@ -346,6 +355,10 @@ class News(enum.Enum):
 
 class SendQueue(Protocol):
     """Sends on one connection, within its byte bound."""
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes accepted and not yet given to the operating system, overhead included."""
 
     def send(self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> bool:
         """Accept a message, or refuse it."""
@@ -701,6 +714,11 @@ class DialledLink:
         self._channel.look()
         return is_sent
 
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes accepted and not yet given to the operating system, overhead included."""
+        return 0 if self._outbox is None else self._outbox.unsent_bytes
+
     def close(self) -> None:
         """End the link; what was accepted is still delivered for a while."""
         if self._timer is not None:
@@ -913,9 +931,7 @@ class ZmqOutbox:
     def send(self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> bool:
         """Accept a message, or refuse it."""
         charge = num_bytes + MESSAGE_OVERHEAD_BYTES
-        while self._tracked and self._tracked[0][1].done:
-            self._unsent_bytes -= self._tracked.popleft()[0]
-        if self._unsent_bytes + charge > self._max_unsent_bytes:
+        if self.unsent_bytes + charge > self._max_unsent_bytes:
             return False
         is_tracked = self._untracked_bytes + charge >= _ZERO_COPY_BYTES
         try:
@@ -931,6 +947,13 @@ class ZmqOutbox:
             self._tracked.append((self._untracked_bytes, tracker))
             self._untracked_bytes = 0
         return True
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes accepted that libzmq has not yet passed on to the kernel, overhead included."""
+        while self._tracked and self._tracked[0][1].done:
+            self._unsent_bytes -= self._tracked.popleft()[0]
+        return self._unsent_bytes
 
     def _hand_over(
         self, frames: Sequence[bytes | bytearray | memoryview], is_tracked: bool
@@ -1169,6 +1192,8 @@ class ZmqTransport(Transport):
         options: bounds and timings.
         keys: those of this process; without them nothing is encrypted.
         congestion_control: wanted for what is sent to inbound peers; None for the system's default.
+        max_socket_bytes: what the kernel may hold for one of them that is not under way, so that
+            `unsent_bytes` tells what has left; None for no bound.
     """
 
     def __init__(
@@ -1178,12 +1203,14 @@ class ZmqTransport(Transport):
         keys: CurveKeys | None = None,
         *,
         congestion_control: str | None = "bbr",
+        max_socket_bytes: int | None = None,
     ) -> None:
         if listen_address is not None:
             parse_address(listen_address)
         self._listen_address = listen_address
         self._keys = keys
         self._congestion_control = congestion_control
+        self._max_socket_bytes = max_socket_bytes
         self._admission: ZapHandler | None = None
         self.options = options or TransportOptions()
         self.totals = TransportStats()
@@ -1229,7 +1256,9 @@ class ZmqTransport(Transport):
         if self._listen_address is None:
             return
         try:
-            self._bound = await bound_socket(self._listen_address, self._congestion_control)
+            self._bound = await bound_socket(
+                self._listen_address, self._congestion_control, self._max_socket_bytes
+            )
         except BaseException:
             await self.close()
             raise
@@ -1281,6 +1310,15 @@ class ZmqTransport(Transport):
         else:
             self.totals.refused_sends += 1
         return is_sent
+
+    def unsent_bytes(self, peer: PeerId) -> int:
+        """Return what was accepted for a peer and not yet given to the operating system."""
+        match self._peers.get(peer):
+            case DialledLink() as link:
+                return link.unsent_bytes
+            case Inbound() as inbound:
+                return inbound.outbox.unsent_bytes
+        return 0
 
     async def receive(self) -> list[TransportEvent]:
         """Wait for events, and return a burst of them."""

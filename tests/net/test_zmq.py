@@ -148,6 +148,15 @@ def test_congestion_control_is_chosen_where_it_is_permitted(run: Run) -> None:
         run(scenario(name))
 
 
+def test_what_a_socket_holds_can_be_bounded(run: Run) -> None:
+    async def scenario() -> None:
+        with await zmq.bound_socket("tcp://127.0.0.1:0", None, 1 << 16) as bound:
+            option = socket.TCP_NOTSENT_LOWAT
+            assert bound.getsockopt(socket.IPPROTO_TCP, option) == 1 << 16
+
+    run(scenario())
+
+
 def test_an_oversized_frame_ends_the_senders_connection_only(run: Run) -> None:
     async def scenario() -> None:
         strict = OPTIONS
@@ -192,6 +201,8 @@ def test_a_peer_that_never_reads_costs_no_memory_beyond_its_bound(run: Run) -> N
                         else:
                             refused += 1
                             await asyncio.sleep(0.01)
+                    waiting = listener.unsent_bytes(stuck)
+                    assert 0 <= OPTIONS.max_unsent_bytes - waiting < (1 << 18) + 1024
                     # Its own queue and unread messages, plus what the two kernels buffer.
                     assert accepted_bytes < 64 << 20
                     assert resident_bytes() - before < 4 * OPTIONS.max_unsent_bytes
@@ -200,6 +211,7 @@ def test_a_peer_that_never_reads_costs_no_memory_beyond_its_bound(run: Run) -> N
             gone = await one(listener)
             assert isinstance(gone, Disconnected)
             assert not listener.send(stuck, [b"x"])
+            assert listener.unsent_bytes(stuck) == 0
 
     run(scenario())
 

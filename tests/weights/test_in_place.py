@@ -615,6 +615,16 @@ def test_a_version_that_was_passed_is_fetched_again_where_it_is_the_newest_in_fu
     assert fetched[-2:] == [(v(1), FULL), (v(2), Form("delta", v(1)))]
 
 
+@pytest.mark.parametrize("mode", IN_PLACE)
+def test_a_delta_that_is_kept_for_others_does_not_keep_its_patch(mode: PatchMode) -> None:
+    net = chain("a", "b", mode=mode)
+    publish_delta(net, 1)
+    net.settle()
+    encoded = net.nodes["b"].encoded_versions[v(1), Form("delta", v(0))]
+    assert encoded.patch is None
+    net.check()
+
+
 # --- memory that is handed out again --------------------------------------------------------------
 
 
@@ -641,5 +651,16 @@ def test_memory_of_another_size_is_not_kept() -> None:
     memory = RecycledMemory()
     memory.take(1000)
     assert len(memory.take(2000)) == 2000
-    assert sum(piece.nbytes for piece, _ in memory._lent) == 2000
-    assert memory._free == []
+    assert len(memory._lent) + len(memory._free) == 1
+
+
+def test_memory_for_the_images_to_come_is_made_with_the_first() -> None:
+    memory = RecycledMemory(2)
+    held = memory.take(1000)
+    made = {each.ctypes.data for each in (*memory._free, memory._lent[0][0])}
+    assert len(made) == 2
+    for _ in range(4):
+        new = memory.take(1000)
+        assert np.frombuffer(new, np.uint8).ctypes.data in made
+        assert not np.shares_memory(np.frombuffer(new, np.uint8), np.frombuffer(held, np.uint8))
+        held = new

@@ -1,0 +1,300 @@
+"""Swarm: the same bytes everywhere, nothing asked for twice, whoever dies meanwhile."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.swarm_paper import PaperFleet, random_image
+from echo.core.errors import RemoteProtocolError
+from echo.core.rollout import PolicyVersion
+from echo.weights.store import EncodedVersion, ItemStore, Transfer
+from echo.weights.swarm import MAX_SLOTS, ItemArrived, Rarity, Swarm, indices, runs_of, set_of
+from echo.wire.actions import Send
+from echo.wire.codec import decode_envelope, decode_message
+from echo.wire.messages import FULL, Chunk, Form, Have, Segment, Tables, Turn, Want
+from tests.weights.encoded_versions import coded, v
+
+CHUNK = 1 << 10
+SIZE = 24 * CHUNK - 100
+
+
+def image_at(fleet: PaperFleet, name: str, step: int) -> bytes:
+    return bytes(fleet.nodes[name].store.images[PolicyVersion(1, step)].storage)
+
+
+def messages(actions: Any) -> list[Any]:
+    sent = [each for each in actions if isinstance(each, Send)]
+    return [decode_message(decode_envelope(list(each.frames))) for each in sent]
+
+
+# --- sets of chunks -------------------------------------------------------------------------------
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_runs_name_a_set(chunks: set[int]) -> None:
+    bits = sum(1 << index for index in chunks)
+    assert set(indices(bits)) == chunks
+    assert set_of(runs_of(bits)) == bits
+
+
+@pytest.mark.parametrize("runs", [(1,), (2, 2), (3, 1), (0, 4, 2, 6)])
+def test_runs_that_are_no_ascending_pairs_are_refused(runs: tuple[int, ...]) -> None:
+    with pytest.raises(RemoteProtocolError, match="ascending"):
+        set_of(runs)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 255)), max_size=20))
+def test_the_rarest_have_the_fewest_holders(told: list[tuple[int, int]]) -> None:
+    rarity, theirs = Rarity(), [0] * 5
+    for holder, bits in told:
+        if theirs[holder] & bits:  # it leaves
+            rarity.remove(theirs[holder])
+            theirs[holder] = 0
+        else:
+            rarity.add(bits)
+            theirs[holder] |= bits
+    copies = Counter(index for bits in theirs for index in indices(bits))
+    among = sum(1 << index for index in copies)
+    rarest = set(indices(rarity.rarest(among))) if among else set()
+    assert rarest == {index for index, count in copies.items() if count == min(copies.values())}
+
+
+# --- whole fleets ---------------------------------------------------------------------------------
+
+
+def rates_of(chance: random.Random, count: int) -> list[float]:
+    """Return uplinks of a source and some receivers, some of which cannot serve."""
+    rates = [chance.choice([0.0, 2e3, 2e4, 1e5]) for _ in range(count)]
+    return [chance.choice([2e4, 1e5]), *rates]
+
+
+@given(st.integers(0, 10**6))
+def test_every_node_gets_the_same_bytes(seed: int) -> None:
+    chance = random.Random(seed)
+    fleet = PaperFleet(rates_of(chance, 5), seed=seed, latency_s=chance.choice([0.001, 0.05]))
+    fleet.deliver(1, SIZE, CHUNK)
+    right = bytes(random_image(1, SIZE, CHUNK)[1])
+    for node in fleet.nodes.values():
+        assert image_at(fleet, node.name, 1) == right
+
+
+def test_no_chunk_that_is_held_is_asked_for_again() -> None:
+    fleet = PaperFleet([5e4] * 6, seed=3)
+    item_id = fleet.publish(1, SIZE, CHUNK)
+    seen = 0
+    others = [node for node in fleet.nodes.values() if node.name != "n0"]
+    while not all(item_id in node.arrived for node in others):
+        before = {node.name: len(node.asked) for node in others}
+        held = {
+            node.name: bytes(node.store.images[item_id[0]].has_chunk)
+            for node in others
+            if item_id[0] in node.store.images
+        }
+        fleet.step()
+        for node in others:
+            for _, told in node.asked[before[node.name] :]:
+                if isinstance(told, Want):
+                    seen += len(told.chunks)
+                    assert not any(held[node.name][index] for index in told.chunks)
+    assert seen >= 5 * 24
+
+
+@pytest.mark.parametrize("is_seen", [True, False], ids=["killed", "black-holed"])
+def test_a_node_that_dies_in_mid_transfer_costs_little(is_seen: bool) -> None:
+    whole = PaperFleet([4e4] * 8, seed=5).deliver(1, 4 * SIZE, CHUNK)
+    fleet = PaperFleet([4e4] * 8, seed=5)
+    fleet.at(whole / 2, lambda: fleet.kill("n3", is_seen=is_seen))
+    took = fleet.deliver(1, 4 * SIZE, CHUNK)
+    right = bytes(random_image(1, 4 * SIZE, CHUNK)[1])
+    for name in set(fleet.nodes) - {"n3"}:
+        assert image_at(fleet, name, 1) == right
+    # An eighth of the uplinks is gone for half of the time.
+    assert took < whole * 1.15 + 1.0
+
+
+def test_duplicates_and_control_are_few() -> None:
+    fleet = PaperFleet([8e4, *[2e4] * 5, *[0.0] * 2], seed=7)
+    num_bytes = 8 * SIZE
+    fleet.deliver(1, num_bytes, CHUNK)
+    duplicates = sum(node.swarm.num_duplicate_chunks for node in fleet.nodes.values())
+    assert duplicates <= 0.03 * 7 * num_bytes / CHUNK
+    control = sum(node.control_bytes for node in fleet.nodes.values())
+    # For chunks of 256 KiB instead of these of 1 KiB.
+    assert control * CHUNK / (256 << 10) < 0.004 * 7 * num_bytes
+
+
+def test_it_fills_the_uplinks() -> None:
+    fleet = PaperFleet([8e4, *[4e4, 0.0] * 4], seed=2)
+    seconds = fleet.deliver(1, 8 * SIZE, CHUNK)
+    assert 8 * SIZE / 3e4 / seconds > 0.8  # (8 + 16) / 8 is what each may get
+
+
+def test_wrong_chunks_are_never_held_and_their_sender_is_left() -> None:
+    fleet = PaperFleet([4e4] * 4, seed=1)
+    fleet.corrupt = lambda name, data: bytes(len(data)) if name == "n2" else data
+    fleet.deliver(1, SIZE, CHUNK)
+    right = bytes(random_image(1, SIZE, CHUNK)[1])
+    assert all(image_at(fleet, name, 1) == right for name in fleet.nodes)
+    assert {each.peer for each in fleet.failed} == {"n2"}
+
+
+# --- single nodes ---------------------------------------------------------------------------------
+
+
+def node_with(step: int, num_held: int | None = None) -> tuple[Swarm, ItemStore]:
+    """Return a node that holds the first chunks of an image, or all, and its store."""
+    store = ItemStore()
+    signed, image = random_image(step, SIZE, CHUNK)
+    count = signed[1].num_chunks
+    num_held = count if num_held is None else num_held
+    has_chunk = bytearray(b"\1") * num_held + bytearray(count - num_held)
+    storage = bytearray(image)
+    store.images[signed[1].version] = Transfer(*signed, storage, has_chunk, num_held)
+    return Swarm(store, node_id="here"), store
+
+
+ITEM = (PolicyVersion(1, 9), FULL)
+
+
+def have(runs: tuple[int, ...], *, is_wanting: bool) -> Have:
+    return Have(version=ITEM[0], form=FULL, runs=runs, is_wanting=is_wanting)
+
+
+def test_the_source_sends_each_chunk_once_before_any_twice() -> None:
+    swarm, _ = node_with(9)
+    for name in ("a", "b", "c"):
+        swarm.meet(name, name, name + "/bulk", now=0.0)
+        swarm.receive(name, have((), is_wanting=True), [], now=0.0)
+    named: list[int] = []
+    actions, now = swarm.publish(ITEM, now=0.0), 0.0
+    for _ in range(200):
+        if len(named) >= 24:
+            break
+        now += 0.01
+        answers = []
+        for action in actions:
+            [message] = messages([action])
+            if isinstance(message, Turn):
+                named += message.named
+                chunks = message.named
+                answer = Want(version=ITEM[0], form=FULL, number=message.number, chunks=chunks)
+                answers.append((action.peer, answer))
+        actions = []
+        for peer, answer in answers:
+            actions += swarm.receive(peer, answer, [], now=now)
+        for link in swarm.links_in_use:
+            actions += swarm.left(link, 0, now=now)
+    assert len(named[:24]) == len(set(named[:24])) == 24
+
+
+def test_a_neighbour_without_a_link_for_chunks_gets_no_turn() -> None:
+    swarm, _ = node_with(9)
+    swarm.publish(ITEM, now=0.0)
+    swarm.meet("a", "a", None, now=0.0)
+    told = swarm.receive("a", have((), is_wanting=True), [], now=0.0)
+    assert not any(isinstance(each, Turn) for each in messages(told))
+
+
+def test_what_was_not_offered_is_refused() -> None:
+    swarm, _ = node_with(9, num_held=3)
+    swarm.want(ITEM, now=0.0)
+    swarm.meet("a", "a", "a/bulk", now=0.0)
+    wanted = Want(version=ITEM[0], form=FULL, number=0, chunks=(5,))
+    with pytest.raises(RemoteProtocolError, match="not offered"):
+        swarm.receive("a", wanted, [], now=0.0)
+
+
+def test_a_turn_without_an_answer_is_taken_back_and_its_neighbour_left_alone() -> None:
+    swarm, _ = node_with(9)
+    swarm.publish(ITEM, now=0.0)
+    for name in ("a", "b"):
+        swarm.meet(name, name, name + "/bulk", now=0.0)
+        swarm.receive(name, have((), is_wanting=True), [], now=0.0)
+    later = [each for each in swarm.expire(now=3.0) if isinstance(each, Send)]
+    assert swarm.num_expired_turns > 0
+    turns = [each for each in later if isinstance(messages([each])[0], Turn)]
+    assert {each.peer for each in turns} == {"b"}
+    swarm.expire(now=6.0)
+    back = swarm.receive("a", have((), is_wanting=True), [], now=6.1)
+    turns = [each for each in back if isinstance(messages([each])[0], Turn)]
+    assert {each.peer for each in turns} == {"a"}
+
+
+def test_a_full_queue_of_the_uplink_shrinks_the_slots() -> None:
+    """Answers that come late beyond the least ever: turns wait behind chunks."""
+    slots = []
+    for wait_s in (0.0, 0.2):
+        swarm, _ = node_with(9)
+        swarm.meet("a", "a", "a/bulk", now=0.0)
+        actions = swarm.publish(ITEM, now=0.0)
+        actions = swarm.receive("a", have((), is_wanting=True), [], now=0.0)
+        now = 0.0
+        for round_ in range(40):
+            now += 0.06 + (wait_s if round_ else 0.0)
+            turns = [each for each in messages(actions) if isinstance(each, Turn)]
+            actions = []
+            for turn in turns:
+                answer = Want(version=ITEM[0], form=FULL, number=turn.number, chunks=turn.named)
+                actions += swarm.receive("a", answer, [], now=now)
+            for link in swarm.links_in_use:
+                actions += swarm.left(link, 0, now=now + 0.01)
+        slots.append(swarm.slots)
+    assert slots[0] > slots[1]
+    assert max(slots) <= MAX_SLOTS
+
+
+def test_an_open_item_spreads_as_its_tables_become_known() -> None:
+    pieces = coded(2, 1, blocks_per_segment=1)
+    item_id = v(2), Form("delta", v(1))
+    source, receiver = ItemStore(), ItemStore()
+    here, there = Swarm(source, node_id="s"), Swarm(receiver, node_id="r")
+    here.meet("r", "r", "r/bulk", now=0.0)
+    there.meet("s", "s", "s/bulk", now=0.0)
+    open_item = source.encoded_versions[item_id] = EncodedVersion(*item_id)
+    fetched = receiver.encoded_versions[item_id] = EncodedVersion(*item_id)
+    arrived: list[Any] = []
+
+    def settle(first: list[Any], *, of: Swarm) -> None:
+        queue = [(of, action) for action in first]
+        while queue:
+            swarm, action = queue.pop(0)
+            if isinstance(action, ItemArrived):
+                arrived.append(action.item_id)
+            if not isinstance(action, Send):
+                continue
+            other = there if swarm is here else here
+            message = decode_message(decode_envelope(list(action.frames)))
+            payload = [bytes(each) for each in action.frames[1:]]
+            if isinstance(message, Segment):
+                table = pieces[message.index][0]
+                if message.index == fetched.num_segments:
+                    fetched.add(table, payload[0])
+                    queue += [(other, each) for each in other.extend(item_id, now=0.1)]
+                continue
+            sender = "s" if swarm is here else "r"
+            queue += [(other, one) for one in other.receive(sender, message, payload, now=0.1)]
+            if isinstance(message, Chunk):
+                queue += [(swarm, one) for one in swarm.left(action.peer, 0, now=0.1)]
+
+    settle(here.publish(item_id, now=0.0), of=here)
+    settle(there.want(item_id, now=0.0), of=there)
+    for table, frame, payload in pieces:
+        assert not fetched.is_complete
+        open_item.add(table, frame, memoryview(payload))
+        settle(here.extend(item_id, now=0.1), of=here)
+        assert fetched.num_held == fetched.num_chunks == open_item.num_chunks
+    assert item_id in arrived
+
+
+def test_tables_are_sent_to_who_lacks_them() -> None:
+    swarm, _ = node_with(9)
+    swarm.publish(ITEM, now=0.0)
+    swarm.meet("a", "a", None, now=0.0)
+    told = swarm.receive("a", Tables(version=ITEM[0], form=FULL, num_segments=0), [], now=0.0)
+    assert [type(each).__name__ for each in messages(told)] == ["Announce"]
