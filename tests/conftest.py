@@ -29,7 +29,7 @@ hypothesis.settings.register_profile("all", deadline=None, max_examples=300)
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add what CONTRIBUTING tells of: `--all`; and what `tests/promises/plants.py` tells of."""
     parser.addoption("--all", action="store_true", help="run the long matrices and plants, too")
-    parser.addoption("--plant", type=int, help="break the product as this promise's plant says")
+    parser.addoption("--plant", help="break the product as this promise's plant says")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,6 +1,6 @@
 """A fault of a few lines for each promise, under which its tests must fail.
 
-`pytest tests/promises -k test_07 --plant 7` plants one; `test_plants.py` does so for each (--all).
+`pytest tests/promises -k test_07 --plant 07` plants one; `test_plants.py` does so for each (--all).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from echo.core import buffer
@@ -26,23 +27,24 @@ from echo.roles.learner import Learner
 from echo.roles.members import Member, Presence, Roster
 from echo.roles.node import DialingRole
 from echo.weights import receiver, store
+from echo.weights.delta import BlockPatch, decode_block
 from echo.weights.manifest import SignedManifest
 from echo.weights.receiver import StripeLinks, Watchdog
-from echo.weights.store import HeapStore, Transfer
+from echo.weights.store import HeapStore, Patch, Transfer
 from echo.wire.actions import Stop
 from echo.wire.codec import decode_envelope
 from echo.wire.messages import Ack
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-PLANTS: dict[int, Plant] = {}
-"""By the number of the promise."""
+PLANTS: dict[str, Plant] = {}
+"""By the number of the promise, in two digits, and the letter of one of its tests."""
 
 
-def plant(number: int) -> Callable[[Plant], Plant]:
-    """Enter the plant of a promise."""
+def plant(number: int, letter: str = "") -> Callable[[Plant], Plant]:
+    """Enter the plant of a promise, or of what one of its tests alone can find."""
 
     def enter(planted: Plant) -> Plant:
-        PLANTS[number] = planted
+        PLANTS[f"{number:02d}{letter}"] = planted
         return planted
 
     return enter
@@ -275,6 +277,43 @@ def change_a_byte(patch: pytest.MonkeyPatch) -> None:
         place[0] ^= 1
 
     patch.setattr(HeapStore, "write", careless)
+
+
+@plant(19, "b")
+def write_in_place_carelessly(patch: pytest.MonkeyPatch) -> None:
+    """Change a byte too many with every version that is written in place."""
+    write = Patch.write
+
+    def careless(self: Patch, image: memoryview) -> None:
+        write(self, image)
+        image[100] ^= 1
+
+    patch.setattr(Patch, "write", careless)
+
+
+@plant(20, "b")
+def audit_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Look neither at what a delta replaces nor at what lies beside it."""
+    patch.setattr(store.AuditChunks, "run", lambda self: "")
+    patch.setattr(store.OpenBlock, "run", open_whatever_is_there)
+
+
+def open_whatever_is_there(work: store.OpenBlock) -> str:
+    """Open a block on any base."""
+    base, assumed = bytearray(len(work.base)), work.encoded.patch
+    decode_block(work.coded, work.base, memoryview(base))
+    old, new = (np.frombuffer(each, np.uint8) for each in (bytes(work.base), base))
+    assert assumed is not None
+    assumed.blocks[work.block] = BlockPatch(None, old, new, b"", b"")
+    return ""
+
+
+@plant(22, "b")
+def insist_on_what_is_refused(patch: pytest.MonkeyPatch) -> None:
+    """Keep a version ready that the engine has refused in place."""
+    from echo.weights.receiver import Receiver
+
+    patch.setattr(Receiver, "_refuse", lambda self, item_id, fault, now: [])
 
 
 @plant(20)
