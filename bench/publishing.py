@@ -47,7 +47,7 @@ def publishing_session(config: Config, identity: Identity, advertise: str) -> Le
             chunk_bytes=config.network.chunk_bytes,
         ),
         RunState(leases=LeaseBook(timeout_s=config.network.lease_timeout_s), lineages=lineages),
-        broadcast=node.make_broadcast(LEARNER_ID, config.network),
+        broadcast=node.make_broadcast(LEARNER_ID, config.network, keep_versions=1),
         buffer=StalenessBuffer(max_staleness=1, lineages=lineages),
         prompts=NoPrompts(),
     )
