@@ -17,7 +17,7 @@ What happens when
   fetched again, and a torn manifest fails its signature. A version store gets its name only with
   all its room, a version store without a manifest is worthless: both are removed.
 * **Killed while a version is written in place**: what it overwrites is on record before the first
-  word changes (`PatchFiles`), and the image is named after the new version behind the last. The
+  word changes (`pack_undo`), and the image is named after the new version behind the last. The
   next process takes back what has no manifest yet, newest first, and so comes to a version whose
   every chunk it can verify. It fetches the deltas since then again.
 * **Disk full**: room is preallocated before the file is mapped, because a mapped file without room
@@ -1006,13 +1006,13 @@ class DiskStore(MappedStore):
         for version, path in sorted(found.items(), reverse=True):
             image = self._path(version, "image")
             if not (image.exists() and image.with_suffix(".manifest").exists()):
-                self._take_back(version, path.read_bytes())
+                self._take_back(version, path)
             _remove(path)
 
-    def _take_back(self, version: PolicyVersion, record: bytes) -> None:
+    def _take_back(self, version: PolicyVersion, undo: Path) -> None:
         image = self._path(version, "image")
         try:
-            patch = unpack_undo(record, version)
+            patch = unpack_undo(undo.read_bytes(), version)
             base = self._path(patch.base, "image")
             if not image.exists():
                 image = base  # killed before it was renamed
