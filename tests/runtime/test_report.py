@@ -189,7 +189,14 @@ def test_a_snapshot_shows_every_node(play: Play, num_workers: int) -> None:
     async def scenario(run: Run) -> None:
         workers = [await run.worker(f"w{i}") for i in range(num_workers)]
         learner = await run.learner()
+        learner.session.is_granting = False  # a worker that is ready first may do all the work
         async with running(learner, *workers) as (learning, *_):
+            assert await learner.wait_until(
+                lambda: all(worker.view().version.startswith("v") for worker in workers),
+                within_s=30,
+            )
+            learner.session.is_granting = True
+            learner.perform(learner.session.grant(now=learner.now))
             await learning
         seen = {node.node_id for snapshot in run.snapshots for node in snapshot.nodes}
         assert seen == {f"w{i}" for i in range(num_workers)}
