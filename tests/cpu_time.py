@@ -13,7 +13,8 @@ measured, as many times larger is every limit (never smaller). The limits:
 - In continuous integration (`CI=true`) a package over its budget by more than `MARGIN` fails the
   run. The budgets are measured seconds plus a tenth; --all has none.
 - What a test uses by itself, its fixtures apart, is at most `MOST_S`, or `MOST_SLOW_S` where it is
-  marked `slow`, in a run of the whole suite. Tests of processes (`e2e`) and those that only --all runs (`matrix`) have no limit.
+  marked `slow`, in a run of the whole suite. Tests of processes (`e2e`) and those that only --all
+  runs (`matrix`) have no limit.
 """
 
 from __future__ import annotations
