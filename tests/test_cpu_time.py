@@ -20,6 +20,9 @@ SESSION = """
     import os
     import pytest
 
+    def pytest_addoption(parser):
+        parser.addoption("--all", action="store_true")
+
     def use(seconds):
         os.environ["CPU_S"] = str(float(os.environ["CPU_S"]) + seconds)
 
@@ -113,6 +116,7 @@ def test_in_continuous_integration_a_budget_binds(
         ("", 3.9, [], False),
         ("", 4.1, [], True),
         ("", 4.1, ["tests/sim"], False),
+        ("", 4.1, ["--all"], False),
         ("slow", 39, [], False),
         ("slow", 41, [], True),
         ("e2e", 99, [], False),
