@@ -104,7 +104,6 @@ def make_model(name: str, console: Console, *, for_vllm: bool) -> Path:
             seed=0,
             head_dim=VLLM_HEAD_DIM if for_vllm else HEAD_DIM,
             view=WarmupBar(bar),
-            num_threads=os.cpu_count() or 1,
         )
     console.print(
         f"start: {model.path} answers {model.pass_rate_sampled:.0%} of held-out prompts right "
