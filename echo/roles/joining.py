@@ -494,6 +494,8 @@ class Joining:
         self.run_id, self._learner_key = message.run_id, message.public_key
         self.lineages = message.lineages
         self.heartbeat_s, self.dead_after_s = message.heartbeat_s, message.dead_after_s
+        if message.uplink_bytes_per_s:
+            self.broadcast.uplink.show(message.uplink_bytes_per_s)
         self.broadcast.trust(
             public_key=message.public_key,
             run_id=message.run_id,
@@ -863,6 +865,7 @@ class Admission:
             digests=settings.digests,
             heartbeat_s=settings.heartbeat_s,
             dead_after_s=settings.dead_after_s,
+            uplink_bytes_per_s=self.roster.uplinks.get(message.node_id),
         )
         return sign_welcome(welcome, settings.key)
 

@@ -79,10 +79,12 @@ def test_another_protocol_version_is_refused_with_both(
         worker.session.connected,
     )
 
+    ours = codec.PROTOCOL_VERSION
+
     def as_of_another_release(call: Any) -> Any:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             with monkeypatch.context() as patch:
-                patch.setattr(codec, "PROTOCOL_VERSION", 6)
+                patch.setattr(codec, "PROTOCOL_VERSION", ours + 1)
                 return call(*args, **kwargs)
 
         return wrapped
@@ -93,10 +95,10 @@ def test_another_protocol_version_is_refused_with_both(
     run.world.run(5.0)
     assert worker.stop is not None
     assert worker.stop.reason == "protocol_version"
-    assert "speaks protocol version 5, this node 6" in str(worker.stop.error)
+    assert f"speaks protocol version {ours}, this node {ours + 1}" in str(worker.stop.error)
     refuser = relay if first == "relay" else learner
     assert refuser.session.counters["refused/protocol_version"] >= 1
-    assert any("w1 speaks protocol version 6" in note for note in refuser.notes)
+    assert any(f"w1 speaks protocol version {ours + 1}" in note for note in refuser.notes)
 
 
 def test_a_second_process_of_the_same_name_is_refused_and_the_first_goes_on(
@@ -334,6 +336,22 @@ def test_a_relay_without_route_or_uplink_drops_and_counts(tmp_path: Path) -> Non
     up = encode(Finish(reason="x"), source="w9", target="learner")
     assert relay.session.receive("in98", up, now=4.0) == []
     assert relay.session.counters["dropped/no_uplink"] == 1
+
+
+def test_a_restarted_node_is_told_what_it_could_send(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    learner, relay, _ = start_all(run, workers=0)
+    relay.session.broadcast.uplink.show(7e6)
+    run.world.run(5.0)
+    assert learner.session.uplinks()["r1"] == 7e6
+    run.world.kill(relay)
+    again = run.start_relay("r1")
+    assert again.session.broadcast.uplink_bytes_per_s is None
+    run.world.run(20.0)
+    assert again.session.broadcast.uplink_bytes_per_s == 7e6
+    # So the next plan goes by it.
+    [site] = [m.node for m in learner.session.roster.members() if m.node_id == "r1"]
+    assert site.stats.uplink_bytes_per_s == 7e6
 
 
 def deliver(run: Run, group_id: int, **changes: Any) -> tuple[Any, list[Any]]:

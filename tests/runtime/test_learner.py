@@ -17,6 +17,7 @@ from echo.core.errors import ConfigError, DataError, StorageError
 from echo.core.rollout import Group
 from echo.leases.partials import PartialGroup
 from echo.runtime.learner.node import LearnerNode
+from echo.runtime.learner.resume import read_uplinks
 from echo.tasks.rewards import TaskHost
 from echo.train.step import StepError
 from echo.wire.actions import Action
@@ -368,6 +369,23 @@ def test_a_resume_at_the_last_step_only_finishes(play: Play) -> None:
         assert [r["version"] for r in run.ledger("published")][-1] == [2, 3]
         assert len([r for r in run.ledger("published") if r["version"] == [2, 3]]) == 1
         assert_every_group_ended_once(run)
+
+    play(scenario)
+
+
+def test_a_resumed_run_knows_what_nodes_could_send(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        told: list[float | None] = []
+        for resume in (False, True):
+            learner = await run.learner(resume=resume, run={"max_steps": 2 + 2 * resume})
+            worker = await run.worker("w1")
+            told.append(learner.session.broadcast.uplink_bytes_per_s)
+            learner.session.broadcast.uplink.show(3e9)
+            worker.session.broadcast.uplink.show(5e9)
+            async with running(learner, worker) as (learning, _):
+                assert await learning == "finished"
+            assert read_uplinks(run.run_dir, log=learner.log) == {"learner": 3e9, "w1": 5e9}
+        assert told == [None, 3e9]
 
     play(scenario)
 

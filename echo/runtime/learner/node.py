@@ -62,6 +62,7 @@ from echo.runtime.learner.cost import LOOK_S, METER_S, CostControl, CostTerms
 from echo.runtime.learner.evaluation import Evaluations
 from echo.runtime.learner.publish import Publication, Publisher, VersionEncoder
 from echo.runtime.learner.report import Progress, TaskMetrics
+from echo.runtime.learner.resume import save_uplinks
 from echo.runtime.node import LINGER_S, Node, advertised
 from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.tasks.rewards import RewardError, TaskHost
@@ -921,6 +922,8 @@ class LearnerNode(Node):
             return
         record = partial(self._ledger.checkpointed, lineage=lineage, step=step)
         await self._disk_pool.run(partial(record, oldest_step=oldest_step))
+        save_rates = partial(save_uplinks, self._config.run_dir, session.uplinks(), log=self.log)
+        await self._disk_pool.run(save_rates)
         self.log.info("checkpoint of step %d saved", step)
 
     async def _finish(self) -> None:

@@ -396,6 +396,7 @@ def build_session(
                 price_per_gb=network.price_per_gb,
             ),
             chunk_bytes=network.chunk_bytes,
+            uplinks=start.uplinks,
         ),
         RunState(
             leases=leases,
