@@ -374,6 +374,8 @@ class NodeWorld:
         self.poisoned_groups: set[int] = set()
         self.refused_groups: set[int] = set()
         self.metrics_of: Callable[[int], dict[str, float]] = lambda step: {}
+        self.rows: list[dict[str, Any]] = []
+        """Of metrics, as they were written."""
         self.snapshots: list[Snapshot] = []
         self.event_logs: list[tuple[str, Path]] = []
         """(name of the node, its event log), in the order of their starts."""
@@ -406,7 +408,7 @@ class NodeWorld:
         logging.getLogger("promises").removeHandler(self._handler)
 
     def write_metrics(self, step: int, row: Any) -> None:
-        pass
+        self.rows.append(dict(row))
 
     def show(self, snapshot: Snapshot) -> None:
         self.snapshots.append(snapshot)
@@ -603,6 +605,10 @@ class NodeWorld:
         """Return the newest process of that name, dead or alive."""
         return next(p for p in reversed(self._processes) if p.name == name)
 
+    def node(self, name: str) -> Any:
+        """Return what runs in the newest process of that name, for tests of its insides."""
+        return self._process(name).node
+
     # --- faults ----------------------------------------------------------------------------------
 
     def kill(self, name: str) -> None:
@@ -627,9 +633,17 @@ class NodeWorld:
         """Cut two nodes apart."""
         self._loop.call_soon(self._network.cut, a, b)
 
+    def mend(self, a: str, b: str) -> None:
+        """Let them reach each other again."""
+        self._loop.call_soon(self._network.mend, a, b)
+
     def slow_disk(self, name: str, seconds: float) -> None:
         """Let each chunk take so long to be written at a node."""
         self._slow_disks[name] = seconds
+
+    def enlarge_store(self, name: str, num_bytes: int) -> None:
+        """Let the versions of a node take so many bytes from now on."""
+        self._process(name).node.version_store.limit_bytes = num_bytes
 
     def damage_chunks(self, name: str, *, number: int) -> None:
         """Let the next chunks that a node sends arrive with other bytes."""
