@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from bench.late_node import DelayedBuffer, LateWorker, delay_installs
 from echo.core.rollout import Group, Lineage, Rollout
 from echo.runtime.learner import setup
 from echo.runtime.worker import setup as worker_setup
-from tests.runtime.harness import Play, Run, ends, read_jsonl, running
+from tests.promises.conftest import MakeNodes
 
 
 @pytest.fixture(autouse=True)
@@ -73,31 +72,18 @@ def test_a_group_on_its_way_takes_up_room_and_grows_old_unseen() -> None:
     asyncio.run(scenario())
 
 
-def lags_of(run: Run) -> Counter[int]:
-    """Return how many groups were trained so many versions late; each group ended once."""
-    assert [end for end in ends(run.ledger()).values() if len(end) != 1] == []
-    lags: Counter[int] = Counter()
-    for record in run.ledger("trained"):
-        lags.update({int(lag): count for lag, count in record["staleness"].items()})
-    return lags
-
-
-@pytest.mark.slow
-def test_a_worker_keeps_old_weights_for_its_delay(play: Play) -> None:
-    async def scenario(run: Run) -> None:
-        learner = await run.learner(run={"max_steps": 16}, sync={"max_staleness": 6})
-        worker = await run.worker("w1")
-        weights = injector("weights", law="constant", speedup=900.0)
-        delay_installs(worker, weights)
-        started_at = asyncio.get_running_loop().time()
-        async with running(learner, worker) as (learning, _):
-            assert await learning == "finished"
-        elapsed_s = asyncio.get_running_loop().time() - started_at
-        installed = read_jsonl(run.run_dir / "workers" / "w1" / "installed.jsonl")
-        # Half an hour of emulated time is two seconds: so many versions at most, of 17 published.
-        assert len(installed) <= 1 + elapsed_s / 2.0
-        assert len(run.ledger("published")) == 17
-        assert 3 < max(lags_of(run)) <= 6
-        assert weights.metrics()["delays/weights/hist"] == {"2048": len(installed)}
-
-    play(scenario)
+def test_a_worker_keeps_old_weights_for_its_delay(make_nodes: MakeNodes) -> None:
+    world = make_nodes(sync={"max_staleness": 6}, checkpoint={"interval_steps": 100})
+    world.learner(run={"max_steps": 40})
+    world.worker("w1")
+    weights = injector("weights", law="constant", speedup=1800.0 / 2.0)
+    delay_installs(world.node("w1"), weights)
+    world.run_until(lambda: world.end("learner"))
+    world.audit(is_finished=True)
+    # Half an hour of emulated time is two seconds.
+    num_installed = len(world.audited("w1"))
+    assert num_installed <= 1 + world.now / 2.0
+    assert len(world.published()) == 41
+    lags = [int(lag) for record in world.records("trained") for lag in record["staleness"]]
+    assert 3 < max(lags) <= 6
+    assert weights.metrics()["delays/weights/hist"] == {"2048": num_installed}
