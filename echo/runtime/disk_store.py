@@ -381,11 +381,7 @@ class SavedKeyframe:
 
 
 class KeyframeFiles:
-    """All journals in a directory.
-
-    Args:
-        store: in whose directory, and beside whose versions.
-    """
+    """All journals in a directory."""
 
     def __init__(self, store: DiskStore) -> None:
         self.store = store
@@ -620,11 +616,7 @@ def advise_huge_pages(mapping: mmap.mmap) -> None:
 
 
 class MappedStore(abc.ABC):
-    """Finds room for versions and takes it back.
-
-    Args:
-        limit_bytes: what all version stores that were not dropped may take together.
-    """
+    """Finds room for versions, `limit_bytes` for all that were not dropped, and takes it back."""
 
     may_block = False
     """Whether `write` may take long, so that it belongs into a thread."""

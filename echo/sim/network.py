@@ -260,13 +260,7 @@ class Network:
     # --- connections -----------------------------------------------------------------------------
 
     def dial(self, client: Client, address: str, *, peer: str = "") -> LinkEnd:
-        """Begin to connect; the client hears whether it came to a connection.
-
-        Args:
-            client: who dials.
-            address: where somebody may listen.
-            peer: what the client calls the other side.
-        """
+        """Begin to connect; the client hears whether it came to a connection."""
         self._num_dials += 1
         end = LinkEnd(client, address, self._num_dials, peer)
         self._ends.setdefault(client, {})[end] = None
