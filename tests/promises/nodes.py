@@ -622,7 +622,11 @@ class NodeWorld:
 
     def interrupt(self, name: str) -> None:
         """Press Ctrl-C once."""
-        self._loop.call_soon(self._process(name).node.interrupt)
+        self.call(self._process(name).node.interrupt)
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """Have something called in the loop, as nodes' own parts are."""
+        self._loop.call_soon(function)
 
     def link(self, source: str, target: str, *, bytes_per_s: float, delay_s: float = 0.01) -> None:
         """Give one direction of a link its own rate."""
