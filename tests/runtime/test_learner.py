@@ -16,13 +16,9 @@ from tests.e2e.audit import read_ledger
 from tests.promises.conftest import MakeNodes
 from tests.promises.nodes import NodeWorld
 from tests.roles.harness import message_of, note_ways
-from tests.runtime.harness import Play, Run, ends, running
+from tests.runtime.harness import Play, Run, running
 
 MANY = {"max_steps": 1000}
-
-
-def assert_every_group_ended_once(run: Run) -> None:
-    assert [end for end in ends(run.ledger()).values() if len(end) != 1] == []
 
 
 def test_a_run_trains_evaluates_saves_and_ends_everybody(play: Play) -> None:
@@ -32,7 +28,7 @@ def test_a_run_trains_evaluates_saves_and_ends_everybody(play: Play) -> None:
             assert await learning == "finished"
             assert await working == "the run is finished"
         assert [row["step"] for row in run.ledger("trained")] == [1, 2, 3]
-        assert_every_group_ended_once(run)
+        run.audit()
         evals = [row["eval/version"] for _, row in run.rows if "eval/version" in row]
         assert (evals[0], evals[-1]) == (0, 3)
         assert (run.run_dir / "checkpoints" / "latest").read_text() == "step_000003\n"
@@ -61,7 +57,7 @@ def test_groups_that_teach_nothing_give_their_admission_back(play: Play) -> None
         assert {group % 3 for group in left_out} == {1, 2}
         accepted = {r["group"] for r in run.ledger("accepted")}
         assert not accepted & left_out
-        assert_every_group_ended_once(run)
+        run.audit()
         counters = learner.session.counters.as_dict()
         assert counters["discarded/zero_variance"] == len(left_out)
         rows = [row for _, row in run.rows if "groups/useful" in row]
@@ -110,7 +106,7 @@ def test_a_run_that_ends_early_evaluates_its_last_weights(play: Play) -> None:
         evals = [row["eval/version"] for _, row in run.rows if "eval/version" in row]
         assert evals == [0, step]
         assert run.ledger("checkpoint")[-1]["step"] == step
-        assert_every_group_ended_once(run)
+        run.audit()
 
     play(scenario)
 
@@ -125,11 +121,10 @@ def test_a_group_that_makes_a_step_fail_ends_and_the_others_are_trained(play: Pl
         )
         async with running(learner, await run.worker("w1")) as (learning, _):
             assert await learning == "finished"
-        found = ends(run.ledger())
-        assert found.pop(1) == ["nonfinite_gradient"]
-        assert found[0] == ["trained at 1"]
-        assert [row["step"] for row in run.ledger("trained")] == [1, 2, 3]
-        assert_every_group_ended_once(run)
+        found = run.audit(max_staleness=0)
+        assert found.discard_reasons["nonfinite_gradient"] == found.discarded[1] == 1
+        assert found.trained[0] == [1]
+        assert found.num_steps == 3
         assert learner.session.counters["discarded/nonfinite_gradient"] == 1
         assert learner.session.counters["steps_failed/nonfinite_gradient"] == 1
 
