@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import numpy as np
 import pytest
 
 from bench.delays import DelayInjector, DelaySettings, Direction
 from bench.late_node import DelayedBuffer, LateWorker, delay_installs
-from echo.core.rollout import Group, Lineage, Rollout
+from echo.core.rollout import Group, Lineage
 from echo.runtime.learner import setup
 from echo.runtime.worker import setup as worker_setup
+from tests.core.groups import make_group, make_rollout
 from tests.promises.conftest import MakeNodes
 
 
@@ -37,17 +37,8 @@ def injector(direction: Direction, **settings: Any) -> DelayInjector:
     return DelayInjector(DelaySettings(**settings), direction=direction, seed=0)
 
 
-def make_group(group_id: int, step: int) -> Group:
-    rollout = Rollout(
-        token_ids=np.zeros(1, np.int32),
-        sampler_logprobs=np.zeros(1, np.float32),
-        policy_versions=np.array([[1, step]], np.int32),
-        completion_mask=np.ones(1, np.bool_),
-        reward=0.0,
-        finish_reason="stop",
-    )
-    ids = np.ones(1, np.int32)
-    return Group(group_id=group_id, attempt=0, worker_id="w", prompt_ids=ids, rollouts=(rollout,))
+def group_of(group_id: int, step: int) -> Group:
+    return make_group(make_rollout([(1, step)]), group_id=group_id)
 
 
 def test_a_group_on_its_way_takes_up_room_and_grows_old_unseen() -> None:
@@ -56,7 +47,7 @@ def test_a_group_on_its_way_takes_up_room_and_grows_old_unseen() -> None:
         delays = injector("rollouts", law="constant", lower_s=1.0, upper_s=2.0, speedup=100.0)
         learner: Any = Woken()
         buffer.begin(delays, learner)
-        buffer.put(make_group(0, step=4))
+        buffer.put(group_of(0, step=4))
         assert buffer.num_unspent(step=4) == 1
         assert buffer.take(1, step=4) is None
         await learner.has_news.wait()
@@ -64,9 +55,9 @@ def test_a_group_on_its_way_takes_up_room_and_grows_old_unseen() -> None:
         assert taken is not None
         buffer.put_back(taken, num_taken=1)  # it has arrived before
         assert buffer.take(1, step=4) == taken
-        buffer.put(make_group(1, step=3))
+        buffer.put(group_of(1, step=3))
         assert [evicted.reason for evicted in buffer.evict(step=5)] == ["stale"]
-        buffer.put(make_group(2, step=5))
+        buffer.put(group_of(2, step=5))
         assert [group.group_id for group in buffer.clear()] == [2]
 
     asyncio.run(scenario())
