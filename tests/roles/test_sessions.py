@@ -233,6 +233,7 @@ def test_after_a_hiccup_of_the_planned_parent_a_node_returns_to_it(tmp_path: Pat
     assert worker.session.stats().parent == "r1"
 
 
+@pytest.mark.slow
 def test_a_hung_engine_loses_its_leases_and_is_given_no_more(tmp_path: Path) -> None:
     run = Run(tmp_path, lease_timeout_s=6.0)
     learner = run.start_learner()
@@ -433,6 +434,7 @@ def park(run: Run, learner: Process, *names: str) -> None:
     run.world.perform(learner, learner.session.set_standby(names, now=run.world.now))
 
 
+@pytest.mark.slow
 def test_who_alone_teaches_nothing_is_granted_nothing_until_others_were_heard(
     tmp_path: Path,
 ) -> None:

@@ -31,6 +31,7 @@ QUICK = {"review_s": 0.5, "min_dwell_s": 0.0}
 """An activation that decides within the seconds of a test."""
 
 
+@pytest.mark.slow
 def test_workers_that_are_not_needed_stand_by_and_the_costs_are_told(
     make_nodes: MakeNodes,
 ) -> None:

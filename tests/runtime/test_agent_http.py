@@ -159,6 +159,7 @@ async def play_one(here: Site, episode: Json, played: dict[str, Played]) -> None
     assert await here.reward(name, {"reward": reward}) == (200, {"reward": reward})
 
 
+@pytest.mark.slow
 def test_an_agent_of_two_calls_is_trained_on_what_it_sampled(play: Play, template: str) -> None:
     async def scenario(run: Run) -> None:
         played: dict[str, Played] = {}

@@ -63,6 +63,7 @@ def test_a_group_on_its_way_takes_up_room_and_grows_old_unseen() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_worker_keeps_old_weights_for_its_delay(make_nodes: MakeNodes) -> None:
     world = make_nodes(sync={"max_staleness": 6}, checkpoint={"interval_steps": 100})
     world.learner(run={"max_steps": 40})

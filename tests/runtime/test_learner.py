@@ -41,6 +41,7 @@ def test_a_run_trains_evaluates_saves_and_ends_everybody(play: Play) -> None:
 REWARDS = "tests.runtime.rewards"
 
 
+@pytest.mark.slow
 def test_groups_that_teach_nothing_give_their_admission_back(play: Play) -> None:
     async def scenario(run: Run) -> None:
         learner = await run.learner(
@@ -91,6 +92,7 @@ def test_a_run_from_which_nothing_is_learned_ends_and_says_why(
     assert "the task is solved, and the run ends at step 0" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_early_evaluates_its_last_weights(play: Play) -> None:
     async def scenario(run: Run) -> None:
         learner = await run.learner(
@@ -131,6 +133,7 @@ def test_a_group_that_makes_a_step_fail_ends_and_the_others_are_trained(play: Pl
     play(scenario)
 
 
+@pytest.mark.slow
 def test_the_mismatch_is_attributed_and_what_it_needs_is_kept_for_a_while(play: Play) -> None:
     async def scenario(run: Run) -> None:
         learner = await run.learner(
@@ -158,6 +161,7 @@ def test_the_mismatch_is_attributed_and_what_it_needs_is_kept_for_a_while(play: 
     play(scenario)
 
 
+@pytest.mark.slow
 def test_nothing_is_written_before_everything_is_built(play: Play, tmp_path: Path) -> None:
     async def scenario(run: Run) -> None:
         missing = str(tmp_path / "nothing")
@@ -171,6 +175,7 @@ def test_nothing_is_written_before_everything_is_built(play: Play, tmp_path: Pat
     play(scenario)
 
 
+@pytest.mark.slow
 def test_a_run_can_start_from_the_weights_of_another(play: Play) -> None:
     async def scenario(run: Run) -> None:
         async with running(await run.learner(), await run.worker("w1")) as (learning, _):

@@ -89,6 +89,7 @@ LEAVES = {"release_after_s": 3600.0, "on_release": "w1"}
 OVER = "the run is finished", ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["w2", "fail"])
 def test_a_worker_on_standby_gives_its_machine_back_and_its_cost_ends_if_that_is_confirmed(
     make_nodes: MakeNodes, machines: Machines, command: str
