@@ -381,7 +381,7 @@ class NodeWorld:
         """(name of the node, its event log), in the order of their starts."""
         self._log_events = log_events
         self._noise = noise
-        self._sample_s, self._train_s = sample_s, train_s
+        self.sample_s, self.train_s = sample_s, train_s
         self._slow_disks: dict[str, float] = {}
         route = Route(latency_s=delay_s, jitter_s=jitter_s, bytes_per_s=bytes_per_s)
         self._network = Network(seed=seed, between=route, bulk_bytes=0)
@@ -418,7 +418,7 @@ class NodeWorld:
         if pool == "weights":
             return self._slow_disks.get(name, 0.0)
         is_step = getattr(function, "__func__", None) is StubTrainer.step
-        seconds = self._sample_s if pool == "sample" else self._train_s if is_step else 0.0
+        seconds = self.sample_s if pool == "sample" else self.train_s if is_step else 0.0
         return max(0.0, seconds * (1 + self._noise * self.chance.gauss())) if seconds else 0.0
 
     # --- nodes -----------------------------------------------------------------------------------
