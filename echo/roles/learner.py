@@ -101,15 +101,6 @@ class Learner:
         buffer: AcceptedGroups,
         prompts: Prompts,
     ) -> None:
-        """Start without nodes.
-
-        Args:
-            settings: see there.
-            run: where it stands.
-            broadcast: this node's part of the weights plane.
-            buffer: groups accepted and not yet used.
-            prompts: of the groups.
-        """
         self.settings = settings
         self.broadcast = broadcast
         self.lineages = run.lineages
@@ -359,10 +350,6 @@ class Learner:
 
         A worker knows that it stands by from its plan, which then names no parents; the plan is
         repeated with each heartbeat until it is obeyed, so a lost one does no harm.
-
-        Args:
-            names: node ids; of others than workers, and of workers that are gone, nothing is done.
-            now: the present.
         """
         changed = False
         for member in self.roster.members("worker"):

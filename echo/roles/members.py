@@ -177,7 +177,6 @@ class Roster:
     """All nodes by name, in the order in which they joined."""
 
     def __init__(self, *, heartbeat_s: float, dead_after_s: float) -> None:
-        """Start empty."""
         self.heartbeat_s = heartbeat_s
         self.dead_after_s = dead_after_s
         self.nodes: dict[str, Member] = {}
@@ -246,12 +245,6 @@ class Shutdown:
     """Tells the nodes that the run is over."""
 
     def __init__(self, roster: Roster, routes: Routes) -> None:
-        """Start with a run that is not over.
-
-        Args:
-            roster: the learner's.
-            routes: lead to the nodes.
-        """
         self.reason: str | None = None
         self.is_last_call = False
         self._roster = roster

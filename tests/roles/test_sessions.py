@@ -73,11 +73,6 @@ def test_another_protocol_version_is_refused_with_both(
     learner, relay, _ = start_all(run, workers=0)
     run.world.run(2.0)
     worker = run.start_worker("w1", connect=[RELAY if first == "relay" else LEARNER_ADDRESS])
-    receive, expire, connected = (
-        worker.session.receive,
-        worker.session.expire,
-        worker.session.connected,
-    )
 
     ours = codec.PROTOCOL_VERSION
 
@@ -89,9 +84,8 @@ def test_another_protocol_version_is_refused_with_both(
 
         return wrapped
 
-    worker.session.receive = as_of_another_release(receive)
-    worker.session.expire = as_of_another_release(expire)
-    worker.session.connected = as_of_another_release(connected)
+    for name in ("receive", "expire", "connected"):
+        setattr(worker.session, name, as_of_another_release(getattr(worker.session, name)))
     run.world.run(5.0)
     assert worker.stop is not None
     assert worker.stop.reason == "protocol_version"
@@ -210,19 +204,6 @@ def test_finish_reaches_the_workers_behind_a_relay_before_the_relay_stops(tmp_pa
         assert relay.session.counters[f"forwarded/{way}"] > 4
 
 
-def test_a_relay_is_dismissed_at_the_last_call_though_its_worker_never_left(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    learner, relay, workers = start_all(run, workers=1)
-    run.world.run(5.0)
-    run.world.kill(workers[0], is_silent=True)
-    run.world.perform(learner, learner.session.finish("done"))
-    run.world.run(5.1)
-    assert relay.stop is None
-    run.world.perform(learner, learner.session.dismiss_all())
-    run.world.run(5.2)
-    assert relay.stop is not None
-
-
 def test_a_lost_finish_is_repeated_with_the_next_heartbeat(tmp_path: Path) -> None:
     run = Run(tmp_path)
     learner = run.start_learner()
@@ -242,18 +223,6 @@ def test_a_lost_finish_is_repeated_with_the_next_heartbeat(tmp_path: Path) -> No
 # --- deaths --------------------------------------------------------------------------------------
 
 
-def test_workers_learn_the_learners_address_from_the_plan(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.start_learner()
-    relay = run.start_relay("r1")
-    worker = run.start_worker("w1", connect=[RELAY])
-    run.world.run(5.0)
-    run.world.kill(relay)
-    run.world.run(15.0)
-    assert worker.session.is_admitted
-    assert worker.session._control.address == LEARNER_ADDRESS
-
-
 def test_after_a_hiccup_of_the_planned_parent_a_node_returns_to_it(tmp_path: Path) -> None:
     run = Run(tmp_path, dead_after_s=4.0)
     _, _, [worker] = start_all(run)
@@ -266,19 +235,7 @@ def test_after_a_hiccup_of_the_planned_parent_a_node_returns_to_it(tmp_path: Pat
     assert worker.session.stats().parent == "r1"
 
 
-def test_a_worker_that_leaves_gives_its_groups_back_at_once(tmp_path: Path) -> None:
-    run = Run(tmp_path, sample_s=1.0)
-    learner = run.start_learner()
-    worker = run.start_worker("w1")
-    run.world.run(4.0)
-    assert learner.session.leases.num_leases("w1")
-    run.world.perform(worker, worker.session.leave("done here"))
-    run.world.run(4.1)
-    assert learner.session.leases.num_leases("w1") == 0
-    assert len(learner.session.leases._returned) == 3
-    assert not learner.session.roster.nodes
-
-
+@pytest.mark.slow
 def test_a_hung_engine_loses_its_leases_and_is_given_no_more(tmp_path: Path) -> None:
     run = Run(tmp_path, lease_timeout_s=6.0)
     learner = run.start_learner()
@@ -421,21 +378,6 @@ def test_mixed_versions_are_refused_where_a_lease_names_one(hung_run: Run) -> No
     assert deliver(hung_run, 0, group=group)[0].reason == "version_from_the_future"
 
 
-def test_a_group_is_acknowledged_only_after_it_is_stored_and_once(hung_run: Run) -> None:
-    ack, actions = deliver(hung_run, 0)
-    assert ack is None
-    store = actions[0]
-    assert deliver(hung_run, 0) == (None, [])
-    learner = hung_run.learner
-    sent = [message_of(a.frames) for a in learner.stored(0, now=3.0) if isinstance(a, Send)]
-    assert sent[0] == Ack(group_id=0, attempt=0, outcome="accepted")
-    assert store.group.group_id == 0
-    ack, _ = deliver(hung_run, 0, label={"attempt": 4})
-    assert (ack.outcome, ack.attempt) == ("duplicate", 4)
-    assert learner.counters["duplicates"] == 1
-    assert learner.counters["accepted"] == 1
-
-
 def test_a_group_that_keeps_failing_to_arrive_is_given_up(hung_run: Run) -> None:
     learner = hung_run.learner
     for attempt in range(20):
@@ -510,6 +452,7 @@ def park(run: Run, learner: Process, *names: str) -> None:
     run.world.perform(learner, learner.session.set_standby(names, now=run.world.now))
 
 
+@pytest.mark.slow
 def test_who_alone_teaches_nothing_is_granted_nothing_until_others_were_heard(
     tmp_path: Path,
 ) -> None:

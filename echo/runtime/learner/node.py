@@ -7,7 +7,7 @@
 The training loop awaits three things only: a full batch of admissible groups, its own model work,
 and (every so often) a checkpoint. It never waits for the network otherwise: versions are handed to
 the broadcast and pulled by whoever needs them. While it waits for a batch it looks every heartbeat
-whether one can come at all (`runtime/learner/node.py`); without workers the run is saved and ends
+whether one can come at all; without workers the run is saved and ends
 after a while.
 
 Order of events, which a resume relies on: what a batch of actions records is committed before its
@@ -111,15 +111,7 @@ class Adaptation:
         ledger: LedgerQueue,
         log: logging.Logger,
     ) -> None:
-        """Join the parts; the bound stays as it is if that is off or there is nothing to choose.
-
-        Args:
-            config: the learner's.
-            buffer: whose bound for new leases follows the controller's.
-            pace: whose period follows it.
-            ledger: the run's, open.
-            log: where to tell decisions.
-        """
+        """Join the parts; the bound stays as it is if that is off or there is nothing to choose."""
         sync = config.sync
         self._controller: StalenessController | None = None
         if sync.adaptive and sync.min_staleness < sync.max_staleness:
@@ -134,13 +126,7 @@ class Adaptation:
     def after_step(
         self, step: int, metrics: Mapping[str, float], staleness: Mapping[int, int]
     ) -> bool:
-        """Let the controller decide; return whether to publish now.
-
-        Args:
-            step: optimizer steps done.
-            metrics: of the last one.
-            staleness: its trained tokens by staleness.
-        """
+        """Let the controller decide; return whether to publish now."""
         if self._controller is None:
             return False
         signals = Signals(
@@ -184,12 +170,7 @@ LeaseRecord = RecordGrant | RecordCancel | RecordRefusal | RecordEnd
 
 
 def record_of(action: LeaseRecord, *, step: int) -> AnyRecord:
-    """Return the record of what happened to a lease or a group.
-
-    Args:
-        action: what the session asks to be recorded.
-        step: optimizer steps done.
-    """
+    """Return the record of what happened to a lease or a group."""
     match action:
         case RecordGrant():
             return Granted(
@@ -295,14 +276,6 @@ class BatchWait:
         reconnect_for_s: float,
         log: logging.Logger,
     ) -> None:
-        """Wait for nothing yet.
-
-        Args:
-            session: the learner's conversation.
-            address: where workers reach it.
-            reconnect_for_s: how long to wait for workers that were there.
-            log: where to tell what is waited for.
-        """
         self._session = session
         self._address = address
         self._reconnect_for_s = reconnect_for_s
@@ -427,7 +400,6 @@ class EvaluationWatcher(Watcher):
     """Stops an evaluation when its learner stops."""
 
     def __init__(self, node: LearnerNode) -> None:
-        """Watch for a learner."""
         self._node = node
 
     def should_stop(self) -> bool:
@@ -448,16 +420,6 @@ class LearnerNode(Node):
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Join the parts; `run` starts them.
-
-        Args:
-            run: what it goes on with.
-            transport: its links.
-            config: the whole configuration.
-            follower: is told of its steps.
-            threads: see `Node`.
-            log: where to tell what happens.
-        """
         session, ledger = run.session, run.ledger
         super().__init__(session, transport, threads=threads, log=log)
         self.session: Learner = session
@@ -681,11 +643,7 @@ class LearnerNode(Node):
         self._has_news.set()
 
     async def _wait_for_news(self, *, until: float) -> None:
-        """Wait until groups have come, or nothing can be learned, since the last call.
-
-        Args:
-            until: instant at which to look again even so.
-        """
+        """Wait until groups have come, or nothing can be learned, since the last call."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await self._has_news.wait()
@@ -1018,12 +976,7 @@ class LearnerNode(Node):
     # --- what the learner tells of itself: a row of metrics per step, a picture on the screen ----
 
     def _write_step(self, metrics: Mapping[str, float], staleness: Mapping[int, int]) -> None:
-        """Append the row of the step that was just made.
-
-        Args:
-            metrics: what the trainer reports.
-            staleness: its trained tokens by staleness.
-        """
+        """Append the row of the step that was just made."""
         session, now = self.session, self.now
         row = self._progress.step_metrics(
             metrics, staleness, bytes_sent=session.broadcast.bytes_sent, now=now

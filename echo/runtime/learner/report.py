@@ -32,14 +32,6 @@ class Progress:
         step: int = 0,
         earlier: LearningCurve | None = None,
     ) -> None:
-        """Start counting.
-
-        Args:
-            staleness_tokens: trained tokens by staleness of the steps before a resume.
-            now: the loop's clock, seconds.
-            step: the step that the learner starts from.
-            earlier: what was learned before a resume; what lies after `step` is void.
-        """
         self._first_step = step
         self._started_at = now
         self._stepped_at = now
@@ -123,12 +115,7 @@ class Progress:
         self._count_tokens(group, now)
 
     def failed(self, reason: str, cause: str) -> None:
-        """Count a group that could not be finished, such as one whose reward raised.
-
-        Args:
-            reason: one word.
-            cause: who says what of it; further lines may hold a traceback.
-        """
+        """Count a group that could not be finished, such as one whose reward raised."""
         self._zero_signal_reasons[reason] += 1
         self._num_failed += 1
         self._cause = cause
@@ -149,14 +136,7 @@ class Progress:
         trained_s: float,
         staleness: Mapping[int, int],
     ) -> None:
-        """Count a step.
-
-        Args:
-            groups: what it was made of.
-            waited_s: seconds waited for them.
-            trained_s: seconds trained.
-            staleness: their tokens by staleness.
-        """
+        """Count a step."""
         self.lengths.trained(groups)
         # What was left out since the step before belongs to the same prompts' rewards.
         self._groups, self._left_out = GroupStats.of(groups) + self._left_out, GroupStats()
@@ -196,12 +176,6 @@ class Progress:
 
         Rewards, lengths and shares of groups are those of every group since the step before, also
         of those that did not count towards it.
-
-        Args:
-            metrics: what the trainer reports.
-            staleness: trained tokens of the step by staleness.
-            bytes_sent: weights sent since the start, bytes.
-            now: the loop's clock, seconds.
         """
         metrics = {**metrics, **self._groups.metrics(), **self._dropped}
         self._rewards.append(metrics.get("reward/mean", 0.0))
@@ -348,11 +322,7 @@ class TaskMetrics:
         self._seen: set[str] = set()
 
     def row(self, totals: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-        """Return what happened since the last call; nothing of what never happens.
-
-        Args:
-            totals: the counts of each node by its name, since that node's start.
-        """
+        """Return what happened since the last call; nothing of what never happens."""
         names = (*COUNTED, MILLISECONDS, *RARE)
         sums = {
             name: sum(

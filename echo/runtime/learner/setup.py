@@ -258,17 +258,6 @@ def open_run(
 ) -> OpenedRun:
     """Open the ledger, build trainer and session, and enter the new lineage.
 
-    Args:
-        config: the whole configuration.
-        data: model, tokenizer, task.
-        identity: the run's.
-        advertise: address that other nodes may dial; empty for none.
-        resume: continue the run in the run directory.
-        earlier: what the run had learned before it was resumed, for the display.
-        log: where to tell what happens.
-        events: records what the role is fed.
-        evaluations: of held-out prompts; None for none.
-
     Raises:
         EchoError: if something is missing or does not fit.
     """
@@ -450,14 +439,6 @@ async def build_learner(
     events: EventLog | None = None,
 ) -> LearnerNode:
     """Return a learner that is ready to run, listening already.
-
-    Args:
-        config: the whole configuration.
-        resume: continue the run in the run directory, in a new lineage.
-        follower: is told of its steps.
-        log: where to tell what happens.
-        earlier: what the run had learned before it was resumed, for the display.
-        events: records what its role is fed; None for nothing.
 
     Raises:
         EchoError: if something is missing or does not fit; the message is for the user.
