@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,12 +113,7 @@ def _data_problems(config: Config, role: Role) -> list[str]:
 
 
 def _port_problems(config: Config, role: Role) -> list[str]:
-    listens = {
-        "learner": config.learner.listen,
-        "relay": config.relay.listen,
-        "worker": config.worker.listen,
-    }
-    addresses = [listens[role]]
+    addresses = [getattr(config, role).listen]
     if role == "worker":
         addresses.append(config.agent.listen)
     problems = []
@@ -255,27 +250,16 @@ def run_learner(
         )
     events = EventLog(log_events, log=log)
     console = Console(stderr=True)
-    section = config.metrics
+    sinks, project = config.metrics.sinks, config.metrics.wandb_project
+    shown = resolved(config)
     with (
         interrupts.unwinding(),
-        MetricsWriter(
-            run_dir,
-            sinks=section.sinks,
-            wandb_project=section.wandb_project,
-            config=resolved(config),
-        ) as metrics,
+        MetricsWriter(run_dir, sinks=sinks, wandb_project=project, config=shown) as metrics,
         LiveView(console, mode=config.ui.live) as view,
     ):
-        code = run_loop(
-            _run(
-                config,
-                resume=resume,
-                operator=Operator(metrics, view, board),
-                events=events,
-                log=log,
-            ),
-            log,
-        )
+        operator = Operator(metrics, view, board)
+        main = _run(config, resume=resume, operator=operator, events=events, log=log)
+        code = run_loop(main, log)
     if code and not interrupts.is_interruption(code):
         print(f"error: {board.lines[-1] if board.lines else 'see the log'}", file=sys.stderr)
         print(f"log: {run_dir / 'logs' / 'learner.log'}", file=sys.stderr)
@@ -305,12 +289,7 @@ class Operator:
 
 
 async def _run(
-    config: Config,
-    *,
-    resume: bool,
-    operator: Operator,
-    events: EventLog,
-    log: logging.Logger,
+    config: Config, *, resume: bool, operator: Operator, events: EventLog, log: logging.Logger
 ) -> str:
     # Imported here: a relay's machine has no torch.
     from echo.runtime.learner.setup import build_learner
@@ -366,12 +345,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = node_parser().parse_args(argv)
     if arguments.help_config:
-        tell(schema_help(arguments.role))
+        tell([schema_help(arguments.role)])
         return 0
     try:
         config = configuration_of(arguments)
         if arguments.dry_run:
-            tell(dry_run(config, arguments.role))
+            tell([dry_run(config, arguments.role)])
             check_start(config, arguments.role)
             return 0
         code = run_role(
@@ -389,9 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def configuration_of(
-    arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ
-) -> Config:
+def configuration_of(arguments: argparse.Namespace) -> Config:
     """Return the configuration that the arguments and ECHO_JOIN ask for.
 
     Raises:
@@ -405,7 +382,7 @@ def configuration_of(
         raise ConfigError("--yes accepts changes to a run that is resumed; it needs --resume")
     if arguments.init_from:
         overrides.append(f"learner.init_from={arguments.init_from}")
-    join = environment.get(ECHO_JOIN) if role != "learner" else None
+    join = os.environ.get(ECHO_JOIN) if role != "learner" else None
     if join:
         # First, so that --set goes before it.
         overrides.insert(0, f"security.join={Join.parse(join, source=ECHO_JOIN)}")
@@ -458,8 +435,6 @@ def run_role(
 ) -> int:
     """Run one node until it ends; return the exit code."""
     if role == "learner":
-        # Imported here: a relay's machine has no torch.
-
         return run_learner(config, resume=resume, has_report=has_report, log_events=log_events)
     section = config.relay if role == "relay" else config.worker
     name = node.node_name(role, section.name)

@@ -492,14 +492,7 @@ def schema_help(role: Role | None = None) -> str:
 def dry_run_text(
     config: Config, role: Role, *, budget: Budget | None = None, notices: Iterable[str] = ()
 ) -> str:
-    """Return what would start, its memory budget, and every setting with its source.
-
-    Args:
-        config: the configuration.
-        role: what would start.
-        budget: from `memory.memory_budget`; None leaves the line out.
-        notices: shown before the settings.
-    """
+    """Return what would start, its memory budget, and every setting with its source."""
     lines = [f"would start: {_describe_start(config, role)}"]
     if budget is not None:
         lines.append(f"memory: {'' if budget.fits else 'DOES NOT FIT: '}{budget.line}")

@@ -251,15 +251,7 @@ def memory_budget(
     *,
     prompt_tokens: int = 512,
 ) -> Budget:
-    """Return what `role` needs on `machine`, and which settings help if it does not fit.
-
-    Args:
-        config: the settings.
-        role: learner, worker or relay.
-        model_facts: the model's dimensions, or None where they are known only after joining.
-        machine: what there is.
-        prompt_tokens: tokens that a prompt is assumed to have.
-    """
+    """Return what `role` needs on `machine`, and which settings help if it does not fit."""
     if model_facts is None:
         has = format_bytes(machine.host_bytes)
         line = f"{role}: its need follows from the model, which is not known here; has {has}"

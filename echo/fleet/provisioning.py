@@ -92,13 +92,7 @@ class Provisioning:
 
 
 def provision(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Provisioning | None:
-    """Return the plan with the cheapest sufficient fleet; None if no fleet is sufficient.
-
-    Args:
-        fleet: what can be rented.
-        job: what is trained.
-        periods: publish periods to try, in order.
-    """
+    """Return the plan with the cheapest sufficient fleet; None if no fleet is sufficient."""
     selection = select(fleet, job, periods=periods)
     if selection is None:
         return None
@@ -261,13 +255,7 @@ class Refusal:
 
 
 def refuse(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Refusal:
-    """Return why no fleet is sufficient and what would help.
-
-    Args:
-        fleet: what can be rented.
-        job: what is trained.
-        periods: publish periods that were tried.
-    """
+    """Return why no fleet is sufficient and what would help."""
     remedies = [
         remedy
         for remedy in (
@@ -403,11 +391,6 @@ def slowed(
     """Return the least factor (to 1 %) by which steps must be longer for a set to suffice.
 
     Accepts that the learner waits: the set is the cheapest of a learner with such steps.
-
-    Args:
-        fleet: what can be had.
-        job: what is trained.
-        periods: publish periods to try; only the job's own if None.
 
     Returns:
         The factor and the set; None if even MAX_FACTOR does not help.

@@ -303,11 +303,7 @@ def _place(error: BaseException) -> str:
 
 
 def main(fd: int) -> None:
-    """Build the task, then answer one call after the other until the parent closes its end.
-
-    Args:
-        fd: the file descriptor of this end of the socket pair.
-    """
+    """Build the task, then answer one call after the other until the parent closes its end."""
     pipe = Pipe(socket.socket(fileno=fd))
     # The kernel's own handling: what keeps the interpreter busy for ever ends even so.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

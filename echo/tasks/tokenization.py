@@ -42,10 +42,6 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model directory; never runs code from it.
 
-    Args:
-        directory: the model directory.
-        chat_template: Jinja text to use in place of the directory's own template.
-
     Raises:
         DataError: if there is none that loads.
     """

@@ -312,14 +312,7 @@ class Call:
 def make_params(
     sampling: Sampling, seed: int, max_tokens: int, *, of_prompt: bool = False
 ) -> object:
-    """Return vLLM's parameters of one request: tokens out, with their log-probabilities.
-
-    Args:
-        sampling: how tokens are drawn.
-        seed: of this request.
-        max_tokens: new ones.
-        of_prompt: whether the log-probabilities of the prompt's tokens are wanted too.
-    """
+    """Return vLLM's parameters of one request: tokens out, with their log-probabilities."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
