@@ -33,7 +33,7 @@ from echo.config.load import (
 )
 from echo.config.memory import Budget, ModelFacts, memory_budget, read_machine, read_model_facts
 from echo.config.schema import Config, ModelSection
-from echo.core.errors import ConfigError, DataError, EchoError
+from echo.core.errors import ConfigError, DataError, EchoError, in_one
 from echo.core.extras import PROGRAMS, find_config, import_extra
 from echo.core.metrics import LearningCurve, Snapshot
 from echo.net.transport import is_loopback
@@ -76,11 +76,8 @@ def check_start(config: Config, role: Role) -> None:
     Raises:
         ConfigError: listing everything that is wrong.
     """
-    problems = [*_data_problems(config, role), *_port_problems(config, role)]
-    if len(problems) == 1:
-        raise ConfigError(problems[0])
-    if problems:
-        raise ConfigError("\n  ".join([f"the start has {len(problems)} problems:", *problems]))
+    if problems := [*_data_problems(config, role), *_port_problems(config, role)]:
+        raise ConfigError(in_one("start", problems))
 
 
 def _model_facts(name: str, model: ModelSection) -> ModelFacts:
@@ -413,10 +410,7 @@ def _check_changes(config: Config, *, accept_unsafe: bool) -> None:
     # Without a role: what runs now must keep a learner's rules, not what an older release saved.
     changes = diff_configs(load_resolved(path), config)
     for change in changes:
-        label = "safe  " if change.is_safe else "UNSAFE"
-        print(
-            f"{label} {change.key}: {change.old} -> {change.new}  ({change.why})", file=sys.stderr
-        )
+        print(change, file=sys.stderr)
     unsafe = [change.key for change in changes if not change.is_safe]
     if unsafe and not accept_unsafe:
         raise ConfigError(
