@@ -59,6 +59,7 @@ def test_a_wrong_line_is_refused(
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_missing_model_is_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = run("--role", "learner", "--config", config, "--set", "ui.live=off")
     assert code == 3
