@@ -21,6 +21,9 @@ EXIT_TIMEOUT_S = 120
 # Tests run beside each other, and so does what they start: more threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# No test fetches a model: without a network each question to the hub is asked again for 20 s.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # Each run tries other examples; the seed in its head makes it try the same ones again.
 hypothesis.settings.register_profile("ordinary", deadline=None, max_examples=20)
 hypothesis.settings.register_profile("all", deadline=None, max_examples=300)

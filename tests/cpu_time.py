@@ -13,7 +13,8 @@ measured, as many times larger is every limit (never smaller). The limits:
 - In continuous integration (`CI=true`) a package over its budget by more than `MARGIN` fails the
   run. The budgets are measured seconds plus a tenth; --all has none.
 - What a test uses by itself, its fixtures apart, is at most `MOST_S`, or `MOST_SLOW_S` where it is
-  marked `slow`. Tests of processes (`e2e`) and those that only --all runs (`matrix`) have no limit.
+  marked `slow`, in a run of the whole suite. Tests of processes (`e2e`) and those that only --all
+  runs (`matrix`) have no limit.
 """
 
 from __future__ import annotations
@@ -101,8 +102,10 @@ class CpuTime:
         self._piece_s: float = budget["piece_of_work_s"]
         # As they are now: tests of this file set them.
         self._used_s, self._piece_of_work_s = used_s, piece_of_work_s
-        # A plant has to be caught by what a test asserts.
-        self._has_limits = config.getoption("--plant", None) is None
+        # A plant has to be caught by what a test asserts; and only where all tests are collected is
+        # what a test loads, torch above all, loaded before it.
+        is_whole = config.args == config.getini("testpaths")
+        self._has_limits = is_whole and config.getoption("--plant", None) is None
         self._is_binding = os.environ.get("CI") == "true"
         self._seconds: Counter[str] = Counter()
         self._tests: defaultdict[str, set[str]] = defaultdict(set)

@@ -60,6 +60,7 @@ def run(pytester: pytest.Pytester) -> Callable[..., pytest.RunResult]:
     """Return a function that runs a planted session."""
 
     def run(files: dict[str, str], *options: str) -> pytest.RunResult:
+        pytester.makeini("[pytest]\ntestpaths = tests")
         pytester.makeconftest(SESSION)
         for name, text in files.items():
             path = pytester.path / name
@@ -107,20 +108,22 @@ def test_in_continuous_integration_a_budget_binds(
 
 
 @pytest.mark.parametrize(
-    ("mark", "use", "is_refused"),
+    ("mark", "use", "options", "is_refused"),
     [
-        ("", 3.9, False),
-        ("", 4.1, True),
-        ("slow", 39, False),
-        ("slow", 41, True),
-        ("e2e", 99, False),
+        ("", 3.9, [], False),
+        ("", 4.1, [], True),
+        ("", 4.1, ["tests/sim"], False),
+        ("slow", 39, [], False),
+        ("slow", 41, [], True),
+        ("e2e", 99, [], False),
     ],
 )
 def test_what_a_test_uses_by_itself_has_a_limit(
-    run: Run, mark: str, use: float, is_refused: bool
+    run: Run, mark: str, use: float, options: list[str], is_refused: bool
 ) -> None:
     decorator = f"@pytest.mark.{mark}\n" if mark else ""
-    result = run({"tests/sim/test_a.py": f"{decorator}def test_a(model): use({use})"})
+    files = {"tests/sim/test_a.py": f"{decorator}def test_a(model): use({use})"}
+    result = run(files, *options)
     result.assert_outcomes(passed=not is_refused, failed=is_refused)
     assert (f"it used {use:.2f} s of CPU by itself" in result.stdout.str()) == is_refused
 

@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -86,7 +85,7 @@ RELAY_ROOTS = (
 
 
 class SourceTree:
-    """The modules below one directory that holds a package `echo`, and their imports."""
+    """The modules below one directory that holds a package `echo`, their imports and calls."""
 
     def __init__(self, directory: Path) -> None:
         self.paths: dict[str, Path] = {}
@@ -94,26 +93,27 @@ class SourceTree:
             parts = path.relative_to(directory).with_suffix("").parts
             self.paths[".".join(parts).removesuffix(".__init__")] = path
         self._root = directory / "echo"
-        self.trees = {
-            name: ast.parse(path.read_text(), str(path)) for name, path in self.paths.items()
-        }
+        # (line, imported module) wherever it stands; `from` names resolve to modules.
+        self.imports: dict[str, list[tuple[int, str]]] = {}
+        self.calls: dict[str, list[ast.Call]] = {}
+        for name, path in self.paths.items():
+            nodes = list(ast.walk(ast.parse(path.read_text(), str(path))))
+            self.imports[name] = [found for node in nodes for found in self._imported(node)]
+            self.calls[name] = [node for node in nodes if isinstance(node, ast.Call)]
 
     def place(self, module: str) -> str:
         """Return the path of `module` inside the package, as the tables write it."""
         return self.paths[module].relative_to(self._root).as_posix()
 
-    def imports(self, module: str) -> Iterator[tuple[int, str]]:
-        """Yield (line, imported module) wherever it stands; `from` names resolve to modules."""
-        for node in ast.walk(self.trees[module]):
-            if isinstance(node, ast.Import):
-                yield from ((node.lineno, alias.name) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                source = node.module or ""
-                inner = {f"{source}.{alias.name}" for alias in node.names}
-                yield from (
-                    (node.lineno, target)
-                    for target in sorted({name if name in self.paths else source for name in inner})
-                )
+    def _imported(self, node: ast.AST) -> list[tuple[int, str]]:
+        if isinstance(node, ast.Import):
+            return [(node.lineno, alias.name) for alias in node.names]
+        if not isinstance(node, ast.ImportFrom):
+            return []
+        source = node.module or ""
+        inner = {f"{source}.{alias.name}" for alias in node.names}
+        targets = {name if name in self.paths else source for name in inner}
+        return [(node.lineno, target) for target in sorted(targets)]
 
 
 def is_within(module: str, package: str) -> bool:
@@ -129,7 +129,7 @@ def upward_imports(tree: SourceTree) -> list[str]:
         if room not in HEIGHT and place != "__init__.py":
             found.append(f"{place}: it is in no room of the table")
             continue
-        for line, target in tree.imports(module):
+        for line, target in tree.imports[module]:
             # `from echo import __version__` is open to all: the root imports nothing itself.
             if not is_within(target, "echo") or target == "echo":
                 continue
@@ -145,7 +145,7 @@ def trespasses(tree: SourceTree) -> list[str]:
     return [
         f"{tree.place(module)}:{line}: only {', '.join(OWNERS[foreign])} may import {foreign}"
         for module in tree.paths
-        for line, target in tree.imports(module)
+        for line, target in tree.imports[module]
         if (foreign := target.partition(".")[0]) in OWNERS
         and not any(fnmatch(tree.place(module), owner) for owner in OWNERS[foreign])
     ]
@@ -160,15 +160,13 @@ def impurities(tree: SourceTree) -> list[str]:
             continue
         found += [
             f"{tree.place(module)}:{line}: a pure layer may not import {target}"
-            for line, target in tree.imports(module)
+            for line, target in tree.imports[module]
             if target.partition(".")[0] in IMPURE
         ]
         found += [
             f"{tree.place(module)}:{node.lineno}: a pure layer may not open files"
-            for node in ast.walk(tree.trees[module])
-            if isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id == "open"
+            for node in tree.calls[module]
+            if isinstance(node.func, ast.Name) and node.func.id == "open"
         ]
     return found
 
@@ -183,8 +181,8 @@ def threads_beside_the_port(tree: SourceTree) -> list[str]:
         folder, _, file = tree.place(module).partition("/")
         if folder != "runtime" or file in BLOCKING:
             continue
-        for node in ast.walk(tree.trees[module]):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        for node in tree.calls[module]:
+            if not isinstance(node.func, ast.Attribute):
                 continue
             name, owner = node.func.attr, node.func.value
             is_time = isinstance(owner, ast.Name) and owner.id == "time"
@@ -192,7 +190,7 @@ def threads_beside_the_port(tree: SourceTree) -> list[str]:
                 found.append(f"{tree.place(module)}:{node.lineno}: {name} goes past the port")
         found += [
             f"{tree.place(module)}:{line}: threads come from the port"
-            for line, target in tree.imports(module)
+            for line, target in tree.imports[module]
             if is_within(target, "concurrent.futures")
         ]
     return found
@@ -204,7 +202,7 @@ def undeclared_imports(tree: SourceTree, declared: set[str]) -> list[str]:
     return [
         f"{tree.place(module)}:{line}: {target} is not in pyproject.toml"
         for module in tree.paths
-        for line, target in tree.imports(module)
+        for line, target in tree.imports[module]
         if target.partition(".")[0] not in known
     ]
 
@@ -212,7 +210,7 @@ def undeclared_imports(tree: SourceTree, declared: set[str]) -> list[str]:
 def import_cycle(tree: SourceTree) -> list[str]:
     """Return one import cycle as a list of modules, empty if there is none."""
     graph = {
-        module: {target for _, target in tree.imports(module) if target in tree.paths}
+        module: {target for _, target in tree.imports[module] if target in tree.paths}
         for module in tree.paths
     }
     try:
