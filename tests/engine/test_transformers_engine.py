@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -427,6 +426,8 @@ def test_logprobs_are_those_of_the_definition(how: Sampling) -> None:
 
 @pytest.mark.parametrize("how", SAMPLINGS)
 def test_frequencies_follow_the_logprobs(how: Sampling) -> None:
+    from scipy import stats
+
     seeds = np.arange(NUM_DRAWS, dtype=np.uint64)
     logits = LOGITS.expand(NUM_DRAWS, -1)
     tokens, logprobs = draw_tokens(logits, how, uniform_at(seeds, 5))
@@ -479,6 +480,8 @@ def test_a_number_depends_on_its_own_seed_and_step_only(seeds: list[int], step: 
 
 
 def test_numbers_are_uniform_over_seeds_and_over_steps_and_unrelated() -> None:
+    from scipy import stats
+
     across_seeds = uniform_at(np.arange(NUM_DRAWS, dtype=np.uint64), 0)
     across_steps = np.array([uniform_at(np.array([7], np.uint64), i)[0] for i in range(5000)])
     for numbers in (across_seeds, across_steps):
