@@ -47,12 +47,7 @@ judgement: ranges of .2, as PPO's, are used with it; those of some percent clip 
 
 
 def check_config(config: Config, role: Role | None) -> list[Problem]:
-    """Return every broken rule.
-
-    Args:
-        config: valid key by key.
-        role: whose required keys must be there; None asks for those of no role.
-    """
+    """Return every broken rule."""
     return [
         *_check_sync(config),
         *_check_rollout(config),

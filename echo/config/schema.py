@@ -669,11 +669,7 @@ def _leaves(kinds: frozenset[tuple[str, str]]) -> Mapping[KeyPath, Leaf]:
 
 
 def leaves(kinds: Mapping[str, str]) -> Mapping[KeyPath, Leaf]:
-    """Return the keys of a configuration by path, in the order of the schema.
-
-    Args:
-        kinds: of each section that has a class per kind, as `kinds_of` returns them.
-    """
+    """Return the keys of a configuration by path, in the order of the schema."""
     return _leaves(frozenset(kinds.items()))
 
 

@@ -27,11 +27,6 @@ def test_a_publish_period_that_would_deadlock(max_staleness: int) -> None:
     )
 
 
-def test_auto_never_deadlocks() -> None:
-    config = parse_config({}, ["sync.max_staleness=0", "sync.publish_period=auto"])
-    assert config.sync.initial_publish_period == 1
-
-
 def test_the_adaptive_bound_lies_within_the_hard_one() -> None:
     hard = "sync.max_staleness=6"
     parse_config({}, [hard, "sync.adaptive=true", "sync.min_staleness=6"])
@@ -136,10 +131,6 @@ def test_a_child_needs_an_address(role: str) -> None:
 def test_the_learner_needs_a_model() -> None:
     assert "model.name: the learner needs it" in problems_of(role="learner")
     parse_config({}, ["model.name=org/model"], "learner")
-
-
-def test_no_role_asks_for_nothing() -> None:
-    parse_config({})
 
 
 def test_nobody_connects_to_itself() -> None:
