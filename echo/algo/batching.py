@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,8 @@ class TrainingRow:
     """Which group of its batch it belongs to."""
     log_expectation: float = 0.0
     """Log of the group expectation of the sampler's probability, where a loss needs it."""
+    proximal_logprobs: npt.NDArray[np.float32] | None = None
+    """[T] nats under the policy at the start of the step, where that is not the present one."""
 
     @property
     def num_inputs(self) -> int:
@@ -69,12 +72,15 @@ class MicroBatch:
     """[B] int64, equal within a group."""
     log_expectations: Tensor
     """[B] float32."""
+    proximal_logprobs: Tensor | None = None
+    """[B, T] float32 nats; None where the present policy's are meant."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the same on `device`."""
-        return MicroBatch(
-            **{field.name: getattr(self, field.name).to(device) for field in fields(self)}
-        )
+        tensors: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in tensors.items():
+            tensors[name] = None if value is None else value.to(device)
+        return MicroBatch(**tensors)
 
 
 def pack_micro_batches(
@@ -113,7 +119,7 @@ def collate(samples: Sequence[TrainingRow], *, score_all: bool = False) -> Micro
     """Return the samples as one padded micro-batch on the CPU.
 
     Args:
-        samples: at least one.
+        samples: at least one; all or none have proximal log-probabilities.
         score_all: let the mask through for every completion token, not the trained ones only.
     """
     num_rows = len(samples)
@@ -125,6 +131,8 @@ def collate(samples: Sequence[TrainingRow], *, score_all: bool = False) -> Micro
     logprobs = np.zeros((num_rows, num_tokens), dtype=np.float32)
     version_steps = np.zeros((num_rows, num_tokens), dtype=np.int64)
     mask = np.zeros((num_rows, num_tokens), dtype=np.bool_)
+    has_proximal = samples[0].proximal_logprobs is not None
+    proximal = np.zeros((num_rows, num_tokens), dtype=np.float32) if has_proximal else None
     for row, sample in enumerate(samples):
         rollout = sample.rollout
         num_prompt, num_completion = len(sample.prompt_ids), rollout.num_tokens
@@ -136,6 +144,8 @@ def collate(samples: Sequence[TrainingRow], *, score_all: bool = False) -> Micro
         logprobs[row, :num_completion] = rollout.sampler_logprobs
         version_steps[row, :num_completion] = rollout.policy_versions[:, 1]
         mask[row, :num_completion] = True if score_all else rollout.completion_mask
+        if proximal is not None:
+            proximal[row, :num_completion] = sample.proximal_logprobs
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
         token_ids=torch.from_numpy(token_ids),
@@ -148,4 +158,5 @@ def collate(samples: Sequence[TrainingRow], *, score_all: bool = False) -> Micro
         log_expectations=torch.tensor(
             [sample.log_expectation for sample in samples], dtype=torch.float32
         ),
+        proximal_logprobs=None if proximal is None else torch.from_numpy(proximal),
     )

@@ -99,7 +99,8 @@ class Footprint:
         Under an adapter the base takes 4 bytes per parameter more, and is in no version.
         A reference model and the one that attribution scores with take 4 bytes more each, the
         copies that bfloat16 products read 2. A GPU keeps the last version to find what changed
-        (engine/weights.py).
+        (engine/weights.py). Before a step of several updates weights and moments are copied to the
+        host, so that a step that fails changes nothing.
         """
         num_params, num_trained = self.facts.num_params, self._num_trained
         base = Item(name="base", num_bytes=4 * num_params, is_on_gpu=True)
@@ -107,6 +108,7 @@ class Footprint:
         scorer = Item(name="attribution", num_bytes=4 * num_params, is_on_gpu=True)
         # Taken to be as large as the model that is trained.
         reference = Item(name="reference", num_bytes=4 * num_params, is_on_gpu=True)
+        undo = Item(name="undo of a step", num_bytes=12 * num_trained, is_on_gpu=False)
         last_version = Item(name="last version", num_bytes=self._bytes_per_version, is_on_gpu=True)
         return (
             *([base] if self.config.lora.rank else []),
@@ -116,6 +118,7 @@ class Footprint:
             *([copies] if self._compute_bytes < 4 else []),
             *([reference] if self.config.reference.kl_coef else []),
             *([scorer] if self.config.metrics.attribution_steps else []),
+            *([undo] if self.config.batch.minibatches_per_step > 1 else []),
             *([last_version] if self.has_gpu and self.config.network.codec != "full" else []),
             Item(name="activations", num_bytes=self._activation_bytes(), is_on_gpu=True),
             Item(name="log-prob chunk", num_bytes=self._logprob_bytes(), is_on_gpu=True),

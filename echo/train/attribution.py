@@ -151,7 +151,7 @@ class MismatchProbe:
         tokens = sum(int(group.rollouts[0].completion_mask.sum()) for group in chosen)
         if not tokens:
             return {}
-        now = [rows[0].astype(np.float64) for rows in trainer.score(chosen)]
+        now = [rows[0].astype(np.float64) for rows in trainer.forward(chosen)]
         rounded, _ = self._score(chosen, self._round(trainer.snapshot()))
         parts: dict[str, list[Floats]] = {"staleness": [], "truncation": [], "numerics": []}
         for version in sorted({version for group in chosen for version in group.versions}):

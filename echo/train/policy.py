@@ -31,7 +31,7 @@ from echo.core.errors import DataError, EngineError
 from echo.engine.lora import Lora, add_adapter
 from echo.engine.model import BUILDING, pick_device, pick_dtype
 from echo.kernels.contract import BackendName, RatioClip
-from echo.kernels.logprob import TokenLosses, linear_logprob, linear_policy_loss
+from echo.kernels.logprob import EntropyMode, TokenLosses, linear_logprob, linear_policy_loss
 
 LOGIT_SETTINGS = {
     "final_logit_softcapping": None,
@@ -178,16 +178,19 @@ class Policy:
             for name, tensor in own.items():
                 tensor.copy_(tensors[name])
 
-    def logprobs(self, batch: MicroBatch, *, inv_temperature: float) -> tuple[Tensor, Tensor]:
+    def logprobs(
+        self, batch: MicroBatch, *, inv_temperature: float, entropy: EntropyMode = "value"
+    ) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities of the tokens that the batch's mask lets through.
 
         Args:
             batch: on this policy's device.
             inv_temperature: 1 / sampling temperature.
+            entropy: whether entropies are computed, and whether they carry a gradient.
 
         Returns:
             [B, T] log-probabilities, 0 where masked, with gradient; and the [N] entropies of the N
-            scored tokens' distributions, without. Nats.
+            scored tokens' distributions, [0] where none were asked for. Nats.
         """
         mask = batch.completion_mask
         states, head = self.predictors(batch)
@@ -196,12 +199,11 @@ class Policy:
             head,
             batch.token_ids[mask],
             inv_temperature,
-            entropy="value",
+            entropy=entropy,
             vocab_chunk=self.compute.vocab_chunk,
             backend=self.compute.backend,
         )
-        assert entropies is not None, "it was asked for"
-        return _padded(logprobs, mask), entropies
+        return padded(logprobs, mask), logprobs.new_empty(0) if entropies is None else entropies
 
     def token_losses(
         self, batch: MicroBatch, *, clip: RatioClip, inv_temperature: float
@@ -232,9 +234,9 @@ class Policy:
             backend=self.compute.backend,
         )
         return TokenLosses(
-            losses=_padded(tokens.losses, mask),
-            logprobs=_padded(tokens.logprobs.detach(), mask),
-            ratios=_padded(tokens.ratios, mask),
+            losses=padded(tokens.losses, mask),
+            logprobs=padded(tokens.logprobs.detach(), mask),
+            ratios=padded(tokens.ratios, mask),
             entropies=tokens.entropies,
         )
 
@@ -309,7 +311,7 @@ def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
     return Policy(source, compute, is_frozen=True)
 
 
-def _padded(values: Tensor, mask: Tensor) -> Tensor:
+def padded(values: Tensor, mask: Tensor) -> Tensor:
     """Return [B, T] with the values where the mask is, in order, and 0 elsewhere."""
     zeros = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
     return zeros.masked_scatter(mask, values)

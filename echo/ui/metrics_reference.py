@@ -63,10 +63,10 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "share that could not be scored.",
     },
     "Optimizer step": {
-        "loss/policy": "The policy loss.",
+        "loss/policy": "The policy loss; of several updates the mean.",
         "kl/reference": "Divergence from the frozen reference policy, nats per token.",
         "entropy/mean": "Mean entropy of the policy, nats per token.",
-        "grad_norm": "Norm of the gradient before it is clipped.",
+        "grad_norm": "Norm of the gradient before it is clipped; of several updates the mean.",
         "lr": "Learning rate of this step.",
         "optimizer/skipped_nonfinite": "Gradients so far that were not finite.",
     },
