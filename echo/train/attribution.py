@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from echo.algo.batching import TrainingRow, collate, pack_micro_batches
+from echo.algo.batching import TrainingRow
 from echo.config.schema import Config
 from echo.core.errors import StorageError
 from echo.core.rollout import Group, PolicyVersion
@@ -219,12 +219,7 @@ class MismatchProbe:
         ]
         logprobs: dict[int, Floats] = {}
         kept: dict[int, Floats] = {}
-        lengths = [sample.num_inputs for sample in samples]
-        for indices in pack_micro_batches(
-            lengths, max_tokens=self._policy.compute.micro_batch_tokens
-        ):
-            micro = collate([samples[index] for index in indices], score_all=True)
-            micro = micro.to(self._policy.device)
+        for indices, micro in self._policy.micro_batches(samples, score_all=True):
             inv_temperature = 1.0 / self._sampling.temperature
             rows, _ = self._policy.logprobs(micro, inv_temperature=inv_temperature)
             masses = torch.zeros_like(rows)

@@ -53,7 +53,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from echo.algo.batching import MicroBatch, TrainingRow, collate, pack_micro_batches
+from echo.algo.batching import MicroBatch, TrainingRow
 from echo.algo.loss import BatchScores, Loss, LossInputs, LossNeeds, LossOutput, needs_of
 from echo.algo.losses import ClippedTokenLoss, CustomLoss, make_loss
 from echo.core.errors import ConfigError, DataError, StorageError
@@ -386,6 +386,9 @@ class Trainer:
                 f"{reference.model_dir}: the reference model has {policy.vocab_size} token ids, "
                 f"the one being trained {self._policy.vocab_size}; their tokenizers differ"
             )
+        if policy.is_packed != self._policy.is_packed:  # both see the same micro-batches
+            for one, other in ((policy, self._policy), (self._policy, policy)):
+                one.pad_rows(f"the reference shares them, and {other.describe_rows()}")
         return policy
 
     # --- the three operations --------------------------------------------------------------------
@@ -510,6 +513,10 @@ class Trainer:
             needs=self._needs,
             vocab_size=self._policy.vocab_size,
         )
+
+    def describe_rows(self) -> str:
+        """Say in one sentence how rollouts go through the model, and why."""
+        return self._policy.describe_rows()
 
     # --- weights and state -----------------------------------------------------------------------
 
@@ -652,7 +659,7 @@ class Trainer:
         needs = needs_of(loss)
         scores = self._score_batch(batch.samples, needs) if needs.batch_scores else None
         found = []
-        for _, micro in self._micro_batches(batch.samples, whole_groups=needs.whole_groups):
+        for _, micro in self._policy.micro_batches(batch.samples, whole_groups=needs.whole_groups):
             output, logprobs, entropies = self._loss_and_scores(micro, batch, loss, scores)
             output.loss.backward()  # type: ignore[no-untyped-call]
             mask = micro.completion_mask
@@ -666,23 +673,6 @@ class Trainer:
                 )
             )
         return Pass.joined(found)
-
-    def _micro_batches(
-        self,
-        samples: Sequence[TrainingRow],
-        *,
-        whole_groups: bool = False,
-        score_all: bool = False,
-    ) -> Iterator[tuple[list[int], MicroBatch]]:
-        """Yield indices of `samples` and their micro-batch on the device."""
-        packed = pack_micro_batches(
-            [sample.num_inputs for sample in samples],
-            max_tokens=self.compute.micro_batch_tokens,
-            group_index=[sample.group_index for sample in samples] if whole_groups else None,
-        )
-        for indices in packed:
-            batch = collate([samples[index] for index in indices], score_all=score_all)
-            yield indices, batch.to(self.device)
 
     def _logprobs(self, micro: MicroBatch, *, entropy: EntropyMode) -> tuple[Tensor, Tensor]:
         return self._policy.logprobs(micro, inv_temperature=self._inv_temperature, entropy=entropy)
@@ -747,7 +737,7 @@ class Trainer:
         """Return every trained token's log-ratio and advantage, by a pass without gradient."""
         log_ratios: list[Tensor] = []
         advantages: list[Tensor] = []
-        for _, micro in self._micro_batches(samples, whole_groups=needs.whole_groups):
+        for _, micro in self._policy.micro_batches(samples, whole_groups=needs.whole_groups):
             mask = micro.completion_mask
             logprobs, _ = self._logprobs(micro, entropy="none")
             log_ratios.append((logprobs - micro.sampler_logprobs)[mask])
@@ -758,7 +748,7 @@ class Trainer:
     def _score_rows(self, rows: Sequence[TrainingRow]) -> list[npt.NDArray[np.float32]]:
         """Return [T] log-probabilities of every token of each row, by a pass without gradient."""
         scores: dict[int, npt.NDArray[np.float32]] = {}
-        for indices, micro in self._micro_batches(rows, score_all=True):
+        for indices, micro in self._policy.micro_batches(rows, score_all=True):
             logprobs, _ = self._logprobs(micro, entropy="none")
             for index, values in zip(indices, logprobs.cpu().numpy(), strict=True):
                 scores[index] = values[: rows[index].rollout.num_tokens].copy()

@@ -285,6 +285,7 @@ def open_run(
         start = saved.find_start(config, identity, resume=resume, log=log)
         spent = spent_before(ledger.records(), now=ledger.now()) if resume else 0.0
         trainer = build_trainer(config, data.model_dir, start, data.lora)
+        log.info("%s", trainer.describe_rows())
         attribution = make_attribution(config, data.model_dir, trainer, data.lora)
         buffer = fill_buffer(config, start, trainer, events=events)
         session = build_session(
