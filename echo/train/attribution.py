@@ -392,7 +392,7 @@ class Attribution:
         if trainer.step_count % self._interval_steps == 0:
             measured = self._probe.measure(groups, trainer)
         result = trainer.step(groups)
-        return StepResult(metrics=result.metrics | measured)
+        return replace(result, metrics=result.metrics | measured)
 
     def keep(self, manifest: Manifest, image: bytearray | memoryview) -> None:
         """Keep a version that is published, to score with it later."""

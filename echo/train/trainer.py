@@ -63,6 +63,7 @@ from echo.kernels.logprob import EntropyMode
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
 from echo.train.passes import Pass, pass_metrics
 from echo.train.policy import Compute, ModelSource, Policy, padded
+from echo.train.speed import Speedometer
 from echo.train.step import StepError, StepResult
 
 # --- settings -------------------------------------------------------------------------------------
@@ -365,6 +366,9 @@ class Trainer:
         self._parameters = self._policy.parameters()
         self._reference = self._load_reference(reference)
         self._optimizer = torch.optim.AdamW(self._parameters.values(), fused=True)
+        self._speed = Speedometer(
+            self._policy.flops, self.device, micro_batch_tokens=compute.micro_batch_tokens
+        )
         self._num_skipped_nonfinite = 0
         self._step_count = 0
 
@@ -452,6 +456,8 @@ class Trainer:
                 param_group["betas"] = settings.betas
                 param_group["weight_decay"] = settings.weight_decay
             self._optimizer.step()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # or its time counts as another part's
         finally:
             self._optimizer.zero_grad()
         return norm
@@ -472,6 +478,7 @@ class Trainer:
         Raises:
             StepError: if the batch cannot be trained on; nothing was changed.
         """
+        self._speed.begin()
         try:
             metrics = self._train(groups)
         except StepError as error:
@@ -481,7 +488,8 @@ class Trainer:
         metrics["optimizer/skipped_nonfinite"] = self._num_skipped_nonfinite
         self._step_count += 1
         return StepResult(
-            metrics={name: value for name, value in metrics.items() if math.isfinite(value)}
+            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+            speed=self._speed.metrics(),
         )
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
@@ -577,8 +585,10 @@ class Trainer:
         passes, norms = [], []
         try:
             for batch in batches:
-                passes.append(self._take_gradient(batch))
-                norms.append(self.optim_step(self._settings))
+                with self._speed.part("forward_backward"):
+                    passes.append(self._take_gradient(batch))
+                with self._speed.part("optimizer"):
+                    norms.append(self.optim_step(self._settings))
         except BaseException:
             if undo is not None:
                 self._put_back(undo)
@@ -659,7 +669,12 @@ class Trainer:
         needs = needs_of(loss)
         scores = self._score_batch(batch.samples, needs) if needs.batch_scores else None
         found = []
-        for _, micro in self._policy.micro_batches(batch.samples, whole_groups=needs.whole_groups):
+        micro_batches = self._policy.micro_batches(batch.samples, whole_groups=needs.whole_groups)
+        while True:
+            with self._speed.part("pack"):
+                indices, micro = next(micro_batches, ((), None))
+            if micro is None:
+                break
             output, logprobs, entropies = self._loss_and_scores(micro, batch, loss, scores)
             output.loss.backward()  # type: ignore[no-untyped-call]
             mask = micro.completion_mask
@@ -671,6 +686,12 @@ class Trainer:
                     entropies=entropies.detach(),
                     token_counts=output.token_counts,
                 )
+            )
+            rows = [batch.samples[index] for index in indices]
+            self._speed.passed(
+                [row.num_inputs for row in rows],
+                [row.num_trained for row in rows],
+                is_packed=self._policy.is_packed,
             )
         return Pass.joined(found)
 

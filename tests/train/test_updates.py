@@ -248,3 +248,27 @@ def test_the_bonus_is_the_mean_entropy_of_every_rollout(
     found = gradients(trainer, groups)
     for name, tensor in expected.items():
         assert float((found[name] - tensor).abs().max()) < 3e-7, name
+
+
+# ------------------------------------------------------------------------------------------ speed
+
+
+def test_a_step_tells_its_speed(tiny_model_dir: Path) -> None:
+    groups = [*useful_groups(3), make_group([1, 1], 7)]  # the last never gets to the model
+    trainer = make_trainer(tiny_model_dir, micro_batch_tokens=60)
+    speed = trainer.step(groups).speed
+    rows = trainer._prepare(groups).samples
+    num_tokens, num_scored = sum(r.num_inputs for r in rows), sum(r.num_trained for r in rows)
+    assert len(rows) == 12
+    ratio = speed["perf/scored_tokens_per_s"] / speed["perf/tokens_per_s"]
+    assert ratio == pytest.approx(num_scored / num_tokens)
+    num_micro_batches = sum(1 for _ in trainer._policy.micro_batches(rows))
+    assert num_micro_batches > 1
+    assert speed["perf/row_fill"] == pytest.approx(num_tokens / (60 * num_micro_batches))
+    assert 0.5 < speed["perf/balance"] <= 1
+    assert speed["perf/peak_memory_gb"] > 0.01
+    assert "perf/mfu" not in speed  # the peak of this device is not known
+    parts = [speed[f"time/{name}"] for name in ("pack", "forward_backward", "optimizer")]
+    assert min(parts) > 0
+    assert sum(parts) < num_tokens / speed["perf/tokens_per_s"]
+    assert trainer.step([make_group([1, 1], 1)]).speed == {}
