@@ -582,7 +582,7 @@ _UNSAFE: Mapping[str, str] = {
 
 _SAFE: Mapping[str, str] = {
     "profile": "the values that change with it are listed on their own lines",
-    "run.max_steps": "only moves the end of the run",
+    "run.max_steps": "moves the end of the run, and with it where optimizer.lr_schedule ends",
     "model.attn_implementation": "the same function, rounded differently",
     "task.reward_timeout_s": "holds for groups leased from now on",
     "task.step_timeout_s": "holds for groups leased from now on",
@@ -595,6 +595,7 @@ _SAFE: Mapping[str, str] = {
     "sync.adaptive": "gates the leases granted from now on",
     "sync.min_staleness": "gates the leases granted from now on",
     "sync.publish_period": "holds from the next publication on",
+    "batch.minibatches_per_step": "holds from the next step on",
     "batch.keep_zero_variance": "holds for groups that arrive from now on",
     "batch.max_zero_signal_batches": "only when a run without gradients ends",
     "loss": "computed anew for every batch",

@@ -99,7 +99,8 @@ class Footprint:
         Under an adapter the base takes 4 bytes per parameter more, and is in no version.
         A reference model and the one that attribution scores with take 4 bytes more each, the
         copies that bfloat16 products read 2. A GPU keeps the last version to find what changed
-        (engine/weights.py).
+        (engine/weights.py). Before a step of several updates weights and moments are copied to the
+        host, so that a step that fails changes nothing.
         """
         config, num_params, num_trained = self.config, self.facts.num_params, self._num_trained
         keeps_version = self.has_gpu and config.network.codec != "full"
@@ -116,8 +117,10 @@ class Footprint:
             "activations": self._activation_bytes(),
             "log-prob chunk": self._logprob_bytes(),
         }
+        undo = Item(name="undo of a step", num_bytes=12 * num_trained, is_on_gpu=False)
         return (
             *(Item(name=n, num_bytes=size, is_on_gpu=True) for n, size in sizes.items() if size),
+            *([undo] if config.batch.minibatches_per_step > 1 else []),
             self._versions(KEEP_VERSIONS + 1),  # one more is being made
         )
 

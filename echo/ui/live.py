@@ -35,7 +35,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from echo.core.metrics import CostView, NodeView, Snapshot, WorkerView
+from echo.core.metrics import CostView, NodeView, Snapshot, SpeedView, WorkerView
 from echo.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -408,7 +408,8 @@ def staleness_bars(bins: Sequence[tuple[str, int, str]], width: int) -> Table:
 def status(snapshot: Snapshot, width: int, *, num_wait_rows: int) -> list[RenderableType]:
     """Return 2 + `num_wait_rows` rows: flow, weights, and what the learner waits for.
 
-    Where anything has a price, a row or two more: what it costs, and who was put on standby last.
+    A row more once a step was timed. Where anything has a price, a row or two more: what it costs,
+    and who was put on standby last.
     """
     flow = [
         f"{snapshot.num_buffered} of {snapshot.groups_per_step} buffered",
@@ -427,7 +428,17 @@ def status(snapshot: Snapshot, width: int, *, num_wait_rows: int) -> list[Render
     weights = _row(version, _progress(snapshot.broadcast_done, 1, bar_width), done)
     waiting = _waiting(snapshot, width, num_wait_rows)
     costs = [] if snapshot.cost is None else cost_rows(snapshot.cost, width)
-    return [fit(groups, width), weights, *(fit(row, width) for row in waiting), *costs]
+    speed = [] if snapshot.speed is None else [fit(speed_row(snapshot.speed), width)]
+    return [fit(groups, width), *speed, weights, *(fit(row, width) for row in waiting), *costs]
+
+
+def speed_row(speed: SpeedView) -> Text:
+    """Return a row with how fast the learner trains."""
+    parts = [f"{short_count(speed.tokens_per_s)} tokens/s trained"]
+    if speed.mfu is not None:
+        parts.append(f"{speed.mfu:.0%} MFU")
+    parts.append(f"peak {format_bytes(int(speed.peak_memory_bytes))}")
+    return _labelled("trainer", "   ".join(parts))
 
 
 def cost_rows(cost: CostView, width: int) -> list[Text]:

@@ -35,6 +35,13 @@ def test_the_adaptive_bound_lies_within_the_hard_one() -> None:
     assert "sync.adaptive is false" in problems_of(hard, "sync.min_staleness=1")
 
 
+def test_a_step_has_a_group_for_each_of_its_minibatches() -> None:
+    groups = "batch.groups_per_step=4"
+    parse_config({}, [groups, "batch.minibatches_per_step=4"])
+    text = problems_of(groups, "batch.minibatches_per_step=5")
+    assert "must be at most batch.groups_per_step = 4: groups stay whole" in text
+
+
 def test_unfinished_rollouts_within_the_bound() -> None:
     bound = "sync.max_staleness=3"
     parse_config({}, [bound, "rollout.over_submission=2"])

@@ -80,6 +80,8 @@ def test_an_adapter_by_hand() -> None:
     found = items_of("learner", "lora.rank=2", "lora.target_modules=['q_proj', 'v_proj']")
     assert found["masters"] == 4 * 2 * 2 * (16 + 12)
     assert "base" not in items_of("learner")
+    found = items_of("learner", "lora.rank=2", "batch.minibatches_per_step=2")
+    assert found["undo of a step"] == 12 * num_trained
 
 
 def test_the_learner_by_hand() -> None:

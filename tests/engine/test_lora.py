@@ -72,8 +72,8 @@ def test_only_the_adapter_is_trained_and_published(tiny_model_dir: Path) -> None
 
 def test_it_starts_as_the_base(tiny_model_dir: Path) -> None:
     plain = trainer_of(tiny_model_dir, loss=GrpoLoss(), optimizer=OptimizerSettings())
-    plain = plain.score(make_groups())
-    adapted = make_trainer(tiny_model_dir).score(make_groups())
+    plain = plain.forward(make_groups())
+    adapted = make_trainer(tiny_model_dir).forward(make_groups())
     for one, other in zip(plain, adapted, strict=True):
         for first, second in zip(one, other, strict=True):
             np.testing.assert_allclose(first, second, atol=1e-6)

@@ -127,7 +127,7 @@ async def site(
 def logprobs_of(model_dir: Path, group: Group) -> list[np.ndarray]:
     """What the learner's model gives each token of the group, before any training."""
     trainer = trainer_of(model_dir, loss=GrpoLoss(), optimizer=OptimizerSettings())
-    return trainer.score([group])[0]
+    return trainer.forward([group])[0]
 
 
 @dataclass

@@ -33,6 +33,7 @@ def test_a_row_has_times_rates_and_staleness_of_its_step() -> None:
     progress = Progress(staleness_tokens={0: 100}, now=10.0)
     group = make_group(0)
     progress.accepted(group, now=11.0)
+    progress.published(0.25)
     progress.stepped([group], waited_s=1.5, trained_s=0.5, staleness={0: 3, 2: 1})
     row = progress.step_metrics({"loss/policy": 0.5}, {0: 3, 2: 1}, bytes_sent=70, now=12.0)
     assert row == {
@@ -42,7 +43,8 @@ def test_a_row_has_times_rates_and_staleness_of_its_step() -> None:
         "time/train": 0.5,
         "time/wait_for_batch": 1.5,
         "learner/idle_ratio": 0.75,
-        "perf/tokens_per_s": 2.0,
+        "time/publish": 0.25,
+        "perf/accepted_tokens_per_s": 2.0,
         "broadcast/bytes": 70,
         "staleness/mean": 0.5,
         "staleness/max": 2,
@@ -50,7 +52,7 @@ def test_a_row_has_times_rates_and_staleness_of_its_step() -> None:
     }
     progress.stepped([group], waited_s=0.0, trained_s=0.5, staleness={})
     again = progress.step_metrics({}, {}, bytes_sent=100, now=13.0)
-    assert (again["broadcast/bytes"], again["perf/tokens_per_s"]) == (30, 0.0)
+    assert (again["broadcast/bytes"], again["perf/accepted_tokens_per_s"]) == (30, 0.0)
     assert "staleness/mean" not in again
 
 

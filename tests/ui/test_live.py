@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.segment import Segment
 
-from echo.core.metrics import CostView, NodeView, WorkerView
+from echo.core.metrics import CostView, NodeView, SpeedView, WorkerView
 from echo.ui import live
 from echo.ui.live import (
     Curve,
@@ -390,6 +390,16 @@ def test_costs_have_a_row_and_the_last_decision_another(make_snapshot) -> None:
         "1 active, 2 on standby   $14.00/h for machines on standby",
         "         fewer or cheaper workers are enough: 1 of 3 workers active",
     ]
+
+
+def test_the_learners_speed_is_shown_once_it_is_measured(make_snapshot) -> None:
+    without = live.status(make_snapshot(), 80, num_wait_rows=1)
+    speed = SpeedView(tokens_per_s=43210.0, mfu=0.403, peak_memory_bytes=61.5 * 2**30)
+    rows = live.status(make_snapshot(speed=speed), 80, num_wait_rows=1)
+    assert len(rows) == len(without) + 1
+    assert rows[1].plain.rstrip() == "trainer  43.2k tokens/s trained   40% MFU   peak 61.5 GiB"
+    unknown = live.speed_row(SpeedView(tokens_per_s=7.0, mfu=None, peak_memory_bytes=2**20))
+    assert unknown.plain == "trainer  7 tokens/s trained   peak 1 MiB"
 
 
 # --- remaining time -------------------------------------------------------------------------------

@@ -712,7 +712,7 @@ class CostControl:
         self._meter_now(now)
         if not self._meter.has_prices:
             return {}
-        self._num_tokens += row["perf/tokens_per_s"] * row["time/step"]
+        self._num_tokens += row["perf/accepted_tokens_per_s"] * row["time/step"]
         bill, session = self._meter.bill(), self._session
         total = round(bill.total, 6)
         self._ledger.append(Cost(step=session.step, total=total, per_h=bill.per_h))

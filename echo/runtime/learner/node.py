@@ -730,7 +730,7 @@ class LearnerNode(Node):
             self._progress.stepped(
                 groups, waited_s=waited_s, trained_s=trained_s, staleness=staleness
             )
-            self._write_step(result.metrics, staleness)
+            self._write_step(result.metrics | result.speed, staleness)
             if self._opened.checkpoints.is_due(session.step, now=self.now):
                 await self._checkpoint()
 
@@ -814,7 +814,7 @@ class LearnerNode(Node):
 
     async def _publish(self) -> None:
         """Hand the present weights to the broadcast, and to the evaluation when it is due."""
-        session = self.session
+        session, began_at = self.session, self.now
         self._progress.begin("publishing", now=self.now)
         version = PolicyVersion(session.lineages[-1].lineage, session.step)
         publication = await self._model_pool.run(self.make_version, version)
@@ -825,6 +825,7 @@ class LearnerNode(Node):
         self._has_published.set()
         self.perform(session.make_way(now=self.now))
         await self._encoded_versions.publish(publication)
+        self._progress.published(self.now - began_at)
         if self._opened.evaluations is not None and await self._opened.evaluations.is_due(version):
             task = self.spawn(self._evaluate(publication), name="evaluation")
             self._opened.evaluations.started(task)

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from echo.algo.diagnostics import GroupStats, LengthBias
-from echo.core.metrics import CostView, LearningCurve, Snapshot
+from echo.core.metrics import CostView, LearningCurve, Snapshot, SpeedView
 from echo.core.rollout import Group
 from echo.roles.learner import Learner
 from echo.weights.schedule import PublishPace
@@ -38,6 +38,8 @@ class Progress:
         self._waited_s = 0.0
         self._trained_s = 0.0
         self._step_times: tuple[float, float] = (0.0, 0.0)
+        self._published_s = 0.0
+        self._speed: SpeedView | None = None
         self._accepted: deque[tuple[float, int]] = deque()
         self._tokens_since_step = 0
         self._bytes_reported = 0
@@ -153,6 +155,10 @@ class Progress:
         for lag, num_tokens in staleness.items():
             self._staleness_tokens[lag] = self._staleness_tokens.get(lag, 0) + num_tokens
 
+    def published(self, seconds: float) -> None:
+        """Count the time in which a version was made and nothing was trained."""
+        self._published_s += seconds
+
     def evaluated(self, step: int, sampled: float, greedy: float, *, num_errors: int = 0) -> None:
         """Add a point to the pass-rate curves, in place of one that a resume has made again.
 
@@ -188,7 +194,8 @@ class Progress:
             "time/train": trained_s,
             "time/wait_for_batch": waited_s,
             "learner/idle_ratio": self.idle_ratio,
-            "perf/tokens_per_s": self._tokens_since_step / step_s,
+            "time/publish": self._published_s,
+            "perf/accepted_tokens_per_s": self._tokens_since_step / step_s,
             "broadcast/bytes": bytes_sent - self._bytes_reported,
         }
         if num_tokens:
@@ -196,7 +203,14 @@ class Progress:
             row["staleness/mean"] = total / num_tokens
             row["staleness/max"] = max(staleness)
             row["staleness/hist"] = {str(lag): n for lag, n in sorted(staleness.items())}
+        if "perf/tokens_per_s" in metrics:
+            self._speed = SpeedView(
+                tokens_per_s=metrics["perf/tokens_per_s"],
+                mfu=metrics.get("perf/mfu"),
+                peak_memory_bytes=metrics["perf/peak_memory_gb"] * 1e9,
+            )
         self._stepped_at, self._tokens_since_step, self._bytes_reported = now, 0, bytes_sent
+        self._published_s = 0.0
         return row
 
     def _describe_wait(self, session: Learner) -> str:
@@ -274,6 +288,7 @@ class Progress:
             idle_ratio=self.idle_ratio_by_now(now),
             recent_idle_ratio=self.recent_idle_ratio(now),
             tokens_per_s=sum(n for at, n in self._accepted if now - at <= RATE_WINDOW_S) / window_s,
+            speed=self._speed,
             num_buffered=len(session.buffer),
             groups_per_step=session.settings.leases.groups_per_step,
             num_leased=session.leases.num_running,
