@@ -16,7 +16,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,56 +23,24 @@ from pathlib import Path
 from typing import Any
 
 import harness
+from real_nodes import run_nodes
 
 from echo.engine.model import VLLM_HEAD_DIM, build_model, save_tiny_model
 
 HERE = Path(__file__).resolve().parent
-GROUPS, SIZE, TOKENS, RANK = 24, 4, 96, 8
+GROUPS, SIZE, TOKENS = 24, 4, 96
 MAX_STALENESS = 3
 WARM_UP = 3
 """Versions that do not count."""
 
 Run = dict[str, Any]
 
-CONFIG = f"""
-[run]
-max_steps = {{steps}}
-dir = "{{directory}}"
-[model]
-name = "{{directory}}/model"
+ENGINE = """
 [lora]
-rank = {RANK}
-[sampling]
-max_completion_tokens = {TOKENS}
-[sync]
-max_staleness = {MAX_STALENESS}
-publish_period = 1
-[batch]
-group_size = {SIZE}
-groups_per_step = {GROUPS}
-keep_zero_variance = true
-[learner]
-listen = "tcp://127.0.0.1:0"
-num_threads = 1
-[worker]
-num_threads = 1
-max_concurrent_rollouts = 32
+rank = 8
 [engine]
 kind = "vllm"
-options = {{{{ kv_cache_memory_bytes = 67108864 }}}}
-[checkpoint]
-interval_steps = 100000
-[eval]
-interval_steps = 0
-[network]
-heartbeat_s = 1
-dead_after_s = 60
-[limits]
-min_free_disk_bytes = 0
-[activation]
-mode = "off"
-[ui]
-live = "off"
+options = { kv_cache_memory_bytes = 67108864 }
 """
 
 
@@ -120,35 +87,24 @@ def run(tree: Path, where: Path, arguments: argparse.Namespace) -> Run:
     """Return what became of versions and groups, in one run of the nodes of a tree."""
     steps = WARM_UP + arguments.versions
     save_tiny_model(where / "model", build_model(seed=0, head_dim=VLLM_HEAD_DIM))
-    config = where / "run.toml"
-    config.write_text(CONFIG.format(steps=steps, directory=where))
-    program = [sys.executable, str(HERE / "adapter_node.py")]
-    common = ["--config", str(config), "--step-s", str(arguments.step_s)]
     names = [f"w{number}" for number in range(arguments.workers)]
     paths = {name: where / f"{name}.jsonl" for name in ("learner", *names)}
-    environment = os.environ | {"PYTHONPATH": str(tree)}
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def start(role: str, name: str, *extra: str) -> None:
-        command = [*program, role, *common, "--events", str(paths[name]), *extra]
-        processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
-
-    with (where / "output.txt").open("wb") as log:
-        try:
-            start("learner", "learner")
-            join = where / "run" / "keys" / "join"
-            while not join.exists():
-                if processes[0].poll() is not None:
-                    raise SystemExit((where / "output.txt").read_text()[-3000:])
-            for name in names:
-                start("worker", name, "--set", f"worker.name={name}",
-                      "--set", f"security.join={join}")  # fmt: skip
-            processes[0].wait(timeout=300 + 10 * steps * arguments.step_s)
-        finally:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.wait()
+    run_nodes(
+        "adapter_node.py",
+        where,
+        names,
+        lambda name: [f"--step-s={arguments.step_s}", f"--events={paths[name]}"],
+        within_s=300 + 10 * steps * arguments.step_s,
+        tree=tree,
+        more=ENGINE,
+        steps=steps,
+        tokens=TOKENS,
+        max_staleness=MAX_STALENESS,
+        group_size=SIZE,
+        groups_per_step=GROUPS,
+        max_concurrent_rollouts=32,
+        dead_after_s=60,
+    )
     events = {name: harness.read_rows(path) for name, path in paths.items()}
     if not events["learner"]:
         raise SystemExit((where / "output.txt").read_text()[-3000:])

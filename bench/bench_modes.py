@@ -85,11 +85,7 @@ def plot(
     finals: dict[str, list[dict[str, float]]], staleness: dict[str, dict[str, float]], path: Path
 ) -> Path:
     """Draw the final pass rates of each mode, mean and deviation over the seeds, and the lags."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.2), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = harness.new_figure((9, 3.2), dpi=110)
     scores, lags = figure.subplots(1, 2)
     for row, mode in enumerate(MODES):
         for kind, marker, offset in zip(KINDS, "os", (-0.15, 0.15), strict=True):

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -22,89 +20,39 @@ from statistics import fmean
 from typing import Any
 
 import harness
+from real_nodes import run_nodes
 
 from echo.cli.plan import read_rates
 from echo.engine.model import build_model, save_tiny_model
 from echo.fleet.job import Job
 from echo.fleet.overlap import predict, required_rate
 
-HERE = Path(__file__).resolve().parent
 GROUPS, SIZE, TOKENS = 8, 4, 16
 WORKERS, SLOTS = 4, 2
 """Workers, and groups that each runs side by side."""
 MAX_STALENESS, PERIOD, STEP_S, SPREAD = 3, 1, 3.0, 0.1
 
-CONFIG = f"""
-[run]
-max_steps = {{steps}}
-dir = "{{directory}}"
-[model]
-name = "{{directory}}/model"
-[sampling]
-max_completion_tokens = {TOKENS}
-[sync]
-max_staleness = {MAX_STALENESS}
-publish_period = {PERIOD}
-[batch]
-group_size = {SIZE}
-groups_per_step = {GROUPS}
-keep_zero_variance = true
-[learner]
-listen = "tcp://127.0.0.1:0"
-num_threads = 1
-[worker]
-num_threads = 1
-max_concurrent_rollouts = {SLOTS * SIZE}
-[checkpoint]
-interval_steps = 100000
-[eval]
-interval_steps = 0
-[network]
-heartbeat_s = 1
-dead_after_s = 20
-[limits]
-min_free_disk_bytes = 0
-[activation]
-mode = "off"
-[ui]
-live = "off"
-"""
-
 
 def run(share: float, steps: int, where: Path) -> dict[str, Any]:
     """Run at a share of the required rate; return measured and predicted idle share."""
     save_tiny_model(where / "model", build_model(seed=0))
-    config = where / "run.toml"
-    config.write_text(CONFIG.format(steps=steps, directory=where))
     # All slots together make GROUPS / STEP_S groups per second at the required rate.
     group_s = WORKERS * SLOTS * STEP_S / (GROUPS * share)
-    program = [sys.executable, str(HERE / "timed_node.py")]
-    common = ["--config", str(config), "--step-s", str(STEP_S)]
-    common += ["--group-s", str(group_s), "--spread", str(SPREAD)]
-    run_dir, processes = where / "run", []
-    with (where / "output.txt").open("wb") as output:
-        try:
-            processes.append(
-                subprocess.Popen([*program, "learner", *common], stdout=output, stderr=output)
-            )
-            join_file = run_dir / "keys" / "join"
-            while not join_file.exists():
-                if processes[0].poll() is not None:
-                    raise SystemExit((where / "output.txt").read_text()[-3000:])
-            for number in range(WORKERS):
-                own = ["--set", f"worker.name=w{number}"]
-                own += ["--set", f"security.join={join_file}"]
-                processes.append(
-                    subprocess.Popen(
-                        [*program, "worker", *common, *own], stdout=output, stderr=output
-                    )
-                )
-            processes[0].wait(timeout=120 + 4 * steps * STEP_S)
-        finally:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.wait()
+    timed = [f"--step-s={STEP_S}", f"--group-s={group_s}", f"--spread={SPREAD}"]
+    run_dir = run_nodes(
+        "timed_node.py",
+        where,
+        [f"w{number}" for number in range(WORKERS)],
+        lambda _: timed,
+        within_s=120 + 4 * steps * STEP_S,
+        steps=steps,
+        tokens=TOKENS,
+        max_staleness=MAX_STALENESS,
+        group_size=SIZE,
+        groups_per_step=GROUPS,
+        max_concurrent_rollouts=SLOTS * SIZE,
+        dead_after_s=20,
+    )
     return compare(run_dir, share, group_s)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from harness import environment, parse, result_path, save
+from harness import environment, new_figure, parse, result_path, save
 
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
@@ -275,11 +275,7 @@ def measure_pacing(seeds: int, steps: int) -> dict[str, Any]:
 
 def plot(cells: list[dict[str, Any]], path: Path) -> None:
     """Draw the needed rate against what each reading asks for, by kind of worker."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure((11, 4.5))
     for axes, is_pausing in zip(figure.subplots(1, 2), (False, True), strict=True):
         group = [cell for cell in cells if cell["is_pausing"] is is_pausing]
         names = [

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import environment, parse, result_path, save
+from harness import environment, new_figure, parse, result_path, save
 
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
@@ -117,11 +117,7 @@ def measure(num_workers: int, num_steps: int, num_chunks: int, limit_s: float) -
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the cost per worker and step, and memory, against the size."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure((9, 3.6))
     cost, memory = figure.subplots(1, 2)
     for chunks in sorted({row["chunks"] for row in rows}):
         group = sorted((r for r in rows if r["chunks"] == chunks), key=lambda r: r["workers"])

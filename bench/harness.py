@@ -124,6 +124,13 @@ def save(what: str, result: dict[str, Any]) -> Path:
     return path
 
 
+def new_figure(size: tuple[float, float], *, dpi: int = 120) -> Any:
+    """Return an empty figure of matplotlib's, without a display."""
+    from echo.ui.plots import new_figure as empty
+
+    return empty(size, dpi=dpi, extra="planner", wanted_by="the plot")
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of all runs that have ended."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []

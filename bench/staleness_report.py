@@ -161,11 +161,7 @@ def print_table(name: str, found: Mapping[str, Any]) -> None:
 
 def plot(name: str, found: Mapping[str, Any], steps: int) -> Any:
     """Plot curves, last and best values, and the realised staleness; return the file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 8.6), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = harness.new_figure((14, 8.6), dpi=110)
     (sampled, greedy), (scores, lags) = figure.subplots(2, 2)
     styles = style_of([*found])
     for axes, kind in ((sampled, "sampled"), (greedy, "greedy")):

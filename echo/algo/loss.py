@@ -42,6 +42,10 @@ class LossNeeds:
     """`log_expectation`; a group that lost a member has none and is left out whole."""
     batch_scores: bool = False
     """`batch_scores`: a first pass over the batch without gradient, a third more time."""
+    proximal_logprobs: bool = False
+    """`proximal_logprobs`; where a step makes several updates, a pass over the later ones' rows."""
+    entropies: bool = False
+    """`entropies`, with gradient."""
     reference_logprobs: bool = False
     """`reference_logprobs`: a frozen model beside the learner's, and a pass through it."""
 
@@ -75,13 +79,15 @@ class LossInputs:
     group_index: Tensor | None = None
     """[B] int64, equal for the rollouts of one group."""
     proximal_logprobs: Tensor | None = None
-    """[B, T] nats under the policy at the start of the step; data."""
+    """[B, T] nats under the policy at the start of the step; data, where the loss needs them."""
     staleness: Tensor | None = None
     """[B, T] int64 optimizer steps between the policy that sampled a token and the learner's."""
     log_expectation: Tensor | None = None
     """[B] log of the group expectation of the sampler's probability (losses.py); data."""
     batch_scores: BatchScores | None = None
     """Where the loss needs them."""
+    entropies: Tensor | None = None
+    """[B, T] nats, of the policy being trained; carry a gradient, where the loss needs them."""
     reference_logprobs: Tensor | None = None
     """[B, T] nats under the frozen reference policy; data, where the loss needs them."""
 

@@ -336,11 +336,11 @@ class DecoupledPpoLoss:
     before anything was masked. u carries the trust region, w the staleness; their product is the
     ratio to the sampler, once.
 
-    proximal = "recompute": the learner's policy at the start of the step. A batch makes one
-    optimizer step here, so u is 1 where the gradient is taken, the clip never acts, and this is the
-    policy gradient under bounded importance weights. proximal = "loglinear": the policy one
-    version earlier, interpolated by each token's staleness (`loglinear_logprobs`), so the clip acts
-    on one version's worth of change.
+    proximal = "recompute": the learner's policy at the start of the step. Where a batch makes one
+    update, u is 1 where the gradient is taken, the clip never acts, and this is the policy gradient
+    under bounded importance weights; the clip acts from the second update on. proximal =
+    "loglinear": the policy one version earlier, interpolated by each token's staleness
+    (`loglinear_logprobs`), so the clip acts on one version's worth of change.
 
     Source: arXiv:2110.00641; AReaL, arXiv:2505.24298, eq. 5.
     Differs from the paper: w is bounded (the paper's is not); |log u| is limited to 20.
@@ -366,6 +366,11 @@ class DecoupledPpoLoss:
         check_choice("proximal", self.proximal, ("recompute", "loglinear"))
         check_choice("importance_weight", self.importance_weight, IMPORTANCE_WEIGHTS)
         check_range("importance_cap", self.importance_cap, 1.0, float("inf"))
+
+    @property
+    def needs(self) -> LossNeeds:
+        """The proximal policy, unless it is interpolated."""
+        return LossNeeds(proximal_logprobs=self.proximal == "recompute")
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss of one micro-batch, its clips, and `dropped/importance`."""
@@ -836,6 +841,43 @@ class ReferenceKlLoss:
         values = KL_ESTIMATORS[self.estimator](learner, torch.where(mask, reference, 0.0))
         weights = masked_log_ratio(inputs).exp().clamp(max=MAX_KL_WEIGHT)
         return values * (weights.detach() if self.estimator == "k2" else weights)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntropyBonusLoss:
+    """A loss minus c times the mean entropy of the policy: a push against growing sure too soon.
+
+    loss = inner - c sum_t H(pi(. | context of t)) / num_tokens.
+
+    Every rollout is trained on, whatever its advantage: the push acts everywhere.
+
+    Source: A3C, arXiv:1602.01783, section 4; PPO, arXiv:1707.06347, eq. 9.
+    Differs from the paper: the mean is over the batch's trained tokens.
+    Limits: contexts are the sampler's, not weighted by their ratio. Too large a c takes over: watch
+    `entropy/mean`.
+    """
+
+    loss: Loss
+    """The loss inside, masks included; what they leave out is still pushed."""
+    coef: float
+    """c, > 0."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.coef < float("inf"):
+            raise ConfigError(f"loss.entropy_coef = {self.coef}: must be above 0 and finite")
+
+    @property
+    def needs(self) -> LossNeeds:
+        """What the loss inside needs, every rollout, and entropies."""
+        return replace(needs_of(self.loss), every_rollout=True, entropies=True)
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the loss of one micro-batch less the bonus."""
+        entropies = required(inputs.entropies, "entropies", self)
+        output = self.loss(inputs)
+        return replace(
+            output, loss=output.loss - self.coef * aggregate(entropies, inputs, "token_mean")
+        )
 
 
 # --- by name --------------------------------------------------------------------------------------

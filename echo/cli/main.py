@@ -6,7 +6,6 @@ is missing then is named together with what installs it.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from argparse import ArgumentParser
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 from echo.cli import parsers
 from echo.cli.output import fail
-from echo.core.errors import ConfigError
+from echo.core.errors import ConfigError, nearest
 from echo.core.extras import install_command, version
 
 
@@ -58,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if name in COMMANDS:
         return run(name, line)
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
-    remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+    near = nearest(name, COMMANDS)
+    remedy = f"did you mean {near}?" if near else f"there are {', '.join(COMMANDS)}"
     return fail(ConfigError(f"no command {name!r}; {remedy}"))
 
 

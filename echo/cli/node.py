@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from echo.config.load import (
 )
 from echo.config.memory import Budget, ModelFacts, memory_budget, read_machine, read_model_facts
 from echo.config.schema import Config, ModelSection
-from echo.core.errors import ConfigError, DataError, EchoError
+from echo.core.errors import ConfigError, DataError, EchoError, in_one
 from echo.core.extras import PROGRAMS, find_config, import_extra
 from echo.core.metrics import LearningCurve, Snapshot
 from echo.net.transport import is_loopback
@@ -76,11 +76,8 @@ def check_start(config: Config, role: Role) -> None:
     Raises:
         ConfigError: listing everything that is wrong.
     """
-    problems = [*_data_problems(config, role), *_port_problems(config, role)]
-    if len(problems) == 1:
-        raise ConfigError(problems[0])
-    if problems:
-        raise ConfigError("\n  ".join([f"the start has {len(problems)} problems:", *problems]))
+    if problems := [*_data_problems(config, role), *_port_problems(config, role)]:
+        raise ConfigError(in_one("start", problems))
 
 
 def _model_facts(name: str, model: ModelSection) -> ModelFacts:
@@ -113,12 +110,7 @@ def _data_problems(config: Config, role: Role) -> list[str]:
 
 
 def _port_problems(config: Config, role: Role) -> list[str]:
-    listens = {
-        "learner": config.learner.listen,
-        "relay": config.relay.listen,
-        "worker": config.worker.listen,
-    }
-    addresses = [listens[role]]
+    addresses = [getattr(config, role).listen]
     if role == "worker":
         addresses.append(config.agent.listen)
     problems = []
@@ -255,27 +247,16 @@ def run_learner(
         )
     events = EventLog(log_events, log=log)
     console = Console(stderr=True)
-    section = config.metrics
+    sinks, project = config.metrics.sinks, config.metrics.wandb_project
+    shown = resolved(config)
     with (
         interrupts.unwinding(),
-        MetricsWriter(
-            run_dir,
-            sinks=section.sinks,
-            wandb_project=section.wandb_project,
-            config=resolved(config),
-        ) as metrics,
+        MetricsWriter(run_dir, sinks=sinks, wandb_project=project, config=shown) as metrics,
         LiveView(console, mode=config.ui.live) as view,
     ):
-        code = run_loop(
-            _run(
-                config,
-                resume=resume,
-                operator=Operator(metrics, view, board),
-                events=events,
-                log=log,
-            ),
-            log,
-        )
+        operator = Operator(metrics, view, board)
+        main = _run(config, resume=resume, operator=operator, events=events, log=log)
+        code = run_loop(main, log)
     if code and not interrupts.is_interruption(code):
         print(f"error: {board.lines[-1] if board.lines else 'see the log'}", file=sys.stderr)
         print(f"log: {run_dir / 'logs' / 'learner.log'}", file=sys.stderr)
@@ -305,12 +286,7 @@ class Operator:
 
 
 async def _run(
-    config: Config,
-    *,
-    resume: bool,
-    operator: Operator,
-    events: EventLog,
-    log: logging.Logger,
+    config: Config, *, resume: bool, operator: Operator, events: EventLog, log: logging.Logger
 ) -> str:
     # Imported here: a relay's machine has no torch.
     from echo.runtime.learner.setup import build_learner
@@ -366,12 +342,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = node_parser().parse_args(argv)
     if arguments.help_config:
-        tell(schema_help(arguments.role))
+        tell([schema_help(arguments.role)])
         return 0
     try:
         config = configuration_of(arguments)
         if arguments.dry_run:
-            tell(dry_run(config, arguments.role))
+            tell([dry_run(config, arguments.role)])
             check_start(config, arguments.role)
             return 0
         code = run_role(
@@ -389,9 +365,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def configuration_of(
-    arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ
-) -> Config:
+def configuration_of(arguments: argparse.Namespace) -> Config:
     """Return the configuration that the arguments and ECHO_JOIN ask for.
 
     Raises:
@@ -405,7 +379,7 @@ def configuration_of(
         raise ConfigError("--yes accepts changes to a run that is resumed; it needs --resume")
     if arguments.init_from:
         overrides.append(f"learner.init_from={arguments.init_from}")
-    join = environment.get(ECHO_JOIN) if role != "learner" else None
+    join = os.environ.get(ECHO_JOIN) if role != "learner" else None
     if join:
         # First, so that --set goes before it.
         overrides.insert(0, f"security.join={Join.parse(join, source=ECHO_JOIN)}")
@@ -436,10 +410,7 @@ def _check_changes(config: Config, *, accept_unsafe: bool) -> None:
     # Without a role: what runs now must keep a learner's rules, not what an older release saved.
     changes = diff_configs(load_resolved(path), config)
     for change in changes:
-        label = "safe  " if change.is_safe else "UNSAFE"
-        print(
-            f"{label} {change.key}: {change.old} -> {change.new}  ({change.why})", file=sys.stderr
-        )
+        print(change, file=sys.stderr)
     unsafe = [change.key for change in changes if not change.is_safe]
     if unsafe and not accept_unsafe:
         raise ConfigError(
@@ -458,8 +429,6 @@ def run_role(
 ) -> int:
     """Run one node until it ends; return the exit code."""
     if role == "learner":
-        # Imported here: a relay's machine has no torch.
-
         return run_learner(config, resume=resume, has_report=has_report, log_events=log_events)
     section = config.relay if role == "relay" else config.worker
     name = node.node_name(role, section.name)

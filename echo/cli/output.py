@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,10 +90,12 @@ def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.L
     return log
 
 
-def tell(text: str) -> None:
-    """Print a text that may be piped into a program that stops reading, such as `head`."""
+def tell(texts: Iterable[str]) -> None:
+    """Print texts, each on a line, which a program that stops reading may get, such as `head`."""
     try:
-        print(text, flush=True)
+        for text in texts:
+            print(text)
+        sys.stdout.flush()
     except BrokenPipeError:
         # Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

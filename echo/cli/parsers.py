@@ -23,13 +23,30 @@ EXIT_CODES_HELP = (
 """How every command ends; docs/operations.md has it as a table."""
 
 
+def _parser(command: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"echo-rl {command}", description=description, epilog=epilog
+    )
+    parser.add_argument("--version", action="version", version=version())
+    return parser
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one key of the configuration; may be repeated",
+    )
+
+
 def node_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; every setting lives in the configuration."""
-    parser = argparse.ArgumentParser(
-        prog="echo-rl node",
-        description="Run one node of a run: the learner, a worker or a relay.",
-        epilog="The keys of the configuration: echo-rl node --role ROLE --help-config. "
-        f"{EXIT_CODES_HELP}",
+    parser = _parser(
+        "node",
+        "Run one node of a run: the learner, a worker or a relay.",
+        f"The keys of the configuration: echo-rl node --role ROLE --help-config. {EXIT_CODES_HELP}",
     )
     parser.add_argument("--role", choices=ROLES, required=True, help="what this node does")
     parser.add_argument(
@@ -39,13 +56,7 @@ def node_parser() -> argparse.ArgumentParser:
         help="TOML, the same for all roles; or a run's config.json; a worker or relay with the "
         "run's join string in the environment's ECHO_JOIN needs none",
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override one key of the configuration; may be repeated",
-    )
+    _add_set(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -75,30 +86,27 @@ def node_parser() -> argparse.ArgumentParser:
         help="record what this node's role is fed in a new file, for `echo-rl debug`",
     )
     parser.add_argument("--help-config", action="store_true", help="print every configuration key")
-    parser.add_argument("--version", action="version", version=version())
     return parser
 
 
 def debug_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="echo-rl debug",
-        description="Replay what a node recorded with --log-events, up to the first action that "
-        "differs.",
-        epilog="Exit codes: 0 all actions are the same; 1 one differs, and which; 2 wrong command "
+    parser = _parser(
+        "debug",
+        "Replay what a node recorded with --log-events, up to the first action that differs.",
+        "Exit codes: 0 all actions are the same; 1 one differs, and which; 2 wrong command "
         "line; 3 the file is damaged, or of another version of Echo.",
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="what the node wrote")
-    parser.add_argument("--version", action="version", version=version())
     return parser
 
 
 def plan_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="echo-rl plan",
-        description="Say what to rent for a run, what it costs and how to start it.",
-        epilog=f"A file to start from: configs/fleet-example.toml. {EXIT_CODES_HELP}",
+    parser = _parser(
+        "plan",
+        "Say what to rent for a run, what it costs and how to start it.",
+        f"A file to start from: configs/fleet-example.toml. {EXIT_CODES_HELP}",
     )
     parser.add_argument(
         "files", nargs="*", type=Path, metavar="FILE", help="TOML: the fleet and the job"
@@ -121,10 +129,10 @@ def plan_parser() -> argparse.ArgumentParser:
 
 def sim_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="echo-rl sim",
-        description="Simulate a run with the code that would run it, and say what it comes to.",
-        epilog="A file to start from: configs/scenario-example.toml; a fleet file is a scenario. "
+    parser = _parser(
+        "sim",
+        "Simulate a run with the code that would run it, and say what it comes to.",
+        "A file to start from: configs/scenario-example.toml; a fleet file is a scenario. "
         f"{EXIT_CODES_HELP}",
     )
     parser.add_argument(
@@ -166,10 +174,10 @@ def sim_parser() -> argparse.ArgumentParser:
 
 def quickstart_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="echo-rl quickstart",
-        description="Train a small model with a learner, a relay and two workers on this machine.",
-        epilog=EXIT_CODES_HELP,
+    parser = _parser(
+        "quickstart",
+        "Train a small model with a learner, a relay and two workers on this machine.",
+        EXIT_CODES_HELP,
     )
     parser.add_argument("--task", choices=CONFIGS, default="addition", help="what to learn")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes")
@@ -177,43 +185,23 @@ def quickstart_parser() -> argparse.ArgumentParser:
         "--resume", type=Path, metavar="DIR", help="continue a run, for example runs/quickstart"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the run")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override one key of the configuration; may be repeated",
-    )
-    parser.add_argument("--version", action="version", version=version())
+    _add_set(parser)
     return parser
 
 
 def ledger_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="echo-rl ledger",
-        description="Print what happened to every group of a run: one JSON object a line, oldest "
+    parser = _parser(
+        "ledger",
+        "Print what happened to every group of a run: one JSON object a line, oldest "
         "first, each with the bytes that were written. A run that goes on may be read.",
-        epilog=EXIT_CODES_HELP,
+        EXIT_CODES_HELP,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
-    parser.add_argument("--version", action="version", version=version())
     return parser
 
 
 def _add_output(parser: argparse.ArgumentParser, *, out: Path, files: str) -> None:
-    """Add the options of the commands that compute and write files.
-
-    Args:
-        parser: of the command.
-        out: where its files go by default.
-        files: what they are called.
-    """
     parser.add_argument(
-        "--out",
-        type=Path,
-        default=out,
-        metavar="DIR",
-        help=f"where {files} go (default: {out})",
+        "--out", type=Path, default=out, metavar="DIR", help=f"where {files} go (default: {out})"
     )
-    parser.add_argument("--version", action="version", version=version())

@@ -37,7 +37,7 @@ from echo.fleet.overlap import predict, required_rate
 from echo.fleet.provisioning import Forecast, Provisioning, Refusal, provision, refuse
 from echo.records.ledger import deliveries_of, read_records
 from echo.records.run_files import RunRates, rates_of, read_config, read_metrics, values_of
-from echo.ui.plots import CostPoint, cost_plot
+from echo.ui.plots import cost_plot
 
 # --- Calibration with a recorded run -------------------------------------------------------------
 
@@ -517,8 +517,8 @@ def plan_fleet(request: FleetRequest, out: Path, console: Console) -> int:
     print(f"\n{filters_text(request, plan)}\n\n{commands_text(request, plan)}\n")
     write_json(out / "plan.json", plan_record(request, plan))
     png = cost_plot(
-        [_point(plan, outcome) for outcome in plan.front],
-        _point(plan, plan.outcome),
+        {fleet_words(plan, outcome): outcome for outcome in plan.front},
+        plan.outcome,
         out / "plan.png",
         title=f"{request.model.name}, {plan.job.rollouts_per_step:.0f} rollouts per step",
     )
@@ -571,15 +571,6 @@ def write_json(path: Path, record: Any) -> None:
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
-
-
-def _point(plan: Provisioning, outcome: Forecast) -> CostPoint:
-    return CostPoint(
-        fleet_words(plan, outcome),
-        outcome.prediction.idle_share,
-        outcome.cost_per_h,
-        outcome.cost_per_million_tokens,
-    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from echo.cli import interrupts
-from echo.cli.node import read_run_file
+from echo.cli.node import read_run_file, show_summary
 from echo.cli.output import fail
 from echo.cli.parsers import CONFIGS, quickstart_parser
 from echo.config.load import load_config
@@ -104,7 +104,6 @@ def make_model(name: str, console: Console, *, for_vllm: bool) -> Path:
             seed=0,
             head_dim=VLLM_HEAD_DIM if for_vllm else HEAD_DIM,
             view=WarmupBar(bar),
-            num_threads=os.cpu_count() or 1,
         )
     console.print(
         f"start: {model.path} answers {model.pass_rate_sampled:.0%} of held-out prompts right "
@@ -159,9 +158,6 @@ def run_nodes(
     console: Console,
 ) -> int:
     """Start the four processes, wait for the learner, and print the summary."""
-    # Imported here so that a wrong argument is refused without loading torch.
-    from echo.cli.node import show_summary
-
     nodes: list[NodeProcess] = []
     final = config.run_dir / "final"
     # Made before the learner makes them, so that all four can start at once.

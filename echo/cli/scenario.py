@@ -25,10 +25,9 @@ from echo.config.fleet_file import (
     parse_fleet,
     place_of,
     read_plan,
-    report,
 )
 from echo.config.schema import PROFILES, ActivationSection, preset_publish_period
-from echo.core.errors import ConfigError
+from echo.core.errors import ConfigError, in_one
 from echo.sim.scenario import LEARNER_REGION, ActivationRule, Fault, PriceChange, Scenario, Settings
 
 SIM_TABLES = ("sim", "activation", *SIM_LISTS)
@@ -135,7 +134,7 @@ def load_scenario(
         rows.check_names(sim, lists, request, source)
         rows.check_sizes(sim, request, source)
     if rows.problems or sim is None or activation is None:
-        raise ConfigError(report(rows.problems))
+        raise ConfigError(in_one("fleet", rows.problems))
     is_auto = request.job_row.publish_period == "auto"
     job = request.job
     rent: dict[str, int] = {}

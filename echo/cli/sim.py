@@ -71,15 +71,6 @@ def sweep(
 ) -> int:
     """Simulate all combinations, print and write them.
 
-    Args:
-        tables: the scenario as it was read.
-        texts: "key=value,value,..." for each parameter.
-        num_seeds: how often each combination is simulated, with seeds from the scenario's on.
-        name: for headings.
-        source: what to call the file in messages.
-        out: where sweep.json and sweep.png go.
-        console: where to print.
-
     Raises:
         ConfigError: if a key or a value is wrong.
     """
@@ -349,10 +340,6 @@ def step_costs(scenario: Scenario, history: History) -> list[float]:
     return list(itertools.accumulate(found, max))
 
 
-REPLAY_CHUNKS = 8
-"""Grain of the versions of a replayed run: its broadcasts take what was recorded anyway."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     return run_command(run, sim_parser().parse_args(argv))
@@ -385,7 +372,7 @@ def replay(arguments: argparse.Namespace, console: Console) -> int:
     """Simulate a recorded run from its inputs, and print both."""
     if arguments.files or arguments.set or arguments.sweep or arguments.plan is not None:
         raise ConfigError("--replay RUN takes everything from the run; leave the rest out")
-    scenario = recorded_scenario(arguments.replay, seed=0, num_chunks=REPLAY_CHUNKS)
+    scenario = recorded_scenario(arguments.replay)
     summary, history = simulate(scenario, console)
     text, figures = comparison(arguments.replay, summary)
     console.print(text, markup=False, highlight=False)

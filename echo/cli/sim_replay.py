@@ -30,11 +30,13 @@ from echo.sim.scenario import Scenario, Settings
 from echo.sim.summary import RUN_IN, Summary
 
 REGION = "recorded"
+REPLAY_CHUNKS = 8
+"""Grain of the versions of a replayed run: its broadcasts take what was recorded anyway."""
 UNLIMITED = 1e12
 """Bytes per second of links that the run's broadcasts did not show to be slower."""
 
 
-def recorded_scenario(run_dir: Path, *, seed: int, num_chunks: int) -> Scenario:
+def recorded_scenario(run_dir: Path) -> Scenario:
     """Return the scenario of a recorded run.
 
     Raises:
@@ -65,8 +67,7 @@ def recorded_scenario(run_dir: Path, *, seed: int, num_chunks: int) -> Scenario:
         counts=[1] * len(offers),
         settings=Settings(
             num_steps=len(rows),
-            seed=seed,
-            chunks_per_version=num_chunks,
+            chunks_per_version=REPLAY_CHUNKS,
             heartbeat_s=network_s("heartbeat_s"),
             dead_after_s=network_s("dead_after_s"),
             lease_timeout_s=network_s("lease_timeout_s"),
@@ -85,7 +86,7 @@ def recorded_scenario(run_dir: Path, *, seed: int, num_chunks: int) -> Scenario:
             group_size=job.group_size,
             useful_share=totals.num_accepted
             / max(1, totals.num_accepted + totals.num_without_signal),
-            seed=seed,
+            seed=0,
         ),
         train_times=values_of(rows, "time/train"),
     )

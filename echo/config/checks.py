@@ -47,15 +47,11 @@ judgement: ranges of .2, as PPO's, are used with it; those of some percent clip 
 
 
 def check_config(config: Config, role: Role | None) -> list[Problem]:
-    """Return every broken rule.
-
-    Args:
-        config: valid key by key.
-        role: whose required keys must be there; None asks for those of no role.
-    """
+    """Return every broken rule."""
     return [
         *_check_sync(config),
         *_check_rollout(config),
+        *_check_minibatches(config),
         *_check_network(config),
         *_check_security(config),
         *_check_group_bytes(config),
@@ -134,6 +130,16 @@ def _check_exact_version(config: Config) -> Iterator[Problem]:
     if rollout.stale_tokens != "keep":
         text = f"has no use with {key}, where no group has tokens of several versions"
         yield _problem(text, "rollout.stale_tokens", key, is_idle=True)
+
+
+def _check_minibatches(config: Config) -> Iterator[Problem]:
+    batch = config.batch
+    if batch.minibatches_per_step > batch.groups_per_step:
+        yield _problem(
+            f"must be at most batch.groups_per_step = {batch.groups_per_step}: groups stay whole",
+            "batch.minibatches_per_step",
+            "batch.groups_per_step",
+        )
 
 
 def _check_network(config: Config) -> Iterator[Problem]:

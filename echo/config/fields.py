@@ -7,6 +7,7 @@ key and the value to that.
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -34,6 +35,17 @@ OLD_JOIN = (
 _EVERY_INTERFACE = frozenset({"*", "0.0.0.0", "[::]"})
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _TASK_KIND = re.compile(r"[a-z][a-z0-9_]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def toml_or_text(text: str) -> Any:
+    """Read what a command line sets as TOML; what is not TOML is text, and needs no quotes."""
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = table["value"]
+    is_plain = len(table) == 1 and isinstance(value, str | int | float | list | dict)
+    return value if is_plain else text
 
 
 def _false_is_none(value: object) -> object:

@@ -11,16 +11,16 @@ import copy
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from echo.config.fields import Bytes, Seconds
+from echo.config.fields import Bytes, Seconds, toml_or_text
 from echo.config.schema import show
-from echo.core.errors import ConfigError, nearest
+from echo.core.errors import ConfigError, in_one, nearest
 from echo.fleet.gpus import (
     BYTES_PER_WEIGHT,
     GPUS,
@@ -490,7 +490,7 @@ def load_fleet(paths: Sequence[Path]) -> FleetRequest:
         except ConfigError as error:
             unreadable.append(str(error))
     if unreadable:  # what the other files lack may stand in these
-        raise ConfigError(report([*unreadable, *rows.problems]))
+        raise ConfigError(in_one("fleet", [*unreadable, *rows.problems]))
     return _build(rows, ", ".join(path.name for path in paths))
 
 
@@ -519,7 +519,7 @@ def _build(rows: Rows, source: str) -> FleetRequest:
     for _, row in rows.every("learner"):
         rows.check_name(f"{source}: [learner]: gpu", cast("LearnerRow", row).gpu, gpus)
     if problems:
-        raise ConfigError(report(problems))
+        raise ConfigError(in_one("fleet", problems))
     job_row = cast("JobRow", rows.tables["job"])
     learner = cast("LearnerRow", rows.tables["learner"])
     return _request(rows, job_row, learner, gpus, models[job_row.model], regions)
@@ -705,19 +705,17 @@ def _offer(
             return None
         tokens_per_s, concurrency = estimate.tokens_per_s, estimate.concurrency
         notices.append(f"{name} in {row.region}: {tokens_per_s:.0f} tokens/s is an estimate")
+    own = row.model_dump(
+        include={"region", "count", "price_per_h", "can_listen", "price_per_gb", "losses_per_h",
+                 "restart_s"}
+    )  # fmt: skip
     return Offer(
+        **own,
         name=name,
-        region=row.region,
-        count=row.count,
-        price_per_h=row.price_per_h,
         tokens_per_s=tokens_per_s,
         concurrency=concurrency,
         down_bytes_per_s=row.down_mbit_per_s * MBIT,
         up_bytes_per_s=row.up_mbit_per_s * MBIT,
-        can_listen=row.can_listen,
-        price_per_gb=row.price_per_gb,
-        losses_per_h=row.losses_per_h,
-        restart_s=row.restart_s,
     )
 
 
@@ -735,30 +733,14 @@ def _job(row: JobRow, learner: LearnerRow, gpu: Gpu, model: ModelShape, notices:
         notices.append(f"learner: {train_s:.3g} s per step is an estimate")
     return Job(
         **row.model_dump(
-            exclude={
-                "model",
-                "prompt_tokens",
-                "publish_period",
-                "version_bytes",
-                "budget_per_h",
-                "chunk_bytes",
-            }
+            exclude={"model", "prompt_tokens", "publish_period", "version_bytes", "budget_per_h"}
         ),
         publish_period=1 if row.publish_period == "auto" else row.publish_period,
         train_s=train_s,
         version_bytes=row.version_bytes or model.num_params * BYTES_PER_WEIGHT,
-        chunk_bytes=row.chunk_bytes,
         learner_price_per_h=learner.price_per_h,
         budget_per_h=math.inf if row.budget_per_h is None else row.budget_per_h,
     )
-
-
-def report(problems: Iterable[str]) -> str:
-    """Return all problems of a file as one message."""
-    unique = list(dict.fromkeys(problems))
-    if len(unique) == 1:
-        return unique[0]
-    return "\n  ".join([f"the fleet has {len(unique)} problems:", *unique])
 
 
 # --- tables and overrides -------------------------------------------------------------------------
@@ -809,7 +791,7 @@ def override(tables: dict[str, Any], key: str, value: str) -> None:
     Raises:
         ConfigError: if the key names a row that is not there.
     """
-    parsed = _parse(value)
+    parsed = toml_or_text(value)
     table, *path = key.split(".")
     if len(path) == 1:
         tables[table] = dict(tables.get(table, {})) | {path[0]: parsed}
@@ -820,22 +802,12 @@ def override(tables: dict[str, Any], key: str, value: str) -> None:
         tables["sim"] = rows
         return
     rows = copy.deepcopy(tables.get(table, []))
-    named = [row for row in rows if isinstance(row, dict) and path[0] in _names(row)]
+    keys = ("name", "gpu", "region")
+    named = [row for row in rows if isinstance(row, dict) and path[0] in map(row.get, keys)]
     if len(named) != 1:
         raise ConfigError(f"{key}: there is no row of [[{table}]] called {path[0]!r}")
     named[0][path[1]] = parsed
     tables[table] = rows
-
-
-def _names(row: Table) -> tuple[Any, ...]:
-    return row.get("name"), row.get("gpu"), row.get("region")
-
-
-def _parse(value: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return value
 
 
 def read_plan(path: Path, request: FleetRequest) -> tuple[dict[str, int], int]:

@@ -20,7 +20,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from echo.config.checks import Problem, Setting, check_config
-from echo.config.fields import OWN_KIND, ROLES, Role
+from echo.config.fields import OWN_KIND, ROLES, Role, toml_or_text
 from echo.config.memory import Budget
 from echo.config.reference import default_text
 from echo.config.schema import (
@@ -39,7 +39,7 @@ from echo.config.schema import (
     sections,
     show,
 )
-from echo.core.errors import ConfigError, nearest
+from echo.core.errors import ConfigError, in_one, nearest
 from echo.core.units import format_bytes, without_secrets
 
 # --- layers ---------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def read_override(text: str) -> Layer:
     if not separator or not all(parts):
         problem = f'"{text}" is not an override; write section.key=value'
         return Layer(problems=[Problem((), problem, Setting(None, OVERRIDE))])
-    table: Any = _toml_or_text(value.strip())
+    table: Any = toml_or_text(value.strip())
     is_table = isinstance(table, Mapping)
     for part in reversed(parts):
         table = {part: table}
@@ -120,16 +120,6 @@ def nest(settings: Mapping[KeyPath, Setting]) -> dict[str, Any]:
             value = settings[path].value
             table[path[-1]] = dict(value) if isinstance(value, Mapping) else value
     return root
-
-
-def _toml_or_text(text: str) -> Any:
-    try:
-        table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    value = table["value"]
-    is_plain = len(table) == 1 and isinstance(value, str | int | float | list | dict)
-    return value if is_plain else text
 
 
 def _say_unknown(path: KeyPath) -> str:
@@ -222,7 +212,8 @@ def parse_config(
         settings, config, problems = _check(kept, role)
     problems = [problem for layer in layers for problem in layer.problems] + problems
     if problems:
-        raise ConfigError(_report([_describe(problem, settings, source) for problem in problems]))
+        lines = [_describe(problem, settings, source) for problem in problems]
+        raise ConfigError(in_one("configuration", lines))
     return config.with_sources(_sources(settings, leaves(kinds_of(config))))
 
 
@@ -443,13 +434,6 @@ def _describe(problem: Problem, settings: Mapping[KeyPath, Setting], file_name: 
     return f"{prefix}: {'.'.join(path)}{value}: {problem.text}"
 
 
-def _report(lines: Iterable[str]) -> str:
-    unique = list(dict.fromkeys(lines))
-    if len(unique) == 1:
-        return unique[0]
-    return "\n  ".join([f"the configuration has {len(unique)} problems:", *unique])
-
-
 def _sources(settings: Mapping[KeyPath, Setting], known: Mapping[KeyPath, Leaf]) -> dict[str, str]:
     """Return where each key came from; a table of the user's keys may have several sources."""
     found: dict[str, list[str]] = {leaf.key: [] for leaf in known.values()}
@@ -492,14 +476,7 @@ def schema_help(role: Role | None = None) -> str:
 def dry_run_text(
     config: Config, role: Role, *, budget: Budget | None = None, notices: Iterable[str] = ()
 ) -> str:
-    """Return what would start, its memory budget, and every setting with its source.
-
-    Args:
-        config: the configuration.
-        role: what would start.
-        budget: from `memory.memory_budget`; None leaves the line out.
-        notices: shown before the settings.
-    """
+    """Return what would start, its memory budget, and every setting with its source."""
     lines = [f"would start: {_describe_start(config, role)}"]
     if budget is not None:
         lines.append(f"memory: {'' if budget.fits else 'DOES NOT FIT: '}{budget.line}")
@@ -605,7 +582,7 @@ _UNSAFE: Mapping[str, str] = {
 
 _SAFE: Mapping[str, str] = {
     "profile": "the values that change with it are listed on their own lines",
-    "run.max_steps": "only moves the end of the run",
+    "run.max_steps": "moves the end of the run, and with it where optimizer.lr_schedule ends",
     "model.attn_implementation": "the same function, rounded differently",
     "task.reward_timeout_s": "holds for groups leased from now on",
     "task.step_timeout_s": "holds for groups leased from now on",
@@ -618,6 +595,7 @@ _SAFE: Mapping[str, str] = {
     "sync.adaptive": "gates the leases granted from now on",
     "sync.min_staleness": "gates the leases granted from now on",
     "sync.publish_period": "holds from the next publication on",
+    "batch.minibatches_per_step": "holds from the next step on",
     "batch.keep_zero_variance": "holds for groups that arrive from now on",
     "batch.max_zero_signal_batches": "only when a run without gradients ends",
     "loss": "computed anew for every batch",

@@ -44,6 +44,8 @@ class LossSection(Section):
     """Tokens before the limit over which rewards fall by up to 1; 0 is off."""
     overlong_filter: bool = False
     """Do not train on completions cut off at the limit."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of a bonus on the policy's entropy, per token; trains every rollout; 0 is off."""
 
     def own_options(self) -> dict[str, Any]:
         """Return the fields of the loss itself, with `false` as None."""
@@ -166,7 +168,7 @@ class DecoupledPpoSection(ClippedSection):
     dual_clip: Annotated[float, Field(gt=1)] | Off = False
     """Bound on the ratio where the advantage is negative; false is off."""
     proximal: Literal["recompute", "loglinear"] = "recompute"
-    """Where the proximal policy comes from: the learner's at the step, or one version earlier."""
+    """The proximal policy: the learner's when the step begins, or one version earlier."""
     importance_weight: Literal["token_tis", "sequence_tis", "token_mis", "sequence_mis"] = (
         "token_tis"
     )

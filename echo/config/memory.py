@@ -99,26 +99,28 @@ class Footprint:
         Under an adapter the base takes 4 bytes per parameter more, and is in no version.
         A reference model and the one that attribution scores with take 4 bytes more each, the
         copies that bfloat16 products read 2. A GPU keeps the last version to find what changed
-        (engine/weights.py).
+        (engine/weights.py). Before a step of several updates weights and moments are copied to the
+        host, so that a step that fails changes nothing.
         """
-        num_params, num_trained = self.facts.num_params, self._num_trained
-        base = Item(name="base", num_bytes=4 * num_params, is_on_gpu=True)
-        copies = Item(name="bfloat16 copies", num_bytes=2 * num_params, is_on_gpu=True)
-        scorer = Item(name="attribution", num_bytes=4 * num_params, is_on_gpu=True)
-        # Taken to be as large as the model that is trained.
-        reference = Item(name="reference", num_bytes=4 * num_params, is_on_gpu=True)
-        last_version = Item(name="last version", num_bytes=self._bytes_per_version, is_on_gpu=True)
+        config, num_params, num_trained = self.config, self.facts.num_params, self._num_trained
+        keeps_version = self.has_gpu and config.network.codec != "full"
+        sizes = {
+            "base": 4 * num_params if config.lora.rank else 0,
+            "masters": 4 * num_trained,
+            "gradients": 4 * num_trained,
+            "Adam moments": 8 * num_trained,
+            "bfloat16 copies": 2 * num_params if self._compute_bytes < 4 else 0,
+            # Taken to be as large as the model that is trained.
+            "reference": 4 * num_params if config.reference.kl_coef else 0,
+            "attribution": 4 * num_params if config.metrics.attribution_steps else 0,
+            "last version": self._bytes_per_version if keeps_version else 0,
+            "activations": self._activation_bytes(),
+            "log-prob chunk": self._logprob_bytes(),
+        }
+        undo = Item(name="undo of a step", num_bytes=12 * num_trained, is_on_gpu=False)
         return (
-            *([base] if self.config.lora.rank else []),
-            Item(name="masters", num_bytes=4 * num_trained, is_on_gpu=True),
-            Item(name="gradients", num_bytes=4 * num_trained, is_on_gpu=True),
-            Item(name="Adam moments", num_bytes=8 * num_trained, is_on_gpu=True),
-            *([copies] if self._compute_bytes < 4 else []),
-            *([reference] if self.config.reference.kl_coef else []),
-            *([scorer] if self.config.metrics.attribution_steps else []),
-            *([last_version] if self.has_gpu and self.config.network.codec != "full" else []),
-            Item(name="activations", num_bytes=self._activation_bytes(), is_on_gpu=True),
-            Item(name="log-prob chunk", num_bytes=self._logprob_bytes(), is_on_gpu=True),
+            *(Item(name=n, num_bytes=size, is_on_gpu=True) for n, size in sizes.items() if size),
+            *([undo] if config.batch.minibatches_per_step > 1 else []),
             self._versions(KEEP_VERSIONS + 1),  # one more is being made
         )
 
@@ -231,14 +233,13 @@ class Budget:
     fits: bool
     line: str
     """All of it in one line of text."""
-    items: tuple[Item, ...] = ()
-    """Empty if the model's dimensions are not known."""
-    needed_bytes: int = 0
+    items: tuple[Item, ...]
+    needed_bytes: int
     """In the memory that is short, or else in the one that the model lies in."""
     available_bytes: int
     """There."""
     max_concurrent_rollouts: int | None = None
-    """What a worker's memory holds; None for other roles and where it is not known."""
+    """What a worker's memory holds; None for other roles."""
     remedies: tuple[Saving, ...] = ()
     """The largest saving first; empty if it fits or nothing helps."""
 
@@ -246,24 +247,12 @@ class Budget:
 def memory_budget(
     config: Config,
     role: Role,
-    model_facts: ModelFacts | None,
+    model_facts: ModelFacts,
     machine: Machine,
     *,
     prompt_tokens: int = 512,
 ) -> Budget:
-    """Return what `role` needs on `machine`, and which settings help if it does not fit.
-
-    Args:
-        config: the settings.
-        role: learner, worker or relay.
-        model_facts: the model's dimensions, or None where they are known only after joining.
-        machine: what there is.
-        prompt_tokens: tokens that a prompt is assumed to have.
-    """
-    if model_facts is None:
-        has = format_bytes(machine.host_bytes)
-        line = f"{role}: its need follows from the model, which is not known here; has {has}"
-        return Budget(role=role, fits=True, line=line, available_bytes=machine.host_bytes)
+    """Return what `role` needs on `machine`, and which settings help if it does not fit."""
     footprint = Footprint(
         config=config,
         facts=model_facts,

@@ -221,6 +221,8 @@ class BatchSection(Section):
     """Rollouts per prompt; the advantage compares them with each other, so at least two."""
     groups_per_step: int = Field(ge=1)
     """Groups (prompts) per optimizer step; rollouts per step = groups_per_step x group_size."""
+    minibatches_per_step: int = Field(default=1, ge=1)
+    """Parts, by group, that a step's batch is cut into, with one update of the weights for each."""
     keep_zero_variance: bool = False
     """Count groups without a gradient (all rewards equal) towards a step; else others come."""
     max_zero_signal_batches: int = Field(default=20, ge=1)
@@ -234,9 +236,11 @@ class OptimizerSection(Section):
     """AdamW: Adam with decoupled weight decay."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
-    """Step size after the warm-up, constant."""
+    """Step size after the warm-up."""
     warmup_steps: int = Field(default=10, ge=0)
     """Optimizer steps over which the learning rate rises linearly."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The learning rate after the warm-up: as it is, or down to 0 at run.max_steps."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     betas: Betas = (0.9, 0.95)
@@ -325,6 +329,9 @@ class LearnerSection(Section):
     """CPU threads of torch; 0 takes all cores."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Tokens, padding included, per forward and backward pass."""
+    packing: Literal["auto", "packed", "padded"] = "auto"
+    """Rollouts one after the other in a row, or each padded in its own; auto: the first, where the
+    model keeps them apart; the log says which."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     price_per_h: Dollars | None = None
@@ -669,11 +676,7 @@ def _leaves(kinds: frozenset[tuple[str, str]]) -> Mapping[KeyPath, Leaf]:
 
 
 def leaves(kinds: Mapping[str, str]) -> Mapping[KeyPath, Leaf]:
-    """Return the keys of a configuration by path, in the order of the schema.
-
-    Args:
-        kinds: of each section that has a class per kind, as `kinds_of` returns them.
-    """
+    """Return the keys of a configuration by path, in the order of the schema."""
     return _leaves(frozenset(kinds.items()))
 
 

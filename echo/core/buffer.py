@@ -60,9 +60,6 @@ class StalenessBuffer:
 
         These are the groups here, and those taken at this same step: their step is being made, so
         it is not counted yet.
-
-        Args:
-            step: optimizer steps done by the learner.
         """
         return len(self._groups) + (self._num_taken if self._taken_at == step else 0)
 
@@ -77,9 +74,6 @@ class StalenessBuffer:
 
         One that was continued by newer weights, and of which only the first tokens have grown too
         old, stays with those masked.
-
-        Args:
-            step: optimizer steps done by the learner.
         """
         evicted = []
         for group in list(self._groups.values()):

@@ -65,6 +65,14 @@ class EngineError(EchoError):
     """The model runtime failed."""
 
 
+def in_one(what: str, problems: Iterable[str]) -> str:
+    """Return the message of an error that lists all problems of `what`, each once."""
+    unique = list(dict.fromkeys(problems))
+    if len(unique) == 1:
+        return unique[0]
+    return "\n  ".join([f"the {what} has {len(unique)} problems:", *unique])
+
+
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate that `word` was probably meant to be, or None."""
     return next(iter(difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.7)), None)

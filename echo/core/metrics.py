@@ -86,6 +86,17 @@ class CostView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedView:
+    """How fast the learner trained its last step."""
+
+    tokens_per_s: float
+    """Through the model, prompts included, while it trained."""
+    mfu: float | None
+    """Share of the device's arithmetic that the model needed; None where that is not known."""
+    peak_memory_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LearningCurve:
     """What a run had learned before it was resumed."""
 
@@ -126,6 +137,8 @@ class Snapshot:
     """The same of the last minute, or of the last steps if those took longer."""
     tokens_per_s: float = 0.0
     """Sampled completion tokens accepted per second, recent."""
+    speed: SpeedView | None = None
+    """Of the last step; None before the first."""
     num_buffered: int = 0
     groups_per_step: int = 0
     num_leased: int = 0

@@ -50,10 +50,6 @@ def is_surviving(version: PolicyVersion, lineages: Sequence[Lineage]) -> bool:
 
     A version exists from its lineage's fork on, and survives if no later lineage forked off before
     its step.
-
-    Args:
-        version: the version in question.
-        lineages: every lineage so far, oldest first.
     """
     is_known = False
     for lineage in lineages:
@@ -169,12 +165,7 @@ class Group:
 
 
 def staleness_of(group: Group, *, step: int) -> int:
-    """Return how many steps the learner is ahead of the group's oldest trainable token.
-
-    Args:
-        group: a group with at least one trainable token.
-        step: optimizer steps done by the learner.
-    """
+    """Return how many steps the learner is ahead of the group's oldest trainable token."""
     oldest = group.oldest_version
     if oldest is None:
         raise ValueError(f"group {group.group_id} has no trainable token")
@@ -183,11 +174,6 @@ def staleness_of(group: Group, *, step: int) -> int:
 
 def trim_stale(group: Group, *, step: int, max_staleness: int) -> Group | None:
     """Return `group` with its tokens beyond the bound masked, as rollouts that were continued have.
-
-    Args:
-        group: the group in question.
-        step: optimizer steps done by the learner.
-        max_staleness: inclusive bound.
 
     Returns:
         None if no token is beyond it, or a rollout would be left without a token to train on: its
@@ -208,14 +194,7 @@ def trim_stale(group: Group, *, step: int, max_staleness: int) -> Group | None:
 def find_fault(
     group: Group, *, step: int, max_staleness: int, lineages: Sequence[Lineage]
 ) -> str | None:
-    """Return why `group` must not be trained at `step`, or None if it may.
-
-    Args:
-        group: the group in question.
-        step: optimizer steps done by the learner.
-        max_staleness: inclusive bound.
-        lineages: the learner's histories so far, oldest first.
-    """
+    """Return why `group` must not be trained at `step`, or None if it may."""
     versions = group.versions
     if not versions:
         return "no_trainable_token"

@@ -45,6 +45,10 @@ class RecentMap(Generic[RecentKey, Value]):
         """Return the value of `key`, or None."""
         return self._entries.get(key)
 
+    def as_dict(self) -> dict[RecentKey, Value]:
+        """Return the entries, the oldest first."""
+        return dict(self._entries)
+
     def discard(self, key: RecentKey) -> None:
         """Forget `key`, if it is there."""
         self._entries.pop(key, None)

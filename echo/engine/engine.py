@@ -322,11 +322,6 @@ class Concurrency:
     def halve(self, num_rollouts: int, *, why: str, numbers: str) -> None:
         """Lower the limit to half of what was too much.
 
-        Args:
-            num_rollouts: how many were under way when memory ran out.
-            why: the error.
-            numbers: what one of them needs and what there is.
-
         Raises:
             EngineError: if it was one alone.
         """

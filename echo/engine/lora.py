@@ -151,12 +151,6 @@ def write_adapter(
 ) -> None:
     """Write the two files of an adapter into an existing directory.
 
-    Args:
-        directory: where to.
-        tensors: by name, as in an image.
-        lora: its shape.
-        base_name: directory or hub id of the base, from which peft will load it.
-
     Raises:
         OSError: if they cannot be written.
     """

@@ -316,11 +316,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def pick_device(name: str) -> str:
-    """Return torch's name of a device; "auto" is the first GPU where there is one.
-
-    Args:
-        name: "auto", "cpu", "cuda" or "cuda:N".
-    """
+    """Return torch's name of a device; "auto" is the first GPU where there is one."""
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -333,11 +329,7 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def free_gpu_bytes(name: str) -> int | None:
-    """Return the free memory of a device, bytes; None if it is a CPU, or a GPU that is not here.
-
-    Args:
-        name: as for `pick_device`.
-    """
+    """Return the free memory of a device, bytes; None if it is a CPU, or a GPU that is not here."""
     device = torch.device(pick_device(name))
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
@@ -345,12 +337,7 @@ def free_gpu_bytes(name: str) -> int | None:
 
 
 def pick_dtype(name: str, device: str) -> torch.dtype:
-    """Return what to compute in: "auto" is bfloat16 on a GPU and float32 elsewhere.
-
-    Args:
-        name: "auto", "float32" or "bfloat16".
-        device: torch's name of it.
-    """
+    """Return what to compute in: "auto" is bfloat16 on a GPU and float32 elsewhere."""
     if name == "auto":
         name = "bfloat16" if device.startswith("cuda") else "float32"
     return torch.bfloat16 if name == "bfloat16" else torch.float32

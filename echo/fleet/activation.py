@@ -255,12 +255,6 @@ def choose(
 ) -> Choice:
     """Return the cheapest set of workers that satisfies the rule within the budget.
 
-    Args:
-        workers: all there are; their names differ.
-        job: what is trained, with margin and budget.
-        links: of the learner, and what a broadcast takes.
-        preferred: whom to take among equals, as those that are active now.
-
     Returns:
         If no set is sufficient, the cheapest one for the least longer step; if that is too long
         to be found, as many as the budget allows, the worst left out first.

@@ -171,14 +171,6 @@ def decode_rate(
 
     Example, RTX 4090 (1008 GB/s, 24 GiB) and 4.0e9 parameters in 36 layers with 8 heads of 128:
     weights 8.0 GB take 13.3 ms at 605 GB/s; 11.6 GB are left for caches of 147 kB per token.
-
-    Args:
-        gpu: what it runs on.
-        model: what it runs.
-        prompt_tokens: mean length of a prompt.
-        completion_tokens: mean length of a completion.
-        tensor_parallel: GPUs that hold one replica.
-        max_tokens: tokens of the longest sequence; a replica must hold one of them.
     """
     memory = tensor_parallel * (gpu.memory_bytes * USABLE_MEMORY - RESERVED_BYTES)
     free = memory - model.num_params * BYTES_PER_WEIGHT
@@ -213,13 +205,7 @@ def _all_reduce_s(gpu: Gpu, model: ModelShape, num_rows: float, tensor_parallel:
 
 
 def train_flops(model: ModelShape, *, num_tokens: float, mean_tokens: float) -> float:
-    """Return the operations of one optimizer step: forward and backward, attention included.
-
-    Args:
-        model: what is trained.
-        num_tokens: tokens of the batch, prompts included.
-        mean_tokens: tokens of a sequence.
-    """
+    """Return the operations of one optimizer step: forward and backward, attention included."""
     attention = 6 * model.num_layers * model.hidden_size * mean_tokens
     return num_tokens * (6 * model.num_params + attention)
 

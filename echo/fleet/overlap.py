@@ -72,11 +72,6 @@ def required_rate(job: Job, broadcast_s: float, *, is_pausing: bool | None = Non
     Example: R = 64, T_train = 10 s, kappa = 2, T_bcast = 4 s. Pausing workers have 16 s of 20 for
     128 rollouts, 8 per second; the others 64 per 10 s, 6.4 per second.
 
-    Args:
-        job: what is trained.
-        broadcast_s: seconds from a publication until every active node holds it.
-        is_pausing: which reading; the job's own if None.
-
     Returns:
         Infinity if pausing workers have no time left to generate.
     """

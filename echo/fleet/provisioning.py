@@ -92,13 +92,7 @@ class Provisioning:
 
 
 def provision(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Provisioning | None:
-    """Return the plan with the cheapest sufficient fleet; None if no fleet is sufficient.
-
-    Args:
-        fleet: what can be rented.
-        job: what is trained.
-        periods: publish periods to try, in order.
-    """
+    """Return the plan with the cheapest sufficient fleet; None if no fleet is sufficient."""
     selection = select(fleet, job, periods=periods)
     if selection is None:
         return None
@@ -261,13 +255,7 @@ class Refusal:
 
 
 def refuse(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Refusal:
-    """Return why no fleet is sufficient and what would help.
-
-    Args:
-        fleet: what can be rented.
-        job: what is trained.
-        periods: publish periods that were tried.
-    """
+    """Return why no fleet is sufficient and what would help."""
     remedies = [
         remedy
         for remedy in (
@@ -404,11 +392,6 @@ def slowed(
 
     Accepts that the learner waits: the set is the cheapest of a learner with such steps.
 
-    Args:
-        fleet: what can be had.
-        job: what is trained.
-        periods: publish periods to try; only the job's own if None.
-
     Returns:
         The factor and the set; None if even MAX_FACTOR does not help.
     """
@@ -418,39 +401,38 @@ def slowed(
 
 
 def _with_slower_learner(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Remedy | None:
-    found = slowed(fleet, job, periods)
-    if found is None:
-        return None
-    factor, selection = found
-    idle = 1 - 1 / factor
-    text = f"steps of {job.train_s * factor:.3g} s: the learner then waits {idle:.0%} of the time"
-    return Remedy(text=text, factor=factor, selection=selection)
+    def words(factor: float) -> str:
+        step_s, idle = job.train_s * factor, 1 - 1 / factor
+        return f"steps of {step_s:.3g} s: the learner then waits {idle:.0%} of the time"
+
+    return _remedy(slowed(fleet, job, periods), words)
 
 
 def _with_smaller_versions(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Remedy | None:
+    def words(factor: float) -> str:
+        new, old = job.version_bytes / factor / 1e6, job.version_bytes / 1e6
+        return f"versions of {new:.3g} MB in place of {old:.3g} MB"
+
     found = _least_factor(
         lambda f: select(fleet, replace(job, version_bytes=job.version_bytes / f), periods=periods)
     )
-    if found is None:
-        return None
-    factor, selection = found
-    text = f"versions of {job.version_bytes / factor / 1e6:.3g} MB in place of "
-    text += f"{job.version_bytes / 1e6:.3g} MB"
-    return Remedy(text=text, factor=factor, selection=selection)
+    return _remedy(found, words)
 
 
 def _with_wider_uplink(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Remedy | None:
-    def widened(factor: float) -> Selection | None:
-        wide = replace(fleet, uplink_bytes_per_s=fleet.uplink_bytes_per_s * factor)
-        return select(wide, job, periods=periods)
+    uplink = fleet.uplink_bytes_per_s
+    found = _least_factor(
+        lambda f: select(replace(fleet, uplink_bytes_per_s=uplink * f), job, periods=periods)
+    )
+    mbit = uplink * 8 / 1e6
+    return _remedy(found, lambda f: f"an uplink of {mbit * f:.3g} Mbit/s at the learner")
 
-    found = _least_factor(widened)
+
+def _remedy(found: tuple[float, Selection] | None, words: Callable[[float], str]) -> Remedy | None:
     if found is None:
         return None
     factor, selection = found
-    rate = fleet.uplink_bytes_per_s * factor * 8 / 1e6
-    text = f"an uplink of {rate:.3g} Mbit/s at the learner"
-    return Remedy(text=text, factor=factor, selection=selection)
+    return Remedy(text=words(factor), factor=factor, selection=selection)
 
 
 def _least(attempt: Callable[[int], Selection | None], limit: int) -> int | None:

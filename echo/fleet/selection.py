@@ -58,13 +58,7 @@ def is_sufficient(fleet: RentedFleet, job: Job, counts: Counts) -> bool:
 def select(
     fleet: RentedFleet, job: Job, *, periods: Iterable[int] | None = None
 ) -> Selection | None:
-    """Return the cheapest sufficient set with the smallest publish period that has one.
-
-    Args:
-        fleet: what can be rented.
-        job: what is trained.
-        periods: publish periods to try, in order; only the job's own if None.
-    """
+    """Return the cheapest sufficient set with the smallest publish period that has one."""
     for period in [job.publish_period] if periods is None else periods:
         tried = replace(job, publish_period=period)
         counts, is_exact = _solve(fleet, tried)
@@ -115,14 +109,7 @@ def _starts(fleet: RentedFleet, job: Job) -> list[frozenset[int]]:
 def _fill(
     fleet: RentedFleet, job: Job, allowed: frozenset[int], *, keeps_time: bool
 ) -> tuple[int, ...] | None:
-    """Add nodes, the most rollouts per dollar first, until they suffice; None if they never do.
-
-    Args:
-        fleet: what can be rented.
-        job: what is trained.
-        allowed: offers to take from.
-        keeps_time: whether to take of each offer no more than leave time for the broadcast.
-    """
+    """Add nodes, the most rollouts per dollar first, until they suffice; None if they never do."""
     counts = [0] * len(fleet.offers)
     for index in _by_value(fleet, job, allowed):
         choices = [

@@ -1,8 +1,8 @@
 """Contract of kernel backends: functions and records.
 
 A backend is a module with the functions of `Kernels`: torch_kernels.py, for any device and the
-reference of the other, and triton_kernels.py. The operations in front of them (kernels/logprob.py,
-kernels/logprob.py) check the input, so that a backend sees only sound, scored rows.
+reference of the other, and triton_kernels.py. The operations in front of them (kernels/logprob.py)
+check the input, so that a backend sees only sound, scored rows.
 
 Shapes: N tokens, D model width, V vocabulary.
 """

@@ -4,7 +4,7 @@ The obvious path (logits, log_softmax, gather) holds several [N, V] float32 matr
 tokens and a vocabulary of 151,936 each takes 10 GB. Here logits live for the moment in which they
 are used, and the backward computes them again: one matrix product more than the obvious path, a
 fraction of its memory. Two backends compute it under this one signature: torch_kernels.py anywhere,
-triton_kernels.py on GPUs. The obvious path is linear_logprob_reference.py.
+triton_kernels.py on GPUs.
 
 Numerics, against the defects found elsewhere:
 - Products are summed in float32 and statistics are float32, whatever the input. The rounding of

@@ -128,11 +128,7 @@ class LeaseBook:
     """The leases that are out, and the groups that wait to be granted again."""
 
     def __init__(self, *, timeout_s: float) -> None:
-        """Start with nothing granted.
-
-        Args:
-            timeout_s: seconds without progress after which a lease expires.
-        """
+        """Start with nothing granted; leases expire after `timeout_s` without progress."""
         self.timeout_s = timeout_s
         self._by_group: dict[int, list[LeaseRecord]] = {}
         self._by_worker: dict[str, list[LeaseRecord]] = {}
@@ -318,7 +314,6 @@ class FinishedGroups:
     """Ids of the groups that were accepted or ended; nearly all ids below some point are."""
 
     def __init__(self, group_ids: Iterable[int]) -> None:
-        """Start with these ids."""
         self._all_below = 0
         self._others: set[int] = set()
         for group_id in group_ids:

@@ -134,13 +134,6 @@ class FinishTimes:
     """Lengths and speeds."""
 
     def __init__(self, *, max_tokens: int, group_size: int, heartbeat_s: float) -> None:
-        """Know nothing.
-
-        Args:
-            max_tokens: longest completion that is allowed.
-            group_size: rollouts per group.
-            heartbeat_s: seconds between two heartbeats of a worker.
-        """
         self._heartbeat_s = heartbeat_s
         self.lengths = LengthHistory(max_tokens=max_tokens)
         self._group_size = group_size
@@ -537,12 +530,7 @@ class Usefulness:
     """Counts useful groups per worker."""
 
     def __init__(self, *, max_zero_signal_groups: int, groups_per_step: int) -> None:
-        """Start without groups.
-
-        Args:
-            max_zero_signal_groups: without a useful one in between, after which the run ends.
-            groups_per_step: B, which the others are heard with.
-        """
+        """Start without groups; the run ends after so many of which none was useful."""
         self._max_zero_signal_groups = max_zero_signal_groups
         self._second_opinion = max(1, min(groups_per_step, max_zero_signal_groups // 2))
         self._records: RecentMap[str, _Record] = RecentMap(max_entries=MAX_WORKERS)
@@ -611,10 +599,10 @@ class Usefulness:
         )
 
     def review(self, workers: Mapping[str, bool], *, now: float) -> list[str]:
-        """Decide who is to be heard; return what to tell of it.
+        """Decide who is to be heard of those who take part; return what to tell of it.
 
         Args:
-            workers: who takes part, and whether it can sample just now.
+            workers: name -> whether it can sample just now.
             now: the present instant.
         """
         others = [name for name in workers if not self.is_set_aside(name)]

@@ -31,12 +31,7 @@ class Outbox:
     """Deliveries by (group, attempt), oldest first, until they are acknowledged."""
 
     def __init__(self, *, max_deliveries: int, retry_s: float) -> None:
-        """Start empty.
-
-        Args:
-            max_deliveries: how many are held at most; `is_full` beyond that.
-            retry_s: seconds after which an unacknowledged one is sent again.
-        """
+        """Start empty; what is not acknowledged is sent again after `retry_s`."""
         self.max_deliveries = max_deliveries
         self.retry_s = retry_s
         self._deliveries: dict[tuple[int, int], Unacknowledged] = {}

@@ -214,7 +214,6 @@ class PartialGroups:
     """The leases of a worker, with what has been sampled for them."""
 
     def __init__(self) -> None:
-        """Start without leases."""
         self.queue: dict[LeaseKey, Lease] = {}
         """Not begun."""
         self.running: dict[LeaseKey, PartialGroup] = {}
@@ -346,12 +345,7 @@ class PartialGroups:
         return [partial for _, partial in partials if partial.num_tokens]
 
     def take_due(self, *, interval_s: float, now: float) -> list[PartialGroup]:
-        """Return the parked partial groups that have grown since they were shipped, and note it.
-
-        Args:
-            interval_s: seconds between two shipments of one partial group.
-            now: the present instant.
-        """
+        """Return the parked partial groups that have grown since they were shipped, and note it."""
         due = [
             partial
             for _, partial in sorted(self.interrupted.items())
@@ -425,7 +419,6 @@ class ShippedPartials:
     """Shipped rollouts by group, within a bound."""
 
     def __init__(self, counters: Counters, *, max_bytes: int = MAX_HELD_BYTES) -> None:
-        """Start with nothing."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._counters = counters

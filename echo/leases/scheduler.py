@@ -226,17 +226,6 @@ class Scheduler:
         routes: Routes,
         complaints: Complaints,
     ) -> None:
-        """Start with nothing on its way to the disk.
-
-        Args:
-            settings: see there.
-            run: where it stands.
-            buffer: groups accepted and not yet used.
-            prompts: of the groups.
-            counters: of the role.
-            routes: lead to the workers.
-            complaints: what the operator is told of workers.
-        """
         self.settings = settings
         self.leases = run.leases
         self.buffer = buffer
@@ -285,20 +274,12 @@ class Scheduler:
 
         So it is most of the time in a fleet that is fast enough: all that admission allows to a
         worker with the newest version is promised.
-
-        Args:
-            newest: the newest version that was published; None if that is not known.
         """
         step = self.step if newest is None else newest.step
         return self._num_promised >= self._limit(step) and not self._is_hedging
 
     def obstacle(self, workers: Sequence[LeasedWorker], newest: PolicyVersion | None) -> Obstacle:
-        """Return what keeps the groups of the next batch from being granted.
-
-        Args:
-            workers: who takes part.
-            newest: the newest version that was published; None if that is not known.
-        """
+        """Return what keeps the groups of the next batch from being granted."""
         num_unspent = self.buffer.num_unspent(step=self.step)
         if self.leases.num_running or num_unspent >= self.settings.groups_per_step:
             return ""
@@ -669,12 +650,6 @@ class Scheduler:
         self, node_id: str, message: Deliver, payload: list[Frame], *, now: float
     ) -> list[Action]:
         """Judge a finished group.
-
-        Args:
-            node_id: the worker that sent it.
-            message: which lease it answers.
-            payload: the group, as `encode_group` writes it.
-            now: the present instant.
 
         Raises:
             RemoteProtocolError: if the message has no group.

@@ -55,10 +55,7 @@ def lock_directory(directory: Path, name: str, *, called: str, in_use: str) -> i
 def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Write a file atomically and force it onto the disk; one of the same name is replaced.
 
-    Args:
-        path: where to.
-        data: its bytes.
-        mode: permissions before the umask.
+    `mode` is that before the umask.
 
     Raises:
         OSError: if it cannot be written; what was there before is kept.

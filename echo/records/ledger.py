@@ -376,13 +376,7 @@ class LedgerQueue(ABC):
             self._write_queue(durably=True)
 
     def trained(self, groups: Sequence[Group], *, lineage: int, consumed_at: int) -> dict[int, int]:
-        """Commit the record of an optimizer step; return its tokens by staleness.
-
-        Args:
-            groups: what the step is made of.
-            lineage: the present lineage.
-            consumed_at: optimizer steps done before this one.
-        """
+        """Commit the record of an optimizer step; return its tokens by staleness."""
         staleness = staleness_of_groups(groups, consumed_at=consumed_at)
         self._append(
             Trained(
@@ -442,10 +436,6 @@ class Ledger(LedgerQueue):
 
     def __init__(self, run_dir: Path, *, spool_bytes: int) -> None:
         """Open the ledger of a run, or begin one.
-
-        Args:
-            run_dir: the run's directory.
-            spool_bytes: bytes that the group files may take; beyond that storing a group fails.
 
         Raises:
             StorageError: if it cannot be opened, is damaged, has another format, or another process
@@ -518,14 +508,7 @@ class Ledger(LedgerQueue):
     # --- what the disk thread does ---------------------------------------------------------------
 
     def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
-        """Sync the record of a checkpoint, and unlink the files whose groups have ended for good.
-
-        Args:
-            lineage: the present lineage.
-            step: the checkpoint's step.
-            oldest_step: step of the oldest checkpoint kept: groups trained after it may be needed
-                again, so their bytes stay.
-        """
+        """Sync the record of a checkpoint; unlink the files whose groups have ended for good."""
         self._append(Checkpointed(lineage=lineage, step=step))
         with self._write_lock:
             self._write_queue(durably=True)

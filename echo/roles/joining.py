@@ -290,13 +290,7 @@ class NodeSettings:
 
 
 def describe_failure(settings: NodeSettings, addresses: Sequence[str], *, run_id: str) -> str:
-    """Return what to tell the operator when no learner could be reached.
-
-    Args:
-        settings: the node's.
-        addresses: where it tried.
-        run_id: of the run whose learner it has lost; empty if it never reached one.
-    """
+    """Return what to tell the operator when no learner could be reached."""
     since = f"run {run_id} was last heard of" if run_id else f"this {settings.role} started"
     return (
         f"no learner reached at {', '.join(addresses)} for {settings.reconnect_for_s:.0f} s, since "
@@ -376,13 +370,6 @@ class Joining:
     """A node's end of the admission."""
 
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, role: JoiningRole) -> None:
-        """Start dialling.
-
-        Args:
-            settings: the node's own.
-            broadcast: is told whose manifests to trust.
-            role: sends, and goes on once the node is admitted.
-        """
         self.settings = settings
         self.broadcast = broadcast
         self.state = NodeState.DIALLING
@@ -494,6 +481,8 @@ class Joining:
         self.run_id, self._learner_key = message.run_id, message.public_key
         self.lineages = message.lineages
         self.heartbeat_s, self.dead_after_s = message.heartbeat_s, message.dead_after_s
+        if message.uplink_bytes_per_s:
+            self.broadcast.uplink.show(message.uplink_bytes_per_s)
         self.broadcast.trust(
             public_key=message.public_key,
             run_id=message.run_id,
@@ -729,17 +718,6 @@ class Admission:
         complaints: Complaints,
         role: AdmittingRole,
     ) -> None:
-        """Start with the nodes of the roster, as a rule none.
-
-        Args:
-            settings: see there.
-            lineages: histories so far, the present one last.
-            roster: the role's, as are counters, routes and complaints.
-            counters: see above.
-            routes: see above.
-            complaints: see above.
-            role: goes on once a node is admitted or gone.
-        """
         self.settings = settings
         self.lineages = lineages
         self.roster = roster
@@ -863,6 +841,7 @@ class Admission:
             digests=settings.digests,
             heartbeat_s=settings.heartbeat_s,
             dead_after_s=settings.dead_after_s,
+            uplink_bytes_per_s=self.roster.uplinks.get(message.node_id),
         )
         return sign_welcome(welcome, settings.key)
 

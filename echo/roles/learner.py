@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
+from echo.core.bounds import clamped_rate
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.metrics import Counters, NodeView
 from echo.core.timers import Paced, earliest
@@ -83,6 +84,9 @@ class LearnerSettings:
     """Its address may be empty for "as you reached it"; its uplink counts until transfers have
     shown it."""
     chunk_bytes: int = 1 << 20
+    uplinks: dict[str, float] = field(default_factory=dict)
+    """Node id -> bytes per second that it could send before the run was resumed, the learner's own
+    among them."""
 
 
 class Learner:
@@ -97,21 +101,16 @@ class Learner:
         buffer: AcceptedGroups,
         prompts: Prompts,
     ) -> None:
-        """Start without nodes.
-
-        Args:
-            settings: see there.
-            run: where it stands.
-            broadcast: this node's part of the weights plane.
-            buffer: groups accepted and not yet used.
-            prompts: of the groups.
-        """
         self.settings = settings
         self.broadcast = broadcast
         self.lineages = run.lineages
         self.counters = Counters()
         admission = settings.admission
         self.roster = Roster(heartbeat_s=admission.heartbeat_s, dead_after_s=admission.dead_after_s)
+        for node_id, bytes_per_s in settings.uplinks.items():
+            self.roster.uplinks[node_id] = bytes_per_s
+        if LEARNER_ID in settings.uplinks:
+            broadcast.uplink.show(settings.uplinks[LEARNER_ID])
         self.is_granting = True
         self._plans, self._grants = Paced(PLAN_S), Paced(GRANT_S)
         self._decided: list[Action] = []
@@ -162,6 +161,11 @@ class Learner:
     def next_group_id(self) -> int:
         """The first group id that was never granted."""
         return self._scheduler.next_group_id
+
+    def uplinks(self) -> dict[str, float]:
+        """Return what every node could send when it was last heard, bytes per second by name."""
+        own = clamped_rate(self.broadcast.uplink_bytes_per_s)
+        return self.roster.uplinks.as_dict() | ({LEARNER_ID: own} if own else {})
 
     # --- links and messages ----------------------------------------------------------------------
 
@@ -288,6 +292,8 @@ class Learner:
             return self._routes.to(member.node_id, Finish(reason=self.finish_reason))
         has_new_suspects = message.stats.suspects != member.stats.suspects
         has_progress = member.beat(message, now=now)
+        if message.stats.uplink_bytes_per_s:
+            self.roster.uplinks[member.node_id] = message.stats.uplink_bytes_per_s
         actions = self._routes.to(
             member.node_id, Pulse(step=self.step, newest=self.broadcast.newest_complete)
         )
@@ -344,10 +350,6 @@ class Learner:
 
         A worker knows that it stands by from its plan, which then names no parents; the plan is
         repeated with each heartbeat until it is obeyed, so a lost one does no harm.
-
-        Args:
-            names: node ids; of others than workers, and of workers that are gone, nothing is done.
-            now: the present.
         """
         changed = False
         for member in self.roster.members("worker"):

@@ -26,7 +26,7 @@ from echo.wire.messages import Finish, Heartbeat, Hello, NodeStats
 
 NODE_RATE_WINDOW_S = 10.0
 """Seconds over which a node's rates are averaged for the display."""
-MAX_RELEASED = 10_000
+MAX_NAMES_KEPT = 10_000
 
 Claim = Literal["new", "again", "restarted", "wait", "name_taken"]
 """What a Hello's claim to a name comes to."""
@@ -177,12 +177,13 @@ class Roster:
     """All nodes by name, in the order in which they joined."""
 
     def __init__(self, *, heartbeat_s: float, dead_after_s: float) -> None:
-        """Start empty."""
         self.heartbeat_s = heartbeat_s
         self.dead_after_s = dead_after_s
         self.nodes: dict[str, Member] = {}
-        self.released: RecentMap[str, str] = RecentMap(max_entries=MAX_RELEASED)
+        self.released: RecentMap[str, str] = RecentMap(max_entries=MAX_NAMES_KEPT)
         """Node id -> incarnation of the machines that were given back, the last ones."""
+        self.uplinks: RecentMap[str, float] = RecentMap(max_entries=MAX_NAMES_KEPT)
+        """Node id -> bytes per second that it could send when it was last heard."""
         self._deadlines: Deadlines[Member] = Deadlines(self)
 
     @property
@@ -244,12 +245,6 @@ class Shutdown:
     """Tells the nodes that the run is over."""
 
     def __init__(self, roster: Roster, routes: Routes) -> None:
-        """Start with a run that is not over.
-
-        Args:
-            roster: the learner's.
-            routes: lead to the nodes.
-        """
         self.reason: str | None = None
         self.is_last_call = False
         self._roster = roster

@@ -25,7 +25,6 @@ class Relay(DialingRole):
     """A dialling role that forwards routed messages."""
 
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, *, now: float) -> None:
-        """Start without routes."""
         super().__init__(settings, broadcast, now=now)
         broadcast.patch_mode = "now"
         self._routes: RecentMap[str, str] = RecentMap(max_entries=MAX_RELAYED_ROUTES)

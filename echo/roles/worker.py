@@ -646,13 +646,7 @@ class Worker(DialingRole):
         return [Score(group)]
 
     def returned(self, call: EngineCall, *, num_tokens: int, now: float) -> list[Action]:
-        """Take back a call that has ended, and park what it has left unfinished.
-
-        Args:
-            call: it was sampled, or recalled.
-            num_tokens: what it has sampled in all.
-            now: the present.
-        """
+        """Take back a call that has ended, and park what it has left unfinished."""
         self._calls.remove(call)
         self.tokens_sampled += num_tokens
         engine = self.engine

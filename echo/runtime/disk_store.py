@@ -5,7 +5,7 @@ Layout of the directory (network.store_dir), all names this module's own:
     v12-L1-<run>.image       the bytes of version 12, lineage 1; <run> is a hash of the run's id
     v12-L1-<run>.manifest    the learner's signed manifest, as it travelled
     v12-L1-<run>.undo        what became version 12 in place: the words that it overwrote
-    *.keyframe               what has come of keyframes (`runtime/disk_store.py`)
+    *.keyframe               what has come of keyframes
     echo-image-<n>.tmp       what is being made, and spares that wait for recycling
     echo-store-2.lock        flock held by the process that owns the directory, with its pid; 2 is
                              the format of all this, and a directory of another one is refused
@@ -227,10 +227,9 @@ def _report(future: Future[None]) -> None:
 # * **Limit and full disk**: a journal only spares a later process a transfer. So all of them
 #   together take what versions leave of network.store_bytes, the oldest give way first, and one
 #   that cannot be written is removed. Chunks are in memory besides, so nothing else changes.
-# * **Slow disk**: files are made, added to and removed in a thread of their own
-#   (`runtime/disk_store.py`), and what is queued for it are views of chunks that are held in memory
-#   anyway. A journal that has MAX_BEHIND_BYTES queued is given up: what it would spare a later
-#   process, it costs this one.
+# * **Slow disk**: files are made, added to and removed in a thread of their own, and what is queued
+#   for it are views of chunks that are held in memory anyway. A journal that has MAX_BEHIND_BYTES
+#   queued is given up: what it would spare a later process, it costs this one.
 # * A journal is removed with its keyframe, which may long outlive the fetch: children take it.
 #
 # Deltas have none: one is some hundredth of an image, and is fetched again after a restart.
@@ -381,11 +380,7 @@ class SavedKeyframe:
 
 
 class KeyframeFiles:
-    """All journals in a directory.
-
-    Args:
-        store: in whose directory, and beside whose versions.
-    """
+    """All journals in a directory."""
 
     def __init__(self, store: DiskStore) -> None:
         self.store = store
@@ -539,7 +534,7 @@ def unpack_undo(record: bytes, version: PolicyVersion) -> Patch:
 # finds the room, counts it against one limit, and takes it back.
 #
 # * `MemoryStore` is the default. What it holds is gone with the process.
-# * `DiskStore` (runtime/disk_store.py, network.store_dir) maps files, so that a relay or worker
+# * `DiskStore` (network.store_dir) maps files, so that a relay or worker
 #   that was killed in mid-transfer finds its chunks again and asks for the missing ones only.
 #
 # A dropped version store may still be on its way out: libzmq sends slices of it without a copy,
@@ -620,11 +615,7 @@ def advise_huge_pages(mapping: mmap.mmap) -> None:
 
 
 class MappedStore(abc.ABC):
-    """Finds room for versions and takes it back.
-
-    Args:
-        limit_bytes: what all version stores that were not dropped may take together.
-    """
+    """Finds room for versions, `limit_bytes` for all that were not dropped, and takes it back."""
 
     may_block = False
     """Whether `write` may take long, so that it belongs into a thread."""

@@ -94,14 +94,6 @@ class EpisodeRunner:
         *,
         max_turns: int,
     ) -> None:
-        """Join the parts.
-
-        Args:
-            engine: samples.
-            host: where the environment runs.
-            text: of the model.
-            max_turns: turns of the policy in one episode.
-        """
         self._engine = engine
         self._host = host
         self._text = text
@@ -427,14 +419,7 @@ def make_runner(
     engine: Engine,
     text: TextCodec,
 ) -> EpisodeRunner | None:
-    """Return what plays the episodes of an environment; None where answers are one turn.
-
-    Args:
-        turns: most turns of an episode, or None.
-        host: where it runs.
-        engine: samples.
-        text: of the model.
-    """
+    """Return what plays the episodes of an environment; None where answers are one turn."""
     if turns is None:
         return None
     return EpisodeRunner(engine, host, text, max_turns=turns)

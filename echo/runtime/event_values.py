@@ -107,7 +107,6 @@ class Values:
     """Packs and unpacks the values of one log; knows the objects that have names in it."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._ids: dict[int, str] = {}
         self._objects: dict[str, Any] = {}
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()

@@ -22,7 +22,7 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from echo import __version__
 from echo.config.schema import Config, NetworkSection
@@ -82,7 +82,6 @@ class Topics:
     """Tells the first note of a topic at once, and those that follow in one line a minute."""
 
     def __init__(self, log: logging.Logger) -> None:
-        """Begin with nothing told."""
         self._log = log
         self._told_at: dict[str, float] = {}
         self._waiting: dict[str, tuple[Note, int]] = {}
@@ -592,11 +591,7 @@ def warn_of_kernel(*addresses: str | None) -> None:
 
 
 def sockets_per_link(parent: str | None) -> int:
-    """Return how many connections to open for weights to one parent, by the kernel's settings.
-
-    Args:
-        parent: the parent's address; on loopback one is enough.
-    """
+    """Return how many connections to open for weights to one parent, by the kernel's settings."""
     if parent is not None and is_loopback(parent):
         return 1
     return advise(read_kernel()).num_sockets_per_link
@@ -690,6 +685,3 @@ def stated_price(config: Config, role: str) -> Price:
         per_gb=worker.price_per_gb,
         losses_per_h=worker.losses_per_h,
     )
-
-
-Result = TypeVar("Result")

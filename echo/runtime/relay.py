@@ -33,7 +33,6 @@ class RelayNode(DialingNode):
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Join the parts; `run` starts them."""
         super().__init__(session, transport, threads=threads, log=log)
         self.session: Relay = session
         self.version_store = version_store
@@ -64,11 +63,6 @@ async def build_relay(
     config: Config, *, log: logging.Logger, events: EventLog | None = None
 ) -> RelayNode:
     """Return a relay that is ready to run, listening already.
-
-    Args:
-        config: the whole configuration.
-        log: where to tell what happens.
-        events: records what its role is fed; None for nothing.
 
     Raises:
         EchoError: if something does not fit; the message is for the user.

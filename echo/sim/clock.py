@@ -15,14 +15,13 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
-from echo.runtime.node import Result
+from echo.runtime.threads import Returned
 
 
 class LoopClock:
     """The time of the running loop, and many calls on one of its timers."""
 
     def __init__(self) -> None:
-        """Start with nothing to do."""
         self._serial = 0
         self._armed_at = math.inf
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -74,7 +73,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
     _stopping: bool
 
     def __init__(self) -> None:
-        """Start at 0."""
         super().__init__()
         self._now = 0.0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
@@ -140,7 +138,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Do nothing: nobody calls from another thread."""
 
 
-def run_virtual(main: Coroutine[Any, Any, Result]) -> Result:
+def run_virtual(main: Coroutine[Any, Any, Returned]) -> Returned:
     """Run a coroutine to its end on a loop of its own, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
@@ -150,7 +148,6 @@ class InlineThreads:
     """A node's threads on virtual time: each call is made in the loop, when it would have ended."""
 
     def __init__(self) -> None:
-        """Begin with no calls under way."""
         self.is_closed = False
 
     def takes(self, pool: str, function: Callable[..., Any]) -> float:
@@ -170,15 +167,14 @@ class InlinePool:
     """Calls of one purpose, in the order in which they were asked for."""
 
     def __init__(self, threads: InlineThreads, name: str, num_threads: int) -> None:
-        """Start with all threads free."""
         self._threads = threads
         self._name = name
         self._free_at = [-math.inf] * num_threads
 
-    def run(self, function: Callable[..., Result], *arguments: Any) -> asyncio.Future[Result]:
+    def run(self, function: Callable[..., Returned], *arguments: Any) -> asyncio.Future[Returned]:
         """Make a call once a thread has been free for as long as it takes."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Result] = loop.create_future()
+        future: asyncio.Future[Returned] = loop.create_future()
         begins_at = max(loop.time(), self._free_at[0])
         ends_at = begins_at + self._threads.takes(self._name, function)
         heapq.heapreplace(self._free_at, ends_at)

@@ -75,17 +75,6 @@ class SimLearner(LearnerNode):
         broadcast: Broadcast,
         run: Run,
     ) -> None:
-        """Begin the run, or go on with what is on the disk.
-
-        Args:
-            scenario: what is simulated.
-            disk: the run's.
-            transport: its access to the network.
-            identity: of the run.
-            versions: what it publishes.
-            broadcast: its part of the weights plane.
-            run: told when it is over.
-        """
         self.link, self._num_broadcasts = transport, 0
         self._scenario, self._disk, self._run = scenario, disk, run
         config = make_config(scenario, scale=versions.scale)

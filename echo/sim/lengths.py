@@ -123,7 +123,6 @@ class Groups:
     """All groups, by id."""
 
     def __init__(self, lengths: Lengths, *, upload_bytes_per_token: float) -> None:
-        """Start without results."""
         self._lengths = lengths
         self._bytes_per_token = upload_bytes_per_token
         self._shares: dict[int, dict[int, Shares]] = {}

@@ -39,6 +39,8 @@ BULK_BYTES = 1 << 14
 """Messages from this size on queue at the links."""
 FRAMING_BYTES = 60
 """What TCP, ZMTP and IP add to a message, roughly."""
+HANDSHAKE_TRIPS = 4
+"""Trips before a connection stands: two of TCP, two of CURVE."""
 LEAST_RTO_S = 0.2
 """Until TCP sends a lost packet again, at least."""
 FIRST_FREE_PORT = 49152
@@ -174,7 +176,6 @@ class Network:
         weight_scale: float = 1.0,
         group_sizes: GroupSizes | None = None,
         bulk_bytes: int = BULK_BYTES,
-        is_encrypted: bool = True,
     ) -> None:
         """Start without nodes.
 
@@ -185,14 +186,12 @@ class Network:
             weight_scale: bytes that one byte of an image stands for.
             group_sizes: the true sizes of groups; None for those of the messages.
             bulk_bytes: size from which messages queue.
-            is_encrypted: whether a connection needs a handshake of its own.
         """
         self.clock = clock or LoopClock()
         self._seed = seed
         self.weight_scale = weight_scale
         self._group_sizes = group_sizes
         self._bulk_bytes = bulk_bytes
-        self._num_trips = 4 if is_encrypted else 2
         self._regions: dict[str, Route] = {}
         self._within, self._middle = Route(), Route(latency_s=0.0)
         self._between = between or self._middle
@@ -260,20 +259,14 @@ class Network:
     # --- connections -----------------------------------------------------------------------------
 
     def dial(self, client: Client, address: str, *, peer: str = "") -> LinkEnd:
-        """Begin to connect; the client hears whether it came to a connection.
-
-        Args:
-            client: who dials.
-            address: where somebody may listen.
-            peer: what the client calls the other side.
-        """
+        """Begin to connect; the client hears whether it came to a connection."""
         self._num_dials += 1
         end = LinkEnd(client, address, self._num_dials, peer)
         self._ends.setdefault(client, {})[end] = None
         listener = self._listeners.get(address)
         region = client.port.region if listener is None else listener.port.region
         latency_s = self.route(client.port.region, region).latency_s
-        self.clock.at(self.clock.now + self._num_trips * latency_s, self._connect, end)
+        self.clock.at(self.clock.now + HANDSHAKE_TRIPS * latency_s, self._connect, end)
         return end
 
     def _connect(self, end: LinkEnd) -> None:

@@ -166,13 +166,6 @@ class TimedTrainer:
     """A trainer whose steps take time and teach nothing."""
 
     def __init__(self, scenario: Scenario, groups: Groups, *, step: int) -> None:
-        """Go on after a step.
-
-        Args:
-            scenario: says how long steps take.
-            groups: what every group consists of.
-            step: optimizer steps done.
-        """
         self._scenario = scenario
         self._groups = groups
         self.step_count = step
@@ -226,7 +219,6 @@ class TimedProgress(Progress):
     """The learner's totals, with the true lengths: groups have one token for each version."""
 
     def __init__(self, trainer: TimedTrainer, start: StartingPoint, *, now: float) -> None:
-        """Start counting."""
         super().__init__(staleness_tokens=start.staleness_tokens, now=now, step=start.step)
         self._trainer = trainer
 
@@ -254,13 +246,6 @@ class Disk:
     """What survives a simulated learner: records, groups and the newest checkpoint."""
 
     def __init__(self, groups: Groups, history: History, *, is_kept: bool) -> None:
-        """Begin empty.
-
-        Args:
-            groups: what every group consists of.
-            history: takes down what is recorded.
-            is_kept: whether anybody will come back for it.
-        """
         self.groups = groups
         self.history = history
         self.is_kept = is_kept
@@ -289,7 +274,6 @@ class MemoryLedger(LedgerQueue):
     """The ledger of a simulated run."""
 
     def __init__(self, disk: Disk) -> None:
-        """Open it."""
         super().__init__(RUN_DIR, spool_bytes=float("inf"))
         self._disk = disk
         self._stored: dict[int, Group] = {}
@@ -360,7 +344,6 @@ class MemoryCheckpoints(Checkpoints):
     """The newest checkpoint of a simulated run."""
 
     def __init__(self, disk: Disk, scenario: Scenario, *, run_id: str, now: float) -> None:
-        """Start counting from now."""
         super().__init__(
             RUN_DIR,
             run_id=run_id,
@@ -393,7 +376,6 @@ class LearnerThreads(InlineThreads):
     """The learner's threads: steps, versions and the disk take their time, all else none."""
 
     def __init__(self, scenario: Scenario, trainer: TimedTrainer) -> None:
-        """Know who steps."""
         super().__init__()
         self._settings = scenario.settings
         self._trainer = trainer

@@ -45,13 +45,7 @@ class _Dial:
 
 
 class SimTransport(Transport):
-    """One process's access to a network on paper.
-
-    Args:
-        network: where its peers are.
-        port: the machine's access, with the address to listen at.
-        options: bounds and timings.
-    """
+    """One process's access to a network on paper."""
 
     def __init__(
         self, network: Network, port: Port, options: TransportOptions | None = None

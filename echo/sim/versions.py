@@ -178,7 +178,6 @@ class SharedStore:
     may_patch = False
 
     def __init__(self) -> None:
-        """Start empty."""
         self._images: WeakValueDictionary[PolicyVersion, memoryview] = WeakValueDictionary()
 
     def __len__(self) -> int:

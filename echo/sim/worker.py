@@ -69,17 +69,6 @@ class SimWorker(DialingNode):
         times: WorkerTimes,
         stage: Ending,
     ) -> None:
-        """Join the parts; `run` starts them.
-
-        Args:
-            session: its role.
-            transport: its access to the network.
-            engine: how long sampling takes.
-            groups: what every group consists of.
-            facts: what its role is told of the engine.
-            times: how long the rest takes.
-            stage: told once the process is over.
-        """
         super().__init__(session, transport, threads=InlineThreads(), log=_log)
         self.session: Worker = session
         self.link = transport
@@ -172,11 +161,7 @@ class SimWorker(DialingNode):
     # --- sampling --------------------------------------------------------------------------------
 
     def tokens_in_flight(self, received: Collection[int]) -> float:
-        """Return the tokens here that the learner may still want.
-
-        Args:
-            received: groups that it has, whether or not its acknowledgement has come.
-        """
+        """Return the tokens here that the learner may still want."""
         self.engine.advance(self.now)
         running = sum(group.num_tokens for group in self.engine.groups)
         ids = {group_id for group_id, _ in self.session.outbox.keys} - set(received)

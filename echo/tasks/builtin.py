@@ -196,13 +196,7 @@ INSTRUCTION = (
 
 
 class Gsm8kTask(RowsTask):
-    """Solve word problems whose answer is a number.
-
-    Args:
-        path: training rows with `question` and `answer`.
-        heldout_path: held-out rows; without it, one row in ten of `path`.
-        skip_bad: leave malformed rows out and say how many there were, and which was the first.
-    """
+    """Solve word problems whose answer is a number."""
 
     def __init__(self, *, path: str = "", heldout_path: str = "", skip_bad: bool = False) -> None:
         super().__init__(path=path, heldout_path=heldout_path, skip_bad=skip_bad)

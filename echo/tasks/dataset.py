@@ -77,7 +77,7 @@ from typing import Any
 
 from echo.core.errors import ConfigError, DataError, EchoError
 from echo.core.extras import install_command
-from echo.tasks.environment import Environment, Message
+from echo.tasks.environment import Environment, Message, is_message
 from echo.tasks.task import (
     Example,
     Task,
@@ -122,13 +122,8 @@ def read_rows(path: str) -> Rows:
         ConfigError: if a package is missing.
     """
     for file in dataset_files(path):
-        match file.suffix:
-            case ".parquet":
-                yield from _read_parquet(file)
-            case ".arrow":
-                yield from _read_arrow(file)
-            case _:
-                yield from _read_jsonl(file)
+        is_table = file.suffix in (".parquet", ".arrow")
+        yield from _read_columns(file) if is_table else _read_jsonl(file)
 
 
 def is_local(path: str) -> bool:
@@ -174,7 +169,9 @@ def dataset_files(path: str) -> list[Path]:
 
 
 def _read_jsonl(path: Path) -> Rows:
-    for number, raw in enumerate(_read_bytes(path).splitlines(), start=1):
+    with _open(path) as file:
+        lines = file.read().splitlines()
+    for number, raw in enumerate(lines, start=1):
         if not raw.strip():
             continue
         source = f"{path}:{number}"
@@ -194,24 +191,20 @@ def _parse_object(line: str) -> dict[str, Any]:
     return row
 
 
-def _read_parquet(path: Path) -> Rows:
+def _read_columns(path: Path) -> Rows:
     pyarrow = _import_pyarrow(path)
+    is_stream = path.suffix == ".arrow"
     # Opened by hand: pyarrow's own error for a missing file names neither path nor remedy.
     with _open(path) as file:
         try:
-            batches = pyarrow.parquet.ParquetFile(file).iter_batches(NUM_BATCH_ROWS)
+            if is_stream:
+                batches = pyarrow.ipc.open_stream(file)
+            else:
+                batches = pyarrow.parquet.ParquetFile(file).iter_batches(NUM_BATCH_ROWS)
             yield from _batch_rows(path, batches)
         except pyarrow.ArrowException as error:
-            raise DataError(f"{path}: not readable as Parquet: {error}") from error
-
-
-def _read_arrow(path: Path) -> Rows:
-    pyarrow = _import_pyarrow(path)
-    with _open(path) as file:
-        try:
-            yield from _batch_rows(path, pyarrow.ipc.open_stream(file))
-        except pyarrow.ArrowException as error:
-            raise DataError(f"{path}: not readable as an Arrow stream: {error}") from error
+            kind = "an Arrow stream" if is_stream else "Parquet"
+            raise DataError(f"{path}: not readable as {kind}: {error}") from error
 
 
 def _batch_rows(path: Path, batches: Any) -> Rows:
@@ -257,12 +250,6 @@ def _import_pyarrow(path: Path) -> Any:
             "JSONL"
         ) from error
     return pyarrow
-
-
-def _read_bytes(path: Path) -> bytes:
-    with _open(path) as file:
-        content: bytes = file.read()
-        return content
 
 
 def _open(path: Path) -> Any:
@@ -366,7 +353,7 @@ class RowsTask(Task):
         prompt = values["prompt"] or values["messages"]
         if isinstance(prompt, str):
             prompt = prompt if prompt.strip() else None
-        is_chat = isinstance(prompt, list) and all(_is_message(part) for part in prompt)
+        is_chat = isinstance(prompt, list) and all(is_message(part) for part in prompt)
         if not prompt or not (isinstance(prompt, str) or is_chat):
             raise ValueError(
                 f"needs `{own_names['prompt']}` (text) or `{own_names['messages']}` (objects with "
@@ -403,12 +390,12 @@ class RowsTask(Task):
 
     def dataset_files(self) -> list[Path]:
         """Return the files that were given; what is on the hub has its name for an identity."""
-        paths = [
-            path
+        return [
+            file
             for path in (self.path, self.heldout_path)
             if path and not path.startswith(HUB_PREFIX)
+            for file in dataset_files(path)
         ]
-        return [file for path in paths for file in dataset_files(path)]
 
     def data_problems(self) -> list[str]:
         """Read the first row of each dataset."""
@@ -427,29 +414,20 @@ class RowsTask(Task):
     def _examples(self) -> dict[str, list[Example]]:
         if not self.path:
             raise DataError(NO_PATH)
-        rows = self._read(self.path)
+        sides: dict[str, list[Example]] = {"train": [], "heldout": []}
+        for text, example in self._read(self.path):
+            is_out = not self.heldout_path and is_heldout(text)
+            sides["heldout" if is_out else "train"].append(example)
         if self.heldout_path:
-            heldout = self._read(self.heldout_path)
-            return {
-                "train": [example for _, example in rows],
-                "heldout": [example for _, example in heldout],
-            }
-        return {
-            "train": [example for text, example in rows if not is_heldout(text)],
-            "heldout": [example for text, example in rows if is_heldout(text)],
-        }
+            sides["heldout"] = [example for _, example in self._read(self.heldout_path)]
+        return sides
 
     def _read(self, path: str) -> list[tuple[str, Example]]:
         bad: list[DataError] = []
         examples = list(self._parse(path, bad))
         if bad:
-            _log.warning(
-                "%s: skipped %d of %d rows (task.options.skip_bad); the first: %s",
-                path,
-                len(bad),
-                len(bad) + len(examples),
-                bad[0],
-            )
+            text = "%s: skipped %d of %d rows (task.options.skip_bad); the first: %s"
+            _log.warning(text, path, len(bad), len(bad) + len(examples), bad[0])
         if not examples and bad:
             raise DataError(f"{path}: all rows are malformed; the first: {bad[0]}")
         if not examples:
@@ -481,12 +459,6 @@ class RowsTask(Task):
             raise DataError(f"{row.source}: malformed row: no column {error}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise DataError(f"{row.source}: malformed row: {error}") from error
-
-
-def _is_message(part: object) -> bool:
-    return isinstance(part, dict) and all(
-        isinstance(part.get(key), str) for key in ("role", "content")
-    )
 
 
 def _message(part: dict[str, Any]) -> dict[str, Any]:

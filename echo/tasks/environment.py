@@ -67,6 +67,13 @@ Message = dict[str, Any]
 """A chat message: the texts `role` and `content`, and whatever else the chat template reads."""
 
 
+def is_message(part: object) -> bool:
+    """Return whether something is a chat message."""
+    return isinstance(part, dict) and all(
+        isinstance(part.get(key), str) for key in ("role", "content")
+    )
+
+
 class Environment(Task):
     """A task of several turns."""
 

@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from echo.core.errors import EchoError
-from echo.tasks.environment import Environment, Message
+from echo.tasks.environment import Environment, Message, is_message
 from echo.tasks.task import Example, RetryCall, Task, load_task
 
 TRANSIENT_ERRORS = (RetryCall, ConnectionError, TimeoutError)
@@ -68,32 +68,27 @@ class Begin(msgspec.Struct, frozen=True, tag_field="do", tag="begin"):
         return f"begin on {Example(**self.example)}"
 
 
-class Reply(msgspec.Struct, frozen=True, tag_field="do", tag="reply"):
+class EpisodeCall(msgspec.Struct, frozen=True, tag_field="do"):
+    """Ask something of an episode that is open."""
+
+    episode: str
+
+    def __str__(self) -> str:
+        return f"{self.__struct_config__.tag} on {self.episode.partition('#')[0]}"
+
+
+class Reply(EpisodeCall, frozen=True, tag="reply"):
     """Ask what the environment says to a turn."""
 
-    episode: str
     text: str
 
-    def __str__(self) -> str:
-        return f"reply on {self.episode.partition('#')[0]}"
 
-
-class CallOutcome(msgspec.Struct, frozen=True, tag_field="do", tag="outcome"):
+class CallOutcome(EpisodeCall, frozen=True, tag="outcome"):
     """Ask what an episode that is over was worth."""
 
-    episode: str
 
-    def __str__(self) -> str:
-        return f"outcome on {self.episode.partition('#')[0]}"
-
-
-class End(msgspec.Struct, frozen=True, tag_field="do", tag="end"):
+class End(EpisodeCall, frozen=True, tag="end"):
     """Forget an episode; it may be unknown."""
-
-    episode: str
-
-    def __str__(self) -> str:
-        return f"end on {self.episode.partition('#')[0]}"
 
 
 Call = ScoreCall | Begin | Reply | CallOutcome | End
@@ -268,9 +263,7 @@ def _messages(said: str | Message | list[Message], where: str) -> list[Message]:
         return [{"role": "user", "content": said}]
     messages = [said] if isinstance(said, dict) else said
     for message in messages:
-        if not isinstance(message, dict) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
+        if not is_message(message):
             raise _Refused(
                 f"{where} returned {message!r}; it must return text, messages with the texts "
                 "`role` and `content`, or None when the episode is over"
@@ -303,11 +296,7 @@ def _place(error: BaseException) -> str:
 
 
 def main(fd: int) -> None:
-    """Build the task, then answer one call after the other until the parent closes its end.
-
-    Args:
-        fd: the file descriptor of this end of the socket pair.
-    """
+    """Build the task, then answer one call after the other until the parent closes its end."""
     pipe = Pipe(socket.socket(fileno=fd))
     # The kernel's own handling: what keeps the interpreter busy for ever ends even so.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

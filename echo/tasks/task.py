@@ -21,7 +21,6 @@ only after its hash was found to be the learner's (`code_of`, `check_code`).
 from __future__ import annotations
 
 import abc
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -39,7 +38,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from echo.core.errors import ConfigError
+from echo.core.errors import ConfigError, nearest
 
 SPLITS = ("train", "heldout")
 
@@ -491,8 +490,8 @@ def load_function(where: str, spec: str) -> Callable[..., Any]:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a question that names the closest of `known`, or nothing."""
-    matches = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    near = nearest(name, known)
+    return f"; did you mean {near!r}?" if near else ""
 
 
 def _find_spec(name: str, search: Sequence[str]) -> ModuleSpec | None:

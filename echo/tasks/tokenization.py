@@ -42,10 +42,6 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model directory; never runs code from it.
 
-    Args:
-        directory: the model directory.
-        chat_template: Jinja text to use in place of the directory's own template.
-
     Raises:
         DataError: if there is none that loads.
     """
@@ -65,34 +61,6 @@ def load_tokenizer(
         tokenizer.chat_template = chat_template
     loaded: PreTrainedTokenizerBase = tokenizer
     return loaded
-
-
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str | Sequence[Mapping[str, Any]],
-    *,
-    chat_template_kwargs: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]] = (),
-) -> list[int]:
-    """Turn a prompt into token ids.
-
-    Where the tokenizer has a chat template, messages go through it with the opening of the
-    assistant's turn, and text becomes one user message. Without a template, text is encoded as it
-    stands, with the special tokens that the tokenizer itself adds.
-
-    Raises:
-        DataError: for messages without a template, a template that fails, or an empty result.
-    """
-    if tokenizer.chat_template is None and isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
-    else:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        text = render_messages(tokenizer, messages, _with_tools(chat_template_kwargs, tools))
-        # The template has written the special tokens; adding them again would double <bos>.
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if not ids:
-        raise DataError(f"the prompt {prompt!r} has no tokens; a prompt needs at least one")
-    return [int(token) for token in ids]
 
 
 def render_messages(
@@ -138,12 +106,6 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, closing: str, stop_ids: Ite
     stops = [str(tokenizer.decode([token], skip_special_tokens=False)) for token in stop_ids]
     ends = [closing.index(stop) + len(stop) for stop in stops if stop and stop in closing]
     return min(ends, default=0)
-
-
-def _with_tools(
-    chat_template_kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    return {**chat_template_kwargs, **({"tools": [dict(tool) for tool in tools]} if tools else {})}
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[int]:
@@ -195,9 +157,27 @@ class TextCodec:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Turn a prompt into token ids; see the function of this name."""
-        kwargs = self.chat_template_kwargs
-        return encode_prompt(self.tokenizer, prompt, chat_template_kwargs=kwargs, tools=tools)
+        """Turn a prompt into token ids.
+
+        Where the tokenizer has a chat template, messages go through it with the opening of the
+        assistant's turn, and text becomes one user message. Without a template, text is encoded as
+        it stands, with the special tokens that the tokenizer itself adds.
+
+        Raises:
+            DataError: for messages without a template, a template that fails, or an empty result.
+        """
+        if self.tokenizer.chat_template is None and isinstance(prompt, str):
+            ids = self.tokenizer(prompt)["input_ids"]
+        else:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            told = {"tools": [dict(tool) for tool in tools]} if tools else {}
+            kwargs = {**self.chat_template_kwargs, **told}
+            text = render_messages(self.tokenizer, messages, kwargs)
+            # The template has written the special tokens; adding them again would double <bos>.
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise DataError(f"the prompt {prompt!r} has no tokens; a prompt needs at least one")
+        return [int(token) for token in ids]
 
     def encode_turn(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Turn what an environment says after a turn of the policy into token ids.

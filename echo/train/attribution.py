@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from echo.algo.batching import TrainingRow, collate, pack_micro_batches
+from echo.algo.batching import TrainingRow
 from echo.config.schema import Config
 from echo.core.errors import StorageError
 from echo.core.rollout import Group, PolicyVersion
@@ -151,7 +151,7 @@ class MismatchProbe:
         tokens = sum(int(group.rollouts[0].completion_mask.sum()) for group in chosen)
         if not tokens:
             return {}
-        now = [rows[0].astype(np.float64) for rows in trainer.score(chosen)]
+        now = [rows[0].astype(np.float64) for rows in trainer.forward(chosen)]
         rounded, _ = self._score(chosen, self._round(trainer.snapshot()))
         parts: dict[str, list[Floats]] = {"staleness": [], "truncation": [], "numerics": []}
         for version in sorted({version for group in chosen for version in group.versions}):
@@ -219,12 +219,7 @@ class MismatchProbe:
         ]
         logprobs: dict[int, Floats] = {}
         kept: dict[int, Floats] = {}
-        lengths = [sample.num_inputs for sample in samples]
-        for indices in pack_micro_batches(
-            lengths, max_tokens=self._policy.compute.micro_batch_tokens
-        ):
-            micro = collate([samples[index] for index in indices], score_all=True)
-            micro = micro.to(self._policy.device)
+        for indices, micro in self._policy.micro_batches(samples, score_all=True):
             inv_temperature = 1.0 / self._sampling.temperature
             rows, _ = self._policy.logprobs(micro, inv_temperature=inv_temperature)
             masses = torch.zeros_like(rows)
@@ -397,7 +392,7 @@ class Attribution:
         if trainer.step_count % self._interval_steps == 0:
             measured = self._probe.measure(groups, trainer)
         result = trainer.step(groups)
-        return StepResult(metrics=result.metrics | measured)
+        return replace(result, metrics=result.metrics | measured)
 
     def keep(self, manifest: Manifest, image: bytearray | memoryview) -> None:
         """Keep a version that is published, to score with it later."""

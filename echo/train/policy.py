@@ -5,6 +5,9 @@ times LM head: the log-probabilities are computed from these two, so that [token
 never exists (kernels/logprob.py). Models that scale, cap or shift their logits are refused;
 besides a look at the configuration, a few tokens are put through both ways and compared.
 
+Rollouts go through it in packed rows where it keeps them apart, in padded ones otherwise
+(packing.py); the numbers are the same.
+
 The parameters are float32 masters. With a compute type of bfloat16 the backbone runs under torch's
 autocast, and hidden states and LM head are multiplied in that type with float32 sums; gradients
 arrive in float32. Only then a GPU's tensor cores work, and the fused kernels with them.
@@ -15,23 +18,26 @@ have the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from echo.algo.batching import MicroBatch
+from echo.algo.balance import balanced_rounds
+from echo.algo.batching import MicroBatch, Segments, TrainingRow, collate, pack_micro_batches
 from echo.config.schema import Config
 from echo.core.errors import DataError, EngineError
 from echo.engine.lora import Lora, add_adapter
 from echo.engine.model import BUILDING, pick_device, pick_dtype
 from echo.kernels.contract import BackendName, RatioClip
-from echo.kernels.logprob import TokenLosses, linear_logprob, linear_policy_loss
+from echo.kernels.logprob import EntropyMode, TokenLosses, linear_logprob, linear_policy_loss
+from echo.train import packing
+from echo.train.flops import model_flops
 
 LOGIT_SETTINGS = {
     "final_logit_softcapping": None,
@@ -40,6 +46,8 @@ LOGIT_SETTINGS = {
     "lm_head_multiplier": 1.0,
 }
 """Settings that change logits (Gemma, Granite, Cohere, Falcon-H1), with their neutral values."""
+
+Packing = Literal["auto", "packed", "padded"]
 
 FLASH = "flash_attention_2"
 """transformers' name of the attention that computes in 16 bits only."""
@@ -71,7 +79,9 @@ class Compute:
     backend: BackendName = "auto"
     """Of the log-probabilities (kernels/logprob.py)."""
     micro_batch_tokens: int = 16384
-    """Padded tokens that go through the model at once."""
+    """Tokens that go through the model at once, padding counted."""
+    packing: Packing = "auto"
+    """Whether rollouts share a row; auto: where the model keeps them apart."""
     vocab_chunk: int = 8192
     """Columns of logits held at a time."""
     gradient_checkpointing: bool = False
@@ -89,6 +99,7 @@ def learner_compute(config: Config) -> Compute:
         dtype=pick_dtype(section.dtype, device),
         attn_implementation=config.model.attn_implementation,
         micro_batch_tokens=section.micro_batch_tokens,
+        packing=section.packing,
         gradient_checkpointing=section.gradient_checkpointing,
         seed=config.run.seed,
     )
@@ -127,18 +138,66 @@ class Policy:
             self.load(source.tensors)
         self._backbone = self.model.base_model
         self._head = _head_weight(self.model)
+        self.padded_because = self._choose_rows()
         self._enable_training(gradient_checkpointing=compute.gradient_checkpointing)
         if is_frozen:
             self.model.requires_grad_(False)
         elif self._adapter is not None:
             for tensor in self._adapter.values():
                 tensor.requires_grad_()
+        self.flops = model_flops(self.model, self._head)
         self._check_logits(compute.dtype if attn_implementation == FLASH else torch.float32)
 
     @property
     def vocab_size(self) -> int:
         """Rows of the LM head."""
         return int(self._head.shape[0])
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rollouts share a row."""
+        return self.padded_because is None
+
+    def describe_rows(self) -> str:
+        """Say in one sentence how rollouts go through the model, and why."""
+        rows = "packed rows" if self.is_packed else f"padded rows: {self.padded_because}"
+        return f"{type(self.model).__name__} is trained on {rows}"
+
+    def pad_rows(self, why: str) -> None:
+        """Go over to padded rows."""
+        if self.is_packed:
+            self.model.set_attn_implementation(self.compute.attn_implementation)
+            self.padded_because = why
+
+    def micro_batches(
+        self,
+        rows: Sequence[TrainingRow],
+        *,
+        whole_groups: bool = False,
+        score_all: bool = False,
+    ) -> Iterator[tuple[list[int], MicroBatch]]:
+        """Yield indices of `rows` and their micro-batch, on this policy's device.
+
+        Args:
+            rows: any number, in any order.
+            whole_groups: keep the rows of a group in one micro-batch.
+            score_all: let the mask through for every completion token.
+        """
+        for indices in self._bins(rows, whole_groups=whole_groups):
+            batch = collate(
+                [rows[index] for index in indices], score_all=score_all, is_packed=self.is_packed
+            )
+            yield indices, batch.to(self.device)
+
+    def _bins(self, rows: Sequence[TrainingRow], *, whole_groups: bool) -> list[list[int]]:
+        lengths = [row.num_inputs for row in rows]
+        max_tokens = self.compute.micro_batch_tokens
+        group_index = [row.group_index for row in rows] if whole_groups else None
+        if not self.is_packed:
+            return pack_micro_batches(lengths, max_tokens=max_tokens, group_index=group_index)
+        work = [self.flops.row(row.num_inputs, row.rollout.num_tokens) for row in rows]
+        rounds = balanced_rounds(lengths, work, max_tokens=max_tokens, group_index=group_index)
+        return [bin_ for (bin_,) in rounds]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers by name, tied ones once, not copied."""
@@ -178,16 +237,19 @@ class Policy:
             for name, tensor in own.items():
                 tensor.copy_(tensors[name])
 
-    def logprobs(self, batch: MicroBatch, *, inv_temperature: float) -> tuple[Tensor, Tensor]:
+    def logprobs(
+        self, batch: MicroBatch, *, inv_temperature: float, entropy: EntropyMode = "value"
+    ) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities of the tokens that the batch's mask lets through.
 
         Args:
             batch: on this policy's device.
             inv_temperature: 1 / sampling temperature.
+            entropy: whether entropies are computed, and whether they carry a gradient.
 
         Returns:
             [B, T] log-probabilities, 0 where masked, with gradient; and the [N] entropies of the N
-            scored tokens' distributions, without. Nats.
+            scored tokens' distributions, [0] where none were asked for. Nats.
         """
         mask = batch.completion_mask
         states, head = self.predictors(batch)
@@ -196,12 +258,11 @@ class Policy:
             head,
             batch.token_ids[mask],
             inv_temperature,
-            entropy="value",
+            entropy=entropy,
             vocab_chunk=self.compute.vocab_chunk,
             backend=self.compute.backend,
         )
-        assert entropies is not None, "it was asked for"
-        return _padded(logprobs, mask), entropies
+        return padded(logprobs, mask), logprobs.new_empty(0) if entropies is None else entropies
 
     def token_losses(
         self, batch: MicroBatch, *, clip: RatioClip, inv_temperature: float
@@ -232,25 +293,52 @@ class Policy:
             backend=self.compute.backend,
         )
         return TokenLosses(
-            losses=_padded(tokens.losses, mask),
-            logprobs=_padded(tokens.logprobs.detach(), mask),
-            ratios=_padded(tokens.ratios, mask),
+            losses=padded(tokens.losses, mask),
+            logprobs=padded(tokens.logprobs.detach(), mask),
+            ratios=padded(tokens.ratios, mask),
             entropies=tokens.entropies,
         )
 
     def predictors(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the states [N, D] that predict the scored tokens, and the LM head."""
         dtype = self.compute.dtype
-        states = self._states(batch.input_ids, dtype).flatten(0, 1)
+        states = self._states(batch.input_ids, batch.segments, dtype).flatten(0, 1)
         states = states.index_select(0, batch.predictors[batch.completion_mask])
         return states.to(dtype), self._head.to(dtype)
 
-    def _states(self, input_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        # Right-padded, so plain causal attention is right and a mask would only slow it down.
+    def _states(self, input_ids: Tensor, segments: Segments | None, dtype: torch.dtype) -> Tensor:
+        # Padded on the right, so plain causal attention is right and a mask would only slow it
+        # down; packed rows bring with them what keeps their segments apart.
         with self._autocast(dtype):
-            output = self._backbone(input_ids=input_ids, use_cache=False)
+            output = self._backbone(
+                input_ids=input_ids, use_cache=False, **self._row_arguments(segments, dtype)
+            )
         states: Tensor = output.last_hidden_state
         return states
+
+    def _row_arguments(self, segments: Segments | None, dtype: torch.dtype) -> dict[str, Any]:
+        if segments is None:
+            return {}
+        uses_kernel = self.device.type == "cuda" and dtype != torch.float32
+        return packing.arguments(segments, uses_kernel=uses_kernel)
+
+    def _choose_rows(self) -> str | None:
+        """Make ready for packed rows if they are wanted; return why they are padded, else None.
+
+        Raises:
+            EngineError: if packed rows were demanded and this model cannot have them.
+        """
+        wanted, attention = self.compute.packing, self.compute.attn_implementation
+        if wanted == "padded":
+            return 'learner.packing = "padded"'
+        if attention == "sdpa":
+            self.model.eval()
+            obstacle = packing.find_obstacle(self.model, self.compute.dtype)
+        else:
+            obstacle = f'model.attn_implementation = "{attention}" has attention of its own'
+        if obstacle is not None and wanted == "packed":
+            raise packing.refuse(self.model, obstacle)
+        return obstacle
 
     def _autocast(self, dtype: torch.dtype) -> torch.autocast:
         return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
@@ -275,9 +363,13 @@ class Policy:
         Best in float32, where a difference shows; in 16 bits both ways round alike.
         """
         input_ids = torch.arange(min(self.vocab_size, 8), device=self.device)[None]
+        segments = Segments.of(input_ids.shape[1:]).to(self.device) if self.is_packed else None
         with torch.no_grad(), self._autocast(dtype):
-            expected = torch.nn.functional.linear(self._states(input_ids, dtype), self._head)
-            logits = self.model(input_ids=input_ids, use_cache=False).logits
+            states = self._states(input_ids, segments, dtype)
+            expected = torch.nn.functional.linear(states, self._head)
+            logits = self.model(
+                input_ids=input_ids, use_cache=False, **self._row_arguments(segments, dtype)
+            ).logits
         if logits.shape != expected.shape or not torch.allclose(
             logits, expected, rtol=1e-3, atol=1e-4
         ):
@@ -309,7 +401,7 @@ def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
     return Policy(source, compute, is_frozen=True)
 
 
-def _padded(values: Tensor, mask: Tensor) -> Tensor:
+def padded(values: Tensor, mask: Tensor) -> Tensor:
     """Return [B, T] with the values where the mask is, in order, and 0 elsewhere."""
     zeros = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
     return zeros.masked_scatter(mask, values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from echo.core.errors import DataError
 
@@ -13,6 +13,8 @@ class StepResult:
 
     metrics: dict[str, float]
     """Finite numbers under the field's names; a metric without meaning in this step is absent."""
+    speed: dict[str, float] = field(default_factory=dict, compare=False)
+    """Times and rates, which differ from one run of the same step to the next."""
 
 
 class StepError(DataError):

@@ -1,18 +1,28 @@
-"""Trainer: one optimizer step per batch of rollout groups.
+"""Trainer: a policy, its optimizer, and the step that one batch of rollout groups makes.
 
-A step: advantages per group, rollouts packed into micro-batches, log-probabilities of the trained
-tokens at the sampling temperature, loss, gradients accumulated, norm clipped, AdamW. Every loss is
-divided by counts of the whole batch, so how it was cut into micro-batches does not matter, and
-rollouts whose advantage is 0 are left out of the forward and backward pass exactly. A loss that
-needs more than that declares it (algo/loss.py), and gets it here: rollouts without an advantage,
-whole groups in a micro-batch, the group's expectation, a first pass over the batch. The proximal
-policy, the one at the start of the step, costs nothing: a batch makes one optimizer step, so it is
-the policy that the gradient is taken at.
+Three operations are everything a program needs to train:
+
+    forward_backward(batch, loss)   add the gradient of a batch to what is there
+    forward(groups)                 log-probabilities, without gradient
+    optim_step(settings)            clip what has added up, let AdamW apply it, begin anew
+
+and `step` is these in a row: advantages per group, rollouts packed into micro-batches,
+log-probabilities of the trained tokens at the sampling temperature, loss, gradients accumulated,
+norm clipped, AdamW. Every loss is divided by counts of the whole batch, so how it was cut into
+micro-batches does not matter, and rollouts whose advantage is 0 are left out of the forward and
+backward pass exactly. A loss that needs more than that declares it (algo/loss.py), and gets it
+here: rollouts without an advantage, whole groups in a micro-batch, the group's expectation, a first
+pass over the batch, entropies, the proximal policy.
+
+A step may make several updates: the groups are dealt into that many minibatches, each with counts
+of its own. The proximal policy is the one at the start of the step. For the first update it is the
+one that the gradient is taken at, and costs nothing; later ones take a pass before the first.
 
 `step_count` grows by one with every batch consumed, so that each makes one policy version. Its
 weights equal the previous ones if no rollout had an advantage (momentum and weight decay rest too).
 A batch whose loss or gradient is not finite, or cannot be computed, makes no version: `step` raises
-`StepError` and has changed nothing, and `find_faulty` says which groups are to blame.
+`StepError` and has changed nothing, also where updates had been made (weights and moments are kept
+beside, in the host's memory, until the last one), and `find_faulty` says which groups are to blame.
 
 Log-probabilities are those of the whole distribution at `temperature`. Sampling with top-p or top-k
 has other ones: ratios then begin below 1, and the configuration refuses losses whose range ends
@@ -31,9 +41,10 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -42,27 +53,37 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from echo.algo.batching import MicroBatch, TrainingRow, collate, pack_micro_batches
-from echo.algo.diagnostics import mismatch_metrics
+from echo.algo.batching import MicroBatch, TrainingRow
 from echo.algo.loss import BatchScores, Loss, LossInputs, LossNeeds, LossOutput, needs_of
 from echo.algo.losses import ClippedTokenLoss, CustomLoss, make_loss
 from echo.core.errors import ConfigError, DataError, StorageError
 from echo.core.rollout import Group
 from echo.engine.weights import write_tensors
+from echo.kernels.logprob import EntropyMode
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
-from echo.train.policy import Compute, ModelSource, Policy
+from echo.train.passes import Pass, pass_metrics
+from echo.train.policy import Compute, ModelSource, Policy, padded
+from echo.train.speed import Speedometer
 from echo.train.step import StepError, StepResult
 
 # --- settings -------------------------------------------------------------------------------------
 
 
+LrSchedule = Literal["constant", "linear", "cosine"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW with a linear warm-up to a constant learning rate."""
+    """AdamW, with a learning rate that rises linearly and then follows its schedule."""
 
     learning_rate: float = 1e-6
+    """The largest."""
     warmup_steps: int = 10
     """Steps until the full learning rate; step n of them, from 1, uses n / warmup_steps of it."""
+    lr_schedule: LrSchedule = "constant"
+    """How it goes on from there: as it is, or down to 0 after `num_steps`."""
+    num_steps: int = 0
+    """Steps of the whole run, for a schedule that falls."""
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the first moment and of the second."""
@@ -70,8 +91,19 @@ class OptimizerSettings:
     """Bound on the norm of the whole gradient; infinity for none."""
 
     def learning_rate_at(self, step: int) -> float:
-        """Return the learning rate of the step that makes version `step`, from 1."""
-        return self.learning_rate * min(1.0, step / max(1, self.warmup_steps))
+        """Return the learning rate of the step that makes version `step`, from 1.
+
+        The first step after the warm-up has all of it, and the last one still has some.
+        """
+        num_over = step - 1 - self.warmup_steps
+        if num_over < 0:
+            return self.learning_rate * step / self.warmup_steps
+        if self.lr_schedule == "constant":
+            return self.learning_rate
+        progress = min(1.0, num_over / max(1, self.num_steps - self.warmup_steps))
+        if self.lr_schedule == "linear":
+            return self.learning_rate * (1.0 - progress)
+        return self.learning_rate * (1.0 + math.cos(math.pi * progress)) / 2
 
 
 # --- policy loss by name or import path -----------------------------------------------------------
@@ -254,11 +286,36 @@ def restore_moments(
     optimizer.state.update(restored)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Undo:
+    """Weights and moments as they were before a step of several updates, in the host's memory."""
+
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]
+
+
 # --- trainer --------------------------------------------------------------------------------------
 
 
 FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 """What no group is to blame for: settings, a machine that is too small, a device that failed."""
+
+
+@contextmanager
+def _blaming_the_batch() -> Iterator[None]:
+    """Turn what a computation on a batch raises into a `StepError`, unless it is fatal."""
+    try:
+        yield
+    except StepError:
+        raise
+    except DataError as error:
+        raise StepError(str(error), reason="bad_group") from error
+    except FATAL_ERRORS:
+        raise
+    except Exception as error:
+        # Whatever it is, a loss of the user's included, it happens before anything changes.
+        text = f"the step raised {type(error).__name__}: {error}"
+        raise StepError(text, reason="step_error") from error
 
 
 class Trainer:
@@ -274,6 +331,7 @@ class Trainer:
         temperature: float = 1.0,
         advantages: AdvantageSettings | None = None,
         reference: ModelSource | None = None,
+        minibatches_per_step: int = 1,
     ) -> None:
         """Load the model and start its optimizer.
 
@@ -281,12 +339,13 @@ class Trainer:
             source: the model to train; with an adapter, that alone is trained.
             compute: where and how; weights, gradients, optimizer and log-probabilities are float32
                 whatever its type.
-            loss: the policy loss, for example from `make_loss`.
-            optimizer: its settings.
+            loss: the policy loss of a step, for example from `make_loss`.
+            optimizer: its settings in a step.
             temperature: of sampling, > 0.
             advantages: how rewards become advantages; None takes the defaults.
             reference: the frozen policy that the loss pulls towards, if it does. It never changes,
                 so no state holds it.
+            minibatches_per_step: updates that a step makes, each of its share of the groups.
 
         Raises:
             DataError: if the model cannot be loaded.
@@ -302,15 +361,13 @@ class Trainer:
         self._needs = needs_of(loss)
         self._advantages = advantages or AdvantageSettings()
         self._settings = optimizer
+        self._minibatches_per_step = minibatches_per_step
         self._inv_temperature = 1.0 / temperature
         self._parameters = self._policy.parameters()
         self._reference = self._load_reference(reference)
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(),
-            lr=optimizer.learning_rate,
-            betas=optimizer.betas,
-            weight_decay=optimizer.weight_decay,
-            fused=True,
+        self._optimizer = torch.optim.AdamW(self._parameters.values(), fused=True)
+        self._speed = Speedometer(
+            self._policy.flops, self.device, micro_batch_tokens=compute.micro_batch_tokens
         )
         self._num_skipped_nonfinite = 0
         self._step_count = 0
@@ -333,7 +390,79 @@ class Trainer:
                 f"{reference.model_dir}: the reference model has {policy.vocab_size} token ids, "
                 f"the one being trained {self._policy.vocab_size}; their tokenizers differ"
             )
+        if policy.is_packed != self._policy.is_packed:  # both see the same micro-batches
+            for one, other in ((policy, self._policy), (self._policy, policy)):
+                one.pad_rows(f"the reference shares them, and {other.describe_rows()}")
         return policy
+
+    # --- the three operations --------------------------------------------------------------------
+
+    def forward_backward(self, batch: StepBatch, loss: Loss) -> Pass:
+        """Add the gradient of a batch to that of the calls since the last `optim_step`.
+
+        Args:
+            batch: what to train on, with the counts that the loss divides by.
+            loss: any; it gets what it declares to need, rollouts left out of `batch` excepted.
+
+        Returns:
+            What the pass found, still on the device.
+
+        Raises:
+            StepError: if it cannot be computed; the gradient of earlier calls is gone too.
+        """
+        try:
+            with _blaming_the_batch():
+                return self._accumulate_gradients(batch, loss)
+        except BaseException:
+            self._optimizer.zero_grad()
+            raise
+
+    @torch.no_grad()
+    def forward(self, groups: Sequence[Group]) -> list[list[npt.NDArray[np.float32]]]:
+        """Return this policy's log-probability of every completion token, masked ones included.
+
+        Returns:
+            For each group and rollout, [T] nats at the sampling temperature.
+        """
+        rows = [
+            TrainingRow(prompt_ids=group.prompt_ids, rollout=rollout, advantage=0.0)
+            for group in groups
+            for rollout in group.rollouts
+        ]
+        scores = iter(self._score_rows(rows))
+        return [[next(scores) for _ in group.rollouts] for group in groups]
+
+    def optim_step(self, settings: OptimizerSettings) -> float:
+        """Clip the gradient that has added up, apply it, and begin anew.
+
+        Args:
+            settings: of this update; its learning rate is that of the step under way.
+
+        Returns:
+            The norm of the gradient before it was clipped.
+
+        Raises:
+            StepError: if it is not finite; it is dropped, and nothing else has changed.
+        """
+        try:
+            norm = self._finite_grad_norm()
+            torch.nn.utils.clip_grads_with_norm_(
+                list(self._parameters.values()),
+                settings.max_grad_norm,
+                torch.tensor(norm, device=self.device),
+            )
+            for param_group in self._optimizer.param_groups:
+                param_group["lr"] = settings.learning_rate_at(self._step_count + 1)
+                param_group["betas"] = settings.betas
+                param_group["weight_decay"] = settings.weight_decay
+            self._optimizer.step()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # or its time counts as another part's
+        finally:
+            self._optimizer.zero_grad()
+        return norm
+
+    # --- a step ----------------------------------------------------------------------------------
 
     @property
     def step_count(self) -> int:
@@ -349,18 +478,18 @@ class Trainer:
         Raises:
             StepError: if the batch cannot be trained on; nothing was changed.
         """
+        self._speed.begin()
         try:
-            metrics = self._take_gradient(groups)
+            metrics = self._train(groups)
         except StepError as error:
             self._num_skipped_nonfinite += error.reason == "nonfinite_gradient"
             raise
         metrics["lr"] = self._settings.learning_rate_at(self._step_count + 1)
-        if "grad_norm" in metrics:
-            self._update_weights(metrics["grad_norm"])
         metrics["optimizer/skipped_nonfinite"] = self._num_skipped_nonfinite
         self._step_count += 1
         return StepResult(
-            metrics={name: value for name, value in metrics.items() if math.isfinite(value)}
+            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+            speed=self._speed.metrics(),
         )
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
@@ -371,10 +500,14 @@ class Trainer:
         found: dict[int, str] = {}
         for group in groups:
             try:
-                self._take_gradient([group])
+                batch = self._prepare([group])
+                if batch.samples:
+                    self._take_gradient(batch)
+                    self._finite_grad_norm()
             except StepError as error:
                 found[group.group_id] = error.reason
-        self._optimizer.zero_grad()
+            finally:
+                self._optimizer.zero_grad()
         return found
 
     def refusal(self, group: Group) -> str | None:
@@ -389,25 +522,11 @@ class Trainer:
             vocab_size=self._policy.vocab_size,
         )
 
-    @torch.no_grad()
-    def score(self, groups: Sequence[Group]) -> list[list[npt.NDArray[np.float32]]]:
-        """Return this policy's log-probability of every completion token, masked ones included.
+    def describe_rows(self) -> str:
+        """Say in one sentence how rollouts go through the model, and why."""
+        return self._policy.describe_rows()
 
-        Returns:
-            For each group and rollout, [T] nats at the sampling temperature.
-        """
-        samples = [
-            TrainingRow(prompt_ids=group.prompt_ids, rollout=rollout, advantage=0.0)
-            for group in groups
-            for rollout in group.rollouts
-        ]
-        scores: dict[int, npt.NDArray[np.float32]] = {}
-        for indices, batch in self._micro_batches(samples, score_all=True):
-            logprobs, _ = self._logprobs(batch)
-            for index, row in zip(indices, logprobs.cpu().numpy(), strict=True):
-                scores[index] = row[: samples[index].rollout.num_tokens].copy()
-        ordered = iter(range(len(samples)))
-        return [[scores[next(ordered)] for _ in group.rollouts] for group in groups]
+    # --- weights and state -----------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights by name, tied ones once, not copied: the next step changes them."""
@@ -450,27 +569,166 @@ class Trainer:
         self._step_count = state.counters["step_count"]
         self._num_skipped_nonfinite = state.counters["num_skipped_nonfinite"]
 
-    def _micro_batches(
-        self, samples: Sequence[TrainingRow], *, score_all: bool = False
-    ) -> Iterator[tuple[list[int], MicroBatch]]:
-        """Yield indices of `samples` and their micro-batch on the device."""
-        packed = pack_micro_batches(
-            [sample.num_inputs for sample in samples],
-            max_tokens=self.compute.micro_batch_tokens,
-            group_index=[sample.group_index for sample in samples]
-            if self._needs.whole_groups and not score_all
-            else None,
-        )
-        for indices in packed:
-            batch = collate([samples[index] for index in indices], score_all=score_all)
-            yield indices, batch.to(self.device)
+    # --- parts of a step -------------------------------------------------------------------------
 
-    def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        return self._policy.logprobs(batch, inv_temperature=self._inv_temperature)
+    def _train(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Make the updates of one batch; return the metrics. `grad_norm` only if there was one.
+
+        Raises:
+            StepError: if one of them cannot be made; weights and moments are as before.
+        """
+        whole = self._prepare(groups)
+        batches = self._with_proximal_logprobs(self._minibatches(groups, whole))
+        if not batches:
+            return whole.metrics | {"loss/policy": 0.0}
+        undo = self._keep() if len(batches) > 1 else None
+        passes, norms = [], []
+        try:
+            for batch in batches:
+                with self._speed.part("forward_backward"):
+                    passes.append(self._take_gradient(batch))
+                with self._speed.part("optimizer"):
+                    norms.append(self.optim_step(self._settings))
+        except BaseException:
+            if undo is not None:
+                self._put_back(undo)
+            raise
+        return whole.metrics | pass_metrics(passes) | {"grad_norm": sum(norms) / len(norms)}
+
+    def _prepare(self, groups: Sequence[Group]) -> StepBatch:
+        with _blaming_the_batch():
+            return prepare_batch(
+                groups,
+                settings=self._advantages,
+                needs=self._needs,
+                vocab_size=self._policy.vocab_size,
+            )
+
+    def _minibatches(self, groups: Sequence[Group], whole: StepBatch) -> list[StepBatch]:
+        """Return what each update trains on; without any where nothing has a gradient.
+
+        Groups come in the order of their arrival, the quick ones first, so they are dealt.
+        """
+        count = min(self._minibatches_per_step, len(groups))
+        batches = [whole]
+        if count > 1:
+            batches = [self._prepare(groups[first::count]) for first in range(count)]
+        return [batch for batch in batches if batch.samples]
+
+    def _with_proximal_logprobs(self, batches: Sequence[StepBatch]) -> list[StepBatch]:
+        """Return the batches; all but the first with the scores of the policy as it is now."""
+        if not self._needs.proximal_logprobs:
+            return list(batches)
+        later = []
+        for batch in batches[1:]:
+            with _blaming_the_batch():
+                scores = self._score_rows(batch.samples)
+            rows = [
+                replace(row, proximal_logprobs=score)
+                for row, score in zip(batch.samples, scores, strict=True)
+            ]
+            later.append(replace(batch, samples=rows))
+        return [*batches[:1], *later]
+
+    def _take_gradient(self, batch: StepBatch) -> Pass:
+        """Add the gradient of a batch under the step's own loss.
+
+        Raises:
+            StepError: if there is none, or the loss is not finite.
+        """
+        found = self.forward_backward(batch, self._loss)
+        loss = float(found.loss)
+        if not math.isfinite(loss):
+            self._optimizer.zero_grad()
+            raise StepError(f"the loss is {loss:g}", reason="nonfinite_gradient")
+        return found
+
+    def _finite_grad_norm(self) -> float:
+        gradients = [tensor.grad for tensor in self._parameters.values() if tensor.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        if not math.isfinite(norm):
+            text = f"the norm of the gradient is {norm:g}"
+            raise StepError(text, reason="nonfinite_gradient")
+        return norm
+
+    def _keep(self) -> _Undo:
+        moments = moments_of(self._optimizer, self._parameters)
+        return _Undo(
+            weights=self.snapshot(),
+            moments={name: tensor.to("cpu", copy=True) for name, tensor in moments.items()},
+        )
+
+    def _put_back(self, undo: _Undo) -> None:
+        self._policy.load(undo.weights)
+        restore_moments(self._optimizer, self._parameters, undo.moments)
+
+    # --- parts of a pass -------------------------------------------------------------------------
+
+    def _accumulate_gradients(self, batch: StepBatch, loss: Loss) -> Pass:
+        """Run forward and backward over the micro-batches of a batch."""
+        needs = needs_of(loss)
+        scores = self._score_batch(batch.samples, needs) if needs.batch_scores else None
+        found = []
+        micro_batches = self._policy.micro_batches(batch.samples, whole_groups=needs.whole_groups)
+        while True:
+            with self._speed.part("pack"):
+                indices, micro = next(micro_batches, ((), None))
+            if micro is None:
+                break
+            output, logprobs, entropies = self._loss_and_scores(micro, batch, loss, scores)
+            output.loss.backward()  # type: ignore[no-untyped-call]
+            mask = micro.completion_mask
+            found.append(
+                Pass(
+                    loss=output.loss.detach(),
+                    learner_logprobs=logprobs.detach()[mask],
+                    sampler_logprobs=micro.sampler_logprobs[mask],
+                    entropies=entropies.detach(),
+                    token_counts=output.token_counts,
+                )
+            )
+            rows = [batch.samples[index] for index in indices]
+            self._speed.passed(
+                [row.num_inputs for row in rows],
+                [row.num_trained for row in rows],
+                is_packed=self._policy.is_packed,
+            )
+        return Pass.joined(found)
+
+    def _logprobs(self, micro: MicroBatch, *, entropy: EntropyMode) -> tuple[Tensor, Tensor]:
+        return self._policy.logprobs(micro, inv_temperature=self._inv_temperature, entropy=entropy)
+
+    def _loss_and_scores(
+        self, micro: MicroBatch, batch: StepBatch, loss: Loss, scores: BatchScores | None
+    ) -> tuple[LossOutput, Tensor, Tensor]:
+        """Return loss, [B, T] log-probabilities and [N] entropies of one micro-batch."""
+        if not isinstance(loss, ClippedTokenLoss) or loss.fused_clip is None:
+            has_bonus = needs_of(loss).entropies
+            logprobs, entropies = self._logprobs(micro, entropy="grad" if has_bonus else "value")
+            inputs = self._loss_inputs(micro, logprobs, batch, loss, scores)
+            if has_bonus:
+                inputs = replace(inputs, entropies=padded(entropies, micro.completion_mask))
+            return loss(inputs), logprobs, entropies
+        tokens = self._policy.token_losses(
+            micro, clip=loss.fused_clip, inv_temperature=self._inv_temperature
+        )
+        assert tokens.entropies is not None, "the policy asks for them"
+        inputs = self._loss_inputs(micro, tokens.logprobs, batch, loss, scores)
+        output = loss.from_tokens(tokens.losses, tokens.ratios, inputs)
+        return output, tokens.logprobs, tokens.entropies
 
     def _loss_inputs(
-        self, micro: MicroBatch, logprobs: Tensor, batch: StepBatch, scores: BatchScores | None
+        self,
+        micro: MicroBatch,
+        logprobs: Tensor,
+        batch: StepBatch,
+        loss: Loss,
+        scores: BatchScores | None,
     ) -> LossInputs:
+        needs = needs_of(loss)
+        proximal = micro.proximal_logprobs
+        if needs.proximal_logprobs and proximal is None:
+            proximal = logprobs.detach()
         return LossInputs(
             learner_logprobs=logprobs,
             sampler_logprobs=micro.sampler_logprobs,
@@ -479,9 +737,9 @@ class Trainer:
             num_tokens=batch.num_tokens,
             num_rollouts=batch.num_rollouts,
             group_index=micro.group_index,
-            proximal_logprobs=logprobs.detach(),
+            proximal_logprobs=proximal,
             staleness=self._step_count - micro.version_steps,
-            log_expectation=micro.log_expectations if self._needs.group_expectation else None,
+            log_expectation=micro.log_expectations if needs.group_expectation else None,
             batch_scores=scores,
             reference_logprobs=self._reference_logprobs(micro),
         )
@@ -490,111 +748,29 @@ class Trainer:
     def _reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
         if self._reference is None:
             return None
-        logprobs, _ = self._reference.logprobs(micro, inv_temperature=self._inv_temperature)
+        logprobs, _ = self._reference.logprobs(
+            micro, inv_temperature=self._inv_temperature, entropy="none"
+        )
         return logprobs
 
     @torch.no_grad()
-    def _score_batch(self, samples: Sequence[TrainingRow]) -> BatchScores:
+    def _score_batch(self, samples: Sequence[TrainingRow], needs: LossNeeds) -> BatchScores:
         """Return every trained token's log-ratio and advantage, by a pass without gradient."""
         log_ratios: list[Tensor] = []
         advantages: list[Tensor] = []
-        for _, micro in self._micro_batches(samples):
+        for _, micro in self._policy.micro_batches(samples, whole_groups=needs.whole_groups):
             mask = micro.completion_mask
-            logprobs, _ = self._logprobs(micro)
+            logprobs, _ = self._logprobs(micro, entropy="none")
             log_ratios.append((logprobs - micro.sampler_logprobs)[mask])
             advantages.append(micro.advantages[:, None].expand(mask.shape)[mask])
         return BatchScores(log_ratios=torch.cat(log_ratios), advantages=torch.cat(advantages))
 
-    def _take_gradient(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Leave the gradient of a batch in the parameters; return the metrics, `grad_norm` too.
-
-        `grad_norm` is absent where nothing has a gradient.
-
-        Raises:
-            StepError: if there is no finite one.
-        """
-        try:
-            batch = prepare_batch(
-                groups,
-                settings=self._advantages,
-                needs=self._needs,
-                vocab_size=self._policy.vocab_size,
-            )
-            metrics = batch.metrics | self._accumulate_gradients(batch)
-        except DataError as error:
-            raise StepError(str(error), reason="bad_group") from error
-        except FATAL_ERRORS:
-            raise
-        except Exception as error:
-            # Whatever it is, a loss of the user's included, it happens before anything changes.
-            text = f"the step raised {type(error).__name__}: {error}"
-            raise StepError(text, reason="step_error") from error
-        if not batch.samples:
-            return metrics
-        gradients = [tensor.grad for tensor in self._parameters.values() if tensor.grad is not None]
-        metrics["grad_norm"] = float(torch.nn.utils.get_total_norm(gradients))
-        if not all(math.isfinite(metrics[name]) for name in ("grad_norm", "loss/policy")):
-            text = (
-                f"the loss is {metrics['loss/policy']:g} and the norm of its gradient "
-                f"{metrics['grad_norm']:g}"
-            )
-            raise StepError(text, reason="nonfinite_gradient")
-        return metrics
-
-    def _accumulate_gradients(self, batch: StepBatch) -> dict[str, float]:
-        """Run forward and backward over the samples; return the metrics of loss and ratios."""
-        self._optimizer.zero_grad()
-        if not batch.samples:
-            return {"loss/policy": 0.0}
-        scores = self._score_batch(batch.samples) if self._needs.batch_scores else None
-        losses: list[Tensor] = []
-        token_counts: dict[str, list[Tensor]] = {}
-        learner: list[Tensor] = []
-        sampler: list[Tensor] = []
-        entropies: list[Tensor] = []
-        for _, micro in self._micro_batches(batch.samples):
-            output, logprobs, entropy = self._loss_and_scores(micro, batch, scores)
-            output.loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(output.loss.detach())
-            for name, count in output.token_counts.items():
-                token_counts.setdefault(name, []).append(count)
-            learner.append(logprobs.detach()[micro.completion_mask])
-            sampler.append(micro.sampler_logprobs[micro.completion_mask])
-            entropies.append(entropy)
-        # Read back only here: every number fetched from a GPU makes the CPU wait for it.
-        num_scored = sum(len(part) for part in learner)
-        metrics = mismatch_metrics(torch.cat(learner), torch.cat(sampler))
-        metrics["loss/policy"] = float(torch.stack(losses).sum())
-        metrics["entropy/mean"] = float(torch.cat(entropies).mean())
-        for name, counts in token_counts.items():
-            metrics[name] = float(torch.stack(counts).sum()) / num_scored
-        return metrics
-
-    def _loss_and_scores(
-        self, micro: MicroBatch, batch: StepBatch, scores: BatchScores | None
-    ) -> tuple[LossOutput, Tensor, Tensor]:
-        """Return loss, log-probabilities and entropies of one micro-batch."""
-        loss = self._loss
-        if not isinstance(loss, ClippedTokenLoss) or loss.fused_clip is None:
-            logprobs, entropies = self._logprobs(micro)
-            inputs = self._loss_inputs(micro, logprobs, batch, scores)
-            return loss(inputs), logprobs, entropies
-        tokens = self._policy.token_losses(
-            micro, clip=loss.fused_clip, inv_temperature=self._inv_temperature
-        )
-        assert tokens.entropies is not None, "the policy asks for them"
-        inputs = self._loss_inputs(micro, tokens.logprobs, batch, scores)
-        output = loss.from_tokens(tokens.losses, tokens.ratios, inputs)
-        return output, tokens.logprobs, tokens.entropies
-
-    def _update_weights(self, grad_norm: float) -> None:
-        """Clip the accumulated gradient, whose norm is finite, and apply it."""
-        torch.nn.utils.clip_grads_with_norm_(
-            list(self._parameters.values()),
-            self._settings.max_grad_norm,
-            torch.tensor(grad_norm, device=self.device),
-        )
-        for param_group in self._optimizer.param_groups:
-            param_group["lr"] = self._settings.learning_rate_at(self._step_count + 1)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+    @torch.no_grad()
+    def _score_rows(self, rows: Sequence[TrainingRow]) -> list[npt.NDArray[np.float32]]:
+        """Return [T] log-probabilities of every token of each row, by a pass without gradient."""
+        scores: dict[int, npt.NDArray[np.float32]] = {}
+        for indices, micro in self._policy.micro_batches(rows, score_all=True):
+            logprobs, _ = self._logprobs(micro, entropy="none")
+            for index, values in zip(indices, logprobs.cpu().numpy(), strict=True):
+                scores[index] = values[: rows[index].rollout.num_tokens].copy()
+        return [scores[index] for index in range(len(rows))]

@@ -135,7 +135,6 @@ def make_warm_model(
     seed: int,
     head_dim: int = HEAD_DIM,
     view: WarmupView | None = None,
-    num_threads: int = 1,
 ) -> WarmModel:
     """Return a warmed-up tiny model, from `directory` if it was made before.
 
@@ -146,7 +145,6 @@ def make_warm_model(
         seed: of the weights, the demonstrations and the measurement.
         head_dim: of the model's attention.
         view: shows every step; none if the model is there already.
-        num_threads: CPU threads of torch while this runs.
 
     Raises:
         ConfigError: if the task has no recipe.
@@ -162,7 +160,7 @@ def make_warm_model(
     found = _read_result(path)
     if found is not None:
         return found
-    with _torch_threads(num_threads):
+    with _one_thread():
         return _make(task_name, task, path, seed, head_dim, view)
 
 
@@ -319,9 +317,13 @@ def _write_result(path: Path, model: Qwen3ForCausalLM, result: WarmModel) -> War
 
 
 @contextmanager
-def _torch_threads(num_threads: int) -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
+    """Let torch use one thread: two of so small a model wait for each other.
+
+    On a machine with other work they take many times as long as one.
+    """
     before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(1)
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 import numpy as np
 from rich.bar import Bar
@@ -35,8 +35,11 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from echo.core.metrics import CostView, NodeView, Snapshot, WorkerView
+from echo.core.metrics import CostView, NodeView, Snapshot, SpeedView, WorkerView
 from echo.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from echo.runtime.worker.node import WorkerNode  # a view needs no torch
 
 # --- curves in braille ----------------------------------------------------------------------------
 #
@@ -387,12 +390,7 @@ def staleness_histogram(snapshot: Snapshot, width: int, height: int) -> list[Ren
 
 
 def staleness_bars(bins: Sequence[tuple[str, int, str]], width: int) -> Table:
-    """Return a row per bin: its label, a bar, its share of all tokens, and a note.
-
-    Args:
-        bins: (label, tokens, note) of each.
-        width: cells in all.
-    """
+    """Return a row per bin: its label, a bar, its share of all tokens, and a note."""
     counts = [count for _, count, _ in bins]
     table = Table.grid(padding=(0, 1, 0, 0), expand=True)
     table.width = width
@@ -410,7 +408,8 @@ def staleness_bars(bins: Sequence[tuple[str, int, str]], width: int) -> Table:
 def status(snapshot: Snapshot, width: int, *, num_wait_rows: int) -> list[RenderableType]:
     """Return 2 + `num_wait_rows` rows: flow, weights, and what the learner waits for.
 
-    Where anything has a price, a row or two more: what it costs, and who was put on standby last.
+    A row more once a step was timed. Where anything has a price, a row or two more: what it costs,
+    and who was put on standby last.
     """
     flow = [
         f"{snapshot.num_buffered} of {snapshot.groups_per_step} buffered",
@@ -429,7 +428,17 @@ def status(snapshot: Snapshot, width: int, *, num_wait_rows: int) -> list[Render
     weights = _row(version, _progress(snapshot.broadcast_done, 1, bar_width), done)
     waiting = _waiting(snapshot, width, num_wait_rows)
     costs = [] if snapshot.cost is None else cost_rows(snapshot.cost, width)
-    return [fit(groups, width), weights, *(fit(row, width) for row in waiting), *costs]
+    speed = [] if snapshot.speed is None else [fit(speed_row(snapshot.speed), width)]
+    return [fit(groups, width), *speed, weights, *(fit(row, width) for row in waiting), *costs]
+
+
+def speed_row(speed: SpeedView) -> Text:
+    """Return a row with how fast the learner trains."""
+    parts = [f"{short_count(speed.tokens_per_s)} tokens/s trained"]
+    if speed.mfu is not None:
+        parts.append(f"{speed.mfu:.0%} MFU")
+    parts.append(f"peak {format_bytes(int(speed.peak_memory_bytes))}")
+    return _labelled("trainer", "   ".join(parts))
 
 
 def cost_rows(cost: CostView, width: int) -> list[Text]:
@@ -638,6 +647,8 @@ def _fitting_columns(nodes: Sequence[NodeView], width: int) -> tuple[list[_Colum
 # always show. A learner that waits says so, less and less often while nothing changes.
 
 
+_STEP_LINE_S = 5.0
+"""Seconds between two lines of steps, at least."""
 _MAX_NOTICES_PER_UPDATE = 5
 _WAIT_GROWTH = 2
 _MAX_WAIT_INTERVAL_S = 300.0
@@ -646,23 +657,16 @@ _MAX_WAIT_INTERVAL_S = 300.0
 class PlainLog:
     """Write the lines that `lines_for` finds worth writing to a console."""
 
-    def __init__(
-        self,
-        console: Console,
-        *,
-        interval_s: float = 5.0,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Write to `console`, step lines at least `interval_s` seconds apart on the clock `now`."""
+    def __init__(self, console: Console, *, now: Callable[[], float] = time.monotonic) -> None:
+        """Write to `console` by the clock `now`."""
         self._console = console
-        self._interval_s = interval_s
         self._now = now
         self._pace = RemainingTime()
         self._step_shown = -1
         self._step_seen = -1
         self._shown_at = float("-inf")
         self._step_at = now()
-        self._wait_interval_s = 2 * interval_s
+        self._wait_interval_s = 2 * _STEP_LINE_S
         self._evals: set[tuple[int, float, float]] | None = None
         self._notices: Sequence[str] = ()
 
@@ -697,8 +701,8 @@ class PlainLog:
                 lines.append(f"{stamp} eval at step {step}: held-out pass rate {rates}")
         if snapshot.step != self._step_seen:
             self._step_seen, self._step_at = snapshot.step, now
-            self._wait_interval_s = 2 * self._interval_s
-        is_due = now - self._shown_at >= self._interval_s or snapshot.step >= snapshot.max_steps
+            self._wait_interval_s = 2 * _STEP_LINE_S
+        is_due = now - self._shown_at >= _STEP_LINE_S or snapshot.step >= snapshot.max_steps
         if snapshot.step != self._step_shown and is_due:
             self._step_shown, self._shown_at = snapshot.step, now
             lines.append(self._step_line(snapshot))
@@ -774,6 +778,8 @@ _MIN_SIDE_BY_SIDE = 56
 """Below this width a curve and a histogram beside each other are both unreadable."""
 _MAX_CHART_ROWS = 14
 _MAX_NOTICES = 6
+REDRAW_S = 0.25
+"""Seconds between two states of the screen, at least."""
 _CLOSE_TIMEOUT_S = 2.0
 """How long a terminal that takes no output may hold up the end of the run."""
 
@@ -790,14 +796,7 @@ def render_live(
     height: int | None = None,
     eta_s: float | None = None,
 ) -> Group:
-    """Draw `snapshot` as rows of text that fill `width` and fit into `height`.
-
-    Args:
-        snapshot: what to show.
-        width: cells per row; made for 60 to 200, sensible outside.
-        height: rows of the terminal; None for as many as are useful.
-        eta_s: seconds to the end, None while unknown.
-    """
+    """Draw `snapshot` as rows of text that fill `width` and fit into `height`."""
     width = max(width, 1)
     rows_left = height if height is not None else 2 + _MAX_CHART_ROWS + len(snapshot.nodes) + 20
     title = header(snapshot, width, eta_s=eta_s)
@@ -879,16 +878,6 @@ def _join(blocks: Iterable[Sequence[RenderableType]], num_gaps: int) -> list[Ren
     return rows
 
 
-class _Painter(Protocol):
-    """One way to show snapshots; each method may raise any of OUTPUT_ERRORS."""
-
-    def paint(self, snapshot: Snapshot) -> None:
-        """Show `snapshot`."""
-
-    def finish(self, snapshot: Snapshot) -> None:
-        """Leave the terminal as found, with the last state on it."""
-
-
 class _Frame:
     """A snapshot that takes the size of the terminal at the moment it is drawn."""
 
@@ -937,38 +926,24 @@ class _ScreenPainter:
 
 
 class LiveView:
-    """Show the newest snapshot on a console, at most `refresh_per_s` times a second.
+    """Show the newest snapshot on a console, at most once in `REDRAW_S`.
 
     Use as a context manager or call `close`. No method raises because of the terminal: resized,
     paused, gone, or of an encoding without block characters.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        refresh_per_s: float = 4.0,
-        *,
-        mode: Literal["auto", "on", "off"] = "auto",
-        plain_interval_s: float = 5.0,
-    ) -> None:
+    def __init__(self, console: Console, *, mode: Literal["auto", "on", "off"] = "auto") -> None:
         """Start the drawing thread; nothing is shown before the first update.
 
         Args:
             console: where to draw.
-            refresh_per_s: most redraws per second.
             mode: "auto" draws on a terminal and logs lines elsewhere; "on" and "off" insist.
-            plain_interval_s: least seconds between two step lines where lines are logged.
         """
-        if not refresh_per_s > 0:
-            raise ValueError(f"refresh_per_s is {refresh_per_s}, must be above 0")
         can_draw = console.is_terminal and not console.is_dumb_terminal
         is_drawn = mode == "on" or (mode == "auto" and can_draw)
         self.failure: str | None = None
         """Why the view fell silent; None while it works."""
-        self._painter: _Painter = (
-            _ScreenPainter(console) if is_drawn else PlainLog(console, interval_s=plain_interval_s)
-        )
-        self._period_s = 1 / refresh_per_s
+        self._painter = _ScreenPainter(console) if is_drawn else PlainLog(console)
         self._newest: Snapshot | None = None
         self._has_news = threading.Event()
         self._is_closing = threading.Event()
@@ -1000,7 +975,7 @@ class LiveView:
             if self._newest is not None and self.failure is None and not self._is_closing.is_set():
                 with self._surviving():
                     self._painter.paint(self._newest)
-            self._is_closing.wait(self._period_s)
+            self._is_closing.wait(REDRAW_S)
         # Also after a failure: whatever can still be restored of the terminal is.
         if self._newest is not None:
             with self._surviving():
@@ -1088,14 +1063,7 @@ class WorkerStatus:
         )
 
 
-class ShownWorker(Protocol):
-    """A worker as its status sees it."""
-
-    def view(self) -> WorkerView:
-        """Return what it does."""
-
-
-async def show_status(worker: ShownWorker, log: logging.Logger, line: StatusLine) -> None:
+async def show_status(worker: WorkerNode, log: logging.Logger, line: StatusLine) -> None:
     """Tell a worker's status until cancelled: on its terminal, or else in its log."""
     status, loop = WorkerStatus(), asyncio.get_running_loop()
     told_at = loop.time()

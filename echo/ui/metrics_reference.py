@@ -63,10 +63,10 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "share that could not be scored.",
     },
     "Optimizer step": {
-        "loss/policy": "The policy loss.",
+        "loss/policy": "The policy loss; of several updates the mean.",
         "kl/reference": "Divergence from the frozen reference policy, nats per token.",
         "entropy/mean": "Mean entropy of the policy, nats per token.",
-        "grad_norm": "Norm of the gradient before it is clipped.",
+        "grad_norm": "Norm of the gradient before it is clipped; of several updates the mean.",
         "lr": "Learning rate of this step.",
         "optimizer/skipped_nonfinite": "Gradients so far that were not finite.",
     },
@@ -75,7 +75,23 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "time/train": "Seconds of it spent training.",
         "time/wait_for_batch": "Seconds of it spent waiting for groups.",
         "learner/idle_ratio": "Share of the time of all steps that the learner waited.",
-        "perf/tokens_per_s": "Completion tokens accepted per second.",
+        "time/pack": "Seconds of training spent on making micro-batches.",
+        "time/forward_backward": "Seconds of training spent on loss and gradient.",
+        "time/optimizer": "Seconds of training spent on clipping and updating.",
+        "time/publish": "Seconds in which versions were made since the step before.",
+        "perf/tokens_per_s": "Tokens through the model per second of the step, prompts included; "
+        "rollouts without a gradient never get there.",
+        "perf/scored_tokens_per_s": "Those of them that the loss saw.",
+        "perf/mfu": "Model FLOPs utilization, of a GPU's dense bfloat16 peak: "
+        "6 N T + 6 V h S + 6 sum over layers of H D s² for T tokens, S of them scored, in "
+        "rollouts of s, with N weights without the head; no recomputation, no padding.",
+        "perf/mfu_palm": "The same as most publish it: every token through the head, and the "
+        "whole score matrix of a row.",
+        "perf/row_fill": "Tokens in a micro-batch as a share of `learner.micro_batch_tokens`.",
+        "perf/balance": "Work of the mean micro-batch as a share of the heaviest's.",
+        "perf/peak_memory_gb": "Most memory that the step held on its GPU, 1e9 bytes; on a CPU, "
+        "the process so far.",
+        "perf/accepted_tokens_per_s": "Completion tokens accepted per second.",
         "publish_period": "Optimizer steps between two published versions.",
         "broadcast/bytes": "Bytes of weights that the learner sent since the step before.",
         "broadcast/seconds": "Seconds until the last complete version had reached every node.",

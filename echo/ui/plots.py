@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
+    from echo.fleet.provisioning import Forecast
+
 
 # --- figures --------------------------------------------------------------------------------------
 
@@ -28,12 +30,6 @@ FAINT = "#bbbbbb"
 
 def new_figure(size: tuple[float, float], *, dpi: int, extra: str, wanted_by: str) -> Figure:
     """Return an empty figure.
-
-    Args:
-        size: width and height, inches.
-        dpi: dots per inch.
-        extra: of this distribution, which installs matplotlib.
-        wanted_by: what is to be drawn, for the message.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -48,19 +44,15 @@ def new_figure(size: tuple[float, float], *, dpi: int, extra: str, wanted_by: st
     return figure
 
 
-def tidy(axes: Axes) -> None:
+def tidy(axes: Axes, *, lines: Literal["both", "y"] = "both") -> None:
     """Leave out what says nothing, and put a faint grid behind the rest."""
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color=FAINT, alpha=0.4, linewidth=0.6)
+    axes.grid(axis=lines, color=FAINT, alpha=0.4, linewidth=0.6)
     axes.set_axisbelow(True)
 
 
 def save_figure(figure: Figure, out_png: Path) -> Path:
     """Write a figure; return the file.
-
-    Args:
-        figure: what to write.
-        out_png: file to write; its directory is made if missing.
 
     Raises:
         StorageError: if it cannot be written.
@@ -74,7 +66,7 @@ def save_figure(figure: Figure, out_png: Path) -> Path:
 
 
 _REWARD, _SAMPLED, _GREEDY = "#4c72b0", "#2a9d5c", "#b5479b"
-_INK, _FAINT = "#333333", "#bbbbbb"
+_INK = "#333333"
 _SMOOTHED_STEPS = 5
 """Steps in the running mean of the reward: of a batch's noise it leaves less than half."""
 
@@ -87,13 +79,6 @@ def learning_curve(run_dirs: Path | Sequence[Path], out_png: Path) -> Path:
     """Plot reward and held-out pass rates against the step, and realised staleness, as a PNG.
 
     Several runs are drawn as their mean, with their range as a band.
-
-    Args:
-        run_dirs: directory of one run, or of several (seeds of one configuration).
-        out_png: file to write; its directory is made if missing.
-
-    Returns:
-        `out_png`.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -144,7 +129,7 @@ def _draw_curves(axes: Axes, histories: Sequence[MetricsHistory]) -> None:
     axes.set_ylabel("mean reward, pass rate" if is_rate else "held-out pass rate")
     if not is_rate:
         reward_axes.set_ylabel("mean reward", color=_REWARD)
-    _tidy(axes)
+    tidy(axes, lines="y")
     drawn = [line for line in lines if line is not None]
     axes.legend(drawn, [str(line.get_label()) for line in drawn], loc="best", frameon=False)
 
@@ -191,7 +176,7 @@ def _draw_staleness(
             shares.append({staleness: count / total for staleness, count in tokens.items()})
     axes.set_xlabel("staleness of trained tokens, steps")
     axes.set_ylabel("share of tokens")
-    _tidy(axes)
+    tidy(axes, lines="y")
     if not shares:
         axes.text(0.5, 0.5, "not recorded", ha="center", va="center", transform=axes.transAxes)
         return
@@ -221,15 +206,7 @@ def _draw_staleness(
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _tidy(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color=_FAINT, alpha=0.4, linewidth=0.6)
-    axes.set_axisbelow(True)
-
-
-def _spread(
-    runs: Sequence[Series],
-) -> tuple[list[int], _Array, _Array, _Array]:
+def _spread(runs: Sequence[Series]) -> tuple[list[int], _Array, _Array, _Array]:
     """Steps that every run has, and over the runs at each: least, mean, most."""
     common = sorted(set(runs[0]).intersection(*runs[1:]))
     table = np.array([[series[step] for step in common] for series in runs], dtype=np.float64)
@@ -277,34 +254,12 @@ def _title(directories: Sequence[Path]) -> str:
 
 
 _FRONT, _CHOSEN = "#4c72b0", "#b5479b"
-_Point = tuple[float, float]
-"""Share of waiting and cost."""
 
 
-@dataclass(frozen=True, slots=True)
-class CostPoint:
-    """One fleet."""
-
-    label: str
-    idle_share: float
-    """Share of the time in which the learner waits, 0..1."""
-    cost_per_h: float
-    """$ per hour."""
-    cost_per_million_tokens: float
-    """$ per 10^6 trained tokens."""
-
-
-def cost_plot(front: Sequence[CostPoint], chosen: CostPoint, out_png: Path, *, title: str) -> Path:
+def cost_plot(
+    front: Mapping[str, Forecast], chosen: Forecast, out_png: Path, *, title: str
+) -> Path:
     """Plot the Pareto front of cost against idle share, and what each token then costs, as a PNG.
-
-    Args:
-        front: the cheapest fleets, fastest first.
-        chosen: the plan's own.
-        out_png: file to write; its directory is made if missing.
-        title: heading.
-
-    Returns:
-        `out_png`.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -312,43 +267,33 @@ def cost_plot(front: Sequence[CostPoint], chosen: CostPoint, out_png: Path, *, t
     """
     figure = new_figure((10, 4.2), dpi=144, extra="planner", wanted_by="the plot of the plan")
     hourly, per_token = figure.subplots(1, 2)
-    _draw(
-        hourly,
-        [(point.idle_share, point.cost_per_h) for point in front],
-        (chosen.idle_share, chosen.cost_per_h),
-        "$ per hour, learner and traffic included",
-    )
-    _draw(
-        per_token,
-        [(point.idle_share, point.cost_per_million_tokens) for point in front],
-        (chosen.idle_share, chosen.cost_per_million_tokens),
-        "$ per million trained tokens",
-    )
-    for point in front:
-        hourly.annotate(
-            point.label,
-            (point.idle_share, point.cost_per_h),
-            xytext=(4, 6),
-            textcoords="offset points",
-            fontsize=7,
-        )
+    fleets = [*front.values(), chosen]
+    costs = [fleet.cost_per_h for fleet in fleets]
+    _draw(hourly, fleets, costs, "$ per hour, learner and traffic included")
+    costs = [fleet.cost_per_million_tokens for fleet in fleets]
+    _draw(per_token, fleets, costs, "$ per million trained tokens")
+    for label, fleet in front.items():
+        place = (fleet.prediction.idle_share, fleet.cost_per_h)
+        hourly.annotate(label, place, xytext=(4, 6), textcoords="offset points", fontsize=7)
     hourly.legend(frameon=False, loc="lower left")
     figure.suptitle(title, fontsize=11)
     return save_figure(figure, out_png)
 
 
-def _draw(axes: Axes, front: Sequence[_Point], chosen: _Point, label: str) -> None:
-    """Draw a cost of all fleets and of the plan against their share of waiting."""
+def _draw(axes: Axes, fleets: Sequence[Forecast], costs: Sequence[float], label: str) -> None:
+    """Draw a cost of all fleets, and of the plan, the last, against their share of waiting."""
     from matplotlib.ticker import PercentFormatter
 
-    idle, costs = [point[0] for point in front], [point[1] for point in front]
-    axes.plot(idle, costs, color=_FRONT, marker="o", markersize=5, label="cheapest fleets")
+    idle = [fleet.prediction.idle_share for fleet in fleets]
+    front = (idle[:-1], costs[:-1])
+    axes.plot(*front, color=_FRONT, marker="o", markersize=5, label="cheapest fleets")
+    chosen = (idle[-1], costs[-1])
     axes.scatter(*chosen, color=_CHOSEN, marker="D", s=70, zorder=3, label="the plan")
     axes.set_xlabel("share of the time in which the learner waits")
     axes.set_ylabel(label)
     # Room for the label of the last point.
-    axes.set_xlim(-0.015, max(0.1, 1.2 * max([*idle, chosen[0]])))
-    axes.set_ylim(0, 1.1 * max([*costs, chosen[1]]))
+    axes.set_xlim(-0.015, max(0.1, 1.2 * max(idle)))
+    axes.set_ylim(0, 1.1 * max(costs))
     axes.xaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
     tidy(axes)
 
@@ -389,16 +334,6 @@ def simulation_plot(
     waits: str,
 ) -> Path:
     """Plot a run as a PNG.
-
-    Args:
-        steps: in order, at least one.
-        links: (from, to, kind) -> bytes.
-        out_png: file to write; its directory is made if missing.
-        title: heading.
-        waits: how much the learner waits, in words.
-
-    Returns:
-        `out_png`.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -485,13 +420,6 @@ def sweep_plot(
     title: str,
 ) -> Path:
     """Plot what a parameter does: one panel per figure, a point per seed, a line through the means.
-
-    Args:
-        values: of the parameter, in order.
-        rows: name of a figure -> for each value what the seeds gave.
-        out_png: file to write.
-        key: name of the parameter.
-        title: heading.
 
     Raises:
         ConfigError: if matplotlib is not installed.

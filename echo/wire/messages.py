@@ -283,7 +283,7 @@ Names = Annotated[dict[Word, Word], Meta(max_length=MAX_NAMES)]
 Counts = Annotated[dict[Word, Count], Meta(max_length=MAX_NAMES)]
 FileSize = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Raised by every change that an older node would misunderstand."""
 
 LEARNER_ID = "learner"
@@ -328,6 +328,8 @@ class Welcome(Message, frozen=True):
     """The learner's own hashes; a node's must equal them where it has any."""
     heartbeat_s: Period
     dead_after_s: Period
+    uplink_bytes_per_s: Rate | None = None
+    """What the node could send in all when it was last heard in this run, before a restart."""
     signature: Key = b""
     """Of all other fields (`roles/joining.py`), so that no relay on the way can change one."""
 

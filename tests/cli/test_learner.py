@@ -32,39 +32,30 @@ def test_what_raised_where_is_not_for_the_board() -> None:
     assert board.lines == ["step 3 failed"]
 
 
-def test_the_report_is_printed_and_kept(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_report_is_printed_and_kept_and_wraps_on_a_terminal_only(tmp_path: Path) -> None:
+    run_dir = tmp_path / ("a directory with a long name " * 5).strip()
+    run_dir.mkdir()
     rates = "eval/addition/pass@1", "eval/addition/greedy", "eval/version"
     rows = [
         {"step": 0, "time": 0.0, **dict(zip(rates, (0.3, 0.2, 0), strict=True))},
         {"step": 1, "time": 1.0, "reward/mean": 0.4, "time/step": 1.0, "staleness/mean": 0.0},
         {"step": 1, "time": 2.0, **dict(zip(rates, (0.8, 0.7, 1), strict=True))},
     ]
-    write_ledger(tmp_path, [])
-    save_resolved(parse_config({}), tmp_path / "config.json")
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    console = Console(file=StringIO(), width=100)
-    show_summary(tmp_path, console, commands=["bin/echo-quickstart"])
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert (tmp_path / "summary.txt").read_text() == text
-    assert "bin/echo-quickstart" in text
-    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_report_without_a_terminal_does_not_wrap(tmp_path: Path) -> None:
-    run_dir = tmp_path / ("a directory with a long name " * 5).strip()
-    run_dir.mkdir()
-    row = {"step": 1, "time": 1.0, "reward/mean": 0.4}
     write_ledger(run_dir, [])
-    (run_dir / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     save_resolved(parse_config({}), run_dir / "config.json")
     console = Console(file=StringIO())
-    show_summary(run_dir, console)
+    show_summary(run_dir, console, commands=["bin/echo-quickstart"])
     text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "bin/echo-quickstart" in text
     assert f"{run_dir / 'metrics.jsonl'}\n" in text
     assert all(line == line.rstrip() for line in text.splitlines())
     assert (run_dir / "summary.txt").read_text() == text
+    assert (run_dir / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     # A terminal wraps; the file that it leaves does not.
-    show_summary(run_dir, Console(file=StringIO(), width=80, force_terminal=True))
+    terminal = Console(file=StringIO(), width=80, force_terminal=True)
+    show_summary(run_dir, terminal, commands=["bin/echo-quickstart"])
     assert (run_dir / "summary.txt").read_text() == text
 
 

@@ -20,7 +20,6 @@ from echo.net.transport import with_key, without_key
 from echo.net.zmq import ZmqTransport
 from echo.runtime.identity import Join
 
-LEARNER = '[model]\nname = "nowhere"\n'
 JOIN = f"tcp://127.0.0.1:9#{'k' * 43}.{'s' * 22}.{'f' * 22}"
 
 
@@ -32,7 +31,10 @@ def _no_join(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
-    path.write_text(f'[run]\ndir = "{tmp_path}"\n{LEARNER}[worker]\nconnect = "tcp://a:1"\n')
+    # By its form a path: the hub is not asked for it.
+    path.write_text(
+        f'[run]\ndir = "{tmp_path}"\n[model]\nname = "./nowhere"\n[worker]\nconnect = "tcp://a:1"\n'
+    )
     return path
 
 
@@ -57,9 +59,9 @@ def test_a_wrong_line_is_refused(
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_missing_model_is_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = run("--role", "learner", "--config", config, "--set", "model.name=./nowhere",
-               "--set", "ui.live=off")  # fmt: skip
+    code = run("--role", "learner", "--config", config, "--set", "ui.live=off")
     assert code == 3
     assert "./nowhere" in capsys.readouterr().err
 

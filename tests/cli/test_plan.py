@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from echo.cli.main import find_command
 from echo.cli.parsers import node_parser
 from echo.cli.plan import _signed, main, to_json
 from echo.config.load import load_config, parse_config
@@ -175,10 +174,6 @@ def test_bad_rows_end_with_the_code_of_a_wrong_configuration(
 def test_a_call_without_a_file_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "configs/fleet-example.toml is one to start from" in capsys.readouterr().err
-
-
-def test_it_is_a_command_of_echo_rl() -> None:
-    assert find_command("plan") is main
 
 
 def test_json_has_no_infinity_and_names_for_enums() -> None:

@@ -89,17 +89,6 @@ def test_a_run_is_printed_and_written(
 
 
 @pytest.mark.slow
-def test_what_is_set_on_the_command_line_counts(scenario: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    settings = ["sim.num_steps=3", "offers.gpu.count=2", "job.max_staleness=1", "sim.rent.gpu=1"]
-    argv = [str(scenario), "--out", str(out)]
-    assert main([*argv, *(word for text in settings for word in ("--set", text))]) == 0
-    record = json.loads((out / "sim.json").read_text())
-    assert record["num_steps"] == 3
-    assert max(map(int, record["staleness"])) <= 1
-
-
-@pytest.mark.slow
 def test_prices_and_a_death_of_the_learner_take_part(
     scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,7 +127,7 @@ def test_a_sweep_simulates_every_combination(
     assert [tuple(row["set"].values()) for row in rows] == [
         ("1", "1"), ("1", "4"), ("2", "1"), ("2", "4"),
     ]  # fmt: skip
-    assert [run["seed"] for run in rows[0]["runs"]] == [0, 1]
+    assert [(run["seed"], run["num_steps"]) for run in rows[0]["runs"]] == [(0, 3), (1, 3)]
     few, many = (row["runs"][0]["idle_share"] for row in rows[:2])
     assert few > many
     assert (tmp_path / "sweep.png").stat().st_size > 1000

@@ -27,17 +27,19 @@ def test_a_publish_period_that_would_deadlock(max_staleness: int) -> None:
     )
 
 
-def test_auto_never_deadlocks() -> None:
-    config = parse_config({}, ["sync.max_staleness=0", "sync.publish_period=auto"])
-    assert config.sync.initial_publish_period == 1
-
-
 def test_the_adaptive_bound_lies_within_the_hard_one() -> None:
     hard = "sync.max_staleness=6"
     parse_config({}, [hard, "sync.adaptive=true", "sync.min_staleness=6"])
     text = problems_of(hard, "sync.adaptive=true", "sync.min_staleness=7")
     assert "must be at most sync.max_staleness = 6" in text
     assert "sync.adaptive is false" in problems_of(hard, "sync.min_staleness=1")
+
+
+def test_a_step_has_a_group_for_each_of_its_minibatches() -> None:
+    groups = "batch.groups_per_step=4"
+    parse_config({}, [groups, "batch.minibatches_per_step=4"])
+    text = problems_of(groups, "batch.minibatches_per_step=5")
+    assert "must be at most batch.groups_per_step = 4: groups stay whole" in text
 
 
 def test_unfinished_rollouts_within_the_bound() -> None:
@@ -136,10 +138,6 @@ def test_a_child_needs_an_address(role: str) -> None:
 def test_the_learner_needs_a_model() -> None:
     assert "model.name: the learner needs it" in problems_of(role="learner")
     parse_config({}, ["model.name=org/model"], "learner")
-
-
-def test_no_role_asks_for_nothing() -> None:
-    parse_config({})
 
 
 def test_nobody_connects_to_itself() -> None:

@@ -10,6 +10,7 @@ from echo.config.fields import ROLES, Role
 from echo.config.load import dry_run_text, parse_config, resolved, resolved_lines, schema_help
 from echo.config.memory import Machine, memory_budget
 from echo.config.schema import every_leaf
+from tests.config.test_memory import TINY
 
 
 @pytest.mark.parametrize("role", [*ROLES, None])
@@ -56,12 +57,12 @@ def test_each_line_says_where_its_value_came_from() -> None:
 def test_a_dry_run_says_what_would_start() -> None:
     table = {"model": {"name": "org/model"}, "profile": "wan"}
     config = parse_config(table, role="learner")
-    budget = memory_budget(config, "learner", None, Machine(host_bytes=2**30))
+    budget = memory_budget(config, "learner", TINY, Machine(host_bytes=2**20))
     text = dry_run_text(config, "learner", budget=budget, notices=["look"])
     first, memory, notice, profile = text.splitlines()[:4]
     assert "a learner of org/model on tcp://127.0.0.1:7700, 100 steps of 512 rollouts" in first
     assert "publish period auto, 5 until measured" in first
-    assert memory == f"memory: {budget.line}"
+    assert memory == f"memory: DOES NOT FIT: {budget.line}"
     assert notice == "notice: look"
     assert profile == 'profile: "wan"'
     assert "[worker]" not in text

@@ -41,7 +41,7 @@ from echo.config.schema import (
     leaves,
     sections,
 )
-from echo.core.errors import ConfigError, nearest
+from echo.core.errors import ConfigError
 
 PATHS = sorted({leaf.path for leaf in every_leaf()})
 BROKEN = """
@@ -128,10 +128,6 @@ def test_later_sources_win_and_are_remembered() -> None:
     assert config.sources["loss.kind"] == "profile wan"
     assert config.sources["loss.clip_low"] == "default"
     assert keys_set_by_user(config) == {"profile", "batch.group_size", "run.max_steps"}
-
-
-def test_set_can_choose_the_profile() -> None:
-    assert config_of({"profile": "lan"}, "profile=wan").batch.group_size == 16
 
 
 @pytest.mark.parametrize(
@@ -287,11 +283,7 @@ def test_a_damaged_resolved_configuration(tmp_path: Path, content: str) -> None:
         load_resolved(path)
 
 
-def test_it_is_frozen() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        config_of({}).run.seed = 3  # type: ignore[misc]
-
-
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from(PATHS), ANY_VALUE, min_size=1, max_size=4))
 def test_no_value_does_anything_but_load_or_be_reported(values: dict[tuple[str, ...], Any]) -> None:
     table: dict[str, Any] = {}
@@ -406,16 +398,6 @@ def test_nesting_undoes_flattening(table: dict[str, Any]) -> None:
     assert nest(settings) == table
 
 
-def test_nesting_does_not_share_an_empty_table() -> None:
-    default: dict[str, Any] = {}
-    settings = {
-        ("task", "options"): Setting(default, "default"),
-        ("task", "options", "digits"): Setting(3, "--set"),
-    }
-    assert nest(settings) == {"task": {"options": {"digits": 3}}}
-    assert default == {}
-
-
 def test_every_key_is_known_to_its_layer() -> None:
     for leaf in every_leaf():
         layer = read_override(f"{leaf.key}=1")
@@ -456,11 +438,6 @@ def test_an_empty_section_is_fine_and_an_unknown_one_is_not() -> None:
 def test_not_an_override(text: str) -> None:
     (problem,) = read_override(text).problems
     assert problem.text == f'"{text}" is not an override; write section.key=value'
-
-
-def test_nearest() -> None:
-    assert nearest("gruop_size", ["group_size", "groups_per_step"]) == "group_size"
-    assert nearest("zebra", ["group_size"]) is None
 
 
 # --- what workers inherit -------------------------------------------------------------------------
@@ -534,10 +511,6 @@ def test_settings_that_do_not_fit_are_refused() -> None:
 
 
 # --- what a resume may change ---------------------------------------------------------------------
-
-
-def test_equal_configurations_do_not_differ() -> None:
-    assert diff_configs(parse_config({}), parse_config({})) == []
 
 
 @pytest.mark.parametrize(

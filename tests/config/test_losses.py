@@ -11,7 +11,7 @@ import torch
 
 from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import BatchScores, LossInputs
-from echo.algo.losses import LOSSES, make_loss
+from echo.algo.losses import LOSSES, EntropyBonusLoss, make_loss
 from echo.config import losses
 from echo.config.fields import OWN_KIND
 from echo.config.load import parse_config, resolved
@@ -112,6 +112,8 @@ def test_set_options_reach_the_loss() -> None:
     config = parse_config({}, ["loss.veto=1e-4"])
     masks = RolloutMasks(veto=1e-4)
     assert build_loss(config) == MaskedLoss(loss=make_loss("grpo"), masks=masks)
+    config = parse_config({}, ["loss.entropy_coef=0.01"])
+    assert build_loss(config) == EntropyBonusLoss(loss=make_loss("grpo"), coef=0.01)
     assert section_of("loss.dual_clip=false").own_options()["dual_clip"] is None
 
 

@@ -1,6 +1,6 @@
 """A node of these tests: the ordinary command, after what a test needs done to the process.
 
-    python -m tests.e2e.node [--crash-at POINT] [--protocol NUMBER] [--token-s SECONDS] LINE
+    python -m tests.e2e.node [--crash-at POINT] [--protocol NUMBER] LINE
 
 LINE is that of `echo-node`. Forked by fork_server.py in most tests.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 
 from echo.cli import interrupts
@@ -21,7 +20,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--crash-at", default="", help="a point of crash_points.py to die at")
     parser.add_argument("--protocol", type=int, help="version of the protocol to speak")
-    parser.add_argument("--token-s", type=float, default=0.0, help="seconds that a token takes")
     own, line = parser.parse_known_args(arguments)
     interrupts.install()
     if own.crash_at:
@@ -32,22 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from echo.wire import codec
 
         codec.PROTOCOL_VERSION = own.protocol
-    if own.token_s:
-        slow_down(own.token_s)
     return node(line)
-
-
-def slow_down(token_s: float) -> None:
-    """Let the engine take its time for each token."""
-    from echo.roles.worker import EngineCall
-
-    on_tokens = EngineCall.on_tokens
-
-    def wait_first(call: EngineCall, number: int) -> None:
-        time.sleep(token_s)
-        on_tokens(call, number)
-
-    EngineCall.on_tokens = wait_first  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -81,6 +81,18 @@ def reference_logprobs(
     return sampling_logprobs(logits, how).gather(1, ids[start:, None])[:, 0].numpy()
 
 
+def assert_the_learners(
+    completion: Completion,
+    model: torch.nn.Module,
+    prompt: Request,
+    how: Sampling = PLAIN,
+    part: slice = slice(None),
+) -> None:
+    """Check the log-probabilities of some tokens against a model's own."""
+    expected = reference_logprobs(model, prompt, completion, how)[part]
+    np.testing.assert_allclose(completion.logprobs[part], expected, atol=TOLERANCE)
+
+
 def versions_of(completion: Completion) -> list[PolicyVersion]:
     """The version of each token."""
     return [PolicyVersion(*row) for row in completion.policy_versions.tolist()]
@@ -152,7 +164,7 @@ tied_first = pytest.mark.parametrize(
 class Models:
     """Fixtures: two sets of weights for one model, as a directory, as a model, as tensors."""
 
-    @pytest.fixture(scope="class", params=["tied", "untied"])
+    @pytest.fixture(scope="class", params=["tied", pytest.param("untied", marks=pytest.mark.slow)])
     @classmethod
     def model_dirs(
         cls, request: pytest.FixtureRequest, make_tiny_model: MakeTinyModel
@@ -214,8 +226,7 @@ class EngineContract(Models):
             assert completion.request_id == prompt.request_id
             assert completion.token_ids.dtype == np.int32
             assert completion.logprobs.dtype == np.float32
-            expected = reference_logprobs(models[0], prompt, completion, how)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+            assert_the_learners(completion, models[0], prompt, how)
 
     def test_the_seed_decides(self, engine: Engine) -> None:
         requests = [
@@ -291,8 +302,7 @@ class EngineContract(Models):
         for prompt, completion in zip(requests, completions, strict=True):
             assert len(completion.token_ids) == len(completion.logprobs) < LONG
             assert completion.policy_versions.shape == (len(completion.token_ids), 2)
-            expected = reference_logprobs(models[0], prompt, completion, ENDLESS)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+            assert_the_learners(completion, models[0], prompt, ENDLESS)
 
     def test_nothing_is_sampled_once_told_to_stop(self, engine: Engine) -> None:
         completions = engine.generate(mixed_requests(8), ENDLESS, STOPPED)
@@ -304,8 +314,7 @@ class EngineContract(Models):
         begun = Request("r", np.array([1, 5], np.int32), 3, np.array([7, 8, 9], np.int32))
         completion = run(engine, [begun], how)[0]
         assert (completion.finish_reason, len(completion.token_ids)) == ("length", 7)
-        expected = reference_logprobs(models[0], begun, completion, how)
-        np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+        assert_the_learners(completion, models[0], begun, how)
         full = replace(begun, prefix_ids=np.full(10, 5, np.int32))
         with pytest.raises(EngineError, match="10 tokens were sampled before and 10 are allowed"):
             run(engine, [full], how)
@@ -375,13 +384,10 @@ class EngineContract(Models):
             assert completion.finish_reason == "length"
             assert set(versions) == {V1, V2}
             assert versions == sorted(versions)
-            is_old = np.array(versions) == np.array([V1])
+            assert len(versions) == LONG
             num_old = versions.count(V1)
-            old = reference_logprobs(models[0], prompt, completion, ENDLESS)
-            new = reference_logprobs(models[1], prompt, completion, ENDLESS)
-            assert len(is_old) == LONG
-            np.testing.assert_allclose(completion.logprobs[:num_old], old[:num_old], atol=TOLERANCE)
-            np.testing.assert_allclose(completion.logprobs[num_old:], new[num_old:], atol=TOLERANCE)
+            assert_the_learners(completion, models[0], prompt, ENDLESS, slice(num_old))
+            assert_the_learners(completion, models[1], prompt, ENDLESS, slice(num_old, None))
 
     @pytest.mark.slow
     def test_a_patch_is_written_while_tokens_come(
@@ -411,10 +417,8 @@ class EngineContract(Models):
         num_old = versions.count(V1)
         assert 40 <= num_old < LONG
         assert versions == [V1] * num_old + [V2] * (LONG - num_old)
-        first = reference_logprobs(models[0], prompt, completion, ENDLESS)
-        then = reference_logprobs(models[1], prompt, completion, ENDLESS)
-        np.testing.assert_allclose(completion.logprobs[:num_old], first[:num_old], atol=TOLERANCE)
-        np.testing.assert_allclose(completion.logprobs[num_old:], then[num_old:], atol=TOLERANCE)
+        assert_the_learners(completion, models[0], prompt, ENDLESS, slice(num_old))
+        assert_the_learners(completion, models[1], prompt, ENDLESS, slice(num_old, None))
 
     def test_wrong_weights_leave_the_version_before(
         self, engine: Engine, models: list[torch.nn.Module], weights: list[Mapping[str, Tensor]]
@@ -486,8 +490,7 @@ class EngineContract(Models):
         for batch, completions in zip(batches, results, strict=True):
             for prompt, completion in zip(batch, completions, strict=True):
                 assert completion.request_id == prompt.request_id
-                expected = reference_logprobs(models[0], prompt, completion, PLAIN)
-                np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+                assert_the_learners(completion, models[0], prompt, PLAIN)
 
     def test_more_tokens_mean_fewer_rollouts_at_once(self, engine: Engine) -> None:
         few, many = (engine.max_concurrent_rollouts(16, n) for n in (480, 16))
@@ -497,6 +500,7 @@ class EngineContract(Models):
 class EngineLifeContract(Models):
     """The same for what needs an engine of its own: of some there can be only one in a process."""
 
+    @pytest.mark.slow
     def test_a_kept_cache_mixes_both_versions(
         self,
         make_engine: MakeEngine,
@@ -514,14 +518,12 @@ class EngineLifeContract(Models):
             [completion] = watched.result()
             num_old = versions_of(completion).count(V1)
             assert 40 <= num_old < LONG
-            old = reference_logprobs(models[0], prompt, completion, ENDLESS)
+            assert_the_learners(completion, models[0], prompt, ENDLESS, slice(num_old))
             new = reference_logprobs(models[1], prompt, completion, ENDLESS)
-            np.testing.assert_allclose(completion.logprobs[:num_old], old[:num_old], atol=TOLERANCE)
             assert np.abs(completion.logprobs - new)[num_old:].mean() > 0.01
             # A request that begins afterwards sees nothing of the old version.
             [fresh] = run(engine, [prompt])
-            expected = reference_logprobs(models[1], prompt, fresh, PLAIN)
-            np.testing.assert_allclose(fresh.logprobs, expected, atol=TOLERANCE)
+            assert_the_learners(fresh, models[1], prompt, PLAIN)
         finally:
             engine.close()
 

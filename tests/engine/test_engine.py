@@ -38,10 +38,6 @@ VALID: dict[str, Any] = {
 }
 
 
-def test_valid_settings_are_accepted() -> None:
-    assert Sampling(**VALID).greedy is False
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

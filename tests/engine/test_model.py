@@ -17,7 +17,7 @@ from echo.engine.model import (
     save_tiny_model,
     set_num_threads,
 )
-from echo.tasks.tokenization import decode, encode_prompt, load_tokenizer
+from echo.tasks.tokenization import TextCodec, decode, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_auto_classes_load_the_directory_with_the_same_weights(directory: Path) 
 
 def test_every_character_round_trips_as_one_token(directory: Path) -> None:
     tokenizer = load_tokenizer(directory)
-    ids = encode_prompt(tokenizer, CHARACTERS, chat_template_kwargs={})
+    ids = TextCodec(tokenizer, [], {}).encode_prompt(CHARACTERS)
     assert ids == [1, *range(3, 28)]
     assert decode(tokenizer, ids[1:], []) == CHARACTERS
     assert len(tokenizer) == 28
@@ -71,7 +71,7 @@ def test_every_character_round_trips_as_one_token(directory: Path) -> None:
 def test_the_tokenizer_has_no_chat_template_and_maps_the_unknown_to_pad(directory: Path) -> None:
     tokenizer = load_tokenizer(directory)
     assert tokenizer.chat_template is None
-    assert encode_prompt(tokenizer, "1é", chat_template_kwargs={}) == [1, 4, PAD_ID]
+    assert TextCodec(tokenizer, [], {}).encode_prompt("1é") == [1, 4, PAD_ID]
     assert tokenizer.eos_token_id == EOS_ID
 
 

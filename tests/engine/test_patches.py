@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,11 @@ from tests.engine.patches import BLOCK_BYTES, patch_between
 
 MakeTinyModel = Callable[..., Path]
 V1, V2, V3 = (PolicyVersion(1, step) for step in (1, 2, 3))
-KINDS = [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
+KINDS = [
+    pytest.param("float32", "float32", marks=pytest.mark.slow),
+    ("bfloat16", "float32"),
+    ("bfloat16", "bfloat16"),
+]
 """Dtypes of (image, engine): views, words scattered into float32, views."""
 
 
@@ -286,14 +290,3 @@ def test_memory_that_an_engine_uses_is_never_handed_out_again(
     gc.collect()
     free = [memory.take(len(first.image)) for _ in range(4)]
     assert address in [np.frombuffer(each, np.uint8).ctypes.data for each in free]
-
-
-def names_of(specs: Sequence[TensorSpec]) -> list[str]:
-    return [spec.name for spec in specs]
-
-
-def test_the_blocks_of_these_tests_are_shorter_than_tensors(directory: Path) -> None:
-    first, *_ = versions(directory, "bfloat16", 1)
-    long = [spec for spec in first.specs if spec.num_bytes > BLOCK_BYTES]
-    assert len(long) > 4
-    assert names_of(first.specs) == sorted(names_of(first.specs))

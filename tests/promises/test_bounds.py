@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.promises.conftest import MakeWorld
+from tests.promises.conftest import MakeNodes, MakeWorld
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +38,30 @@ def test_30b_what_waits_at_the_learner_is_bounded_where_it_does_not_train(
     world.run(30.0)
     assert world.num_waiting() <= (2 + 1) * 4
     assert world.count("learner", "discarded/buffer_full") == 0
+    world.audit()
+
+
+def test_30c_a_node_without_space_keeps_what_it_has_and_its_child_finds_another_parent(
+    make_nodes: MakeNodes,
+) -> None:
+    image_bytes = 8 * 4096
+    world = make_nodes(image_bytes=image_bytes)
+    world.learner()
+    world.relay("r1", network={"store_bytes": 5 * image_bytes // 2})
+    world.run(1.0)
+    world.worker("w1", via="r1")
+    world.worker("w2")
+    world.run_until(lambda: world.step >= 6)
+    assert any(
+        "keeping the versions" in note and "network.store_bytes" in note
+        for note in world.notes("r1")
+    )
+    assert world.installed("r1") == (1, 1)
+    assert world.is_bit_exact("r1")
+    world.run_until(lambda: (world.installed("w1") or (0, 0))[1] >= world.step - 1)
+    world.enlarge_store("r1", 4 * image_bytes)
+    world.run_until(lambda: (world.installed("r1") or (0, 0))[1] >= world.step - 1)
+    assert world.is_bit_exact("r1")
     world.audit()
 
 

@@ -70,8 +70,8 @@ def test_35_workers_of_a_dead_relay_find_the_learner_and_return(
     world = make_world()
     world.learner()
     world.relay()
-    for name in ("w1", "w2"):
-        world.worker(name, via=["r1", "learner"])
+    for name in ("w1", "w2"):  # the learner's address they have from its plan
+        world.worker(name, via=["r1"])
     world.run(5.0)
     world.kill("r1", silently=silently)
     world.run(10.0)

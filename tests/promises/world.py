@@ -321,10 +321,6 @@ class World:
         process = self._process(node)
         return process.is_alive and process.session.is_admitted
 
-    def state(self, node: str) -> str:
-        """Return where a node is in joining."""
-        return self._process(node).session.state
-
     def is_on_standby(self, worker: str) -> bool:
         """Return whether a worker stands by."""
         return self._process(worker).session.standby_since is not None

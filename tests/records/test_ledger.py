@@ -341,6 +341,7 @@ class Run:
 CALLS = ["store", "store", "store", "train", "discard", "commit", "sync", "save", "reopen"]
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(CALLS), max_size=30))
 def test_whatever_happens_files_are_unlinked_exactly_when_their_groups_have_ended(
     tmp_path_factory: pytest.TempPathFactory, calls: list[str]
@@ -360,6 +361,7 @@ def test_whatever_happens_files_are_unlinked_exactly_when_their_groups_have_ende
     assert len(group_files(run.run_dir)) == len(run.waiting)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_a_kill_at_any_write_leaves_a_prefix_of_what_was_committed(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -391,6 +393,7 @@ def test_a_kill_at_any_write_leaves_a_prefix_of_what_was_committed(
     ledger.release()
 
 
+@pytest.mark.slow
 @given(st.randoms(use_true_random=False))
 def test_a_kill_while_the_log_is_moved_into_the_database_loses_nothing(
     tmp_path_factory: pytest.TempPathFactory, chance: random.Random
@@ -476,6 +479,7 @@ def bits_of(path: Path, number: int) -> list[int]:
     return random.Random(0).sample(range(8 * path.stat().st_size), number)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_of_the_database_is_named_or_changes_nothing(tmp_path: Path) -> None:
     ledger = begin(tmp_path / "run")
     for group in range(40):
@@ -496,6 +500,7 @@ def test_a_flipped_bit_of_the_database_is_named_or_changes_nothing(tmp_path: Pat
     assert num_named > 50
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_of_the_log_is_named_and_nothing_is_misread(tmp_path: Path) -> None:
     ledger = begin(tmp_path / "run")
     for group in range(8):

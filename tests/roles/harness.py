@@ -706,7 +706,6 @@ class SimEngine:
     ) -> None:
         self.run, self.process, self.session = run, process, session
         self.build_s, self.digests = build_s, digests
-        self.num_configured = 0
         self.fail_with: str | None = None
         self.is_hung = False
 
@@ -714,7 +713,6 @@ class SimEngine:
         world, session = self.run.world, self.session
         match action:
             case Configure():
-                self.num_configured += 1
                 self.process.notes.append(f"configured with {sorted(action.assets)}")
                 world.later(self.build_s, self._built)
             case Install():

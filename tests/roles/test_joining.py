@@ -476,6 +476,7 @@ UNSIGNED = Welcome(
     digests={"model": "bb"},
     heartbeat_s=5,  # a whole number: it arrives as 5.0
     dead_after_s=45.0,
+    uplink_bytes_per_s=1e6,
 )
 
 OTHERWISE: dict[str, Any] = {
@@ -487,6 +488,7 @@ OTHERWISE: dict[str, Any] = {
     "digests": {},
     "heartbeat_s": 6.0,
     "dead_after_s": 1e9,
+    "uplink_bytes_per_s": None,
 }
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from echo.runtime.worker.node import WorkerNode
 from echo.runtime.worker.setup import assemble_worker
 from echo.sim.network import Network, Port
 from echo.sim.transport import SimTransport
-from tests.e2e.audit import read_ledger
+from tests.e2e.audit import Audit, audit, read_ledger
 
 Play = Callable[..., None]
 """Plays a scenario, a coroutine function of a `Run`, within `limit_s` seconds."""
@@ -54,10 +53,6 @@ SETTINGS: dict[str, Any] = {
         "chunk_bytes": 65536,
     },
 }
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @dataclass
@@ -130,6 +125,13 @@ class Run:
         records = read_ledger(self.run_dir)
         return [record for record in records if kind in (None, record["kind"])]
 
+    def audit(self, *, max_staleness: int = 1) -> Audit:
+        """Check staleness and exactly-once of a run that is over, from the ledger alone."""
+        numbers = {"max_staleness": max_staleness, "groups_per_step": 2}
+        found = audit(self.ledger(), is_finished=True, **numbers)
+        assert found.problems == []
+        return found
+
 
 @asynccontextmanager
 async def running(*nodes: Node) -> AsyncIterator[list[asyncio.Task[str]]]:
@@ -141,18 +143,3 @@ async def running(*nodes: Node) -> AsyncIterator[list[asyncio.Task[str]]]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def ends(records: Sequence[dict[str, Any]]) -> dict[int, list[str]]:
-    """Return how each accepted group ended on the surviving line, read from the ledger alone."""
-    lineages = [(r["lineage"], r["fork_step"]) for r in records if r["kind"] == "lineage"]
-    found: dict[int, list[str]] = {r["group"]: [] for r in records if r["kind"] == "accepted"}
-    for record in records:
-        if record["kind"] == "trained" and all(
-            record["step"] <= fork for lineage, fork in lineages if lineage > record["lineage"]
-        ):
-            for group in record["groups"]:
-                found[group].append(f"trained at {record['step']}")
-        elif record["kind"] == "discarded" and record["group"] in found:
-            found[record["group"]].append(record["reason"])
-    return found

@@ -51,18 +51,7 @@ class RightLater(SometimesEqual):
 class OneLarge(SometimesEqual):
     """Rewards differ within every group; one group's are far larger than those of the others."""
 
-    def __init__(self, scale: float = 100.0) -> None:
-        super().__init__()
-        self._scale = scale
-
     def reward(self, example: Example, completion: str) -> float:
         value = self.in_turn(example)
         is_large = example.split == "train" and example.index == 1
-        return self._scale * (0.5 + 0.5 * value) if is_large else value
-
-
-class NeverEqual(SometimesEqual):
-    """Rewards differ within every group."""
-
-    def reward(self, example: Example, completion: str) -> float:
-        return self.in_turn(example)
+        return 100.0 * (0.5 + 0.5 * value) if is_large else value

@@ -2,152 +2,87 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import math
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from echo.core.metrics import Snapshot
 from echo.core.price import Price
-from echo.fleet.activation import ActivationDecision
 from echo.records.ledger import read_records
 from echo.roles.members import Member, Presence, Roster
 from echo.runtime.learner.cost import (
     Activation,
-    ActivationSettings,
     CostMeter,
-    StepTimes,
     spent_before,
 )
-from echo.runtime.learner.node import LearnerNode
 from echo.wire.messages import Hello, NodeStats
+from tests.promises.conftest import MakeNodes
+from tests.promises.nodes import NodeWorld
 from tests.records.rows import write_ledger
-from tests.roles.harness import LEARNER_ADDRESS, Process
-from tests.roles.harness import Run as PaperRun
-from tests.runtime.harness import Play, Run, ends, running
 
-
-async def until(condition: Callable[[], Any]) -> None:
-    while not condition():  # noqa: ASYNC110, the condition is a file's
-        await asyncio.sleep(0.02)
-
-
-async def slow_learner(run: Run, **sections: Any) -> LearnerNode:
-    """Return a learner whose steps take a third of a second, which one worker can keep up with.
-
-    It decides within the seconds of a test.
-    """
-    learner = await run.learner(
-        run={"max_steps": 100_000},
-        sync={"max_staleness": 6},
-        eval={"interval_steps": 100_000},
-        checkpoint={"interval_steps": 100_000},
-        **sections,
-    )
-    activation = learner._costs._activation
-    activation.settings = replace(activation.settings, review_s=0.1, min_dwell_s=0.0)
-    train = learner._train_on
-
-    def slowly(groups: Any) -> Any:
-        time.sleep(0.3)
-        return train(groups)
-
-    learner._train_on = slowly
-    return learner
-
-
-def with_two_on_standby(run: Run) -> tuple[dict[str, Any], Snapshot] | None:
-    """The first row of metrics and the first picture that show two workers on standby."""
-    rows = (row for _, row in run.rows if row.get("workers/standby") == 2)
-    pictures = (s for s in run.snapshots if s.cost is not None and s.cost.num_standby == 2)
-    row, picture = next(rows, None), next(pictures, None)
-    return None if row is None or picture is None else (row, picture)
-
-
-def test_workers_that_are_not_needed_stand_by_and_the_costs_are_told(play: Play) -> None:
-    async def scenario(run: Run) -> None:
-        learner = await slow_learner(run, learner={"price_per_h": 2.0})
-        prices = {"w1": 0.2, "w2": 5.0, "w3": 9.0}
-        workers = {
-            name: await run.worker(name, worker={"price_per_h": price})
-            for name, price in prices.items()
-        }
-        async with running(learner, *workers.values()):
-            for name in ("w2", "w3"):
-                await until(lambda name=name: workers[name].session.standby_since is not None)
-            await until(lambda: with_two_on_standby(run))
-            row, snapshot = with_two_on_standby(run)
-        first, *later = run.ledger("activation")
-        # Which of the two comes first hangs on whose rate is known first.
-        assert {name for row in (first, *later) for name in row["deactivated"]} == {"w2", "w3"}
-        before, after = first["numbers"]["before"], first["numbers"]["after"]
-        assert after["cost_per_h"] < before["cost_per_h"]
-        assert after["rate"] > after["required"] > 0
-        # They bill on, on standby or not.
-        assert row["cost/per_hour"] == pytest.approx(16.2, abs=0.01)
-        assert row["cost/standby_per_hour"] == pytest.approx(14.0)
-        assert row["workers/active"] == 1
-        assert 0 < row["cost/per_step"] < row["cost/total"]
-        assert row["cost/per_million_tokens"] > 0
-        view = snapshot.cost
-        assert view.per_h == pytest.approx(16.2, abs=0.01)
-        assert "put on standby w" in view.decision
-        states = {node.node_id: node.state for node in snapshot.nodes}
-        assert "standby" in states["w3"]
-
-    play(scenario)
+QUICK = {"review_s": 0.5, "min_dwell_s": 0.0}
+"""An activation that decides within the seconds of a test."""
 
 
 @pytest.mark.slow
-def test_at_the_budget_of_the_run_it_ends_with_a_checkpoint_and_goes_on_with_more(
-    play: Play,
+def test_workers_that_are_not_needed_stand_by_and_the_costs_are_told(
+    make_nodes: MakeNodes,
 ) -> None:
-    async def scenario(run: Run) -> None:
-        budget = {"budget_per_run": 1000.0}
-        learner = await slow_learner(run, activation=budget, learner={"price_per_h": 1800.0})
-        worker = await run.worker("w1")
-        async with running(learner, worker) as (learning, working):
-            assert await learner.wait_until(lambda: learner.session.step >= 2, within_s=60)
-            learner._costs._meter.total += 1000.0
-            assert await learning == "finished"
-            assert await working == "the run is finished"
-        steps = run.ledger("trained")[-1]["step"]
-        assert steps < 100_000
-        assert run.ledger("checkpoint")[-1]["step"] == steps
-        assert (run.run_dir / "final").is_dir()
-        assert all(len(found) == 1 for found in ends(run.ledger()).values())
-        spent = run.ledger("cost")[-1]["total"]
-        assert spent > 1000.0
-        again = await run.learner(
-            resume=True,
-            run={"max_steps": steps + 1},
-            sync={"max_staleness": 6},
-            eval={"interval_steps": 100_000},
-            activation={"budget_per_run": 9000.0},
-        )
-        async with running(again, await run.worker("w2")) as (learning, _):
-            assert await learning == "finished"
-        assert run.ledger("trained")[-1]["step"] == steps + 1
-        assert run.ledger("cost")[-1]["total"] > spent
-
-    play(scenario)
+    world = make_nodes(train_s=1.0, sync={"max_staleness": 6})
+    world.learner(learner={"price_per_h": 2.0})
+    activation = world.node("learner")._costs._activation
+    activation.settings = replace(activation.settings, **QUICK)
+    for name, price in (("w1", 0.2), ("w2", 5.0), ("w3", 9.0)):
+        world.worker(name, worker={"price_per_h": price})
+    world.run_until(lambda: world.rows and world.rows[-1].get("workers/standby") == 2)
+    world.run(1.0)
+    first, *later = world.records("activation")
+    # Which of the two comes first hangs on whose rate is known first.
+    assert {name for row in (first, *later) for name in row["deactivated"]} == {"w2", "w3"}
+    assert all(world.node(name).session.standby_since is not None for name in ("w2", "w3"))
+    before, after = first["numbers"]["before"], first["numbers"]["after"]
+    assert after["cost_per_h"] < before["cost_per_h"]
+    assert after["rate"] > after["required"] > 0
+    # They bill on, on standby or not.
+    row = world.rows[-1]
+    assert row["cost/per_hour"] == pytest.approx(16.2, abs=0.01)
+    assert row["cost/standby_per_hour"] == pytest.approx(14.0)
+    assert row["workers/active"] == 1
+    assert 0 < row["cost/per_step"] < row["cost/total"]
+    assert row["cost/per_million_tokens"] > 0
+    snapshot = world.snapshots[-1]
+    assert snapshot.cost is not None
+    assert (snapshot.cost.per_h, snapshot.cost.num_standby) == (pytest.approx(16.2, abs=0.01), 2)
+    assert "put on standby w" in snapshot.cost.decision
+    assert "standby" in {node.node_id: node.state for node in snapshot.nodes}["w3"]
 
 
-def test_a_run_that_waits_for_groups_ends_at_its_budget_too(play: Play) -> None:
-    async def scenario(run: Run) -> None:
-        learner = await run.learner(
-            activation={"budget_per_run": 0.3}, learner={"price_per_h": 1800.0}
-        )
-        async with running(learner) as (learning,):
-            assert await learning == "finished"
+PRICE = {"price_per_h": 1200.0}
 
-    play(scenario)
+
+def test_at_the_budget_of_the_run_it_ends_with_a_checkpoint_and_goes_on_with_more(
+    make_nodes: MakeNodes,
+) -> None:
+    world = make_nodes()
+    for budget in (1.0, 2.0):
+        world.learner(learner=PRICE, activation={"budget_per_run": budget})
+        world.worker("w1")
+        world.run_until(lambda: world.end("learner"), within_s=12.0)
+        assert (world.end("learner"), world.end("w1")) == (
+            ("finished", ""), ("the run is finished", ""),
+        )  # fmt: skip
+        steps = world.records("trained")[-1]["step"]
+        assert world.records("checkpoint")[-1]["step"] == steps >= 4 * budget
+        assert world.records("cost")[-1]["total"] == pytest.approx(budget, rel=0.5)
+        world.audit(is_finished=True)
+
+
+def test_a_run_that_waits_for_groups_ends_at_its_budget_too(make_nodes: MakeNodes) -> None:
+    world = make_nodes()
+    world.learner(learner=PRICE, activation={"budget_per_run": 1.0})
+    world.run_until(lambda: world.end("learner") == ("finished", ""), within_s=12.0)
 
 
 def test_what_was_spent_before_a_resume_is_read_from_the_ledger(tmp_path: Path) -> None:
@@ -166,135 +101,77 @@ def test_what_was_spent_before_a_resume_is_read_from_the_ledger(tmp_path: Path) 
     assert spent_before(read_records(tmp_path), now=9000.0) == pytest.approx(5.6)
 
 
-# --- activation on paper --------------------------------------------------------------------------
+# --- who stands by, and for how long --------------------------------------------------------------
 
 
-SETTINGS = {
-    "groups_per_step": 2,
-    "group_size": 2,
-    "max_completion_tokens": 3,
-    "margin": 0.1,
-    "min_dwell_s": 20.0,
-    "review_s": 5.0,
-    "budget_per_h": math.inf,
-}
+def crowd(make_nodes: MakeNodes, *prices: float, **activation: float) -> NodeWorld:
+    """Return a learner whose steps take 5 s, and workers w1, w2, ... at these prices."""
+    world = make_nodes(train_s=5.0, sample_s=0.5, sync={"max_staleness": 6})
+    world.learner(activation=activation)
+    control = world.node("learner")._costs._activation
+    control.settings = replace(control.settings, review_s=5.0, min_dwell_s=20.0)
+    for number, price in enumerate(prices, start=1):
+        world.worker(f"w{number}", worker={"price_per_h": price} if price else {})
+    return world
 
 
-class PaperPlay:
-    """A run whose learner reports steps of `step_s`, of which it waited `waited_s`."""
-
-    def __init__(self, tmp_path: Path, prices: list[float | None], **settings: Any) -> None:
-        self.run = PaperRun(tmp_path, sample_s=0.5, max_staleness=6)
-        self.learner = self.run.start_learner()
-        self.session = self.learner.session
-        self.activation = Activation(
-            ActivationSettings(**SETTINGS | settings), now=self.run.world.now
-        )
-        self.decisions: list[tuple[float, ActivationDecision]] = []
-        self.waited_s = 0.0
-        self.step_s = 5.0
-        self._stepped_at = 0.0
-        for number, price in enumerate(prices, start=1):
-            self.join(f"w{number}", price)
-
-    def join(self, name: str, price: float | None) -> Process:
-        return self.run.start_worker(name, connect=[LEARNER_ADDRESS], price=Price(per_h=price))
-
-    def until(self, seconds: float) -> None:
-        """Let time pass as `runtime/learner/cost.py` does it."""
-        world = self.run.world
-        while world.now < seconds:
-            world.run(world.now + 1.0)
-            now = world.now
-            world.perform(self.learner, self.activation.look(self.session, now=now))
-            if now >= self._stepped_at + self.step_s:
-                self._stepped_at = now
-                times = StepTimes(
-                    step_s=self.step_s,
-                    waited_s=self.waited_s,
-                    completion_tokens=3.0,
-                    useful_share=1.0,
-                )
-                self.activation.stepped(times)
-            question = self.activation.question(
-                self.session, publish_period=1, broadcast_s=None, waiting_s=0.0, now=now
-            )
-            if question is None:
-                continue
-            actions, decision = self.activation.decide(
-                self.session, question, question.solve(), now=now
-            )
-            world.perform(self.learner, actions)
-            if decision is not None:
-                self.decisions.append((now, decision))
-
-    @property
-    def standby(self) -> list[str]:
-        return sorted(m.node_id for m in self.session.roster.nodes.values() if m.is_standby)
+def standby(world: NodeWorld) -> list[str]:
+    roster = world.node("learner").session.roster
+    return sorted(member.node_id for member in roster.nodes.values() if member.is_standby)
 
 
 @pytest.mark.slow
-def test_the_dearest_stand_by_one_after_the_other_and_the_cheapest_stays(tmp_path: Path) -> None:
-    play = PaperPlay(tmp_path, [0.3, 0.1, 0.2])
-    play.until(120.0)
-    assert [d.interrupted for _, d in play.decisions] == [("w1",), ("w3",)]
-    assert play.standby == ["w1", "w3"]
+def test_the_dearest_stand_by_one_after_the_other_and_the_cheapest_stays(
+    make_nodes: MakeNodes,
+) -> None:
+    world = crowd(make_nodes, 0.3, 0.1, 0.2)
     # Not before their dwell is over, and with steps in between.
-    assert play.decisions[0][0] >= 20.0
-    first = play.decisions[0][1]
-    assert first.before.cost_per_h == pytest.approx(0.6, abs=0.01)
-    assert first.after.cost_per_h == pytest.approx(0.3, abs=0.01)
-    assert (first.num_active, first.num_standby) == (2, 1)
-    assert "put on standby w1" in str(first)
-    assert "$0.30/h in place of $0.60/h" in str(first)
-    play.run.audit()
+    assert world.run_until(lambda: standby(world)) >= 20.0
+    world.run_until(lambda: standby(world) == ["w1", "w3"])
+    world.run(30.0)
+    first, second = world.records("activation")
+    assert (first["deactivated"], second["deactivated"]) == (["w1"], ["w3"])
+    numbers = first["numbers"]
+    assert numbers["before"]["cost_per_h"] == pytest.approx(0.6, abs=0.01)
+    assert numbers["after"]["cost_per_h"] == pytest.approx(0.3, abs=0.01)
+    assert (numbers["num_active"], numbers["num_standby"]) == (2, 1)
+    [told, _] = [note for note in world.notes("learner") if "put on standby" in note]
+    assert "put on standby w1" in told
+    assert "$0.30/h in place of $0.60/h" in told
 
 
 @pytest.mark.slow
-def test_a_learner_that_waits_gets_its_workers_back_and_keeps_them_longer(tmp_path: Path) -> None:
-    play = PaperPlay(tmp_path, [0.3, 0.1])
-    play.until(60.0)
-    assert play.standby == ["w1"]
+def test_a_learner_that_waits_gets_its_workers_back_and_keeps_them_longer(
+    make_nodes: MakeNodes,
+) -> None:
+    world = crowd(make_nodes, 0.3, 0.1)
+    world.run_until(lambda: standby(world) == ["w1"])
     # The learner has become much faster: one worker is not enough any more.
-    play.step_s, play.waited_s = 0.9, 0.7
-    play.until(90.0)
-    assert play.decisions[-1][1].activated == ("w1",)
-    assert play.standby == []
-    back_at = play.decisions[-1][0]
-    play.step_s, play.waited_s = 5.0, 0.0
-    play.until(back_at + 35.0)
-    assert play.standby == []
-    play.until(back_at + 120.0)
-    assert play.standby == ["w1"]
-    assert play.decisions[-1][0] >= back_at + 40.0
+    world.train_s = 0.1
+    world.run_until(lambda: not standby(world))
+    world.train_s = 5.0
+    assert world.run_until(lambda: standby(world) == ["w1"], within_s=120.0) >= 40.0
 
 
-@pytest.mark.slow
-def test_nobody_stands_by_for_a_worker_that_is_set_aside(tmp_path: Path) -> None:
-    play = PaperPlay(tmp_path, [0.3, 0.1])
-    play.until(10.0)
-    play.session.roster.nodes["w2"].worker.is_set_aside = True  # and w1 would stand by, as above
-    play.until(60.0)
-    assert play.standby == []
+@pytest.mark.parametrize("why", ["set aside", "no prices"])
+def test_where_nothing_is_gained_everybody_works(make_nodes: MakeNodes, why: str) -> None:
+    world = crowd(make_nodes, *((0.3, 0.1) if why == "set aside" else (0.0, 0.0)))
+    nodes = world.node("learner").session.roster.nodes
+    world.run_until(lambda: "w2" in nodes)
+    nodes["w2"].worker.is_set_aside = why == "set aside"  # and w1 would stand by, as above
+    world.run(50.0)
+    assert standby(world) == []
+    assert world.records("activation") == []
 
 
-@pytest.mark.slow
-@pytest.mark.matrix
-def test_without_prices_everybody_works(tmp_path: Path) -> None:
-    play = PaperPlay(tmp_path, [None, None, None])
-    play.until(80.0)
-    assert play.decisions == []
-    assert play.standby == []
-
-
-def test_one_who_would_pass_the_budget_stands_by_from_the_beginning(tmp_path: Path) -> None:
-    play = PaperPlay(tmp_path, [0.3, 0.3], budget_per_h=0.7)
-    play.until(5.0)
-    play.join("late", 0.3)
-    play.join("unknown", None)
-    play.until(12.0)
-    assert play.standby == ["late"]
-    notes = "\n".join(play.learner.notes)
+def test_one_who_would_pass_the_budget_stands_by_from_the_beginning(make_nodes: MakeNodes) -> None:
+    world = crowd(make_nodes, 0.3, 0.3, budget_per_h=0.7)
+    world.run(5.0)
+    world.worker("late", worker={"price_per_h": 0.3})
+    world.worker("unknown")
+    world.run(5.0)
+    assert standby(world) == ["late"]
+    notes = "\n".join(world.notes("learner"))
     assert "late stands by: with it the active workers would cost $0.90/h" in notes
     assert "activation.budget_per_h is $0.70" in notes
     assert "unknown states no price" in notes
@@ -302,45 +179,46 @@ def test_one_who_would_pass_the_budget_stands_by_from_the_beginning(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_dead_worker_is_made_up_for_at_once(tmp_path: Path) -> None:
-    play = PaperPlay(tmp_path, [0.3, 0.1])
-    play.until(60.0)
-    assert play.standby == ["w1"]
-    play.run.world.kill(play.run.world.process("w2"))
-    play.waited_s = 2.0
-    play.until(90.0)
-    assert play.standby == []
+def test_a_dead_worker_is_made_up_for_at_once(make_nodes: MakeNodes) -> None:
+    world = crowd(make_nodes, 0.3, 0.1)
+    world.run_until(lambda: standby(world) == ["w1"])
+    world.kill("w2")
+    world.train_s = 0.5  # it soon has no groups left
+    world.run_until(lambda: not standby(world), within_s=30.0)
 
 
 @pytest.mark.slow
-def test_questions_that_change_nothing_come_more_and_more_seldom(tmp_path: Path) -> None:
-    play = PaperPlay(tmp_path, [0.3])
-    play.waited_s = 2.5
-    asked: list[float] = []
-    ask = play.activation.question
+def test_questions_that_change_nothing_come_more_and_more_seldom(
+    make_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, asked = crowd(make_nodes, 0.3), list[float]()
+    world.train_s, world.sample_s = 0.5, 10.0  # it waits, and there is nobody to be activated
+    ask = Activation.question
 
     def count(*args: Any, **kwargs: Any) -> Any:
         question = ask(*args, **kwargs)
-        if question is not None:
-            asked.append(kwargs["now"])
+        asked.extend([kwargs["now"]] if question is not None else [])
         return question
 
-    play.activation.question = count  # type: ignore[method-assign]
-    play.until(200.0)
+    monkeypatch.setattr(Activation, "question", count)
+    world.run(200.0)
     gaps = [b - a for a, b in itertools.pairwise(asked)]
     assert len(asked) < 10
     assert gaps[-1] > 3 * min(gaps)
 
 
-def test_what_a_broadcast_took_beyond_its_forecast_is_added_to_the_next(tmp_path: Path) -> None:
-    play = PaperPlay(tmp_path, [0.3, 0.1])
-    play.until(10.0)
-    planned = play.session.planning.topology
-    assert planned is not None
-    members = play.session.roster.members("worker")
+def test_what_a_broadcast_took_beyond_its_forecast_is_added_to_the_next(
+    make_nodes: MakeNodes,
+) -> None:
+    world = crowd(make_nodes, 0.3, 0.1)
+    session = world.node("learner").session
+    world.run_until(lambda: len(session.roster.active("worker")) == 2)
+    planned = session.planning.topology
+    members = session.roster.members("worker")
+    links = world.node("learner")._costs._activation._links
 
     def forecast_s(took_s: float | None) -> float:
-        return play.activation._links(play.session, members, took_s).broadcast_s(["w1", "w2"])
+        return links(session, members, took_s).broadcast_s(["w1", "w2"])
 
     assert forecast_s(planned.predicted_s + 7.0) == pytest.approx(forecast_s(None) + 7.0)
     assert forecast_s(planned.predicted_s / 2) == forecast_s(None)

@@ -127,7 +127,7 @@ async def site(
 def logprobs_of(model_dir: Path, group: Group) -> list[np.ndarray]:
     """What the learner's model gives each token of the group, before any training."""
     trainer = trainer_of(model_dir, loss=GrpoLoss(), optimizer=OptimizerSettings())
-    return trainer.score([group])[0]
+    return trainer.forward([group])[0]
 
 
 @dataclass
@@ -159,6 +159,7 @@ async def play_one(here: Site, episode: Json, played: dict[str, Played]) -> None
     assert await here.reward(name, {"reward": reward}) == (200, {"reward": reward})
 
 
+@pytest.mark.slow
 def test_an_agent_of_two_calls_is_trained_on_what_it_sampled(play: Play, template: str) -> None:
     async def scenario(run: Run) -> None:
         played: dict[str, Played] = {}
@@ -373,28 +374,26 @@ def test_a_call_gets_the_version_that_it_asks_for_or_none(play: Play, template: 
     play(scenario)
 
 
-def test_an_episode_that_is_given_up_goes_to_the_next_agent(play: Play, template: str) -> None:
+def test_leases_come_with_agents_and_what_one_gives_up_goes_to_the_next(
+    play: Play, template: str
+) -> None:
     async def scenario(run: Run) -> None:
         async with site(run, template, steps=50) as (here, _):
+            await asyncio.sleep(0.3)
+            assert not run.ledger("granted"), "no agent waits"
             first = await here.begin()
             assert first is not None
+            assert len(run.ledger("granted")) == 1
             address = f"{here.url}/v1/echo/sessions/{first['session']}"
             async with here.http.delete(address) as response:
                 assert response.status == 204
             others = [await here.begin(), await here.begin()]
             assert [other["index"] for other in others if other] == [first["index"]] * 2
             assert len({first["session"], *(other["session"] for other in others if other)}) == 3
-
-    play(scenario)
-
-
-def test_no_leases_are_asked_for_while_no_agent_waits(play: Play, template: str) -> None:
-    async def scenario(run: Run) -> None:
-        async with site(run, template, steps=50) as (here, _):
-            await asyncio.sleep(0.3)
-            assert not run.ledger("granted")
-            assert await here.begin() is not None
-            assert len(run.ledger("granted")) == 1
+            taken = here.url.replace("http", "tcp")
+            second = await run.worker("w2", agent={"listen": taken})
+            with pytest.raises(TransportError, match=r"agent\.listen: cannot listen.*port 0"):
+                await second.run()
 
     play(scenario)
 
@@ -411,17 +410,6 @@ def test_a_token_of_ones_own_and_an_open_address(
                 assert here.token == "my-own-token"
         assert "open to other machines, and HTTP is not encrypted" in caplog.text
         assert "my-own-token" not in caplog.text
-
-    play(scenario)
-
-
-def test_an_address_that_is_taken_ends_the_worker(play: Play, template: str) -> None:
-    async def scenario(run: Run) -> None:
-        async with site(run, template, steps=50) as (here, _):
-            taken = here.url.replace("http", "tcp")
-            second = await run.worker("w2", agent={"listen": taken})
-            with pytest.raises(TransportError, match=r"agent\.listen: cannot listen.*port 0"):
-                await second.run()
 
     play(scenario)
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from blake3 import blake3
 
 from echo.core.errors import ConfigError, StorageError
-from echo.core.rollout import Group, Lineage, PolicyVersion, Rollout
+from echo.core.rollout import Group, Lineage, PolicyVersion
 from echo.records.ledger import (
     Discarded,
     Granted,
@@ -33,6 +33,8 @@ from echo.runtime.learner.resume import SavedRun, StartingPoint
 from echo.train import trainer
 from echo.train.trainer import OPTIMIZER_FILE, TRAINER_FILE, WEIGHTS_FILE
 from echo.wire.codec import encode_group
+from tests.core import groups
+from tests.core.groups import make_rollout
 
 
 class Trainer:
@@ -145,40 +147,38 @@ def flipped(data: bytes, bit: int) -> bytes:
     return bytes(changed)
 
 
-def test_damage_is_told_with_file_and_both_hashes(tmp_path: Path) -> None:
-    save(tmp_path, 10)
-    save(tmp_path, 20)
-    (tmp_path / "step_000020" / "state").write_text("1/21")
-    found = find_whole(tmp_path)
-    assert found is not None
-    [damage] = found.damage
-    is_, was = (blake3(text).hexdigest() for text in (b"1/21", b"1/20"))
-    assert damage == (
-        f"{tmp_path}/step_000020/state is damaged: its BLAKE3 hash is {is_}, BLAKE3SUMS has {was}"
-    )
+def forget_state(path: Path) -> None:
+    lines = (path / "BLAKE3SUMS").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if not line.endswith("  state\n")]
+    (path / "BLAKE3SUMS").write_text("".join(kept))
 
 
-@pytest.mark.parametrize("name", ["state", "checkpoint.json", "BLAKE3SUMS"])
-def test_a_file_that_is_missing_is_damage_too(tmp_path: Path, name: str) -> None:
+IS, WAS = (blake3(text).hexdigest() for text in (b"1/21", b"1/20"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (
+            lambda path: (path / "state").write_text("1/21"),
+            f"000020/state is damaged: its BLAKE3 hash is {IS}, BLAKE3SUMS has {WAS}",
+        ),
+        (forget_state, "does not list state"),
+        (lambda path: (path / "state").unlink(), "000020/state"),
+        (lambda path: (path / "checkpoint.json").unlink(), "checkpoint.json"),
+        (lambda path: (path / "BLAKE3SUMS").unlink(), "BLAKE3SUMS is missing"),
+    ],
+)
+def test_what_is_wrong_with_a_checkpoint_is_told_and_the_one_before_is_taken(
+    tmp_path: Path, damage: Callable[[Path], object], told: str
+) -> None:
     save(tmp_path, 10)
     save(tmp_path, 20)
-    (tmp_path / "step_000020" / name).unlink()
+    damage(tmp_path / "step_000020")
     found = find_whole(tmp_path)
     assert found is not None
     assert found.info.step == 10
-    assert name in found.damage[0]
-
-
-def test_sums_that_lost_a_line_are_damage_too(tmp_path: Path) -> None:
-    save(tmp_path, 10)
-    save(tmp_path, 20)
-    sums = tmp_path / "step_000020" / "BLAKE3SUMS"
-    lines = sums.read_text().splitlines(keepends=True)
-    sums.write_text("".join(line for line in lines if not line.endswith("  state\n")))
-    found = find_whole(tmp_path)
-    assert found is not None
-    assert found.info.step == 10
-    assert "does not list state" in found.damage[0]
+    assert told in found.damage[0]
 
 
 def test_where_every_checkpoint_is_damaged_the_run_does_not_begin_anew_in_silence(
@@ -269,21 +269,8 @@ def test_a_failure_is_tried_again_an_interval_later(tmp_path: Path) -> None:
 
 
 def make_group(group_id: int, *, lineage: int = 1, step: int = 0) -> Group:
-    rollout = Rollout(
-        token_ids=np.array([4, 2], np.int32),
-        sampler_logprobs=np.array([-0.5, -0.5], np.float32),
-        policy_versions=np.array([[lineage, step]] * 2, np.int32),
-        completion_mask=np.ones(2, np.bool_),
-        reward=1.0,
-        finish_reason="stop",
-    )
-    return Group(
-        group_id=group_id,
-        attempt=0,
-        worker_id="w1",
-        prompt_ids=np.array([1, 3], np.int32),
-        rollouts=(rollout, rollout),
-    )
+    rollout = make_rollout([(lineage, step)] * 2)
+    return groups.make_group(rollout, rollout, group_id=group_id)
 
 
 class TorchTrainer:
@@ -447,9 +434,8 @@ def test_a_group_that_is_gone_ends_as_lost(run_dir: Path) -> None:
 
 
 def flip_a_bit(path: Path, at: int | None = None) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2 if at is None else at] ^= 1
-    path.write_bytes(data)
+    data = path.read_bytes()
+    path.write_bytes(flipped(data, 8 * (len(data) // 2 if at is None else at)))
 
 
 @pytest.mark.parametrize(

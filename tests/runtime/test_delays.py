@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 
 from bench.delays import DelayInjector, DelaySettings, Direction
 from bench.late_node import DelayedBuffer, LateWorker, delay_installs
-from echo.core.rollout import Group, Lineage, Rollout
+from echo.core.rollout import Group, Lineage
 from echo.runtime.learner import setup
 from echo.runtime.worker import setup as worker_setup
-from tests.runtime.harness import Play, Run, ends, read_jsonl, running
+from tests.core.groups import make_group, make_rollout
+from tests.promises.conftest import MakeNodes
 
 
 @pytest.fixture(autouse=True)
@@ -38,17 +37,8 @@ def injector(direction: Direction, **settings: Any) -> DelayInjector:
     return DelayInjector(DelaySettings(**settings), direction=direction, seed=0)
 
 
-def make_group(group_id: int, step: int) -> Group:
-    rollout = Rollout(
-        token_ids=np.zeros(1, np.int32),
-        sampler_logprobs=np.zeros(1, np.float32),
-        policy_versions=np.array([[1, step]], np.int32),
-        completion_mask=np.ones(1, np.bool_),
-        reward=0.0,
-        finish_reason="stop",
-    )
-    ids = np.ones(1, np.int32)
-    return Group(group_id=group_id, attempt=0, worker_id="w", prompt_ids=ids, rollouts=(rollout,))
+def group_of(group_id: int, step: int) -> Group:
+    return make_group(make_rollout([(1, step)]), group_id=group_id)
 
 
 def test_a_group_on_its_way_takes_up_room_and_grows_old_unseen() -> None:
@@ -57,7 +47,7 @@ def test_a_group_on_its_way_takes_up_room_and_grows_old_unseen() -> None:
         delays = injector("rollouts", law="constant", lower_s=1.0, upper_s=2.0, speedup=100.0)
         learner: Any = Woken()
         buffer.begin(delays, learner)
-        buffer.put(make_group(0, step=4))
+        buffer.put(group_of(0, step=4))
         assert buffer.num_unspent(step=4) == 1
         assert buffer.take(1, step=4) is None
         await learner.has_news.wait()
@@ -65,39 +55,27 @@ def test_a_group_on_its_way_takes_up_room_and_grows_old_unseen() -> None:
         assert taken is not None
         buffer.put_back(taken, num_taken=1)  # it has arrived before
         assert buffer.take(1, step=4) == taken
-        buffer.put(make_group(1, step=3))
+        buffer.put(group_of(1, step=3))
         assert [evicted.reason for evicted in buffer.evict(step=5)] == ["stale"]
-        buffer.put(make_group(2, step=5))
+        buffer.put(group_of(2, step=5))
         assert [group.group_id for group in buffer.clear()] == [2]
 
     asyncio.run(scenario())
 
 
-def lags_of(run: Run) -> Counter[int]:
-    """Return how many groups were trained so many versions late; each group ended once."""
-    assert [end for end in ends(run.ledger()).values() if len(end) != 1] == []
-    lags: Counter[int] = Counter()
-    for record in run.ledger("trained"):
-        lags.update({int(lag): count for lag, count in record["staleness"].items()})
-    return lags
-
-
 @pytest.mark.slow
-def test_a_worker_keeps_old_weights_for_its_delay(play: Play) -> None:
-    async def scenario(run: Run) -> None:
-        learner = await run.learner(run={"max_steps": 16}, sync={"max_staleness": 6})
-        worker = await run.worker("w1")
-        weights = injector("weights", law="constant", speedup=900.0)
-        delay_installs(worker, weights)
-        started_at = asyncio.get_running_loop().time()
-        async with running(learner, worker) as (learning, _):
-            assert await learning == "finished"
-        elapsed_s = asyncio.get_running_loop().time() - started_at
-        installed = read_jsonl(run.run_dir / "workers" / "w1" / "installed.jsonl")
-        # Half an hour of emulated time is two seconds: so many versions at most, of 17 published.
-        assert len(installed) <= 1 + elapsed_s / 2.0
-        assert len(run.ledger("published")) == 17
-        assert 3 < max(lags_of(run)) <= 6
-        assert weights.metrics()["delays/weights/hist"] == {"2048": len(installed)}
-
-    play(scenario)
+def test_a_worker_keeps_old_weights_for_its_delay(make_nodes: MakeNodes) -> None:
+    world = make_nodes(sync={"max_staleness": 6}, checkpoint={"interval_steps": 100})
+    world.learner(run={"max_steps": 40})
+    world.worker("w1")
+    weights = injector("weights", law="constant", speedup=1800.0 / 2.0)
+    delay_installs(world.node("w1"), weights)
+    world.run_until(lambda: world.end("learner"))
+    world.audit(is_finished=True)
+    # Half an hour of emulated time is two seconds.
+    num_installed = len(world.audited("w1"))
+    assert num_installed <= 1 + world.now / 2.0
+    assert len(world.published()) == 41
+    lags = [int(lag) for record in world.records("trained") for lag in record["staleness"]]
+    assert 3 < max(lags) <= 6
+    assert weights.metrics()["delays/weights/hist"] == {"2048": num_installed}

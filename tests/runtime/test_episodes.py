@@ -74,14 +74,12 @@ class Counting(Environment):
     is_bounded = True
 
     def __init__(self) -> None:
-        self.num_open = 0
         self.heard: list[str] = []
 
     def example(self, index: int, *, split: str) -> Example:
         return Example(index=index, split=split, prompt="Count!", answer=3)
 
     def begin(self, example: Example) -> dict[str, int]:
-        self.num_open += 1
         return {"said": 0, "last": example.answer}
 
     def reply(self, state: dict[str, int], text: str) -> str | None:
@@ -95,9 +93,6 @@ class Counting(Environment):
 
     def outcome(self, state: dict[str, int]) -> float:
         return state["said"] / state["last"]
-
-    def end(self, state: dict[str, int]) -> None:
-        self.num_open -= 1
 
 
 class Characters:

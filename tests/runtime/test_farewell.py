@@ -2,131 +2,94 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import math
+from typing import Any
 
 import pytest
 
-from echo.runtime.learner.node import LearnerNode
-from tests.runtime.harness import RELAY, Play, Run, running
+from tests.promises.conftest import MakeNodes
+from tests.promises.nodes import NodeWorld
 
-PATIENCE_S = 600.0
-"""Longest pause between two dials that the learner reckons with: more than a test takes."""
-
-
-def be_patient(learner: LearnerNode) -> None:
-    options = learner.transport.options
-    learner.transport.options = dataclasses.replace(options, max_redial_s=PATIENCE_S)
+STEPS = {"max_steps": 3}
+OVER = "the run is finished", ""
 
 
-def cut_before_shutdown(run: Run, learner: LearnerNode, name: str, other: str) -> None:
-    """Let a link fail at the moment when the end of the run is about to be told."""
-    say = learner._tell_end
+def before_the_end(world: NodeWorld, act: Any) -> None:
+    """Have something happen at the moment when the end of the run is about to be told."""
+    learner = world.node("learner")
+    tell = learner._tell_end
 
-    async def cut_and_say(reason: str) -> None:
-        run.network.cut(name, other)
-        await say(reason)
+    async def act_and_tell(reason: str) -> None:
+        act(learner)
+        await tell(reason)
 
-    learner._tell_end = cut_and_say  # type: ignore[method-assign]
-
-
-def forget_before_shutdown(learner: LearnerNode, name: str) -> None:
-    """Let a node have been silent for long when the end of the run is about to be told."""
-    say = learner._tell_end
-
-    async def forget_and_say(reason: str) -> None:
-        learner.session.roster.nodes[name].heard_at -= 5 * PATIENCE_S
-        await say(reason)
-
-    learner._tell_end = forget_and_say  # type: ignore[method-assign]
+    learner._tell_end = act_and_tell
 
 
-async def until_over(learner: LearnerNode) -> None:
-    """Wait until whoever is here has been told."""
-    assert await learner.wait_until(lambda: bool(learner.session.finish_reason), within_s=60)
-    await asyncio.sleep(0.1)
+def finish(world: NodeWorld) -> None:
+    world.run_until(lambda: world.end("learner"))
+    assert world.end("learner") == ("finished", "")
 
 
-def test_a_worker_that_comes_back_after_the_end_of_a_resumed_run_hears_of_it(play: Play) -> None:
-    """The first learner did all the work; what is left for the second is over in no time."""
-
-    async def scenario(run: Run) -> None:
-        worker = await run.worker("w1")
-        learner = await run.learner()
-        async with running(learner, worker) as (learning, _):
-            assert await learning == "finished"
-        learner = await run.learner(resume=True)
-        be_patient(learner)
-        async with running(learner) as (learning,):
-            await until_over(learner)
-            assert not learning.done()
-            async with running(await run.worker("w2")) as (working,):
-                assert await working == "the run is finished"
-            assert learner._return_s > 2 * PATIENCE_S, "a node may dial in vain once"
-            learner._missing_until = -math.inf  # nobody else is missing
-            assert await learning == "finished"
-
-    play(scenario)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("other", ["learner", pytest.param("relay", marks=pytest.mark.matrix)])
-def test_a_worker_that_is_cut_off_at_the_end_hears_of_it_when_it_is_back(
-    play: Play, other: str
+def test_a_worker_that_comes_back_after_the_end_of_a_resumed_run_hears_of_it(
+    make_nodes: MakeNodes,
 ) -> None:
-    async def scenario(run: Run) -> None:
-        network = {"dead_after_s": PATIENCE_S, "reconnect_for_s": PATIENCE_S}
-        learner = await run.learner(network=network)
-        be_patient(learner)
-        cut_before_shutdown(run, learner, "w1", other)
-        relays = [await run.relay(network=network)] if other == "relay" else []
-        connect = {"connect": [RELAY]} if relays else {}
-        worker = await run.worker("w1", network=network, worker=connect)
-        async with running(learner, worker, *relays) as (learning, *others):
-            await until_over(learner)
-            assert not any(task.done() for task in (learning, *others[1:]))
-            run.network.mend("w1", other)
-            assert [await task for task in others] == ["the run is finished"] * len(others)
-            assert await learning == "finished"
-
-    play(scenario)
+    """The first learner did all the work; what is left for the second is over in no time."""
+    world = make_nodes()
+    world.learner(run=STEPS)
+    world.worker("w1")
+    finish(world)
+    world.learner(run=STEPS)
+    world.run(1.0)
+    assert world.end("learner") is None
+    assert world.node("learner")._return_s > 2 * 1.0, "a node may dial in vain once"
+    world.worker("w2")
+    world.run_until(lambda: world.end("w2"))
+    assert world.end("w2") == OVER
+    finish(world)
 
 
-@pytest.mark.slow
-def test_a_node_that_died_long_ago_is_not_waited_for(play: Play) -> None:
-    async def scenario(run: Run) -> None:
-        learner = await run.learner(network={"dead_after_s": 10 * PATIENCE_S})
-        be_patient(learner)
-        async with running(await run.relay(), learner) as (relaying, learning):
-            nodes = learner.session.roster.nodes
-            assert await learner.wait_until(lambda: "relay" in nodes, within_s=60)
-            relaying.cancel()
-            forget_before_shutdown(learner, "relay")
-            async with running(await run.worker("w1")):
-                assert await learning == "finished"
+@pytest.mark.parametrize("via", ["learner", "r1"])
+def test_a_worker_that_is_cut_off_at_the_end_hears_of_it_when_it_is_back(
+    make_nodes: MakeNodes, via: str
+) -> None:
+    world = make_nodes()
+    world.learner(run=STEPS)
+    if via == "r1":
+        world.relay(via)
+    world.worker("w1", via=via)
+    transport = world.node("learner").transport
+    transport.options = dataclasses.replace(transport.options, max_redial_s=20.0)
+    before_the_end(world, lambda learner: world.cut("w1", via))
+    world.run_until(lambda: world.node("learner").session.finish_reason)
+    world.run(1.0)
+    nodes = ["learner", via, "w1"]
+    assert [world.end(name) for name in nodes] == [None] * 3
+    world.mend("w1", via)
+    world.run_until(lambda: all(map(world.end, nodes)))
+    ends = dict.fromkeys(nodes, OVER) | {"learner": ("finished", "")}
+    assert {name: world.end(name) for name in nodes} == ends
 
-    play(scenario)
 
+def test_who_died_long_ago_is_not_waited_for_and_relays_are_told(make_nodes: MakeNodes) -> None:
+    world = make_nodes(network={"dead_after_s": 600.0})
+    world.learner(run=STEPS)
+    world.relay("r1")
+    world.relay("r2")
+    world.worker("w1")
+    world.worker("w2")
+    roster = world.node("learner").session.roster
+    world.run_until(lambda: {"r1", "r2", "w1", "w2"} <= roster.nodes.keys())
+    began: list[float] = []
+    for name in ("r2", "w2"):
+        world.kill(name)
 
-@pytest.mark.slow
-def test_relays_are_told_though_a_worker_never_comes_back(play: Play) -> None:
-    async def scenario(run: Run) -> None:
-        learner = await run.learner(network={"dead_after_s": 10 * PATIENCE_S})
-        be_patient(learner)
-        learner.session.is_granting = False
-        nodes = learner.session.roster.nodes
-        async with running(await run.relay(), await run.worker("w1"), learner) as (
-            relaying,
-            dying,
-            learning,
-        ):
-            assert await learner.wait_until(lambda: {"relay", "w1"} <= nodes.keys(), within_s=60)
-            dying.cancel()
-            forget_before_shutdown(learner, "w1")
-            learner.session.is_granting = True
-            async with running(await run.worker("w2")):
-                assert await learning == "finished"
-            assert await relaying == "the run is finished"
+    def forget(learner: Any) -> None:
+        for name in ("r2", "w2"):
+            roster.nodes[name].heard_at -= 300.0
+        began.append(world.now)
 
-    play(scenario)
+    before_the_end(world, forget)
+    finish(world)
+    assert world.now - began[0] < world.node("learner")._return_s
+    assert world.end("r1") == OVER

@@ -48,6 +48,13 @@ def fail() -> list[Action]:
     raise StorageError("the disk is full")
 
 
+async def begun(node: Node) -> asyncio.Task[str]:
+    """Let a node begin to run."""
+    running = asyncio.create_task(node.run())
+    await asyncio.sleep(0)
+    return running
+
+
 def play(scenario: Callable[[Node, Script, Network], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         async with asyncio.timeout(60):
@@ -61,8 +68,7 @@ def play(scenario: Callable[[Node, Script, Network], Coroutine[Any, Any, None]])
 
 def test_stop_ends_it_with_the_reason_and_the_first_one_counts() -> None:
     async def scenario(node: Node, script: Script, network: Network) -> None:
-        running = asyncio.create_task(node.run())
-        await asyncio.sleep(0)
+        running = await begun(node)
         assert not node.has_ended
         node.perform([Stop("first"), Stop("second", StorageError("late"))])
         assert node.has_ended
@@ -75,8 +81,7 @@ def test_stop_ends_it_with_the_reason_and_the_first_one_counts() -> None:
 def test_an_error_of_the_timer_ends_it_without_a_trace(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(node: Node, script: Script, network: Network) -> None:
         script.on_expire = fail
-        running = asyncio.create_task(node.run())
-        await asyncio.sleep(0)
+        running = await begun(node)
         script.deadline = 0.0
         node.perform([])
         with pytest.raises(StorageError, match="the disk is full"):
@@ -93,8 +98,7 @@ def test_an_error_of_work_in_a_thread_or_of_its_result_ends_it(is_in_thread: boo
             return str(fail()) if is_in_thread else ""
 
     async def scenario(node: Node, script: Script, network: Network) -> None:
-        running = asyncio.create_task(node.run())
-        await asyncio.sleep(0)
+        running = await begun(node)
         node.perform([object.__new__(Block)])
         with pytest.raises(StorageError, match="the disk is full"):
             await running
@@ -112,8 +116,7 @@ def test_an_error_of_a_task_ends_it_and_everything_beside_it(
         async def endless() -> None:
             await asyncio.Event().wait()
 
-        running = asyncio.create_task(node.run())
-        await asyncio.sleep(0)
+        running = await begun(node)
         beside = node.spawn(endless(), name="endless")
         node.spawn(broken(), name="broken")
         with pytest.raises(KeyError):
@@ -126,8 +129,7 @@ def test_an_error_of_a_task_ends_it_and_everything_beside_it(
 
 def test_work_that_the_end_overtakes_is_closed_before_it_began() -> None:
     async def scenario(node: Node, script: Script, network: Network) -> None:
-        running = asyncio.create_task(node.run())
-        await asyncio.sleep(0)
+        running = await begun(node)
         late: list[Coroutine[Any, Any, None]] = []
 
         async def endless() -> None:
@@ -202,8 +204,7 @@ def test_the_timer_fires_again_and_again_where_its_handle_knows_no_instant() -> 
 
         script.on_expire = expire
         script.deadline = 0.0
-        running = asyncio.create_task(node.run())
-        await asyncio.sleep(0)
+        running = await begun(node)
         node.perform([])
         assert await running == "done"
 
@@ -256,8 +257,7 @@ def test_an_interrupt_drains_once() -> None:
             drained.append(1)
 
         node.drain = drain  # type: ignore[method-assign]
-        running = asyncio.create_task(node.run())
-        await asyncio.sleep(0)
+        running = await begun(node)
         node.interrupt()
         node.interrupt()
         assert await running == "interrupted"
@@ -293,8 +293,7 @@ def test_a_fault_in_handling_a_message_ends_its_sender_and_not_the_node(
 ) -> None:
     async def scenario(node: Node, script: Script, network: Network) -> None:
         script.on_message = lambda peer, frames: [][1]
-        running = asyncio.create_task(node.run())
-        await asyncio.sleep(0)
+        running = await begun(node)
         await two_messages(node, network)
         assert not node.has_ended
         node.stop("done")
@@ -310,8 +309,7 @@ def test_a_fault_in_handling_a_message_ends_its_sender_and_not_the_node(
 def test_a_fault_of_the_nodes_own_disk_ends_it_whoever_was_heard() -> None:
     async def scenario(node: Node, script: Script, network: Network) -> None:
         script.on_message = lambda peer, frames: fail()
-        running = asyncio.create_task(node.run())
-        await asyncio.sleep(0)
+        running = await begun(node)
         await two_messages(node, network)
         with pytest.raises(StorageError, match="the disk is full"):
             await running
@@ -327,8 +325,7 @@ def test_the_timer_is_armed_anew_only_for_an_earlier_deadline() -> None:
         transport = SimTransport(Network(), Port("node", address="tcp://node:1"))
         await transport.start()
         node = Node(script, transport, threads=InlineThreads(), log=logging.getLogger("test"))
-        running = asyncio.create_task(node.run())
-        await asyncio.sleep(0)
+        running = await begun(node)
         set_timer = node._set_timer
 
         def note(at: float) -> None:

@@ -162,7 +162,6 @@ def test_versions_arrive_bit_for_bit_in_whatever_form(codec: str) -> None:
         assert set(pair.encoded_versions.coded_bytes) == {PolicyVersion(1, 1), PolicyVersion(1, 2)}
 
 
-@pytest.mark.slow
 def unsealed_of(step: int, image: bytearray) -> Publication:
     """Return a version as it comes from the trainer: nobody has hashed it yet."""
     made = publication_of(step, image)
@@ -183,6 +182,7 @@ def published_unsealed(share: float, *, mode: PatchMode, count: int = 3) -> Pair
     return asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["copy", "now"])
 def test_a_version_that_changed_little_leaves_before_its_image_is_hashed(mode: PatchMode) -> None:
     pair = published_unsealed(0.01, mode=mode)
@@ -206,6 +206,7 @@ def test_a_version_that_changed_little_leaves_before_its_image_is_hashed(mode: P
     assert len(memories) == (len(pair.child.store) if mode == "copy" else 1)
 
 
+@pytest.mark.slow
 def test_a_version_that_changed_much_says_what_comes_out() -> None:
     """As every float32 one does: it is decoded into memory of its own, whoever takes patches."""
     pair = published_unsealed(0.5, mode="now")
@@ -219,6 +220,7 @@ def test_a_version_that_changed_much_says_what_comes_out() -> None:
     assert not any(each.is_on_base for each in deltas)
 
 
+@pytest.mark.slow
 def test_a_laggard_takes_one_delta_after_the_other() -> None:
     images = moving_images(5, share=0.01)
     publications = [publication_of(i, image) for i, image in enumerate(images)]

@@ -25,7 +25,7 @@ from echo.runtime.learner.report import (
 from echo.tasks.rewards import InlineHost, Limits
 from echo.tasks.task import Example, Task
 from tests.engine.watchers import watching
-from tests.runtime.harness import Play, Run, running
+from tests.promises.conftest import MakeNodes
 from tests.runtime.test_checkpoint import make_group
 
 
@@ -33,6 +33,7 @@ def test_a_row_has_times_rates_and_staleness_of_its_step() -> None:
     progress = Progress(staleness_tokens={0: 100}, now=10.0)
     group = make_group(0)
     progress.accepted(group, now=11.0)
+    progress.published(0.25)
     progress.stepped([group], waited_s=1.5, trained_s=0.5, staleness={0: 3, 2: 1})
     row = progress.step_metrics({"loss/policy": 0.5}, {0: 3, 2: 1}, bytes_sent=70, now=12.0)
     assert row == {
@@ -42,7 +43,8 @@ def test_a_row_has_times_rates_and_staleness_of_its_step() -> None:
         "time/train": 0.5,
         "time/wait_for_batch": 1.5,
         "learner/idle_ratio": 0.75,
-        "perf/tokens_per_s": 2.0,
+        "time/publish": 0.25,
+        "perf/accepted_tokens_per_s": 2.0,
         "broadcast/bytes": 70,
         "staleness/mean": 0.5,
         "staleness/max": 2,
@@ -50,7 +52,7 @@ def test_a_row_has_times_rates_and_staleness_of_its_step() -> None:
     }
     progress.stepped([group], waited_s=0.0, trained_s=0.5, staleness={})
     again = progress.step_metrics({}, {}, bytes_sent=100, now=13.0)
-    assert (again["broadcast/bytes"], again["perf/tokens_per_s"]) == (30, 0.0)
+    assert (again["broadcast/bytes"], again["perf/accepted_tokens_per_s"]) == (30, 0.0)
     assert "staleness/mean" not in again
 
 
@@ -150,64 +152,39 @@ def test_a_curve_with_a_hole_begins_after_it() -> None:
     assert list(progress._rewards) == [0.3, 0.4]
 
 
-def test_the_learner_says_whom_it_waits_for(play: Play) -> None:
-    async def scenario(run: Run) -> None:
-        learner = await run.learner()
-        async with running(learner):
-            while not any(s.waiting_for for s in run.snapshots):  # noqa: ASYNC110, no events
-                await asyncio.sleep(0.01)
-            assert learner.session.describe_wait() == "2 groups; no worker is connected"
-        assert run.snapshots[0].activity in ("starting", "publishing")
-        [snapshot] = run.snapshots[-1:]
-        assert snapshot.waiting_for == "2 groups; no worker is connected"
-        assert (snapshot.step, snapshot.max_steps, snapshot.num_buffered) == (0, 3, 0)
-        assert snapshot.broadcast_done == 1.0
-
-    play(scenario)
-
-
-@pytest.mark.slow
-def test_the_learner_says_that_what_comes_is_of_no_use(play: Play) -> None:
-    async def scenario(run: Run) -> None:
-        learner = await run.learner(
-            run={"max_steps": 1000},
-            task={"kind": "tests.runtime.rewards:AlwaysRight"},
-            batch={"keep_zero_variance": False, "max_zero_signal_batches": 30},
-        )
-        async with running(learner, await run.worker("w1")) as (learning, _):
-            assert await learning == "finished"
-        texts = [snapshot.waiting_for for snapshot in run.snapshots]
-        assert any("; nothing could be learned from the last" in text for text in texts)
-        assert run.snapshots[-1].refused["zero_variance"] >= 60
-
-    play(scenario)
+def test_the_learner_says_whom_it_waits_for(make_nodes: MakeNodes) -> None:
+    world = make_nodes()
+    world.learner(run={"max_steps": 3})
+    world.run_until(lambda: world.snapshots and world.waiting_for())
+    assert world.snapshots[0].activity in ("starting", "publishing")
+    snapshot = world.snapshots[-1]
+    assert snapshot.waiting_for == "2 groups; no worker is connected"
+    assert (snapshot.step, snapshot.max_steps, snapshot.num_buffered) == (0, 3, 0)
+    assert snapshot.broadcast_done == 1.0
+    learner = world.node("learner")
+    for number in range(3):
+        learner._progress.left_out(rewarded(number, 1, 1), "zero_variance", now=1.0)
+    world.run(1.0)
+    assert world.waiting_for().endswith("; nothing could be learned from the last 3 groups")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.matrix), 2])
-def test_a_snapshot_shows_every_node(play: Play, num_workers: int) -> None:
-    async def scenario(run: Run) -> None:
-        workers = [await run.worker(f"w{i}") for i in range(num_workers)]
-        learner = await run.learner()
-        learner.session.is_granting = False  # a worker that is ready first may do all the work
-        async with running(learner, *workers) as (learning, *_):
-            assert await learner.wait_until(
-                lambda: all(worker.view().version.startswith("v") for worker in workers),
-                within_s=30,
-            )
-            learner.session.is_granting = True
-            learner.perform(learner.session.grant(now=learner.now))
-            await learning
-        seen = {node.node_id for snapshot in run.snapshots for node in snapshot.nodes}
-        assert seen == {f"w{i}" for i in range(num_workers)}
-        assert sum(run.snapshots[-1].staleness_tokens.values()) > 0
-        assert len(run.snapshots[-1].reward_history) == 3
-        assert (run.snapshots[-1].activity, run.snapshots[-1].waiting_for) == ("done", "")
-        views = [worker.view() for worker in workers]
-        assert sum(view.num_groups for view in views) >= 6  # three steps of two groups
-        assert all(view.num_tokens > 0 and view.version.startswith("v") for view in views)
-
-    play(scenario)
+def test_a_snapshot_shows_every_node_and_at_the_end_what_the_run_has_learned(
+    make_nodes: MakeNodes,
+) -> None:
+    world = make_nodes()
+    world.learner(run={"max_steps": 8})
+    for name in ("w0", "w1"):
+        world.worker(name)
+    world.run_until(lambda: world.end("learner"))
+    seen = {node.node_id for snapshot in world.snapshots for node in snapshot.nodes}
+    assert seen == {"w0", "w1"}
+    last = world.snapshots[-1]
+    assert sum(last.staleness_tokens.values()) > 0
+    assert len(last.reward_history) == 8
+    assert (last.activity, last.waiting_for) == ("done", "")
+    views = [world.node(name).view() for name in ("w0", "w1")]
+    assert sum(view.num_groups for view in views) >= 16
+    assert all(view.num_tokens > 0 and view.version.startswith("v") for view in views)
 
 
 # --- metrics of tasks -----------------------------------------------------------------------------

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
+import pytest
+
 from echo.core.rollout import Lineage
 from echo.leases.book import LeaseBook
-from echo.runtime.learner.resume import LOST_WORKER, StartingPoint
+from echo.runtime.learner.resume import (
+    LOST_WORKER,
+    UPLINKS_FILE,
+    StartingPoint,
+    read_uplinks,
+    save_uplinks,
+)
+
+LOG = logging.getLogger("resume")
 
 
 def test_a_lease_that_was_out_is_granted_again_if_nobody_claims_it() -> None:
@@ -16,3 +29,25 @@ def test_a_lease_that_was_out_is_granted_again_if_nobody_claims_it() -> None:
     book.expire(now=70.0)
     assert [book.next_returned(), book.next_returned()] == [5, 7]
     assert book.grant(7, "w1", now=70.0).attempt == 2
+
+
+def test_uplinks_are_read_as_they_were_saved(tmp_path: Path) -> None:
+    assert read_uplinks(tmp_path, log=LOG) == {}
+    save_uplinks(tmp_path, {"learner": 1e6, "w1": 2.5e7}, log=LOG)
+    assert read_uplinks(tmp_path, log=LOG) == {"learner": 1e6, "w1": 2.5e7}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"w1": -1}', '{"w1": "fast"}', '{"w1": 1e99}'])
+def test_uplinks_that_cannot_be_read_are_named_and_left_out(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / UPLINKS_FILE).write_text(text)
+    assert read_uplinks(tmp_path, log=LOG) == {}
+    assert "uplinks.json is left out, uplinks are measured again: " in caplog.text
+
+
+def test_where_uplinks_cannot_be_saved_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_uplinks(tmp_path / "missing", {"w1": 1e6}, log=LOG)
+    assert "uplinks.json cannot be written" in caplog.text

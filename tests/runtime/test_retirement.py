@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,7 @@ import pytest
 from echo.config.load import parse_config
 from echo.roles.worker import ReleaseTerms
 from echo.runtime.worker.release import release, terms_of
-from tests.runtime.harness import Play, Run, running
-from tests.runtime.test_activation import slow_learner, until
+from tests.promises.conftest import MakeNodes
 
 LOG = logging.getLogger("test.retirement")
 AT_ONCE = ReleaseTerms(standby_s=0.0, learner_gone_s=0.0)
@@ -61,112 +61,101 @@ def test_a_short_silence_is_no_reason_and_giving_up_comes_later(after_s: int, go
     assert terms_of(config) == ReleaseTerms(standby_s=after_s, learner_gone_s=gone_s)
 
 
+# --- on virtual time, with a command that takes half a second -------------------------------------
+
+
+class Machines:
+    """What release commands have done, and which of them fail."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.done: list[str] = []
+
+    async def release(self, command: str, *, reason: str, log: logging.Logger) -> bool:
+        self.begun.append(command)
+        await asyncio.sleep(0.5)
+        self.done.append(command)
+        return command != "fail"
+
+
+@pytest.fixture
+def machines(monkeypatch: pytest.MonkeyPatch) -> Machines:
+    made = Machines()
+    monkeypatch.setattr("echo.runtime.worker.release.release", made.release)
+    return made
+
+
+LEAVES = {"release_after_s": 3600.0, "on_release": "w1"}
+OVER = "the run is finished", ""
+
+
 @pytest.mark.slow
-def test_an_interrupted_worker_gives_its_machine_back_and_its_cost_ends(
-    play: Play, tmp_path: Path
+@pytest.mark.parametrize("command", ["w2", "fail"])
+def test_a_worker_on_standby_gives_its_machine_back_and_its_cost_ends_if_that_is_confirmed(
+    make_nodes: MakeNodes, machines: Machines, command: str
 ) -> None:
-    async def scenario(run: Run) -> None:
-        learner = await slow_learner(run)
-        terms = {"release_after_s": 0.3, "on_release": f"touch {tmp_path}/released"}
-        needed = await run.worker("w1", worker={"price_per_h": 0.2})
-        spare = await run.worker("w2", worker={"price_per_h": 5.0, **terms})
-        async with running(learner, needed, spare) as (_, working, leaving):
-            assert "on standby for" in await leaving
-            assert (tmp_path / "released").exists()
-            await until(lambda: run.rows[-1][1].get("cost/per_hour") == pytest.approx(0.2))
-            assert run.rows[-1][1]["cost/unconfirmed_per_hour"] == 0
-            assert not working.done()
-
-    play(scenario)
-
-
-@pytest.mark.slow
-def test_a_release_that_fails_goes_on_counting(play: Play) -> None:
-    async def scenario(run: Run) -> None:
-        learner = await slow_learner(run)
-        terms = {"release_after_s": 3600.0, "on_release": "exit 1"}
-        stays = await run.worker("w1", worker={"price_per_h": 0.2})
-        leaves = await run.worker("w2", worker={"price_per_h": 5.0, **terms})
-        async with running(learner, stays, leaves) as (_, _, leaving):
-            await until(lambda: run.rows and run.rows[-1][1].get("cost/per_hour") == 5.2)
-            leaves.session.terms = AT_ONCE
-            assert "without the learner" in await leaving
-            await until(
-                lambda: run.rows and run.rows[-1][1].get("cost/unconfirmed_per_hour") == 5.0
-            )
-            assert run.rows[-1][1]["cost/per_hour"] == pytest.approx(5.2)
-
-    play(scenario)
+    world = make_nodes(train_s=1.0, sync={"max_staleness": 6})
+    world.learner()
+    activation = world.node("learner")._costs._activation
+    activation.settings = replace(activation.settings, review_s=0.5, min_dwell_s=0.0)
+    world.worker("w1", worker={"price_per_h": 0.2})
+    terms = {"release_after_s": 3.0, "on_release": command}
+    world.worker("w2", worker={"price_per_h": 5.0, **terms})
+    world.run_until(lambda: world.end("w2"))
+    assert "on standby for" in (world.end("w2") or ("",))[0]
+    assert machines.done == [command]
+    world.run(2.0)
+    unconfirmed = 5.0 * (command == "fail")
+    assert world.rows[-1]["cost/per_hour"] == pytest.approx(0.2 + unconfirmed)
+    assert world.rows[-1]["cost/unconfirmed_per_hour"] == unconfirmed
+    assert world.is_alive("w1")
 
 
-@pytest.mark.parametrize("where", ["before", "within"])
-def test_the_machine_is_given_back_once_though_the_run_ends_while_its_worker_leaves(
-    play: Play, tmp_path: Path, where: str
+@pytest.mark.parametrize("what", ["run ends before", "run ends within", "interrupt"])
+def test_a_machine_is_given_back_once_whatever_comes_in_between(
+    make_nodes: MakeNodes, machines: Machines, what: str
 ) -> None:
-    async def scenario(run: Run) -> None:
-        learner = await run.learner()
-        command = f"echo begun >> {tmp_path}/released; sleep 0.5; echo done >> {tmp_path}/released"
-        terms = {"release_after_s": 3600.0, "on_release": command}
-        worker = await run.worker("w1", worker=terms)
-        if where == "before":
-            worker.session._settle = lambda now: []  # type: ignore[method-assign]
-        learner.session.is_granting = False
-        async with running(learner, worker) as (_, working):
-            await until(lambda: worker.session.is_admitted)
-            worker.session.terms = AT_ONCE
-            await until(lambda: worker.session.is_leaving)
-            if where == "within":
-                await until((tmp_path / "released").exists)
-            learner.perform(learner.session.finish("the run is finished"))
-            assert await working == "the run is finished"
-        assert (tmp_path / "released").read_text().split() == ["begun", "done"]
-
-    play(scenario)
-
-
-def test_a_release_that_has_begun_is_not_left_by_an_interrupt(play: Play, tmp_path: Path) -> None:
-    async def scenario(run: Run) -> None:
-        learner = await run.learner()
-        command = f"echo begun >> {tmp_path}/released; sleep 0.5; echo done >> {tmp_path}/released"
-        worker = await run.worker("w1", worker={"release_after_s": 3600.0, "on_release": command})
-        learner.session.is_granting = False
-        async with running(learner, worker) as (_, working):
-            await until(lambda: worker.session.is_admitted)
-            worker.session.terms = AT_ONCE
-            await until((tmp_path / "released").exists)
-            worker.interrupt()
-            assert await working == "interrupted"
-            assert (tmp_path / "released").read_text().split() == ["begun", "done"]
-
-    play(scenario)
+    world = make_nodes()
+    world.learner()
+    world.node("learner").session.is_granting = False
+    world.worker("w1", worker=LEAVES)
+    worker, learner = world.node("w1"), world.node("learner")
+    if what == "run ends before":
+        worker.session._settle = lambda now: []
+    world.run_until(lambda: worker.session.is_admitted)
+    worker.session.terms = AT_ONCE
+    world.run_until(lambda: worker.session.is_leaving)
+    if what != "run ends before":
+        world.run_until(lambda: machines.begun)
+    if what == "interrupt":
+        world.interrupt("w1")
+    else:
+        world.call(lambda: learner.perform(learner.session.finish("the run is finished")))
+    world.run_until(lambda: world.end("w1"))
+    assert world.end("w1") == (("interrupted", "") if what == "interrupt" else OVER)
+    assert machines.begun == machines.done == ["w1"]
 
 
-@pytest.mark.slow
 def test_the_machine_is_given_back_at_the_end_of_the_run_and_not_after_an_interrupt(
-    play: Play, tmp_path: Path
+    make_nodes: MakeNodes, machines: Machines
 ) -> None:
-    async def scenario(run: Run) -> None:
-        learner = await run.learner(run={"max_steps": 1})
-        ends = await run.worker("w1", worker={"on_release": f"touch {tmp_path}/at-the-end"})
-        stopped = await run.worker("w2", worker={"on_release": f"touch {tmp_path}/interrupted"})
-        async with running(stopped) as (stopping,):
-            stopped.interrupt()
-            assert await stopping == "interrupted"
-        async with running(learner, ends) as (learning, working):
-            assert await learning == "finished"
-            assert await working == "the run is finished"
-        assert (tmp_path / "at-the-end").exists()
-        assert not (tmp_path / "interrupted").exists()
-
-    play(scenario)
+    world = make_nodes()
+    for name in ("stopped", "w1"):
+        world.worker(name, worker={"on_release": name})
+    world.interrupt("stopped")
+    world.run_until(lambda: world.end("stopped"))
+    assert world.end("stopped") == ("interrupted", "")
+    world.learner(run={"max_steps": 1})
+    world.run_until(lambda: world.end("w1"))
+    assert (world.end("w1"), machines.done) == (OVER, ["w1"])
 
 
-def test_a_worker_without_its_learner_gives_its_machine_back(play: Play, tmp_path: Path) -> None:
-    async def scenario(run: Run) -> None:
-        terms = {"release_after_s": 1.1, "on_release": f"touch {tmp_path}/released"}
-        network = {"heartbeat_s": 0.2, "dead_after_s": 0.5}
-        async with running(await run.worker("w1", worker=terms, network=network)) as (working,):
-            assert "without the learner for" in await working
-        assert (tmp_path / "released").exists()
-
-    play(scenario)
+def test_a_worker_without_its_learner_gives_its_machine_back(
+    make_nodes: MakeNodes, machines: Machines
+) -> None:
+    world = make_nodes()
+    world.worker("w1", worker={"release_after_s": 10.0, "on_release": "w1"})
+    world.run_until(lambda: world.end("w1"))
+    assert 10.0 <= world.now < 12.0
+    assert "without the learner for" in (world.end("w1") or ("",))[0]
+    assert machines.done == ["w1"]

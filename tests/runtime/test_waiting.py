@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,8 +20,8 @@ from echo.roles.learner import Learner
 from echo.runtime.learner.node import FIRST_WORKER_S, Adaptation, BatchWait
 from echo.weights.schedule import PublishPace
 from tests.e2e.audit import read_ledger
+from tests.promises.conftest import MakeNodes
 from tests.roles.harness import Run as PaperRun
-from tests.runtime.harness import Play, Run, running
 
 ADDRESS = "tcp://learner:7700"
 
@@ -110,50 +109,44 @@ def test_what_keeps_groups_from_workers_is_told_once(
     assert caplog.messages[-1].startswith(now)
 
 
-@pytest.mark.slow
 def test_a_learner_that_nobody_asks_publishes_by_time(
-    play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("echo.weights.schedule.PublishPace.is_due", lambda self, step: False)
+    world = make_nodes(sync={"max_staleness": 1})
+    world.learner(run={"max_steps": 4})
+    learner = world.node("learner")
+    look, after = learner._look, list[str]()
 
-    after: list[str] = []
+    async def looking() -> None:
+        await look()
+        after.append(learner._progress.activity)
 
-    async def scenario(run: Run) -> None:
-        learner = await run.learner(run={"max_steps": 4})
-        look = learner._look
-
-        async def looking() -> None:
-            await look()
-            after.append(learner._progress.activity)
-
-        monkeypatch.setattr(learner, "_look", looking)
-        async with running(learner, await run.worker("w1")) as (learning, _):
-            assert await learning == "finished"
-        assert set(after) == {""}, "a learner that has published waits again"
-        assert [r["version"][1] for r in run.ledger("published")] == [0, 2, 4]
-        assert "the newest version is too old for the next step" in caplog.text
-
-    play(scenario)
+    learner._look = looking
+    world.worker("w1")
+    world.run_until(lambda: world.end("learner"))
+    assert set(after) == {""}, "a learner that has published waits again"
+    assert [step for _, step in world.published()] == [0, 2, 4]
+    assert any(
+        "the newest version is too old for the next step" in note for note in world.notes("learner")
+    )
 
 
-@pytest.mark.slow
-def test_a_learner_without_workers_saves_and_ends(play: Play) -> None:
-    async def scenario(run: Run) -> None:
-        soon = {"reconnect_for_s": 0.3}
-        learner = await run.learner(run={"max_steps": 10_000}, network=soon)
-        async with running(learner, await run.worker("w1")) as (learning, working):
-            while learner.session.step < 2:  # noqa: ASYNC110, a step has no event
-                await asyncio.sleep(0.01)
-            working.cancel()
-            with pytest.raises(TransportError, match="no worker at tcp://learner:7700 for "):
-                await learning
-        step = learner.session.step
-        assert run.ledger("checkpoint")[-1]["step"] == step
-        learner = await run.learner(resume=True, run={"max_steps": step + 1})
-        async with running(learner, await run.worker("w2")) as (learning, _):
-            assert await learning == "finished"
-
-    play(scenario)
+def test_a_learner_without_workers_saves_and_ends(make_nodes: MakeNodes) -> None:
+    world = make_nodes(network={"reconnect_for_s": 30.0})
+    world.learner()
+    world.worker("w1")
+    world.run_until(lambda: world.step >= 3)
+    world.kill("w1")
+    world.run_until(lambda: world.end("learner"))
+    reason, text = world.end("learner") or ("", "")
+    assert reason == "failed"
+    assert text.startswith("no worker at tcp://learner:7700 for 30")
+    step = world.step
+    assert world.records("checkpoint")[-1]["step"] == step
+    world.learner(run={"max_steps": step + 1})
+    world.worker("w2")
+    world.run_until(lambda: world.end("learner") == ("finished", ""))
 
 
 # --- a bound that moves ---------------------------------------------------------------------------
@@ -253,36 +246,3 @@ def test_nothing_happens_where_there_is_nothing_to_choose(
     assert not parts.step(1, ess=0.1)
     assert parts.made.metrics() == {}
     assert parts.records == []
-
-
-@pytest.mark.matrix  # promise 4 moves the bound on virtual time
-def test_a_run_that_follows_it_grants_for_the_lower_bound(
-    play: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    quick(monkeypatch, ess_low=0.999, kl_high=1e-5, patience=2)
-
-    async def scenario(run: Run) -> None:
-        learner = await run.learner(
-            run={"max_steps": 40},
-            sync={"max_staleness": 4, "publish_period": 3, "adaptive": True},
-            optimizer={"learning_rate": 3e-2, "warmup_steps": 0},
-            task={"kind": "tests.runtime.rewards:SometimesEqual"},
-        )
-        async with running(learner, await run.worker("w1")) as (learning, _):
-            assert await learning == "finished"
-        bounds = run.ledger("bound")
-        assert bounds[0]["before"] == 4
-        assert bounds[0]["bound"] < 4
-        assert all(0 <= record["bound"] <= 4 for record in bounds)
-        # The first of them published at once, between the versions that were due anyway.
-        published = [record["version"][1] for record in run.ledger("published")]
-        assert bounds[0]["step"] in published
-        # New leases are for the lower bound; what was out before may be as old as the hard one.
-        lags = {r["step"]: max(map(int, r["staleness"])) for r in run.ledger("trained")}
-        assert max(lags.values()) <= 4
-        lowest = min(record["bound"] for record in bounds)
-        assert min(lags[step] for step in list(lags)[-10:]) <= max(lowest, 2)
-        row = [row for _, row in run.rows if "staleness/bound" in row][-1]
-        assert row["staleness/bound"] == bounds[-1]["bound"]
-
-    play(scenario)

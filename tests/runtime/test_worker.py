@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import re
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -18,27 +15,9 @@ from echo.core.rollout import PolicyVersion
 from echo.engine.engine import UNVERSIONED
 from echo.engine.hf.engine import TransformersEngine
 from echo.leases.scheduler import Scheduler
-from tests.runtime.harness import Play, Run, ends, read_jsonl, running
-
-TASK = """
-from echo.tasks.task import Example, Task
-
-class Fussy(Task):
-    def example(self, index, *, split):
-        prompt = "1+1=" if split == "heldout" or index % 3 else "1" * 200
-        return Example(index=index, split=split, prompt="1+2=" if index == 0 else prompt)
-
-    def reward(self, example, completion):
-        if example.index % 2:
-            raise RuntimeError("no idea")
-        return float(len(completion))
-"""
-
-
-@pytest.fixture
-def fussy(write_task: Callable[[str, str], None]) -> str:
-    write_task("fussy_task", TASK)
-    return "fussy_task:Fussy"
+from tests.promises.conftest import MakeNodes
+from tests.promises.nodes import StubEngine
+from tests.runtime.harness import Play, Run, running
 
 
 def test_a_contradiction_ends_it_with_the_configuration_code(play: Play) -> None:
@@ -49,20 +28,6 @@ def test_a_contradiction_ends_it_with_the_configuration_code(play: Play) -> None
             with pytest.raises(ConfigError, match=r"sync\.max_staleness = 5 contradicts") as caught:
                 await working
         assert exit_code(caught.value) == 2
-
-    play(scenario)
-
-
-@pytest.mark.slow
-def test_failed_rewards_and_long_prompts_are_counted_and_survived(play: Play, fussy: str) -> None:
-    async def scenario(run: Run) -> None:
-        learner = await run.learner(task={"kind": fussy})
-        async with running(learner, await run.worker("w1")) as (learning, working):
-            assert await learning == "finished"
-            assert await working == "the run is finished"
-        reasons = {record["reason"] for record in run.ledger("discarded")}
-        assert {"reward_error", "prompt_too_long"} <= reasons
-        assert all(len(end) == 1 for end in ends(run.ledger()).values())
 
     play(scenario)
 
@@ -115,37 +80,6 @@ def test_groups_of_an_exact_version_do_not_mix_versions(play: Play) -> None:
     play(scenario)
 
 
-@pytest.mark.slow
-def test_a_version_that_all_workers_refuse_is_tried_again(
-    play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """On-policy nothing but the newest version is of use: no newer one comes without it."""
-    load = TransformersEngine.load
-    refused: list[PolicyVersion] = []
-
-    def load_the_second_time(
-        engine: TransformersEngine,
-        tensors: Mapping[str, Tensor],
-        version: PolicyVersion = UNVERSIONED,  # the evaluation does not tell
-    ) -> None:
-        if version == PolicyVersion(1, 2) and not refused:
-            refused.append(version)
-            raise EngineError("no memory just now")
-        load(engine, tensors, version)
-
-    monkeypatch.setattr(TransformersEngine, "load", load_the_second_time)
-    monkeypatch.setattr("echo.roles.worker.INSTALL_AGAIN_S", 0.1)
-
-    async def scenario(run: Run) -> None:
-        learner = await run.learner(run={"max_steps": 4}, sync={"max_staleness": 0})
-        async with running(learner, await run.worker("w1")) as (learning, _):
-            assert await learning == "finished"
-        assert refused == [PolicyVersion(1, 2)]
-
-    play(scenario)
-    assert "cannot install v2, keeping v1: no memory just now" in caplog.text
-
-
 class SmallMemory:
     """Memory of workers that holds so many rows' keys and values and no more."""
 
@@ -196,8 +130,11 @@ def test_a_worker_whose_memory_does_not_hold_one_rollout_ends_with_the_numbers(
     play(scenario)
 
 
+# --- on virtual time ------------------------------------------------------------------------------
+
+
 def test_a_lease_of_newer_weights_is_waited_for_and_given_back(
-    play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learner asks twice for weights that nobody has, and then for those that there are."""
     oldest, wanted = Scheduler._oldest_version, [PolicyVersion(1, 99)] * 2
@@ -206,83 +143,60 @@ def test_a_lease_of_newer_weights_is_waited_for_and_given_back(
         "_oldest_version",
         lambda granting, number: wanted.pop() if wanted else oldest(granting, number),
     )
-
-    async def scenario(run: Run) -> None:
-        learner = await run.learner(run={"max_steps": 100_000})
-        worker = await run.worker("w1", engine={"version_wait_s": 0.2})
-        async with running(learner, worker) as (learning, _):
-            counters = learner.session.counters
-            # However fast the other groups are trained on: only then may the run end.
-            assert await learner.wait_until(lambda: counters["leases_given_back"] == 2, within_s=60)
-            learner.interrupt()
-            assert await learning == "interrupted"
-        assert worker.session.version_wait.max_s == 0.2
-        assert worker.session.counters["engine/version_refused"] == 2
-        assert learner.session.counters["leases_given_back"] == 2
-        reasons = {record["reason"] for record in run.ledger("discarded")}
-        assert "version_not_installed" not in reasons
-
-    play(scenario)
-    assert re.search(r"v99 or newer is wanted, v\d is installed", caplog.text)
+    world = make_nodes()
+    world.learner()
+    world.worker("w1", engine={"version_wait_s": 2.0})
+    world.run_until(lambda: world.count("learner", "leases_given_back") == 2)
+    assert 2.0 < world.now < 5.0
+    assert world.count("w1", "engine/version_refused") == 2
+    assert any(
+        re.search(r"v99 or newer is wanted, v\d is installed", note) for note in world.notes("w1")
+    )
+    world.run_until(lambda: world.step >= 5)
+    assert "version_not_installed" not in {r["reason"] for r in world.records("discarded")}
 
 
-def test_what_an_engine_counts_is_told_though_no_group_is_finished(play: Play) -> None:
-    async def scenario(run: Run) -> None:
-        learner = await run.learner()
-        learner.session.is_granting = False
-        worker = await run.worker("w1")
-        async with running(learner, worker):
-            assert await worker.wait_until(
-                lambda: worker.session.installed_version is not None, within_s=60
-            )
-            assert worker._parts is not None
-            with pytest.raises(EngineError):
-                worker._parts.engine._concurrency.halve(1, why="", numbers="")  # type: ignore[attr-defined]
-            counters = worker.session.counters
-            assert await worker.wait_until(
-                lambda: counters["engine/out_of_memory"] == 1, within_s=60
-            )
-
-    play(scenario)
-
-
-def test_an_interrupted_worker_delivers_and_says_goodbye(
-    play: Play, caplog: pytest.LogCaptureFixture
+def test_what_an_engine_counts_is_told_though_no_group_is_finished(
+    make_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.INFO)
-
-    async def scenario(run: Run) -> None:
-        learner = await run.learner(run={"max_steps": 1000})
-        worker = await run.worker("w1")
-        async with running(learner, worker) as (_, working):
-            assert await learner.wait_until(lambda: learner.session.step >= 2, within_s=60)
-            worker.interrupt()
-            assert await working == "interrupted"
-            assert not worker.session.partials.running
-            assert not len(worker.session.outbox)
-            assert await learner.wait_until(lambda: not learner.session.roster.nodes, within_s=60)
-            assert learner.session.leases.num_leases("w1") == 0
-
-    play(scenario)
-    assert "w1 left: stopped by its operator" in caplog.text, "it was missed instead"
+    world = make_nodes()
+    world.learner()
+    world.node("learner").session.is_granting = False
+    monkeypatch.setattr(StubEngine, "take_counts", lambda self: {"engine/out_of_memory": 1})
+    world.worker("w1")
+    nodes = world.node("learner").session.roster.nodes
+    world.run_until(lambda: "w1" in nodes and nodes["w1"].stats.refused.get("engine/out_of_memory"))
 
 
-@pytest.mark.slow
-def test_a_worker_keeps_its_results_while_the_learner_is_away(play: Play) -> None:
-    async def scenario(run: Run) -> None:
-        worker = await run.worker("w1")
-        async with running(worker) as (working,):
-            learner = await run.learner(run={"max_steps": 1000})
-            async with running(learner):
-                assert await learner.wait_until(lambda: learner.session.step >= 2, within_s=60)
-            await asyncio.sleep(0.1)
-            assert not working.done()
-            step = run.ledger("trained")[-1]["step"]
-            learner = await run.learner(resume=True, run={"max_steps": step + 3})
-            async with running(learner) as (learning,):
-                assert await learning == "finished"
-            await working
-        installed = read_jsonl(run.run_dir / "workers" / "w1" / "installed.jsonl")
-        assert {record["version"][0] for record in installed} == {1, 2}
+def test_an_interrupted_worker_delivers_and_says_goodbye(make_nodes: MakeNodes) -> None:
+    world = make_nodes()
+    world.learner()
+    world.worker("w1")
+    world.run_until(lambda: world.step >= 2)
+    world.interrupt("w1")
+    world.run_until(lambda: world.end("w1"))
+    assert world.end("w1") == ("interrupted", "")
+    worker, learner = world.node("w1").session, world.node("learner").session
+    assert not worker.partials.running
+    assert not len(worker.outbox)
+    world.run(0.1)
+    assert not learner.roster.nodes
+    assert learner.leases.num_leases("w1") == 0
+    assert "w1 left: stopped by its operator" in world.notes("learner"), "it was missed instead"
 
-    play(scenario)
+
+def test_a_worker_keeps_its_results_while_the_learner_is_away(make_nodes: MakeNodes) -> None:
+    world = make_nodes()
+    world.learner()
+    world.worker("w1")
+    world.run_until(lambda: world.step >= 2)
+    world.kill("learner")
+    world.run(2.0)
+    assert world.is_alive("w1")
+    held = {group for group, _ in world.node("w1").session.outbox.keys}
+    assert held
+    world.learner()
+    world.run_until(lambda: world.step >= 5)
+    assert held <= set(world.stored())
+    assert {lineage for lineage, _ in world.audited("w1")} == {1, 2}
+    world.audit()

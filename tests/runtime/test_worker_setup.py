@@ -9,13 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 from blake3 import blake3
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.config.load import inherited_settings, parse_config
 from echo.core.errors import ConfigError, RefusedError
 from echo.engine import model
 from echo.engine.model import own_model
-from echo.roles.joining import sign_welcome
 from echo.roles.relay import Relay
 from echo.runtime import relay
 from echo.runtime.episodes import code_settings
@@ -46,7 +44,6 @@ class PosingRelay(Relay):
 
     directory = Path()
     """Of the worker's inherited files."""
-    own_key: Ed25519PrivateKey | None = None
 
     def forward(self, peer: str, envelope: Any, frames: list[Any]) -> list[Action]:
         match message := decode_message(envelope):
@@ -57,10 +54,6 @@ class PosingRelay(Relay):
                     settings=message.settings | {"task.kind": "dataset", "task.options": options},
                     assets=message.assets | {"evil.py": (blake3(EVIL).hexdigest(), len(EVIL))},
                 )
-                if self.own_key is not None:
-                    public_key = self.own_key.public_key().public_bytes_raw()
-                    changed = msgspec.structs.replace(changed, public_key=public_key)
-                    changed = sign_welcome(changed, self.own_key)
                 frames = encode(changed, source=envelope.source, target=envelope.target)
                 envelope = decode_envelope(frames)
             case AssetRequest(name="evil.py"):
@@ -69,18 +62,11 @@ class PosingRelay(Relay):
         return super().forward(peer, envelope, frames)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("has_own_key", [False, True])
 def test_a_relay_cannot_have_a_worker_run_its_code(
-    play: Play,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    has_own_key: bool,
+    play: Play, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(relay, "Relay", PosingRelay)
-    key = Ed25519PrivateKey.generate() if has_own_key else None
-    monkeypatch.setattr(PosingRelay, "own_key", key)
 
     async def scenario(run: Run) -> None:
         join = write_join(run.run_dir, "tcp://learner:7700", *load_or_create_keys(run.run_dir))
@@ -93,8 +79,7 @@ def test_a_relay_cannot_have_a_worker_run_its_code(
             with pytest.raises(RefusedError) as caught:
                 await working
         assert f"over {RELAY} (relay): " in str(caught.value)
-        fault = "the signing key has the fingerprint" if has_own_key else "has not signed"
-        assert fault in str(caught.value)
+        assert "has not signed" in str(caught.value)
         assert not list(node_dir.rglob("*")), "a file was written"
 
     play(scenario)

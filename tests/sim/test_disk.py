@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
-from echo.core.rollout import Group, Lineage, PolicyVersion, Rollout
+from echo.core.rollout import Group, Lineage, PolicyVersion
 from echo.records.ledger import Discarded, Granted
 from echo.runtime.learner.resume import SavedRun, StartingPoint
 from echo.sim.clock import run_virtual
@@ -14,6 +12,7 @@ from echo.sim.lengths import Groups, RecordedLengths
 from echo.sim.summary import History
 from echo.sim.timing import Disk, MemoryCheckpoints, MemoryLedger
 from echo.wire.codec import encode_group
+from tests.core.groups import make_group, make_rollout
 from tests.sim.scenarios import make_scenario
 
 
@@ -26,22 +25,8 @@ RUN = "r"
 LENGTHS = RecordedLengths([100], group_size=2, useful_share=1.0, seed=0)
 
 
-def make_group(group_id: int, step: int) -> Group:
-    rollout = Rollout(
-        token_ids=np.zeros(1, np.int32),
-        sampler_logprobs=np.zeros(1, np.float32),
-        policy_versions=np.array([[1, step]], np.int32),
-        completion_mask=np.ones(1, np.bool_),
-        reward=0.0,
-        finish_reason="stop",
-    )
-    return Group(
-        group_id=group_id,
-        attempt=0,
-        worker_id="w",
-        prompt_ids=np.zeros(1, np.int32),
-        rollouts=(rollout, rollout),
-    )
+def group_of(group_id: int, step: int) -> Group:
+    return make_group(*[make_rollout([(1, step)])] * 2, group_id=group_id)
 
 
 class Life:
@@ -85,7 +70,7 @@ def test_a_crash_undoes_the_steps_after_the_checkpoint_and_keeps_their_groups() 
     async def main() -> tuple[Disk, StartingPoint]:
         disk = make_disk()
         life = Life(disk)
-        groups = [make_group(number, 0) for number in range(4)]
+        groups = [group_of(number, 0) for number in range(4)]
         life.granted(*range(6))
         life.granted(4, attempt=1)
         life.accepted(*groups)
@@ -112,8 +97,8 @@ def test_what_was_sampled_by_a_version_of_the_void_steps_ends() -> None:
     async def main() -> StartingPoint:
         disk = make_disk()
         life = Life(disk)
-        first, second, third = (make_group(number, 0) for number in range(3))
-        kept, void = make_group(3, 2), make_group(4, 3)
+        first, second, third = (group_of(number, 0) for number in range(3))
+        kept, void = group_of(3, 2), group_of(4, 3)
         life.granted(*range(5))
         life.accepted(first, second, third, kept, void)
         life.trained(first, step=1)
@@ -131,7 +116,7 @@ def test_where_nobody_comes_back_nothing_is_kept() -> None:
     async def main() -> Disk:
         disk = make_disk(is_kept=False)
         life = Life(disk)
-        groups = [make_group(number, 0) for number in range(2)]
+        groups = [group_of(number, 0) for number in range(2)]
         life.granted(0, 1)
         life.accepted(*groups)
         life.trained(groups[0], step=1)

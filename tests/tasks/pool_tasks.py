@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from echo.tasks.environment import Environment
 from echo.tasks.task import Example, RetryCall, Task
@@ -43,12 +42,6 @@ class Misbehaving(Task):
     def fail(self, rest: str) -> float:
         raise ZeroDivisionError(rest)
 
-    def quit(self, rest: str) -> float:
-        raise SystemExit(3)
-
-    def nothing(self, rest: str) -> Any:
-        return None
-
     def regex(self, rest: str) -> float:
         """Keep the interpreter's lock in one match, for longer than anybody waits."""
         return float(re.fullmatch(r"(a+)+b", "a" * 60) is not None)
@@ -80,9 +73,6 @@ class Misbehaving(Task):
         if len(path.read_text()) < int(rest):
             raise RetryCall("the judge is being started")
         return 1.0
-
-    def refuse(self, rest: str) -> float:
-        raise ConnectionRefusedError("nobody listens")
 
     def sleep(self, rest: str) -> float:
         time.sleep(float(rest))

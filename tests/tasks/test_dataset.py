@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import importlib.util
 import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +26,7 @@ from echo.tasks.dataset import (
     MixtureTask,
     RowsTask,
     extract_answer,
-    is_equal,
     is_local,
-    is_plain_number,
     read_rows,
     spread,
 )
@@ -44,7 +43,7 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
+def write_jsonl(path: Path, rows: Sequence[object]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 
@@ -78,14 +77,12 @@ def write_saved(directory: Path, rows: list[dict[str, Any]]) -> str:
     [(write_jsonl, "rows.jsonl"), (write_parquet, "rows.parquet"), (write_saved, "saved")],
 )
 def test_every_form_gives_the_same_rows(tmp_path: Path, write: Any, name: str) -> None:
-    rows = list(read_rows(write(tmp_path / name, ROWS)))
+    path = write(tmp_path / name, ROWS)
+    rows = list(read_rows(path))
     assert [row.columns for row in rows] == ROWS
     assert len({row.text for row in rows}) == 3
-
-
-def test_rows_are_named_by_file_and_number(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "rows.parquet", ROWS)
-    assert [row.source for row in read_rows(path)] == [f"{path}:{n}" for n in (1, 2, 3)]
+    if name != "saved":
+        assert [row.source for row in rows] == [f"{path}:{n}" for n in (1, 2, 3)]
 
 
 def test_a_directory_is_all_of_its_files_in_order(tmp_path: Path) -> None:
@@ -207,6 +204,10 @@ def test_what_is_on_the_hub_is_asked_for_and_not_downloaded(hub: list[dict[str, 
 # --- rows -----------------------------------------------------------------------------------------
 
 
+def numbered(num_rows: int, tag: str = "q") -> list[dict[str, Any]]:
+    return [{"prompt": f"{tag}{index}", "answer": f"a{index}"} for index in range(num_rows)]
+
+
 class Contains(RowsTask):
     def reward(self, example: Example, completion: str) -> float:
         return float(example.answer in completion)
@@ -217,18 +218,9 @@ class Capitals(Contains):
         return Example(index=0, split="train", prompt=row["country"], answer=row["capital"])
 
 
-def write_rows(path: Path, rows: list[object]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
-def rows(num_rows: int, tag: str = "q") -> list[object]:
-    return [{"prompt": f"{tag}{index}", "answer": f"a{index}"} for index in range(num_rows)]
-
-
 def test_rows_are_served_in_order_and_wrap_around(tmp_path: Path) -> None:
-    train = write_rows(tmp_path / "train.jsonl", rows(3))
-    task = Contains(path=train, heldout_path=write_rows(tmp_path / "held.jsonl", rows(2, "h")))
+    train = write_jsonl(tmp_path / "train.jsonl", numbered(3))
+    task = Contains(path=train, heldout_path=write_jsonl(tmp_path / "held.jsonl", numbered(2, "h")))
     examples = [task.example(index, split="train") for index in range(4)]
     assert [example.prompt for example in examples] == ["q0", "q1", "q2", "q0"]
     assert [example.index for example in examples] == [0, 1, 2, 3]
@@ -240,7 +232,7 @@ def test_rows_are_served_in_order_and_wrap_around(tmp_path: Path) -> None:
 
 
 def test_one_file_is_split_by_the_hash_of_its_lines(tmp_path: Path) -> None:
-    task = Contains(path=write_rows(tmp_path / "all.jsonl", rows(400)))
+    task = Contains(path=write_jsonl(tmp_path / "all.jsonl", numbered(400)))
     numbers = {split: task.num_examples(split=split) for split in ("train", "heldout")}
     assert numbers["train"] + numbers["heldout"] == 400
     assert 20 <= numbers["heldout"] <= 60
@@ -253,7 +245,7 @@ def test_one_file_is_split_by_the_hash_of_its_lines(tmp_path: Path) -> None:
 
 def test_messages_and_info_are_taken(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages, "info": {"level": 2}}])
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages, "info": {"level": 2}}])
     example = Contains(path=path, heldout_path=path).example(0, split="train")
     assert (example.prompt, example.info, example.answer) == (messages, {"level": 2}, None)
 
@@ -291,7 +283,7 @@ def test_a_malformed_row_is_named_by_file_and_line(
 
 
 def test_a_column_missed_by_a_subclass_is_named(tmp_path: Path) -> None:
-    path = write_rows(
+    path = write_jsonl(
         tmp_path / "c.jsonl", [{"country": "Chad", "capital": "N'Djamena"}, {"land": 1}]
     )
     with pytest.raises(DataError, match=r"c\.jsonl:2: malformed row: no column 'country'"):
@@ -300,8 +292,8 @@ def test_a_column_missed_by_a_subclass_is_named(tmp_path: Path) -> None:
 
 def test_an_empty_file_and_an_empty_split_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is empty"):
-        Contains(path=write_rows(tmp_path / "empty.jsonl", [])).example(0, split="train")
-    one_row = write_rows(tmp_path / "one.jsonl", rows(1))
+        Contains(path=write_jsonl(tmp_path / "empty.jsonl", [])).example(0, split="train")
+    one_row = write_jsonl(tmp_path / "one.jsonl", numbered(1))
     with pytest.raises(DataError, match=r"set.*heldout_path|heldout_path"):
         Contains(path=one_row).example(0, split="heldout")
 
@@ -320,13 +312,18 @@ def test_bad_rows_are_skipped_counted_and_the_first_is_named(
 
 
 def test_a_dataset_of_bad_rows_only_is_refused(tmp_path: Path) -> None:
-    task = Contains(path=write_rows(tmp_path / "bad.jsonl", [{"question": "x"}, {}]), skip_bad=True)
+    task = Contains(
+        path=write_jsonl(tmp_path / "bad.jsonl", [{"question": "x"}, {}]), skip_bad=True
+    )
     with pytest.raises(DataError, match=r"all rows are malformed; the first: .*bad\.jsonl:1: "):
         task.example(0, split="train")
 
 
 def test_a_glance_at_the_data_finds_what_is_wrong_with_each_file(tmp_path: Path) -> None:
-    bad, none = write_rows(tmp_path / "bad.jsonl", [{}, *rows(2)]), str(tmp_path / "none.jsonl")
+    bad, none = (
+        write_jsonl(tmp_path / "bad.jsonl", [{}, *numbered(2)]),
+        str(tmp_path / "none.jsonl"),
+    )
     first, second = Contains(path=bad, heldout_path=none).data_problems()
     assert f"{bad}:1: malformed row" in first
     assert f"{none}: cannot read the dataset" in second
@@ -337,7 +334,8 @@ def test_a_glance_at_the_data_finds_what_is_wrong_with_each_file(tmp_path: Path)
 # --- mathematical answers -------------------------------------------------------------------------
 
 
-pytest.importorskip("math_verify")
+if importlib.util.find_spec("math_verify") is None:
+    pytest.skip("math-verify is not installed", allow_module_level=True)
 
 
 @pytest.mark.parametrize(
@@ -362,17 +360,6 @@ pytest.importorskip("math_verify")
 )
 def test_the_final_answer_is_found(completion: str, answer: str | None) -> None:
     assert extract_answer(completion) == answer
-
-
-def test_equality_is_of_values() -> None:
-    assert is_equal("3", "3.000")
-    assert not is_equal("3", "3.001")
-    assert not is_equal("3", "")
-
-
-@pytest.mark.parametrize(("text", "expected"), [("-3.50", True), ("3e2", False), ("x", False)])
-def test_plain_numbers_are_told_from_expressions(text: str, expected: bool) -> None:
-    assert is_plain_number(text) is expected
 
 
 # --- any reward function --------------------------------------------------------------------------
@@ -410,14 +397,9 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     sys.modules.pop("echo_user_rewards", None)
 
 
-def write(path: Path, *rows: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
 def reward_of(tmp_path: Path, function: str, row: dict[str, Any], completion: str = "c") -> Any:
     """What a function says of the first row, read as a learner reads it and sent to a worker."""
-    path = write(tmp_path / "rows.jsonl", row)
+    path = write_jsonl(tmp_path / "rows.jsonl", [row])
     task = DatasetTask(path=path, heldout_path=path, reward=f"rewards.py:{function}")
     example = task.example(0, split="train")
     sent = Example(**json.loads(json.dumps(asdict(example))))
@@ -450,7 +432,7 @@ def test_a_function_for_trl_gets_lists(tmp_path: Path) -> None:
 
 
 def test_columns_of_other_names_are_mapped(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", {"question": "q", "solution": "42", "level": 1})
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"question": "q", "solution": "42", "level": 1}])
     task = DatasetTask(path=path, columns={"prompt": "question", "answer": "solution"})
     example = task.example(0, split="train" if task.num_examples(split="train") else "heldout")
     assert (example.prompt, example.answer, example.columns) == ("q", "42", {"level": 1})
@@ -466,8 +448,6 @@ def test_columns_of_other_names_are_mapped(tmp_path: Path) -> None:
     ],
 )
 def test_the_built_in_rewards(reward: str, answer: Any, right: str, wrong: str) -> None:
-    if reward == "math":
-        pytest.importorskip("math_verify")
     task = load_task("dataset", {"reward": reward})
     example = Example(index=0, split="train", prompt="?", answer=answer)
     assert [task.reward(example, text) for text in (right, wrong)] == [1.0, 0.0]
@@ -487,7 +467,7 @@ def test_the_built_in_rewards(reward: str, answer: Any, right: str, wrong: str) 
 def test_what_does_not_fit_is_named_with_the_remedy(
     tmp_path: Path, options: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
-    path = write(tmp_path / "rows.jsonl", {"prompt": "p"})
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p"}])
     with pytest.raises(kind, match=message):
         DatasetTask(path=path, **options).example(0, split="train")
 
@@ -505,10 +485,9 @@ def test_the_digest_follows_the_functions_file(functions: Path) -> None:
 HERE = "tests.tasks.pool_tasks"
 
 
-def dataset(path: Path, num_rows: int) -> dict[str, Any]:
-    rows = [{"prompt": f"q{number}", "answer": f"a{number}"} for number in range(num_rows)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return {"kind": "dataset", "options": {"path": str(path), "heldout_path": str(path)}}
+def dataset(directory: Path, num_rows: int) -> dict[str, Any]:
+    path = write_jsonl(directory / "a.jsonl", numbered(num_rows))
+    return {"kind": "dataset", "options": {"path": path, "heldout_path": path}}
 
 
 def make(*tables: dict[str, Any]) -> MixtureTask:
@@ -527,7 +506,7 @@ def test_every_stretch_is_mixed_as_the_weights_say(shares: list[float]) -> None:
 
 
 def test_examples_go_to_their_own_task(tmp_path: Path) -> None:
-    task = make({"kind": "addition", "weight": 3}, dataset(tmp_path / "a.jsonl", 4))
+    task = make({"kind": "addition", "weight": 3}, dataset(tmp_path, 4))
     examples = [task.example(index, split="train") for index in range(40)]
     assert [example.index for example in examples] == list(range(40))
     assert Counter(example.task for example in examples) == {"addition": 30, "dataset": 10}
@@ -539,7 +518,7 @@ def test_examples_go_to_their_own_task(tmp_path: Path) -> None:
 
 
 def test_a_dataset_is_visited_whole_before_it_is_visited_again(tmp_path: Path) -> None:
-    task = make({"kind": "addition"}, dataset(tmp_path / "a.jsonl", 7))
+    task = make({"kind": "addition"}, dataset(tmp_path, 7))
     prompts = [
         example.prompt
         for index in range(2 * CYCLE)
@@ -552,7 +531,7 @@ def test_a_dataset_is_visited_whole_before_it_is_visited_again(tmp_path: Path) -
 
 
 def test_tasks_of_one_and_of_several_turns(tmp_path: Path) -> None:
-    task = make({"kind": f"{HERE}:Counting"}, dataset(tmp_path / "a.jsonl", 4))
+    task = make({"kind": f"{HERE}:Counting"}, dataset(tmp_path, 4))
     assert task.has_turns
     assert not task.is_bounded
     examples = {

@@ -63,11 +63,6 @@ def test_demonstrations_come_from_training_prompts_and_fit(make: type[GeneratedT
         assert len(completion) + 1 <= task.max_completion_tokens
 
 
-def test_successive_examples_differ() -> None:
-    task = AdditionTask()
-    assert len({str(task.example(index, split="train").prompt) for index in range(200)}) > 195
-
-
 @pytest.mark.parametrize(("index", "split"), [(-1, "train"), (0, "test")])
 def test_an_impossible_example_is_refused(index: int, split: str) -> None:
     with pytest.raises(ValueError, match="train, heldout"):
@@ -105,12 +100,28 @@ NOT_A_TASK = 3
 """
 
 
+REWARDS = """
+import dataclasses
+
+@dataclasses.dataclass
+class Weight:
+    value: "float" = 2.0
+
+def correct(prompt, completion, answer):
+    return Weight().value
+
+LIMIT = 3
+"""
+
+
 @pytest.fixture
 def user_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A current directory with the user's own my_tasks.py; imports are undone afterwards."""
+    """A current directory with the user's own modules; imports are undone afterwards."""
     modules, path = set(sys.modules), list(sys.path)
     (tmp_path / "my_tasks.py").write_text(OWN_TASK, encoding="utf-8")
+    (tmp_path / "my_rewards.py").write_text(REWARDS, encoding="utf-8")
     (tmp_path / "broken_tasks.py").write_text("import no_such_thing\n", encoding="utf-8")
+    (tmp_path / "broken.py").write_text("1 / 0\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     sys.path[:] = path
@@ -160,10 +171,6 @@ def test_the_source_digest_covers_the_whole_file(user_directory: Path) -> None:
     assert before["dataset"] == ""
     (user_directory / "my_tasks.py").write_text(OWN_TASK + "\n# a helper\n", encoding="utf-8")
     assert task_digests(load_task("my_tasks:Parrot", {}))["task_source"] != before["task_source"]
-
-
-def test_the_digest_of_a_built_in_task_is_stable() -> None:
-    assert task_digests(AdditionTask()) == task_digests(load_task("addition", {}))
 
 
 class Lines(RowsTask):
@@ -275,42 +282,15 @@ def test_other_code_than_the_learners_is_not_run(user_directory: Path) -> None:
 # --- code by its name -----------------------------------------------------------------------------
 
 
-REWARDS = """
-import dataclasses
-
-@dataclasses.dataclass
-class Weight:
-    value: "float" = 2.0
-
-def correct(prompt, completion, answer):
-    return Weight().value
-
-LIMIT = 3
-"""
-
-
-@pytest.fixture
-def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    path = tmp_path / "my_rewards.py"
-    path.write_text(REWARDS, encoding="utf-8")
-    (tmp_path / "broken.py").write_text("1 / 0\n", encoding="utf-8")
-    modules, search = set(sys.modules), list(sys.path)
-    monkeypatch.chdir(tmp_path)
-    yield path
-    sys.path[:] = search
-    for name in set(sys.modules) - modules:
-        del sys.modules[name]
-
-
 @pytest.mark.parametrize("spec", ["my_rewards:correct", "my_rewards.py:correct", "{path}:correct"])
-def test_a_function_is_found_by_module_and_by_file(rewards: Path, spec: str) -> None:
-    function = load_function("reward", spec.format(path=rewards))
+def test_a_function_is_found_by_module_and_by_file(user_directory: Path, spec: str) -> None:
+    function = load_function("reward", spec.format(path=user_directory / "my_rewards.py"))
     assert function("", "", "") == 2.0
 
 
-def test_a_file_is_run_once(rewards: Path) -> None:
+def test_a_file_is_run_once(user_directory: Path) -> None:
     first = load_function("reward", "my_rewards.py:correct")
-    assert load_function("reward", str(rewards) + ":correct") is first
+    assert load_function("reward", f"{user_directory}/my_rewards.py:correct") is first
 
 
 @pytest.mark.parametrize(
@@ -324,7 +304,7 @@ def test_a_file_is_run_once(rewards: Path) -> None:
         ("broken.py:correct", "importing 'broken.py' failed: ZeroDivisionError"),
     ],
 )
-def test_what_cannot_be_found_is_explained(rewards: Path, spec: str, message: str) -> None:
+def test_what_cannot_be_found_is_explained(user_directory: Path, spec: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_function("x", spec)
 

@@ -12,7 +12,6 @@ from echo.tasks.tokenization import (
     TextCodec,
     asset_files,
     decode,
-    encode_prompt,
     load_tokenizer,
     stop_ids,
     tokenizer_digests,
@@ -44,36 +43,36 @@ def text_of(ids: list[int]) -> str:
 
 
 def test_text_without_a_template_is_encoded_as_the_tokenizer_does(plain: Path) -> None:
-    ids = encode_prompt(load_tokenizer(plain), "4+3=", chat_template_kwargs={})
+    ids = TextCodec(load_tokenizer(plain), [], {}).encode_prompt("4+3=")
     assert (ids[0], text_of(ids[1:])) == (1, "4+3=")
 
 
 def test_text_with_a_template_becomes_one_user_message(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     tokenizer = load_tokenizer(directory)
-    ids = encode_prompt(tokenizer, "1+1", chat_template_kwargs={})
+    ids = TextCodec(tokenizer, [], {}).encode_prompt("1+1")
     assert text_of(ids) == "<bos>4:1+1;="  # one <bos>, the template's own
     messages = [{"role": "system", "content": "2"}, {"role": "user", "content": "1+1"}]
-    ids = encode_prompt(tokenizer, messages, chat_template_kwargs={"mark": ">"})
+    ids = TextCodec(tokenizer, [], {"mark": ">"}).encode_prompt(messages)
     assert text_of(ids) == "<bos>6:2;<bos>4:1+1;>"
 
 
 def test_a_given_template_replaces_the_directorys_own(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text("0", encoding="utf-8")
     tokenizer = load_tokenizer(directory, chat_template=TEMPLATE)
-    assert text_of(encode_prompt(tokenizer, "7", chat_template_kwargs={})) == "<bos>4:7;="
+    assert text_of(TextCodec(tokenizer, [], {}).encode_prompt("7")) == "<bos>4:7;="
 
 
 def test_what_cannot_be_encoded_is_explained(plain: Path) -> None:
     messages = [{"role": "user", "content": "1"}]
     with pytest.raises(DataError, match=r"no chat template; set model\.chat_template"):
-        encode_prompt(load_tokenizer(plain), messages, chat_template_kwargs={})
+        TextCodec(load_tokenizer(plain), [], {}).encode_prompt(messages)
     failing = load_tokenizer(plain, chat_template="{{ raise_exception('no roles') }}")
     with pytest.raises(DataError, match=r"chat template failed: no roles.*'mark': 1"):
-        encode_prompt(failing, messages, chat_template_kwargs={"mark": 1})
+        TextCodec(failing, [], {"mark": 1}).encode_prompt(messages)
     silent = load_tokenizer(plain, chat_template="{# nothing #}")
     with pytest.raises(DataError, match="has no tokens"):
-        encode_prompt(silent, messages, chat_template_kwargs={})
+        TextCodec(silent, [], {}).encode_prompt(messages)
 
 
 def test_decoding_ends_at_the_first_stop_and_keeps_the_rest_as_sampled() -> None:
@@ -151,7 +150,7 @@ def test_a_turn_of_the_environment_continues_the_conversation(plain: Path) -> No
     """What was sampled and what is said make the ids that the whole would have."""
     tokenizer = load_tokenizer(plain, chat_template=TURNS)
     stops = stop_ids(tokenizer, plain)
-    prompt = encode_prompt(tokenizer, "1+1", chat_template_kwargs={})
+    prompt = TextCodec(tokenizer, [], {}).encode_prompt("1+1")
     sampled = [*tokenizer("=3", add_special_tokens=False)["input_ids"], stops[0]]
     said = [{"role": "user", "content": "0"}, {"role": "tool", "content": "7"}]
     ids = TextCodec(tokenizer, stops, {}).encode_turn(said)
@@ -160,7 +159,7 @@ def test_a_turn_of_the_environment_continues_the_conversation(plain: Path) -> No
         {"role": "assistant", "content": "=3"},
         *said,
     ]
-    whole = encode_prompt(tokenizer, conversation, chat_template_kwargs={})
+    whole = TextCodec(tokenizer, [], {}).encode_prompt(conversation)
     assert [*prompt, *sampled, *ids] == whole
     assert text_of(ids) == ";<bos>4:0<eos>;<bos>4:7<eos>;<bos>9:"
 
@@ -187,5 +186,5 @@ def test_a_template_that_drops_what_was_said_is_refused(plain: Path) -> None:
 
 def test_tools_reach_the_template(plain: Path) -> None:
     tokenizer = load_tokenizer(plain, chat_template="{% for t in tools %}{{ t.n }}{% endfor %}=")
-    ids = encode_prompt(tokenizer, "1", chat_template_kwargs={}, tools=[{"n": 4}, {"n": 2}])
+    ids = TextCodec(tokenizer, [], {}).encode_prompt("1", tools=[{"n": 4}, {"n": 2}])
     assert text_of(ids) == "42="

@@ -126,8 +126,8 @@ def test_weights_and_moments_stay_float32_and_small_steps_add_up(tiny_model_dir:
 
 def test_scores_are_float32_and_close(tiny_model_dir: Path) -> None:
     groups = make_groups()
-    exact = make_trainer(tiny_model_dir, FUSED["grpo"]).score(groups)
-    mixed = make_trainer(tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16).score(groups)
+    exact = make_trainer(tiny_model_dir, FUSED["grpo"]).forward(groups)
+    mixed = make_trainer(tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16).forward(groups)
     gap = max(
         float(abs(a - b).max())
         for one, other in zip(exact, mixed, strict=True)

@@ -186,7 +186,7 @@ def test_flash_attention_is_used_in_16_bits_only(
     assert torch.allclose(found, expected, atol=0.02)
     # The probe of mismatches scores in float32.
     scorer = frozen_policy(ModelSource(model_dir=tiny_model_dir), policy.compute)
-    assert scorer.model.config._attn_implementation == "sdpa"
+    assert scorer.model.config._attn_implementation == "packed"
 
 
 def test_logits_changed_in_an_unknown_way_are_noticed(

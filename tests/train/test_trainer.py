@@ -88,7 +88,7 @@ def on_policy(trainer: Trainer, groups: Sequence[Group]) -> list[Group]:
                 for rollout, logprobs in zip(group.rollouts, scores, strict=True)
             ),
         )
-        for group, scores in zip(groups, trainer.score(groups), strict=True)
+        for group, scores in zip(groups, trainer.forward(groups), strict=True)
     ]
 
 
@@ -142,7 +142,7 @@ def test_scores_are_the_models_own(
     trainer = make_trainer(temperature=temperature, micro_batch_tokens=micro_batch_tokens)
     groups = make_groups()
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    for group, scores in zip(groups, trainer.score(groups), strict=True):
+    for group, scores in zip(groups, trainer.forward(groups), strict=True):
         for rollout, score in zip(group.rollouts, scores, strict=True):
             with torch.no_grad():
                 expected = plain_logprobs(model, group, rollout, temperature)
@@ -154,7 +154,7 @@ def test_masked_tokens_are_scored_too(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
     group = make_group([0.0, 1.0])
     masked = change_of(group, 0, completion_mask=np.zeros(group.rollouts[0].num_tokens, np.bool_))
-    assert np.array_equal(trainer.score([masked])[0][0], trainer.score([group])[0][0])
+    assert np.array_equal(trainer.forward([masked])[0][0], trainer.forward([group])[0][0])
 
 
 # ------------------------------------------------------------------------------------- gradient
@@ -279,10 +279,10 @@ def test_a_batch_masked_throughout_changes_nothing(make_trainer: MakeTrainer) ->
 def test_a_step_makes_right_answers_likelier(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
     group = make_group([1, 0, 0, 0], 2)
-    before = trainer.score([group])[0]
+    before = trainer.forward([group])[0]
     for _ in range(3):
         trainer.step(on_policy(trainer, [group]))
-    after = trainer.score([group])[0]
+    after = trainer.forward([group])[0]
     assert after[0].sum() > before[0].sum()
     assert sum(row.mean() for row in after[1:]) < sum(row.mean() for row in before[1:])
 

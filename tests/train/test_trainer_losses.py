@@ -125,9 +125,9 @@ def spy(inputs_seen: list[LossInputs], **needs: bool) -> Loss:
 
 def test_the_proximal_policy_is_the_one_at_the_start_of_the_step(tiny_model_dir: Path) -> None:
     seen: list[LossInputs] = []
-    trainer = make_trainer(tiny_model_dir, spy(seen))
+    trainer = make_trainer(tiny_model_dir, spy(seen, proximal_logprobs=True))
     group = make_group([1, 0], 2)
-    expected = trainer.score([group])[0]
+    expected = trainer.forward([group])[0]
     trainer.step([group])
     (inputs,) = seen
     assert inputs.proximal_logprobs is not None

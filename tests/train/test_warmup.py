@@ -49,7 +49,7 @@ def use(monkeypatch: pytest.MonkeyPatch, recipe: WarmupRecipe) -> None:
 def test_progress_is_told_and_the_result_is_found_again(tmp_path: Path) -> None:
     view = View()
     torch.set_num_threads(2)
-    first = make_warm_model("addition", tmp_path, seed=0, num_threads=1, view=view)
+    first = make_warm_model("addition", tmp_path, seed=0, view=view)
     seen = view.seen
     assert torch.get_num_threads() == 2
     assert [(step, total) for step, total, _, _ in seen] == [(i, 6) for i in range(1, 7)]

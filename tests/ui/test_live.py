@@ -6,19 +6,18 @@ import logging
 import math
 import re
 import threading
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from rich.segment import Segment
-from rich.text import Text
 
-from echo.core.metrics import CostView, NodeView, WorkerView
+from echo.core.metrics import CostView, NodeView, SpeedView, WorkerView
 from echo.ui import live
 from echo.ui.live import (
     Curve,
-    InAscii,
     LiveView,
     Marks,
     PlainLog,
@@ -26,8 +25,6 @@ from echo.ui.live import (
     StatusLine,
     WorkerStatus,
     _newest_whole,
-    clean,
-    fit,
     line_chart,
     render_live,
     show_status,
@@ -36,12 +33,10 @@ from echo.ui.live import (
 )
 
 
-def lines_of(view: object, width: int, encoding: str = "utf-8") -> list[str]:
-    buffer = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="")
-    console = Console(file=buffer, width=width, color_system=None)
+def lines_of(view: object, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(view)
-    buffer.flush()
-    return buffer.buffer.getvalue().decode(encoding).splitlines()  # type: ignore[attr-defined]
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
 class Terminal(io.TextIOWrapper):
@@ -167,7 +162,7 @@ def test_first_snapshot_of_a_run_can_be_drawn(make_snapshot) -> None:
 
 def test_live_view_draws_and_gives_the_terminal_back(make_snapshot) -> None:
     terminal = Terminal()
-    with LiveView(terminal_console(terminal), refresh_per_s=1000) as view:
+    with LiveView(terminal_console(terminal)) as view:
         view.update(make_snapshot())
     text = terminal.text()
     assert view.failure is None
@@ -180,22 +175,11 @@ def test_live_view_draws_and_gives_the_terminal_back(make_snapshot) -> None:
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp437"])
 def test_live_view_falls_back_to_ascii(make_snapshot, encoding: str) -> None:
     terminal = Terminal(encoding)
-    with LiveView(terminal_console(terminal), refresh_per_s=1000) as view:
+    with LiveView(terminal_console(terminal)) as view:
         view.update(make_snapshot(run_name="naïve ✓"))
     assert view.failure is None
     assert "na?ve ?" in terminal.text()
     assert re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", terminal.text()).isascii()
-
-
-def test_live_view_outlives_a_terminal_that_goes_away(make_snapshot, caplog) -> None:
-    terminal = Terminal()
-    console = terminal_console(terminal)
-    terminal.close()
-    with LiveView(console, refresh_per_s=1000) as view:
-        view.update(make_snapshot())
-    assert view.failure is not None
-    assert "The live view stopped, the run goes on" in caplog.text
-    view.update(make_snapshot())
 
 
 class Pipe(io.StringIO):
@@ -208,10 +192,17 @@ class Pipe(io.StringIO):
         raise OSError("not a descriptor")
 
 
-def test_live_view_outlives_a_broken_pipe(make_snapshot) -> None:
-    with LiveView(Console(file=Pipe()), refresh_per_s=1000) as view:
+@pytest.mark.parametrize("kind", [Terminal, Pipe])
+def test_live_view_outlives_output_that_goes_away(make_snapshot, caplog, kind: type) -> None:
+    output = kind()
+    console = terminal_console(output) if kind is Terminal else Console(file=output)
+    if kind is Terminal:
+        output.close()
+    with LiveView(console) as view:
         view.update(make_snapshot())
     assert view.failure is not None
+    assert "The live view stopped, the run goes on" in caplog.text
+    view.update(make_snapshot())
 
 
 def test_update_never_waits_for_a_paused_terminal(make_snapshot) -> None:
@@ -223,7 +214,7 @@ def test_update_never_waits_for_a_paused_terminal(make_snapshot) -> None:
             resumed.wait(120)
             return super().write(text)
 
-    view = LiveView(terminal_console(Paused()), refresh_per_s=1000)
+    view = LiveView(terminal_console(Paused()))
     view.update(make_snapshot())
     assert is_writing.wait(120)
     # The drawing thread is stuck now; were these drawn by the caller, they would be stuck as well.
@@ -236,19 +227,14 @@ def test_update_never_waits_for_a_paused_terminal(make_snapshot) -> None:
 
 def test_mode_decides_between_screen_and_lines(make_snapshot) -> None:
     terminal, file = Terminal(), io.StringIO()
-    with LiveView(terminal_console(terminal), refresh_per_s=1000, mode="off") as view:
+    with LiveView(terminal_console(terminal), mode="off") as view:
         view.update(make_snapshot())
     assert "\x1b[?1049h" not in terminal.text()
     assert "step 7/10" in terminal.text()
-    with LiveView(Console(file=file), refresh_per_s=1000) as view:
+    with LiveView(Console(file=file)) as view:
         view.update(make_snapshot())
     assert "step 7/10" in file.getvalue()
     assert "\x1b" not in file.getvalue()
-
-
-def test_refresh_rate_must_be_above_zero() -> None:
-    with pytest.raises(ValueError, match="refresh_per_s is 0, must be above 0"):
-        LiveView(Console(file=io.StringIO()), 0)
 
 
 # --- charts ---------------------------------------------------------------------------------------
@@ -317,26 +303,9 @@ def test_value_range(values: list[float], expected: tuple[float, float]) -> None
     assert value_range(values) == pytest.approx(expected)
 
 
-def test_clean_leaves_nothing_that_a_terminal_obeys() -> None:
-    assert clean("a\x1b[31mb\nc\x07") == "a [31mb c "
-
-
 def test_what_is_drawn_in_ascii_is_as_wide() -> None:
     assert to_ascii("ab│⠉⣿ ● ◆ █▌ ◂ S …") == "ab|** o x ## < S ~"
     assert to_ascii("wörker 中文 ✓") == "w?rker ???? ?"
-
-
-def test_in_ascii_escapes_and_styles_stay() -> None:
-    console = Console(file=io.StringIO(), width=20, color_system="standard", force_terminal=True)
-    with console.capture() as capture:
-        console.print(InAscii(Text("●", "red")))
-    assert capture.get() == "\x1b[31mo\x1b[0m\n"
-
-
-def test_fit_counts_wide_characters_as_two() -> None:
-    assert fit(Text("中文"), 3).cell_len == 3
-    assert fit(Text("ab"), 4).plain == "ab  "
-    assert fit(Text("ab"), 0).plain == ""
 
 
 @pytest.mark.parametrize("height", [4, 9, 19])
@@ -423,6 +392,16 @@ def test_costs_have_a_row_and_the_last_decision_another(make_snapshot) -> None:
     ]
 
 
+def test_the_learners_speed_is_shown_once_it_is_measured(make_snapshot) -> None:
+    without = live.status(make_snapshot(), 80, num_wait_rows=1)
+    speed = SpeedView(tokens_per_s=43210.0, mfu=0.403, peak_memory_bytes=61.5 * 2**30)
+    rows = live.status(make_snapshot(speed=speed), 80, num_wait_rows=1)
+    assert len(rows) == len(without) + 1
+    assert rows[1].plain.rstrip() == "trainer  43.2k tokens/s trained   40% MFU   peak 61.5 GiB"
+    unknown = live.speed_row(SpeedView(tokens_per_s=7.0, mfu=None, peak_memory_bytes=2**20))
+    assert unknown.plain == "trainer  7 tokens/s trained   peak 1 MiB"
+
+
 # --- remaining time -------------------------------------------------------------------------------
 
 
@@ -486,7 +465,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def log(clock: Clock) -> PlainLog:
-    return PlainLog(Console(file=io.StringIO()), interval_s=5.0, now=clock)
+    return PlainLog(Console(file=io.StringIO()), now=clock)
 
 
 QUIET = {"notices": (), "eval_history": ()}
@@ -566,11 +545,6 @@ def test_finish_tells_the_step_reached(clock: Clock, make_snapshot) -> None:
 # --- status of a worker ---------------------------------------------------------------------------
 
 
-class LineTerminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def view(num_tokens: int, num_groups: int = 7) -> WorkerView:
     return WorkerView(
         version="v3", num_tokens=num_tokens, num_groups=num_groups, activity="sampling"
@@ -591,19 +565,19 @@ def test_tokens_per_second_are_those_of_the_last_seconds() -> None:
 def test_the_line_stays_below_the_log_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "20")
-    terminal = LineTerminal()
+    terminal = Terminal()
     line = StatusLine(terminal)
     line.show("x" * 50)
     line.handle(logging.makeLogRecord({"msg": "joined"}))
     line.show("")
     status, erase = "x" * 19, "\r\x1b[K"
-    assert terminal.getvalue() == f"{erase}{status}{erase}joined\n{erase}{status}{erase}"
+    assert terminal.text() == f"{erase}{status}{erase}joined\n{erase}{status}{erase}"
 
 
 def test_a_terminal_that_is_gone_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
 
-    class Gone(LineTerminal):
+    class Gone(Terminal):
         def write(self, text: str) -> int:
             raise OSError(5, "Input/output error")
 
@@ -620,7 +594,7 @@ def test_a_worker_tells_its_status_on_a_terminal_or_in_its_log(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(live, "REFRESH_S", 0.001)
     monkeypatch.setattr(live, "LOG_S", 0.002)
-    stream = LineTerminal() if is_terminal else io.StringIO()
+    stream: Any = Terminal() if is_terminal else io.StringIO()
     line = StatusLine(stream)
     asked = iter(range(20))
 
@@ -633,5 +607,6 @@ def test_a_worker_tells_its_status_on_a_terminal_or_in_its_log(
     with caplog.at_level(logging.INFO), pytest.raises(asyncio.CancelledError):
         asyncio.run(show_status(Shown(), logging.getLogger("test.status"), line))
     text = "v3  0 tokens/s  7 groups delivered  sampling"
-    assert (text in stream.getvalue(), text in caplog.text) == (is_terminal, not is_terminal)
-    assert stream.getvalue().endswith("\r\x1b[K") == is_terminal
+    said = stream.text() if is_terminal else stream.getvalue()
+    assert (text in said, text in caplog.text) == (is_terminal, not is_terminal)
+    assert said.endswith("\r\x1b[K") == is_terminal

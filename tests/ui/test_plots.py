@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from echo.core.errors import ConfigError, DataError, StorageError
+from echo.fleet.provisioning import outcome_of
 from echo.ui import plots
-from echo.ui.plots import CostPoint, cost_plot
+from tests.fleet.fleets import JOB, make_fleet, make_offer
 
 pytest.importorskip("matplotlib")
 
@@ -22,25 +23,20 @@ def png_size(path: Path) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_one_run_makes_a_png(make_run, tmp_path: Path) -> None:
+def test_one_run_makes_a_png_and_leaves_matplotlibs_global_state_alone(
+    make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)  # of somebody else
     out = tmp_path / "figures" / "curve.png"
     assert plots.learning_curve(make_run(), out) == out
     assert png_size(out) == (1440, 604)
+    assert "matplotlib.pyplot" not in sys.modules
 
 
 @pytest.mark.slow
 def test_several_runs_of_unequal_length_make_a_png(make_run, tmp_path: Path) -> None:
     runs = [make_run("a"), make_run("b", num_steps=6), make_run("c", rewards=lambda step: -step)]
     assert png_size(plots.learning_curve(runs, tmp_path / "curve.png"))[0] == 1440
-
-
-@pytest.mark.slow
-def test_matplotlib_keeps_its_global_state(
-    make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)  # of somebody else
-    plots.learning_curve(make_run(), tmp_path / "curve.png")
-    assert "matplotlib.pyplot" not in sys.modules
 
 
 @pytest.mark.slow
@@ -96,10 +92,9 @@ def test_missing_matplotlib_names_the_extra(make_run, monkeypatch, tmp_path: Pat
 # --- cost against waiting -------------------------------------------------------------------------
 
 
-FRONT = [CostPoint("7 any", 0.0, 9.0, 1.0), CostPoint("4 any", 0.4, 6.0, 1.2)]
-
-
-def test_it_writes_a_png_into_a_new_directory(tmp_path: Path) -> None:
+def test_costs_are_plotted_into_a_new_directory(tmp_path: Path) -> None:
+    fleet = make_fleet(make_offer("any"))
+    front = {f"{n} any": outcome_of(fleet, JOB, [n]) for n in (7, 4)}
     out = tmp_path / "new" / "plan.png"
-    assert cost_plot(FRONT, FRONT[0], out, title="a plan") == out
-    assert out.read_bytes().startswith(b"\x89PNG")
+    assert plots.cost_plot(front, front["7 any"], out, title="a plan") == out
+    assert png_size(out)[0] == 1440

@@ -166,11 +166,7 @@ class StaticBatch:
         return len(self._rows)
 
     def parts(self, max_rows: int) -> list[StaticBatch]:
-        """Return the rows that are running as smaller batches; what they sample is found here, too.
-
-        Args:
-            max_rows: of one of them.
-        """
+        """Return the running rows as smaller batches; what they sample is found here, too."""
         running = np.flatnonzero(self._is_running)
         parts = []
         for start in range(0, len(running), max_rows):

@@ -123,11 +123,6 @@ def check_installation() -> None:
 def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) -> None:
     """Import vLLM in the environment that it is to run in; a second call changes nothing.
 
-    Args:
-        is_cpu: whether it will run without a GPU.
-        passed: engine arguments as the user gave them.
-        num_threads: CPU threads of one operation; 0 for vLLM's choice.
-
     Raises:
         EngineError: if it is not installed, or not as it should be.
     """
@@ -143,13 +138,7 @@ def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) ->
 
 
 def prepare_environment(*, is_cpu: bool, num_workers: int, num_threads: int) -> None:
-    """Set what vLLM reads from the environment, where the user has not; before it is imported.
-
-    Args:
-        is_cpu: whether it will run without a GPU.
-        num_workers: processes that hold parts of the model.
-        num_threads: CPU threads of one operation; 0 for vLLM's choice.
-    """
+    """Set what vLLM reads from the environment, where the user has not; before it is imported."""
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

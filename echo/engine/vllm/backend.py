@@ -199,10 +199,6 @@ def adapter_request(slot: VersionSlot, path: str = "loaded") -> Any:
     vLLM knows an adapter by its number alone: under one that it has seen it samples from the
     weights that it has, whatever the directory holds by now. Requests are equal, and keys and
     values shared, by name and path. So number and name are never used twice.
-
-    Args:
-        slot: that it is loaded in.
-        path: directory to load it from; of no use once it is loaded.
     """
     from vllm.lora.request import LoRARequest
 

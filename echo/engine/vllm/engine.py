@@ -29,7 +29,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +72,8 @@ from echo.engine.vllm.backend import (
     EngineDeadError,
     EngineWasDeadError,
     Facts,
+    InlineBackend,
+    ProcessBackend,
     adapter_request,
     hand_over,
     hand_over_adapter,
@@ -88,19 +90,6 @@ from echo.engine.weights import torch_dtype
 
 POLL_S = 0.05
 """Seconds between two looks at whether to stop."""
-
-
-class Supervisor(Protocol):
-    """What a call asks of the engine that it belongs to."""
-
-    def current(self) -> tuple[Backend, str | None]:
-        """Return the running vLLM and the salt of its prefix cache."""
-
-    def version_of(self, tag: str) -> PolicyVersion | None:
-        """Return what a tag stands for: None for wrong weights; KeyError while it is open."""
-
-    def revive(self, backend: Backend) -> None:
-        """Start vLLM again if this one is the one that died."""
 
 
 class CacheCapacity:
@@ -150,7 +139,7 @@ class Call:
 
     def __init__(
         self,
-        engine: Supervisor,
+        engine: VllmEngine,
         space: CacheCapacity,
         requests: Sequence[Request],
         sampling: Sampling,
@@ -312,14 +301,7 @@ class Call:
 def make_params(
     sampling: Sampling, seed: int, max_tokens: int, *, of_prompt: bool = False
 ) -> object:
-    """Return vLLM's parameters of one request: tokens out, with their log-probabilities.
-
-    Args:
-        sampling: how tokens are drawn.
-        seed: of this request.
-        max_tokens: new ones.
-        of_prompt: whether the log-probabilities of the prompt's tokens are wanted too.
-    """
+    """Return vLLM's parameters of one request: tokens out, with their log-probabilities."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -612,7 +594,7 @@ class VllmEngine(Engine):
             return self._backend, None if self._clears_cache else self._tag
 
     def version_of(self, tag: str) -> PolicyVersion | None:
-        """Return what a tag stands for; KeyError while the probe runs."""
+        """Return what a tag stands for: None for wrong weights; KeyError while the probe runs."""
         return self._versions[tag]
 
     def revive(self, backend: Backend) -> None:
@@ -805,11 +787,7 @@ class VllmEngine(Engine):
 
     def _make_backend(self) -> Backend:
         if self._process == "inline":
-            from echo.engine.vllm.backend import InlineBackend
-
             return InlineBackend(self._arguments, num_threads=self._num_threads)
-        from echo.engine.vllm.backend import ProcessBackend
-
         return ProcessBackend(self._arguments)
 
     def _spare_blocks(self, facts: Facts) -> int:

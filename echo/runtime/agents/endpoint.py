@@ -220,7 +220,6 @@ class ChatAnswer:
     """The JSON of one call's answer, whole or in pieces."""
 
     def __init__(self, body: Body, dialogue: Dialogue, *, model: str, call_id: str) -> None:
-        """Take the call."""
         self._body = body
         self._is_chat = isinstance(body, ChatBody)
         self.has_tools = self._is_chat and bool(options_of(body).tools)

@@ -62,13 +62,7 @@ class CallSampler:
     """Samples single requests."""
 
     def __init__(self, engine: Engine, watcher: Watcher, *, threads: Threads) -> None:
-        """Start without requests; `run` has to run beside the callers.
-
-        Args:
-            engine: samples.
-            watcher: of all calls.
-            threads: the node's.
-        """
+        """Start without requests; `run` has to run beside the callers."""
         self._engine = engine
         self._watcher = watcher
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
@@ -462,10 +456,6 @@ class Dialogue:
     ) -> str:
         """Return messages as text, with the opening of the assistant's turn.
 
-        Args:
-            messages: OpenAI's.
-            tools: those that may be called, likewise.
-
         Raises:
             DataError: if there is no chat template, it knows no tools, or it fails.
         """
@@ -601,15 +591,7 @@ class Agents:
         node: Node,
         reward_pool: Pool,
     ) -> None:
-        """Join the parts; `watch` has to run beside.
-
-        Args:
-            parts: what agents get.
-            session: the worker's.
-            sampler: of single requests.
-            node: the worker's; carries out what the session decides.
-            reward_pool: where the task judges.
-        """
+        """Join the parts; `watch` has to run beside."""
         self.parts = parts
         self.session = session
         self._sampler = sampler

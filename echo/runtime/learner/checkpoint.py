@@ -146,13 +146,6 @@ def save_checkpoint(
 ) -> int:
     """Write a checkpoint and drop those beyond `keep_last`; return the step of the oldest kept.
 
-    Args:
-        directory: the run's `checkpoints`.
-        trainer: whose state it is.
-        info: what to call it.
-        keep_last: checkpoints to keep, this one included; at least 1.
-        min_free_bytes: free disk below which nothing is written.
-
     Raises:
         StorageError: if it could not be written; older checkpoints are untouched.
     """

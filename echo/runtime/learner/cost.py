@@ -111,7 +111,6 @@ class Activation:
     """Measures, asks, and carries out."""
 
     def __init__(self, settings: ActivationSettings, *, now: float) -> None:
-        """Start with every worker active."""
         self.settings = settings
         self.outlook: Outlook | None = None
         """Of what is active, by the last answer."""
@@ -129,12 +128,7 @@ class Activation:
     # --- measuring -------------------------------------------------------------------------------
 
     def look(self, session: Learner, *, now: float) -> list[Action]:
-        """Take what workers have done since the last call; call it at least with each heartbeat.
-
-        Args:
-            session: the learner's.
-            now: the present.
-        """
+        """Take what workers have done since the last call; call it at least with each heartbeat."""
         members = session.roster.members("worker")
         actions: list[Action] = []
         for member in members:
@@ -190,11 +184,7 @@ class Activation:
         return median(times.step_s - times.waited_s for times in self._steps)
 
     def idle_share(self, waiting_s: float = 0.0) -> float:
-        """Return the share of the time that the learner has waited lately, since the last change.
-
-        Args:
-            waiting_s: seconds that it has been waiting now.
-        """
+        """Return the share of the time that the learner has waited since the last change."""
         recent = list(self._steps)[-self._steps_since_change :] if self._steps_since_change else []
         step_s = sum(times.step_s for times in recent) + waiting_s
         waited_s = sum(times.waited_s for times in recent) + waiting_s
@@ -211,15 +201,7 @@ class Activation:
         waiting_s: float,
         now: float,
     ) -> Question | None:
-        """Return what is to be answered now, if anything is.
-
-        Args:
-            session: the learner's.
-            publish_period: kappa.
-            broadcast_s: what the last broadcast has taken; None while that is not known.
-            waiting_s: seconds that the learner has been waiting for groups now.
-            now: the present.
-        """
+        """Return what is to be answered now, if anything is."""
         # Who is set aside delivers nothing that counts, whatever rate and price it states.
         members = [m for m in session.roster.members("worker") if not m.worker.is_set_aside]
         train_s = self.train_s
@@ -474,15 +456,6 @@ class CostMeter:
         now: float,
         bytes_per_token: float = BYTES_PER_TOKEN,
     ) -> None:
-        """Start to count.
-
-        Args:
-            learner_per_h: $ per hour of the learner's own machine.
-            learner_per_gb: $ per GB that the learner sends.
-            spent: $ before now, as before a resume.
-            now: the present.
-            bytes_per_token: what a sampled token takes on the wire.
-        """
         self.total = spent
         self._is_resumed = spent > 0
         self._bytes_per_token = bytes_per_token
@@ -500,13 +473,7 @@ class CostMeter:
         return bool(self._learner_per_h or self.total or any(prices))
 
     def update(self, roster: Roster, *, bytes_sent: int, now: float) -> None:
-        """Count the time since the last call, then take what has changed.
-
-        Args:
-            roster: the nodes there are.
-            bytes_sent: weights that the learner has sent since it started.
-            now: the present.
-        """
+        """Count the time since the last call, then take what has changed."""
         elapsed_s = max(0.0, now - self._at)
         self._at = now
         self.total += elapsed_s / 3600 * (
@@ -621,18 +588,6 @@ class CostControl:
         now: float,
         log: logging.Logger,
     ) -> None:
-        """Begin to measure.
-
-        Args:
-            session: the learner's conversation.
-            config: the learner's.
-            terms: what costs and activation begin with.
-            pace: is told when versions have arrived.
-            progress: says whether the learner trains just now, or waits for groups.
-            ledger: the run's, open.
-            now: the loop's clock, seconds.
-            log: where to tell decisions.
-        """
         self._session = session
         settings, spent = terms.activation, terms.spent
         self._activation = None if settings is None else Activation(settings, now=now)
@@ -745,12 +700,7 @@ class CostControl:
         )
 
     def metrics(self, row: Mapping[str, Any], *, now: float) -> dict[str, float]:
-        """Take the row of a step that was just made; return what it cost.
-
-        Args:
-            row: its times, lengths and rates.
-            now: the loop's clock, seconds.
-        """
+        """Take the row of a step that was just made; return what it cost."""
         if self._activation is not None:
             times = StepTimes(
                 step_s=row["time/step"],
@@ -762,7 +712,7 @@ class CostControl:
         self._meter_now(now)
         if not self._meter.has_prices:
             return {}
-        self._num_tokens += row["perf/tokens_per_s"] * row["time/step"]
+        self._num_tokens += row["perf/accepted_tokens_per_s"] * row["time/step"]
         bill, session = self._meter.bill(), self._session
         total = round(bill.total, 6)
         self._ledger.append(Cost(step=session.step, total=total, per_h=bill.per_h))
@@ -818,11 +768,7 @@ def spent_before(records: Iterable[AnyRecord], *, now: float) -> float:
     """Return $ that a run has cost before it is resumed.
 
     Machines went on billing while the learner was away; for how much of that time is not known,
-    and LOST_COUNTS_FOR_S of it count at most.
-
-    Args:
-        records: the run's.
-        now: unix time, seconds.
+    and LOST_COUNTS_FOR_S of it count at most. `now` is unix time.
     """
     last = totals_of(records).cost
     if last is None:

@@ -7,7 +7,7 @@
 The training loop awaits three things only: a full batch of admissible groups, its own model work,
 and (every so often) a checkpoint. It never waits for the network otherwise: versions are handed to
 the broadcast and pulled by whoever needs them. While it waits for a batch it looks every heartbeat
-whether one can come at all (`runtime/learner/node.py`); without workers the run is saved and ends
+whether one can come at all; without workers the run is saved and ends
 after a while.
 
 Order of events, which a resume relies on: what a batch of actions records is committed before its
@@ -62,6 +62,7 @@ from echo.runtime.learner.cost import LOOK_S, METER_S, CostControl, CostTerms
 from echo.runtime.learner.evaluation import Evaluations
 from echo.runtime.learner.publish import Publication, Publisher, VersionEncoder
 from echo.runtime.learner.report import Progress, TaskMetrics
+from echo.runtime.learner.resume import save_uplinks
 from echo.runtime.node import LINGER_S, Node, advertised
 from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.tasks.rewards import RewardError, TaskHost
@@ -110,15 +111,7 @@ class Adaptation:
         ledger: LedgerQueue,
         log: logging.Logger,
     ) -> None:
-        """Join the parts; the bound stays as it is if that is off or there is nothing to choose.
-
-        Args:
-            config: the learner's.
-            buffer: whose bound for new leases follows the controller's.
-            pace: whose period follows it.
-            ledger: the run's, open.
-            log: where to tell decisions.
-        """
+        """Join the parts; the bound stays as it is if that is off or there is nothing to choose."""
         sync = config.sync
         self._controller: StalenessController | None = None
         if sync.adaptive and sync.min_staleness < sync.max_staleness:
@@ -133,13 +126,7 @@ class Adaptation:
     def after_step(
         self, step: int, metrics: Mapping[str, float], staleness: Mapping[int, int]
     ) -> bool:
-        """Let the controller decide; return whether to publish now.
-
-        Args:
-            step: optimizer steps done.
-            metrics: of the last one.
-            staleness: its trained tokens by staleness.
-        """
+        """Let the controller decide; return whether to publish now."""
         if self._controller is None:
             return False
         signals = Signals(
@@ -183,12 +170,7 @@ LeaseRecord = RecordGrant | RecordCancel | RecordRefusal | RecordEnd
 
 
 def record_of(action: LeaseRecord, *, step: int) -> AnyRecord:
-    """Return the record of what happened to a lease or a group.
-
-    Args:
-        action: what the session asks to be recorded.
-        step: optimizer steps done.
-    """
+    """Return the record of what happened to a lease or a group."""
     match action:
         case RecordGrant():
             return Granted(
@@ -294,14 +276,6 @@ class BatchWait:
         reconnect_for_s: float,
         log: logging.Logger,
     ) -> None:
-        """Wait for nothing yet.
-
-        Args:
-            session: the learner's conversation.
-            address: where workers reach it.
-            reconnect_for_s: how long to wait for workers that were there.
-            log: where to tell what is waited for.
-        """
         self._session = session
         self._address = address
         self._reconnect_for_s = reconnect_for_s
@@ -426,7 +400,6 @@ class EvaluationWatcher(Watcher):
     """Stops an evaluation when its learner stops."""
 
     def __init__(self, node: LearnerNode) -> None:
-        """Watch for a learner."""
         self._node = node
 
     def should_stop(self) -> bool:
@@ -447,16 +420,6 @@ class LearnerNode(Node):
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Join the parts; `run` starts them.
-
-        Args:
-            run: what it goes on with.
-            transport: its links.
-            config: the whole configuration.
-            follower: is told of its steps.
-            threads: see `Node`.
-            log: where to tell what happens.
-        """
         session, ledger = run.session, run.ledger
         super().__init__(session, transport, threads=threads, log=log)
         self.session: Learner = session
@@ -680,11 +643,7 @@ class LearnerNode(Node):
         self._has_news.set()
 
     async def _wait_for_news(self, *, until: float) -> None:
-        """Wait until groups have come, or nothing can be learned, since the last call.
-
-        Args:
-            until: instant at which to look again even so.
-        """
+        """Wait until groups have come, or nothing can be learned, since the last call."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await self._has_news.wait()
@@ -771,7 +730,7 @@ class LearnerNode(Node):
             self._progress.stepped(
                 groups, waited_s=waited_s, trained_s=trained_s, staleness=staleness
             )
-            self._write_step(result.metrics, staleness)
+            self._write_step(result.metrics | result.speed, staleness)
             if self._opened.checkpoints.is_due(session.step, now=self.now):
                 await self._checkpoint()
 
@@ -855,7 +814,7 @@ class LearnerNode(Node):
 
     async def _publish(self) -> None:
         """Hand the present weights to the broadcast, and to the evaluation when it is due."""
-        session = self.session
+        session, began_at = self.session, self.now
         self._progress.begin("publishing", now=self.now)
         version = PolicyVersion(session.lineages[-1].lineage, session.step)
         publication = await self._model_pool.run(self.make_version, version)
@@ -866,6 +825,7 @@ class LearnerNode(Node):
         self._has_published.set()
         self.perform(session.make_way(now=self.now))
         await self._encoded_versions.publish(publication)
+        self._progress.published(self.now - began_at)
         if self._opened.evaluations is not None and await self._opened.evaluations.is_due(version):
             task = self.spawn(self._evaluate(publication), name="evaluation")
             self._opened.evaluations.started(task)
@@ -921,6 +881,8 @@ class LearnerNode(Node):
             return
         record = partial(self._ledger.checkpointed, lineage=lineage, step=step)
         await self._disk_pool.run(partial(record, oldest_step=oldest_step))
+        save_rates = partial(save_uplinks, self._config.run_dir, session.uplinks(), log=self.log)
+        await self._disk_pool.run(save_rates)
         self.log.info("checkpoint of step %d saved", step)
 
     async def _finish(self) -> None:
@@ -1015,12 +977,7 @@ class LearnerNode(Node):
     # --- what the learner tells of itself: a row of metrics per step, a picture on the screen ----
 
     def _write_step(self, metrics: Mapping[str, float], staleness: Mapping[int, int]) -> None:
-        """Append the row of the step that was just made.
-
-        Args:
-            metrics: what the trainer reports.
-            staleness: its trained tokens by staleness.
-        """
+        """Append the row of the step that was just made."""
         session, now = self.session, self.now
         row = self._progress.step_metrics(
             metrics, staleness, bytes_sent=session.broadcast.bytes_sent, now=now

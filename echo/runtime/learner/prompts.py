@@ -85,11 +85,7 @@ class PromptSource:
         return self._task.example(self._index(group_id), split="train")
 
     def heldout(self, num_prompts: int) -> list[tuple[Example, list[int]]]:
-        """Return the held-out examples of an evaluation with their token ids, always the same.
-
-        Args:
-            num_prompts: how many; fewer if the task has no more, none of them twice.
-        """
+        """Return the held-out examples of an evaluation with their token ids, always the same."""
         num_examples = self._task.num_examples(split="heldout")
         if num_examples is not None:
             num_prompts = min(num_prompts, num_examples)

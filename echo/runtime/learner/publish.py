@@ -304,15 +304,6 @@ class VersionEncoder:
         node: Node,
         ledger: LedgerQueue | None = None,
     ) -> None:
-        """Publish through a broadcast.
-
-        Args:
-            broadcast: the learner's.
-            coder: codes; the caller closes it.
-            codec: see `FormSchedule`.
-            node: the learner's; carries out the broadcast's actions.
-            ledger: where the hash of each version is noted; None for nowhere.
-        """
         self._broadcast = broadcast
         self._coder = coder
         self._node = node

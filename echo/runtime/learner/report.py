@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from echo.algo.diagnostics import GroupStats, LengthBias
-from echo.core.metrics import CostView, LearningCurve, Snapshot
+from echo.core.metrics import CostView, LearningCurve, Snapshot, SpeedView
 from echo.core.rollout import Group
 from echo.roles.learner import Learner
 from echo.weights.schedule import PublishPace
@@ -32,20 +32,14 @@ class Progress:
         step: int = 0,
         earlier: LearningCurve | None = None,
     ) -> None:
-        """Start counting.
-
-        Args:
-            staleness_tokens: trained tokens by staleness of the steps before a resume.
-            now: the loop's clock, seconds.
-            step: the step that the learner starts from.
-            earlier: what was learned before a resume; what lies after `step` is void.
-        """
         self._first_step = step
         self._started_at = now
         self._stepped_at = now
         self._waited_s = 0.0
         self._trained_s = 0.0
         self._step_times: tuple[float, float] = (0.0, 0.0)
+        self._published_s = 0.0
+        self._speed: SpeedView | None = None
         self._accepted: deque[tuple[float, int]] = deque()
         self._tokens_since_step = 0
         self._bytes_reported = 0
@@ -123,12 +117,7 @@ class Progress:
         self._count_tokens(group, now)
 
     def failed(self, reason: str, cause: str) -> None:
-        """Count a group that could not be finished, such as one whose reward raised.
-
-        Args:
-            reason: one word.
-            cause: who says what of it; further lines may hold a traceback.
-        """
+        """Count a group that could not be finished, such as one whose reward raised."""
         self._zero_signal_reasons[reason] += 1
         self._num_failed += 1
         self._cause = cause
@@ -149,14 +138,7 @@ class Progress:
         trained_s: float,
         staleness: Mapping[int, int],
     ) -> None:
-        """Count a step.
-
-        Args:
-            groups: what it was made of.
-            waited_s: seconds waited for them.
-            trained_s: seconds trained.
-            staleness: their tokens by staleness.
-        """
+        """Count a step."""
         self.lengths.trained(groups)
         # What was left out since the step before belongs to the same prompts' rewards.
         self._groups, self._left_out = GroupStats.of(groups) + self._left_out, GroupStats()
@@ -172,6 +154,10 @@ class Progress:
         self._step_times = (waited_s, trained_s)
         for lag, num_tokens in staleness.items():
             self._staleness_tokens[lag] = self._staleness_tokens.get(lag, 0) + num_tokens
+
+    def published(self, seconds: float) -> None:
+        """Count the time in which a version was made and nothing was trained."""
+        self._published_s += seconds
 
     def evaluated(self, step: int, sampled: float, greedy: float, *, num_errors: int = 0) -> None:
         """Add a point to the pass-rate curves, in place of one that a resume has made again.
@@ -196,12 +182,6 @@ class Progress:
 
         Rewards, lengths and shares of groups are those of every group since the step before, also
         of those that did not count towards it.
-
-        Args:
-            metrics: what the trainer reports.
-            staleness: trained tokens of the step by staleness.
-            bytes_sent: weights sent since the start, bytes.
-            now: the loop's clock, seconds.
         """
         metrics = {**metrics, **self._groups.metrics(), **self._dropped}
         self._rewards.append(metrics.get("reward/mean", 0.0))
@@ -214,7 +194,8 @@ class Progress:
             "time/train": trained_s,
             "time/wait_for_batch": waited_s,
             "learner/idle_ratio": self.idle_ratio,
-            "perf/tokens_per_s": self._tokens_since_step / step_s,
+            "time/publish": self._published_s,
+            "perf/accepted_tokens_per_s": self._tokens_since_step / step_s,
             "broadcast/bytes": bytes_sent - self._bytes_reported,
         }
         if num_tokens:
@@ -222,7 +203,14 @@ class Progress:
             row["staleness/mean"] = total / num_tokens
             row["staleness/max"] = max(staleness)
             row["staleness/hist"] = {str(lag): n for lag, n in sorted(staleness.items())}
+        if "perf/tokens_per_s" in metrics:
+            self._speed = SpeedView(
+                tokens_per_s=metrics["perf/tokens_per_s"],
+                mfu=metrics.get("perf/mfu"),
+                peak_memory_bytes=metrics["perf/peak_memory_gb"] * 1e9,
+            )
         self._stepped_at, self._tokens_since_step, self._bytes_reported = now, 0, bytes_sent
+        self._published_s = 0.0
         return row
 
     def _describe_wait(self, session: Learner) -> str:
@@ -300,6 +288,7 @@ class Progress:
             idle_ratio=self.idle_ratio_by_now(now),
             recent_idle_ratio=self.recent_idle_ratio(now),
             tokens_per_s=sum(n for at, n in self._accepted if now - at <= RATE_WINDOW_S) / window_s,
+            speed=self._speed,
             num_buffered=len(session.buffer),
             groups_per_step=session.settings.leases.groups_per_step,
             num_leased=session.leases.num_running,
@@ -348,11 +337,7 @@ class TaskMetrics:
         self._seen: set[str] = set()
 
     def row(self, totals: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-        """Return what happened since the last call; nothing of what never happens.
-
-        Args:
-            totals: the counts of each node by its name, since that node's start.
-        """
+        """Return what happened since the last call; nothing of what never happens."""
         names = (*COUNTED, MILLISECONDS, *RARE)
         sums = {
             name: sum(

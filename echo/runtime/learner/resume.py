@@ -15,13 +15,18 @@ another one is granted.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
+
 from echo.config.schema import Config
+from echo.core.bounds import NodeId, Rate
 from echo.core.errors import ConfigError, StorageError
 from echo.core.rollout import Group, Lineage, find_fault, trim_stale
 from echo.leases.book import LeaseBook
+from echo.records.files import write_file
 from echo.records.ledger import Began, Discarded, LedgerQueue, read_state
 from echo.runtime.identity import Identity
 from echo.runtime.learner.checkpoint import CheckpointInfo, Checkpoints
@@ -50,6 +55,8 @@ class StartingPoint:
     """What could not be read back, one line per group; they end as "lost"."""
     damage: tuple[str, ...] = ()
     """What is wrong with newer checkpoints than `checkpoint`, the newest first."""
+    uplinks: dict[str, float] = field(default_factory=dict)
+    """Bytes per second that nodes could send, by name."""
 
     @property
     def lineage(self) -> int:
@@ -180,4 +187,30 @@ class SavedRun:
             )  # fmt: skip
         for loss in start.losses:
             log.warning("lost: %s", loss)
-        return start
+        return replace(start, uplinks=read_uplinks(self.ledger.run_dir, log=log))
+
+
+# --- Uplinks: what nodes could send, so that a resumed run plans its first version by it ---
+
+UPLINKS_FILE = "uplinks.json"
+_uplinks_decoder = msgspec.json.Decoder(dict[NodeId, Rate])
+
+
+def save_uplinks(run_dir: Path, uplinks: Mapping[str, float], *, log: logging.Logger) -> None:
+    """Write bytes per second by node; where that fails a resumed run measures them again."""
+    try:
+        write_file(run_dir / UPLINKS_FILE, msgspec.json.encode(uplinks))
+    except OSError as error:
+        log.warning("%s cannot be written: %s", run_dir / UPLINKS_FILE, error)
+
+
+def read_uplinks(run_dir: Path, *, log: logging.Logger) -> dict[str, float]:
+    """Return what `save_uplinks` wrote last; nothing, and a warning, where it cannot be read."""
+    path = run_dir / UPLINKS_FILE
+    try:
+        return _uplinks_decoder.decode(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("%s is left out, uplinks are measured again: %s", path, error)
+        return {}

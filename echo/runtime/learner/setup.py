@@ -10,7 +10,7 @@ from pathlib import Path
 
 from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss
-from echo.algo.losses import ReferenceKlLoss
+from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss
 from echo.config.load import inherited_settings, save_resolved
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
@@ -175,6 +175,8 @@ def build_trainer(
         optimizer=OptimizerSettings(
             learning_rate=optimizer.learning_rate,
             warmup_steps=optimizer.warmup_steps,
+            lr_schedule=optimizer.lr_schedule,
+            num_steps=config.run.max_steps,
             weight_decay=optimizer.weight_decay,
             betas=optimizer.betas,
             max_grad_norm=optimizer.max_grad_norm,
@@ -190,6 +192,7 @@ def build_trainer(
             max_abs_reward=config.task.max_reward,
         ),
         reference=find_reference(config, model_dir, lora),
+        minibatches_per_step=config.batch.minibatches_per_step,
     )
     if start.checkpoint is not None:
         trainer.load_state(start.checkpoint)
@@ -210,7 +213,7 @@ def initial_weights(config: Config, lora: Lora | None) -> Weights | None:
 
 
 def build_loss(config: Config) -> Loss:
-    """Return the policy loss, with the pull towards the reference if there is one."""
+    """Return the policy loss, with an entropy bonus and the pull to a reference where asked for."""
     section, reference = config.loss, config.reference
     options = section.own_options()
     if section.kind == "dr_grpo":
@@ -219,6 +222,8 @@ def build_loss(config: Config) -> Loss:
     masks = RolloutMasks(**section.masks())
     if not masks.is_off:
         loss = MaskedLoss(loss=loss, masks=masks)
+    if section.entropy_coef:
+        loss = EntropyBonusLoss(loss=loss, coef=section.entropy_coef)
     if not reference.kl_coef:
         return loss
     return ReferenceKlLoss(
@@ -258,17 +263,6 @@ def open_run(
 ) -> OpenedRun:
     """Open the ledger, build trainer and session, and enter the new lineage.
 
-    Args:
-        config: the whole configuration.
-        data: model, tokenizer, task.
-        identity: the run's.
-        advertise: address that other nodes may dial; empty for none.
-        resume: continue the run in the run directory.
-        earlier: what the run had learned before it was resumed, for the display.
-        log: where to tell what happens.
-        events: records what the role is fed.
-        evaluations: of held-out prompts; None for none.
-
     Raises:
         EchoError: if something is missing or does not fit.
     """
@@ -280,6 +274,7 @@ def open_run(
         start = saved.find_start(config, identity, resume=resume, log=log)
         spent = spent_before(ledger.records(), now=ledger.now()) if resume else 0.0
         trainer = build_trainer(config, data.model_dir, start, data.lora)
+        log.info("%s", trainer.describe_rows())
         attribution = make_attribution(config, data.model_dir, trainer, data.lora)
         buffer = fill_buffer(config, start, trainer, events=events)
         session = build_session(
@@ -396,6 +391,7 @@ def build_session(
                 price_per_gb=network.price_per_gb,
             ),
             chunk_bytes=network.chunk_bytes,
+            uplinks=start.uplinks,
         ),
         RunState(
             leases=leases,
@@ -449,14 +445,6 @@ async def build_learner(
     events: EventLog | None = None,
 ) -> LearnerNode:
     """Return a learner that is ready to run, listening already.
-
-    Args:
-        config: the whole configuration.
-        resume: continue the run in the run directory, in a new lineage.
-        follower: is told of its steps.
-        log: where to tell what happens.
-        earlier: what the run had learned before it was resumed, for the display.
-        events: records what its role is fed; None for nothing.
 
     Raises:
         EchoError: if something is missing or does not fit; the message is for the user.

@@ -162,7 +162,6 @@ class NodeWatcher(Watcher):
     """Stops a call of the engine when its node is over."""
 
     def __init__(self, node: Node) -> None:
-        """Watch for a node."""
         self.node = node
 
     def should_stop(self) -> bool:
@@ -174,7 +173,6 @@ class EpisodeWatcher(NodeWatcher):
     """Tells the role that groups of episodes are alive."""
 
     def __init__(self, node: Node, call: EngineCall) -> None:
-        """Watch the call of a node."""
         super().__init__(node)
         self.call = call
 

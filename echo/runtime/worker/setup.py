@@ -82,11 +82,6 @@ async def build_worker(
 ) -> WorkerNode:
     """Return a worker that is ready to run, listening already if it listens at all.
 
-    Args:
-        config: the whole configuration.
-        log: where to tell what happens.
-        events: records what its role is fed; None for nothing.
-
     Raises:
         EchoError: if something does not fit; the message is for the user.
     """
@@ -163,12 +158,6 @@ def build_parts(
     assets: Mapping[str, bytes],
 ) -> WorkerParts:
     """Build task and engine from the worker's own configuration and the learner's settings.
-
-    Args:
-        config: the worker's configuration.
-        node_dir: the worker's own, where inherited files and unfinished rollouts are put.
-        settings: what the learner decides for all workers.
-        assets: files of the model that are not weights.
 
     Raises:
         ConfigError: if the worker's own settings contradict the learner's.

@@ -1,0 +1,101 @@
+"""A learner and workers of one of the scripts here, as processes joined over loopback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+CONFIG = """
+[run]
+max_steps = {steps}
+dir = "{directory}"
+[model]
+name = "{directory}/model"
+[sampling]
+max_completion_tokens = {tokens}
+[sync]
+max_staleness = {max_staleness}
+publish_period = 1
+[batch]
+group_size = {group_size}
+groups_per_step = {groups_per_step}
+keep_zero_variance = true
+[learner]
+listen = "tcp://127.0.0.1:0"
+num_threads = 1
+[worker]
+num_threads = 1
+max_concurrent_rollouts = {max_concurrent_rollouts}
+[checkpoint]
+interval_steps = 100000
+[eval]
+interval_steps = 0
+[network]
+heartbeat_s = 1
+dead_after_s = {dead_after_s}
+[limits]
+min_free_disk_bytes = 0
+[activation]
+mode = "off"
+[ui]
+live = "off"
+"""
+
+
+def run_nodes(
+    script: str,
+    where: Path,
+    workers: Sequence[str],
+    options: Callable[[str], Sequence[str]],
+    *,
+    within_s: float,
+    tree: Path | None = None,
+    more: str = "",
+    **settings: float,
+) -> Path:
+    """Run a learner and workers to the learner's end; return the run's directory.
+
+    Args:
+        script: of this directory, which takes a role and --config.
+        where: a directory that holds the model, for all that they write.
+        workers: their names.
+        options: of the node of each name, "learner" among them.
+        within_s: for the whole run.
+        tree: the checkout whose product they run; None for this one.
+        more: sections of the configuration besides.
+        settings: what CONFIG leaves open.
+    """
+    config = where / "run.toml"
+    config.write_text(CONFIG.format(directory=where, **settings) + more)
+    root = Path(__file__).resolve().parent
+    program = [sys.executable, str(root / script)]
+    environment = os.environ | ({} if tree is None else {"PYTHONPATH": str(tree)})
+    processes: list[subprocess.Popen[bytes]] = []
+    run_dir = where / "run"
+    join = run_dir / "keys" / "join"
+    with (where / "output.txt").open("wb") as output:
+
+        def start(role: str, name: str, *own: str) -> None:
+            command = [*program, role, "--config", str(config), *options(name), *own]
+            processes.append(
+                subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+            )
+
+        try:
+            start("learner", "learner")
+            while not join.exists():
+                if processes[0].poll() is not None:
+                    raise SystemExit((where / "output.txt").read_text()[-3000:])
+            for name in workers:
+                sets = (f"worker.name={name}", f"security.join={join}")
+                start("worker", name, *(word for each in sets for word in ("--set", each)))
+            processes[0].wait(timeout=within_s)
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait()
+    return run_dir

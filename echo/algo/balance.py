@@ -1,0 +1,89 @@
+"""Balanced micro-batches: rows in bins of equal work, dealt to ranks in rounds.
+
+Ranks that train one model together meet at every layer, so a round (one micro-batch on each rank)
+lasts as long as its heaviest. First-fit leaves one bin nearly empty, and ranks wait for each other;
+here all bins get as good as the same work, and the heaviest meet in one round.
+
+Source: the greedy rule of scheduling, longest processing time first (R. L. Graham, 1969).
+Differs from the source: bins hold a bounded number of tokens, and their number is found here.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+Bin = list[int]
+"""Indices of the rows of one micro-batch, the longest first."""
+
+
+def balanced_rounds(
+    lengths: Sequence[int],
+    work: Sequence[float],
+    *,
+    max_tokens: int,
+    num_ranks: int = 1,
+    group_index: Sequence[int] | None = None,
+) -> list[list[Bin]]:
+    """Divide rows into rounds of one micro-batch per rank.
+
+    As few rounds as there can be, the heaviest first, so that a lack of memory shows at once. A row
+    longer than the budget gets a micro-batch of its own: it cannot be cut. Neither can a group,
+    where rows of one group are asked to stay together.
+
+    Args:
+        lengths: tokens of each row, >= 1.
+        work: of each row, in any unit, > 0.
+        max_tokens: bound on the tokens of a micro-batch, inclusive.
+        num_ranks: micro-batches in a round.
+        group_index: group of each row, to keep groups whole; None lets rows go anywhere.
+
+    Returns:
+        By round and rank, a bin; each index in exactly one. A bin is empty only where there are not
+        enough rows for all ranks. The same for the same arguments.
+    """
+    if max_tokens < 1 or num_ranks < 1:
+        raise ValueError(f"max_tokens = {max_tokens}, num_ranks = {num_ranks}: must be at least 1")
+    units: dict[int, Bin] = {}
+    for index in range(len(lengths)):
+        units.setdefault(index if group_index is None else group_index[index], []).append(index)
+    sized = [
+        (sum(work[index] for index in unit), sum(lengths[index] for index in unit), unit)
+        for unit in units.values()
+    ]
+    sized.sort(key=lambda item: -item[0])
+    num_bins = min(len(sized), -(-sum(lengths) // max_tokens))  # a long row is one, too
+    num_bins = -(-num_bins // num_ranks) * num_ranks
+    while (bins := _fill(sized, num_bins, max_tokens)) is None:
+        num_bins += num_ranks
+    for _, rows in bins:
+        rows.sort(key=lambda index: -lengths[index])
+    bins.sort(key=lambda item: -item[0])
+    return [
+        [rows for _, rows in bins[first : first + num_ranks]]
+        for first in range(0, num_bins, num_ranks)
+    ]
+
+
+def _fill(
+    units: Sequence[tuple[float, int, Bin]], num_bins: int, max_tokens: int
+) -> list[tuple[float, Bin]] | None:
+    """Put each (work, tokens, rows), heaviest first, into the lightest bin that has room for it.
+
+    Returns:
+        The work and the rows of each bin; None if one has room nowhere.
+    """
+    contents: list[Bin] = [[] for _ in range(num_bins)]
+    lightest = [(0.0, number, 0) for number in range(num_bins)]  # (work, bin, tokens)
+    for work, tokens, rows in units:
+        too_full = []
+        while lightest and lightest[0][2] and lightest[0][2] + tokens > max_tokens:
+            too_full.append(heapq.heappop(lightest))
+        if not lightest:
+            return None
+        held, number, filled = heapq.heappop(lightest)
+        contents[number] += rows
+        for item in (*too_full, (held + work, number, filled + tokens)):
+            heapq.heappush(lightest, item)
+    lightest.sort(key=lambda item: item[1])
+    return [(work, contents[number]) for work, number, _ in lightest]

@@ -1,0 +1,260 @@
+"""Packed rows: rollouts one after the other in one row, kept apart by the attention.
+
+A row [1, L] has no padding, so nothing is computed for nothing, its size is nearly the budget's in
+every micro-batch, and whole groups fit where a padded rectangle would not. What keeps rollouts
+apart is the attention alone, registered with transformers as `packed`: torch's varlen kernel for 16
+bits on CUDA, scaled dot products for each run of equally long segments elsewhere. No mask function
+is registered beside it, so transformers makes no mask (nothing of size L x L exists), and hands
+what `arguments` returns through to every layer.
+
+All a mask would have said comes from here: causal, inside the segment, within the layer's window.
+What a model says in another way (caps, sinks, biases, windows in the mask only) is refused. Layers
+that mix tokens without attention know nothing of segments at all, and some architectures leak in
+silence. So `find_obstacle` tries each model before it is trusted: two short segments in one row
+must give what each gives alone. It cannot see a window or a chunk longer than its rows; only layers
+of full and sliding attention pass, and the sliding ones are tested by family.
+
+Shapes: L tokens of a row, H heads of width D, n segments.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from echo.algo.batching import Segments
+from echo.core.errors import EngineError
+
+NAME = "packed"
+"""Of the attention, for transformers."""
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+"""Kinds of layers that keep segments apart with this attention."""
+
+UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+"""Arguments of attention functions that this one has not."""
+
+PROBE_LENGTHS = (9, 6)
+"""Tokens of the two segments that a model is tried on."""
+
+MAX_LEAK = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Largest difference of a token's state, relative to its norm, that is rounding; by type."""
+
+PROBE_ERRORS = (
+    ValueError,
+    TypeError,
+    NotImplementedError,
+    AttributeError,
+    KeyError,
+    IndexError,
+    RuntimeError,
+    AssertionError,
+)
+"""What the code of a model may raise that cannot work with packed rows."""
+
+
+def arguments(segments: Segments, *, uses_kernel: bool) -> dict[str, Any]:
+    """Return what a model's forward takes besides `input_ids` for a packed row.
+
+    Args:
+        segments: of the row, on the model's device.
+        uses_kernel: for the varlen kernel, which reads tensors; else for runs of segments.
+    """
+    given: dict[str, Any] = {"position_ids": segments.position_ids}
+    if not uses_kernel:
+        runs = [(len(list(same)), length) for length, same in groupby(segments.lengths)]
+        return given | {"segment_runs": tuple(runs)}
+    longest = max(segments.lengths)
+    return given | {
+        "cu_seq_lens_q": segments.ends,
+        "cu_seq_lens_k": segments.ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    segment_runs: tuple[tuple[int, int], ...] | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """Attend within each segment of a row, to what stands before; transformers' own signature.
+
+    Args:
+        module: the layer's attention.
+        query: [1, H, L, D]; several rows have no segments but themselves.
+        key: [1, Hkv, L, D]; each of its heads serves H / Hkv of the query's.
+        value: [1, Hkv, L, Dv].
+        attention_mask: none.
+        scaling: of the scores; None for 1 / sqrt(D).
+        dropout: none.
+        sliding_window: tokens that one sees, itself included; None for all before it.
+        is_causal: not False.
+        cu_seq_lens_q: [n + 1] int32, where segments begin and end, for the kernel.
+        max_length_q: tokens of the longest, for the kernel.
+        segment_runs: (how many, how long) by runs of equal segments, without the kernel.
+        others: what this model's attention says beyond that.
+
+    Returns:
+        [1, L, H, Dv], and no weights.
+
+    Raises:
+        NotImplementedError: if the model asks for what this attention has not.
+    """
+    for name in UNSUPPORTED:
+        if others.get(name) is not None:
+            raise NotImplementedError(f"packed attention has no {name}")
+    if attention_mask is not None or dropout or is_causal is False:
+        raise NotImplementedError("packed attention is causal, without dropout and without a mask")
+    if sliding_window is None and getattr(module, "sliding_window", None):
+        name = type(module).__name__
+        raise NotImplementedError(f"{name} says its sliding window in the mask only")
+    if query.shape[2] != key.shape[2]:
+        raise NotImplementedError("packed attention has no cache")
+    if segment_runs is not None:
+        return _attend_runs(query, key, value, segment_runs, scaling, sliding_window), None
+    if cu_seq_lens_q is None or max_length_q is None:
+        # Rows of their own, such as padded ones.
+        return _attend(query, key, value, scaling, sliding_window), None
+    # Under autocast norms and rotation leave these two in float32; the kernel takes one type.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    attended = varlen_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        # Tokens before and after; the window of transformers counts the token itself.
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(attended, Tensor), "nothing else was asked for"
+    return attended[None], None
+
+
+AttentionInterface.register(NAME, packed_attention)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
+    """Return [n, length, H, Dv] for n segments of the same length, [n, H, length, D]."""
+    length, mask = query.shape[2], None
+    if window is not None and length > window:
+        age = torch.arange(length, device=query.device)
+        age = age[:, None] - age[None]
+        mask = (age >= 0) & (age < window)
+    attended = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended.transpose(1, 2).contiguous()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_runs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    runs: tuple[tuple[int, int], ...],
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Return [1, L, H, Dv], one run of segments of the same length after the other.
+
+    Nothing here is for a compiler: each row has other runs, and would be another graph.
+    """
+    sizes = [number * length for number, length in runs]
+    queries, keys, values = (torch.split(x[0], sizes, 1) for x in (query, key, value))
+    parts = []
+    for (number, length), *states in zip(runs, queries, keys, values, strict=True):
+        # [H, number * length, D] -> [number, H, length, D], a view.
+        q, k, v = (x.view(len(x), number, length, x.shape[-1]).transpose(0, 1) for x in states)
+        parts.append(_attend(q, k, v, scaling, window).flatten(0, 1))
+    return torch.cat(parts)[None]
+
+
+def find_obstacle(model: Any, dtype: torch.dtype) -> str | None:
+    """Switch a model to packed rows; return why it cannot have them, None if it can.
+
+    A model that cannot is left as it was.
+
+    Args:
+        model: of transformers, with the attention "sdpa", in float32 and in evaluation mode.
+        dtype: that its products are computed in.
+    """
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if strange := sorted(kinds - LAYER_TYPES):
+        return f"its layers of {', '.join(strange)} carry one rollout into the next"
+    device = next(model.parameters()).device
+    # Any two that differ where they begin.
+    ids = torch.cat([torch.arange(3, 3 + PROBE_LENGTHS[0]), torch.arange(5, 5 + PROBE_LENGTHS[1])])
+    ids = (ids % model.config.get_text_config().vocab_size)[None].to(device)
+    row = Segments.of(PROBE_LENGTHS).to(device)
+    before = model.config._attn_implementation  # noqa: SLF001, its setter is public
+    try:
+        with torch.no_grad():
+            alone = _states(model, ids[:, PROBE_LENGTHS[0] :])
+            model.set_attn_implementation(NAME)
+            if model.config._attn_implementation != NAME:  # noqa: SLF001
+                return f"{type(model).__name__} takes no other attention"
+            obstacle = _find_leak(model, ids, row, alone, torch.float32)
+            if obstacle is None and dtype != torch.float32:
+                obstacle = _find_leak(model, ids, row, alone, dtype)
+    except PROBE_ERRORS as error:
+        obstacle = str(error).partition("\n")[0] or type(error).__name__
+    if obstacle is not None:
+        model.set_attn_implementation(before)
+    return obstacle
+
+
+def _find_leak(
+    model: Any, ids: Tensor, row: Segments, alone: Tensor, dtype: torch.dtype
+) -> str | None:
+    """Return what is wrong if the second segment's states depend on the first."""
+    uses_kernel = ids.is_cuda and dtype != torch.float32
+    with torch.autocast(ids.device.type, dtype, enabled=dtype != torch.float32):
+        packed = _states(model, ids, **arguments(row, uses_kernel=uses_kernel))
+    packed = packed[:, PROBE_LENGTHS[0] :].float()
+    leak = float(((packed - alone).norm(dim=-1) / alone.norm(dim=-1)).max())
+    if leak <= MAX_LEAK[dtype]:
+        return None
+    return f"a rollout changes by {leak:.0%} when another one stands before it in the row"
+
+
+def _states(model: Any, ids: Tensor, **given: Any) -> Tensor:
+    states: Tensor = model.base_model(input_ids=ids, use_cache=False, **given).last_hidden_state
+    return states
+
+
+def refuse(model: Any, obstacle: str) -> EngineError:
+    """Return the error for a model that cannot have the packed rows that were asked for."""
+    return EngineError(
+        f'learner.packing = "packed": {type(model).__name__} cannot be trained on packed rows: '
+        f'{obstacle}; set learner.packing = "auto" or "padded"'
+    )

@@ -1,0 +1,63 @@
+"""Findings of forward and backward passes, and the metrics that a step makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echo.algo.diagnostics import mismatch_metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pass:
+    """What a pass over a batch found, without gradient; N tokens went through the loss.
+
+    Everything lies on the device: each number that is read back makes the CPU wait for a GPU.
+    """
+
+    loss: Tensor
+    """Scalar."""
+    learner_logprobs: Tensor
+    """[N] nats."""
+    sampler_logprobs: Tensor
+    """[N] nats."""
+    entropies: Tensor
+    """[N] nats."""
+    token_counts: Mapping[str, Tensor]
+    """Scalars, as in `LossOutput`."""
+
+    @staticmethod
+    def joined(parts: Sequence[Pass]) -> Pass:
+        """Return the passes over the parts of one batch as one; at least one."""
+        names = dict.fromkeys(name for part in parts for name in part.token_counts)
+        return Pass(
+            loss=torch.stack([part.loss for part in parts]).sum(),
+            learner_logprobs=torch.cat([part.learner_logprobs for part in parts]),
+            sampler_logprobs=torch.cat([part.sampler_logprobs for part in parts]),
+            entropies=torch.cat([part.entropies for part in parts]),
+            token_counts={
+                name: torch.stack(
+                    [part.token_counts[name] for part in parts if name in part.token_counts]
+                ).sum()
+                for name in names
+            },
+        )
+
+
+def pass_metrics(passes: Sequence[Pass]) -> dict[str, float]:
+    """Return loss, ratios, entropy and clips of a step.
+
+    Args:
+        passes: one for each of its updates; the loss is their mean.
+    """
+    whole = Pass.joined(passes)
+    num_scored = len(whole.learner_logprobs)
+    metrics = mismatch_metrics(whole.learner_logprobs, whole.sampler_logprobs)
+    metrics["loss/policy"] = float(whole.loss) / len(passes)
+    metrics["entropy/mean"] = float(whole.entropies.mean())
+    for name, count in whole.token_counts.items():
+        metrics[name] = float(count) / num_scored
+    return metrics

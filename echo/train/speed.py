@@ -1,0 +1,116 @@
+"""Speed of a step: what went through the model, how long its parts took, and the memory it needed.
+
+Seconds are the host's. On a GPU the host runs ahead, so each part ends where its last result is
+read; that costs one wait more per update than the step needs by itself.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from echo.train.flops import ModelFlops, peak_flops
+
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+"""Bytes in what the system counts memory in."""
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Of one step."""
+
+    began_at: float
+    part_s: dict[str, float] = field(default_factory=dict)
+    num_tokens: int = 0
+    num_scored: int = 0
+    flops: int = 0
+    palm_flops: int = 0
+    micro_batch_flops: list[int] = field(default_factory=list)
+
+
+class Speedometer:
+    """Measures one step at a time."""
+
+    def __init__(self, model: ModelFlops, device: torch.device, *, micro_batch_tokens: int) -> None:
+        """Take what the numbers are relative to.
+
+        Args:
+            model: the arithmetic of the model that is trained.
+            device: that it is trained on.
+            micro_batch_tokens: what a micro-batch may hold.
+        """
+        self._model = model
+        self._device = device
+        self._micro_batch_tokens = micro_batch_tokens
+        self._peak_flops = peak_flops(device)
+        self._totals = _Totals(time.perf_counter())
+
+    def begin(self) -> None:
+        """Begin a step."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._totals = _Totals(time.perf_counter())
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Add the seconds of what happens inside to a part of the step.
+
+        Args:
+            name: forward_backward, optimizer, or pack, whose seconds lie within the first.
+        """
+        began_at = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent_s = time.perf_counter() - began_at
+            self._totals.part_s[name] = self._totals.part_s.get(name, 0.0) + spent_s
+
+    def passed(self, lengths: Sequence[int], num_scored: Sequence[int], *, is_packed: bool) -> None:
+        """Count a micro-batch that went forward and backward.
+
+        Args:
+            lengths: tokens of each rollout.
+            num_scored: those of each that the loss saw.
+            is_packed: whether all of them were one row.
+        """
+        totals, num_tokens = self._totals, sum(lengths)
+        flops = sum(self._model.row(*row) for row in zip(lengths, num_scored, strict=True))
+        totals.num_tokens += num_tokens
+        totals.num_scored += sum(num_scored)
+        totals.flops += flops
+        totals.palm_flops += self._model.palm([num_tokens] if is_packed else lengths)
+        totals.micro_batch_flops.append(flops)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers of the step that ends now; none where nothing was passed."""
+        totals = self._totals
+        works = totals.micro_batch_flops
+        if not works:
+            return {}
+        step_s = max(time.perf_counter() - totals.began_at, 1e-9)
+        pack_s = totals.part_s.get("pack", 0.0)
+        metrics = {
+            "perf/tokens_per_s": totals.num_tokens / step_s,
+            "perf/scored_tokens_per_s": totals.num_scored / step_s,
+            "perf/row_fill": totals.num_tokens / (len(works) * self._micro_batch_tokens),
+            "perf/balance": sum(works) / len(works) / max(works),
+            "perf/peak_memory_gb": self._peak_bytes() / 1e9,
+            "time/pack": pack_s,
+            "time/forward_backward": totals.part_s.get("forward_backward", 0.0) - pack_s,
+            "time/optimizer": totals.part_s.get("optimizer", 0.0),
+        }
+        if self._peak_flops is not None:
+            metrics["perf/mfu"] = totals.flops / step_s / self._peak_flops
+            metrics["perf/mfu_palm"] = totals.palm_flops / step_s / self._peak_flops
+        return metrics
+
+    def _peak_bytes(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT

@@ -1,0 +1,274 @@
+"""Updates of a step: the three operations, several minibatches, learning rates, entropy bonus.
+
+Helpers come from test_trainer.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from echo.algo.loss import LossInputs, LossNeeds, LossOutput, needs_of
+from echo.algo.losses import EntropyBonusLoss, GrpoLoss, make_loss
+from echo.core.rollout import Group
+from echo.train.batch import AdvantageSettings, StepBatch
+from echo.train.step import StepError
+from echo.train.trainer import OptimizerSettings, Trainer
+from tests.train.test_trainer import (
+    FAST,
+    assert_close,
+    equal,
+    gradients,
+    make_group,
+    make_groups,
+    on_policy,
+)
+from tests.train.trainers import trainer_of
+
+torch.set_num_threads(1)
+
+
+def make_trainer(model_dir: Path, **options: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "loss": GrpoLoss(),
+        "optimizer": FAST,
+        "advantages": AdvantageSettings(normalize_by_std=False),
+    }
+    return trainer_of(model_dir, **(settings | options))
+
+
+def useful_groups(count: int, *, seed: int = 0) -> list[Group]:
+    return [make_group([1, 0, 0, 1], n, seed=seed) for n in range(count)]
+
+
+# --------------------------------------------------------------------------- the three operations
+
+
+def gradient_now(trainer: Trainer) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, tensor in trainer._policy.parameters().items():
+        assert tensor.grad is not None
+        found[name] = tensor.grad.clone()
+    return found
+
+
+def halves(trainer: Trainer, groups: list[Group]) -> list[StepBatch]:
+    """Both halves of a batch, with the counts of the whole."""
+    whole = trainer._prepare(groups)
+    half = len(whole.samples) // 2
+    return [
+        dataclasses.replace(whole, samples=rows)
+        for rows in (whole.samples[:half], whole.samples[half:])
+    ]
+
+
+def test_gradients_add_up_over_calls(tiny_model_dir: Path) -> None:
+    groups, trainer = useful_groups(4), make_trainer(tiny_model_dir)
+    found = [trainer.forward_backward(part, GrpoLoss()) for part in halves(trainer, groups)]
+    assert_close(gradient_now(trainer), gradients(make_trainer(tiny_model_dir), groups))
+    metrics = make_trainer(tiny_model_dir).step(groups).metrics
+    assert float(found[0].loss + found[1].loss) == pytest.approx(metrics["loss/policy"])
+    assert trainer.optim_step(FAST) == pytest.approx(metrics["grad_norm"], rel=1e-5)
+    assert all(tensor.grad is None for tensor in trainer._policy.parameters().values())
+
+
+def test_a_step_is_its_operations_in_a_row(tiny_model_dir: Path) -> None:
+    groups = useful_groups(4)
+    whole = make_trainer(tiny_model_dir, minibatches_per_step=2)
+    metrics = whole.step(groups).metrics
+    by_hand = make_trainer(tiny_model_dir)
+    norms = []
+    for part in (groups[::2], groups[1::2]):  # dealt, since the quick ones arrive first
+        by_hand.forward_backward(by_hand._prepare(part), GrpoLoss())
+        norms.append(by_hand.optim_step(FAST))
+    assert equal(whole.snapshot(), by_hand.snapshot())
+    assert metrics["grad_norm"] == sum(norms) / 2
+    assert whole.step_count == 1
+    assert not equal(whole.snapshot(), stepped(tiny_model_dir, groups).snapshot())
+
+
+def stepped(model_dir: Path, *batches: list[Group], **options: Any) -> Trainer:
+    trainer = make_trainer(model_dir, **options)
+    for groups in batches:
+        trainer.step(groups)
+    return trainer
+
+
+def test_a_call_that_fails_leaves_no_gradient(tiny_model_dir: Path) -> None:
+    trainer = make_trainer(tiny_model_dir)
+    first, second = halves(trainer, useful_groups(4))
+
+    def raising(inputs: LossInputs) -> LossOutput:
+        raise OverflowError("too much")
+
+    trainer.forward_backward(first, GrpoLoss())
+    with pytest.raises(StepError, match="the step raised OverflowError: too much"):
+        trainer.forward_backward(second, raising)
+    assert all(tensor.grad is None for tensor in trainer._policy.parameters().values())
+
+
+# ------------------------------------------------------------------------------- several updates
+
+
+def test_a_part_without_a_gradient_makes_no_update(tiny_model_dir: Path) -> None:
+    useful, idle = make_group([1, 0, 0, 1], 0), make_group([1, 1, 1], 1)
+    cut = stepped(tiny_model_dir, [useful, idle], minibatches_per_step=2)
+    # In a minibatch of its own, the useful group does not share its normaliser with the other.
+    assert equal(cut.snapshot(), stepped(tiny_model_dir, [useful]).snapshot())
+
+
+def test_later_updates_are_held_to_the_policy_at_the_start(tiny_model_dir: Path) -> None:
+    seen: list[LossInputs] = []
+    decoupled = make_loss("decoupled_ppo", clip_low=0.01, clip_high=0.01)
+
+    def loss(inputs: LossInputs) -> LossOutput:
+        seen.append(inputs)
+        return decoupled(inputs)
+
+    loss.needs = needs_of(decoupled)  # type: ignore[attr-defined]
+    fast = dataclasses.replace(FAST, learning_rate=3e-3)
+    trainer = make_trainer(tiny_model_dir, loss=loss, optimizer=fast, minibatches_per_step=2)
+    groups = on_policy(trainer, [make_group([1, 0], n) for n in (4, 4)])
+    metrics = trainer.step(groups).metrics
+    first, second = seen
+    assert first.proximal_logprobs is not None
+    assert second.proximal_logprobs is not None
+    mask = second.completion_mask
+    start = second.sampler_logprobs[mask].numpy()  # sampled by the policy at the start
+    assert np.allclose(second.proximal_logprobs[mask].numpy(), start, atol=1e-5)
+    assert np.abs(second.learner_logprobs.detach()[mask].numpy() - start).max() > 1e-2
+    assert metrics["clip_ratio/mean"] > 0.1  # of the second update alone: the first's ratios are 1
+    assert stepped_metrics(tiny_model_dir, decoupled, fast, groups)["clip_ratio/mean"] == 0.0
+
+
+def stepped_metrics(
+    model_dir: Path, loss: Any, optimizer: OptimizerSettings, groups: list[Group]
+) -> dict[str, float]:
+    return make_trainer(model_dir, loss=loss, optimizer=optimizer).step(groups).metrics
+
+
+@pytest.mark.parametrize("reason", ["nonfinite_gradient", "step_error"])
+def test_a_later_update_that_fails_undoes_the_earlier_ones(
+    tiny_model_dir: Path, reason: str
+) -> None:
+    trainer = stepped(tiny_model_dir, useful_groups(4), minibatches_per_step=2)
+    before = trainer.snapshot()
+    calls: list[int] = []
+
+    def failing(inputs: LossInputs) -> LossOutput:
+        calls.append(1)
+        output = GrpoLoss()(inputs)
+        if len(calls) == 1:
+            return output
+        if reason == "step_error":
+            raise OverflowError("too much")
+        return dataclasses.replace(output, loss=output.loss * math.nan)
+
+    trainer._loss = failing
+    with pytest.raises(StepError) as caught:
+        trainer.step(useful_groups(4, seed=1))
+    assert caught.value.reason == reason
+    assert len(calls) == 2
+    assert equal(trainer.snapshot(), before)
+    trainer._loss = GrpoLoss()
+    trainer.step(useful_groups(4, seed=2))
+    undisturbed = stepped(
+        tiny_model_dir, useful_groups(4), useful_groups(4, seed=2), minibatches_per_step=2
+    )
+    assert equal(trainer.snapshot(), undisturbed.snapshot())  # the moments are as before, too
+
+
+def test_several_updates_resume_bit_by_bit(tiny_model_dir: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"loss": make_loss("decoupled_ppo"), "minibatches_per_step": 3}
+    trainer = stepped(tiny_model_dir, make_groups(6), **options)
+    trainer.save_state(tmp_path)
+    resumed = make_trainer(tiny_model_dir, **options)
+    resumed.load_state(tmp_path)
+    batch = make_groups(6, seed=1)
+    assert resumed.step(batch) == trainer.step(batch)
+    assert equal(resumed.snapshot(), trainer.snapshot())
+
+
+# --------------------------------------------------------------------------------- learning rates
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup_steps", "expected"),
+    [
+        ("constant", 2, [0.5, 1, 1, 1, 1, 1]),
+        ("linear", 2, [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        ("cosine", 2, [0.5, 1, 1, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125)]),
+        ("linear", 0, [1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
+        ("linear", 8, [n / 8 for n in range(1, 7)]),
+    ],
+)
+def test_the_learning_rate_follows_its_schedule(
+    schedule: Any, warmup_steps: int, expected: list[float]
+) -> None:
+    settings = OptimizerSettings(
+        learning_rate=1.0, warmup_steps=warmup_steps, lr_schedule=schedule, num_steps=6
+    )
+    assert [settings.learning_rate_at(step) for step in range(1, 7)] == pytest.approx(expected)
+    if schedule != "constant" and warmup_steps < 6:
+        assert settings.learning_rate_at(9) == pytest.approx(0.0)
+
+
+# ---------------------------------------------------------------------------------- entropy bonus
+
+
+def zero_loss(inputs: LossInputs) -> LossOutput:
+    return LossOutput(loss=0.0 * inputs.learner_logprobs.sum(), token_counts={})
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [30, 16384])
+def test_the_bonus_is_the_mean_entropy_of_every_rollout(
+    tiny_model_dir: Path, micro_batch_tokens: int
+) -> None:
+    groups = [make_group([1, 0], 0), make_group([1, 1], 1)]  # the second has no advantage
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    bonus, num_tokens = torch.zeros(()), sum(group.num_tokens for group in groups)
+    for group in groups:
+        for rollout in group.rollouts:
+            ids = torch.tensor([*group.prompt_ids, *rollout.token_ids[:-1]])
+            logits = model(input_ids=ids[None]).logits[0, len(group.prompt_ids) - 1 :]
+            bonus = bonus + torch.distributions.Categorical(logits=logits).entropy().sum()
+    (-0.5 * bonus / num_tokens).backward()
+    loss = EntropyBonusLoss(loss=zero_loss, coef=0.5)
+    assert needs_of(loss) == LossNeeds(every_rollout=True, entropies=True)
+    trainer = make_trainer(tiny_model_dir, loss=loss, micro_batch_tokens=micro_batch_tokens)
+    assert trainer.refusal(groups[1]) is None
+    expected = {name: tensor.grad for name, tensor in model.named_parameters()}
+    found = gradients(trainer, groups)
+    for name, tensor in expected.items():
+        assert float((found[name] - tensor).abs().max()) < 3e-7, name
+
+
+# ------------------------------------------------------------------------------------------ speed
+
+
+def test_a_step_tells_its_speed(tiny_model_dir: Path) -> None:
+    groups = [*useful_groups(3), make_group([1, 1], 7)]  # the last never gets to the model
+    trainer = make_trainer(tiny_model_dir, micro_batch_tokens=60)
+    speed = trainer.step(groups).speed
+    rows = trainer._prepare(groups).samples
+    num_tokens, num_scored = sum(r.num_inputs for r in rows), sum(r.num_trained for r in rows)
+    assert len(rows) == 12
+    ratio = speed["perf/scored_tokens_per_s"] / speed["perf/tokens_per_s"]
+    assert ratio == pytest.approx(num_scored / num_tokens)
+    num_micro_batches = sum(1 for _ in trainer._policy.micro_batches(rows))
+    assert num_micro_batches > 1
+    assert speed["perf/row_fill"] == pytest.approx(num_tokens / (60 * num_micro_batches))
+    assert 0.5 < speed["perf/balance"] <= 1
+    assert speed["perf/peak_memory_gb"] > 0.01
+    assert "perf/mfu" not in speed  # the peak of this device is not known
+    parts = [speed[f"time/{name}"] for name in ("pack", "forward_backward", "optimizer")]
+    assert min(parts) > 0
+    assert sum(parts) < num_tokens / speed["perf/tokens_per_s"]
+    assert trainer.step([make_group([1, 1], 1)]).speed == {}
