@@ -13,7 +13,7 @@ import pytest
 from echo.core.errors import StorageError
 from echo.records.ledger import Ledger, read_records
 from echo.runtime.disk_store import DiskStore
-from echo.runtime.learner.checkpoint import find_whole
+from tests.runtime.test_checkpoint import find_whole
 
 RECORDED = Path(__file__).parent / "recorded"
 

@@ -75,7 +75,7 @@ class PartialGroup:
     @property
     def key(self) -> tuple[int, int]:
         """(group id, attempt)."""
-        return self.lease.group_id, self.lease.attempt
+        return key_of(self.lease)
 
     @property
     def num_tokens(self) -> int:
@@ -229,7 +229,7 @@ class PartialGroups:
 
     def add(self, lease: Lease, members: Sequence[PartialRollout] = ()) -> None:
         """Take in a new lease, with what others have sampled for it."""
-        key = lease.group_id, lease.attempt
+        key = key_of(lease)
         if members:
             self.interrupted[key] = PartialGroup(lease, list(members), is_continued=True)
         else:

@@ -34,14 +34,14 @@ from echo.core.bounds import MAX_NODES, clamped_rate
 from echo.core.errors import RefusedError, RemoteProtocolError, TransportError
 from echo.core.metrics import Counters
 from echo.core.rollout import PolicyVersion
-from echo.core.timers import OncePerMinute, RecentMap, earliest
+from echo.core.timers import RecentMap, earliest
 from echo.core.units import one_line
 from echo.roles.joining import Joining, NodeSettings, NodeState, describe_failure
 from echo.weights.broadcast import Broadcast
 from echo.weights.link import Connection, ParentFailed, UplinkProbe, acknowledge
 from echo.weights.parents import CONNECT_TIMEOUT_S, Parents
 from echo.weights.receiver import VersionArrived
-from echo.wire.actions import Action, Dial, HangUp, Note, Send, Work
+from echo.wire.actions import Action, Complaints, Dial, HangUp, Note, Send, Work
 from echo.wire.codec import (
     Envelope,
     Frame,
@@ -91,7 +91,7 @@ class DialingRole:
         self._lost_at = self._heard_at = now
         self._heartbeat_at = self._beat_at = now
         self.learner_step = 0
-        self._complaints = OncePerMinute()
+        self._complaints = Complaints()
         self._faults: dict[str, str] = {}
         """Why the last attempt at an address failed."""
         self._num_refusals: Counter[str] = Counter()
@@ -247,8 +247,7 @@ class DialingRole:
             self.counters.add("protocol_errors")
             name = self._peer_names.get(peer) or peer
             text = f"refused a message from {name}: {error}"
-            line = self._complaints.say(name, "protocol", text, now=now)
-            return [] if line is None else [Note("warning", line)]
+            return self._complaints.note(name, "protocol", text, now=now)
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         """Leave the link that a message came over; one for another node is only not forwarded."""
@@ -289,8 +288,8 @@ class DialingRole:
             return []
         refuse = Refuse(reason="protocol_version", detail=fault)
         frames = encode(refuse, source=self.settings.node_id, target=source)
-        line = self._complaints.say(source, "protocol_version", fault, now=now)
-        return [*([] if line is None else [Note("warning", line)]), Send(peer, frames)]
+        notes = self._complaints.note(source, "protocol_version", fault, now=now)
+        return [*notes, Send(peer, frames)]
 
     def _on_link_message(
         self, peer: str, message: Message, payload: list[Frame], now: float

@@ -117,11 +117,11 @@ class VersionWait:
     def __init__(self, max_s: float = MAX_VERSION_WAIT_S) -> None:
         """Take the seconds that one may wait."""
         self.max_s = max_s
-        self._since: dict[tuple[int, int], float] = {}
+        self._since: dict[LeaseKey, float] = {}
 
     def late(self, waiting: Sequence[Lease], *, now: float) -> list[Lease]:
         """Note which leases wait, and return those that have waited too long."""
-        keys = {(lease.group_id, lease.attempt): lease for lease in waiting}
+        keys = {key_of(lease): lease for lease in waiting}
         self._since = {key: self._since.get(key, now) for key in keys}
         return [keys[key] for key, since in self._since.items() if now >= since + self.max_s]
 

@@ -13,6 +13,7 @@ node: the session has decided nothing then that it does not return, and the peer
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import functools
 import logging
@@ -20,7 +21,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -247,9 +248,14 @@ class Node:
         return task
 
     async def _guard(self, work: Awaitable[None]) -> None:
-        """Turn the failure of a task into the end of the node."""
-        try:
+        with self._ending_at_failure():
             await work
+
+    @contextlib.contextmanager
+    def _ending_at_failure(self) -> Iterator[None]:
+        """Turn a failure into the end of the node."""
+        try:
+            yield
         except EchoError as error:
             self.stop("failed", error)
         except Exception as error:
@@ -326,13 +332,8 @@ class Node:
     def _on_finished(self, work: Work, future: asyncio.Future[str]) -> None:
         if self.has_ended or future.cancelled():
             return
-        try:
+        with self._ending_at_failure():
             self.perform(self._session.worked(work, future.result(), now=self.now))
-        except EchoError as error:
-            self.stop("failed", error)
-        except Exception as error:
-            self.log.exception("internal error")
-            self.stop("failed", error)
 
     def _arm(self) -> None:
         deadline = self._session.deadline
@@ -357,14 +358,9 @@ class Node:
             # is read first, or this node would take its own absence for that of the others.
             self._set_timer(self.now + CATCH_UP_S)
             return
-        try:
+        with self._ending_at_failure():
             self.before_expire()
             self.perform(self._session.expire(now=self.now))
-        except EchoError as error:
-            self.stop("failed", error)
-        except Exception as error:
-            self.log.exception("internal error")
-            self.stop("failed", error)
 
     async def wait_until(self, is_done: Callable[[], bool], *, within_s: float) -> bool:
         """Look every few milliseconds until `is_done`; return False if it takes too long.

@@ -353,7 +353,6 @@ class MemoryCheckpoints(Checkpoints):
             min_free_bytes=0,
             now=now,
         )
-        self._run_id = run_id
         self._disk = disk
 
     def save(self, trainer: SavedTrainer, *, lineage: int, step: int, now: float) -> int:

@@ -22,6 +22,8 @@ from echo.wire.messages import (
     Deliver,
     Fetch,
     Finish,
+    Probe,
+    ProbeAck,
     TopologyPlan,
     Waiting,
 )
@@ -278,6 +280,22 @@ def test_a_message_for_another_node_is_refused_by_who_does_not_relay(tmp_path: P
     for process in (learner, worker):
         [note] = process.session.receive("in99", stray, now=3.0)
         assert "w9" in note.text
+
+
+def test_a_probe_of_an_uplink_is_answered(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    learner, relay, [worker] = start_all(run)
+    run.world.run(3.0)
+    for process in (learner, relay):
+        probe = encode(Probe(), [bytes(1000)], source="w1")
+        [answer] = process.session.receive("in99", probe, now=3.0)
+        assert isinstance(message_of(answer.frames), ProbeAck)
+    # The answer to its own is awaited from its parent alone.
+    peer, session = worker.session._control.peer, worker.session
+    session._probing.begin(peer, payload_bytes=8 << 20, now=3.0)
+    for source, is_awaited in (("in99", True), (peer, False)):
+        session.receive(source, encode(ProbeAck(), source="r1"), now=9.0)
+        assert (session._probing._awaited is not None) == is_awaited
 
 
 def test_a_relay_without_route_or_uplink_drops_and_counts(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,12 +24,12 @@ from echo.records.ledger import (
     read_records,
     read_state,
 )
+from echo.runtime.learner import checkpoint as checkpoint_module
 from echo.runtime.learner.checkpoint import (
     CheckpointInfo,
     Checkpoints,
-    find_whole,
+    FoundCheckpoint,
     list_checkpoints,
-    save_checkpoint,
 )
 from echo.runtime.learner.resume import SavedRun, StartingPoint
 from echo.train import trainer
@@ -51,14 +53,21 @@ class FailingTrainer:
         raise OSError(28, "No space left on device")
 
 
+def make(directory: Path, **settings: Any) -> Checkpoints:
+    defaults: dict[str, Any] = {
+        "run_id": "toy", "interval_steps": 10, "interval_s": None, "keep_last": 2,
+        "min_free_bytes": 0, "now": 0.0,
+    }  # fmt: skip
+    return Checkpoints(directory, **(defaults | settings))
+
+
 def save(directory: Path, step: int, *, lineage: int = 1, keep_last: int = 2) -> int:
-    return save_checkpoint(
-        directory,
-        Trainer(f"{lineage}/{step}"),
-        CheckpointInfo(run_id="toy", lineage=lineage, step=step),
-        keep_last=keep_last,
-        min_free_bytes=0,
-    )
+    checkpoints = make(directory, keep_last=keep_last)
+    return checkpoints.save(Trainer(f"{lineage}/{step}"), lineage=lineage, step=step, now=0.0)
+
+
+def find_whole(directory: Path) -> FoundCheckpoint | None:
+    return make(directory).find_whole()
 
 
 def latest(directory: Path) -> tuple[str, CheckpointInfo]:
@@ -78,26 +87,14 @@ def test_the_newest_is_found_and_old_ones_go(tmp_path: Path) -> None:
 def test_a_failure_leaves_the_old_one_and_no_rubbish(tmp_path: Path) -> None:
     save(tmp_path, 10)
     with pytest.raises(StorageError, match=r"step 20.*No space left"):
-        save_checkpoint(
-            tmp_path,
-            FailingTrainer(),
-            CheckpointInfo(run_id="toy", lineage=1, step=20),
-            keep_last=2,
-            min_free_bytes=0,
-        )
+        make(tmp_path).save(FailingTrainer(), lineage=1, step=20, now=0.0)
     assert latest(tmp_path)[0] == "1/10"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000010"]
 
 
 def test_a_disk_that_is_nearly_full_is_not_filled(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"limits\.min_free_disk_bytes"):
-        save_checkpoint(
-            tmp_path,
-            FailingTrainer(),
-            CheckpointInfo(run_id="toy", lineage=1, step=20),
-            keep_last=2,
-            min_free_bytes=1 << 62,
-        )
+        make(tmp_path, min_free_bytes=1 << 62).save(FailingTrainer(), lineage=1, step=20, now=0.0)
 
 
 def test_a_checkpoint_of_an_abandoned_lineage_does_not_push_out_the_new_one(tmp_path: Path) -> None:
@@ -217,33 +214,14 @@ def test_the_hashes_are_in_the_form_of_b3sum(tmp_path: Path) -> None:
     assert lines[1].split("  ")[0] == blake3(b"1/10").hexdigest()
 
 
-def test_another_format_is_refused(tmp_path: Path) -> None:
+def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that of the release before, which knew no hashes."""
-    save_checkpoint(
-        tmp_path,
-        Trainer("1/1"),
-        CheckpointInfo(run_id="toy", lineage=1, step=1, format=1),
-        keep_last=1,
-        min_free_bytes=0,
-    )
+    monkeypatch.setattr(checkpoint_module, "CheckpointInfo", partial(CheckpointInfo, format=1))
+    save(tmp_path, 1)
     for _ in range(2):
         with pytest.raises(StorageError, match="has format 1, this release reads 2"):
             find_whole(tmp_path)
         (tmp_path / "step_000001" / "BLAKE3SUMS").unlink(missing_ok=True)
-
-
-def make(
-    directory: Path, *, interval_s: float | None = None, min_free_bytes: int = 0
-) -> Checkpoints:
-    return Checkpoints(
-        directory,
-        run_id="toy",
-        interval_steps=10,
-        interval_s=interval_s,
-        keep_last=2,
-        min_free_bytes=min_free_bytes,
-        now=0.0,
-    )
 
 
 def test_one_is_due_by_steps_or_by_time(tmp_path: Path) -> None:
@@ -282,13 +260,8 @@ class TorchTrainer:
 
 
 def checkpoint(run_dir: Path, step: int, *, lineage: int = 1, run_id: str = "toy") -> None:
-    save_checkpoint(
-        run_dir / "checkpoints",
-        TorchTrainer(),
-        CheckpointInfo(run_id=run_id, lineage=lineage, step=step),
-        keep_last=9,
-        min_free_bytes=0,
-    )
+    checkpoints = make(run_dir / "checkpoints", run_id=run_id, keep_last=9)
+    checkpoints.save(TorchTrainer(), lineage=lineage, step=step, now=0.0)
 
 
 @contextmanager
@@ -312,16 +285,7 @@ def store(ledger: Ledger, group: Group) -> Group:
 
 
 def saved(ledger: LedgerQueue) -> SavedRun:
-    checkpoints = Checkpoints(
-        ledger.run_dir / "checkpoints",
-        run_id="toy",
-        interval_steps=1,
-        interval_s=None,
-        keep_last=3,
-        min_free_bytes=0,
-        now=0.0,
-    )
-    return SavedRun(ledger, checkpoints)
+    return SavedRun(ledger, make(ledger.run_dir / "checkpoints"))
 
 
 def resume(run_dir: Path, *, max_staleness: int = 2) -> StartingPoint:

@@ -88,15 +88,18 @@ Opened = Callable[..., DiskStore]
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """Return a disk of 1 MiB."""
+def small(tmp_path: Path) -> Iterator[DiskStore]:
+    """Return a store on a disk of 1 MiB."""
     path = tmp_path / "disk"
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(path)]
     done = subprocess.run(mount, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"needs the right to mount a tmpfs: {done.stderr.strip()}")
-    yield path
+    store = DiskStore(path, LIMIT)
+    store.recover("r")
+    yield store
+    store.close()
     subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
@@ -307,55 +310,48 @@ def test_a_chunk_written_in_part_is_not_held(tmp_path: Path, moment: bytes) -> N
 
 
 def test_a_full_disk_falls_back_on_memory_with_one_warning(
-    disk: Path, caplog: pytest.LogCaptureFixture
+    small: DiskStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = DiskStore(disk, LIMIT)
-    store.recover("r")
-    store.create(version(1), b"manifest", 512 << 10)
-    second = store.create(version(2), b"manifest", 768 << 10)
+    small.create(version(1), b"manifest", 512 << 10)
+    second = small.create(version(2), b"manifest", 768 << 10)
     second[:] = b"2" * len(second)
-    store.create(version(3), b"manifest", 768 << 10)
+    small.create(version(3), b"manifest", 768 << 10)
     assert caplog.text.count("it is kept in memory and lost with this process: free some") == 1
     assert (
-        f"network.store_dir = {disk}: no 768 KiB for v2: No space left on device (" in caplog.text
+        f"network.store_dir = {small.directory}: no 768 KiB for v2: No space left on device ("
+        in caplog.text
     )
-    assert names(disk) == ["echo-store-2.lock", "v1-L1.image", "v1-L1.manifest"]
-    assert store.bytes_held == 2 << 20
-    assert store.verify_held(describe(bytes(second), step=2), second) == b"\1" * 12
+    assert names(small.directory) == ["echo-store-2.lock", "v1-L1.image", "v1-L1.manifest"]
+    assert small.bytes_held == 2 << 20
+    assert small.verify_held(describe(bytes(second), step=2), second) == b"\1" * 12
     # The disk has room again.
     for step in (1, 2, 3):
-        store.drop(version(step))
-    store.create(version(4), b"manifest", 768 << 10)
-    store.close()
-    assert [item.version for item in DiskStore(disk, LIMIT).recover("r")] == [version(4)]
+        small.drop(version(step))
+    small.create(version(4), b"manifest", 768 << 10)
+    small.close()
+    assert [item.version for item in DiskStore(small.directory, LIMIT).recover("r")] == [version(4)]
 
 
 def test_a_full_disk_and_no_memory_is_an_error_that_names_everything(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
+    small: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = DiskStore(disk, LIMIT)
-    store.recover("r")
     monkeypatch.setattr(disk_store, "read_machine", lambda: Machine(host_bytes=1 << 20))
     with pytest.raises(StorageError) as caught:
-        store.create(version(1), b"manifest", 2 << 20)
+        small.create(version(1), b"manifest", 2 << 20)
     assert str(caught.value).startswith(
-        f"network.store_dir = {disk}: no 2 MiB for v1: No space left on device ("
+        f"network.store_dir = {small.directory}: no 2 MiB for v1: No space left on device ("
     )
     assert " free); free some, or point" in str(caught.value)
-    assert names(disk) == ["echo-store-2.lock"]
-    assert store.bytes_held == 0
-    store.close()
+    assert names(small.directory) == ["echo-store-2.lock"]
+    assert small.bytes_held == 0
 
 
-def test_a_spare_makes_room_on_a_full_disk(disk: Path) -> None:
-    store = DiskStore(disk, LIMIT)
-    store.recover("r")
-    store.create(version(1), b"manifest", 512 << 10)
-    store.drop(version(1))
-    store.create(version(2), b"manifest", 700 << 10)
-    store.flush()
-    assert names(disk) == ["echo-store-2.lock", "v2-L1.image", "v2-L1.manifest"]
-    store.close()
+def test_a_spare_makes_room_on_a_full_disk(small: DiskStore) -> None:
+    small.create(version(1), b"manifest", 512 << 10)
+    small.drop(version(1))
+    small.create(version(2), b"manifest", 700 << 10)
+    small.flush()
+    assert names(small.directory) == ["echo-store-2.lock", "v2-L1.image", "v2-L1.manifest"]
 
 
 def test_a_file_that_may_not_grow_is_like_a_full_disk(
@@ -389,16 +385,13 @@ def test_neither_disk_nor_memory_names_both(
 
 
 def test_a_manifest_that_cannot_be_written_costs_only_the_recovery(
-    disk: Path, caplog: pytest.LogCaptureFixture
+    small: DiskStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = DiskStore(disk, LIMIT)
-    store.recover("r")
-    storage = store.create(version(1), b"x" * (1 << 20), 512 << 10)
+    storage = small.create(version(1), b"x" * (1 << 20), 512 << 10)
     storage[:] = b"1" * len(storage)
-    store.flush()
+    small.flush()
     assert "the manifest of v1 cannot be written: No space left on device" in caplog.text
-    assert names(disk) == ["echo-store-2.lock", "v1-L1.image"]
-    store.close()
+    assert names(small.directory) == ["echo-store-2.lock", "v1-L1.image"]
 
 
 def test_a_directory_that_disappears_is_an_error(opened: Opened) -> None:

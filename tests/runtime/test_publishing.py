@@ -138,18 +138,34 @@ class Pair:
             await self.encoded_versions.wait()
 
 
-@pytest.mark.parametrize("codec", ["auto", "delta", "full"])
-def test_versions_arrive_bit_for_bit_in_whatever_form(codec: str) -> None:
-    images = moving_images(3, share=0.01)
+def play(
+    codec: str,
+    *publications: Publication,
+    before: Sequence[Publication] = (),
+    mode: PatchMode = "copy",
+) -> Pair:
+    """Publish to a child what it sees, and before that what came too early for it."""
 
     async def main() -> Pair:
         pair = Pair(codec)
+        pair.child.patch_mode = mode
+        await pair.publish(*before)
         pair.join()
-        await pair.publish(*(publication_of(i, image) for i, image in enumerate(images)))
+        await pair.publish(*publications)
         pair.coder.close()
         return pair
 
-    pair = asyncio.run(main())
+    return asyncio.run(main())
+
+
+def publications_of(images: Iterable[bytearray]) -> list[Publication]:
+    return [publication_of(step, image) for step, image in enumerate(images)]
+
+
+@pytest.mark.parametrize("codec", ["auto", "delta", "full"])
+def test_versions_arrive_bit_for_bit_in_whatever_form(codec: str) -> None:
+    images = moving_images(3, share=0.01)
+    pair = play(codec, *publications_of(images))
     assert pair.arrived == [PolicyVersion(1, step) for step in range(3)]
     for step in (1, 2):
         assert pair.child.store[PolicyVersion(1, step)].storage == images[step]
@@ -170,16 +186,8 @@ def unsealed_of(step: int, image: bytearray) -> Publication:
 
 
 def published_unsealed(share: float, *, mode: PatchMode, count: int = 3) -> Pair:
-    async def main() -> Pair:
-        pair = Pair("delta")
-        pair.child.patch_mode = mode
-        pair.join()
-        images = moving_images(count, share=share)
-        await pair.publish(*(unsealed_of(i, image) for i, image in enumerate(images)))
-        pair.coder.close()
-        return pair
-
-    return asyncio.run(main())
+    images = moving_images(count, share=share)
+    return play("delta", *(unsealed_of(i, image) for i, image in enumerate(images)), mode=mode)
 
 
 @pytest.mark.slow
@@ -223,7 +231,7 @@ def test_a_version_that_changed_much_says_what_comes_out() -> None:
 @pytest.mark.slow
 def test_a_laggard_takes_one_delta_after_the_other() -> None:
     images = moving_images(5, share=0.01)
-    publications = [publication_of(i, image) for i, image in enumerate(images)]
+    publications = publications_of(images)
     newest = PolicyVersion(1, 4)
 
     async def main() -> Pair:
@@ -290,19 +298,7 @@ def special_publications() -> list[Publication]:
 @pytest.mark.parametrize("is_late", [False, True], ids=["delta", "keyframe"])
 def test_values_of_every_kind_survive_bit_for_bit(is_late: bool) -> None:
     publications = special_publications()
-
-    async def main() -> Pair:
-        pair = Pair("delta")
-        if is_late:
-            await pair.publish(publications[1])
-            pair.join()
-        else:
-            pair.join()
-            await pair.publish(*publications)
-        pair.coder.close()
-        return pair
-
-    pair = asyncio.run(main())
+    pair = play("delta", before=publications[1:]) if is_late else play("delta", *publications)
     (*_, newest) = sorted(pair.child.encoded_versions)
     assert newest[1].kind == ("keyframe" if is_late else "delta"), "it came in full"
     storage = memoryview(pair.child.store[PolicyVersion(1, 1)].storage)
@@ -314,15 +310,7 @@ def test_values_of_every_kind_survive_bit_for_bit(is_late: bool) -> None:
 def test_a_hopeless_delta_is_not_sent() -> None:
     chance = np.random.default_rng(1)
     images = [bytearray(chance.bytes(NUM_BYTES)) for _ in range(2)]
-
-    async def main() -> Pair:
-        pair = Pair("auto")
-        pair.join()
-        await pair.publish(*(publication_of(i, image) for i, image in enumerate(images)))
-        pair.coder.close()
-        return pair
-
-    pair = asyncio.run(main())
+    pair = play("auto", *publications_of(images))
     assert pair.arrived == [PolicyVersion(1, 0), PolicyVersion(1, 1)]
     assert not pair.encoded_versions.coded_bytes
     assert pair.child.bytes_received == 2 * NUM_BYTES
@@ -330,17 +318,8 @@ def test_a_hopeless_delta_is_not_sent() -> None:
 
 def test_a_late_joiner_takes_the_keyframe_and_the_deltas_behind_it() -> None:
     images = moving_images(3, share=0.01)
-
-    async def main() -> Pair:
-        pair = Pair("auto")
-        await pair.publish(*(publication_of(i, image) for i, image in enumerate(images)))
-        keyframes = [item for item in pair.learner.encoded_versions if item[1].kind == "keyframe"]
-        assert keyframes
-        pair.join()
-        pair.coder.close()
-        return pair
-
-    pair = asyncio.run(main())
+    pair = play("auto", before=publications_of(images))
+    assert any(form.kind == "keyframe" for _, form in pair.child.encoded_versions)
     assert pair.arrived[-1] == PolicyVersion(1, 2)
     assert pair.child.store[PolicyVersion(1, 2)].storage == images[2]
     assert pair.child.bytes_received < NUM_BYTES

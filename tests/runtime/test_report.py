@@ -142,8 +142,9 @@ def test_the_curve_goes_on_where_a_run_was_resumed() -> None:
     progress = Progress(staleness_tokens={}, now=0.0, step=4, earlier=CURVE)
     assert list(progress._rewards) == [0.1, 0.2, 0.3, 0.4]  # later ones are void
     assert list(progress._evals) == [(0, 0.3, 0.2), (4, 0.5, 0.4)]
-    progress.evaluated(4, 0.55, 0.45)
+    progress.evaluated(4, 0.55, 0.45, num_errors=2)
     assert list(progress._evals) == [(0, 0.3, 0.2), (4, 0.55, 0.45)]
+    assert progress._eval_errors == {4: 2}
 
 
 def test_a_curve_with_a_hole_begins_after_it() -> None:

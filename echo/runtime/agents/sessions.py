@@ -22,6 +22,7 @@ from blake3 import blake3
 from echo.core.errors import DataError, EchoError
 from echo.core.rollout import Group, PolicyVersion, Rollout
 from echo.engine.engine import Completion, Engine, Request, Sampling, VersionError, Watcher
+from echo.leases.partials import LeaseKey, key_of
 from echo.roles.worker import Worker
 from echo.runtime.node import Node
 from echo.runtime.threads import Pool, Threads
@@ -238,7 +239,7 @@ class Episodes:
         """
         self._group_size = group_size
         self._timeout_s = timeout_s
-        self._hands: dict[tuple[int, int], _Hand] = {}
+        self._hands: dict[LeaseKey, _Hand] = {}
         self._sessions: dict[str, Session] = {}
 
     @property
@@ -253,12 +254,11 @@ class Episodes:
 
     def has_sessions(self, lease: Lease) -> bool:
         """Return whether an agent works on a lease in hand."""
-        return bool(self._hands[_key(lease)].sessions)
+        return bool(self._hands[key_of(lease)].sessions)
 
     def add(self, lease: Lease, *, now: float) -> None:
         """Take a lease in hand."""
-        key = (lease.group_id, lease.attempt)
-        self._hands[key] = _Hand(lease, deque(range(self._group_size)), now)
+        self._hands[key_of(lease)] = _Hand(lease, deque(range(self._group_size)), now)
 
     def begin(self, *, now: float) -> Session | None:
         """Give out the oldest free episode, if there is one."""
@@ -316,7 +316,7 @@ class Episodes:
         hand.outcomes[session.member] = SessionOutcome(leaf, reward)
         if len(hand.outcomes) < self._group_size:
             return None
-        del self._hands[_key(session.lease)]
+        del self._hands[key_of(session.lease)]
         return [hand.outcomes[member] for member in range(self._group_size)]
 
     def abandon(self, session: Session) -> bool:
@@ -343,16 +343,16 @@ class Episodes:
         return given_up
 
     def _touch(self, session: Session, now: float) -> None:
-        session.touched_at = self._hands[_key(session.lease)].touched_at = now
+        session.touched_at = self._hands[key_of(session.lease)].touched_at = now
 
     def _close(self, session: Session) -> _Hand:
         del self._sessions[session.session_id]
-        hand = self._hands[_key(session.lease)]
+        hand = self._hands[key_of(session.lease)]
         hand.sessions.discard(session.session_id)
         return hand
 
     def _drop(self, hand: _Hand) -> None:
-        del self._hands[_key(hand.lease)]
+        del self._hands[key_of(hand.lease)]
         for name in hand.sessions:
             del self._sessions[name]
 
@@ -407,10 +407,6 @@ def _num_shared(contexts: Sequence[Ids]) -> int:
     table = np.stack([context[:length] for context in contexts])
     differs = np.flatnonzero((table != table[0]).any(axis=0))
     return int(differs[0]) if len(differs) else length
-
-
-def _key(lease: Lease) -> tuple[int, int]:
-    return (lease.group_id, lease.attempt)
 
 
 # --- Calls of outside agents as tokens: sampled ones go in again as they were sampled ---

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -101,85 +102,100 @@ class Checkpoints:
         return step % self._interval_steps == 0 or is_late
 
     def save(self, trainer: SavedTrainer, *, lineage: int, step: int, now: float) -> int:
-        """Save; return the step of the oldest checkpoint kept.
+        """Write a checkpoint, drop those beyond `keep_last`; return the step of the oldest kept.
 
-        Args:
-            trainer: whose state it is.
-            lineage: the present lineage.
-            step: optimizer steps done.
-            now: the loop's clock, seconds. A save that fails is tried again an interval later.
+        One that fails is tried again an interval later.
 
         Raises:
             StorageError: if it could not be written; older checkpoints are untouched.
         """
         self._tried_at = now
-        oldest_step = save_checkpoint(
-            self._directory,
-            trainer,
-            CheckpointInfo(run_id=self._run_id, lineage=lineage, step=step),
-            keep_last=self._keep_last,
-            min_free_bytes=self._min_free_bytes,
-        )
+        directory, name = self._directory, f"step_{step:06d}"
+        temporary = directory / f".{name}.tmp"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            _check_space(directory, self._min_free_bytes)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            trainer.save_state(temporary)
+            info = CheckpointInfo(run_id=self._run_id, lineage=lineage, step=step)
+            _seal(temporary, info)
+            final = directory / name
+            # Of another lineage if it exists: a step is saved once in each.
+            shutil.rmtree(final, ignore_errors=True)
+            temporary.rename(final)
+            sync_path(directory)
+            write_file(directory / "latest", f"{name}\n".encode())
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise StorageError(f"no checkpoint of step {step} in {directory}: {error}") from error
+        except StorageError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
         self.saved_step = step
-        return oldest_step
+        steps = list_checkpoints(directory)
+        # Not only the highest steps: one above this belongs to a history that was left.
+        kept = [each for each in steps if each <= step][-self._keep_last :]
+        for each in steps.keys() - set(kept):
+            shutil.rmtree(steps[each], ignore_errors=True)
+        return kept[0]
+
+    def drop_later(self, step: int) -> None:
+        """Delete the checkpoints after `step`: the run continues from there without them.
+
+        Raises:
+            StorageError: if `latest` cannot be written.
+        """
+        directory, complete = self._directory, list_checkpoints(self._directory)
+        if step in complete and step < max(complete):
+            try:
+                write_file(directory / "latest", f"{complete[step].name}\n".encode())
+            except OSError as error:
+                raise StorageError(f"cannot write {directory / 'latest'}: {error}") from error
+        for later, path in complete.items():
+            if later > step:
+                shutil.rmtree(path, ignore_errors=True)
 
     def find_whole(self) -> FoundCheckpoint | None:
         """Return the newest checkpoint whose files are what was written; None if there is none.
 
         Raises:
-            StorageError: see the function of this name.
+            StorageError: if there are checkpoints and all are damaged, if `latest` names none of
+                them, or if another release wrote it.
         """
-        return find_whole(self._directory)
+        complete = list_checkpoints(self._directory)
+        newest = self._newest_step(complete)
+        damage: list[str] = []
+        for step in sorted((step for step in complete if step <= newest), reverse=True):
+            try:
+                info = _read_whole(complete[step])
+            except DamagedCheckpointError as error:
+                damage.append(str(error))
+            else:
+                return FoundCheckpoint(path=complete[step], info=info, damage=tuple(damage))
+        if not damage:
+            return None
+        raise StorageError(
+            f"no checkpoint in {self._directory} is whole: {'; '.join(damage)}. Restore one from a "
+            f"copy, or delete {self._directory}: --resume then makes every step again from the "
+            "initial weights"
+        )
 
-    def drop_later(self, step: int) -> None:
-        """Delete the checkpoints after `step`: the run continues from there without them."""
-        drop_later(self._directory, step)
-
-
-def save_checkpoint(
-    directory: Path,
-    trainer: SavedTrainer,
-    info: CheckpointInfo,
-    *,
-    keep_last: int,
-    min_free_bytes: int,
-) -> int:
-    """Write a checkpoint and drop those beyond `keep_last`; return the step of the oldest kept.
-
-    Raises:
-        StorageError: if it could not be written; older checkpoints are untouched.
-    """
-    name = f"step_{info.step:06d}"
-    temporary = directory / f".{name}.tmp"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        _check_space(directory, min_free_bytes)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        trainer.save_state(temporary)
-        (temporary / INFO_FILE).write_text(json.dumps(asdict(info)), encoding="utf-8")
-        sums = "".join(f"{hash_file(path)}  {path.name}\n" for path in sorted(temporary.iterdir()))
-        (temporary / SUMS_FILE).write_text(sums, encoding="utf-8")
-        for path in (*temporary.iterdir(), temporary):
-            sync_path(path)
-        final = directory / name
-        # Of another lineage if it exists: a step is saved once in each.
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
-        sync_path(directory)
-        write_file(directory / "latest", f"{name}\n".encode())
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise StorageError(f"no checkpoint of step {info.step} in {directory}: {error}") from error
-    except StorageError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    steps = list_checkpoints(directory)
-    # Not only the highest steps: one above this belongs to a history that was left.
-    kept = [step for step in steps if step <= info.step][-keep_last:]
-    for step in steps.keys() - set(kept):
-        shutil.rmtree(steps[step], ignore_errors=True)
-    return kept[0]
+    def _newest_step(self, complete: Mapping[int, Path]) -> int:
+        """Return the step that `latest` names, or the last where it was never written."""
+        pointer = self._directory / "latest"
+        names = ", ".join(path.name for path in complete.values()) or "none"
+        remedy = f"write the name of a checkpoint into it; there are: {names}"
+        try:
+            named = pointer.read_text("utf-8").strip() if pointer.exists() else ""
+        except (OSError, ValueError) as error:
+            raise StorageError(f"{pointer} cannot be read ({error}); {remedy}") from error
+        if not named:
+            return max(complete, default=0)
+        for step, path in complete.items():
+            if path.name == named:
+                return step
+        raise StorageError(f"{pointer} names {named!r}, which is no checkpoint here; {remedy}")
 
 
 def list_checkpoints(directory: Path) -> dict[int, Path]:
@@ -192,64 +208,13 @@ def list_checkpoints(directory: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def drop_later(directory: Path, step: int) -> None:
-    """Delete the checkpoints after `step`: the run continues from there without them.
-
-    Raises:
-        StorageError: if `latest` cannot be written.
-    """
-    complete = list_checkpoints(directory)
-    if step in complete and step < max(complete):
-        try:
-            write_file(directory / "latest", f"{complete[step].name}\n".encode())
-        except OSError as error:
-            raise StorageError(f"cannot write {directory / 'latest'}: {error}") from error
-    for later, path in complete.items():
-        if later > step:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def find_whole(directory: Path) -> FoundCheckpoint | None:
-    """Return the newest checkpoint whose files are what was written; None if there is none.
-
-    Raises:
-        StorageError: if there are checkpoints and all are damaged, if `latest` names none of them,
-            or if another release wrote it.
-    """
-    pointer = directory / "latest"
-    complete = list_checkpoints(directory)
-    if not complete and not pointer.exists():
-        return None
-    names = ", ".join(path.name for path in complete.values()) or "none"
-    try:
-        # Killed before the very first pointer was written, a run has a checkpoint without one.
-        named = pointer.read_text("utf-8").strip() if pointer.exists() else ""
-    except (OSError, ValueError) as error:
-        raise StorageError(
-            f"{pointer} cannot be read ({error}); write the name of a checkpoint into it; there "
-            f"are: {names}"
-        ) from error
-    newest = max(complete, default=0)
-    if named:
-        steps = [step for step, path in complete.items() if path.name == named]
-        if not steps:
-            raise StorageError(
-                f"{pointer} names {named!r}, which is no checkpoint here; write the name of one "
-                f"into it; there are: {names}"
-            )
-        newest = steps[0]
-    damage: list[str] = []
-    for step in sorted((step for step in complete if step <= newest), reverse=True):
-        try:
-            info = _read_whole(complete[step])
-        except DamagedCheckpointError as error:
-            damage.append(str(error))
-        else:
-            return FoundCheckpoint(path=complete[step], info=info, damage=tuple(damage))
-    raise StorageError(
-        f"no checkpoint in {directory} is whole: {'; '.join(damage)}. Restore one from a copy, or "
-        f"delete {directory}: --resume then makes every step again from the initial weights"
-    )
+def _seal(directory: Path, info: CheckpointInfo) -> None:
+    """Add what a checkpoint says of itself and the hashes; force all of it onto the disk."""
+    (directory / INFO_FILE).write_text(json.dumps(asdict(info)), encoding="utf-8")
+    sums = "".join(f"{hash_file(path)}  {path.name}\n" for path in sorted(directory.iterdir()))
+    (directory / SUMS_FILE).write_text(sums, encoding="utf-8")
+    for path in (*directory.iterdir(), directory):
+        sync_path(path)
 
 
 def _read_whole(path: Path) -> CheckpointInfo:
