@@ -6,14 +6,16 @@ import itertools
 import math
 import random
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
-from echo.fleet.activation import Links, PricedWorker, Roll
+from echo.fleet.activation import Links, Roll
 from echo.fleet.job import Job
+from echo.fleet.market import Offer
 
 
 def random_workers(
     seed: int, *, most: int = 8, least: int = 1, groups: int | None = None
-) -> tuple[list[PricedWorker], Job, Links]:
+) -> tuple[list[Offer], Job, Links]:
     """Return workers of a few kinds or all different, and a job that about half of them can do.
 
     Args:
@@ -28,7 +30,7 @@ def random_workers(
     for number in range(rng.randint(least, most)):
         if rng.random() < 0.5:
             kind = rng.choice(kinds)
-            workers.append(_renamed(kind, f"w{number}"))
+            workers.append(replace(kind, name=f"w{number}"))
         else:
             workers.append(_random_worker(rng, f"w{number}"))
     bound = rng.randint(0, 6) if groups is None else 6
@@ -59,7 +61,7 @@ UPLINK = 1e9
 class Broadcast:
     """What a broadcast takes: the slowest downlink, one chain, all behind the learner's uplink."""
 
-    def __init__(self, workers: Sequence[PricedWorker], job: Job) -> None:
+    def __init__(self, workers: Sequence[Offer], job: Job) -> None:
         self.by_name = {worker.name: worker for worker in workers}
         self.version_bytes = job.version_bytes
 
@@ -70,8 +72,8 @@ class Broadcast:
         return max(self.version_bytes / slowest, num_copies * self.version_bytes / UPLINK)
 
 
-def _random_worker(rng: random.Random, name: str) -> PricedWorker:
-    return PricedWorker(
+def _random_worker(rng: random.Random, name: str) -> Offer:
+    return Offer(
         name=name,
         tokens_per_s=rng.uniform(300, 3000),
         concurrency=rng.randint(8, 64),
@@ -85,14 +87,8 @@ def _random_worker(rng: random.Random, name: str) -> PricedWorker:
     )
 
 
-def _renamed(worker: PricedWorker, name: str) -> PricedWorker:
-    return PricedWorker(
-        **{f: getattr(worker, f) for f in PricedWorker.__slots__ if f != "name"}, name=name
-    )
-
-
 def choose_by_brute_force(
-    workers: Sequence[PricedWorker], job: Job, links: Links
+    workers: Sequence[Offer], job: Job, links: Links
 ) -> tuple[float, frozenset[str]] | None:
     """Return the cheapest sufficient set and its cost by trying every one; None without any."""
     roll = Roll(workers, links)

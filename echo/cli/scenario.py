@@ -11,14 +11,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from echo.config.fleet_file import (
     SIM_LISTS,
-    FaultRow,
     FleetRequest,
-    PathRow,
-    PriceRow,
     Rows,
     SimRow,
     Table,
@@ -28,7 +25,7 @@ from echo.config.fleet_file import (
 )
 from echo.config.schema import PROFILES, ActivationSection, preset_publish_period
 from echo.core.errors import ConfigError, in_one
-from echo.sim.scenario import LEARNER_REGION, ActivationRule, Fault, PriceChange, Scenario, Settings
+from echo.sim.scenario import LEARNER_REGION, ActivationRule, Scenario, Settings
 
 SIM_TABLES = ("sim", "activation", *SIM_LISTS)
 """What a fleet file has not."""
@@ -152,18 +149,9 @@ def load_scenario(
         settings=_settings(sim),
         is_auto_period=is_auto and plan is None,
         activation=_activation(activation),
-        weather={
-            row.region: (row.jitter_s, row.loss)
-            for _, row in cast("list[tuple[str, PathRow]]", lists["paths"])
-        },
-        faults=[
-            Fault(**row.model_dump())
-            for _, row in cast("list[tuple[str, FaultRow]]", lists["faults"])
-        ],
-        prices=[
-            PriceChange(**row.model_dump())
-            for _, row in cast("list[tuple[str, PriceRow]]", lists["prices"])
-        ],
+        weather={row.region: (row.jitter_s, row.loss) for _, row in lists["paths"]},
+        faults=[row for _, row in lists["faults"]],
+        prices=[row for _, row in lists["prices"]],
     ), request
 
 

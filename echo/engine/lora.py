@@ -22,21 +22,21 @@ from typing import Any
 
 import torch
 from blake3 import blake3
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from echo.config.schema import Config
-from echo.core.errors import ConfigError, DataError, StorageError
+from echo.core.errors import ConfigError, DataError
 from echo.core.extras import install_command
 from echo.engine.model import (
     build_meta_model,
     check_weights,
     load_directory,
+    read_tensors,
     resolve_model,
-    weight_files,
 )
-from echo.engine.weights import dtype_name, write_tensors
+from echo.engine.weights import dtype_name, replaced, write_tensors
 from echo.records.files import write_file
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -113,16 +113,10 @@ def base_digest(directory: Path) -> str:
     Raises:
         DataError: if they are missing or damaged.
     """
-    tensors = {}
-    for path in weight_files(directory):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 -- not a dict
-                    tensor = file.get_tensor(name)
-                    label = f"{name} {tensor.dtype} {list(tensor.shape)}"
-                    tensors[label] = _digest(tensor)
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"{path}: cannot read the weights: {error}") from error
+    tensors = {
+        f"{name} {tensor.dtype} {list(tensor.shape)}": _digest(tensor)
+        for name, tensor in read_tensors(directory)
+    }
     digest = blake3()
     for label in sorted(tensors):
         digest.update(label.encode() + b"\n" + tensors[label])
@@ -178,31 +172,16 @@ def export_adapter(
     *,
     base_name: str,
 ) -> None:
-    """Write a directory that peft loads; it appears whole or not at all.
-
-    Args:
-        directory: where to; one of the same name is replaced.
-        assets: files to put beside the adapter, by name, such as the tokenizer's.
-        tensors: by name, as in an image.
-        lora: its shape.
-        base_name: directory or hub id of the base.
+    """Write a directory that peft loads, with files such as the tokenizer's; it appears whole.
 
     Raises:
         StorageError: if the disk is full or not writable; what was there before is kept.
     """
-    partial = directory.with_name(f"{directory.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    with replaced(directory, "adapter") as partial:
         for name, path in assets.items():
             if name != "config.json":  # which would make it look like a whole model
                 shutil.copyfile(path, partial / name)
         write_adapter(partial, tensors, lora, base_name=base_name)
-        shutil.rmtree(directory, ignore_errors=True)
-        partial.rename(directory)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise StorageError(f"{directory}: the adapter could not be written: {error}") from error
 
 
 def target_names(tensors: Iterable[str]) -> list[str]:

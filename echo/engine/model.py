@@ -146,16 +146,25 @@ def load_directory(directory: Path, dtype: str) -> dict[str, Tensor]:
         DataError: if weights are missing, damaged, or in a format that is not safetensors.
     """
     target = torch_dtype(dtype)
-    tensors: dict[str, Tensor] = {}
+    return {
+        name: tensor.to(target) if tensor.is_floating_point() else tensor
+        for name, tensor in read_tensors(directory)
+    }
+
+
+def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model directory with their names, one in memory at a time.
+
+    Raises:
+        DataError: as `load_directory`.
+    """
     for path in weight_files(directory):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 -- not a dict
-                    tensor = file.get_tensor(name)
-                    tensors[name] = tensor.to(target) if tensor.is_floating_point() else tensor
+                    yield name, file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise DataError(f"{path}: cannot read the weights: {error}") from error
-    return tensors
 
 
 def resolve_model(name: str, revision: str | None = None) -> Path:
@@ -333,7 +342,7 @@ def free_gpu_bytes(name: str) -> int | None:
     device = torch.device(pick_device(name))
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
-    return int(torch.cuda.mem_get_info(device)[0])
+    return free_bytes(device)
 
 
 def pick_dtype(name: str, device: str) -> torch.dtype:

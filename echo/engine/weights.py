@@ -16,6 +16,7 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -231,23 +232,34 @@ def save_hf(
     Raises:
         StorageError: if the disk is full or not writable; what was there before is kept.
     """
+    with replaced(directory, "model") as partial:
+        for name, path in model_dir_assets.items():
+            shutil.copyfile(path, partial / name)
+        _set_dtype(partial / "config.json", tensors)
+        save_safetensors(partial, tensors, max_shard_bytes=max_shard_bytes)
+
+
+@contextmanager
+def replaced(directory: Path, what: str) -> Iterator[Path]:
+    """Yield a new directory, which then takes the place of `directory`: whole, or not at all.
+
+    Raises:
+        StorageError: if the disk is full or not writable; what was there before is kept.
+    """
     partial = directory.with_name(f"{directory.name}.partial")
     previous = directory.with_name(f"{directory.name}.previous")
     try:
         for leftover in (partial, previous):
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir(parents=True)
-        for name, path in model_dir_assets.items():
-            shutil.copyfile(path, partial / name)
-        _set_dtype(partial / "config.json", tensors)
-        save_safetensors(partial, tensors, max_shard_bytes=max_shard_bytes)
+        yield partial
         if directory.exists():
             directory.rename(previous)
         partial.rename(directory)
         shutil.rmtree(previous, ignore_errors=True)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise StorageError(f"{directory}: the model could not be written: {error}") from error
+        raise StorageError(f"{directory}: the {what} could not be written: {error}") from error
 
 
 def write_tensors(

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from echo.fleet.job import Job
-from echo.fleet.market import Counts, Offer, Region, RentedFleet
+from echo.fleet.market import UNLIMITED, Counts, Offer, Region, RentedFleet
 from echo.fleet.overlap import is_enough, predict, required_rate
 from echo.fleet.provisioning import slowed
 from echo.fleet.selection import select
@@ -32,27 +32,6 @@ _WIDTHS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0, math.inf)
 """By how much workers of one kind may differ, tried in order."""
 _MAX_CORRECTIONS = 4
 """Searches after which the model's time of a broadcast is taken as it is."""
-UNLIMITED = 1e15
-"""Bytes per second of a link that has shown no limit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PricedWorker:
-    """One worker, as far as it is known."""
-
-    name: str
-    tokens_per_s: float
-    concurrency: int
-    """Rollouts that it generates side by side."""
-    price_per_h: float = 0.0
-    price_per_gb: float = 0.0
-    """$ per GB in and out of its machine."""
-    losses_per_h: float = 0.0
-    restart_s: float = 0.0
-    region: str = ""
-    can_listen: bool = False
-    down_bytes_per_s: float = UNLIMITED
-    up_bytes_per_s: float = UNLIMITED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +79,7 @@ class Choice:
 class Roll:
     """Workers by kind, and how sets of them are judged."""
 
-    def __init__(self, workers: Sequence[PricedWorker], links: Links) -> None:
+    def __init__(self, workers: Sequence[Offer], links: Links) -> None:
         """Take the workers there are; their names differ."""
         self.workers = tuple(workers)
         self.links = links
@@ -195,11 +174,11 @@ class Roll:
         return sorted(names, key=lambda name: (-value[name], name))
 
 
-def gather(workers: Sequence[PricedWorker]) -> list[list[PricedWorker]]:
+def gather(workers: Sequence[Offer]) -> list[list[Offer]]:
     """Return the workers by kind, with at most MAX_OFFERS kinds if what they cost allows it."""
-    kinds: list[list[PricedWorker]] = []
+    kinds: list[list[Offer]] = []
     for width in _WIDTHS:
-        found: dict[object, list[PricedWorker]] = {}
+        found: dict[object, list[Offer]] = {}
         for worker in workers:
             found.setdefault(_kind(worker, width), []).append(worker)
         kinds = list(found.values())
@@ -208,7 +187,7 @@ def gather(workers: Sequence[PricedWorker]) -> list[list[PricedWorker]]:
     return kinds
 
 
-def _kind(worker: PricedWorker, width: float) -> object:
+def _kind(worker: Offer, width: float) -> object:
     """Return what workers have in common that are alike up to a share of `width`."""
 
     def about(value: float) -> float:
@@ -229,21 +208,19 @@ def _kind(worker: PricedWorker, width: float) -> object:
     return worker.region, worker.can_listen, *map(about, amounts)
 
 
-def _offer(name: str, kind: Sequence[PricedWorker]) -> Offer:
-    """Return a kind as an offer: the worst of everything that its workers have."""
-    first = kind[0]
+def _offer(name: str, kind: Sequence[Offer]) -> Offer:
+    """Return a kind as one offer: the worst of everything that its workers have."""
     longest = max(worker.concurrency / max(worker.tokens_per_s, 1e-9) for worker in kind)
     tokens_per_s = min(worker.tokens_per_s for worker in kind)
-    return Offer(
+    return replace(
+        kind[0],
         name=name,
-        region=first.region,
         count=len(kind),
         price_per_h=max(worker.price_per_h for worker in kind),
         tokens_per_s=max(tokens_per_s, 1e-9),
         concurrency=max(1, math.ceil(longest * tokens_per_s - 1e-9)),
         down_bytes_per_s=min(worker.down_bytes_per_s for worker in kind),
         up_bytes_per_s=min(worker.up_bytes_per_s for worker in kind),
-        can_listen=first.can_listen,
         price_per_gb=max(worker.price_per_gb for worker in kind),
         losses_per_h=max(worker.losses_per_h for worker in kind),
         restart_s=max(worker.restart_s for worker in kind),
@@ -251,7 +228,7 @@ def _offer(name: str, kind: Sequence[PricedWorker]) -> Offer:
 
 
 def choose(
-    workers: Sequence[PricedWorker], job: Job, links: Links, *, preferred: Collection[str] = ()
+    workers: Sequence[Offer], job: Job, links: Links, *, preferred: Collection[str] = ()
 ) -> Choice:
     """Return the cheapest set of workers that satisfies the rule within the budget.
 
@@ -341,7 +318,7 @@ class ReviewAnswer:
 class Question:
     """All that an answer depends on, at one instant; it can be answered in another thread."""
 
-    workers: tuple[PricedWorker, ...]
+    workers: tuple[Offer, ...]
     job: Job
     links: Links
     active: frozenset[str]

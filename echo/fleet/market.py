@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from echo.core.units import GIGABYTE
 from echo.fleet.job import Job
 
+UNLIMITED = 1e15
+"""Bytes per second of a link that has shown no limit."""
 Counts = Sequence[int]
 """Active nodes of each offer, in the order of the fleet's offers."""
 
@@ -35,18 +37,18 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Nodes of one kind that can be rented."""
+    """Nodes of one kind that can be rented, or a worker that has joined."""
 
     name: str
-    region: str
-    count: int
-    price_per_h: float
+    region: str = ""
+    count: int = 1
+    price_per_h: float = 0.0
     tokens_per_s: float
     """Completion tokens per second of one node."""
     concurrency: int
     """Rollouts that one node generates side by side."""
-    down_bytes_per_s: float
-    up_bytes_per_s: float
+    down_bytes_per_s: float = UNLIMITED
+    up_bytes_per_s: float = UNLIMITED
     can_listen: bool = False
     """Whether others can dial it, so that it passes weights on."""
     price_per_gb: float = 0.0

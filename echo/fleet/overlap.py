@@ -34,6 +34,8 @@ _CYCLES = 40
 """Publications that a prediction follows; the first half is run-in and does not count."""
 _LARGEST_TAIL = 0.5
 """Of a group's time, by which the last of a batch are later than the rate says."""
+MAX_STALENESS = 64
+"""Largest S proposed: the longest lag that published systems survive."""
 _CHANGE = 0.9
 """What a resource is multiplied by to see whether it binds."""
 
@@ -256,36 +258,23 @@ def binding_resource(job: Job, *, rate: float, broadcast_s: float, latency_s: fl
 
 
 def staleness_range(
-    job: Job, *, rate: float, broadcast_s: float, latency_s: float, limit: int = 64
+    job: Job, *, rate: float, broadcast_s: float, latency_s: float
 ) -> tuple[int, int] | None:
     """Return (least S that satisfies the rule, S from which more no longer helps); None if none.
 
-    Args:
-        job: what is trained; its own bound is left out of account.
-        rate: rollouts per second.
-        broadcast_s: seconds of a broadcast.
-        latency_s: seconds of a group.
-        limit: largest S tried; the longest delay that published systems survive is 64 versions.
+    The job's own bound is left out of account; up to MAX_STALENESS are tried.
     """
 
     def idle(bound: int) -> float:
         changed = replace(job, max_staleness=bound)
         return predict(changed, rate=rate, broadcast_s=broadcast_s, latency_s=latency_s).idle_share
 
-    bounds = range(job.publish_period - 1, limit + 1)
-    least = next(
-        (
-            bound
-            for bound in bounds
-            if is_enough(
-                replace(job, max_staleness=bound),
-                rate=rate,
-                broadcast_s=broadcast_s,
-                latency_s=latency_s,
-            )
-        ),
-        None,
-    )
+    def suffices(bound: int) -> bool:
+        changed = replace(job, max_staleness=bound)
+        return is_enough(changed, rate=rate, broadcast_s=broadcast_s, latency_s=latency_s)
+
+    limit = MAX_STALENESS
+    least = next(filter(suffices, range(job.publish_period - 1, limit + 1)), None)
     if least is None:
         return None
     floor = idle(limit)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from echo.fleet.job import Job
 from echo.fleet.market import Counts, RentedFleet
 from echo.fleet.overlap import (
+    MAX_STALENESS,
     Prediction,
     Resource,
     binding_resource,
@@ -231,8 +232,6 @@ def _predict(fleet: RentedFleet, job: Job, counts: Counts, *, is_paced: bool) ->
 
 MAX_FACTOR = 64.0
 """A change by more than this is no remedy."""
-MAX_STALENESS = 64
-"""Largest S proposed: the longest lag that published systems survive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,11 @@ import random
 from dataclasses import dataclass
 from typing import Protocol
 
+from echo.config.fleet_file import FaultRow
 from echo.fleet.market import Offer
 from echo.sim.clock import VirtualLoop
 from echo.sim.network import Network, Port
-from echo.sim.scenario import LEARNER_REGION, Fault, Scenario
+from echo.sim.scenario import LEARNER_REGION, Scenario
 from echo.sim.summary import History, Rental
 from echo.sim.worker import SimWorker
 
@@ -82,7 +83,7 @@ class Faults:
                 chance = random.Random(f"{stage.scenario.settings.seed}/losses/{site.name}")
                 self._await_loss(site, chance)
 
-    def _happen(self, fault: Fault) -> None:
+    def _happen(self, fault: FaultRow) -> None:
         loop, network = self._stage.loop, self._stage.network
         if fault.kind == "cut":
             network.cut(fault.target)
@@ -103,7 +104,7 @@ class Faults:
 
     # --- the learner -----------------------------------------------------------------------------
 
-    def _take_learner(self, fault: Fault) -> None:
+    def _take_learner(self, fault: FaultRow) -> None:
         """End the learner; one that is dead already stays so until it comes back."""
         stage = self._stage
         if self._learner_died_at is None:
@@ -151,7 +152,7 @@ class Faults:
 
     # --- stragglers ------------------------------------------------------------------------------
 
-    def _slow(self, site: SimulatedSite, fault: Fault) -> None:
+    def _slow(self, site: SimulatedSite, fault: FaultRow) -> None:
         self._scale(site, fault.factor)
         if fault.for_s is not None:
             self._stage.loop.call_later(fault.for_s, self._scale, site, 1 / fault.factor)

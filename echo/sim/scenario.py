@@ -6,8 +6,8 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
+from echo.config.fleet_file import FaultRow, PriceRow
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
 from echo.sim.lengths import Lengths, LogNormalLengths
@@ -15,32 +15,6 @@ from echo.sim.network import Route
 
 LEARNER_REGION = "learner"
 """Where the learner stands: routes of regions lead from here."""
-
-FaultKind = Literal["kill", "preempt", "cut", "slow"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """Something that goes wrong at an instant."""
-
-    at_s: float
-    kind: FaultKind
-    """kill: a process dies; preempt: a machine vanishes; cut: nothing passes; slow: a straggler."""
-    target: str
-    """A node, an offer (all its nodes), the learner, or a region (for cuts: from the outside)."""
-    for_s: float | None = None
-    """After that it is over: a node comes back, a cut is mended; None for never."""
-    factor: float = 0.5
-    """What a slow node's rate is multiplied by."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PriceChange:
-    """A new price of an offer, as in a trace of spot prices."""
-
-    offer: str
-    at_s: float
-    price_per_h: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +83,10 @@ class Scenario:
     is_auto_period: bool = False
     weather: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Region -> (jitter in seconds, loss)."""
-    faults: Sequence[Fault] = ()
+    faults: Sequence[FaultRow] = ()
     activation: ActivationRule | None = None
     """None where every worker generates, whatever it costs."""
-    prices: Sequence[PriceChange] = ()
+    prices: Sequence[PriceRow] = ()
     lengths: Lengths | None = None
     """Of groups; None for those of the job."""
     train_times: Sequence[float] = ()

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
+from echo.config.fleet_file import PriceRow
 from echo.core.units import GIGABYTE
 from echo.fleet.activation import ActivationDecision, Outlook
 from echo.fleet.market import Offer
 from echo.records.ledger import ActivationChanged, AnyRecord, Discarded
 from echo.sim.lengths import Groups
-from echo.sim.scenario import LEARNER_REGION, PriceChange, Scenario
+from echo.sim.scenario import LEARNER_REGION, Scenario
 
 Traffic = dict[tuple[str, str, str], float]
 """(from region, to region, "weights", "rollouts" or "control") -> bytes."""
@@ -146,7 +147,7 @@ class History:
         self.num_lost[reason] = self.num_lost.get(reason, 0) + 1
 
 
-def rent(rental: Rental, prices: Sequence[PriceChange], until_s: float) -> float:
+def rent(rental: Rental, prices: Sequence[PriceRow], until_s: float) -> float:
     """Return $ for a machine up to an instant, following the prices of its offer."""
     if rental.offer is None:
         return 0.0

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from bench.random_fleets import choose_by_brute_force, random_workers
-from echo.fleet.activation import MAX_OFFERS, Links, PricedWorker, Question, Roll, choose, gather
+from echo.fleet.activation import MAX_OFFERS, Links, Question, Roll, choose, gather
 from echo.fleet.job import Job
+from echo.fleet.market import Offer
 
 JOB = Job(
     groups_per_step=8,
@@ -27,10 +28,10 @@ JOB = Job(
 """Needs 6.4 rollouts per second, with margin 7.04."""
 
 
-def worker(name: str, rate: float, price: float, **changes: Any) -> PricedWorker:
+def worker(name: str, rate: float, price: float, **changes: Any) -> Offer:
     """Return a worker that makes `rate` rollouts of 100 tokens per second."""
     given = {"tokens_per_s": 100 * rate, "concurrency": 1, "price_per_h": price} | changes
-    return PricedWorker(name=name, **given)
+    return Offer(name=name, **given)
 
 
 def instant(names: Any) -> float:

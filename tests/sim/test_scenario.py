@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from echo.sim.scenario import Fault, FaultKind, PriceChange
+from echo.config.fleet_file import FaultRow, PriceRow
 from tests.sim.scenarios import make_offer, make_scenario
 
 
@@ -14,9 +15,9 @@ from tests.sim.scenarios import make_offer, make_scenario
     ("at_s", "price_per_h"), [(0.0, 1.0), (29.9, 1.0), (30.0, 2.0), (59.9, 2.0), (60.0, 0.5)]
 )
 def test_the_newest_price_counts(at_s: float, price_per_h: float) -> None:
-    later = PriceChange(offer="gpu", at_s=60.0, price_per_h=0.5)
-    sooner = PriceChange(offer="gpu", at_s=30.0, price_per_h=2.0)
-    other = PriceChange(offer="other", at_s=0.0, price_per_h=9.0)
+    later = PriceRow(offer="gpu", at_s=60.0, price_per_h=0.5)
+    sooner = PriceRow(offer="gpu", at_s=30.0, price_per_h=2.0)
+    other = PriceRow(offer="other", at_s=0.0, price_per_h=9.0)
     scenario = replace(make_scenario(), prices=[later, sooner, other])
     assert scenario.price_per_h(make_offer(), at_s) == price_per_h
 
@@ -30,6 +31,6 @@ def test_the_newest_price_counts(at_s: float, price_per_h: float) -> None:
         ("kill", "gpu", False),
     ],
 )
-def test_it_is_known_whether_the_learner_dies(kind: FaultKind, target: str, expected: bool) -> None:
-    fault = Fault(at_s=1.0, kind=kind, target=target)
+def test_it_is_known_whether_the_learner_dies(kind: Any, target: str, expected: bool) -> None:
+    fault = FaultRow(at_s=1.0, kind=kind, target=target)
     assert replace(make_scenario(), faults=[fault]).can_learner_die is expected

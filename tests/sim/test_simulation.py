@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from echo.config.fleet_file import FaultRow, PriceRow
 from echo.fleet.market import Region
 from echo.fleet.overlap import predict
-from echo.sim.scenario import ActivationRule, Fault, PriceChange
+from echo.sim.scenario import ActivationRule
 from echo.sim.simulation import Simulation
 from echo.sim.summary import History, Summary, summarise
 from tests.roles.harness import note_ways
@@ -98,13 +99,13 @@ def troubled(seed: int):
         scenario,
         weather={"far": (0.02, 0.01)},
         faults=[
-            Fault(at_s=40.0, kind="cut", target="far", for_s=15.0),
-            Fault(at_s=60.0, kind="kill", target="spot-2", for_s=10.0),
-            Fault(at_s=80.0, kind="preempt", target="nat", for_s=20.0),
-            Fault(at_s=50.0, kind="slow", target="spot-1", for_s=20.0, factor=0.2),
-            Fault(at_s=110.0, kind="kill", target="learner", for_s=10.0),
+            FaultRow(at_s=40.0, kind="cut", target="far", for_s=15.0),
+            FaultRow(at_s=60.0, kind="kill", target="spot-2", for_s=10.0),
+            FaultRow(at_s=80.0, kind="preempt", target="nat", for_s=20.0),
+            FaultRow(at_s=50.0, kind="slow", target="spot-1", for_s=20.0, factor=0.2),
+            FaultRow(at_s=110.0, kind="kill", target="learner", for_s=10.0),
         ],
-        prices=[PriceChange(offer="spot", at_s=30.0, price_per_h=2.0)],
+        prices=[PriceRow(offer="spot", at_s=30.0, price_per_h=2.0)],
     )
 
 
@@ -141,7 +142,7 @@ def test_a_dead_worker_costs_its_rollouts_and_comes_back() -> None:
     quiet = make_scenario(num_steps=12)
     hurt = replace(
         quiet,
-        faults=[Fault(at_s=28.0, kind="kill", target="*", for_s=30.0)],
+        faults=[FaultRow(at_s=28.0, kind="kill", target="*", for_s=30.0)],
     )
     before, _ = simulate(quiet)
     after, history = simulate(hurt)
@@ -154,7 +155,7 @@ def test_a_dead_worker_costs_its_rollouts_and_comes_back() -> None:
 @pytest.mark.slow
 def test_a_cut_stops_those_behind_it_until_it_is_mended() -> None:
     scenario = make_scenario(num_steps=12, heartbeat_s=1.0, dead_after_s=5.0)
-    cut = replace(scenario, faults=[Fault(at_s=40.0, kind="cut", target="near", for_s=40.0)])
+    cut = replace(scenario, faults=[FaultRow(at_s=40.0, kind="cut", target="near", for_s=40.0)])
     before, _ = simulate(scenario)
     after, history = simulate(cut)
     waits = [step.waited_s for step in history.steps]
@@ -219,11 +220,11 @@ def test_machines_are_paid_for_while_they_are_rented_at_the_price_of_the_time() 
     hours = history.ended_at / 3600
     assert summary.cost_of_nodes == pytest.approx(hours * 1.0, rel=0.01)
     half = history.ended_at / 2
-    changed = replace(scenario, prices=[PriceChange(offer="gpu", at_s=half, price_per_h=3.0)])
+    changed = replace(scenario, prices=[PriceRow(offer="gpu", at_s=half, price_per_h=3.0)])
     assert simulate(changed)[0].cost_of_nodes == pytest.approx(hours * 2.0, rel=0.02)
     gone = replace(
         make_scenario(make_offer(can_listen=True), num_steps=6),
-        faults=[Fault(at_s=half, kind="preempt", target="gpu-1")],
+        faults=[FaultRow(at_s=half, kind="preempt", target="gpu-1")],
     )
     after, later = simulate(gone)
     expected = (3 * later.ended_at + half) / 3600
@@ -253,7 +254,7 @@ def test_images_are_held_once_for_all_nodes_and_let_go() -> None:
 def test_a_learner_that_dies_goes_on_from_its_checkpoint_in_a_new_lineage() -> None:
     quiet = make_scenario(num_steps=12, checkpoint_steps=4)
     # Between the seventh and the eighth step: three steps are lost.
-    death = Fault(at_s=78.0, kind="kill", target="learner", for_s=30.0)
+    death = FaultRow(at_s=78.0, kind="kill", target="learner", for_s=30.0)
     before, _ = simulate(quiet)
     simulation = Simulation(replace(quiet, faults=[death]))
     history = simulation.run()
@@ -273,7 +274,7 @@ def test_a_learner_that_dies_goes_on_from_its_checkpoint_in_a_new_lineage() -> N
 @pytest.mark.slow
 def test_a_fault_of_a_learner_that_is_away_changes_nothing() -> None:
     faults = [
-        Fault(at_s=at_s, kind="kill", target="learner", for_s=for_s)
+        FaultRow(at_s=at_s, kind="kill", target="learner", for_s=for_s)
         for at_s, for_s in ((45.0, 30.0), (50.0, 60.0))
     ]
     summary, _ = simulate(replace(make_scenario(checkpoint_steps=4), faults=faults))
@@ -282,7 +283,7 @@ def test_a_fault_of_a_learner_that_is_away_changes_nothing() -> None:
 
 
 def test_a_learner_that_does_not_come_back_ends_the_run() -> None:
-    death = Fault(at_s=45.0, kind="preempt", target="learner")
+    death = FaultRow(at_s=45.0, kind="preempt", target="learner")
     summary, history = simulate(replace(make_scenario(num_steps=12), faults=[death]))
     assert not summary.is_complete
     assert summary.end == "the learner died and did not come back"
@@ -299,7 +300,7 @@ def test_deltas_travel_where_they_can_and_images_where_they_must() -> None:
     # The first version in full and eleven as deltas, once to each of the two.
     assert sent == pytest.approx(2 * (80 + 11 * 8) * MB, rel=0.05)
     # One that comes back has nothing, and fetches the image.
-    death = Fault(at_s=60.0, kind="kill", target="gpu-1", for_s=5.0)
+    death = FaultRow(at_s=60.0, kind="kill", target="gpu-1", for_s=5.0)
     hurt, _ = simulate(replace(scenario, faults=[death]))
     more = hurt.gigabytes["weights learner > near"] * 1e9 - sent
     assert more == pytest.approx((80 - 8) * MB, rel=0.3)
@@ -362,7 +363,7 @@ def test_a_worker_that_was_interrupted_for_long_gives_its_machine_back(
 def test_a_machine_that_was_given_back_is_never_rented_again() -> None:
     scenario = crowded()
     settings = replace(scenario.settings, release_after_s=30.0)
-    death = Fault(at_s=150.0, kind="preempt", target="dear", for_s=5.0)
+    death = FaultRow(at_s=150.0, kind="preempt", target="dear", for_s=5.0)
     _, history = simulate(replace(scenario, settings=settings, faults=[death]))
     gone = [rental.name for rental in history.rentals if (rental.until_s or 150.0) < 150.0]
     assert len(gone) == 2
@@ -372,7 +373,7 @@ def test_a_machine_that_was_given_back_is_never_rented_again() -> None:
 
 @pytest.mark.slow
 def test_what_was_spent_before_the_learners_death_counts_after_it() -> None:
-    death = Fault(at_s=100.0, kind="kill", target="learner", for_s=40.0)
+    death = FaultRow(at_s=100.0, kind="kill", target="learner", for_s=40.0)
     summary, _ = simulate(replace(crowded(), faults=[death]))
     assert summary.is_complete
     assert summary.cost_as_counted == pytest.approx(summary.cost, rel=0.05)

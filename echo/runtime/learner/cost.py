@@ -28,15 +28,14 @@ from echo.core.metrics import CostView
 from echo.core.units import GIGABYTE
 from echo.fleet.activation import (
     IDLE_TOLERANCE,
-    UNLIMITED,
     ActivationDecision,
     Links,
     Outlook,
-    PricedWorker,
     Question,
     ReviewAnswer,
 )
 from echo.fleet.job import Job
+from echo.fleet.market import UNLIMITED, Offer
 from echo.leases.dispatch import Throughput
 from echo.records.ledger import ActivationChanged, AnyRecord, Cost, LedgerQueue, totals_of
 from echo.roles.learner import Learner
@@ -293,10 +292,10 @@ class Activation:
             budget_per_h=settings.budget_per_h,
         )
 
-    def _worker(self, session: Learner, member: Member, rate: float) -> PricedWorker:
+    def _worker(self, session: Learner, member: Member, rate: float) -> Offer:
         stats, price = member.stats, member.price
         down = session.planning.downlink_limits.get(member.node_id)
-        return PricedWorker(
+        return Offer(
             name=member.node_id,
             tokens_per_s=rate * self._trust,
             concurrency=max(1, member.worker.capacity // 2) * self.settings.group_size,
