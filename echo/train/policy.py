@@ -133,6 +133,8 @@ class Policy:
         # Its bars would be drawn across the live view.
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.compute = compute
+        self.last_micro_batch = (0, 0)
+        """Rows and tokens, padding included, of the newest one."""
         self.device = compute.device
         model_dir = source.model_dir if lora is None else lora.base_dir
         has_weights = source.tensors is None or lora is not None
@@ -193,6 +195,7 @@ class Policy:
             batch = collate(
                 [rows[index] for index in indices], score_all=score_all, is_packed=self.is_packed
             )
+            self.last_micro_batch = len(indices), batch.input_ids.numel()
             yield indices, batch.to(self.device)
 
     def _bins(self, rows: Sequence[TrainingRow], *, whole_groups: bool) -> list[list[int]]:
