@@ -334,6 +334,8 @@ class LearnerSection(Section):
     model keeps them apart; the log says which."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    compile_layers: bool = False
+    """Compile the model's layers (torch.compile), which takes minutes before the first step."""
     price_per_h: Dollars | None = None
     """$ per hour for this machine; unset: not counted. Its traffic has network.price_per_gb."""
     init_from: str | None = None

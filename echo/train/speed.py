@@ -47,7 +47,7 @@ class Speedometer:
         """
         self._model = model
         self._device = device
-        self._micro_batch_tokens = micro_batch_tokens
+        self.micro_batch_tokens = micro_batch_tokens
         self._peak_flops = peak_flops(device)
         self._totals = _Totals(time.perf_counter())
 
@@ -98,7 +98,7 @@ class Speedometer:
         metrics = {
             "perf/tokens_per_s": totals.num_tokens / step_s,
             "perf/scored_tokens_per_s": totals.num_scored / step_s,
-            "perf/row_fill": totals.num_tokens / (len(works) * self._micro_batch_tokens),
+            "perf/row_fill": totals.num_tokens / (len(works) * self.micro_batch_tokens),
             "perf/balance": sum(works) / len(works) / max(works),
             "perf/peak_memory_gb": self._peak_bytes() / 1e9,
             "time/pack": pack_s,

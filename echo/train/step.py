@@ -15,6 +15,8 @@ class StepResult:
     """Finite numbers under the field's names; a metric without meaning in this step is absent."""
     speed: dict[str, float] = field(default_factory=dict, compare=False)
     """Times and rates, which differ from one run of the same step to the next."""
+    notices: tuple[str, ...] = field(default=(), compare=False)
+    """What the operator should know of it."""
 
 
 class StepError(DataError):
@@ -24,4 +26,4 @@ class StepError(DataError):
         """Say what happened, and name it for the ledger and the counters."""
         super().__init__(text)
         self.reason = reason
-        """bad_group, step_error (the computation raised) or nonfinite_gradient."""
+        """bad_group, step_error (the computation raised), nonfinite_gradient or out_of_memory."""

@@ -353,7 +353,6 @@ class Trainer:
         """
         if not 0.0 < temperature < math.inf:
             raise ValueError(f"temperature = {temperature}: must be positive and finite")
-        self.compute = compute
         self.device = compute.device
         torch.manual_seed(compute.seed)
         self._policy = Policy(source, compute)
@@ -369,8 +368,14 @@ class Trainer:
         self._speed = Speedometer(
             self._policy.flops, self.device, micro_batch_tokens=compute.micro_batch_tokens
         )
+        self._notices: list[str] = []
         self._num_skipped_nonfinite = 0
         self._step_count = 0
+
+    @property
+    def compute(self) -> Compute:
+        """Where and how it computes; micro-batches may have become smaller than they were."""
+        return self._policy.compute
 
     def _load_reference(self, reference: ModelSource | None) -> Policy | None:
         """Return the reference policy if the loss needs one.
@@ -411,8 +416,7 @@ class Trainer:
             StepError: if it cannot be computed; the gradient of earlier calls is gone too.
         """
         try:
-            with _blaming_the_batch():
-                return self._accumulate_gradients(batch, loss)
+            return self._accumulate_in_memory(batch, loss)
         except BaseException:
             self._optimizer.zero_grad()
             raise
@@ -479,6 +483,7 @@ class Trainer:
             StepError: if the batch cannot be trained on; nothing was changed.
         """
         self._speed.begin()
+        self._notices.clear()
         try:
             metrics = self._train(groups)
         except StepError as error:
@@ -490,6 +495,7 @@ class Trainer:
         return StepResult(
             metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
             speed=self._speed.metrics(),
+            notices=tuple(self._notices),
         )
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
@@ -621,14 +627,52 @@ class Trainer:
             return list(batches)
         later = []
         for batch in batches[1:]:
-            with _blaming_the_batch():
-                scores = self._score_rows(batch.samples)
+            scores = self._score_in_memory(batch.samples)
             rows = [
                 replace(row, proximal_logprobs=score)
                 for row, score in zip(batch.samples, scores, strict=True)
             ]
             later.append(replace(batch, samples=rows))
         return [*batches[:1], *later]
+
+    def _score_in_memory(self, rows: Sequence[TrainingRow]) -> list[npt.NDArray[np.float32]]:
+        """Return what `_score_rows` does, in smaller micro-batches if the memory is too small."""
+        while True:
+            try:
+                with _blaming_the_batch():
+                    return self._score_rows(rows)
+            except torch.OutOfMemoryError as error:
+                text = str(error)
+            self._take_smaller_micro_batches(rows, text)
+
+    def _take_smaller_micro_batches(self, rows: Sequence[TrainingRow], cause: str) -> None:
+        """Halve the budget below what the memory did not hold, and note it.
+
+        Raises:
+            StepError: if that was what cannot be cut.
+        """
+        num_rows, num_tokens = self._policy.last_micro_batch
+        size = sum(row.num_inputs for row in rows)
+        what = (
+            f"step {self._step_count + 1}, {len(rows)} rollouts of {size} tokens, ran out of "
+            f"memory with {num_tokens} tokens in a micro-batch"
+        )
+        cause = cause.partition("\n")[0]
+        if num_rows == 1 or num_tokens > self.compute.micro_batch_tokens:
+            text = (
+                f"{what}, which cannot be cut: set learner.gradient_checkpointing = true, or lower "
+                f"sampling.max_completion_tokens ({cause})"
+            )
+            raise StepError(text, reason="out_of_memory")
+        smaller = num_tokens // 2
+        self._policy.compute = replace(self.compute, micro_batch_tokens=smaller)
+        self._speed.micro_batch_tokens = smaller
+        self._notices.append(
+            f"{what}; it goes on with learner.micro_batch_tokens = {smaller}: set that, or "
+            f"learner.gradient_checkpointing = true, before the next start ({cause})"
+        )
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _take_gradient(self, batch: StepBatch) -> Pass:
         """Add the gradient of a batch under the step's own loss.
@@ -664,11 +708,27 @@ class Trainer:
 
     # --- parts of a pass -------------------------------------------------------------------------
 
+    def _accumulate_in_memory(self, batch: StepBatch, loss: Loss) -> Pass:
+        """Do what `_accumulate_gradients` does, in smaller micro-batches if the memory is short."""
+        has_gradient = any(tensor.grad is not None for tensor in self._parameters.values())
+        while True:
+            try:
+                with _blaming_the_batch():
+                    return self._accumulate_gradients(batch, loss)
+            except torch.OutOfMemoryError as error:
+                text = str(error)
+            # Here the error is gone, and with it what its frames held.
+            self._optimizer.zero_grad()
+            self._take_smaller_micro_batches(batch.samples, text)
+            if has_gradient:
+                text = "the gradients of earlier calls were lost when the memory ran out"
+                raise StepError(text, reason="out_of_memory")
+
     def _accumulate_gradients(self, batch: StepBatch, loss: Loss) -> Pass:
         """Run forward and backward over the micro-batches of a batch."""
         needs = needs_of(loss)
         scores = self._score_batch(batch.samples, needs) if needs.batch_scores else None
-        found = []
+        found, passed = [], []
         micro_batches = self._policy.micro_batches(batch.samples, whole_groups=needs.whole_groups)
         while True:
             with self._speed.part("pack"):
@@ -687,7 +747,8 @@ class Trainer:
                     token_counts=output.token_counts,
                 )
             )
-            rows = [batch.samples[index] for index in indices]
+            passed.append([batch.samples[index] for index in indices])
+        for rows in passed:
             self._speed.passed(
                 [row.num_inputs for row in rows],
                 [row.num_trained for row in rows],

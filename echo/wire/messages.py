@@ -536,7 +536,7 @@ REASONS = frozenset(
         # why the learner ends one itself: nothing could be learned from it, no step be made with
         # it, or it cannot be had or is not needed
         "zero_variance", "all_masked", "lost_member",
-        "step_error", "nonfinite_gradient", "bad_group",
+        "step_error", "nonfinite_gradient", "out_of_memory", "bad_group",
         "prompt_error", "lost", "run_finished",
     }
 )  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,38 @@ def test_checkpointing_keeps_segments_apart_too(tiny_model_dir: Path) -> None:
     )
     for name, tensor in plain[0].items():
         assert torch.allclose(checkpointed[0][name], tensor, atol=3e-7), name
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize(
+    ("backend", "gradient_checkpointing"),
+    [("aot_eager", True), ("inductor", False)],
+)
+def test_compiled_layers_compute_the_same(
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    *,
+    gradient_checkpointing: bool,
+) -> None:
+    compile_with = partialmethod(torch.nn.Module.compile, backend=backend)
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_with)
+    options: dict[str, Any] = {"gradient_checkpointing": gradient_checkpointing}
+    eager = make_trainer(tiny_model_dir, "packed", **options)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = make_trainer(tiny_model_dir, "packed", compile_layers=True, **options)
+    for groups in (stale_groups(), stale_groups()[1:]):  # rows of two lengths
+        (gradient, metrics), (expected, expected_metrics) = (
+            pass_of(trainer, groups) for trainer in (compiled, eager)
+        )
+        assert metrics["loss/policy"] == pytest.approx(expected_metrics["loss/policy"], abs=1e-6)
+        for name, tensor in expected.items():
+            scale = max(float(tensor.abs().max()), 1e-3)
+            assert float((gradient[name] - tensor).abs().max()) < 1e-5 * scale, name
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 # --------------------------------------------------------------------------------------- refusals

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from echo.algo.batching import MicroBatch
 from echo.algo.loss import LossInputs, LossNeeds, LossOutput, needs_of
 from echo.algo.losses import EntropyBonusLoss, GrpoLoss, make_loss
 from echo.core.rollout import Group
@@ -248,6 +249,72 @@ def test_the_bonus_is_the_mean_entropy_of_every_rollout(
     found = gradients(trainer, groups)
     for name, tensor in expected.items():
         assert float((found[name] - tensor).abs().max()) < 3e-7, name
+
+
+# ----------------------------------------------------------------------------------------- memory
+
+
+def with_memory_for(trainer: Trainer, num_tokens: int, *, from_call: int = 0) -> Trainer:
+    """The same trainer on a device that, from some call on, holds so many tokens at a time."""
+    score = trainer._policy.predictors
+    calls: list[int] = []
+
+    def predictors(batch: MicroBatch) -> Any:
+        calls.append(batch.input_ids.numel())
+        if calls[-1] > num_tokens and len(calls) > from_call:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB.\nDetails")
+        return score(batch)
+
+    trainer._policy.predictors = predictors  # type: ignore[method-assign]
+    return trainer
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_step_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(
+    tiny_model_dir: Path, minibatches: int
+) -> None:
+    options: dict[str, Any] = {
+        "loss": make_loss("decoupled_ppo"),
+        "minibatches_per_step": minibatches,
+        "micro_batch_tokens": 90,
+    }
+    groups = useful_groups(6)
+    # In the second micro-batch, when there is a gradient of the first.
+    trainer = with_memory_for(make_trainer(tiny_model_dir, **options), 40, from_call=1)
+    result = trainer.step(groups)
+    smaller = trainer.compute.micro_batch_tokens
+    assert 20 <= smaller <= 40
+    undisturbed = make_trainer(tiny_model_dir, **(options | {"micro_batch_tokens": smaller}))
+    assert result == undisturbed.step(groups)
+    assert equal(trainer.snapshot(), undisturbed.snapshot())
+    assert f"it goes on with learner.micro_batch_tokens = {smaller}: set that" in result.notices[-1]
+    assert result.notices[0].startswith("step 1, ")
+    assert "(CUDA out of memory. Tried to allocate 7 GiB.)" in result.notices[0]
+    assert trainer.step(groups).notices == ()
+
+
+def test_a_rollout_that_the_memory_does_not_hold_ends_its_group(tiny_model_dir: Path) -> None:
+    short, long = make_group([1, 0], 0), make_group([1, 0, 0, 1], 5)
+    longest = max(r.num_tokens for r in long.rollouts) + len(long.prompt_ids) - 1
+    trainer = with_memory_for(make_trainer(tiny_model_dir), longest - 1)
+    before = trainer.snapshot()
+    with pytest.raises(StepError, match=f"with {longest} tokens in a micro-batch, which cannot be"):
+        trainer.step([short, long])
+    assert trainer.find_faulty([short, long]) == {5: "out_of_memory"}
+    assert equal(trainer.snapshot(), before)
+    trainer.step([short])
+
+
+def test_gradients_of_earlier_calls_are_not_lost_in_silence(tiny_model_dir: Path) -> None:
+    trainer = make_trainer(tiny_model_dir)
+    first, second = halves(trainer, useful_groups(4))
+    trainer.forward_backward(first, GrpoLoss())
+    with_memory_for(trainer, 60)
+    with pytest.raises(StepError, match="gradients of earlier calls were lost"):
+        trainer.forward_backward(second, GrpoLoss())
+    assert all(tensor.grad is None for tensor in trainer._policy.parameters().values())
+    trainer.forward_backward(first, GrpoLoss())  # with what the memory holds
+    trainer.forward_backward(second, GrpoLoss())
 
 
 # ------------------------------------------------------------------------------------------ speed

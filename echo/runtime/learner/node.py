@@ -712,6 +712,8 @@ class LearnerNode(Node):
                 await self._set_aside(groups, error)
                 continue
             self._num_failed_steps = 0
+            for notice in result.notices:
+                self.log.warning("%s", notice)
             trained_s = self._costs.train_s = self.now - started_at
             staleness = await self._model_pool.run(
                 partial(

@@ -1,0 +1,495 @@
+"""Time the learner's step on random weights of a model's real shape, beside a plain one.
+
+    step      the trainer on packed and on padded rows, and the same step written plainly with
+              transformers, in turns in one process: tokens per second and per CPU second, model
+              FLOPs utilization, seconds by part, peak memory
+    exact     log-probabilities of packed and of padded rows against padded rows in float32,
+              family by family
+    balance   share of all ranks' time that is used, by way of making micro-batches; a calculation
+
+Weights are random, so nothing is downloaded. Lengths: `lognormal` has completions of 1 000 tokens
+in the mean after prompts of 200, `full` fills each micro-batch with one rollout, `countdown` is the
+second small task with its demonstrations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from echo.algo.balance import balanced_rounds
+from echo.algo.batching import pack_micro_batches
+from echo.algo.losses import GrpoLoss
+from echo.core.rollout import Group, Rollout
+from echo.engine.model import build_tokenizer
+from echo.tasks.task import load_task
+from echo.train.batch import AdvantageSettings
+from echo.train.policy import Compute, ModelSource
+from echo.train.trainer import OptimizerSettings, Trainer
+
+GROUP_SIZE = 8
+PROMPT_TOKENS = 200
+BETAS = (0.9, 0.95)
+
+
+def qwen3(
+    hidden: int, intermediate: int, layers: int, heads: int, **changes: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        **changes,
+    }
+
+
+TINY = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": True,
+}
+MODELS: Mapping[str, dict[str, Any]] = {
+    "tiny": {"model_type": "qwen3", **TINY},
+    "Qwen3-0.6B": qwen3(1024, 3072, 28, 16),
+    "Qwen3-1.7B": qwen3(2048, 6144, 28, 16),
+    "Qwen3-4B": qwen3(2560, 9728, 36, 32),
+}
+WINDOW = {"sliding_window": 5}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FAMILIES: Mapping[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": WINDOW,
+    "phi3": WINDOW,
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "olmo3": WINDOW | MIXED,
+    "gemma3_text": WINDOW | MIXED | {"query_pre_attn_scalar": 16},
+    "qwen3_moe": EXPERTS,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", nargs="?", choices=("step", "exact", "balance"), default="step")
+    parser.add_argument("--model", choices=MODELS, default="Qwen3-0.6B")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=4, help="of a step, about")
+    parser.add_argument(
+        "--lengths", choices=("lognormal", "full", "countdown"), default="lognormal"
+    )
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="what is timed, in turns"
+    )
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="the trainer's decoder layers")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"))
+    parser.add_argument("--steps", type=int, default=5, help="timed ones, after two")
+    parser.add_argument("--rows", type=int, default=512, help="of balance")
+    parser.add_argument("--ranks", type=int, default=8, help="of balance")
+    parser.add_argument("--threads", type=int, default=0, help="of torch on a CPU; 0 for all cores")
+    arguments = harness.parse(parser, model="tiny", tokens=1024, micro_batches=2, steps=2)
+    transformers_logging.set_verbosity_error()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    arguments.dtype = arguments.dtype or ("bfloat16" if "cuda" in arguments.device else "float32")
+    parts = {"step": time_steps, "exact": compare_families, "balance": use_of_ranks}
+    rows = parts[arguments.part](arguments)
+    for row in rows:
+        print("  ".join(f"{key} {_shown(value)}" for key, value in row.items()), flush=True)
+    result = {"settings": vars(arguments) | device_of(arguments.device), "rows": rows}
+    name = f"learner_{arguments.part}"
+    if arguments.part == "step":
+        name += f"_{arguments.model}_{arguments.lengths}".lower()
+    if arguments.part == "balance":
+        name += f"_{arguments.rows}x{arguments.tokens}"
+    print(harness.save(name, result))
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def device_of(device: str) -> dict[str, Any]:
+    if "cuda" not in device:
+        return {"num_threads": torch.get_num_threads()}
+    return {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+
+
+# --- what is trained on ---------------------------------------------------------------------------
+
+
+def rollout(token_ids: Sequence[int], reward: float, rng: random.Random) -> Rollout:
+    size = len(token_ids)
+    logprobs = [-rng.expovariate(1.0) for _ in range(size)]
+    return Rollout(
+        token_ids=np.array(token_ids, dtype=np.int32),
+        sampler_logprobs=np.array(logprobs, dtype=np.float32),
+        policy_versions=np.tile(np.array([1, 0], dtype=np.int32), (size, 1)),
+        completion_mask=np.ones(size, dtype=np.bool_),
+        reward=reward,
+        finish_reason="stop",
+    )
+
+
+def make_groups(arguments: argparse.Namespace, vocab_size: int, seed: int = 0) -> list[Group]:
+    """Return about as many tokens as the micro-batches hold; half of each group is right."""
+    rng = random.Random(seed)
+    draw = countdown(rng) if arguments.lengths == "countdown" else noise(arguments, vocab_size, rng)
+    groups: list[Group] = []
+    left = arguments.tokens * arguments.micro_batches
+    while True:
+        prompt, completions = next(draw)
+        left -= sum(len(prompt) + len(ids) - 1 for ids in completions)
+        if left < 0 and groups:
+            return groups
+        groups.append(
+            Group(
+                group_id=len(groups),
+                attempt=0,
+                worker_id="bench",
+                prompt_ids=np.array(prompt, dtype=np.int32),
+                rollouts=tuple(
+                    rollout(ids, float(n % 2), rng) for n, ids in enumerate(completions)
+                ),
+            )
+        )
+
+
+Drawn = Iterator[tuple[list[int], list[list[int]]]]
+
+
+def noise(arguments: argparse.Namespace, vocab_size: int, rng: random.Random) -> Drawn:
+    """Yield prompts and completions of random tokens; of `full` ones two make a group."""
+    limit = arguments.tokens - PROMPT_TOKENS + 1
+    is_full = arguments.lengths == "full"
+    scale = min(1.0, arguments.tokens / 8192)  # for a look at small budgets
+    while True:
+        lengths = [
+            limit
+            if is_full
+            else max(1, min(limit, round(scale * 1000 * math.exp(rng.gauss(-0.405, 0.9)))))
+            for _ in range(2 if is_full else GROUP_SIZE)
+        ]
+        prompt = [rng.randrange(vocab_size) for _ in range(PROMPT_TOKENS)]
+        yield prompt, [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def countdown(rng: random.Random) -> Drawn:
+    task: Any = load_task("countdown", {})
+    tokenizer = build_tokenizer()
+    while True:
+        prompt, _ = task.demonstration(rng)
+        texts = [task.demonstration(rng)[1] for _ in range(GROUP_SIZE)]
+        ids = [[*tokenizer(text)["input_ids"][1:], 2] for text in texts]
+        yield tokenizer(prompt)["input_ids"], ids
+
+
+class RandomWeights(Mapping[str, Tensor]):
+    """Weights of a model by name, drawn when they are asked for."""
+
+    def __init__(self, config: Any, device: str) -> None:
+        """Take the shapes of a model on no device."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        names: dict[int, str] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            names.setdefault(id(tensor), name)
+        kept = set(names.values())
+        state = model.state_dict().items()
+        self._shapes = {name: tensor.shape for name, tensor in state if name in kept}
+        self._device = device
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Draw a tensor: norms at 1, others as models begin."""
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return torch.ones(shape, device=self._device)
+        return torch.randn(shape, device=self._device) * 0.02
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names."""
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        """Count them."""
+        return len(self._shapes)
+
+
+def config_in(directory: str, model: str) -> Any:
+    settings = dict(MODELS[model])
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    config.save_pretrained(directory)
+    return config
+
+
+# --- a step ---------------------------------------------------------------------------------------
+
+
+Step = Callable[[list[Group]], dict[str, float]]
+
+
+def trainer_step(arguments: argparse.Namespace, packing: str) -> Step:
+    """Return a step of the trainer; it tells its own speed."""
+    with tempfile.TemporaryDirectory() as directory:
+        config = config_in(directory, arguments.model)
+        weights = RandomWeights(config, arguments.device)
+        trainer = Trainer(
+            ModelSource(model_dir=Path(directory), tensors=weights),
+            Compute(
+                device=torch.device(arguments.device),
+                dtype=getattr(torch, arguments.dtype),
+                micro_batch_tokens=arguments.tokens,
+                packing=packing,  # type: ignore[arg-type]
+                gradient_checkpointing=arguments.checkpointing,
+                compile_layers=arguments.compile,
+            ),
+            loss=GrpoLoss(),
+            optimizer=OptimizerSettings(learning_rate=1e-6, warmup_steps=0, betas=BETAS),
+            advantages=AdvantageSettings(),
+        )
+    print(trainer.describe_rows(), flush=True)
+    return lambda groups: trainer.step(groups).speed
+
+
+def plain_step(arguments: argparse.Namespace) -> Step:
+    """Return the step as one would write it: padded rows, whole logits, autocast, fused AdamW."""
+    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
+    with tempfile.TemporaryDirectory() as directory:
+        config = config_in(directory, arguments.model)
+        with device:
+            model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    if arguments.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-6, betas=BETAS, weight_decay=0.0, fused=True
+    )
+
+    def step(groups: list[Group]) -> dict[str, float]:
+        began_at = time.perf_counter()
+        rows = [(group, member) for group in groups for member in group.rollouts]
+        lengths = [len(group.prompt_ids) + member.num_tokens for group, member in rows]
+        total = sum(member.num_tokens for _, member in rows)
+        for indices in pack_micro_batches(lengths, max_tokens=arguments.tokens):
+            width = max(lengths[index] for index in indices)
+            ids = torch.zeros((len(indices), width), dtype=torch.int64)
+            sampled = torch.zeros((len(indices), width - 1))
+            weight = torch.zeros((len(indices), width - 1))
+            for row, index in enumerate(indices):
+                group, member = rows[index]
+                first, end = len(group.prompt_ids), lengths[index]
+                ids[row, :first] = torch.from_numpy(group.prompt_ids)
+                ids[row, first:end] = torch.from_numpy(member.token_ids)
+                sampled[row, first - 1 : end - 1] = torch.from_numpy(member.sampler_logprobs)
+                weight[row, first - 1 : end - 1] = member.reward - 0.5
+            ids, sampled, weight = ids.to(device), sampled.to(device), weight.to(device)
+            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+            logprobs = logits.float().log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+            ratio = torch.where(weight != 0, logprobs - sampled, 0.0).exp()
+            clipped = torch.minimum(ratio * weight, ratio.clamp(0.8, 1.28) * weight)
+            (-clipped.sum() / total).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        step_s = time.perf_counter() - began_at
+        return {"perf/tokens_per_s": (sum(lengths) - len(rows)) / step_s}
+
+    return step
+
+
+WAYS: Mapping[str, Callable[[argparse.Namespace], Step]] = {
+    "packed": lambda arguments: trainer_step(arguments, "packed"),
+    "padded": lambda arguments: trainer_step(arguments, "padded"),
+    "plain": plain_step,
+}
+
+
+def time_steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time each way in turns, on a CPU; on a GPU, where two models may not fit, one by one."""
+    vocab_size = MODELS[arguments.model]["vocab_size"]
+    batches = [make_groups(arguments, vocab_size, seed) for seed in range(2)]
+    if "cuda" in arguments.device:
+        rows = []
+        for way in arguments.ways:
+            rows += _timed(arguments, {way: WAYS[way](arguments)}, batches)
+            torch.cuda.empty_cache()
+        return rows
+    return _timed(arguments, {way: WAYS[way](arguments) for way in arguments.ways}, batches)
+
+
+def _timed(
+    arguments: argparse.Namespace, steps: Mapping[str, Step], batches: Sequence[list[Group]]
+) -> list[dict[str, Any]]:
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in steps}
+    for number in range(2 + arguments.steps):
+        groups = batches[number % len(batches)]
+        num_tokens = sum(
+            len(group.prompt_ids) + member.num_tokens - 1
+            for group in groups
+            for member in group.rollouts
+        )
+        for way, step in steps.items():
+            if "cuda" in arguments.device:
+                torch.cuda.reset_peak_memory_stats()
+            cpu_at, began_at = time.process_time(), time.perf_counter()
+            speed = dict(step(groups))
+            speed["step_s"] = time.perf_counter() - began_at
+            speed["tokens_per_cpu_s"] = num_tokens / (time.process_time() - cpu_at)
+            if "cuda" in arguments.device:
+                speed["perf/peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+            if number >= 2:
+                found[way].append(speed)
+    rows: list[dict[str, Any]] = []
+    for way, speeds in found.items():
+        row: dict[str, Any] = {"way": way, "num_steps": len(speeds)}
+        for name in speeds[0]:
+            row[name] = statistics.median(speed[name] for speed in speeds)
+        rates = [speed["perf/tokens_per_s"] for speed in speeds]
+        row["perf/tokens_per_s_spread"] = [min(rates), max(rates)]
+        rows.append(row)
+    return rows
+
+
+# --- exactness ------------------------------------------------------------------------------------
+
+
+def compare_families(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Score random rollouts in packed and in padded rows, and once more in float32."""
+    rng = random.Random(0)
+    sizes = (16, 3, 40, 1, 23)
+    groups = [
+        Group(
+            group_id=number,
+            attempt=0,
+            worker_id="bench",
+            prompt_ids=np.array([1, *range(3, 4 + number)], dtype=np.int32),
+            rollouts=tuple(
+                rollout([rng.randrange(3, 32) for _ in range(size)], 0.0, rng) for _ in range(2)
+            ),
+        )
+        for number, size in enumerate(sizes)
+    ]
+    rows: list[dict[str, Any]] = []
+    for family, settings in FAMILIES.items():
+        scores = {
+            (packing, dtype): _scores(family, settings, packing, dtype, arguments.device, groups)
+            for packing in ("packed", "padded")
+            for dtype in {"float32", arguments.dtype}
+        }
+        truth = scores["padded", "float32"]
+        row: dict[str, Any] = {"family": family}
+        for (packing, dtype), values in sorted(scores.items()):
+            difference = values - truth
+            row[f"{packing} {dtype} rms"] = float(np.sqrt((difference**2).mean()))
+            row[f"{packing} {dtype} max"] = float(np.abs(difference).max())
+        rows.append(row)
+    return rows
+
+
+def _scores(
+    family: str,
+    settings: Mapping[str, Any],
+    packing: str,
+    dtype: str,
+    device: str,
+    groups: Sequence[Group],
+) -> Any:
+    with tempfile.TemporaryDirectory() as directory:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, **{**TINY, **settings})
+        model = AutoModelForCausalLM.from_config(config)
+        model.save_pretrained(directory)
+        trainer = Trainer(
+            ModelSource(model_dir=Path(directory)),
+            Compute(
+                device=torch.device(device),
+                dtype=getattr(torch, dtype),
+                packing=packing,  # type: ignore[arg-type]
+            ),
+            loss=GrpoLoss(),
+            optimizer=OptimizerSettings(),
+        )
+        scores = trainer.forward(groups)
+    return np.concatenate([row.astype(np.float64) for rows in scores for row in rows])
+
+
+# --- balance --------------------------------------------------------------------------------------
+
+
+def use_of_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Count how much of all ranks' time is worked, where each round lasts as its heaviest bin."""
+    linear, square = 6 * 3.6e9, 6 * 36 * 32 * 128  # of a model with 4e9 parameters
+
+    def work(tokens: int) -> float:
+        return linear * tokens + square * tokens * tokens
+
+    shares: dict[str, list[float]] = {"padded and sorted": [], "equal work": []}
+    for seed in range(20):
+        rng = random.Random(seed)
+        lengths = [
+            PROMPT_TOKENS + max(1, min(7992, round(900 * math.exp(rng.gauss(0, 0.9)))))
+            for _ in range(arguments.rows)
+        ]
+        works = [work(tokens) for tokens in lengths]
+        padded = [
+            len(rows) * works[rows[0]]
+            for rows in pack_micro_batches(lengths, max_tokens=arguments.tokens)
+        ]
+        rounds = balanced_rounds(
+            lengths, works, max_tokens=arguments.tokens, num_ranks=arguments.ranks
+        )
+        equal = [sum(works[index] for index in rows) for bins in rounds for rows in bins]
+        for name, bins in (("padded and sorted", padded), ("equal work", equal)):
+            bins.sort(reverse=True)
+            spent = sum(
+                max(bins[at : at + arguments.ranks]) for at in range(0, len(bins), arguments.ranks)
+            )
+            shares[name].append(sum(works) / (arguments.ranks * spent))
+    return [
+        {"way": name, "used": statistics.fmean(found), "least": min(found)}
+        for name, found in shares.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()
