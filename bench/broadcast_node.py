@@ -69,7 +69,7 @@ class Publisher(Node):
         self._join = join
         self._next: Publication | None = None
         self._codec = "full"
-        self._coder = Coder(identity.key)
+        self._coder = Coder(identity.key, encrypts=False)
 
     def disconnected(self, peer: str, reason: str) -> list[Action]:
         return self.session.disconnected(peer, now=self.now)

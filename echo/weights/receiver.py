@@ -386,7 +386,7 @@ class WriteChunk(Work):
         if blake3(self.data).digest() != self.item.chunk_hash(self.index):
             return WRONG_HASH
         try:
-            self.write(self.item.place(self.index), self.data)
+            self.item.put(self.index, self.data, self.write)
         except OSError as error:
             return error.strerror or str(error) or "unknown error"
         return ""
@@ -991,6 +991,8 @@ class Receiver:
         if fault:
             return [*self._leave_unwritable(work, fault, now)]
         item.mark(index)
+        if isinstance(item, Transfer) and self.sender.children:
+            item.passed_on(index, work.data)
         if link is not None:
             self.watchdog.came(link, now=now)
         actions: list[Action | ParentFailed] = [

@@ -38,6 +38,8 @@ class Send(Action):
 
     peer: str
     frames: Sequence[Frame]
+    is_encrypted: bool = False
+    """Whether a stranger may see them: they need no encryption by the link."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,7 +186,7 @@ class Segment(Message, frozen=True):
 
 
 class Chunk(Message, frozen=True):
-    """Parent to child: one chunk; its bytes are the payload frame."""
+    """Parent to child: one chunk; its bytes are the payload frame, encrypted (`cipher.py`)."""
 
     version: PolicyVersion
     index: Place
@@ -283,7 +283,7 @@ Names = Annotated[dict[Word, Word], Meta(max_length=MAX_NAMES)]
 Counts = Annotated[dict[Word, Count], Meta(max_length=MAX_NAMES)]
 FileSize = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Raised by every change that an older node would misunderstand."""
 
 LEARNER_ID = "learner"

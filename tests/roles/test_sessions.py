@@ -82,7 +82,7 @@ def test_another_protocol_version_is_refused_with_both(
     def as_of_another_release(call: Any) -> Any:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             with monkeypatch.context() as patch:
-                patch.setattr(codec, "PROTOCOL_VERSION", 6)
+                patch.setattr(codec, "PROTOCOL_VERSION", 7)
                 return call(*args, **kwargs)
 
         return wrapped
@@ -93,10 +93,10 @@ def test_another_protocol_version_is_refused_with_both(
     run.world.run(5.0)
     assert worker.stop is not None
     assert worker.stop.reason == "protocol_version"
-    assert "speaks protocol version 5, this node 6" in str(worker.stop.error)
+    assert "speaks protocol version 6, this node 7" in str(worker.stop.error)
     refuser = relay if first == "relay" else learner
     assert refuser.session.counters["refused/protocol_version"] >= 1
-    assert any("w1 speaks protocol version 6" in note for note in refuser.notes)
+    assert any("w1 speaks protocol version 7" in note for note in refuser.notes)
 
 
 def test_a_second_process_of_the_same_name_is_refused_and_the_first_goes_on(

@@ -204,7 +204,7 @@ class Fleet:
         self._secret = bytes(range(SECRET_BYTES))
         self._server = KeyPair.of(bytes(range(32)))
         self._images = images()
-        self._coder = Coder(self._identity.key, num_threads=1)
+        self._coder = Coder(self._identity.key, encrypts=True, num_threads=1)
         self._tasks: list[asyncio.Task[str]] = []
         self.relays: dict[str, Relay] = {}
         self.published: list[bytearray] = []

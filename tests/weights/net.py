@@ -20,7 +20,7 @@ from echo.weights.store import ApplyPatch, Patch, Transfer
 from echo.wire.actions import Note, Send, Work
 from echo.wire.messages import FULL, Chunk, Fetch, Form
 from tests.roles.harness import CHUNK_BYTES, PUBLIC_KEY, make_broadcast, message_of
-from tests.weights.encoded_versions import Piece, coded, published, v, weights
+from tests.weights.encoded_versions import Piece, coded, published, sent_chunks, v, weights
 
 NET_BYTES = 13 * CHUNK_BYTES + 100
 KEEP = 2
@@ -122,12 +122,11 @@ def pieces_of(step: int, base: int | None, *, is_on_base: bool = False) -> tuple
 
 @functools.cache
 def right_chunks(version: PolicyVersion, form: Form) -> list[bytes]:
-    """Return what each chunk of an item must be."""
+    """Return what each chunk of an item must be as it travels."""
     if form == FULL:
-        whole = [image_of(version.step)]
-    else:
-        base = None if form.base is None else form.base.step
-        whole = [bytes(payload) for _, _, payload in pieces_of(version.step, base)]
+        return sent_chunks(version.step, image_of(version.step))
+    base = None if form.base is None else form.base.step
+    whole = [bytes(payload) for _, _, payload in pieces_of(version.step, base)]
     return [
         part[start : start + CHUNK_BYTES]
         for part in whole
@@ -280,6 +279,7 @@ class Net:
     def _send(self, name: str, action: Send) -> None:
         message = message_of(action.frames)
         payload = [bytes(frame) for frame in action.frames[1:]]
+        assert action.is_encrypted == isinstance(message, Chunk)
         if isinstance(message, Chunk):
             right = right_chunks(message.version, message.form)[message.index]
             assert payload == [right], f"{name} sent chunk {message.index} of {message.version}"

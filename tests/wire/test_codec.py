@@ -121,7 +121,7 @@ def test_an_unknown_message_is_refused_with_its_sender() -> None:
 def test_another_protocol_version_is_seen_before_the_body_is_read() -> None:
     envelope = decode_envelope(envelope_of(msgspec.msgpack.encode({"type": "Launch"}), protocol=7))
     assert other_protocol(envelope) is not None
-    with pytest.raises(RemoteProtocolError, match="w1 speaks protocol version 7, this node 5"):
+    with pytest.raises(RemoteProtocolError, match="w1 speaks protocol version 7, this node 6"):
         decode_message(envelope)
     assert other_protocol(decode_envelope(envelope_of(b"\x80"))) is None
 
