@@ -425,7 +425,7 @@ class Sender:
             self.bytes_sent += len(chunk)
             message = Chunk(version=version, index=index, form=form)
             frames = encode(message, [chunk], source=self.node_id)
-            actions.append(Send(peer, frames, is_encrypted=item.is_encrypted))
+            actions.append(Send(peer, frames, is_public=item.is_encrypted))
         if not child.wanted and not child.is_open:
             child.stop(now)
         if all(other.fetching is None for other in self.children.values()):

@@ -38,8 +38,8 @@ class Send(Action):
 
     peer: str
     frames: Sequence[Frame]
-    is_encrypted: bool = False
-    """Whether a stranger may see them: they need no encryption by the link."""
+    is_public: bool = False
+    """Whether anybody may read them: nothing, or what matters encrypted already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import logging
 import math
+import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
@@ -44,8 +45,10 @@ from echo.sim.network import Network, Port, Route
 from echo.sim.transport import SimTransport
 from echo.weights import link
 from echo.weights.broadcast import Broadcast
+from echo.weights.cipher import KEY_BYTES
 from echo.weights.manifest import TensorSpec, build_manifest, sign
 from echo.wire.actions import Action
+from echo.wire.codec import describe
 from echo.wire.messages import FULL, LEARNER_ID, Chunk, Fetch
 from tests.roles.harness import message_of
 
@@ -84,6 +87,8 @@ class Uplink(Transport):
         self.broadcast: Broadcast | None = None
         self.num_needless = 0
         """Chunks that were requested although they were held."""
+        self.num_chunks = {False: 0, True: 0}
+        """That came over links, and over their bulk connections."""
 
     @property
     def listen_address(self) -> str | None:
@@ -92,13 +97,19 @@ class Uplink(Transport):
     async def start(self) -> None:
         await self._inner.start()
 
-    def dial(self, address: str) -> PeerId:
-        return self._inner.dial(address)
+    def dial(self, address: str, *, has_bulk: bool = False) -> PeerId:
+        return self._inner.dial(address, has_bulk=has_bulk)
 
     def hang_up(self, peer: PeerId) -> None:
         self._inner.hang_up(peer)
 
-    def send(self, peer: PeerId, frames: Sequence[bytes | bytearray | memoryview]) -> bool:
+    def send(
+        self,
+        peer: PeerId,
+        frames: Sequence[bytes | bytearray | memoryview],
+        *,
+        is_public: bool = False,
+    ) -> bool:
         if self.is_cut:
             return False
         message = message_of(list(frames))
@@ -109,10 +120,10 @@ class Uplink(Transport):
         loop = asyncio.get_running_loop()
         now = loop.time()
         if self._idle_at <= now and self.bytes_per_s == math.inf:
-            return self._inner.send(peer, frames)
+            return self._inner.send(peer, frames, is_public=is_public)
         num_bytes = 64 + sum(map(len, frames))
         self._idle_at = max(now, self._idle_at + 1e-6) + num_bytes / self.bytes_per_s
-        loop.call_at(self._idle_at, self._leave, peer, frames)
+        loop.call_at(self._idle_at, self._leave, peer, frames, is_public)
         return True
 
     def _num_held(self, fetch: Fetch) -> int:
@@ -124,12 +135,17 @@ class Uplink(Transport):
         has_chunk = item.has_chunk[fetch.link :: fetch.num_links]
         return sum(sum(has_chunk[start:stop]) for start, stop in fetch.ranges)
 
-    def _leave(self, peer: PeerId, frames: Sequence[bytes | bytearray | memoryview]) -> None:
+    def _leave(
+        self, peer: PeerId, frames: Sequence[bytes | bytearray | memoryview], is_public: bool
+    ) -> None:
         if not self.is_cut:
-            self._inner.send(peer, frames)
+            self._inner.send(peer, frames, is_public=is_public)
 
     async def receive(self) -> list[TransportEvent]:
         events = await self._inner.receive()
+        for event in events:
+            if isinstance(event, Received) and describe(event.frames)[2] == "Chunk":
+                self.num_chunks[event.is_public] += 1
         return [event for event in events if not (self.is_cut and isinstance(event, Received))]
 
     async def close(self) -> None:
@@ -315,7 +331,7 @@ class Fleet:
     async def publish(self, count: int = 1, *, arrive: bool = True) -> None:
         """Publish the next versions, and wait until every relay has each of them."""
         for _ in range(count):
-            image = next(self._images)
+            image, chunk_key = next(self._images), secrets.token_bytes(KEY_BYTES)
             manifest = build_manifest(
                 run_id=self._identity.run_id,
                 version=PolicyVersion(1, len(self.published)),
@@ -323,9 +339,10 @@ class Fleet:
                 tensors=[TensorSpec("w", "bfloat16", (IMAGE_BYTES // 2,), 0, IMAGE_BYTES)],
                 image=image,
                 chunk_bytes=CHUNK_BYTES,
+                key=chunk_key,
             )
             self.published.append(image)
-            signed = sign(manifest, self._identity.key)
+            signed = sign(manifest, self._identity.key, chunk_key)
             await self.encoded_versions.publish(Publication(signed, manifest, image))
             if arrive:
                 await self.encoded_versions.wait()

@@ -140,6 +140,8 @@ class Net:
     def __init__(self, *names: str, slow: Iterable[str] = (), **overrides: Any) -> None:
         """Start nodes; of those that are slow each chunk is written as late as it may be."""
         self.now = 0.0
+        self.is_overtaking = False
+        """Whether chunks come before all else that is on the same way."""
         self.slow = frozenset(slow)
         self.overrides = {"keep_versions": KEEP} | overrides
         self.nodes: dict[str, Broadcast] = {}
@@ -279,7 +281,7 @@ class Net:
     def _send(self, name: str, action: Send) -> None:
         message = message_of(action.frames)
         payload = [bytes(frame) for frame in action.frames[1:]]
-        assert action.is_encrypted == isinstance(message, Chunk)
+        assert action.is_public == isinstance(message, Chunk)
         if isinstance(message, Chunk):
             right = right_chunks(message.version, message.form)[message.index]
             assert payload == [right], f"{name} sent chunk {message.index} of {message.version}"
@@ -302,8 +304,17 @@ class Net:
         held = item.has_chunk[fetch.link :: fetch.num_links]
         assert all(not any(held[start:stop]) for start, stop in fetch.ranges)
 
+    def _next(self, way: tuple[str, str]) -> Any:
+        """Return what comes next: chunks have a connection of their own, and may be first."""
+        queue = self.queues[way]
+        chunks = [i for i, (message, _) in enumerate(queue) if isinstance(message, Chunk)]
+        place = chunks[0] if chunks and self.is_overtaking else 0
+        item = queue[place]
+        del queue[place]
+        return item
+
     def deliver(self, way: tuple[str, str], item: Any = None) -> None:
-        message, payload = self.queues[way].popleft() if item is None else item
+        message, payload = self._next(way) if item is None else item
         link, name = way
         try:
             results = self.nodes[name].receive(link, message, list(payload), now=self.now)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from echo.core.rollout import PolicyVersion
+from echo.weights import receiver
 from echo.weights.delta import encode_delta, open_block, split_blocks
 from echo.weights.manifest import encode_signed, sign
 from echo.weights.store import (
@@ -94,6 +95,40 @@ def test_deltas_on_their_base_go_over_three_hops(mode: PatchMode) -> None:
         stores = {id(image.storage) for image in net.nodes[name].store.values()}
         assert (len(stores) == 1) == (mode != "copy")
         assert not [image for image in net.nodes[name].store.values() if image.signed is None]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_chunks_that_come_before_their_tables_wait_for_them(mode: PatchMode) -> None:
+    net = chain("a", "b", "c", mode=mode)
+    net.is_overtaking = True
+    for step in range(1, 4):
+        net.sent.clear()
+        publish_delta(net, step)
+        net.settle()
+        assert all(net.holds(name, step) for name in "bc")
+        chunks = [(to, m.version, m.index) for _, to, m in net.sent if isinstance(m, Chunk)]
+        assert chunks
+        assert len(chunks) == len(set(chunks)), "it was sent twice"
+    assert not net.num_refused
+    assert not net.failed
+
+
+def test_chunks_without_a_table_are_bounded_and_forgotten_with_their_item(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receiver, "EARLY_BYTES", 4 * CHUNK_BYTES)
+    early = receiver.EarlyChunks()
+    for index in range(9):  # however short they are
+        early.keep("a", Chunk(version=v(1), index=index), [b""])
+    early.keep("b", Chunk(version=v(1), index=0), [b"another"])
+    assert [(peer, message.index) for peer, message, _ in early.take(3)] == [
+        ("a", 0), ("a", 1), ("a", 2),
+    ]  # fmt: skip
+    early.keep("b", Chunk(version=v(1), index=7), [bytes(CHUNK_BYTES)])
+    assert [message.index for _, message, _ in early.take(100)] == [3, 7]
+    early.keep("b", Chunk(version=v(1), index=7), [bytes(CHUNK_BYTES)])
+    early.clear()
+    assert not early.take(100)
 
 
 # --- seals ----------------------------------------------------------------------------------------
