@@ -1490,6 +1490,7 @@ class ZmqTransport(Transport):
                 self._bulk_port = bound.getsockname()[1]
                 self._bulk_listener = BulkListener(self, Gate(bound))
                 self._listen(self._bulk_listener, bound)
+            _log.info("weights go out at port %d", self._bulk_port)
 
     def dial(self, address: str, *, has_bulk: bool = False) -> PeerId:
         """Begin to connect."""

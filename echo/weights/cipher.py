@@ -112,7 +112,7 @@ class Encrypted:
         return out
 
 
-SENT_BYTES = 32 << 20
+SENT_BYTES = 8 << 20
 """Kept of what was sent of images: siblings are some chunks apart (`weights/sender.py`)."""
 
 

@@ -50,7 +50,7 @@ tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -73,6 +73,7 @@ from echo.weights.store import (
     OpenBlock,
     Transfer,
     TrustedManifests,
+    Write,
 )
 from echo.wire.actions import Action, Note, Send, Work
 from echo.wire.codec import Frame, encode
@@ -382,7 +383,8 @@ class WriteChunk(Work):
     peer: str
     """The parent that has sent it."""
     data: Frame
-    write: Callable[[memoryview, Frame], None]
+    write: Write | None
+    """The store's, where that may block."""
 
     def run(self) -> str:
         """Return what is wrong, or nothing."""
@@ -1019,7 +1021,7 @@ class Receiver:
         if not link.has_space(len(data)):
             reason = "it sends far more than it was given credit for"
             return [ParentFailed(self.disconnect(link), reason)]
-        write = self.store.version_store.write
+        write = self.store.version_store.write if self.store.may_block(item_id) else None
         work = WriteChunk(item_id, item, index, peer, data, write)
         if len(data) != item.chunk_size(index):
             return self._refuse_chunk(work, now)

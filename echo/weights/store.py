@@ -135,6 +135,10 @@ class RecycledMemory:
         return exporter.data
 
 
+Write: TypeAlias = Callable[[memoryview, Frame], None]
+"""A version store's `write`."""
+
+
 class SavedItem(Protocol):
     """What has come of one keyframe, written down so that a later process finds it."""
 
@@ -299,22 +303,22 @@ class Chunked(abc.ABC):
     def chunk_hash(self, index: int) -> bytes:
         """Return the BLAKE3-256 hash that a chunk must have as it travels."""
 
-    def put(self, index: int, data: Frame, write: Callable[[memoryview, Frame], None]) -> None:
+    def put(self, index: int, data: Frame, write: Write | None = None) -> None:
         """Write a chunk that has come to its place, from any thread.
 
         Args:
             index: of the chunk.
             data: as it travels, and known to be right.
-            write: the store's.
+            write: the store's; None for memory.
 
         Raises:
             OSError: if the disk refuses it.
         """
-        write(self.place(index), data)
+        (write or fill)(self.place(index), data)
 
     def hold(self, index: int, data: Frame) -> None:
         """Keep a chunk whose hash is known to be right."""
-        self.put(index, data, fill)
+        self.put(index, data)
         self.mark(index)
 
     def mark(self, index: int) -> None:
@@ -426,13 +430,16 @@ class Transfer(Chunked):
     def _key(self) -> bytes:
         return b"" if self.signed is None else self.signed.key
 
-    def put(self, index: int, data: Frame, write: Callable[[memoryview, Frame], None]) -> None:
-        """Write a chunk to its place, decrypted."""
-        if self.is_encrypted:
-            plain = np.empty(len(data), np.uint8).data
-            crypt(self._key, index, data, plain)
-            data = plain
-        write(self.place(index), data)
+    def put(self, index: int, data: Frame, write: Write | None = None) -> None:
+        """Write a chunk to its place, decrypted: straight into memory, or beside it for a disk."""
+        place = self.place(index)
+        if not self.is_encrypted:
+            (write or fill)(place, data)
+            return
+        plain = place if write is None else np.empty(len(data), np.uint8).data
+        crypt(self._key, index, data, plain)
+        if write is not None:
+            write(place, plain)
 
     def chunk(self, index: int) -> Frame:
         """Return a chunk that is held as it travels: encrypted again, to what it was."""

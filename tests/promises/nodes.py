@@ -642,11 +642,11 @@ class NodeWorld:
         transport = self._process(name).node.transport
         send, left = transport.send, [number]
 
-        def damage(peer: PeerId, frames: Sequence[Any]) -> bool:
+        def damage(peer: PeerId, frames: Sequence[Any], **how: bool) -> bool:
             if b"Chunk" in bytes(frames[0]) and left[0]:
                 left[0] -= 1
                 frames = [frames[0], bytes(len(frames[1]))]
-            return bool(send(peer, frames))
+            return bool(send(peer, frames, **how))
 
         transport.send = damage
 

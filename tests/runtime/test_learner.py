@@ -63,7 +63,7 @@ def test_what_a_message_tells_of_is_on_record_before_it_leaves(
         learner = await run.learner(batch={"keep_zero_variance": are_stored})
         send, told, untold = learner.transport.send, Counter[str](), []
 
-        def watched(peer: str, frames: Sequence[bytes]) -> bool:
+        def watched(peer: str, frames: Sequence[bytes], **how: bool) -> bool:
             match message_of(frames):
                 case Grant(leases=leases):
                     kinds, tags = {"granted"}, {(e.group_id, e.attempt) for e in leases}
@@ -72,7 +72,7 @@ def test_what_a_message_tells_of_is_on_record_before_it_leaves(
                 case Announce(version=version):
                     kinds, tags = {"published"}, {(version.lineage, version.step)}
                 case _:
-                    return bool(send(peer, frames))
+                    return bool(send(peer, frames, **how))
             on_record = {
                 tuple(r["version"]) if r["kind"] == "published" else (r["group"], r.get("attempt"))
                 for r in run.ledger()
@@ -81,7 +81,7 @@ def test_what_a_message_tells_of_is_on_record_before_it_leaves(
             told.update(kinds)
             is_told = tags & on_record if "discarded" in kinds else tags <= on_record
             untold.extend([] if is_told else [(kinds, tags)])
-            return bool(send(peer, frames))
+            return bool(send(peer, frames, **how))
 
         learner.transport.send = watched
         async with running(learner, await run.worker("w1")) as (learning, _):
