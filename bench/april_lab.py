@@ -159,7 +159,7 @@ class ContentPublisher:
     """Makes versions of the content's weights."""
 
     def __init__(self, content: Content, key: Ed25519PrivateKey) -> None:
-        self.coder = Coder(key)
+        self.coder = Coder(key, encrypts=False)
         self._content = content
         self._key = key
 

@@ -87,6 +87,8 @@ def parse_arguments() -> argparse.Namespace:
     few = [Topology("chain", 2), Topology("star", 2)]
     arguments = harness.parse(parser, sizes=[16 << 20], chunks=[1 << 18], repeats=3, topologies=few)
     counts = {topology.num_receivers for topology in arguments.topologies}
+    if arguments.path == "proxy" and "on" in arguments.curve:
+        parser.error("--path proxy: a proxy has one port, and encrypted chunks take another one")
     if arguments.listen and not arguments.connect and (len(counts), len(arguments.curve)) != (1, 1):
         parser.error("--listen: all --topologies need the same receivers, and --curve is on or off")
     return arguments

@@ -42,6 +42,7 @@ from echo.runtime.identity import Identity, Join, node_keys
 from echo.runtime.learner.publish import Coder, Publication, VersionEncoder
 from echo.runtime.node import Node, tune_malloc
 from echo.runtime.relay import RelayNode
+from echo.weights.cipher import KEY_BYTES
 from echo.weights.manifest import TensorSpec, build_manifest, sign
 from echo.weights.receiver import VersionArrived
 from echo.wire.actions import Action
@@ -61,7 +62,13 @@ class Publisher(Node):
     session: Learner
 
     def __init__(
-        self, session: Learner, transport: Transport, identity: Identity, join: str
+        self,
+        session: Learner,
+        transport: Transport,
+        identity: Identity,
+        join: str,
+        *,
+        encrypts: bool,
     ) -> None:
         super().__init__(session, transport, log=LOG)
         self.session = session
@@ -69,7 +76,8 @@ class Publisher(Node):
         self._join = join
         self._next: Publication | None = None
         self._codec = "full"
-        self._coder = Coder(identity.key)
+        self._encrypts = encrypts
+        self._coder = Coder(identity.key, encrypts=encrypts)
 
     def disconnected(self, peer: str, reason: str) -> list[Action]:
         return self.session.disconnected(peer, now=self.now)
@@ -84,7 +92,8 @@ class Publisher(Node):
                 case ["prepare", step, num_bytes, chunk_bytes, codec]:
                     sizes = int(num_bytes), int(chunk_bytes)
                     base = None if codec == "full" or self._next is None else self._next.image
-                    make = functools.partial(make_publication, self._identity, codec, base)
+                    key = secrets.token_bytes(KEY_BYTES) if self._encrypts else b""
+                    make = functools.partial(make_publication, self._identity, key, codec, base)
                     self._next, self._codec = None, codec
                     self._next = await asyncio.to_thread(make, int(step), *sizes)
                     tell(hash=self._next.manifest.image_hash.hex())
@@ -177,7 +186,8 @@ async def run_learner(config: Config, arguments: argparse.Namespace) -> None:
     kind, _, ways = arguments.topology.partition(":")
     force(session, kind, int(ways or 0))
     join = address if keys is None else str(Join(address, secret, fingerprint(identity.public_key)))
-    await Publisher(session, transport, identity, join).run()
+    encrypts = config.security.curve
+    await Publisher(session, transport, identity, join, encrypts=encrypts).run()
 
 
 async def run_receiver(config: Config, arguments: argparse.Namespace) -> None:
@@ -238,6 +248,7 @@ def parents(session: Learner) -> dict[str, str]:
 
 def make_publication(
     identity: Identity,
+    chunk_key: bytes,
     codec: str,
     base: bytearray | None,
     step: int,
@@ -265,8 +276,9 @@ def make_publication(
         tensors=[TensorSpec("weights", "bfloat16", (num_bytes // 2,), 0, num_bytes)],
         image=image,
         chunk_bytes=chunk_bytes,
+        key=chunk_key,
     )
-    return Publication(sign(manifest, identity.key), manifest, image)
+    return Publication(sign(manifest, identity.key, chunk_key), manifest, image)
 
 
 def configuration(arguments: argparse.Namespace) -> Config:

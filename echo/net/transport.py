@@ -15,6 +15,8 @@ What is promised, by every implementation and in the contract tests:
   had not arrived when a connection broke is gone: the protocol above acknowledges what matters.
 * What a peer sent before it closed is received before its `Disconnected`.
 * Whoever dials speaks first: an inbound peer becomes known with its first message.
+* A link may have a **bulk connection** beside it, without encryption. What is sent over it
+  (`is_public`) may overtake the rest, and be overtaken. If it ends, the link does.
 * Everything is bounded by `TransportOptions`. A peer that does not read fills its own queue until
   `send` says False, and disturbs nobody. A node that does not call `receive` stops reading, so its
   peers' queues fill in turn.
@@ -74,6 +76,8 @@ class Received:
 
     peer: PeerId
     frames: list[Frame]
+    is_public: bool = False
+    """Whether it came over a bulk connection: somebody on the way may have read or made it."""
 
 
 TransportEvent: TypeAlias = Connected | Disconnected | Received
@@ -142,6 +146,8 @@ class TransportStats:
     """Connections to or from something that does not speak this protocol, or has a wrong key."""
     closed_strangers: int = 0
     """Connections closed because too many others came while they said nothing."""
+    public_messages_in: int = 0
+    """Of the messages received, those over bulk connections."""
     refused_clients: int = 0
     """Connections of those who speak it and do not know the run's secret."""
 
@@ -169,8 +175,13 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def dial(self, address: str) -> PeerId:
+    def dial(self, address: str, *, has_bulk: bool = False) -> PeerId:
         """Begin to connect to `address`, and again after every loss, with growing pauses.
+
+        Args:
+            address: tcp://host:port#key.
+            has_bulk: whether to ask the other side for a bulk connection, where links are
+                encrypted.
 
         Raises:
             TransportError: if the address is not of the form tcp://host:port#key, or has a key
@@ -187,10 +198,21 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def send(self, peer: PeerId, frames: Sequence[bytes | bytearray | memoryview]) -> bool:
+    def send(
+        self,
+        peer: PeerId,
+        frames: Sequence[bytes | bytearray | memoryview],
+        *,
+        is_public: bool = False,
+    ) -> bool:
         """Accept a message for a peer, or refuse it; never block.
 
         Frames are not copied: the caller leaves their memory unchanged for good.
+
+        Args:
+            peer: to whom.
+            frames: the message.
+            is_public: whether anybody may read it, so that it may go over a bulk connection.
 
         Returns:
             False if nothing was sent, because the peer is unknown, not connected, or has

@@ -35,6 +35,23 @@ thread waits on a full one.
 without. A stranger who does not speak it, or nothing at all, is closed when the handshake's timeout
 is over; a plain listener has no such defence against the bytes of ZMTP 1.
 
+**Bulk connections** carry what is encrypted already: CURVE costs ten times what everything else on
+the way does. A dialled link asks for one, over CURVE, and is told a port and a token:
+
+    dialler                              listener
+      BULK_ASK                 ->                      over the link
+                               <-  BULK_OFFER, port, token
+      PLAIN handshake, token   ->                      to that port, which has a ROUTER of its own
+      an empty message         ->                      names the connection; its last one
+                               <-  what is_public says, from now on; the rest stays on the link
+
+A token is good for one connection of one link, and dies with the link. Who has none gets no further
+than the handshake, in which libzmq takes 256 bytes at a time and keeps nothing; that many strangers
+and that many a second are let in as on the link's own port. Nothing but the empty message is read
+there. What comes to a dialler from there is marked `is_public`: somebody on the way may have made
+it. If a bulk connection cannot be had (its port is not let through), all goes over the link; if it
+ends, the link is dialled anew.
+
 **Heartbeats** are ZMTP's, answered by libzmq's thread: a busy loop does not make a node look dead.
 """
 
@@ -53,6 +70,7 @@ import math
 import os
 import random
 import resource
+import secrets
 import socket
 import struct
 import sys
@@ -341,6 +359,16 @@ never come close: each has some ten connections at most, and keeps them."""
 
 _SAME = "security.curve must be the same on all nodes of a run"
 
+# --- bulk connections: how they are asked for. No message of the protocol begins like that. ---
+
+BULK_ASK = b"\0bulk?"
+BULK_OFFER = b"\0bulk!"
+BULK_PORT_OFFSET = 1000
+"""The port is so much above the listener's own, where it is free."""
+TOKEN_BYTES = 16
+MAX_STRANGER_BYTES = 256
+"""Of one frame of somebody who has shown no token: a handshake's are shorter."""
+
 
 class News(enum.Enum):
     """What can happen to a connection."""
@@ -373,6 +401,9 @@ class Channel(Protocol):
     def descriptor(self) -> int | None:
         """Return the file descriptor that the last message came in on; None for a stranger."""
 
+    def user(self) -> PeerId:
+        """Return whose token the connection showed that the last message came in on."""
+
     def outbox(self, identity: bytes) -> SendQueue:
         """Return the means to send on one connection."""
 
@@ -402,6 +433,20 @@ class LinkHost(Protocol):
 
     def note(self, source: Listener | DialledLink) -> None:
         """Remember that a channel has something for `receive`."""
+
+    def find_inbound(self, peer: PeerId) -> Inbound | None:
+        """Return an inbound peer; None if it is gone."""
+
+    def offer_bulk(self, inbound: Inbound) -> None:
+        """Tell an inbound peer where its bulk connection is awaited."""
+
+    def connect_bulk(
+        self, host: str, port: int, token: bytes, on_readable: Callable[[], None], on_news: OnNews
+    ) -> Channel:
+        """Open the channel of a bulk connection; it makes one attempt."""
+
+    def bulk_failed(self, address: str, port: int) -> None:
+        """Note that a bulk connection could not be had."""
 
     def mint(self, prefix: str) -> PeerId:
         """Return a fresh id."""
@@ -447,14 +492,15 @@ class Burst:
         """Whether no further message should be taken."""
         return self._bytes_left <= 0 or self._messages_left <= 0
 
-    def add(self, peer: PeerId, frames: list[Frame]) -> None:
+    def add(self, peer: PeerId, frames: list[Frame], *, is_public: bool = False) -> None:
         """Add a message."""
         num_bytes = sum(map(len, frames))
         self._bytes_left -= num_bytes
         self._messages_left -= 1
         self._stats.messages_in += 1
         self._stats.bytes_in += num_bytes
-        self.events.append(Received(peer, frames))
+        self._stats.public_messages_in += is_public
+        self.events.append(Received(peer, frames, is_public))
 
     def discard(self) -> None:
         """Count a message that nobody wants; it takes room, or a flood of them would hold us."""
@@ -470,6 +516,21 @@ class Inbound:
     identity: bytes
     outbox: SendQueue
     is_hung_up: bool = False
+    token: bytes = b""
+    """For its bulk connection, where it has asked for one."""
+    bulk: SendQueue | None = None
+
+    def send(
+        self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int, *, is_public: bool
+    ) -> bool:
+        """Accept a message, or refuse it."""
+        queue = self.outbox if self.bulk is None or not is_public else self.bulk
+        return queue.send(frames, num_bytes)
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes accepted and not yet given to the operating system, overhead included."""
+        return self.outbox.unsent_bytes + (0 if self.bulk is None else self.bulk.unsent_bytes)
 
 
 class Strangers:
@@ -570,8 +631,15 @@ class Listener:
             if inbound is None or inbound.is_hung_up:
                 burst.discard()
             else:
-                burst.add(inbound.peer, frames)
+                self._hear(inbound, frames, burst)
         return False
+
+    def _hear(self, inbound: Inbound, frames: list[Frame], burst: Burst) -> None:
+        """Take in a message."""
+        if frames == [BULK_ASK]:
+            self._host.offer_bulk(inbound)
+        else:
+            burst.add(inbound.peer, frames)
 
     def on_news(self, news: News, descriptor: int) -> None:
         """Take in what happened to the connection behind a descriptor."""
@@ -636,9 +704,10 @@ class Listener:
         if descriptor is None:
             return None
         self.channel.read_news()
+        inbound = self._meet(identity, burst)
+        if inbound is None:
+            return None
         self._strangers.discard(descriptor)
-        inbound = Inbound(self._host.mint("in"), identity, self.channel.outbox(identity))
-        self._host.adopt(inbound)
         self._by_identity[identity] = inbound
         previous = self._by_descriptor.pop(descriptor, None)
         if previous is not None:
@@ -647,6 +716,12 @@ class Listener:
             self._by_descriptor[descriptor] = inbound
         else:  # gone before it was heard
             self._ended.append(inbound)
+        return inbound
+
+    def _meet(self, identity: bytes, burst: Burst) -> Inbound | None:
+        """Return the peer whose first message has come; None if it is nobody's."""
+        inbound = Inbound(self._host.mint("in"), identity, self.channel.outbox(identity))
+        self._host.adopt(inbound)
         burst.events.append(Connected(inbound.peer, None))
         return inbound
 
@@ -659,12 +734,41 @@ class Listener:
         self._ended.clear()
 
 
+class BulkListener(Listener):
+    """The bulk connections of inbound peers."""
+
+    def _meet(self, identity: bytes, burst: Burst) -> Inbound | None:
+        owner = self._host.find_inbound(self.channel.user())
+        if owner is None:
+            return None
+        owner.bulk = self.channel.outbox(identity)
+        return Inbound(owner.peer, identity, owner.bulk)
+
+    def _hear(self, inbound: Inbound, frames: list[Frame], burst: Burst) -> None:
+        if frames != [b""]:  # its first message has been told by `_meet`, and says nothing
+            burst.discard()
+
+    def _report_ended(self, burst: Burst) -> None:
+        for inbound in self._ended:
+            del self._by_identity[inbound.identity]
+            owner = self._host.find_inbound(inbound.peer)
+            if owner is not None and owner.bulk is inbound.outbox:
+                owner.bulk = None
+        self._ended.clear()
+
+
 class DialledLink:
     """A link that this node opens, and opens again after every loss until it is closed."""
 
-    def __init__(self, host: LinkHost, peer: PeerId, address: str) -> None:
+    def __init__(
+        self, host: LinkHost, peer: PeerId, address: str, *, has_bulk: bool = False
+    ) -> None:
         self.peer = peer
         self.address = address
+        self._has_bulk = has_bulk
+        self._bulk: Channel | None = None
+        self._bulk_port = 0
+        self._is_bulk_up = False
         self._name, self._port = parse_dial_address(address)
         self._host = host
         # The one to try next comes first.
@@ -695,16 +799,70 @@ class DialledLink:
         if self._outbox is None:
             self._outbox = channel.outbox(b"")
             burst.events.append(Connected(self.peer, self.address))
+            if self._has_bulk and self._keys[0] is not None:
+                self._outbox.send([BULK_ASK], len(BULK_ASK))
+        is_empty = self._drain_channel(channel, burst)
+        if self._bulk is not None:
+            is_empty &= self._drain_bulk(self._bulk, burst)
+        if is_empty and self._is_over:
+            reason = f"the connection to {self.address} was lost"
+            burst.events.append(Disconnected(self.peer, reason))
+            self._redial(reason)
+        return is_empty
+
+    def _drain_channel(self, channel: Channel, burst: Burst) -> bool:
         while not burst.is_full:
             message = channel.receive()
             if message is None:
-                if self._is_over:
-                    reason = f"the connection to {self.address} was lost"
-                    burst.events.append(Disconnected(self.peer, reason))
-                    self._redial(reason)
                 return True
-            burst.add(self.peer, message[1])
+            _, frames = message
+            if frames[0] == BULK_OFFER and self._has_bulk and self._bulk is None:
+                self._open_bulk(frames)
+            else:
+                burst.add(self.peer, frames)
         return False
+
+    def _drain_bulk(self, bulk: Channel, burst: Burst) -> bool:
+        while not burst.is_full:
+            message = bulk.receive()
+            if message is None:
+                return True
+            burst.add(self.peer, message[1], is_public=True)
+        return False
+
+    def _open_bulk(self, offer: list[Frame]) -> None:
+        """Connect to where the other side says that it waits."""
+        try:
+            _, port, token = map(bytes, offer)
+        except ValueError:
+            return
+        self._bulk_port, self._is_bulk_up = int.from_bytes(port, "big"), False
+        if not 0 < self._bulk_port < 1 << 16:  # it could not listen
+            return
+        note = functools.partial(self._host.note, self)
+        with contextlib.suppress(TransportError):  # no descriptor is left: it goes without
+            self._bulk = self._host.connect_bulk(
+                self._ip_address, self._bulk_port, token, note, self._on_bulk_news
+            )
+
+    def _on_bulk_news(self, news: News, descriptor: int) -> None:
+        if self._bulk is None:
+            return
+        if news is News.UP:
+            self._is_bulk_up = True
+            self._bulk.outbox(b"").send([b""], 0)
+            self._bulk.look()
+        elif news is News.OVER and self._is_bulk_up:
+            self._is_over = True  # what was on its way is lost: as if the link were
+            self._host.note(self)
+        elif news is News.OVER:
+            self._host.bulk_failed(self.address, self._bulk_port)
+            self._close_bulk()
+
+    def _close_bulk(self) -> None:
+        if self._bulk is not None:
+            bulk, self._bulk = self._bulk, None
+            bulk.close(0)
 
     def send(self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> bool:
         """Accept a message if the connection is up and has room."""
@@ -725,6 +883,7 @@ class DialledLink:
             self._timer.cancel()
         if self._attempt is not None:
             self._attempt.cancel()
+        self._close_bulk()
         if self._channel is not None:
             is_useful = self._is_up and not self._is_over
             self._channel.close(self._host.options.linger_s if is_useful else 0)
@@ -844,6 +1003,7 @@ class DialledLink:
         options, loop = self._host.options, self._host.loop
         if self._is_up and loop.time() - self._up_at > options.max_redial_s:
             self._redial_s = options.min_redial_s
+        self._close_bulk()
         if self._channel is not None:
             self._channel.close(0)
             self._channel = self._outbox = None
@@ -1032,7 +1192,7 @@ class ZmqChannel:
         for option, value in (
             (zmq.CURVE_SERVER, 1),
             (zmq.CURVE_SECRETKEY, server.secret),
-            (zmq.ZAP_DOMAIN, b"echo"),
+            (zmq.ZAP_DOMAIN, _DOMAIN),
             (zmq.ZAP_ENFORCE_DOMAIN, 1),  # nobody enters while nobody answers
         ):
             self.socket.setsockopt(option, value)
@@ -1045,6 +1205,21 @@ class ZmqChannel:
             (zmq.CURVE_SECRETKEY, client.secret),
         ):
             self.socket.setsockopt(option, value)
+
+    def serve_bulk(self) -> None:
+        """Listen for bulk connections; whose token is good is asked of the context's ZapHandler."""
+        for option, value in (
+            (zmq.PLAIN_SERVER, 1),
+            (zmq.ZAP_DOMAIN, _BULK_DOMAIN),
+            (zmq.ZAP_ENFORCE_DOMAIN, 1),
+            (zmq.MAXMSGSIZE, MAX_STRANGER_BYTES),
+        ):
+            self.socket.setsockopt(option, value)
+
+    def dial_bulk(self, token: bytes) -> None:
+        """Show a token as the side that dials."""
+        self.socket.setsockopt(zmq.PLAIN_USERNAME, _BULK_DOMAIN)
+        self.socket.setsockopt(zmq.PLAIN_PASSWORD, token)
 
     def look(self) -> None:
         """Consume an edge, and note the socket if it has messages."""
@@ -1095,6 +1270,13 @@ class ZmqChannel:
         except zmq.ZMQError:  # ZMTP 1 has no metadata, and almost any bytes pass for ZMTP 1
             return None
 
+    def user(self) -> PeerId:
+        """Return whose token the connection showed that the last message came in on."""
+        try:
+            return "" if self._first_part is None else str(self._first_part.get("User-Id"))
+        except zmq.ZMQError:
+            return ""
+
     def outbox(self, identity: bytes) -> ZmqOutbox:
         """Return the means to send on one connection."""
         return ZmqOutbox(self.socket, identity, self._options.max_unsent_bytes)
@@ -1121,6 +1303,7 @@ def _as_frame(part: zmq.Frame) -> Frame:
 # is closed.
 
 _ENDPOINT = "inproc://zeromq.zap.01"
+_DOMAIN, _BULK_DOMAIN = b"echo", b"echo bulk"
 _LOG_EVERY_S = 10.0
 
 
@@ -1139,6 +1322,8 @@ class ZapHandler:
         """
         self._loop = loop
         self._client_key = client_key
+        self.tokens: dict[bytes, PeerId] = {}
+        """Whose bulk connection is awaited, by the token that it shows: once."""
         self._num_unlogged = 0
         self._logged_at = -_LOG_EVERY_S
         self._socket: Socket = context.socket(zmq.ROUTER)
@@ -1154,11 +1339,16 @@ class ZapHandler:
                 envelope, _, version, request, *facts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            _domain, host, _identity, mechanism, *credentials = facts
-            is_admitted = mechanism == b"CURVE" and credentials == [self._client_key]
-            status = (b"200", b"OK") if is_admitted else (b"400", b"unknown key")
-            self._socket.send_multipart([envelope, b"", version, request, *status, b"", b""])
-            if not is_admitted:
+            domain, host, _identity, mechanism, *credentials = facts
+            user: PeerId | None = None
+            if (domain, mechanism) == (_DOMAIN, b"CURVE") and credentials == [self._client_key]:
+                user = ""
+            elif (domain, mechanism) == (_BULK_DOMAIN, b"PLAIN"):
+                user = self.tokens.pop(credentials[-1], None)
+            status = (b"400", b"unknown key") if user is None else (b"200", b"OK")
+            name = (user or "").encode()
+            self._socket.send_multipart([envelope, b"", version, request, *status, name, b""])
+            if user is None:
                 self._report(host.decode(errors="replace"))
 
     def close(self) -> None:
@@ -1223,6 +1413,10 @@ class ZmqTransport(Transport):
         self._noted: dict[Listener | DialledLink, None] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._bound: socket.socket | None = None
+        self._bulk_bound: socket.socket | None = None
+        self._bulk_listener: BulkListener | None = None
+        self._bulk_port = 0
+        self._bulk_warned_at = -math.inf
         self._is_closed = False
 
     @property
@@ -1263,9 +1457,21 @@ class ZmqTransport(Transport):
             await self.close()
             raise
         host, port = self._bound.getsockname()[:2]
+        if self._keys is not None:
+            wanted = parse_address(self._listen_address)[1]
+            self._bulk_bound = await self._bind_bulk(host, wanted and wanted + BULK_PORT_OFFSET)
         address = format_address(host, port)
         key = None if self._keys is None else self._keys.server.public
         self._listen_address = address if key is None else with_key(address, key)
+
+    async def _bind_bulk(self, host: str, wanted: int) -> socket.socket | None:
+        """Return a socket for bulk connections: at the port wanted, or any other one."""
+        for port in (wanted, 0):
+            with contextlib.suppress(TransportError):
+                return await bound_socket(
+                    format_address(host, port), self._congestion_control, self._max_socket_bytes
+                )
+        return None
 
     def listen(self) -> None:
         """Let others connect to the address that `bind` took.
@@ -1276,13 +1482,21 @@ class ZmqTransport(Transport):
         if self._bound is not None:
             bound, self._bound = self._bound, None
             with bound:
-                self._listener = self._listen(bound)
+                self._listener = Listener(self, Gate(bound))
+                self._listen(self._listener, bound)
+        if self._bulk_bound is not None:
+            bound, self._bulk_bound = self._bulk_bound, None
+            with bound:
+                self._bulk_port = bound.getsockname()[1]
+                self._bulk_listener = BulkListener(self, Gate(bound))
+                self._listen(self._bulk_listener, bound)
+            _log.info("weights go out at port %d", self._bulk_port)
 
-    def dial(self, address: str) -> PeerId:
+    def dial(self, address: str, *, has_bulk: bool = False) -> PeerId:
         """Begin to connect."""
         self._check_open()
         peer = self.mint("out")
-        self._peers[peer] = DialledLink(self, peer, address)
+        self._peers[peer] = DialledLink(self, peer, address, has_bulk=has_bulk)
         return peer
 
     def hang_up(self, peer: PeerId) -> None:
@@ -1294,7 +1508,13 @@ class ZmqTransport(Transport):
             case Inbound() as inbound:
                 inbound.is_hung_up = True
 
-    def send(self, peer: PeerId, frames: Sequence[bytes | bytearray | memoryview]) -> bool:
+    def send(
+        self,
+        peer: PeerId,
+        frames: Sequence[bytes | bytearray | memoryview],
+        *,
+        is_public: bool = False,
+    ) -> bool:
         """Accept a message if the peer is connected and below its byte bound."""
         num_bytes = checked_num_bytes(frames, self.options.max_message_bytes)
         is_sent = False
@@ -1302,8 +1522,10 @@ class ZmqTransport(Transport):
             case DialledLink() as link:
                 is_sent = link.send(frames, num_bytes)
             case Inbound() as inbound if self._listener is not None:
-                is_sent = inbound.outbox.send(frames, num_bytes)
+                is_sent = inbound.send(frames, num_bytes, is_public=is_public)
                 self._listener.channel.look()
+                if inbound.bulk is not None and self._bulk_listener is not None:
+                    self._bulk_listener.channel.look()
         if is_sent:
             self.totals.messages_out += 1
             self.totals.bytes_out += num_bytes
@@ -1317,7 +1539,7 @@ class ZmqTransport(Transport):
             case DialledLink() as link:
                 return link.unsent_bytes
             case Inbound() as inbound:
-                return inbound.outbox.unsent_bytes
+                return inbound.unsent_bytes
         return 0
 
     async def receive(self) -> list[TransportEvent]:
@@ -1345,12 +1567,14 @@ class ZmqTransport(Transport):
                 peer.close()
         self._peers.clear()
         self._noted.clear()
-        if self._bound is not None:
-            self._bound.close()
-            self._bound = None
-        if self._listener is not None:
-            self._listener.close(self.options.linger_s)
-            self._listener = None
+        for bound in (self._bound, self._bulk_bound):
+            if bound is not None:
+                bound.close()
+        self._bound = self._bulk_bound = None
+        for listener in (self._listener, self._bulk_listener):
+            if listener is not None:
+                listener.close(self.options.linger_s)
+        self._listener = self._bulk_listener = None
         if self._admission is not None:
             self._admission.close()
             self._admission = None
@@ -1382,6 +1606,35 @@ class ZmqTransport(Transport):
     def forget(self, inbound: Inbound) -> None:
         """Let go of an inbound peer whose connection is over."""
         self._peers.pop(inbound.peer, None)
+        if self._admission is not None:
+            self._admission.tokens.pop(inbound.token, None)
+
+    def find_inbound(self, peer: PeerId) -> Inbound | None:
+        """Return an inbound peer; None if it is gone."""
+        found = self._peers.get(peer)
+        return found if isinstance(found, Inbound) else None
+
+    def offer_bulk(self, inbound: Inbound) -> None:
+        """Tell an inbound peer where its bulk connection is awaited: once, port 0 for nowhere."""
+        if self._admission is None or inbound.token:
+            return
+        inbound.token = secrets.token_hex(TOKEN_BYTES).encode()
+        if self._bulk_port:
+            self._admission.tokens[inbound.token] = inbound.peer
+        offer = [BULK_OFFER, self._bulk_port.to_bytes(2, "big"), inbound.token]
+        inbound.outbox.send(offer, sum(map(len, offer)))
+
+    def bulk_failed(self, address: str, port: int) -> None:
+        """Tell the operator that a bulk connection could not be had."""
+        now = self.loop.time()
+        if now - self._bulk_warned_at >= WARN_EVERY_S:
+            self._bulk_warned_at = now
+            _log.warning(
+                "port %d of %s cannot be reached: weights come over the other port, encrypted "
+                "twice, at several times the CPU; let connections to it through",
+                port,
+                without_key(address),
+            )
 
     def server_keys(self, address: str) -> tuple[bytes | None, ...]:
         """Return the keys that may be those of the process at `address`; None does not encrypt."""
@@ -1407,6 +1660,30 @@ class ZmqTransport(Transport):
         Raises:
             TransportError: if no socket is to be had now.
         """
+        channel = self._open(host, port, on_readable, on_news)
+        if self._keys is not None and server_key is not None:
+            channel.dial_curve(self._keys.client, server_key)
+        channel.socket.connect(format_address(host, port))
+        channel.look()
+        return channel
+
+    def connect_bulk(
+        self, host: str, port: int, token: bytes, on_readable: Callable[[], None], on_news: OnNews
+    ) -> ZmqChannel:
+        """Open the channel of a bulk connection.
+
+        Raises:
+            TransportError: if no socket is to be had now.
+        """
+        channel = self._open(host, port, on_readable, on_news)
+        channel.dial_bulk(token)
+        channel.socket.connect(format_address(host, port))
+        channel.look()
+        return channel
+
+    def _open(
+        self, host: str, port: int, on_readable: Callable[[], None], on_news: OnNews
+    ) -> ZmqChannel:
         try:
             channel = ZmqChannel(
                 self.context, zmq.DEALER, self.options, self.loop, on_readable, on_news
@@ -1416,18 +1693,13 @@ class ZmqTransport(Transport):
                 f"cannot connect to {format_address(host, port)}: {error}; if too many files are "
                 "open, raise their limit (ulimit -n)"
             ) from error
-        if self._keys is not None and server_key is not None:
-            channel.dial_curve(self._keys.client, server_key)
         channel.socket.setsockopt(zmq.IPV6, int(":" in host))
         channel.socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
-        channel.socket.connect(format_address(host, port))
-        channel.look()
         return channel
 
-    def _listen(self, bound: socket.socket) -> Listener:
+    def _listen(self, listener: Listener, bound: socket.socket) -> None:
         host, port = bound.getsockname()[:2]
         listen_on(bound, format_address(host, port))
-        listener = Listener(self, Gate(bound))
         channel = ZmqChannel(
             self.context,
             zmq.ROUTER,
@@ -1437,15 +1709,17 @@ class ZmqTransport(Transport):
             listener.on_news,
         )
         listener.channel = channel
-        if self._keys is not None:
+        if self._keys is not None and self._admission is None:
             self._admission = ZapHandler(self.context, self.loop, self._keys.client.public)
+        if isinstance(listener, BulkListener):
+            channel.serve_bulk()
+        elif self._keys is not None:
             channel.serve_curve(self._keys.server)
         channel.socket.setsockopt(zmq.IPV6, int(":" in host))
         channel.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         channel.socket.setsockopt(zmq.USE_FD, bound.detach())
         channel.socket.bind(format_address(host, port))
         channel.look()
-        return listener
 
     def _drain(self, burst: Burst) -> None:
         for source in list(self._noted):

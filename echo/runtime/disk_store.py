@@ -940,7 +940,7 @@ class DiskStore(MappedStore):
     ) -> None:
         try:
             # Not synced, as the version store is not: after a power failure the signature tells.
-            temporary.write_bytes(signed_manifest)
+            _write(temporary, signed_manifest)  # with the key of its chunks
             temporary.rename(self._path(version, "manifest"))
         except OSError as error:
             self.warn(f"the manifest of {version} cannot be written: {error.strerror}")
@@ -962,7 +962,7 @@ class DiskStore(MappedStore):
         temporary = self._temporary()
         self._patched.append(patch.version)
         try:
-            temporary.write_bytes(pack_undo(patch))
+            _write(temporary, pack_undo(patch))
             temporary.rename(self._path(patch.version, "undo"))
         except OSError:
             _remove(temporary)
@@ -1249,6 +1249,13 @@ def _map_file(descriptor: int, num_bytes: int) -> mmap.mmap:
     mapping = mmap.mmap(descriptor, num_bytes)
     advise_huge_pages(mapping)
     return mapping
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a new file that only its owner reads."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
 
 
 def _remove(path: Path) -> None:

@@ -42,6 +42,7 @@ from echo.roles.worker import Worker
 from echo.runtime.event_values import Outside, Values, class_at, digests_of, path_of
 from echo.weights.broadcast import Broadcast
 from echo.weights.receiver import WRONG_HASH, WriteChunk
+from echo.weights.store import Transfer, allocate
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -273,14 +274,21 @@ def _run_unseen(work: WriteChunk) -> str:
     return "" if is_right else WRONG_HASH
 
 
+def _unseen_chunk(image: Transfer, index: int) -> memoryview:
+    """Return as many bytes as a chunk has: there is nothing to encrypt."""
+    return allocate(image.chunk_size(index))
+
+
 @contextlib.contextmanager
 def _unseen_chunks() -> Iterator[None]:
-    run = WriteChunk.run
+    run, chunk = WriteChunk.run, Transfer.chunk
     try:
         WriteChunk.run = _run_unseen  # type: ignore[method-assign, assignment]
+        Transfer.chunk = _unseen_chunk  # type: ignore[method-assign, assignment]
         yield
     finally:
         WriteChunk.run = run  # type: ignore[method-assign]
+        Transfer.chunk = chunk  # type: ignore[method-assign]
 
 
 class _Replay:

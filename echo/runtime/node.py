@@ -60,7 +60,7 @@ from echo.runtime.threads import Pool, ThreadPools, Threads
 from echo.weights.broadcast import Broadcast
 from echo.weights.store import VersionStore
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
-from echo.wire.codec import Frame, describe
+from echo.wire.codec import Frame, describe, is_public
 
 REPEAT_S = 60.0
 """Seconds between two lines of one topic."""
@@ -266,6 +266,8 @@ class Node:
         while True:
             for event in await self.transport.receive():
                 match event:
+                    case Received() if event.is_public and not is_public(event.frames):
+                        self._refuse_public(event)
                     case Received():
                         self.perform(self._receive(event.peer, list(event.frames)))
                     case Connected():
@@ -273,6 +275,11 @@ class Node:
                             self.perform(self.connected(event.peer))
                     case Disconnected():
                         self.perform(self.disconnected(event.peer, event.reason))
+
+    def _refuse_public(self, event: Received) -> None:
+        """Drop what only an encrypted connection may bring."""
+        text = "dropped a message that came unencrypted and is no chunk: from somebody on the way"
+        self._topics.tell(Note("warning", text, text), now=self.now)
 
     def _receive(self, peer: str, frames: list[Frame]) -> list[Action]:
         """Have a message handled; a fault in that ends the peer, whose message it was."""
@@ -299,7 +306,7 @@ class Node:
         for action in actions:
             match action:
                 case Send():
-                    self.transport.send(action.peer, action.frames)
+                    self.transport.send(action.peer, action.frames, is_public=action.is_public)
                 case Dial():
                     self._dial(action)
                 case HangUp():
@@ -317,7 +324,7 @@ class Node:
 
     def _dial(self, action: Dial) -> None:
         try:
-            peer = self.transport.dial(action.address)
+            peer = self.transport.dial(action.address, has_bulk=action.purpose == "weights")
         except TransportError as error:
             # An address from another node's message; the session moves on when it times out.
             self.log.warning("%s", error)

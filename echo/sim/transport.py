@@ -75,8 +75,8 @@ class SimTransport(Transport):
         """Take the address."""
         self._network.listen(self)
 
-    def dial(self, address: str) -> PeerId:
-        """Begin to connect."""
+    def dial(self, address: str, *, has_bulk: bool = False) -> PeerId:
+        """Begin to connect; nothing is encrypted here, and a bulk connection of no use."""
         self._check_open()
         parse_dial_address(address)
         peer = f"out-{next(self._ids)}"
@@ -97,7 +97,13 @@ class SimTransport(Transport):
             else:
                 self._inbox.append(item)
 
-    def send(self, peer: PeerId, frames: Sequence[bytes | bytearray | memoryview]) -> bool:
+    def send(
+        self,
+        peer: PeerId,
+        frames: Sequence[bytes | bytearray | memoryview],
+        *,
+        is_public: bool = False,
+    ) -> bool:
         """Accept a message if the peer is connected and below its byte bound."""
         num_bytes = checked_num_bytes(frames, self.options.max_message_bytes)
         charge = num_bytes + MESSAGE_OVERHEAD_BYTES

@@ -4,7 +4,8 @@ A version is one byte image: its tensors one after the other, each once. The ima
 chunks of equal size (the last may be shorter). The manifest lists tensors and the BLAKE3 hash of
 every chunk; its own hash is the **root**, and the root is what the learner signs. So one signature
 covers every byte, a relay can verify each chunk on its own before it forwards it, and a chunk that
-was damaged on the way stops at the first hop.
+was damaged on the way stops at the first hop. Where chunks travel encrypted (`cipher.py`) these are
+hashes of what travels; of an image the manifest has both.
 
 Beside its image a version may travel as an **encoded version**: a delta against a version that the
 receiver holds, or a keyframe, in segments whose tables are signed one by one (`store.py`). A table
@@ -28,6 +29,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from echo.core.errors import RemoteProtocolError
 from echo.core.rollout import PolicyVersion
+from echo.weights.cipher import check_key, crypt, hash_key
 from echo.wire.messages import ITEM_BYTES
 
 # --- manifest -------------------------------------------------------------------------------------
@@ -65,6 +67,10 @@ class Manifest(msgspec.Struct, frozen=True):
     """BLAKE3-256 of each chunk, one after the other."""
     image_hash: bytes
     """BLAKE3-256 of the whole image: what a worker's installed weights must hash to."""
+    sent_hashes: bytes = b""
+    """BLAKE3-256 of each chunk as it travels, encrypted; empty where chunks travel as they are."""
+    key_hash: bytes = b""
+    """Of the key (`cipher.py`); empty where there is none."""
 
     @property
     def num_chunks(self) -> int:
@@ -77,18 +83,28 @@ class Manifest(msgspec.Struct, frozen=True):
         return start, min(start + self.chunk_bytes, self.num_bytes)
 
     def chunk_hash(self, index: int) -> bytes:
-        """Return the hash that chunk `index` must have."""
+        """Return the hash that chunk `index` must have in the image."""
         return self.chunk_hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
+
+    def sent_hash(self, index: int) -> bytes:
+        """Return the hash that chunk `index` must have as it travels."""
+        hashes = self.sent_hashes or self.chunk_hashes
+        return hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
 
 
 class SignedManifest(msgspec.Struct, frozen=True, array_like=True):
-    """A manifest or a segment's table as it travels.
+    """A manifest or a segment's table as it travels, inside CURVE.
 
-    The bytes that were signed, and the signature of their hash.
+    The bytes that were signed, the signature of their hash, and the key that they commit to.
     """
 
     body: bytes
     signature: bytes
+    key: bytes = b""
+    """Of the chunks; empty where they are not encrypted."""
+
+    def __repr__(self) -> str:
+        return f"SignedManifest(root={self.root.hex()})"  # no key in a log
 
     @property
     def root(self) -> bytes:
@@ -102,7 +118,9 @@ _signed_decoder = msgspec.msgpack.Decoder(SignedManifest)
 
 def provisional(manifest: Manifest, version: PolicyVersion) -> Manifest:
     """Return the manifest of a version laid out like another one, without any hash yet."""
-    return msgspec.structs.replace(manifest, version=version, chunk_hashes=b"", image_hash=b"")
+    return msgspec.structs.replace(
+        manifest, version=version, chunk_hashes=b"", image_hash=b"", sent_hashes=b"", key_hash=b""
+    )
 
 
 def build_manifest(
@@ -113,8 +131,9 @@ def build_manifest(
     tensors: Sequence[TensorSpec],
     image: bytes | bytearray | memoryview,
     chunk_bytes: int,
+    key: bytes = b"",
 ) -> Manifest:
-    """Describe `image`, hashing every chunk and the whole.
+    """Describe `image`, hashing every chunk, as it travels too, and the whole.
 
     Args:
         run_id: the run that the version belongs to.
@@ -123,12 +142,17 @@ def build_manifest(
         tensors: what lies where in the image.
         image: the bytes.
         chunk_bytes: size of a chunk, between MIN_CHUNK_BYTES and MAX_CHUNK_BYTES.
+        key: with which chunks are encrypted, never used before; empty if they are not.
     """
     view = memoryview(image)
-    hashes = b"".join(
-        blake3(view[start : start + chunk_bytes]).digest()
-        for start in range(0, len(view), chunk_bytes)
-    )
+    hashes, sent_hashes = [], []
+    encrypted = memoryview(bytearray(min(chunk_bytes, len(view)) if key else 0))
+    for index, start in enumerate(range(0, len(view), chunk_bytes)):
+        chunk = view[start : start + chunk_bytes]
+        hashes.append(blake3(chunk).digest())
+        if key:
+            crypt(key, index, chunk, encrypted[: len(chunk)])
+            sent_hashes.append(blake3(encrypted[: len(chunk)]).digest())
     manifest = Manifest(
         run_id=run_id,
         version=version,
@@ -136,17 +160,27 @@ def build_manifest(
         tensors=tuple(tensors),
         num_bytes=len(view),
         chunk_bytes=chunk_bytes,
-        chunk_hashes=hashes,
+        chunk_hashes=b"".join(hashes),
         image_hash=blake3(view).digest(),
+        sent_hashes=b"".join(sent_hashes),
+        key_hash=hash_key(key),
     )
     _check_manifest(manifest)
     return manifest
 
 
-def sign(manifest: msgspec.Struct, key: Ed25519PrivateKey) -> SignedManifest:
-    """Sign the root of a manifest, or of a segment's table, with the learner's key."""
+def sign(
+    manifest: Manifest | SegmentTable, key: Ed25519PrivateKey, chunk_key: bytes = b""
+) -> SignedManifest:
+    """Sign the root of a manifest, or of a segment's table, with the learner's key.
+
+    Args:
+        manifest: what is signed.
+        key: the learner's.
+        chunk_key: with which the chunks are encrypted that it describes.
+    """
     body = msgspec.msgpack.encode(manifest)
-    return SignedManifest(body, key.sign(blake3(body).digest()))
+    return SignedManifest(body, key.sign(blake3(body).digest()), chunk_key)
 
 
 def encode_signed(signed: SignedManifest) -> bytes:
@@ -194,6 +228,7 @@ def verify(
             f"a manifest of run {manifest.run_id!r}; this node belongs to {run_id!r}"
         )
     _check_manifest(manifest)
+    check_key(signed.key, manifest.key_hash)
     if manifest.num_bytes > max_bytes:
         raise RemoteProtocolError(
             f"{manifest.version} has {manifest.num_bytes} bytes; this node accepts at most "
@@ -215,6 +250,9 @@ def _check_manifest(manifest: Manifest) -> None:
         raise RemoteProtocolError(
             f"{where}: {manifest.num_bytes} bytes do not fit its list of chunk hashes"
         )
+    sizes = (len(manifest.key_hash), len(manifest.sent_hashes))
+    if sizes not in ((0, 0), (HASH_BYTES, num_chunks * HASH_BYTES)):
+        raise RemoteProtocolError(f"{where}: its key and its hashes of what travels do not fit")
     offset = 0
     for tensor in manifest.tensors:
         item_bytes = ITEM_BYTES.get(tensor.dtype)
@@ -259,13 +297,15 @@ class SegmentTable(msgspec.Struct, frozen=True):
     block_sizes: tuple[int, ...]
     """Bytes of each coded block."""
     chunk_hashes: bytes
-    """BLAKE3-256 of each payload chunk."""
+    """BLAKE3-256 of each payload chunk, as it travels."""
     result_hashes: bytes = b""
     """BLAKE3-256 of each image chunk that comes out; empty where `old_hashes` are given."""
     manifest: bytes | None = None
     """In the last segment: the signed manifest of the image, encoded; None where it follows."""
     old_hashes: bytes = b""
     """BLAKE3-256 of what each block replaces in the base (`delta.py`)."""
+    key_hash: bytes = b""
+    """Of the key of the encoded version (`cipher.py`); empty where there is none."""
 
     @property
     def num_bytes(self) -> int:
@@ -297,7 +337,7 @@ class SegmentTable(msgspec.Struct, frozen=True):
         """What all segments of an encoded version must agree on."""
         return (
             self.run_id, self.version, self.base, self.image_bytes, self.image_chunk_bytes,
-            self.block_bytes, self.chunk_bytes, self.is_on_base,
+            self.block_bytes, self.chunk_bytes, self.is_on_base, self.key_hash,
         )  # fmt: skip
 
     def check(self, where: str, *, first_block: int, max_bytes: int) -> None:

@@ -27,6 +27,9 @@ in memory everywhere.
   credit is left meanwhile, the time does not count for the rate of the link.
 * *A disk that refuses* is as good as full.
 
+**Out of order.** Chunks may come over another connection than all else (`net/zmq.py`), and so
+before the table that says what they must hash to. They wait for it, EARLY_BYTES of them at most.
+
 **Audit.** What is made of deltas is right because the learner has signed each and the words that it
 replaces; what lies beside them nobody has looked at since. So when the seal of a version has come,
 its chunks are hashed, some at a time and at most AUDIT_SHARE of the time. Memory that turns out to
@@ -47,7 +50,7 @@ tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -57,7 +60,7 @@ from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
 from echo.weights.link import MAX_BAD_CHUNKS, ParentFailed, RateEstimate, StripeLink
-from echo.weights.manifest import Manifest
+from echo.weights.manifest import MIN_CHUNK_BYTES, Manifest
 from echo.weights.schedule import EncodedOffer, cheapest_path
 from echo.weights.sender import Sender
 from echo.weights.store import (
@@ -70,6 +73,7 @@ from echo.weights.store import (
     OpenBlock,
     Transfer,
     TrustedManifests,
+    Write,
 )
 from echo.wire.actions import Action, Note, Send, Work
 from echo.wire.codec import Frame, encode
@@ -379,17 +383,54 @@ class WriteChunk(Work):
     peer: str
     """The parent that has sent it."""
     data: Frame
-    write: Callable[[memoryview, Frame], None]
+    write: Write | None
+    """The store's, where that may block."""
 
     def run(self) -> str:
         """Return what is wrong, or nothing."""
         if blake3(self.data).digest() != self.item.chunk_hash(self.index):
             return WRONG_HASH
         try:
-            self.write(self.item.place(self.index), self.data)
+            self.item.put(self.index, self.data, self.write)
         except OSError as error:
             return error.strerror or str(error) or "unknown error"
         return ""
+
+
+EARLY_BYTES = 64 << 20
+"""Chunks whose table has not come yet: as much as the largest window of a link."""
+
+
+class EarlyChunks:
+    """Chunks of one encoded version that have come before their tables."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._by_index: dict[int, tuple[str, Chunk, list[Frame]]] = {}
+        self._num_bytes = 0
+
+    def keep(self, peer: str, message: Chunk, payload: list[Frame]) -> None:
+        """Keep a chunk; what is too much is asked for again when its link is silent."""
+        size = self._charge(payload)
+        if message.index not in self._by_index and self._num_bytes + size <= EARLY_BYTES:
+            self._by_index[message.index] = peer, message, payload
+            self._num_bytes += size
+
+    def take(self, num_chunks: int) -> list[tuple[str, Chunk, list[Frame]]]:
+        """Return those whose tables have come now: the first `num_chunks` are known."""
+        known = sorted(index for index in self._by_index if index < num_chunks)
+        taken = [self._by_index.pop(index) for index in known]
+        self._num_bytes -= sum(self._charge(payload) for _, _, payload in taken)
+        return taken
+
+    @staticmethod
+    def _charge(payload: list[Frame]) -> int:
+        return max(MIN_CHUNK_BYTES, len(payload[0]))
+
+    def clear(self) -> None:
+        """Forget them all."""
+        self._by_index.clear()
+        self._num_bytes = 0
 
 
 # --- watchdog: parents that do not deliver --------------------------------------------------------
@@ -591,6 +632,8 @@ class Receiver:
         self.num_duplicate_chunks = 0
         self.offers = Offers(store)
         self.trust = TrustedManifests()
+        self._early = EarlyChunks()
+        """Of the item that is being fetched."""
         self._node_id = node_id
         self._stall_s, self._retired_at = stall_s, 0.0
         self._retry_at: float | None = None
@@ -680,7 +723,7 @@ class Receiver:
             case Announce():
                 return [*self._on_announce(link, peer, message, payload, now)]
             case Segment():
-                return [*self._on_segment(link, message, payload, now)]
+                return self._on_segment(link, message, payload, now)
             case Waiting():
                 if self.item == (message.version, message.form):
                     self.watchdog.waits(link, again_s=message.again_s, now=now)
@@ -793,6 +836,7 @@ class Receiver:
     def begin(self, item_id: ItemId, now: float) -> list[Action]:
         """Fetch an item from now on; what is held of it is kept."""
         version, form = item_id
+        self._early.clear()
         self.links.finish()
         self.rate.pause()
         self.item = item_id
@@ -812,13 +856,14 @@ class Receiver:
     def end(self) -> None:
         """Fetch nothing for now."""
         self.item = None
+        self._early.clear()
         self.links.finish()
 
     # --- what comes ------------------------------------------------------------------------------
 
     def _on_segment(
         self, link: StripeLink, message: Segment, payload: list[Frame], now: float
-    ) -> list[Action]:
+    ) -> list[Action | ParentFailed]:
         item_id = (message.version, message.form)
         encoded = self.store.encoded_versions.get(item_id)
         if encoded is None or item_id != self.item:
@@ -838,9 +883,12 @@ class Receiver:
             dropped = self.sender.drop(item_id, now=now)
             return [*self._lack_space(error, now), *dropped]
         if fault:
-            return self._refuse(item_id, fault, now)
+            return [*self._refuse(item_id, fault, now)]
         self._found_space()
-        return self.sender.extend(item_id, now)
+        actions: list[Action | ParentFailed] = [*self.sender.extend(item_id, now)]
+        for peer, chunk, data in self._early.take(encoded.num_chunks):
+            actions += self.take(peer, chunk, data, now=now)
+        return actions
 
     def decoded(
         self, work: DecodeBlock | OpenBlock, fault: str, *, now: float
@@ -946,23 +994,38 @@ class Receiver:
         link, item = self.heard(peer), self.store.get(item_id)
         if link is None or item is None:
             return []
-        if len(payload) != 1 or not 0 <= message.index < item.num_chunks:
+        if len(payload) != 1 or not self._may_have(item_id, item, message.index):
             raise RemoteProtocolError(
                 f"a Chunk of {message.version} with a bad index or without its bytes"
             )
-        data = payload[0]
+        if message.index >= item.num_chunks:
+            self._early.keep(peer, message, payload)
+            self.watchdog.lives(link, now=now)
+            return []
+        return self._take(link, item_id, item, message.index, payload[0], now)
+
+    def _may_have(self, item_id: ItemId, item: Chunked, index: int) -> bool:
+        """Return whether an item has such a chunk, or may have it with its next tables."""
+        is_growing = item.is_open and item_id == self.item
+        return index >= 0 and (index < item.num_chunks or is_growing)
+
+    def _take(
+        self, link: StripeLink, item_id: ItemId, item: Chunked, index: int, data: Frame, now: float
+    ) -> list[Action | ParentFailed]:
+        """Begin to write a chunk that is known of, unless it has come already."""
+        peer = link.peer or ""
         self.bytes_received += len(data)
-        if item.has_chunk[message.index] or message.index in item.writing:
+        if item.has_chunk[index] or index in item.writing:
             self.num_duplicate_chunks += 1
             return []
         if not link.has_space(len(data)):
             reason = "it sends far more than it was given credit for"
             return [ParentFailed(self.disconnect(link), reason)]
-        write = self.store.version_store.write
-        work = WriteChunk(item_id, item, message.index, peer, data, write)
-        if len(data) != item.chunk_size(message.index):
+        write = self.store.version_store.write if self.store.may_block(item_id) else None
+        work = WriteChunk(item_id, item, index, peer, data, write)
+        if len(data) != item.chunk_size(index):
             return self._refuse_chunk(work, now)
-        item.writing.add(message.index)
+        item.writing.add(index)
         link.came(len(data), now=now)
         self.rate.add(len(data), now=now)
         if not self.store.may_block(item_id):
@@ -991,6 +1054,8 @@ class Receiver:
         if fault:
             return [*self._leave_unwritable(work, fault, now)]
         item.mark(index)
+        if isinstance(item, Transfer) and self.sender.children:
+            item.passed_on(index, work.data)
         if link is not None:
             self.watchdog.came(link, now=now)
         actions: list[Action | ParentFailed] = [

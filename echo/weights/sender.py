@@ -28,7 +28,7 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-from echo.core.errors import RemoteProtocolError
+from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
 from echo.weights.link import UplinkEstimate
@@ -298,7 +298,7 @@ class Sender:
     def _on_fetch(self, peer: str, child: Child, message: Fetch, now: float) -> list[Action]:
         item_id = (message.version, message.form)
         item = self.store.get(item_id)
-        if item is None:
+        if item is None or not item.can_be_sent:
             child.stop(now)
             return self._lacks(peer, child, item_id, now)
         check_fetch(message, item)
@@ -416,10 +416,16 @@ class Sender:
                 child.hold_back(now)
                 break
             index = child.wanted.popleft()
-            chunk = item.chunk(index)
+            try:
+                chunk = item.chunk(index)
+            except StorageError:
+                child.stop(now)
+                return [*actions, *self._lacks(peer, child, (version, form), now)]
             child.sent(len(chunk), now)
             self.bytes_sent += len(chunk)
-            actions.append(self._send(peer, Chunk(version=version, index=index, form=form), chunk))
+            message = Chunk(version=version, index=index, form=form)
+            frames = encode(message, [chunk], source=self.node_id)
+            actions.append(Send(peer, frames, is_public=item.is_encrypted))
         if not child.wanted and not child.is_open:
             child.stop(now)
         if all(other.fetching is None for other in self.children.values()):

@@ -42,9 +42,9 @@ child is kept as well. Everything else is dropped, half of an encoded version th
 before all, since space for a whole image hangs on it: so the store is bounded by the number of
 children.
 
-**Trust.** Links are encrypted hop by hop, and any member may be a hop. So what a node takes over
-from the learner is signed end to end: manifests and segment tables here, and Welcome, from which it
-has the key (`roles/joining.py`).
+**Trust.** Any member may be a hop. So what a node takes over from the learner is signed end to end:
+manifests and segment tables here, and Welcome, from which it has the key (`roles/joining.py`).
+Chunks travel encrypted (`cipher.py`), and are verified as they travel.
 
 **Resume.** An image or keyframe that a killed process has left half done is resumed; a delta, some
 hundredth of that, is fetched again. The journal of a keyframe is a list of records, signed tables
@@ -60,7 +60,7 @@ import abc
 import bisect
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
@@ -71,6 +71,7 @@ from blake3 import blake3
 
 from echo.core.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from echo.core.rollout import KEEP_VERSIONS, PolicyVersion
+from echo.weights.cipher import Encrypted, SentChunks, check_key, crypt
 from echo.weights.delta import BlockPatch, decode_block, fill, open_block
 from echo.weights.manifest import (
     HASH_BYTES,
@@ -132,6 +133,10 @@ class RecycledMemory:
         exporter = np.frombuffer(piece, np.uint8)
         self._lent.append((piece, weakref.ref(exporter)))
         return exporter.data
+
+
+Write: TypeAlias = Callable[[memoryview, Frame], None]
+"""A version store's `write`."""
 
 
 class SavedItem(Protocol):
@@ -254,6 +259,16 @@ class Chunked(abc.ABC):
         return len(self.has_chunk)
 
     @property
+    @abc.abstractmethod
+    def is_encrypted(self) -> bool:
+        """Whether its chunks travel encrypted, so that the link need not."""
+
+    @property
+    def can_be_sent(self) -> bool:
+        """Whether what is held of it can be passed on."""
+        return True
+
+    @property
     def is_open(self) -> bool:
         """Whether chunks may be added."""
         return False
@@ -272,8 +287,12 @@ class Chunked(abc.ABC):
     def place(self, index: int) -> memoryview:
         """Return where the bytes of a chunk are, or are to be written."""
 
-    def chunk(self, index: int) -> memoryview:
-        """Return the bytes of a chunk that is held, without copying."""
+    def chunk(self, index: int) -> Frame:
+        """Return a chunk that is held as it travels, mostly without copying.
+
+        Raises:
+            StorageError: if it is not what the learner signed any more.
+        """
         return self.place(index).toreadonly()
 
     @abc.abstractmethod
@@ -282,11 +301,24 @@ class Chunked(abc.ABC):
 
     @abc.abstractmethod
     def chunk_hash(self, index: int) -> bytes:
-        """Return the BLAKE3-256 hash that a chunk must have."""
+        """Return the BLAKE3-256 hash that a chunk must have as it travels."""
+
+    def put(self, index: int, data: Frame, write: Write | None = None) -> None:
+        """Write a chunk that has come to its place, from any thread.
+
+        Args:
+            index: of the chunk.
+            data: as it travels, and known to be right.
+            write: the store's; None for memory.
+
+        Raises:
+            OSError: if the disk refuses it.
+        """
+        (write or fill)(self.place(index), data)
 
     def hold(self, index: int, data: Frame) -> None:
         """Keep a chunk whose hash is known to be right."""
-        fill(self.place(index), data)
+        self.put(index, data)
         self.mark(index)
 
     def mark(self, index: int) -> None:
@@ -294,7 +326,7 @@ class Chunked(abc.ABC):
         self.has_chunk[index] = 1
         self.num_held += 1
         if self.journal is not None:
-            self.journal.chunk(index, self.chunk(index))
+            self.journal.chunk(index, self.place(index).toreadonly())
 
     def _come(self, link: int, num_links: int) -> bytearray:
         """Return one byte per place of a link: 1 if its chunk is held or being written."""
@@ -347,6 +379,10 @@ class Transfer(Chunked):
     """Whether each chunk was hashed when it came; else it is made of signed changes."""
     later: list[Patch] = field(default_factory=list)
     """What has been, or is being, written over it since: oldest first."""
+    sent: SentChunks = field(default_factory=SentChunks)
+    """Its chunks as they travel, those of late."""
+    is_damaged: bool = False
+    """Whether a chunk was found that is not what the learner signed; the audit will find it too."""
 
     @property
     def is_current(self) -> bool:
@@ -380,9 +416,56 @@ class Transfer(Chunked):
             if known is self.later and len(later) == len(known):
                 return piece.data[start - first : stop - first].toreadonly()
 
-    def chunk(self, index: int) -> memoryview:
-        """Return the bytes of a chunk that is held."""
-        return self.read(*self.manifest.chunk_range(index))
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether its chunks travel encrypted."""
+        return bool(self.manifest.key_hash)
+
+    @property
+    def can_be_sent(self) -> bool:
+        """Whether its manifest is here, and with it the key, and nothing wrong was found."""
+        return self.signed is not None and not self.is_damaged
+
+    @property
+    def _key(self) -> bytes:
+        return b"" if self.signed is None else self.signed.key
+
+    def put(self, index: int, data: Frame, write: Write | None = None) -> None:
+        """Write a chunk to its place, decrypted: straight into memory, or beside it for a disk."""
+        place = self.place(index)
+        if not self.is_encrypted:
+            (write or fill)(place, data)
+            return
+        plain = place if write is None else np.empty(len(data), np.uint8).data
+        crypt(self._key, index, data, plain)
+        if write is not None:
+            write(place, plain)
+
+    def chunk(self, index: int) -> Frame:
+        """Return a chunk that is held as it travels: encrypted again, to what it was."""
+        plain = self.read(*self.manifest.chunk_range(index))
+        if not self.is_encrypted:
+            return plain
+        found = self.sent.get(self._key, index)
+        if found is not None:
+            return found
+        encrypted = np.empty(len(plain), np.uint8).data
+        crypt(self._key, index, plain, encrypted)
+        if self.may_change and blake3(encrypted).digest() != self.chunk_hash(index):
+            self.is_damaged = True
+            raise StorageError(f"chunk {index} of {self.manifest.version} has changed in memory")
+        self.passed_on(index, encrypted.toreadonly())
+        return encrypted.toreadonly()
+
+    def passed_on(self, index: int, data: Frame) -> None:
+        """Keep a chunk for a while, as it travels: more nodes may ask for it."""
+        if self.is_encrypted:
+            self.sent.add(self._key, index, data)
+
+    def is_right(self, index: int) -> bool:
+        """Return whether a chunk is still what the learner signed."""
+        piece = self.read(*self.manifest.chunk_range(index))
+        return blake3(piece).digest() == self.manifest.chunk_hash(index)
 
     @property
     def num_bytes(self) -> int:
@@ -400,8 +483,8 @@ class Transfer(Chunked):
         return stop - start
 
     def chunk_hash(self, index: int) -> bytes:
-        """Return the BLAKE3-256 hash that a chunk must have."""
-        return self.manifest.chunk_hash(index)
+        """Return the BLAKE3-256 hash that a chunk must have as it travels."""
+        return self.manifest.sent_hash(index)
 
 
 # --- patches: what a delta changes of an image, in place ------------------------------------------
@@ -484,7 +567,7 @@ class AuditChunks(Work):
     def run(self) -> str:
         """Return which chunk is not what the learner signed, or nothing."""
         for index in range(self.first, self.stop):
-            if blake3(self.image.chunk(index)).digest() != self.image.chunk_hash(index):
+            if not self.image.is_right(index):
                 return f"chunk {index}"
         return ""
 
@@ -499,6 +582,8 @@ class OpenBlock(Work):
     encoded: EncodedVersion
     block: int
     coded: memoryview
+    """As it came."""
+    encrypted: Encrypted | None
     base: memoryview
     old_hash: bytes
     out: memoryview | None
@@ -509,7 +594,7 @@ class OpenBlock(Work):
         patch = self.encoded.patch
         assert patch is not None
         try:
-            opened = open_block(self.coded, self.base, self.old_hash)
+            opened = open_block(_plain(self.coded, self.encrypted), self.base, self.old_hash)
         except (RemoteProtocolError, StorageError) as error:
             return str(error)
         if self.out is None:
@@ -527,6 +612,8 @@ class DecodeBlock(Work):
     encoded: EncodedVersion
     block: int
     coded: memoryview
+    """As it came."""
+    encrypted: Encrypted | None
     base: memoryview | None
     out: memoryview
     hashes: bytes
@@ -546,7 +633,7 @@ class DecodeBlock(Work):
     def run(self) -> str:
         """Return what is wrong with the block, or nothing."""
         try:
-            decode_block(self.coded, self.base, self.out)
+            decode_block(_plain(self.coded, self.encrypted), self.base, self.out)
         except RemoteProtocolError as error:
             return str(error)
         digests = (
@@ -556,6 +643,10 @@ class DecodeBlock(Work):
         if b"".join(digests) != self.hashes:
             return "what comes out does not have the hashes that the learner signed"
         return ""
+
+
+def _plain(coded: memoryview, encrypted: Encrypted | None) -> memoryview:
+    return coded if encrypted is None else encrypted.decrypt(coded)
 
 
 @dataclass(slots=True)
@@ -587,6 +678,7 @@ class EncodedVersion(Chunked):
         """What it changes, where it is a delta on its base, until that has been written."""
         self.expected_bytes = 0
         """Size that was announced, before all segments are known."""
+        self._key = b""
         self._parts: list[_Part] = []
         self._starts: list[int] = []
         self._started_blocks: set[int] = set()
@@ -608,6 +700,11 @@ class EncodedVersion(Chunked):
     def is_on_base(self) -> bool:
         """Whether it says what it replaces, and not what comes out."""
         return bool(self._parts) and self._parts[0].table.is_on_base
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether its chunks travel encrypted."""
+        return bool(self._key)
 
     @property
     def is_open(self) -> bool:
@@ -642,7 +739,9 @@ class EncodedVersion(Chunked):
         return max(known, self.expected_bytes) if self.is_open else known
 
     def add(self, table: SegmentTable, frame: bytes, payload: memoryview | None = None) -> None:
-        """Append the next segment, with its payload at the learner."""
+        """Append the next segment, with its payload at the learner, as it travels."""
+        if not self._parts and table.key_hash:
+            self._key = msgspec.msgpack.decode(frame, type=SignedManifest).key
         first_chunk = len(self.has_chunk)
         self._starts.append(first_chunk)
         offsets = [0, *itertools.accumulate(table.block_sizes)]
@@ -675,6 +774,7 @@ class EncodedVersion(Chunked):
             raise RemoteProtocolError(f"{where}: its layout is not that of the first segment")
         first_block = sum(len(part.table.block_sizes) for part in self._parts)
         table.check(where, first_block=first_block, max_bytes=max_bytes)
+        check_key(signed.key, table.key_hash)
         if table.manifest is not None:
             self._check_manifest(table, public_key=public_key, max_bytes=max_bytes)
         return table
@@ -753,12 +853,17 @@ class EncodedVersion(Chunked):
         block = table.first_block + number
         start = block * table.block_bytes
         stop = min(start + table.block_bytes, table.image_bytes)
-        coded = part.payload[part.offsets[number] : part.offsets[number + 1]]
+        offset = part.offsets[number]
+        coded, encrypted = part.payload[offset : part.offsets[number + 1]], None
+        if self._key:
+            chunk, begin = divmod(offset, table.chunk_bytes)
+            chunk += part.first_chunk
+            encrypted = Encrypted(self._key, chunk, begin, table.chunk_bytes)
         if table.is_on_base:
             assert base is not None
             old_hash = table.old_hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]
             out = None if self.storage is None else self.storage[start:stop]
-            return OpenBlock(self, block, coded, base[start:stop], old_hash, out)
+            return OpenBlock(self, block, coded, encrypted, base[start:stop], old_hash, out)
         assert self.storage is not None
         hashes_per_block = table.block_bytes // table.image_chunk_bytes * HASH_BYTES
         hashes = table.result_hashes[number * hashes_per_block : (number + 1) * hashes_per_block]
@@ -766,6 +871,7 @@ class EncodedVersion(Chunked):
             encoded=self,
             block=block,
             coded=coded,
+            encrypted=encrypted,
             base=None if base is None else base[start:stop],
             out=self.storage[start:stop],
             hashes=hashes,
@@ -824,6 +930,7 @@ class ItemStore:
         self.version_store = HeapStore() if version_store is None else version_store
         self.images: dict[PolicyVersion, Transfer] = {}
         self.encoded_versions: dict[ItemId, EncodedVersion] = {}
+        self._sent = SentChunks()
 
     def get(self, item: ItemId) -> Chunked | None:
         """Return an item, or None if nothing of it is here."""
@@ -856,7 +963,7 @@ class ItemStore:
 
     def add(self, image: Transfer) -> None:
         """Hold an image; what has been lent of it by then is lent."""
-        image.may_change = self.is_in_place
+        image.may_change, image.sent = self.is_in_place, self._sent
         self.images[image.manifest.version] = image
 
     def begin_encoded(self, item: ItemId, *, expected_bytes: int) -> None:
@@ -1071,7 +1178,7 @@ class ItemStore:
             EncodedVersionOffer(version, form.base, encoded.num_bytes)
             for (version, form), encoded in self.encoded_versions.items()
         )
-        newest = self.newest_sealed
+        newest = max((v for v, image in self.images.items() if image.can_be_sent), default=None)
         if newest is not None:
             signed = self.images[newest].signed
             assert signed is not None

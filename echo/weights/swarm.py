@@ -924,7 +924,7 @@ class Swarm:
         if item.has_chunk[index] or index in item.writing:
             self.num_duplicate_chunks += 1
             return []
-        write = self._store.version_store.write
+        write = self._store.version_store.write if self._store.may_block(item_id) else None
         work = WriteChunk(item_id, item, index, name, data, write)
         if len(data) != item.chunk_size(index):
             return self._refuse(work, now)

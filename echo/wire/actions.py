@@ -38,6 +38,8 @@ class Send(Action):
 
     peer: str
     frames: Sequence[Frame]
+    is_public: bool = False
+    """Whether anybody may read them: nothing, or what matters encrypted already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from echo.core.bounds import (
 )
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.rollout import Group, Rollout
-from echo.wire.messages import PROTOCOL_VERSION, AnyMessage, Message
+from echo.wire.messages import PROTOCOL_VERSION, AnyMessage, Chunk, Message
 
 Frame = bytes | bytearray | memoryview
 
@@ -169,6 +169,15 @@ def describe(frames: Sequence[Frame]) -> tuple[str, str, str]:
         return envelope.source, envelope.target, _tag_decoder.decode(envelope.body).type
     except (RemoteProtocolError, *DECODE_ERRORS):
         return "", "", _Tag().type
+
+
+def is_public(frames: Sequence[Frame]) -> bool:
+    """Return whether a message may come without encryption: a Chunk from neighbour to neighbour.
+
+    It is compared with what the learner has signed, and nothing is kept of it before.
+    """
+    source, target, kind = describe(frames)
+    return bool(source) and not target and kind == Chunk.__name__
 
 
 # --- groups --------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ class Segment(Message, frozen=True):
 
 
 class Chunk(Message, frozen=True):
-    """Parent to child: one chunk; its bytes are the payload frame."""
+    """Parent to child: one chunk; its bytes are the payload frame, encrypted (`cipher.py`)."""
 
     version: PolicyVersion
     index: Place

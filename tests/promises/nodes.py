@@ -153,11 +153,17 @@ class WatchedTransport(SimTransport):
         super().__init__(network, Port(process.name, address=listen), OPTIONS)
         self._process = process
 
-    def send(self, peer: PeerId, frames: Sequence[bytes | bytearray | memoryview]) -> bool:
+    def send(
+        self,
+        peer: PeerId,
+        frames: Sequence[bytes | bytearray | memoryview],
+        *,
+        is_public: bool = False,
+    ) -> bool:
         process = self._process
         if not process.is_alive:
             return False
-        is_sent = super().send(peer, frames)
+        is_sent = super().send(peer, frames, is_public=is_public)
         head = bytes(frames[0])
         if b"Fetch" in head and isinstance(fetch := message_of(list(frames)), Fetch):
             process.requested_though_held += num_held(process.node.session.broadcast, fetch)
@@ -657,11 +663,11 @@ class NodeWorld:
         transport = self._process(name).node.transport
         send, left = transport.send, [number]
 
-        def damage(peer: PeerId, frames: Sequence[Any]) -> bool:
+        def damage(peer: PeerId, frames: Sequence[Any], **how: bool) -> bool:
             if b"Chunk" in bytes(frames[0]) and left[0]:
                 left[0] -= 1
                 frames = [frames[0], bytes(len(frames[1]))]
-            return bool(send(peer, frames))
+            return bool(send(peer, frames, **how))
 
         transport.send = damage
 

@@ -219,7 +219,7 @@ def test_what_a_message_tells_of_is_on_record_before_it_leaves(make_nodes: MakeN
     transport = world.node("learner").transport
     send, told = transport.send, Counter[str]()
 
-    def watched(peer: str, frames: Sequence[bytes]) -> bool:
+    def watched(peer: str, frames: Sequence[bytes], **how: bool) -> bool:
         match message_of(frames):
             case Grant(leases=leases):
                 kind, tags = "granted", {(each.group_id, each.attempt) for each in leases}
@@ -228,13 +228,13 @@ def test_what_a_message_tells_of_is_on_record_before_it_leaves(make_nodes: MakeN
             case Announce(version=version):
                 kind, tags = "published", {(version.lineage, version.step)}
             case _:
-                return bool(send(peer, frames))
+                return bool(send(peer, frames, **how))
         told[kind] += 1
         names = ("version",) if kind == "published" else ("group", "attempt")
         rows = [[row[name] for name in names] for row in world.records(kind)]
         known = {tuple(row[0]) if kind == "published" else tuple(row) for row in rows}
         assert tags <= known, f"{tags} left before their records"
-        return bool(send(peer, frames))
+        return bool(send(peer, frames, **how))
 
     transport.send = watched
     world.worker("w1")

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from echo.core.errors import StorageError
+from echo.core.rollout import PolicyVersion
+from echo.net.transport import Received
 from echo.roles.worker import Drained
 from echo.runtime.node import Node, Topics
 from echo.sim.clock import InlineThreads, run_virtual
@@ -17,7 +19,7 @@ from echo.sim.transport import SimTransport
 from echo.weights.store import DecodeBlock
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
 from echo.wire.codec import Frame, encode
-from echo.wire.messages import Goodbye
+from echo.wire.messages import Chunk, Gone, Goodbye
 
 
 class Script:
@@ -180,6 +182,41 @@ def test_a_message_is_answered_and_the_timer_fires() -> None:
         await other.close()
 
     play(scenario)
+
+
+def test_what_came_unencrypted_is_dropped_unless_it_is_a_chunk_of_a_neighbour(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Somebody on the way may have made it."""
+    chunk = Chunk(version=PolicyVersion(1, 1), index=0)
+    forged = [
+        encode(Gone(version=PolicyVersion(1, 1)), source="a"),
+        encode(chunk, [b"data"], source="a", target="learner"),  # a relay would pass it on
+        [b"nonsense"],
+        [],
+    ]
+
+    async def scenario(node: Node, script: Script, network: Network) -> None:
+        heard: list[list[Frame]] = []
+
+        def note(peer: str, frames: list[Frame]) -> list[Action]:
+            heard.append(frames)
+            return [Stop("done")] if frames == [b"last"] else []
+
+        script.on_message = note
+        right = encode(chunk, [b"data"], source="a")
+        events = [Received("p", frames, is_public=True) for frames in (*forged, right)]
+        told = iter([[*events, Received("p", [b"last"])]])
+
+        async def receive() -> Any:
+            return next(told, None) or await asyncio.Event().wait()
+
+        node.transport.receive = receive  # type: ignore[method-assign]
+        assert await node.run() == "done"
+        assert heard == [right, [b"last"]]
+
+    play(scenario)
+    assert caplog.text.count("came unencrypted and is no chunk") == 1
 
 
 class HandleLoop(asyncio.SelectorEventLoop):

@@ -31,7 +31,15 @@ from echo.runtime.learner.publish import (
 from echo.runtime.node import Node
 from echo.runtime.threads import ThreadPools
 from echo.weights.broadcast import Broadcast
-from echo.weights.manifest import TensorSpec, build_manifest, provisional, sign, verify
+from echo.weights.manifest import (
+    SignedManifest,
+    TensorSpec,
+    build_manifest,
+    encode_signed,
+    provisional,
+    sign,
+    verify,
+)
 from echo.weights.receiver import VersionArrived
 from echo.weights.schedule import MAX_PENDING, PublishPace
 from echo.weights.store import ApplyPatch, DecodeBlock, OpenBlock, PatchMode, Transfer
@@ -109,7 +117,7 @@ class Pair:
         self.arrived: list[PolicyVersion] = []
         self.heard: list[Announce | Segment] = []
         self.ledger = Noted()
-        self.coder = Coder(KEY, num_threads=2)
+        self.coder = Coder(KEY, encrypts=True, num_threads=2)
         self.encoded_versions = VersionEncoder(
             self.learner, self.coder, codec=codec, node=LearnerEnd(self), ledger=self.ledger
         )
@@ -206,7 +214,10 @@ def test_a_version_that_changed_little_leaves_before_its_image_is_hashed(mode: P
     assert isinstance(pair.heard[segment], Segment)
     assert segment < seal, "the seal follows the delta"
     assert image.signed is not None
-    assert image.manifest == publication_of(2, moving_images(3, share=0.01)[2]).manifest
+    plain = publication_of(2, moving_images(3, share=0.01)[2]).manifest
+    keyed = {"sent_hashes": image.manifest.sent_hashes, "key_hash": image.manifest.key_hash}
+    assert all(keyed.values())
+    assert image.manifest == msgspec.structs.replace(plain, **keyed)
     hashes = {record.version: record.image_hash for record in pair.ledger.records}
     assert hashes[newest] == image.manifest.image_hash.hex()
     assert sorted(hashes) == pair.arrived
@@ -325,11 +336,37 @@ def test_a_late_joiner_takes_the_keyframe_and_the_deltas_behind_it() -> None:
     assert pair.child.bytes_received < NUM_BYTES
 
 
+def test_no_key_encrypts_two_forms_and_no_nonce_two_texts() -> None:
+    images = moving_images(3, share=0.01)
+
+    async def main() -> list[Pair]:
+        pairs = [Pair("auto"), Pair("auto")]  # of a learner, and of the same one resumed
+        for pair in pairs:
+            pair.join()
+            await pair.publish(*(unsealed_of(i, image) for i, image in enumerate(images)))
+            pair.coder.close()
+        return pairs
+
+    keys, under_keys = [], set()
+    for pair in asyncio.run(main()):
+        items = [*pair.learner.encoded_versions.values(), *pair.learner.store.values()]
+        for item in items:
+            frames = getattr(item, "frames", None) or [encode_signed(item.signed)]
+            own = {msgspec.msgpack.decode(frame, type=SignedManifest).key for frame in frames}
+            assert item.is_encrypted
+            assert len(own) == 1, "segments of one form count their chunks on under one key"
+            keys += own
+            chunks = [bytes(item.chunk(index)) for index in range(item.num_chunks)]
+            under_keys |= {(*own, index, chunk) for index, chunk in enumerate(chunks)}
+    assert len(keys) == len(set(keys)) >= 8
+    assert len({(key, index) for key, index, _ in under_keys}) == len(under_keys)
+
+
 def test_every_segment_is_announced_while_later_ones_are_coded() -> None:
     images = moving_images(2, share=0.01)
 
     async def main() -> None:
-        coder = Coder(KEY, num_threads=2)
+        coder = Coder(KEY, encrypts=True, num_threads=2)
         publication = publication_of(1, images[1])
         pair = Pair("delta")
         await pair.publish(publication_of(0, images[0]))
@@ -565,7 +602,7 @@ def compare(device: str, dtype: str, share: float, scale: float) -> list[bool]:
     learner = Learner(device)
     here = VersionImages(dtype, block_bytes=BLOCK_BYTES, is_on_device=False)
     there = VersionImages(dtype, block_bytes=BLOCK_BYTES, is_on_device=device == "cpu" or None)
-    coder = Coder(KEY, num_threads=2)
+    coder = Coder(KEY, encrypts=False, num_threads=2)
     published: list[Publication] = []
     are_coded = []
     for step in range(4):

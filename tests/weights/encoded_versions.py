@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import random
 
-import msgspec
 from blake3 import blake3
 
 from echo.core.rollout import PolicyVersion
+from echo.weights.cipher import crypt, hash_key
 from echo.weights.delta import CodedBlock, encode_block, encode_delta, split_blocks
 from echo.weights.manifest import (
     HASH_BYTES,
@@ -25,7 +25,7 @@ from echo.weights.manifest import (
     sign,
 )
 from echo.weights.store import EncodedVersion
-from echo.wire.messages import Form
+from echo.wire.messages import FULL, Form
 from tests.roles.harness import CHUNK_BYTES, KEY
 
 IMAGE_BYTES = 40 * CHUNK_BYTES + 100
@@ -53,6 +53,20 @@ def weights(step: int, num_bytes: int = IMAGE_BYTES) -> bytes:
     return bytes(image)
 
 
+def key_of(step: int, form: Form) -> bytes:
+    """Return the key with which v(step) is encrypted in one form."""
+    return blake3(f"{step} {form}".encode()).digest()
+
+
+def sent_chunks(step: int, image: bytes) -> list[bytes]:
+    """Return the chunks of v(step) in full as they travel."""
+    sent = bytearray(image)
+    for index, start in enumerate(range(0, len(sent), CHUNK_BYTES)):
+        chunk = memoryview(sent)[start : start + CHUNK_BYTES]
+        crypt(key_of(step, FULL), index, chunk, chunk)
+    return [bytes(sent[start : start + CHUNK_BYTES]) for start in range(0, len(sent), CHUNK_BYTES)]
+
+
 @functools.cache
 def described(step: int, num_bytes: int = IMAGE_BYTES) -> tuple[SignedManifest, Manifest]:
     """Return the signed manifest of v(step)."""
@@ -63,8 +77,9 @@ def described(step: int, num_bytes: int = IMAGE_BYTES) -> tuple[SignedManifest, 
         tensors=[TensorSpec("w", "uint8", (num_bytes,), 0, num_bytes)],
         image=weights(step, num_bytes),
         chunk_bytes=CHUNK_BYTES,
+        key=key_of(step, FULL),
     )
-    return sign(manifest, KEY), manifest
+    return sign(manifest, KEY, key_of(step, FULL)), manifest
 
 
 def published(
@@ -76,7 +91,8 @@ def published(
 
 def signed_frame(table: SegmentTable) -> bytes:
     """Return a table as it travels."""
-    return msgspec.msgpack.encode(sign(table, KEY))
+    key = key_of(table.version.step, form_on(table.base and table.base.step))
+    return encode_signed(sign(table, KEY, key if table.key_hash else b""))
 
 
 @functools.cache
@@ -96,7 +112,7 @@ def coded(
     old = None if base is None else memoryview(weights(base, num_bytes))
     signed, manifest = described(step, num_bytes)
     blocks = split_blocks(num_bytes, BLOCK_BYTES)
-    pieces = []
+    pieces, num_chunks, key = [], 0, key_of(step, form_on(base))
     for index, first in enumerate(range(0, len(blocks), blocks_per_segment)):
         mine = blocks[first : first + blocks_per_segment]
         found = [
@@ -105,7 +121,11 @@ def coded(
             else encode_delta(old[a:b], new[a:b], word_bytes=2)
             for a, b in mine
         ]
-        payload = memoryview(b"".join(block.coded for block in found))
+        payload = memoryview(bytearray().join(block.coded for block in found))
+        chunks = [payload[at : at + CHUNK_BYTES] for at in range(0, len(payload), CHUNK_BYTES)]
+        for number, chunk in enumerate(chunks, num_chunks):
+            crypt(key, number, chunk, chunk)
+        num_chunks += len(chunks)
         stop = mine[-1][1]
         hashes = slice(mine[0][0] // CHUNK_BYTES * HASH_BYTES, -(-stop // CHUNK_BYTES) * HASH_BYTES)
         table = SegmentTable(
@@ -119,15 +139,13 @@ def coded(
             chunk_bytes=CHUNK_BYTES,
             first_block=first,
             block_sizes=tuple(len(block.coded) for block in found),
-            chunk_hashes=b"".join(
-                blake3(payload[start : start + CHUNK_BYTES]).digest()
-                for start in range(0, len(payload), CHUNK_BYTES)
-            ),
+            chunk_hashes=b"".join(blake3(chunk).digest() for chunk in chunks),
             result_hashes=b"" if is_on_base else manifest.chunk_hashes[hashes],
             manifest=None if is_on_base or stop < num_bytes else encode_signed(signed),
             old_hashes=b"".join(block.old_hash for block in found) if is_on_base else b"",
+            key_hash=hash_key(key),
         )
-        pieces.append((table, signed_frame(table), payload))
+        pieces.append((table, signed_frame(table), payload.toreadonly()))
     return tuple(pieces)
 
 

@@ -20,7 +20,7 @@ from echo.weights.store import ApplyPatch, Patch, Transfer
 from echo.wire.actions import Note, Send, Work
 from echo.wire.messages import FULL, Chunk, Fetch, Form
 from tests.roles.harness import CHUNK_BYTES, PUBLIC_KEY, make_broadcast, message_of
-from tests.weights.encoded_versions import Piece, coded, published, v, weights
+from tests.weights.encoded_versions import Piece, coded, published, sent_chunks, v, weights
 
 NET_BYTES = 13 * CHUNK_BYTES + 100
 KEEP = 2
@@ -122,12 +122,11 @@ def pieces_of(step: int, base: int | None, *, is_on_base: bool = False) -> tuple
 
 @functools.cache
 def right_chunks(version: PolicyVersion, form: Form) -> list[bytes]:
-    """Return what each chunk of an item must be."""
+    """Return what each chunk of an item must be as it travels."""
     if form == FULL:
-        whole = [image_of(version.step)]
-    else:
-        base = None if form.base is None else form.base.step
-        whole = [bytes(payload) for _, _, payload in pieces_of(version.step, base)]
+        return sent_chunks(version.step, image_of(version.step))
+    base = None if form.base is None else form.base.step
+    whole = [bytes(payload) for _, _, payload in pieces_of(version.step, base)]
     return [
         part[start : start + CHUNK_BYTES]
         for part in whole
@@ -141,6 +140,8 @@ class Net:
     def __init__(self, *names: str, slow: Iterable[str] = (), **overrides: Any) -> None:
         """Start nodes; of those that are slow each chunk is written as late as it may be."""
         self.now = 0.0
+        self.is_overtaking = False
+        """Whether chunks come before all else that is on the same way."""
         self.slow = frozenset(slow)
         self.overrides = {"keep_versions": KEEP} | overrides
         self.nodes: dict[str, Broadcast] = {}
@@ -280,6 +281,7 @@ class Net:
     def _send(self, name: str, action: Send) -> None:
         message = message_of(action.frames)
         payload = [bytes(frame) for frame in action.frames[1:]]
+        assert action.is_public == isinstance(message, Chunk)
         if isinstance(message, Chunk):
             right = right_chunks(message.version, message.form)[message.index]
             assert payload == [right], f"{name} sent chunk {message.index} of {message.version}"
@@ -302,8 +304,17 @@ class Net:
         held = item.has_chunk[fetch.link :: fetch.num_links]
         assert all(not any(held[start:stop]) for start, stop in fetch.ranges)
 
+    def _next(self, way: tuple[str, str]) -> Any:
+        """Return what comes next: chunks have a connection of their own, and may be first."""
+        queue = self.queues[way]
+        chunks = [i for i, (message, _) in enumerate(queue) if isinstance(message, Chunk)]
+        place = chunks[0] if chunks and self.is_overtaking else 0
+        item = queue[place]
+        del queue[place]
+        return item
+
     def deliver(self, way: tuple[str, str], item: Any = None) -> None:
-        message, payload = self.queues[way].popleft() if item is None else item
+        message, payload = self._next(way) if item is None else item
         link, name = way
         try:
             results = self.nodes[name].receive(link, message, list(payload), now=self.now)

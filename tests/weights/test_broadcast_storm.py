@@ -38,6 +38,7 @@ class Storm:
         for name in self.names[1:]:
             self.net.nodes[name].patch_mode = chance.choice(self.modes)
             self.divide(name)
+        self.net.is_overtaking = chance.random() < 0.5
 
     def parent(self, name: str) -> str:
         return self.chance.choice(self.names[: self.names.index(name)])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from echo.core.rollout import PolicyVersion
+from echo.weights import receiver
 from echo.weights.delta import encode_delta, open_block, split_blocks
 from echo.weights.manifest import encode_signed, sign
 from echo.weights.store import (
@@ -22,9 +23,9 @@ from echo.weights.store import (
     RecycledMemory,
     Transfer,
 )
-from echo.wire.messages import FULL, Announce, Fetch, Form
-from tests.roles.harness import CHUNK_BYTES, KEY
-from tests.weights.encoded_versions import BLOCK_BYTES, described, v
+from echo.wire.messages import FULL, Announce, Chunk, Fetch, Form, Gone, Subscribe
+from tests.roles.harness import CHUNK_BYTES, KEY, message_of
+from tests.weights.encoded_versions import BLOCK_BYTES, described, key_of, sent_chunks, v
 from tests.weights.net import KEEP, NET_BYTES, Net, content, image_of, run
 
 MODES: list[PatchMode] = ["copy", "now", "on_install"]
@@ -94,6 +95,40 @@ def test_deltas_on_their_base_go_over_three_hops(mode: PatchMode) -> None:
         stores = {id(image.storage) for image in net.nodes[name].store.values()}
         assert (len(stores) == 1) == (mode != "copy")
         assert not [image for image in net.nodes[name].store.values() if image.signed is None]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_chunks_that_come_before_their_tables_wait_for_them(mode: PatchMode) -> None:
+    net = chain("a", "b", "c", mode=mode)
+    net.is_overtaking = True
+    for step in range(1, 4):
+        net.sent.clear()
+        publish_delta(net, step)
+        net.settle()
+        assert all(net.holds(name, step) for name in "bc")
+        chunks = [(to, m.version, m.index) for _, to, m in net.sent if isinstance(m, Chunk)]
+        assert chunks
+        assert len(chunks) == len(set(chunks)), "it was sent twice"
+    assert not net.num_refused
+    assert not net.failed
+
+
+def test_chunks_without_a_table_are_bounded_and_forgotten_with_their_item(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receiver, "EARLY_BYTES", 4 * CHUNK_BYTES)
+    early = receiver.EarlyChunks()
+    for index in range(9):  # however short they are
+        early.keep("a", Chunk(version=v(1), index=index), [b""])
+    early.keep("b", Chunk(version=v(1), index=0), [b"another"])
+    assert [(peer, message.index) for peer, message, _ in early.take(3)] == [
+        ("a", 0), ("a", 1), ("a", 2),
+    ]  # fmt: skip
+    early.keep("b", Chunk(version=v(1), index=7), [bytes(CHUNK_BYTES)])
+    assert [message.index for _, message, _ in early.take(100)] == [3, 7]
+    early.keep("b", Chunk(version=v(1), index=7), [bytes(CHUNK_BYTES)])
+    early.clear()
+    assert not early.take(100)
 
 
 # --- seals ----------------------------------------------------------------------------------------
@@ -174,7 +209,7 @@ def test_a_seal_of_another_image_is_refused_once_and_the_next_version_is_taken(
     )
     link = net.link("b", 0) or ""
     for _ in range(2):
-        frame = encode_signed(sign(other, KEY))
+        frame = encode_signed(sign(other, KEY, key_of(1, FULL)))
         net.deliver((link, "b"), (Announce(version=v(1)), [frame]))
     assert len([note for note in net.notes if "describes another image" in note]) == 1
     assert not is_sealed(net, "b", 1)
@@ -193,7 +228,8 @@ def test_a_seal_of_other_bytes_is_found_by_the_audit(mode: PatchMode) -> None:
     net.settle()
     _, manifest = described(1, NET_BYTES)
     hashes = bytes(len(manifest.chunk_hashes))
-    frame = encode_signed(sign(msgspec.structs.replace(manifest, chunk_hashes=hashes), KEY))
+    lie = msgspec.structs.replace(manifest, chunk_hashes=hashes)
+    frame = encode_signed(sign(lie, KEY, key_of(1, FULL)))
     net.deliver((net.link("b", 0) or "", "b"), (Announce(version=v(1)), [frame]))
     net.wait(1.0)
     while net.works:
@@ -325,13 +361,37 @@ def test_what_a_socket_still_holds_does_not_change(mode: PatchMode) -> None:
         num_chunks = node.store[v(step)].num_chunks
         fetch = Fetch(version=v(step), ranges=((0, num_chunks),), credit_bytes=1 << 20)
         held = [a.frames[1] for a in node.receive("late", fetch, [], now=0.0) if len(a.frames) > 1]  # type: ignore[union-attr]
-        assert b"".join(held) == image_of(step)
+        assert held == sent_chunks(step, image_of(step))
         frames.append(held)
         publish_delta(net, step + 1)
         net.settle()
         assert net.holds("b", step + 1)
     for step, held in enumerate(frames):
-        assert b"".join(held) == image_of(step), "it has become another version on its way out"
+        assert held == sent_chunks(step, image_of(step)), (
+            "it has become another version on its way out"
+        )
+
+
+def test_a_chunk_that_has_changed_in_memory_does_not_leave() -> None:
+    """It would be another text under a nonce that is used up."""
+    net = chain("a", "b", mode="now")
+    publish_delta(net, 1)
+    net.settle()
+    node = net.nodes["b"]
+    damaged = node.store[v(1)]
+    damaged.place(5)[17] ^= 4
+    fetch = Fetch(version=v(1), ranges=((4, 7),), credit_bytes=1 << 20)
+    answers = [message_of(a.frames) for a in node.receive("late", fetch, [], now=net.now)]  # type: ignore[union-attr]
+    assert [type(answer) for answer in answers[:2]] == [Chunk, Gone]
+    again = [message_of(a.frames) for a in node.receive("late", fetch, [], now=net.now)]  # type: ignore[union-attr]
+    assert isinstance(again[0], Gone)
+    heard = node.receive("late", Subscribe(newest=None), [], now=net.now)
+    offered = [m for a in heard if isinstance(m := message_of(a.frames), Announce)]  # type: ignore[union-attr]
+    assert [(m.version, len(m.offers)) for m in offered] == [(v(0), 1)]
+    net.wait(1.0)
+    while net.works:
+        net.decode()
+    assert net.damaged == [("b", v(1))], "the audit takes no note of it"
 
 
 def bf16_images(num_versions: int, num_bytes: int) -> list[bytes]:

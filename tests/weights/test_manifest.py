@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,6 +56,36 @@ def test_no_byte_can_be_changed_and_no_prefix_is_enough() -> None:
         for frame in (bytes(damaged), FRAME[:index]):
             with pytest.raises(RemoteProtocolError):
                 check(frame)
+
+
+def test_a_manifest_commits_to_the_key_of_its_chunks() -> None:
+    key = bytes(range(32))
+    manifest = build_manifest(
+        run_id="run",
+        version=MANIFEST.version,
+        model_digest="",
+        tensors=MANIFEST.tensors,
+        image=IMAGE,
+        chunk_bytes=MANIFEST.chunk_bytes,
+        key=key,
+    )
+    signed = sign(manifest, KEY, key)
+    assert check(encode_signed(signed)) == manifest
+    assert key.hex() not in repr(signed)
+    assert repr(key) not in repr(signed)
+    for index in range(manifest.num_chunks):
+        start, stop = manifest.chunk_range(index)
+        assert manifest.chunk_hash(index) == MANIFEST.chunk_hash(index)
+        sealed = AESGCM(key).encrypt(index.to_bytes(12, "big"), IMAGE[start:stop], None)
+        assert manifest.sent_hash(index) == blake3(sealed[: stop - start]).digest()
+    for other in (b"", key[:-1], bytes(32)):
+        with pytest.raises(RemoteProtocolError, match="not the one which the learner drew"):
+            check(encode_signed(sign(manifest, KEY, other)))
+    for lie in ({"key_hash": b""}, {"sent_hashes": b""}, {"sent_hashes": bytes(64)}):
+        with pytest.raises(RemoteProtocolError, match="do not fit"):
+            check(encode_signed(sign(msgspec.structs.replace(manifest, **lie), KEY, key)))
+    with pytest.raises(RemoteProtocolError, match="not the one which the learner drew"):
+        check(encode_signed(sign(MANIFEST, KEY, key)))
 
 
 @given(st.binary(max_size=200))

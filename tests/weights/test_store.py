@@ -26,7 +26,7 @@ from echo.weights.store import (
     allocate,
 )
 from echo.wire.messages import FULL
-from tests.roles.harness import CHUNK_BYTES, PUBLIC_KEY
+from tests.roles.harness import CHUNK_BYTES, KEY, PUBLIC_KEY
 from tests.weights.encoded_versions import (
     BLOCK_BYTES,
     IMAGE_BYTES,
@@ -34,6 +34,7 @@ from tests.weights.encoded_versions import (
     described,
     encoded_of,
     form_on,
+    key_of,
     signed_frame,
     v,
     weights,
@@ -243,6 +244,9 @@ def sizes_of(place: int) -> tuple[int, ...]:
         (MIDDLE, {"chunk_bytes": 2 * CHUNK_BYTES}, "layout"),
         (MIDDLE, {"block_bytes": 2 * BLOCK_BYTES}, "layout"),
         (MIDDLE, {"first_block": 0}, "do not follow"),
+        (FIRST, {"key_hash": HASH}, "not the one which the learner drew"),
+        (FIRST, {"key_hash": HASH * 2}, "not the one which the learner drew"),
+        (MIDDLE, {"key_hash": b""}, "layout"),
         (LAST, {"result_hashes": HASH * 9}, "another image"),
         (LAST, {"manifest": encode_signed(described(2)[0])}, "another image"),
         (LAST, {"manifest": b"junk"}, "malformed manifest"),
@@ -298,6 +302,9 @@ def test_only_the_learner_is_believed() -> None:
         damaged[place] ^= 1
         with pytest.raises(RemoteProtocolError):
             verified(encoded, damaged)
+    for key in (b"", key_of(2, form_on(0))):
+        with pytest.raises(RemoteProtocolError, match="not the one which the learner drew"):
+            verified(encoded, encode_signed(sign(table, KEY, key)))
     # A manifest is signed by the same key, and is no table.
     with pytest.raises(RemoteProtocolError, match="malformed segment"):
         verified(encoded, encode_signed(described(1)[0]))

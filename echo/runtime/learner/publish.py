@@ -19,12 +19,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import msgspec
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -34,6 +34,7 @@ from echo.records.ledger import LedgerQueue, Sealed
 from echo.runtime.identity import Identity
 from echo.runtime.node import Node
 from echo.weights.broadcast import Broadcast
+from echo.weights.cipher import KEY_BYTES, crypt, hash_key
 from echo.weights.delta import (
     CodedBlock,
     block_bytes_of,
@@ -84,8 +85,14 @@ class Publication:
         return tensors_from_image(self.manifest.tensors, memoryview(self.image).toreadonly())
 
 
-def sealed(publication: Publication, key: Ed25519PrivateKey) -> Publication:
-    """Return a version with the hashes of its image, signed."""
+def sealed(publication: Publication, key: Ed25519PrivateKey, chunk_key: bytes = b"") -> Publication:
+    """Return a version with the hashes of its image, signed.
+
+    Args:
+        publication: the version.
+        key: the learner's.
+        chunk_key: with which its chunks are encrypted; empty if they are not.
+    """
     if publication.signed is not None:
         return publication
     made = publication.manifest
@@ -96,8 +103,9 @@ def sealed(publication: Publication, key: Ed25519PrivateKey) -> Publication:
         tensors=made.tensors,
         image=publication.image,
         chunk_bytes=made.chunk_bytes,
+        key=chunk_key,
     )
-    return replace(publication, signed=sign(manifest, key), manifest=manifest)
+    return replace(publication, signed=sign(manifest, key, chunk_key), manifest=manifest)
 
 
 def make_images(config: Config) -> VersionImages:
@@ -148,7 +156,7 @@ class Publisher:
         attribution: Attribution | None = None,
     ) -> None:
         """Take whose versions they are, and what wants to keep them, if anything does."""
-        self.coder = Coder(identity.key)
+        self.coder = Coder(identity.key, encrypts=config.security.curve)
         self._identity = identity
         self._images = make_images(config)
         self._chunk_bytes = config.network.chunk_bytes
@@ -190,9 +198,18 @@ class CodedSegment:
 class Coder:
     """Codes images into encoded versions, with a pool of threads."""
 
-    def __init__(self, key: Ed25519PrivateKey, *, num_threads: int | None = None) -> None:
-        """Sign with the learner's key."""
+    def __init__(
+        self, key: Ed25519PrivateKey, *, encrypts: bool, num_threads: int | None = None
+    ) -> None:
+        """Sign with the learner's key.
+
+        Args:
+            key: the learner's.
+            encrypts: whether chunks are encrypted, each form with a key of its own.
+            num_threads: None for as many as there are cores, within reason.
+        """
         self._key = key
+        self._encrypts = encrypts
         threads = num_threads or min(16, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="coder")
 
@@ -202,7 +219,11 @@ class Coder:
 
     def seal(self, publication: Publication) -> Publication:
         """Hash an image, and sign what it consists of."""
-        return sealed(publication, self._key)
+        return sealed(publication, self._key, self._draw_key())
+
+    def _draw_key(self) -> bytes:
+        """Return a key that nothing was encrypted with."""
+        return secrets.token_bytes(KEY_BYTES) if self._encrypts else b""
 
     def segments(self, publication: Publication, base: Transfer | None) -> Iterator[CodedSegment]:
         """Code a version against `base`, or on its own; the next segment is coded meanwhile.
@@ -220,10 +241,16 @@ class Coder:
             batches = (made.blocks[start : start + per_segment] for start in starts)
         else:
             batches = self._code(publication, base, block_bytes, per_segment)
-        first = 0
+        first = first_chunk = 0
+        chunk_key = self._draw_key()
         for index, coded in enumerate(batches):
-            yield self._segment(publication, base, index, first, block_bytes, coded)
+            segment = self._segment(
+                publication, base, index, first, block_bytes, coded,
+                chunk_key=chunk_key, first_chunk=first_chunk,
+            )  # fmt: skip
+            yield segment
             first += len(coded)
+            first_chunk += segment.table.num_chunks
 
     def _code(
         self, publication: Publication, base: Transfer | None, block_bytes: int, per_segment: int
@@ -259,12 +286,21 @@ class Coder:
         first_block: int,
         block_bytes: int,
         coded: Sequence[CodedBlock],
+        *,
+        chunk_key: bytes,
+        first_chunk: int,
     ) -> CodedSegment:
         manifest, signed = publication.manifest, publication.signed
         chunk_bytes = manifest.chunk_bytes
         if base is not None:
             chunk_bytes = min(chunk_bytes, DELTA_CHUNK_BYTES)
-        payload = memoryview(b"".join(block.coded for block in coded))
+        payload = memoryview(bytearray().join(block.coded for block in coded))
+        hashes = []
+        for number, start in enumerate(range(0, len(payload), chunk_bytes), first_chunk):
+            chunk = payload[start : start + chunk_bytes]
+            if chunk_key:
+                crypt(chunk_key, number, chunk, chunk)
+            hashes.append(blake3(chunk).digest())
         stop = min((first_block + len(coded)) * block_bytes, manifest.num_bytes)
         first_result = first_block * block_bytes // manifest.chunk_bytes
         last_result = -(-stop // manifest.chunk_bytes)
@@ -279,17 +315,16 @@ class Coder:
             chunk_bytes=chunk_bytes,
             first_block=first_block,
             block_sizes=tuple(len(block.coded) for block in coded),
-            chunk_hashes=b"".join(
-                blake3(payload[start : start + chunk_bytes]).digest()
-                for start in range(0, len(payload), chunk_bytes)
-            ),
+            chunk_hashes=b"".join(hashes),
             result_hashes=manifest.chunk_hashes[
                 first_result * HASH_BYTES : last_result * HASH_BYTES
             ],
             manifest=encode_signed(signed) if signed and stop == manifest.num_bytes else None,
             old_hashes=b"" if signed else b"".join(block.old_hash for block in coded),
+            key_hash=hash_key(chunk_key),
         )
-        return CodedSegment(table, msgspec.msgpack.encode(sign(table, self._key)), payload)
+        frame = encode_signed(sign(table, self._key, chunk_key))
+        return CodedSegment(table, frame, payload.toreadonly())
 
 
 class VersionEncoder:

@@ -1,0 +1,344 @@
+"""Bulk connections: what passes, what strangers can do there, and what becomes of a link."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import random
+import socket
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import zmq
+
+from echo.core.errors import TransportError
+from echo.net import zmq as transport_of_zmq
+from echo.net.curve import CurveKeys
+from echo.net.transport import (
+    Connected,
+    Disconnected,
+    Received,
+    TransportEvent,
+)
+from echo.net.zmq import MAX_STRANGER_BYTES, TOKEN_BYTES, ZmqTransport
+from tests.net import test_zmq_curve
+from tests.net.conftest import Run
+from tests.net.test_zmq import resident_bytes
+from tests.net.test_zmq_curve import ANY_PORT, LEARNER, OPTIONS, SERVER, opened, worker
+
+CHUNK = random.Random(1).randbytes(1 << 20)
+SMALL = [b"x" * 200]
+
+
+class Pair:
+    """A parent that listens, and a child that has dialled it."""
+
+    def __init__(self, parent: ZmqTransport, child: ZmqTransport) -> None:
+        self.parent = parent
+        self.child = child
+        self.link = child.dial(parent.listen_address or "", has_bulk=True)
+        self.heard: list[TransportEvent] = []
+        self.at_parent: list[TransportEvent] = []
+
+    @property
+    def bulk_port(self) -> int:
+        return self.parent._bulk_port
+
+    @property
+    def inbound(self) -> transport_of_zmq.Inbound:
+        [found] = [
+            p for p in self.parent._peers.values() if isinstance(p, transport_of_zmq.Inbound)
+        ]
+        return found
+
+    async def until(self, is_done: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not is_done():  # noqa: ASYNC110, what is waited for has no event
+                await asyncio.sleep(0.005)
+
+    async def read(self, transport: ZmqTransport, into: list[TransportEvent]) -> None:
+        with contextlib.suppress(TransportError):  # it is closed
+            while True:
+                into += await transport.receive()
+
+    def received(self) -> list[Received]:
+        return [event for event in self.heard if isinstance(event, Received)]
+
+    async def send(self, frames: list[bytes], *, is_public: bool) -> Received:
+        """Send from parent to child; return how it came."""
+        before = len(self.received())
+        assert self.parent.send(self.inbound.peer, frames, is_public=is_public)
+        await self.until(lambda: len(self.received()) > before)
+        return self.received()[-1]
+
+
+@contextlib.asynccontextmanager
+async def pair() -> AsyncIterator[Pair]:
+    async with (
+        opened(ANY_PORT, LEARNER) as parent,
+        opened(None, worker(parent.listen_address or "")) as child,
+    ):
+        both = Pair(parent, child)
+        readers = [
+            asyncio.create_task(both.read(parent, both.at_parent)),
+            asyncio.create_task(both.read(child, both.heard)),
+        ]
+        await both.until(lambda: Connected(both.link, parent.listen_address) in both.heard)
+        assert child.send(both.link, [b"greet"])
+        await both.until(lambda: any(isinstance(e, Received) for e in both.at_parent))
+        await both.until(lambda: both.inbound.bulk is not None)
+        yield both
+        for reader in readers:
+            reader.cancel()
+
+
+def test_what_is_public_goes_over_the_bulk_connection_and_the_rest_does_not(run: Run) -> None:
+    async def scenario() -> None:
+        async with pair() as both:
+            assert both.at_parent[1:] == [Received(both.at_parent[0].peer, [b"greet"])]
+            public = await both.send([b"head", CHUNK], is_public=True)
+            assert public == Received(both.link, [b"head", CHUNK], is_public=True)
+            private = await both.send([b"head", CHUNK], is_public=False)
+            assert private == Received(both.link, [b"head", CHUNK], is_public=False)
+            assert both.child.stats().public_messages_in == 1
+            # Up it goes over the link, whatever it is: nobody may say anything over there.
+            assert both.child.send(both.link, SMALL, is_public=True)
+            await both.until(lambda: len(both.at_parent) == 3)
+            assert both.at_parent[-1] == Received(both.inbound.peer, SMALL)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("keys", "has_bulk"), [(LEARNER, False), (None, True)])
+def test_links_without_keys_and_those_that_do_not_ask_have_none(
+    run: Run, keys: CurveKeys | None, has_bulk: bool
+) -> None:
+    async def scenario() -> None:
+        async with (
+            opened(ANY_PORT, keys) as parent,
+            opened(None, keys and worker(parent.listen_address or "")) as child,
+        ):
+            link = child.dial(parent.listen_address or "", has_bulk=has_bulk)
+            assert await child.receive() == [Connected(link, parent.listen_address)]
+            child.send(link, [b"greet"])
+            events: list[TransportEvent] = []
+            while len(events) < 2:
+                events += await parent.receive()
+            assert events[1] == Received(events[0].peer, [b"greet"])
+            assert parent.send(events[0].peer, SMALL, is_public=True)
+            assert await child.receive() == [Received(link, SMALL)]
+
+    run(scenario())
+
+
+# --- strangers ------------------------------------------------------------------------------------
+
+
+def raw_greeting(mechanism: bytes) -> bytes:
+    return b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+def hello(token: bytes) -> bytes:
+    body = b"\x05HELLO\x04bulk" + bytes([len(token)]) + token
+    return b"\x04" + bytes([len(body)]) + body
+
+
+MORE = b"\x01\x01x"
+"""A frame of one byte, with more to come."""
+STRANGERS = {
+    "bytes of nothing": random.Random(2).randbytes(1 << 16),
+    "no encryption": raw_greeting(b"NULL") + MORE * 20_000,
+    "the oldest protocol": b"\x01\x00" + b"\x02\x01x" * 20_000,
+    "frames before any token": raw_greeting(b"PLAIN") + MORE * 20_000,
+    "a token that is none": raw_greeting(b"PLAIN") + hello(b"t" * 32) + MORE * 20_000,
+    "a command of 8 EiB": raw_greeting(b"PLAIN") + b"\x06" + (1 << 62).to_bytes(8, "big"),
+    "a command of 300 bytes": raw_greeting(b"PLAIN")
+    + b"\x06"
+    + (300).to_bytes(8, "big")
+    + bytes(300),
+}
+
+
+async def closes(port: int, data: bytes) -> int:
+    """Send bytes to a port; return how many came back until the other side closed."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as raw:
+        raw.setblocking(False)
+        await loop.sock_connect(raw, ("127.0.0.1", port))
+        num_bytes = 0
+        with contextlib.suppress(ConnectionError):
+            sending = asyncio.create_task(loop.sock_sendall(raw, data))
+            try:
+                while part := await loop.sock_recv(raw, 1 << 16):
+                    num_bytes += len(part)
+            finally:
+                sending.cancel()
+                with contextlib.suppress(asyncio.CancelledError, ConnectionError):
+                    await sending
+        return num_bytes
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_a_stranger_is_heard_by_nobody_and_closed(run: Run, kind: str) -> None:
+    async def scenario() -> None:
+        async with pair() as both:
+            # No more than greeting, and an error: nothing of what a member is sent.
+            assert await closes(both.bulk_port, STRANGERS[kind]) < 200
+            assert len(both.at_parent) == 2
+            assert (await both.send([b"head", CHUNK], is_public=True)).is_public
+
+    run(scenario())
+
+
+def test_strangers_make_a_node_hold_nothing(run: Run) -> None:
+    async def scenario() -> None:
+        async with pair() as both:
+            flood = raw_greeting(b"PLAIN") + MORE * 400_000
+            before = 0
+            for _ in range(4):
+                await asyncio.gather(*[closes(both.bulk_port, flood) for _ in range(10)])
+                before = before or resident_bytes()
+            # 12 million frames of a byte, which take 64 bytes each where they are kept.
+            assert resident_bytes() - before < 16 << 20
+            assert len(both.at_parent) == 2
+
+    run(scenario())
+
+
+def test_silent_strangers_are_bounded_and_make_way(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = dataclasses.replace(OPTIONS, max_strangers=8)
+    monkeypatch.setattr(test_zmq_curve, "OPTIONS", few)
+
+    async def scenario() -> None:
+        async with pair() as both:
+            with contextlib.ExitStack() as held:
+                for _ in range(40):
+                    raw = socket.create_connection(("127.0.0.1", both.bulk_port))
+                    held.enter_context(contextlib.closing(raw))
+                await both.until(lambda: both.parent.stats().closed_strangers >= 32)
+                assert (await both.send([b"head", CHUNK], is_public=True)).is_public
+
+    run(scenario())
+
+
+def test_a_token_is_good_for_one_connection_of_a_link_that_stands(run: Run) -> None:
+    async def scenario() -> None:
+        async with pair() as both:
+            used = both.inbound.token
+            assert len(used) == 2 * TOKEN_BYTES
+            assert used not in both.parent._admission.tokens  # type: ignore[union-attr]
+            # Replayed, by who has read it on the way.
+            assert await closes(both.bulk_port, raw_greeting(b"PLAIN") + hello(used) + MORE) < 200
+            assert (await both.send([b"head", CHUNK], is_public=True)).is_public
+            # One that was handed out and not used, whose link is gone.
+            async with opened(None, worker(both.parent.listen_address or "")) as other:
+                link = other.dial(both.parent.listen_address or "")
+                await other.receive()
+                other.send(link, [transport_of_zmq.BULK_ASK])
+                [offer] = await other.receive()
+                assert isinstance(offer, Received)
+                unused = bytes(offer.frames[2])
+                other.send(link, [transport_of_zmq.BULK_ASK])  # it is told once
+                assert unused in both.parent._admission.tokens  # type: ignore[union-attr]
+            await both.until(lambda: unused not in both.parent._admission.tokens)  # type: ignore[union-attr]
+            assert await closes(both.bulk_port, raw_greeting(b"PLAIN") + hello(unused) + MORE) < 200
+            assert both.inbound.token != unused
+
+    run(scenario())
+
+
+def test_a_member_says_nothing_over_a_bulk_connection(run: Run) -> None:
+    """Not even somebody with a good token makes anybody read, or take, what it sends there."""
+
+    async def scenario() -> None:
+        async with pair() as both:
+            bulk = both.child._peers[both.link]._bulk  # type: ignore[union-attr]
+            assert isinstance(bulk, transport_of_zmq.ZmqChannel)
+            for _ in range(10):
+                bulk.socket.send(b"listen to me", zmq.NOBLOCK)
+            await both.until(lambda: both.parent.stats().discarded_messages == 10)
+            assert len(both.at_parent) == 2
+            bulk.socket.send(bytes(MAX_STRANGER_BYTES + 1), zmq.NOBLOCK)
+            # Too long: it is closed, and with it the link, which is dialled anew.
+            await both.until(lambda: any(isinstance(e, Disconnected) for e in both.heard))
+
+    run(scenario())
+
+
+# --- links and their bulk connections -------------------------------------------------------------
+
+
+def test_a_link_whose_bulk_connection_ends_is_dialled_anew(run: Run) -> None:
+    async def scenario() -> None:
+        async with pair() as both:
+            old = both.inbound
+            listener, both.parent._bulk_listener = both.parent._bulk_listener, None
+            assert listener is not None
+            listener.close(0)
+            await both.until(lambda: any(isinstance(e, Disconnected) for e in both.heard))
+            await both.until(lambda: len([e for e in both.heard if isinstance(e, Connected)]) == 2)
+            assert both.child.send(both.link, [b"greet"])
+            await both.until(
+                lambda: (
+                    [*map(type, both.parent._peers.values())] == [transport_of_zmq.Inbound]
+                    and old not in both.parent._peers.values()
+                )
+            )
+            # Nobody listens there any more: it goes without.
+            assert not (await both.send(SMALL, is_public=True)).is_public
+
+    run(scenario())
+
+
+def test_what_cannot_have_a_bulk_connection_goes_over_the_link(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = server.getsockname()[1]
+
+    async def scenario() -> None:
+        async with opened(ANY_PORT, LEARNER) as parent:
+            parent._bulk_port = closed
+            async with opened(None, worker(parent.listen_address or "")) as child:
+                link = child.dial(parent.listen_address or "", has_bulk=True)
+                heard = await child.receive()
+                assert heard == [Connected(link, parent.listen_address)]
+                child.send(link, [b"greet"])
+                events: list[TransportEvent] = []
+                while len(events) < 2:
+                    events += await parent.receive()
+                while not caplog.records:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(0.05):
+                            heard += await child.receive()
+                parent.send(events[0].peer, SMALL, is_public=True)
+                assert await child.receive() == [Received(link, SMALL)]
+
+    with caplog.at_level(logging.WARNING):
+        run(scenario())
+    assert f"port {closed} of tcp://127.0.0.1" in caplog.text
+    assert SERVER.secret.hex() not in caplog.text
+
+
+def test_the_bulk_port_follows_the_listeners_own(run: Run) -> None:
+    async def scenario() -> None:
+        for _ in range(20):  # until neither port is taken by somebody else
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                port = server.getsockname()[1]
+            address = f"tcp://127.0.0.1:{port}"
+            with contextlib.suppress(Exception):
+                async with opened(address, LEARNER) as first:
+                    if first._bulk_port == port + transport_of_zmq.BULK_PORT_OFFSET:
+                        break
+        else:
+            raise AssertionError("the port was never so much above")
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1] - transport_of_zmq.BULK_PORT_OFFSET
+            async with opened(f"tcp://127.0.0.1:{port}", LEARNER) as second:
+                assert second._bulk_port not in (0, server.getsockname()[1])
+
+    run(scenario())
