@@ -156,6 +156,9 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "count/dropped/*": "Messages and copies dropped at a bound: `no_route`, `partials_full`.",
         "count/protocol_errors": "Malformed messages.",
         "count/internal_errors": "Errors of Echo itself; please report them.",
+        "net/*": "The learner's connections: `messages_in`, `messages_out`, `bytes_in`, "
+        "`bytes_out`, `refused_sends` (a full queue), `discarded_messages`, `failed_handshakes`, "
+        "`refused_clients` (a wrong secret), `closed_strangers`, `public_messages_in`.",
     },
 }
 """By heading: each name, `*` for what varies, and what it means."""

@@ -113,7 +113,7 @@ class Greeted(Message, frozen=True):
 
 
 class Probe(Message, frozen=True):
-    """Child to parent: bytes of nothing, to see how fast they come through (`probing.py`)."""
+    """Child to parent: bytes of nothing, to see how fast they come through (`weights/link.py`)."""
 
 
 class ProbeAck(Message, frozen=True):

@@ -24,7 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -992,6 +992,7 @@ class LearnerNode(Node):
         row |= self._adaptation.metrics()
         row["lineage"] = session.lineages[-1].lineage
         row |= {f"count/{name}": value for name, value in session.counters.as_dict().items()}
+        row |= {f"net/{name}": value for name, value in asdict(self.transport.stats()).items()}
         self._follower.write_metrics(session.step, row)
 
     def _task_code_metrics(self) -> dict[str, float]:
