@@ -61,7 +61,7 @@ def trained(step: int) -> None:
 
 
 def published(step: int) -> None:
-    def is_offer(_: str, frames: Any) -> bool:
+    def is_offer(_: str, frames: Any, **__: bool) -> bool:
         message = decode_message(decode_envelope(frames))
         return isinstance(message, Announce) and message.version.step >= step
 
