@@ -245,6 +245,9 @@ class StubTrainer:
             self.step_count = int((checkpoint / "step").read_text())
             self._weights = np.frombuffer((checkpoint / "weights").read_bytes()).copy()
 
+    def describe_rows(self) -> str:
+        return "a stub is trained on nothing"
+
     def refusal(self, group: Group) -> str | None:
         world = self._process.world
         return "reward_too_large" if group.group_id in world.refused_groups else None
