@@ -39,6 +39,12 @@ MAX_UNACKED_GROUPS = 64
 _LOGPROB_CHUNK_COPIES = 2  # logits of a vocabulary chunk, and their gradient
 
 
+KEPT_BYTES: Mapping[int, tuple[int, int, int, int]] = {4: (24, 20, 16, 16), 2: (26, 12, 10, 8)}
+"""Bytes that autograd keeps per token and layer, by bytes per number of the matrix products: for
+each number of the hidden state, the queries, the keys, and the MLP's middle. Counted on a layer of
+Qwen3 by its saved tensors, packed rows on a CPU; norms and residuals are float32 in both."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """The dimensions of a causal language model that its memory follows from."""
@@ -177,17 +183,18 @@ class Footprint:
     def _activation_bytes(self) -> int:
         """Return the bytes of the tensors kept for one micro-batch's backward pass.
 
-        Per token and layer: two norms and two residuals (6 x hidden), in float32; queries before
-        and after norm and rotation and the attention's output (3 x heads), keys and values (4 x kv
-        heads), and the gated MLP (4 x intermediate), in the type of the matrix products. With
-        checkpointing only each layer's input is kept, and one layer at a time in full.
+        With checkpointing only each layer's input is kept, and one layer at a time in full.
         """
         facts = self.facts
-        products = (
-            3 * facts.num_heads + 4 * facts.num_kv_heads
-        ) * facts.head_dim + 4 * facts.intermediate_size
-        per_layer = 4 * 6 * facts.hidden_size + self._compute_bytes * products
-        if self.config.learner.gradient_checkpointing:
+        sizes = (
+            facts.hidden_size,
+            facts.num_heads * facts.head_dim,
+            facts.num_kv_heads * facts.head_dim,
+            facts.intermediate_size,
+        )
+        kept = KEPT_BYTES[self._compute_bytes]
+        per_layer = sum(size * num_bytes for size, num_bytes in zip(sizes, kept, strict=True))
+        if self.config.learner.gradient_checkpointing is True:
             per_token = 4 * facts.num_layers * facts.hidden_size + per_layer
         else:
             per_token = facts.num_layers * per_layer
@@ -240,6 +247,8 @@ class Budget:
     """There."""
     max_concurrent_rollouts: int | None = None
     """What a worker's memory holds; None for other roles."""
+    has_checkpointing: bool = False
+    """Whether a learner recomputes activations, as it was told or because they would not fit."""
     remedies: tuple[Saving, ...] = ()
     """The largest saving first; empty if it fits or nothing helps."""
 
@@ -262,6 +271,13 @@ def memory_budget(
     if config.learner.dtype == "auto":
         dtype = "float32" if machine.gpu_bytes is None else "bfloat16"
         footprint = footprint.with_learner({"dtype": dtype})
+    if config.learner.gradient_checkpointing == "auto":
+        footprint = footprint.with_learner({"gradient_checkpointing": False})
+        if role == "learner":
+            items = footprint.learner_items()
+            own = _memories(items, machine)[0]
+            is_short = own.missing_bytes > 0
+            footprint = footprint.with_learner({"gradient_checkpointing": is_short})
     if role == "worker":
         return _worker_budget(footprint, machine)
     if role == "relay":
@@ -279,13 +295,21 @@ def memory_budget(
     return Budget(
         role=role,
         fits=fits,
-        line=f"{role} needs {_needs_has(memory)}{advice} "
+        line=f"{role} needs {_needs_has(memory)}{_chosen(footprint, role)}{advice} "
         f"(largest part: {largest.name}, {format_bytes(largest.num_bytes)})",
         items=items,
         needed_bytes=memory.needed_bytes,
         available_bytes=memory.available_bytes,
         remedies=remedies,
+        has_checkpointing=footprint.config.learner.gradient_checkpointing is True,
     )
+
+
+def _chosen(footprint: Footprint, role: Role) -> str:
+    """Say what the budget itself decides."""
+    if role == "learner" and footprint.config.learner.gradient_checkpointing is True:
+        return " with gradient checkpointing"
+    return ""
 
 
 def _worker_budget(footprint: Footprint, machine: Machine) -> Budget:

@@ -332,8 +332,9 @@ class LearnerSection(Section):
     packing: Literal["auto", "packed", "padded"] = "auto"
     """Rollouts one after the other in a row, or each padded in its own; auto: the first, where the
     model keeps them apart; the log says which."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: Literal["auto"] | bool = "auto"
+    """Recompute activations in the backward pass: less memory, about a third more time; auto: where
+    they would not fit otherwise."""
     compile_layers: bool = False
     """Compile the model's layers (torch.compile), which takes minutes before the first step."""
     price_per_h: Dollars | None = None

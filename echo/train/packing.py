@@ -43,8 +43,9 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 PROBE_LENGTHS = (9, 6)
 """Tokens of the two segments that a model is tried on."""
 
-MAX_LEAK = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest difference of a token's state, relative to its norm, that is rounding; by type."""
+MAX_LEAK = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+"""Largest difference of a token's state, relative to its norm, that is rounding; by type. In 16
+bits it shows no more than that the kernel works, as deep models round by several percent."""
 
 PROBE_ERRORS = (
     ValueError,

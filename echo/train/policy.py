@@ -94,7 +94,10 @@ class Compute:
 
 
 def learner_compute(config: Config) -> Compute:
-    """Return where and how the learner's models compute."""
+    """Return where and how the learner's models compute, without checkpointing where it is "auto".
+
+    Whoever knows the memory decides that before.
+    """
     section = config.learner
     device = pick_device(section.device)
     return Compute(
@@ -103,7 +106,7 @@ def learner_compute(config: Config) -> Compute:
         attn_implementation=config.model.attn_implementation,
         micro_batch_tokens=section.micro_batch_tokens,
         packing=section.packing,
-        gradient_checkpointing=section.gradient_checkpointing,
+        gradient_checkpointing=section.gradient_checkpointing is True,
         compile_layers=section.compile_layers,
         seed=config.run.seed,
     )
@@ -169,7 +172,9 @@ class Policy:
     def describe_rows(self) -> str:
         """Say in one sentence how rollouts go through the model, and why."""
         rows = "packed rows" if self.is_packed else f"padded rows: {self.padded_because}"
-        return f"{type(self.model).__name__} is trained on {rows}"
+        again = "; layers are computed again in the backward pass"
+        again = again if self.compute.gradient_checkpointing else ""
+        return f"{type(self.model).__name__} is trained on {rows}{again}"
 
     def pad_rows(self, why: str) -> None:
         """Go over to padded rows."""

@@ -56,8 +56,9 @@ from torch import Tensor
 from echo.algo.batching import MicroBatch, TrainingRow
 from echo.algo.loss import BatchScores, Loss, LossInputs, LossNeeds, LossOutput, needs_of
 from echo.algo.losses import ClippedTokenLoss, CustomLoss, make_loss
-from echo.core.errors import ConfigError, DataError, StorageError
+from echo.core.errors import ConfigError, DataError, EngineError, StorageError
 from echo.core.rollout import Group
+from echo.core.units import format_bytes
 from echo.engine.weights import write_tensors
 from echo.kernels.logprob import EntropyMode
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
@@ -89,6 +90,10 @@ class OptimizerSettings:
     """Decay of the first moment and of the second."""
     max_grad_norm: float = 1.0
     """Bound on the norm of the whole gradient; infinity for none."""
+
+    def __post_init__(self) -> None:
+        if self.lr_schedule != "constant" and self.num_steps < 1:
+            raise ValueError(f'lr_schedule = "{self.lr_schedule}" needs num_steps, where it ends')
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of the step that makes version `step`, from 1.
@@ -447,6 +452,8 @@ class Trainer:
 
         Raises:
             StepError: if it is not finite; it is dropped, and nothing else has changed.
+            EngineError: if the memory is too small for AdamW; weights may have changed, so there is
+                nothing to go on with but the last checkpoint.
         """
         try:
             norm = self._finite_grad_norm()
@@ -459,7 +466,15 @@ class Trainer:
                 param_group["lr"] = settings.learning_rate_at(self._step_count + 1)
                 param_group["betas"] = settings.betas
                 param_group["weight_decay"] = settings.weight_decay
-            self._optimizer.step()
+            try:
+                self._optimizer.step()
+            except torch.OutOfMemoryError as error:
+                num_trained = sum(tensor.numel() for tensor in self._parameters.values())
+                raise EngineError(
+                    f"AdamW ran out of memory: its moments take {format_bytes(8 * num_trained)} "
+                    "beside weights and gradients; --dry-run tells what is needed, and lora.rank "
+                    "trains less"
+                ) from error
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # or its time counts as another part's
         finally:

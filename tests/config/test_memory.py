@@ -52,7 +52,8 @@ TINY = ModelFacts(
 
 
 def config_of(*overrides: str) -> Config:
-    return parse_config({}, overrides)
+    """Without checkpointing, unless it is among them."""
+    return parse_config({}, ["learner.gradient_checkpointing=false", *overrides])
 
 
 def budget_of(role: Role, host: int, gpu: int | None, *overrides: str) -> Budget:
@@ -88,12 +89,12 @@ def test_the_learner_by_hand() -> None:
     config = config_of("learner.micro_batch_tokens=100", "sampling.max_completion_tokens=30")
     machine = Machine(host_bytes=GIB)
     budget = memory_budget(config, "learner", TINY, machine, prompt_tokens=10)
-    # Per token and layer: 6x8 + (3x2 + 4x1)x4 + 4x16 = 152 numbers of 4 bytes.
+    # Per token and layer: 24x8 + (20x2 + 16x1)x4 + 16x16 = 672 bytes.
     assert sizes(budget) == {
         "masters": 4000,
         "gradients": 4000,
         "Adam moments": 8000,
-        "activations": 4 * 2 * 152 * 100,
+        "activations": 2 * 672 * 100,
         "log-prob chunk": 4 * 2 * 100 * 32,
         "3 versions": 3 * 2 * 1000,
     }
@@ -106,8 +107,8 @@ def test_bfloat16_halves_products_and_reads_copies_of_the_weights() -> None:
     config = config_of("learner.micro_batch_tokens=100", "sampling.max_completion_tokens=30")
     on_gpu = Machine(host_bytes=GIB, gpu_bytes=GIB)
     found = sizes(memory_budget(config, "learner", TINY, on_gpu, prompt_tokens=10))
-    # Per token and layer: 4 bytes for 6x8 numbers, 2 for (3x2 + 4x1)x4 + 4x16.
-    assert found["activations"] == 2 * (4 * 48 + 2 * 104) * 100
+    # Per token and layer: 26x8 + (12x2 + 10x1)x4 + 8x16 = 472 bytes.
+    assert found["activations"] == 2 * 472 * 100
     assert found["bfloat16 copies"] == 2000
     exact = config_of(
         "learner.micro_batch_tokens=100",
@@ -115,7 +116,7 @@ def test_bfloat16_halves_products_and_reads_copies_of_the_weights() -> None:
         "learner.dtype=float32",
     )
     found = sizes(memory_budget(exact, "learner", TINY, on_gpu, prompt_tokens=10))
-    assert found["activations"] == 4 * 2 * 152 * 100
+    assert found["activations"] == 2 * 672 * 100
     assert "bfloat16 copies" not in found
 
 
@@ -144,7 +145,21 @@ def test_checkpointing_keeps_inputs_and_one_layer() -> None:
     config = config_of(*overrides, "learner.gradient_checkpointing=true")
     machine = Machine(host_bytes=GIB)
     budget = memory_budget(config, "learner", TINY, machine, prompt_tokens=10)
-    assert sizes(budget)["activations"] == 4 * (2 * 8 + 152) * 100
+    assert sizes(budget)["activations"] == (4 * 2 * 8 + 672) * 100
+    assert " with gradient checkpointing (largest" in budget.line
+
+
+@pytest.mark.parametrize(("gib", "is_chosen"), [(16, True), (24, True), (96, False)])
+def test_checkpointing_is_chosen_where_activations_would_not_fit(
+    gib: int, *, is_chosen: bool
+) -> None:
+    budget = budget_of("learner", gib * GIB, None, "learner.gradient_checkpointing='auto'")
+    told = budget_of(
+        "learner", gib * GIB, None, f"learner.gradient_checkpointing={str(is_chosen).lower()}"
+    )
+    assert budget == told
+    assert budget.has_checkpointing is is_chosen
+    assert "learner.gradient_checkpointing" not in str(budget.remedies)
 
 
 @pytest.mark.parametrize(("tokens", "real"), [(5, 40), (100, 100), (10**6, 2 * 3 * 40)])

@@ -13,6 +13,7 @@ import torch
 
 from echo.algo.losses import ReferenceKlLoss
 from echo.config.load import apply_inherited, inherited_settings, parse_config
+from echo.config.memory import Machine
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError
 from echo.core.rollout import Lineage
@@ -24,6 +25,7 @@ from echo.engine.lora import (
     worker_lora,
 )
 from echo.engine.model import build_model, save_tiny_model
+from echo.runtime.learner import setup
 from echo.runtime.learner.resume import StartingPoint
 from echo.runtime.learner.setup import build_loss, build_trainer
 from echo.train.trainer import Trainer
@@ -46,6 +48,20 @@ def make_config(model_dir: Path, **sections: dict[str, Any]) -> Config:
 def pull(trainer: Trainer) -> float:
     """The mean penalty of a step."""
     return trainer.step([make_group([1, 0], 2), make_group([1, 1], 1)]).metrics["kl/reference"]
+
+
+def test_checkpointing_follows_the_memory_unless_it_is_told(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(directory: Path, num_bytes: int, **learner: Any) -> object:
+        monkeypatch.setattr(setup, "read_machine", lambda *_: Machine(host_bytes=num_bytes))
+        config = make_config(directory, learner={"device": "cpu", **learner})
+        return setup.with_checkpointing(config, directory).learner.gradient_checkpointing
+
+    assert chosen(model_dir, 2**40) is False
+    assert chosen(model_dir, 2**20) is True
+    assert chosen(model_dir, 2**20, gradient_checkpointing=False) is False
+    assert chosen(tmp_path, 2**20) is False, "no dimensions to go by"
 
 
 def test_there_is_no_reference_unless_it_is_asked_for(model_dir: Path) -> None:

@@ -290,6 +290,11 @@ def test_an_architecture_that_leaks_is_named_or_padded(family: str, tmp_path: Pa
     assert 'set learner.packing = "auto" or "padded"' in str(error)
 
 
+def test_products_in_16_bits_are_packed_too(tiny_model_dir: Path) -> None:
+    policy = policy_of(tiny_model_dir, packing="packed", dtype=torch.bfloat16)
+    assert policy.describe_rows() == "Qwen3ForCausalLM is trained on packed rows"
+
+
 def test_policy_and_reference_share_their_rows(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from echo.algo.batching import MicroBatch
 from echo.algo.loss import LossInputs, LossNeeds, LossOutput, needs_of
 from echo.algo.losses import EntropyBonusLoss, GrpoLoss, make_loss
+from echo.core.errors import EngineError
 from echo.core.rollout import Group
 from echo.train.batch import AdvantageSettings, StepBatch
 from echo.train.step import StepError
@@ -221,6 +222,11 @@ def test_the_learning_rate_follows_its_schedule(
         assert settings.learning_rate_at(9) == pytest.approx(0.0)
 
 
+def test_a_schedule_needs_its_end() -> None:
+    with pytest.raises(ValueError, match='lr_schedule = "linear" needs num_steps'):
+        OptimizerSettings(lr_schedule="linear")
+
+
 # ---------------------------------------------------------------------------------- entropy bonus
 
 
@@ -303,6 +309,18 @@ def test_a_rollout_that_the_memory_does_not_hold_ends_its_group(tiny_model_dir: 
     assert trainer.find_faulty([short, long]) == {5: "out_of_memory"}
     assert equal(trainer.snapshot(), before)
     trainer.step([short])
+
+
+def test_memory_that_the_optimizer_lacks_is_no_groups_fault(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    trainer = make_trainer(tiny_model_dir)
+    monkeypatch.setattr(trainer._optimizer, "step", step)
+    with pytest.raises(EngineError, match="AdamW ran out of memory: its moments take 787 KiB"):
+        trainer.step(useful_groups(1))
 
 
 def test_gradients_of_earlier_calls_are_not_lost_in_silence(tiny_model_dir: Path) -> None:

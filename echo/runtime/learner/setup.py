@@ -12,6 +12,7 @@ from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss
 from echo.config.load import inherited_settings, save_resolved
+from echo.config.memory import memory_budget, read_machine, read_model_facts
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import ConfigError, DataError
@@ -30,6 +31,7 @@ from echo.engine.lora import (
 )
 from echo.engine.model import (
     context_window,
+    free_gpu_bytes,
     import_architecture,
     load_directory,
     make_sampling,
@@ -162,6 +164,7 @@ def build_trainer(
     config: Config, model_dir: Path, start: StartingPoint, lora: Lora | None = None
 ) -> Trainer:
     """Return the trainer at the starting point, of all weights or of an adapter."""
+    config = with_checkpointing(config, model_dir if lora is None else lora.base_dir)
     learner, optimizer, loss = config.learner, config.optimizer, config.loss
     max_tokens = config.sampling.max_completion_tokens
     set_num_threads(learner.num_threads)
@@ -197,6 +200,24 @@ def build_trainer(
     if start.checkpoint is not None:
         trainer.load_state(start.checkpoint)
     return trainer
+
+
+def with_checkpointing(config: Config, model_dir: Path) -> Config:
+    """Return the configuration with what `gradient_checkpointing = "auto"` means here and now.
+
+    A model whose dimensions are not known has none.
+    """
+    if config.learner.gradient_checkpointing != "auto":
+        return config
+    try:
+        facts = read_model_facts(model_dir)
+    except DataError:
+        has_checkpointing = False
+    else:
+        machine = read_machine(free_gpu_bytes(config.learner.device))
+        has_checkpointing = memory_budget(config, "learner", facts, machine).has_checkpointing
+    changed = {"gradient_checkpointing": has_checkpointing}
+    return config.model_copy(update={"learner": config.learner.model_copy(update=changed)})
 
 
 def initial_weights(config: Config, lora: Lora | None) -> Weights | None:
