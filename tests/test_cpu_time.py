@@ -90,6 +90,7 @@ def lines_of(result: pytest.RunResult) -> list[str]:
     return [" ".join(line.split()) for line in lines if line]
 
 
+@pytest.mark.slow
 def test_every_package_has_its_line_with_set_up_and_teardown(run: Run) -> None:
     assert lines_of(run(FILES)) == [
         "sim = 12.5 # of 20, 2 tests",
@@ -132,6 +133,7 @@ def test_what_a_test_uses_by_itself_has_a_limit(
     assert (f"it used {use:.2f} s of CPU by itself" in result.stdout.str()) == is_refused
 
 
+@pytest.mark.slow
 def test_children_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     program = "import time\nwhile time.process_time() < .1: pass"
@@ -141,6 +143,7 @@ def test_children_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it is read from /proc")
+@pytest.mark.slow
 def test_a_child_that_still_runs_is_counted_and_so_are_those_that_it_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

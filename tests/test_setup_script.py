@@ -19,6 +19,9 @@ import pytest
 from echo.cli.main import COMMANDS
 
 REPOSITORY = Path(__file__).parents[1]
+
+pytestmark = pytest.mark.slow  # many processes: not one test, all of them together
+
 SCRIPTS = sorted(path.name for path in (REPOSITORY / "bin").iterdir())
 DOORS = [name for name in COMMANDS if f"echo-{name}" in SCRIPTS]
 

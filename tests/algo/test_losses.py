@@ -150,6 +150,7 @@ def test_agrees_with_the_paper_token_by_token(name: str, spread: float) -> None:
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - STOPPED))
 @pytest.mark.parametrize("spread", [0.05, 1.0])
+@pytest.mark.slow
 def test_gradcheck_in_float64(name: str, spread: float) -> None:
     inputs = random_inputs(5, spread=spread)
     loss = loss_of(name)

@@ -21,6 +21,7 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module(name)
 
 
+@pytest.mark.slow
 def test_the_interval_is_students(bench_modes: ModuleType) -> None:
     """Five values of deviation .01: t(4, .975) = 2.776."""
     mean, half_width = bench_modes.interval([0.02, 0.02, 0.03, 0.01, 0.02])

@@ -83,6 +83,7 @@ def cut(library: Any, whole: bytes, start: int, stop: int) -> bytes:
     return out.raw[:num_bytes]
 
 
+@pytest.mark.slow
 def test_cut_packets_carry_the_same_stream(library: Any) -> None:
     whole = packet(10 * GSO_BYTES + 7)
     assert library.wan_num_segments(whole, len(whole)) == 11

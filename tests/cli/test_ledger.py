@@ -35,6 +35,7 @@ def test_a_directory_without_a_run_is_unusable_data(
     assert "ledger.sqlite: no such file" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_program_that_stops_reading_ends_it_quietly(tmp_path: Path) -> None:
     write_run(tmp_path, 5000)
     code = "import sys; from echo.cli.ledger import main; sys.exit(main())"

@@ -52,6 +52,7 @@ def test_the_rest_of_the_line_is_the_commands(capsys: pytest.CaptureFixture[str]
     assert "[relay]" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_help_and_version_need_no_package() -> None:
     program = f"""
 import contextlib, sys

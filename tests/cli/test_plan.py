@@ -31,6 +31,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return out, text.getvalue()
 
 
+@pytest.mark.slow
 def test_the_plan_is_printed_with_its_figures(planned: tuple[Path, str]) -> None:
     _, text = planned
     for words in ("fra-4090", "learner waits", "binding", "feasible S", "cost per step", "$/h"):
@@ -100,6 +101,7 @@ def test_a_change_that_rounds_to_nothing_has_no_sign() -> None:
     assert [_signed(change, 1) for change in changes] == ["0.0", "0.0", "-0.1", "+0.3"]
 
 
+@pytest.mark.slow
 def test_the_hetero_plan_prints_commands_that_exist(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -332,6 +332,7 @@ def test_no_token_is_lost_or_sampled_twice(
     assert engine.take_counts() == {}, "the smaller concurrency was not kept"
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_the_longest(
     engine: TransformersEngine, memory: Memory, caplog: pytest.LogCaptureFixture
 ) -> None:

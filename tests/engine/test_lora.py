@@ -54,6 +54,7 @@ def make_trainer(base_dir: Path, **options: object) -> Trainer:
     )
 
 
+@pytest.mark.slow
 def test_only_the_adapter_is_trained_and_published(tiny_model_dir: Path) -> None:
     trainer = make_trainer(tiny_model_dir)
     base = {n: t.clone() for n, t in trainer._policy.model.named_parameters() if "lora" not in n}
@@ -70,6 +71,7 @@ def test_only_the_adapter_is_trained_and_published(tiny_model_dir: Path) -> None
             assert torch.equal(tensor, base[name]), name
 
 
+@pytest.mark.slow
 def test_it_starts_as_the_base(tiny_model_dir: Path) -> None:
     plain = trainer_of(tiny_model_dir, loss=GrpoLoss(), optimizer=OptimizerSettings())
     plain = plain.forward(make_groups())
@@ -79,6 +81,7 @@ def test_it_starts_as_the_base(tiny_model_dir: Path) -> None:
             np.testing.assert_allclose(first, second, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_saved_trainer_continues_bit_by_bit(tiny_model_dir: Path, tmp_path: Path) -> None:
     trainer = make_trainer(tiny_model_dir)
     trainer.step(make_groups())
@@ -96,6 +99,7 @@ def test_a_saved_trainer_continues_bit_by_bit(tiny_model_dir: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("is_tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.slow), "all"])
+@pytest.mark.slow
 def test_the_engine_samples_what_the_learner_scores(
     make_tiny_model: MakeTinyModel, is_tied: bool, how: str
 ) -> None:
@@ -182,6 +186,7 @@ def test_without_peft_it_says_what_to_install(
         make_trainer(tiny_model_dir)
 
 
+@pytest.mark.slow
 def test_weights_that_are_no_such_adapter_are_refused(tiny_model_dir: Path) -> None:
     policy, _ = adapted_policy(tiny_model_dir, rank=8)
     engine = TransformersEngine(tiny_model_dir, lora=Lora(base_dir=tiny_model_dir, rank=4, alpha=8))

@@ -110,6 +110,7 @@ def fresh(directory: Path, dtype: str, version: Version) -> TransformersEngine:
 
 
 @pytest.mark.parametrize(("published", "computed"), KINDS)
+@pytest.mark.slow
 def test_a_patch_gives_what_a_load_gives_bit_for_bit(
     directory: Path, published: str, computed: str
 ) -> None:
@@ -165,6 +166,7 @@ class Failing(Patch):
 
 
 @pytest.mark.parametrize(("published", "computed"), KINDS)
+@pytest.mark.slow
 def test_a_patch_that_fails_half_way_is_taken_back(
     directory: Path, published: str, computed: str
 ) -> None:
@@ -206,6 +208,7 @@ def test_words_that_cannot_be_scattered_are_taken_back_everywhere(
     assert_equal(parameters(engine), parameters(fresh(directory, "float32", second)))
 
 
+@pytest.mark.slow
 def test_an_adapter_takes_whole_versions(tiny_model_dir: Path) -> None:
     """It has few weights, and what is published are not the parameters that it computes in."""
     lora = Lora(base_dir=tiny_model_dir, rank=2, alpha=4)
@@ -266,6 +269,7 @@ def _collected() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_collected")
 @pytest.mark.parametrize("is_patched", [False, True])
+@pytest.mark.slow
 def test_memory_that_an_engine_uses_is_never_handed_out_again(
     tiny_model_dir: Path, is_patched: bool
 ) -> None:

@@ -134,6 +134,7 @@ def test_an_abort_returns_what_there_is(engine: TransformersEngine) -> None:
     assert all((len(c.token_ids), c.finish_reason) == (0, "abort") for c in none)
 
 
+@pytest.mark.slow
 def test_a_small_memory_budget_makes_batches_and_changes_nothing(tiny_model_dir: Path) -> None:
     weights = 100_736 * 4
     one = 2 * 3 * 2 * 16 * 4 * (19 + 16) + 32 * 32  # 2 layers and the one being grown
@@ -168,6 +169,7 @@ def test_a_tied_tensor_may_come_under_either_name(tiny_model_dir: Path) -> None:
 @pytest.mark.parametrize(
     "dtypes", [("float32",) * 3, ("bfloat16",) * 3, ("float32", "bfloat16", "float32")]
 )
+@pytest.mark.slow
 def test_new_weights_replace_the_old_and_the_given_ones_are_never_written_to(
     make_tiny_model: MakeTinyModel, dtypes: tuple[str, ...]
 ) -> None:

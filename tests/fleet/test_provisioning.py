@@ -79,6 +79,7 @@ def test_the_front_falls(seed: int) -> None:
 # --- remedies -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_too_few_nodes_are_counted() -> None:
     # 4 of the 6.4 rollouts/s: three more nodes, or steps of 16 s.
     refusal = refuse(make_fleet(make_offer("any", count=4)), JOB, [1])
@@ -90,6 +91,7 @@ def test_too_few_nodes_are_counted() -> None:
     assert [r.factor for r in refusal.remedies] == sorted(r.factor for r in refusal.remedies)
 
 
+@pytest.mark.slow
 def test_a_budget_that_does_not_pay_for_it() -> None:
     refusal = refuse(make_fleet(make_offer("any")), replace(JOB, budget_per_h=6.0), [1])
     assert refusal.reasons == (
@@ -99,6 +101,7 @@ def test_a_budget_that_does_not_pay_for_it() -> None:
     assert "a budget of $7.00/h in place of $6.00/h" in [r.text for r in refusal.remedies]
 
 
+@pytest.mark.slow
 def test_a_broadcast_too_long_for_the_bound() -> None:
     # 25 s over the only link: longer than one period of 10 s.
     fleet = make_fleet(make_offer("thin", down_bytes_per_s=4e6))
@@ -113,6 +116,7 @@ def test_a_broadcast_too_long_for_the_bound() -> None:
     assert "publish_period 3 in place of 1" in [r.text for r in other.remedies]
 
 
+@pytest.mark.slow
 def test_a_bound_too_tight_for_the_group() -> None:
     # 1 s + 16 s of a group + 64 / 8 = 8 s against S = 1: 10 s; S = 3 allows 30 s.
     fleet = make_fleet(make_offer("wide", concurrency=16))
@@ -121,6 +125,7 @@ def test_a_bound_too_tight_for_the_group() -> None:
     assert "max_staleness 3 in place of 1" in [r.text for r in refusal.remedies]
 
 
+@pytest.mark.slow
 def test_a_thin_uplink_is_named_with_the_rate_that_suffices() -> None:
     # Seven leaves share the uplink: 700 MB in what 30 s - 4 s - 9.1 s leave, but at most 10 s.
     refusal = refuse(make_fleet(make_offer("leaf"), uplink=2e7), JOB, [1])
@@ -128,6 +133,7 @@ def test_a_thin_uplink_is_named_with_the_rate_that_suffices() -> None:
     assert wider.factor == pytest.approx(3.5, rel=0.02)
 
 
+@pytest.mark.slow
 def test_every_remedy_makes_a_sufficient_fleet() -> None:
     fleet = make_fleet(make_offer("any", count=4), make_offer("other", price_per_h=3.0, count=1))
     refusal = refuse(fleet, replace(JOB, budget_per_h=50.0), [1])
@@ -138,6 +144,7 @@ def test_every_remedy_makes_a_sufficient_fleet() -> None:
         assert is_sufficient(replace(fleet, offers=offers), chosen.job, chosen.counts)
 
 
+@pytest.mark.slow
 def test_conditions_that_only_collide_are_told_so() -> None:
     # Fast groups but few nodes, many nodes but slow groups: neither alone nor together.
     fleet = make_fleet(make_offer("quick", count=3), make_offer("slow", concurrency=30))

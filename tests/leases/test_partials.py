@@ -394,6 +394,7 @@ def test_nothing_is_lost_nothing_too_old_is_trained_and_every_lease_is_counted(
     assert set(ids) | life.open == set(range(life.next_id))
 
 
+@pytest.mark.slow
 def test_a_life_comes_to_something() -> None:
     lives = [Life(seed, "keep") for seed in range(8)]
     for life in lives:

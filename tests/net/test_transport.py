@@ -160,6 +160,7 @@ def test_messages_pass_both_ways_with_their_frames(run: Run) -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 def test_thousands_of_messages_keep_their_order(run: Run) -> None:
     async def scenario(world: World) -> None:
         listener, dialler, child, parent = await world.pair()

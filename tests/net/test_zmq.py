@@ -518,6 +518,7 @@ def test_this_kernel_can_be_read() -> None:
     assert advise(found).num_sockets_per_link >= 1
 
 
+@pytest.mark.slow
 def test_a_process_keeps_what_it_has_freed_once_told() -> None:
     script = """
 import resource

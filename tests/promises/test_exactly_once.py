@@ -120,6 +120,7 @@ def test_11_leases_of_a_silent_worker_expire_and_its_late_result_is_judged(
 POINTS = ["stored", "stepped", "trained", "published", "checkpoint", "checkpointed"]
 
 
+@pytest.mark.slow
 def test_12_a_learner_killed_at_every_point_goes_on_each_time(make_nodes: MakeNodes) -> None:
     world = make_nodes()
     world.worker("w1")
@@ -136,6 +137,7 @@ def test_12_a_learner_killed_at_every_point_goes_on_each_time(make_nodes: MakeNo
     world.audit(is_finished=True)
 
 
+@pytest.mark.slow
 def test_13_after_an_older_checkpoint_later_steps_are_void_and_their_groups_end_or_return(
     make_world: MakeWorld,
 ) -> None:
@@ -231,6 +233,7 @@ def test_16_a_group_that_makes_the_step_raise_ends_and_the_others_are_trained(
     world.audit()
 
 
+@pytest.mark.slow
 def test_16b_a_group_handed_back_at_resume_that_no_step_can_bear_ends(
     make_nodes: MakeNodes,
 ) -> None:
@@ -265,6 +268,7 @@ def test_17_a_run_at_rest_leaves_no_accepted_group_without_an_end(make_world: Ma
     world.audit()
 
 
+@pytest.mark.slow
 def test_18_a_full_disk_is_named_and_nothing_is_lost(make_nodes: MakeNodes) -> None:
     world = make_nodes()
     world.learner()
@@ -285,6 +289,7 @@ def test_18_a_full_disk_is_named_and_nothing_is_lost(make_nodes: MakeNodes) -> N
     world.audit()
 
 
+@pytest.mark.slow
 def test_18b_a_torn_or_damaged_record_is_named(make_nodes: MakeNodes) -> None:
     world = make_nodes()
     world.learner()
@@ -315,6 +320,7 @@ def test_18c_a_second_learner_in_the_directory_is_refused(make_nodes: MakeNodes)
     world.audit()
 
 
+@pytest.mark.slow
 def test_18d_a_damaged_checkpoint_makes_its_steps_void(make_nodes: MakeNodes) -> None:
     world = make_nodes()
     world.learner()

@@ -150,6 +150,7 @@ def test_a_node_without_its_learner_says_so_once_a_minute_and_why(tmp_path: Path
     assert str(worker.stop.error).endswith("\n  last attempt: the port is closed")
 
 
+@pytest.mark.slow
 def test_the_time_without_the_learner_is_counted_from_when_it_was_lost(tmp_path: Path) -> None:
     run = Run(tmp_path, reconnect_for_s=20.0)
     learner = run.start_learner()
@@ -168,6 +169,7 @@ def test_the_time_without_the_learner_is_counted_from_when_it_was_lost(tmp_path:
         assert "for 20 s, since run run was last heard of" in str(node.stop.error)
 
 
+@pytest.mark.slow
 def test_settings_that_changed_with_a_resume_end_a_worker_and_another_directory_does_not(
     tmp_path: Path,
 ) -> None:

@@ -62,6 +62,7 @@ def test_workers_that_are_not_needed_stand_by_and_the_costs_are_told(
 PRICE = {"price_per_h": 1200.0}
 
 
+@pytest.mark.slow
 def test_at_the_budget_of_the_run_it_ends_with_a_checkpoint_and_goes_on_with_more(
     make_nodes: MakeNodes,
 ) -> None:
@@ -154,6 +155,7 @@ def test_a_learner_that_waits_gets_its_workers_back_and_keeps_them_longer(
 
 
 @pytest.mark.parametrize("why", ["set aside", "no prices"])
+@pytest.mark.slow
 def test_where_nothing_is_gained_everybody_works(make_nodes: MakeNodes, why: str) -> None:
     world = crowd(make_nodes, *((0.3, 0.1) if why == "set aside" else (0.0, 0.0)))
     nodes = world.node("learner").session.roster.nodes
@@ -164,6 +166,7 @@ def test_where_nothing_is_gained_everybody_works(make_nodes: MakeNodes, why: str
     assert world.records("activation") == []
 
 
+@pytest.mark.slow
 def test_one_who_would_pass_the_budget_stands_by_from_the_beginning(make_nodes: MakeNodes) -> None:
     world = crowd(make_nodes, 0.3, 0.3, budget_per_h=0.7)
     world.run(5.0)

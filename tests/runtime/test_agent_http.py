@@ -374,6 +374,7 @@ def test_a_call_gets_the_version_that_it_asks_for_or_none(play: Play, template: 
     play(scenario)
 
 
+@pytest.mark.slow
 def test_leases_come_with_agents_and_what_one_gives_up_goes_to_the_next(
     play: Play, template: str
 ) -> None:
@@ -398,6 +399,7 @@ def test_leases_come_with_agents_and_what_one_gives_up_goes_to_the_next(
     play(scenario)
 
 
+@pytest.mark.slow
 def test_a_token_of_ones_own_and_an_open_address(
     play: Play, template: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -559,6 +559,7 @@ def held(has_chunk: bytearray) -> list[int]:
 
 
 @given(st.sets(st.integers(0, 20)), st.sets(st.integers(0, 20)))
+@pytest.mark.slow
 def test_in_memory_every_chunk_is_hashed(good: set[int], touched: set[int]) -> None:
     manifest = describe(IMAGE)
     storage = bytearray(len(IMAGE))

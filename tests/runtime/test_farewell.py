@@ -50,6 +50,7 @@ def test_a_worker_that_comes_back_after_the_end_of_a_resumed_run_hears_of_it(
 
 
 @pytest.mark.parametrize("via", ["learner", "r1"])
+@pytest.mark.slow
 def test_a_worker_that_is_cut_off_at_the_end_hears_of_it_when_it_is_back(
     make_nodes: MakeNodes, via: str
 ) -> None:
@@ -71,6 +72,7 @@ def test_a_worker_that_is_cut_off_at_the_end_hears_of_it_when_it_is_back(
     assert {name: world.end(name) for name in nodes} == ends
 
 
+@pytest.mark.slow
 def test_who_died_long_ago_is_not_waited_for_and_relays_are_told(make_nodes: MakeNodes) -> None:
     world = make_nodes(network={"dead_after_s": 600.0})
     world.learner(run=STEPS)

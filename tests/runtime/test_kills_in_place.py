@@ -309,6 +309,7 @@ POINTS = {
 
 
 @pytest.mark.parametrize("point", POINTS)
+@pytest.mark.slow
 def test_killed_at_a_chosen_point_it_leaves_a_version_that_is_whole(
     directory: Path, point: str
 ) -> None:
@@ -318,6 +319,7 @@ def test_killed_at_a_chosen_point_it_leaves_a_version_that_is_whole(
         check_whole(directory)
 
 
+@pytest.mark.slow
 def test_killed_while_it_takes_back_the_next_process_does_so(directory: Path) -> None:
     """Between two blocks of the old words, and before the image has its old name again."""
     die_at(directory, in_a_block(2 * 7 + 5))

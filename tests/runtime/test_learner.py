@@ -22,6 +22,7 @@ from tests.runtime.harness import Play, Run, running
 MANY = {"max_steps": 1000}
 
 
+@pytest.mark.slow
 def test_a_run_trains_evaluates_saves_and_ends_everybody(play: Play) -> None:
     async def scenario(run: Run) -> None:
         learner, worker = await run.learner(), await run.worker("w1")
@@ -70,6 +71,7 @@ def test_groups_that_teach_nothing_give_their_admission_back(play: Play) -> None
     play(scenario)
 
 
+@pytest.mark.slow
 def test_a_run_from_which_nothing_is_learned_ends_and_says_why(
     play: Play, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -270,6 +272,7 @@ def test_a_reward_out_of_bounds_ends_its_group(make_nodes: MakeNodes) -> None:
     assert any("is beyond task.max_reward" in note for note in world.notes("learner"))
 
 
+@pytest.mark.slow
 def test_pull_refreshes_before_every_request_and_trains_on_policy(make_nodes: MakeNodes) -> None:
     world = make_nodes(sync={"mode": "pull", "max_staleness": 0})
     world.learner(run={"max_steps": 5})
@@ -336,6 +339,7 @@ def test_a_spool_that_is_full_ends_the_run(make_nodes: MakeNodes) -> None:
     assert "limits.spool_bytes" in finish(world, "failed")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_knows_what_nodes_could_send(play: Play) -> None:
     async def scenario(run: Run) -> None:
         told: list[float | None] = []

@@ -72,6 +72,7 @@ def test_there_is_no_reference_unless_it_is_asked_for(model_dir: Path) -> None:
     assert "kl/reference" not in trainer.step([make_group([1, 0], 2)]).metrics
 
 
+@pytest.mark.slow
 def test_the_reference_stays_at_the_start_also_after_a_resume(
     model_dir: Path, tmp_path: Path
 ) -> None:
@@ -86,6 +87,7 @@ def test_the_reference_stays_at_the_start_also_after_a_resume(
     assert pull(build_trainer(config, model_dir, resumed)) == expected
 
 
+@pytest.mark.slow
 def test_another_start_is_another_reference(model_dir: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     save_tiny_model(other, build_model(seed=3))
@@ -164,6 +166,7 @@ def test_without_a_rank_there_is_no_adapter(tiny_model_dir: Path, tmp_path: Path
     assert worker_lora(config, {}) is None
 
 
+@pytest.mark.slow
 def test_a_worker_takes_its_own_copy_or_the_learners_directory(
     make_tiny_model: MakeTinyModel, tmp_path: Path
 ) -> None:
@@ -225,6 +228,7 @@ def test_a_resumed_run_refuses_another_base(make_tiny_model: MakeTinyModel, tmp_
         told(other, is_resumed=True)
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_base(tiny_model_dir: Path, tmp_path: Path) -> None:
     table = {"model": {"name": str(tiny_model_dir)}, "lora": {"rank": 4}}
     config = parse_config(

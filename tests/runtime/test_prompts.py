@@ -59,6 +59,7 @@ def test_an_endless_task_is_walked_in_order() -> None:
     assert [make().lease(i, 0).example["index"] for i in (0, 1, 10**9)] == [0, 1, 10**9]
 
 
+@pytest.mark.slow
 def test_the_cache_is_bounded() -> None:
     source = make()
     for group_id in range(CACHED_LEASES + 100):

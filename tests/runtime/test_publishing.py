@@ -171,6 +171,7 @@ def publications_of(images: Iterable[bytearray]) -> list[Publication]:
 
 
 @pytest.mark.parametrize("codec", ["auto", "delta", "full"])
+@pytest.mark.slow
 def test_versions_arrive_bit_for_bit_in_whatever_form(codec: str) -> None:
     images = moving_images(3, share=0.01)
     pair = play(codec, *publications_of(images))
@@ -327,6 +328,7 @@ def test_a_hopeless_delta_is_not_sent() -> None:
     assert pair.child.bytes_received == 2 * NUM_BYTES
 
 
+@pytest.mark.slow
 def test_a_late_joiner_takes_the_keyframe_and_the_deltas_behind_it() -> None:
     images = moving_images(3, share=0.01)
     pair = play("auto", before=publications_of(images))
@@ -336,6 +338,7 @@ def test_a_late_joiner_takes_the_keyframe_and_the_deltas_behind_it() -> None:
     assert pair.child.bytes_received < NUM_BYTES
 
 
+@pytest.mark.slow
 def test_no_key_encrypts_two_forms_and_no_nonce_two_texts() -> None:
     images = moving_images(3, share=0.01)
 
@@ -362,6 +365,7 @@ def test_no_key_encrypts_two_forms_and_no_nonce_two_texts() -> None:
     assert len({(key, index) for key, index, _ in under_keys}) == len(under_keys)
 
 
+@pytest.mark.slow
 def test_every_segment_is_announced_while_later_ones_are_coded() -> None:
     images = moving_images(2, share=0.01)
 
@@ -655,6 +659,7 @@ def test_a_gpu_makes_what_the_host_makes(dtype: str, share: float, scale: float)
     assert compare("cuda", dtype, share, scale) == [False, True, True, True]
 
 
+@pytest.mark.slow
 def test_only_a_number_and_what_changed_cross() -> None:
     learner = Learner()
     images = VersionImages("bfloat16", block_bytes=BLOCK_BYTES, is_on_device=True)
@@ -672,6 +677,7 @@ def test_only_a_number_and_what_changed_cross() -> None:
     assert 0 < sum(crossed) < 0.2 * made.manifest.num_bytes
 
 
+@pytest.mark.slow
 def test_a_changed_layout_crosses_whole() -> None:
     learner = Learner()
     images = VersionImages("bfloat16", block_bytes=BLOCK_BYTES, is_on_device=True)
@@ -686,6 +692,7 @@ def test_a_changed_layout_crosses_whole() -> None:
     assert following.coded.base == PolicyVersion(1, 1)
 
 
+@pytest.mark.slow
 def test_a_device_without_room_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     learner = Learner()
     images = VersionImages("bfloat16", block_bytes=BLOCK_BYTES, is_on_device=True)

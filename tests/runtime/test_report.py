@@ -169,6 +169,7 @@ def test_the_learner_says_whom_it_waits_for(make_nodes: MakeNodes) -> None:
     assert world.waiting_for().endswith("; nothing could be learned from the last 3 groups")
 
 
+@pytest.mark.slow
 def test_a_snapshot_shows_every_node_and_at_the_end_what_the_run_has_learned(
     make_nodes: MakeNodes,
 ) -> None:

@@ -126,6 +126,7 @@ class Hangs(Raises):
 """
 
 
+@pytest.mark.slow
 def test_a_reward_that_always_fails_ends_the_run_with_its_traceback(
     play: Play, write_task: Callable[[str, str], None]
 ) -> None:

@@ -132,6 +132,7 @@ def test_a_learner_that_nobody_asks_publishes_by_time(
     )
 
 
+@pytest.mark.slow
 def test_a_learner_without_workers_saves_and_ends(make_nodes: MakeNodes) -> None:
     world = make_nodes(network={"reconnect_for_s": 30.0})
     world.learner()

@@ -114,6 +114,7 @@ def test_a_worker_whose_memory_runs_out_goes_on_with_less_at_a_time(
     assert re.search(r"out of memory with \d rollouts under way .* from now on \d", caplog.text)
 
 
+@pytest.mark.slow
 def test_a_worker_whose_memory_does_not_hold_one_rollout_ends_with_the_numbers(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ def test_a_run_with_workers_enough_never_waits() -> None:
     assert [step.step for step in history.steps] == list(range(1, 21))
 
 
+@pytest.mark.slow
 def test_the_way_is_planned_before_a_version_goes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     ready = note_ways(monkeypatch)
     simulate(make_scenario(job=make_job(max_staleness=2), num_steps=4))
@@ -231,6 +232,7 @@ def test_machines_are_paid_for_while_they_are_rented_at_the_price_of_the_time() 
     assert after.cost_of_nodes == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.slow
 def test_weights_take_their_true_size_on_the_links_whatever_the_grain() -> None:
     for num_chunks in (4, 16):
         summary, history = simulate(
@@ -282,6 +284,7 @@ def test_a_fault_of_a_learner_that_is_away_changes_nothing() -> None:
     assert (summary.num_restarts, summary.down_s) == (1, 30.0)
 
 
+@pytest.mark.slow
 def test_a_learner_that_does_not_come_back_ends_the_run() -> None:
     death = FaultRow(at_s=45.0, kind="preempt", target="learner")
     summary, history = simulate(replace(make_scenario(num_steps=12), faults=[death]))

@@ -234,6 +234,7 @@ def test_rewards_come_from_one_process_that_is_used_again(make_pool: Pools) -> N
         ("leave", "reward_lost", "ended by itself with code 7"),
     ],
 )
+@pytest.mark.slow
 def test_what_goes_wrong_is_named_and_the_next_call_works(
     make_pool: Pools, completion: str, reason: str, message: str
 ) -> None:
@@ -365,6 +366,7 @@ def test_closing_kills_what_runs(make_pool: Pools) -> None:
 ENVIRONMENT = "tests.tasks.pool_tasks:Counting"
 
 
+@pytest.mark.slow
 def test_an_episode_keeps_its_state_among_others(make_pool: Pools) -> None:
     pool = make_pool(ENVIRONMENT, size=2)
     episodes = [pool.begin(EXAMPLE) for _ in range(5)]

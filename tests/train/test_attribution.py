@@ -200,6 +200,7 @@ def test_causes_are_told_apart_when_they_come_together(
     assert all(abs(shares[name]) > 0.02 for name in ("staleness", "truncation", "numerics"))
 
 
+@pytest.mark.slow
 def test_versions_that_are_gone_are_skipped_and_counted(
     make_trainer: MakeTrainer, measure: Measure
 ) -> None:
@@ -220,6 +221,7 @@ def test_versions_that_are_gone_are_skipped_and_counted(
     assert nothing == {"tokens": 0.0, "skipped": 1.0, "retokenised": 0.0}
 
 
+@pytest.mark.slow
 def test_the_sample_is_small_and_texts_that_encode_otherwise_are_counted(
     make_trainer: MakeTrainer, measure: Measure
 ) -> None:

@@ -70,6 +70,7 @@ def test_a_fused_loss_has_the_gradient_and_the_metrics_of_the_plain_one(
     assert found["clip_ratio/mean"] > 0
 
 
+@pytest.mark.slow
 def test_the_fused_operation_is_used_where_the_loss_has_that_form(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +111,7 @@ def test_bfloat16_gives_nearly_the_same_gradient_in_float32(
     assert 0.99 < cosine(exact, mixed) < 1.0 - 1e-9
 
 
+@pytest.mark.slow
 def test_weights_and_moments_stay_float32_and_small_steps_add_up(tiny_model_dir: Path) -> None:
     trainer = make_trainer(tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16)
     before = trainer.snapshot()
@@ -137,6 +139,7 @@ def test_scores_are_float32_and_close(tiny_model_dir: Path) -> None:
     assert mixed[0][0].dtype.name == "float32"
 
 
+@pytest.mark.slow
 def test_a_mixed_run_resumes_bit_by_bit(tiny_model_dir: Path, tmp_path: Path) -> None:
     trainer = make_trainer(tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16)
     trainer.step(make_groups())

@@ -159,6 +159,7 @@ def pass_of(trainer: Trainer, groups: list[Group]) -> tuple[dict[str, Tensor], d
 
 
 @pytest.mark.parametrize("family", cases(FAMILIES, IN_EVERY_RUN))
+@pytest.mark.slow
 def test_packed_rows_give_the_padded_rows_loss_gradient_and_metrics(
     family: str, tmp_path: Path
 ) -> None:
@@ -205,6 +206,7 @@ def test_rows_without_positions_and_segments_would_be_wrong(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("loss", ["grpo", "gepo", "m2po", "decoupled_ppo"])
+@pytest.mark.slow
 def test_every_kind_of_loss_sees_the_same(tiny_model_dir: Path, loss: str) -> None:
     groups = stale_groups()[2:]
     options: dict[str, Any] = {"loss": make_loss(loss), "minibatches_per_step": 2}
@@ -229,6 +231,7 @@ def test_whole_groups_and_the_longest_first(tiny_model_dir: Path) -> None:
     assert sum(map(len, seen)) == len(set().union(*seen)) == 5
 
 
+@pytest.mark.slow
 def test_checkpointing_keeps_segments_apart_too(tiny_model_dir: Path) -> None:
     groups = stale_groups()
     plain, checkpointed = (

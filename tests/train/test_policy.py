@@ -166,6 +166,7 @@ def flash_attention(
     return output.transpose(1, 2), None
 
 
+@pytest.mark.slow
 def test_flash_attention_is_used_in_16_bits_only(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

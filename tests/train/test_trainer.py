@@ -160,6 +160,7 @@ def test_masked_tokens_are_scored_too(make_trainer: MakeTrainer) -> None:
 # ------------------------------------------------------------------------------------- gradient
 
 
+@pytest.mark.slow
 def test_gradient_is_that_of_the_formula(make_trainer: MakeTrainer, tiny_model_dir: Path) -> None:
     trainer = make_trainer()
     groups = make_groups()
@@ -190,6 +191,7 @@ def test_the_order_of_groups_and_rollouts_does_not_matter(make_trainer: MakeTrai
     assert_close(gradients(make_trainer(), shuffled), gradients(make_trainer(), groups))
 
 
+@pytest.mark.slow
 def test_without_staleness_it_is_the_plain_policy_gradient(
     make_trainer: MakeTrainer, tiny_model_dir: Path
 ) -> None:
@@ -223,6 +225,7 @@ def test_rollouts_without_advantage_count_in_the_normaliser_only(
     assert_close(both, {name: share * tensor for name, tensor in alone.items()})
 
 
+@pytest.mark.slow
 def test_masked_tokens_have_no_part(make_trainer: MakeTrainer) -> None:
     group = make_group([1, 0], 3)
     size = group.rollouts[0].num_tokens
@@ -276,6 +279,7 @@ def test_a_batch_masked_throughout_changes_nothing(make_trainer: MakeTrainer) ->
     assert equal(trainer.snapshot(), before)
 
 
+@pytest.mark.slow
 def test_a_step_makes_right_answers_likelier(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
     group = make_group([1, 0, 0, 0], 2)
@@ -319,6 +323,7 @@ def test_the_gradient_is_clipped_to_its_norm(make_trainer: MakeTrainer) -> None:
 
 
 @pytest.mark.parametrize("reason", ["nonfinite_gradient", "step_error"])
+@pytest.mark.slow
 def test_a_step_that_fails_changes_nothing_and_names_its_groups(
     make_trainer: MakeTrainer, reason: str
 ) -> None:
@@ -370,6 +375,7 @@ def test_no_reward_overflows_in_a_step(
     assert not equal(trainer.snapshot(), before)
 
 
+@pytest.mark.slow
 def test_a_step_that_failed_half_way_leaves_nothing_behind(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(micro_batch_tokens=30)
     good_loss = trainer._loss
@@ -445,6 +451,7 @@ def test_ratio_statistics_see_a_stale_sampler(make_trainer: MakeTrainer) -> None
 # ---------------------------------------------------------------------------------------- state
 
 
+@pytest.mark.slow
 def test_a_resumed_trainer_continues_bit_by_bit(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     settings = OptimizerSettings(learning_rate=1e-3, warmup_steps=6, weight_decay=0.01)
     trainer = make_trainer(optimizer=settings)
@@ -464,6 +471,7 @@ def test_a_resumed_trainer_continues_bit_by_bit(make_trainer: MakeTrainer, tmp_p
     assert resumed.step_count == trainer.step_count == 5
 
 
+@pytest.mark.slow
 def test_state_before_the_first_step(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     trainer = make_trainer()
     trainer.save_state(tmp_path)

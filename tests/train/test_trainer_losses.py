@@ -91,6 +91,7 @@ def masked_out(group: Group, index: int) -> Group:
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.slow
 def test_micro_batches_change_neither_the_gradient_nor_the_metrics(
     name: str, tiny_model_dir: Path, stale: list[Group]
 ) -> None:
@@ -203,6 +204,7 @@ def test_the_first_pass_covers_every_micro_batch(tiny_model_dir: Path) -> None:
 # --------------------------------------------------------------------------------------- refusals
 
 
+@pytest.mark.slow
 def test_a_group_that_lost_a_member_is_left_out_whole(tiny_model_dir: Path) -> None:
     whole, broken = make_group([1, 0, 0], 0), masked_out(make_group([1, 0, 0], 1), 2)
     alone = gradients(make_trainer(tiny_model_dir, LOSSES["gepo"]), [whole])

@@ -71,6 +71,7 @@ def halves(trainer: Trainer, groups: list[Group]) -> list[StepBatch]:
     ]
 
 
+@pytest.mark.slow
 def test_gradients_add_up_over_calls(tiny_model_dir: Path) -> None:
     groups, trainer = useful_groups(4), make_trainer(tiny_model_dir)
     found = [trainer.forward_backward(part, GrpoLoss()) for part in halves(trainer, groups)]
@@ -81,6 +82,7 @@ def test_gradients_add_up_over_calls(tiny_model_dir: Path) -> None:
     assert all(tensor.grad is None for tensor in trainer._policy.parameters().values())
 
 
+@pytest.mark.slow
 def test_a_step_is_its_operations_in_a_row(tiny_model_dir: Path) -> None:
     groups = useful_groups(4)
     whole = make_trainer(tiny_model_dir, minibatches_per_step=2)
@@ -157,6 +159,7 @@ def stepped_metrics(
 
 
 @pytest.mark.parametrize("reason", ["nonfinite_gradient", "step_error"])
+@pytest.mark.slow
 def test_a_later_update_that_fails_undoes_the_earlier_ones(
     tiny_model_dir: Path, reason: str
 ) -> None:
@@ -187,6 +190,7 @@ def test_a_later_update_that_fails_undoes_the_earlier_ones(
     assert equal(trainer.snapshot(), undisturbed.snapshot())  # the moments are as before, too
 
 
+@pytest.mark.slow
 def test_several_updates_resume_bit_by_bit(tiny_model_dir: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"loss": make_loss("decoupled_ppo"), "minibatches_per_step": 3}
     trainer = stepped(tiny_model_dir, make_groups(6), **options)
@@ -276,6 +280,7 @@ def with_memory_for(trainer: Trainer, num_tokens: int, *, from_call: int = 0) ->
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.slow
 def test_a_step_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(
     tiny_model_dir: Path, minibatches: int
 ) -> None:

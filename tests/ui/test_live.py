@@ -133,6 +133,7 @@ def test_older_notices_are_left_out_as_a_whole(make_snapshot) -> None:
     rewards=st.lists(st.floats(), max_size=12),
     name=st.text(max_size=30),
 )
+@pytest.mark.slow
 def test_any_size_and_content_can_be_drawn(
     make_snapshot, width, height, num_nodes, step, max_staleness, rewards, name
 ) -> None:

@@ -92,6 +92,7 @@ def test_missing_matplotlib_names_the_extra(make_run, monkeypatch, tmp_path: Pat
 # --- cost against waiting -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_costs_are_plotted_into_a_new_directory(tmp_path: Path) -> None:
     fleet = make_fleet(make_offer("any"))
     front = {f"{n} any": outcome_of(fleet, JOB, [n]) for n in (7, 4)}

@@ -75,6 +75,7 @@ def blocks(draw: st.DrawFn) -> tuple[bytes, bytes, WordBytes]:
 
 
 @given(blocks())
+@pytest.mark.slow
 def test_a_block_comes_back_bit_for_bit(drawn: tuple[bytes, bytes, WordBytes]) -> None:
     base, new, word_bytes = drawn
     delta = coded(base, new, word_bytes)

@@ -417,6 +417,7 @@ def patches_of(images: list[bytes]) -> list[Patch]:
     return patches
 
 
+@pytest.mark.slow
 def test_whoever_reads_while_another_writes_gets_the_bytes_of_one_version() -> None:
     """A thread reads v0 again and again, while v1, v2 ... are written, some of them taken back."""
     num_versions = 12
@@ -582,6 +583,7 @@ def test_a_bit_that_flips_under_a_change_is_found_before_the_version_counts(
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
 def test_a_bit_that_flips_beside_the_changes_is_found_by_the_audit(mode: PatchMode) -> None:
     net = chain("a", "b", "c", mode=mode)
     flip(net, "c", 0, place_of(1, is_changed=False))

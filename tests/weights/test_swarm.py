@@ -75,6 +75,7 @@ def rates_of(chance: random.Random, count: int) -> list[float]:
 
 
 @given(st.integers(0, 10**6))
+@pytest.mark.slow
 def test_every_node_gets_the_same_bytes(seed: int) -> None:
     chance = random.Random(seed)
     fleet = PaperFleet(rates_of(chance, 5), seed=seed, latency_s=chance.choice([0.001, 0.05]))
@@ -106,6 +107,7 @@ def test_no_chunk_that_is_held_is_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize("is_seen", [True, False], ids=["killed", "black-holed"])
+@pytest.mark.slow
 def test_a_node_that_dies_in_mid_transfer_costs_little(is_seen: bool) -> None:
     whole = PaperFleet([4e4] * 8, seed=5).deliver(1, 4 * SIZE, CHUNK)
     fleet = PaperFleet([4e4] * 8, seed=5)
@@ -118,6 +120,7 @@ def test_a_node_that_dies_in_mid_transfer_costs_little(is_seen: bool) -> None:
     assert took < whole * 1.15 + 1.0
 
 
+@pytest.mark.slow
 def test_duplicates_and_control_are_few() -> None:
     fleet = PaperFleet([8e4, *[2e4] * 5, *[0.0] * 2], seed=7)
     num_bytes = 8 * SIZE
@@ -129,6 +132,7 @@ def test_duplicates_and_control_are_few() -> None:
     assert control * CHUNK / (256 << 10) < 0.004 * 7 * num_bytes
 
 
+@pytest.mark.slow
 def test_it_fills_the_uplinks() -> None:
     fleet = PaperFleet([8e4, *[4e4, 0.0] * 4], seed=2)
     seconds = fleet.deliver(1, 8 * SIZE, CHUNK)
