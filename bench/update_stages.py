@@ -68,7 +68,7 @@ class Learner:
 
     def __init__(self, weights: Weights, *, is_on_device: bool | None) -> None:
         self.key = Ed25519PrivateKey.generate()
-        self.coder = Coder(self.key, encrypts=False)
+        self.coder = Coder(self.key, encrypts=True)
         self.held: Transfer | None = None
         self._weights = weights
         self._images = VersionImages(

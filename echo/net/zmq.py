@@ -35,8 +35,8 @@ thread waits on a full one.
 without. A stranger who does not speak it, or nothing at all, is closed when the handshake's timeout
 is over; a plain listener has no such defence against the bytes of ZMTP 1.
 
-**Bulk connections** carry what is encrypted already: CURVE costs ten times what everything else on
-the way does. A dialled link asks for one, over CURVE, and is told a port and a token:
+**Bulk connections** carry what is encrypted already: CURVE would cost more than all else on the way
+does. A dialled link asks for one, over CURVE, and is told a port and a token:
 
     dialler                              listener
       BULK_ASK                 ->                      over the link
@@ -236,7 +236,11 @@ _REMEDIES = {
 
 
 async def bound_socket(
-    address: str, congestion_control: str | None, max_socket_bytes: int | None = None
+    address: str,
+    congestion_control: str | None,
+    max_socket_bytes: int | None = None,
+    *,
+    warns: bool = True,
 ) -> socket.socket:
     """Return a non-blocking TCP socket that is bound to `address` and does not listen yet.
 
@@ -244,6 +248,7 @@ async def bound_socket(
         address: tcp://host:port.
         congestion_control: how accepted connections are to send; None for the system's default.
         max_socket_bytes: what one of them may hold that is not under way; None for no bound.
+        warns: whether to say that the kernel refuses the former; once per process is enough.
 
     Raises:
         TransportError: if it cannot be bound; the message names the address and the remedy.
@@ -257,7 +262,7 @@ async def bound_socket(
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(where)
-            _set_congestion_control(bound, congestion_control)
+            _set_congestion_control(bound, congestion_control, warns=warns)
             if max_socket_bytes is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
                 bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, max_socket_bytes)
             bound.setblocking(False)
@@ -286,7 +291,7 @@ def _refusal(address: str, error: OSError) -> TransportError:
     return TransportError(f"cannot listen on {address}: {error}: {remedy}")
 
 
-def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
+def _set_congestion_control(bound: socket.socket, name: str | None, *, warns: bool) -> None:
     """Choose how accepted connections send; keep the default where the kernel refuses."""
     host = str(bound.getsockname()[0])
     if name is None or host == "::1" or host.startswith("127."):
@@ -294,7 +299,8 @@ def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
     try:
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
     except OSError as error:
-        _log.warning(
+        _log.log(
+            logging.WARNING if warns else logging.DEBUG,
             "%s is not available (%s): weights may crawl on lossy links; "
             "add it to net.ipv4.tcp_allowed_congestion_control",
             name,
@@ -1469,7 +1475,10 @@ class ZmqTransport(Transport):
         for port in (wanted, 0):
             with contextlib.suppress(TransportError):
                 return await bound_socket(
-                    format_address(host, port), self._congestion_control, self._max_socket_bytes
+                    format_address(host, port),
+                    self._congestion_control,
+                    self._max_socket_bytes,
+                    warns=False,
                 )
         return None
 
@@ -1631,7 +1640,7 @@ class ZmqTransport(Transport):
             self._bulk_warned_at = now
             _log.warning(
                 "port %d of %s cannot be reached: weights come over the other port, encrypted "
-                "twice, at several times the CPU; let connections to it through",
+                "twice, at far more CPU; let connections to it through",
                 port,
                 without_key(address),
             )

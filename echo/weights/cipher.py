@@ -5,7 +5,7 @@
     with the key     -> decrypted: an image into its place, a coded block when it is decoded
 
 So weights need no encryption by their links: their bytes travel over sockets without CURVE
-(`net/zmq.py`), which costs a tenth. Everything else, tables and keys among it, stays inside CURVE.
+(`net/zmq.py`), which costs far less. Everything else, tables and keys among it, stays inside CURVE.
 
 **Keys.** The learner draws one for each form of each version, in memory; it keeps no list. A key
 travels beside the signature of the manifest or table that commits to it (`SignedManifest.key`): so

@@ -145,11 +145,12 @@ def build_manifest(
         key: with which chunks are encrypted, never used before; empty if they are not.
     """
     view = memoryview(image)
-    hashes, sent_hashes = [], []
+    hashes, sent_hashes, whole = [], [], blake3()
     encrypted = memoryview(bytearray(min(chunk_bytes, len(view)) if key else 0))
     for index, start in enumerate(range(0, len(view), chunk_bytes)):
         chunk = view[start : start + chunk_bytes]
         hashes.append(blake3(chunk).digest())
+        whole.update(chunk)  # while the caches have it
         if key:
             crypt(key, index, chunk, encrypted[: len(chunk)])
             sent_hashes.append(blake3(encrypted[: len(chunk)]).digest())
@@ -161,7 +162,7 @@ def build_manifest(
         num_bytes=len(view),
         chunk_bytes=chunk_bytes,
         chunk_hashes=b"".join(hashes),
-        image_hash=blake3(view).digest(),
+        image_hash=whole.digest(),
         sent_hashes=b"".join(sent_hashes),
         key_hash=hash_key(key),
     )

@@ -30,7 +30,7 @@ from echo.weights import receiver, store
 from echo.weights.delta import BlockPatch, decode_block
 from echo.weights.manifest import SignedManifest
 from echo.weights.receiver import StripeLinks, Watchdog
-from echo.weights.store import HeapStore, Patch, Transfer
+from echo.weights.store import Patch, Transfer
 from echo.wire.actions import Stop
 from echo.wire.codec import decode_envelope
 from echo.wire.messages import Ack
@@ -270,13 +270,13 @@ def begin_anew(patch: pytest.MonkeyPatch) -> None:
 @plant(19)
 def change_a_byte(patch: pytest.MonkeyPatch) -> None:
     """Write one byte of each chunk wrongly, after its hash was found right."""
-    write = HeapStore.write
+    put = Transfer.put
 
-    def careless(self: HeapStore, place: memoryview, data: Any) -> None:
-        write(self, place, data)
-        place[0] ^= 1
+    def careless(self: Transfer, index: int, data: Any, write: Any = None) -> None:
+        put(self, index, data, write)
+        self.place(index)[0] ^= 1
 
-    patch.setattr(HeapStore, "write", careless)
+    patch.setattr(Transfer, "put", careless)
 
 
 @plant(19, "b")

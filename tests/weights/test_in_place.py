@@ -143,6 +143,10 @@ def test_what_is_not_sealed_is_used_and_never_offered_in_full(mode: PatchMode) -
     assert ("c", v(1)) in net.arrived
     announced = [m for _, _, m in net.sent if isinstance(m, Announce) and m.version == v(1)]
     assert not announced
+    # Whoever knows of it from others, and asks for it in full: its key is not here.
+    fetch = Fetch(version=v(1), ranges=((0, 1),), credit_bytes=1 << 20)
+    [answer, *_] = net.nodes["b"].receive("late", fetch, [], now=net.now)
+    assert isinstance(message_of(answer.frames), Gone)  # type: ignore[union-attr]
     seal(net, 1)
     net.settle()
     assert is_sealed(net, "b", 1)
