@@ -313,6 +313,7 @@ def test_a_full_disk_falls_back_on_memory_with_one_warning(
     small: DiskStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     small.create(version(1), b"manifest", 512 << 10)
+    small.flush()  # its manifest must not meet the disk that the next one fills for a moment
     second = small.create(version(2), b"manifest", 768 << 10)
     second[:] = b"2" * len(second)
     small.create(version(3), b"manifest", 768 << 10)
