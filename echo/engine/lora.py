@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,17 @@ def add_adapter(model: Any, lora: Lora) -> dict[str, Tensor]:
     from peft import inject_adapter_in_model
 
     dtype = next(model.parameters()).dtype
-    inject_adapter_in_model(config, model, NAME)
+    with warnings.catch_warnings():
+        # It has ranks of its own for experts, which it adapts after all modules: too late for this.
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern", RuntimeWarning)
+        try:
+            inject_adapter_in_model(config, model, NAME)
+        except ValueError as error:
+            raise ConfigError(
+                f"lora.target_modules: peft refuses {', '.join(lora.target_modules)} of "
+                f"{type(model).__name__}: {error}; name the modules that may have an adapter, or "
+                "set lora.rank = 0 to train all weights"
+            ) from error
     model.requires_grad_(False)
     found = {}
     for name, parameter in model.named_parameters():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,8 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -50,8 +52,24 @@ def import_architecture(directory: Path) -> None:
         EngineError: if there is no config.json, or not of a causal language model.
     """
     with _explaining(directory):
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        check_architecture(AutoConfig.from_pretrained(directory, trust_remote_code=False))
+
+
+def check_architecture(config: Any) -> None:
+    """Import the code of a model, if it is one that Echo trains and samples from.
+
+    Raises:
+        EngineError: naming the architecture, and what there is in its place.
+    """
+    try:
         MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError as error:
+        name = (config.architectures or [config.model_type])[0]
+        raise EngineError(
+            f"{name} is no causal language model of transformers; one that reads images or sound "
+            "beside text cannot be trained here, not on text alone either: take a model of text, "
+            "docs/models.md lists families of them"
+        ) from error
 
 
 def build_meta_model(directory: Path, dtype: torch.dtype, attn_implementation: str) -> Any:
@@ -62,6 +80,7 @@ def build_meta_model(directory: Path, dtype: torch.dtype, attn_implementation: s
     """
     with _explaining(directory):
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        check_architecture(config)
         with BUILDING, no_init_weights():
             model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config,
@@ -81,8 +100,18 @@ def _explaining(directory: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise EngineError(
-            f"{directory}: no causal language model can be built from its config.json: {error}"
+            f"{directory}: no causal language model can be built from its config.json: "
+            f"{explain(error)}"
         ) from error
+
+
+def explain(error: BaseException) -> str:
+    """Return what transformers says against a model, with the remedy where there is a known one."""
+    first, *_ = str(error).splitlines() or [type(error).__name__]
+    if "attention implementation" not in first:
+        return str(error)
+    name = first.partition(" ")[0]
+    return f'{name} does not compute its attention so: set model.attn_implementation = "eager"'
 
 
 def check_weights(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
@@ -132,6 +161,50 @@ def _shorten(names: Sequence[str]) -> str:
     return f"{listed} and {more} more" if more > 0 else listed
 
 
+# --- names in memory and on disk ------------------------------------------------------------------
+#
+# Of some families transformers joins tensors when it reads them: the experts of a layer, one file
+# entry each, become one tensor with a dimension more. Training, images and deltas know the names in
+# memory alone; those on disk are for what others read: exported directories, and vLLM.
+
+
+def build_shapes(directory: Path) -> Any | None:
+    """Return the model of a directory without memory; None if there is no config.json.
+
+    Raises:
+        EngineError: if config.json is not of a causal language model.
+    """
+    if not (directory / "config.json").is_file():
+        return None
+    with torch.device("meta"):
+        return build_meta_model(directory, torch.float32, "eager")
+
+
+def unrounded_names(model: Any | None) -> frozenset[str]:
+    """Return the names of persistent floating-point buffers, which no version rounds.
+
+    They are no parameters: the bias by which routers choose experts decides in float32, and would
+    choose others if it were rounded.
+    """
+    if model is None:
+        return frozenset()
+    buffers = {name for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    return frozenset(buffers & model.state_dict().keys())
+
+
+def has_other_names_on_disk(model: Any | None) -> bool:
+    """Return whether files hold the weights of a model under other names than it has in memory."""
+    return model is not None and bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
+def names_on_disk(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return weights under the names, and cut into the pieces, that files of the model have."""
+    if not has_other_names_on_disk(model):
+        return tensors
+    found: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+    return found
+
+
 # --- model directories ----------------------------------------------------------------------------
 
 
@@ -140,16 +213,61 @@ DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 def load_directory(directory: Path, dtype: str) -> dict[str, Tensor]:
-    """Read the safetensors of a model directory, floating-point ones rounded to `dtype`.
+    """Read the weights of a model directory under the names that they have in memory.
+
+    Floating-point ones are rounded to `dtype`, but for those that a version does not round either.
 
     Raises:
-        DataError: if weights are missing, damaged, or in a format that is not safetensors.
+        DataError: if weights are missing, damaged, or in a format that is not safetensors; or, of a
+            model with other names on disk, if they do not make it up.
     """
-    target = torch_dtype(dtype)
+    model = build_shapes(directory)
+    tensors: Iterable[tuple[str, Tensor]] = read_tensors(directory)
+    own = set() if model is None else model.state_dict().keys()
+    if has_other_names_on_disk(model) and names_in(directory) - own:
+        tensors = _read_by_transformers(directory)
+    target, unrounded = torch_dtype(dtype), unrounded_names(model)
     return {
-        name: tensor.to(target) if tensor.is_floating_point() else tensor
-        for name, tensor in read_tensors(directory)
+        name: tensor.to(target) if tensor.is_floating_point() and name not in unrounded else tensor
+        for name, tensor in tensors
     }
+
+
+def _read_by_transformers(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a directory, joined as its model has them in memory."""
+    try:
+        with BUILDING:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False, output_loading_info=True,
+                dtype=torch.float32,
+            )  # fmt: skip
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(f"{directory}: cannot read the weights: {error}") from error
+    model, report = loaded
+    for what in ("missing_keys", "unexpected_keys"):
+        if report[what]:
+            raise DataError(f"{directory}: {what.replace('_', ' ')}: {sorted(report[what])[:5]}")
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:  # tied ones once
+            seen.add(id(tensor))
+            yield name, tensor.detach()
+
+
+def names_in(directory: Path) -> set[str]:
+    """Return the names of the tensors of a model directory.
+
+    Raises:
+        DataError: as `load_directory`.
+    """
+    found: set[str] = set()
+    for path in weight_files(directory):
+        try:
+            with safe_open(path, framework="pt") as file:
+                found |= set(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{path}: cannot read the weights: {error}") from error
+    return found
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:

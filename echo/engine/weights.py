@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def publish_image(
-    state: Mapping[str, Tensor], dtype: str
+    state: Mapping[str, Tensor], dtype: str, *, unrounded: Set[str] = frozenset()
 ) -> tuple[tuple[TensorSpec, ...], bytearray]:
     """Lay a state dict out as one byte image.
 
@@ -87,18 +87,19 @@ def publish_image(
         state: tensors by name, on any device, in the order in which the model registers them.
         dtype: "bfloat16", "float16" or "float32"; floating-point tensors are rounded to it, to
             nearest even. Others keep their dtype.
+        unrounded: names of floating-point tensors that keep their dtype, too.
 
     Returns:
         Where each tensor lies, sorted by name, and the bytes.
     """
-    specs, tensors = lay_out(state, dtype)
+    specs, tensors = lay_out(state, dtype, unrounded)
     image = bytearray(image_bytes(specs))
     write_image(specs, tensors, host_bytes(image))
     return specs, image
 
 
 def lay_out(
-    state: Mapping[str, Tensor], dtype: str
+    state: Mapping[str, Tensor], dtype: str, unrounded: Set[str] = frozenset()
 ) -> tuple[tuple[TensorSpec, ...], dict[str, Tensor]]:
     """Return where each tensor of a state dict lies in its image, and the tensors as they are.
 
@@ -109,7 +110,8 @@ def lay_out(
     specs = []
     end = 0
     for name, tensor in tensors.items():
-        published = target if tensor.is_floating_point() else tensor.dtype
+        is_rounded = tensor.is_floating_point() and name not in unrounded
+        published = target if is_rounded else tensor.dtype
         offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         num_bytes = tensor.numel() * published.itemsize
         specs.append(
@@ -117,6 +119,16 @@ def lay_out(
         )
         end = offset + num_bytes
     return tuple(specs), tensors
+
+
+def round_tensors(
+    tensors: Weights, dtype: torch.dtype, unrounded: Set[str] = frozenset()
+) -> dict[str, Tensor]:
+    """Return weights as a version has them; arguments as for `publish_image`."""
+    return {
+        name: tensor.to(dtype) if tensor.is_floating_point() and name not in unrounded else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def image_bytes(specs: Sequence[TensorSpec]) -> int:
@@ -525,7 +537,14 @@ class _Last:
 class VersionImages:
     """Makes one image after the other."""
 
-    def __init__(self, dtype: str, *, block_bytes: int, is_on_device: bool | None = None) -> None:
+    def __init__(
+        self,
+        dtype: str,
+        *,
+        block_bytes: int,
+        is_on_device: bool | None = None,
+        unrounded: Set[str] = frozenset(),
+    ) -> None:
         """Begin without a version.
 
         Args:
@@ -533,8 +552,10 @@ class VersionImages:
             block_bytes: image bytes per coded block.
             is_on_device: whether to find what changed where the weights are; None for: where that
                 is a CUDA device.
+            unrounded: names of floating-point tensors that keep their own dtype.
         """
         self._dtype = dtype
+        self._unrounded = unrounded
         self._block_bytes = block_bytes
         self._is_on_device = False if block_bytes % ALIGNMENT_BYTES else is_on_device
         self._last: _Last | None = None
@@ -554,7 +575,7 @@ class VersionImages:
                 )
                 self._is_on_device = False
         self._last = None
-        specs, tensors = lay_out(weights, self._dtype)
+        specs, tensors = lay_out(weights, self._dtype, self._unrounded)
         image = self._memory.take(image_bytes(specs))
         write_image(specs, tensors, host_bytes(image))
         return VersionImage(specs, image, None)
@@ -570,7 +591,7 @@ class VersionImages:
     def _make_there(
         self, weights: Weights, version: PolicyVersion, device: torch.device
     ) -> VersionImage:
-        specs, tensors = lay_out(weights, self._dtype)
+        specs, tensors = lay_out(weights, self._dtype, self._unrounded)
         last = self._last
         if last is not None and (last.made.specs, last.device) != (specs, device):
             last = self._last = None  # its memory may be needed

@@ -38,7 +38,7 @@ from echo.engine.engine import Sampling
 from echo.engine.hf.batch import sampling_logprobs
 from echo.engine.lora import Lora
 from echo.engine.model import make_sampling
-from echo.engine.weights import tensors_from_image, torch_dtype
+from echo.engine.weights import round_tensors, tensors_from_image, torch_dtype
 from echo.tasks import tokenization
 from echo.train.policy import ModelSource, Policy, frozen_policy
 from echo.train.step import StepResult
@@ -202,10 +202,7 @@ class MismatchProbe:
         return self._chance.sample(rollouts, min(self._num_rollouts, len(rollouts)))
 
     def _round(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            name: tensor.to(self._published_dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in weights.items()
-        }
+        return round_tensors(weights, self._published_dtype, self._policy.unrounded)
 
     @torch.no_grad()
     def _score(

@@ -34,7 +34,14 @@ from echo.algo.batching import MicroBatch, Segments, TrainingRow, collate, pack_
 from echo.config.schema import Config
 from echo.core.errors import DataError, EngineError
 from echo.engine.lora import Lora, add_adapter
-from echo.engine.model import BUILDING, pick_device, pick_dtype
+from echo.engine.model import (
+    BUILDING,
+    check_architecture,
+    explain,
+    pick_device,
+    pick_dtype,
+    unrounded_names,
+)
 from echo.kernels.contract import BackendName, RatioClip
 from echo.kernels.logprob import EntropyMode, TokenLosses, linear_logprob, linear_policy_loss
 from echo.train import packing
@@ -145,6 +152,7 @@ class Policy:
         self._adapter = None if lora is None else add_adapter(self.model, lora)
         if source.tensors is not None:
             self.load(source.tensors)
+        self.unrounded = unrounded_names(self.model)
         self._backbone = self.model.base_model
         self._head = _head_weight(self.model)
         self.padded_because = self._choose_rows()
@@ -452,6 +460,7 @@ def _build(
         config = AutoConfig.from_pretrained(
             model_dir, local_files_only=True, trust_remote_code=False
         )
+        check_architecture(config)
         _refuse_changed_logits(config)  # before a large model is read
         _switch_off_dropout(config)
         if not has_weights:
@@ -463,7 +472,7 @@ def _build(
             )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise DataError(
-            f"{model_dir}: cannot load it as a causal language model: {error}"
+            f"{model_dir}: cannot load it as a causal language model: {explain(error)}"
         ) from error
     model, report = loaded
     if report["missing_keys"]:
@@ -488,17 +497,21 @@ def _refuse_changed_logits(config: Any) -> None:
             raise EngineError(
                 f"{config.model_type} model with {key} = {value}: models that scale or cap their "
                 "logits cannot be trained here, because log-probabilities are computed from "
-                "hidden states and LM head alone"
+                "hidden states and LM head alone; docs/models.md lists families that can"
             )
 
 
 def _head_weight(model: Any) -> Tensor:
     head = model.get_output_embeddings()
     if head is None or model.base_model is model:
-        raise EngineError(f"{type(model).__name__} has no LM head apart from its backbone")
+        raise EngineError(
+            f"{type(model).__name__} has no LM head apart from its backbone, and cannot be trained "
+            "here; docs/models.md lists families that can"
+        )
     if getattr(head, "bias", None) is not None:
         raise EngineError(
-            f"{type(model).__name__} has an LM head with a bias, which is not supported"
+            f"{type(model).__name__} has an LM head with a bias, and cannot be trained here; "
+            "docs/models.md lists families that can"
         )
     weight: Tensor = head.weight
     return weight

@@ -553,6 +553,11 @@ class Trainer:
         """Return the weights by name, tied ones once, not copied: the next step changes them."""
         return self._policy.tensors()
 
+    @property
+    def unrounded(self) -> frozenset[str]:
+        """Names of tensors that are published in their own dtype."""
+        return self._policy.unrounded
+
     def snapshot(self) -> dict[str, Tensor]:
         """Return a copy of the weights on the CPU, float32, by name, tied ones once."""
         return {

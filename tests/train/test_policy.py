@@ -11,11 +11,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo.algo.batching import MicroBatch, TrainingRow, collate
-from echo.core.errors import DataError, EngineError
+from echo.core.errors import DataError, EchoError, EngineError
 from echo.core.rollout import Rollout
+from echo.engine.hf.engine import TransformersEngine
 from echo.train.policy import ModelSource, frozen_policy
 from tests.train.trainers import policy_of
 
@@ -136,7 +137,11 @@ def test_tied_tensors_appear_once(
         ("Gemma2", {**SMALL, "head_dim": 8}, r"final_logit_softcapping = 30\.0"),
         ("Granite", {**SMALL, "logits_scaling": 8.0}, r"logits_scaling = 8\.0"),
         ("Cohere", SMALL, r"logit_scale = 0\.0625"),
-        ("Phi", SMALL, "LM head with a bias"),
+        (
+            "Phi",
+            SMALL,
+            "PhiForCausalLM has an LM head with a bias, .* docs/models.md lists families",
+        ),
     ],
 )
 def test_models_that_change_their_logits_are_refused(
@@ -144,6 +149,25 @@ def test_models_that_change_their_logits_are_refused(
 ) -> None:
     with pytest.raises(EngineError, match=message):
         policy_of(save_model(tmp_path, architecture, **settings))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("qwen3_vl", "qwen3_vl is no causal language model .* not on text alone .*: take a model"),
+        ("gpt_oss", r'does not compute its attention so: set model\.attn_implementation = "eager"'),
+    ],
+)
+def test_what_cannot_be_built_is_refused_with_what_can(
+    tmp_path: Path, model_type: str, message: str
+) -> None:
+    """By its configuration alone, at either end."""
+    settings = SMALL if model_type == "gpt_oss" else {}
+    AutoConfig.for_model(model_type, **settings).save_pretrained(tmp_path)
+    with pytest.raises(EchoError, match=message):
+        policy_of(tmp_path, tensors={})
+    with pytest.raises(EchoError, match=message):
+        TransformersEngine(tmp_path)
 
 
 def flash_attention(

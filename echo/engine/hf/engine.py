@@ -397,7 +397,7 @@ class TransformersEngine(Engine):
                 index = torch.from_numpy(kept).to(self._device)
                 mask = mask[index] if mask is not None else None
                 tokens = tokens[index]
-                cache.batch_select_indices(index)
+                _keep_rows(cache, index)
             if has_swapped and self._recomputes:
                 logits, cache = self._begin(batch)
                 continue
@@ -419,7 +419,7 @@ class TransformersEngine(Engine):
         logits = self._forward(ids, shown, _positions(shown, ids.shape), cache)
         if not torch.equal(repeat, torch.arange(len(ids))):
             repeat = repeat.to(self._device)
-            cache.batch_select_indices(repeat)
+            _keep_rows(cache, repeat)
             logits = logits[repeat]
         return logits, cache
 
@@ -448,6 +448,15 @@ def _positions(mask: Tensor | None, shape: torch.Size) -> Tensor:
     if mask is None:
         return torch.arange(shape[1]).expand(shape)
     return (mask.cumsum(-1) - 1).clamp_(min=0)
+
+
+def _keep_rows(cache: DynamicCache, rows: Tensor) -> None:
+    """Have a cache hold these of its rows, [B] indices; a row may come several times.
+
+    As a beam search does it: the other way of transformers leaves out the states of convolutions
+    and of linear attention.
+    """
+    cache.reorder_cache(rows)  # type: ignore[arg-type]  # it says LongTensor, and means int64
 
 
 def _distinct(state: Mapping[str, Tensor]) -> list[Tensor]:

@@ -55,7 +55,13 @@ from echo.engine.engine import (
     is_out_of_memory,
 )
 from echo.engine.lora import Lora, build_adapted, target_names
-from echo.engine.model import build_meta_model, check_weights, free_bytes, set_num_threads
+from echo.engine.model import (
+    build_meta_model,
+    check_weights,
+    free_bytes,
+    names_on_disk,
+    set_num_threads,
+)
 from echo.engine.vllm.arguments import (
     MIN_VERSIONS,
     Process,
@@ -360,6 +366,9 @@ class SwapProbe:
             self._model = build_meta_model(Path(model_dir), self._dtype, "eager")
         else:
             self._model, self._adapter = build_adapted(lora, self._dtype, "eager")
+        # An architecture that is not vLLM's own runs in the classes of transformers, which vLLM
+        # changes for this process: models of theirs that it has not built itself lack this.
+        type(self._model.base_model).do_not_compile = True
         self.lora_targets = target_names(self._adapter or ())
         """Last parts of the names of the modules that have an adapter."""
         config = self._model.config.get_text_config()
@@ -403,6 +412,10 @@ class SwapProbe:
             logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].numpy()
         )
         return found
+
+    def on_disk(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return weights as files have them, which is how vLLM reads them."""
+        return names_on_disk(self._model, tensors)
 
     def complaint(
         self, measured: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]
@@ -654,7 +667,7 @@ class VllmEngine(Engine):
         self._tag = tag = str(next(self._serials))
         hand_over(
             self._backend,
-            weights.tensors,
+            self._probe.on_disk(weights.tensors),
             tag,
             clears_cache=self._clears_cache,
             is_same_process=self._process == "inline",

@@ -69,6 +69,7 @@ class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
         """Put the layers into the form that the kernels want."""
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied_heads(self.model)
+        _repack_experts(self.model)
 
     def shutdown(self) -> None:
         """Do nothing: nothing is open."""
@@ -93,3 +94,16 @@ def _repack_tied_heads(model: nn.Module) -> None:
         if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
             method: Any = module.quant_method
             method.process_weights_after_loading(module)
+
+
+def _repack_experts(model: nn.Module) -> None:
+    """Pack the experts again that vLLM 0.32 leaves as they came on a CPU.
+
+    Its kernel for experts there reads them in an order of its own, into which vLLM brings them when
+    it starts and never again.
+    """
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        experts: Any = getattr(kernel, "fused_experts", None)
+        if hasattr(experts, "isa"):  # those for CPUs
+            experts.process_weights_after_loading(module)

@@ -20,7 +20,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -108,7 +108,7 @@ def sealed(publication: Publication, key: Ed25519PrivateKey, chunk_key: bytes = 
     return replace(publication, signed=sign(manifest, key, chunk_key), manifest=manifest)
 
 
-def make_images(config: Config) -> VersionImages:
+def make_images(config: Config, unrounded: Set[str] = frozenset()) -> VersionImages:
     """Return what makes the images of a run; without deltas there is nothing to find on a GPU."""
     # Only here, as below: a simulated learner has no torch.
     from echo.engine.weights import VersionImages
@@ -117,6 +117,7 @@ def make_images(config: Config) -> VersionImages:
         config.model.dtype,
         block_bytes=block_bytes_of(config.network.chunk_bytes),
         is_on_device=False if config.network.codec == "full" else None,
+        unrounded=unrounded,
     )
 
 
@@ -153,12 +154,21 @@ class Publisher:
         config: Config,
         *,
         model_digest: str,
+        unrounded: Set[str] = frozenset(),
         attribution: Attribution | None = None,
     ) -> None:
-        """Take whose versions they are, and what wants to keep them, if anything does."""
+        """Take whose versions they are.
+
+        Args:
+            identity: of the run.
+            config: the learner's.
+            model_digest: of the model's configuration.
+            unrounded: names of floating-point tensors that keep their own dtype.
+            attribution: wants to keep versions; None if nothing does.
+        """
         self.coder = Coder(identity.key, encrypts=config.security.curve)
         self._identity = identity
-        self._images = make_images(config)
+        self._images = make_images(config, unrounded)
         self._chunk_bytes = config.network.chunk_bytes
         self._model_digest = model_digest
         self._attribution = attribution

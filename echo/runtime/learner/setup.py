@@ -30,18 +30,21 @@ from echo.engine.lora import (
     load_adapter,
 )
 from echo.engine.model import (
+    build_shapes,
     context_window,
     free_gpu_bytes,
     import_architecture,
     load_directory,
     make_sampling,
     model_digests,
+    names_on_disk,
     pick_device,
     resolve_model,
     set_num_threads,
+    unrounded_names,
     vocab_size,
 )
-from echo.engine.weights import Weights, save_hf, torch_dtype
+from echo.engine.weights import Weights, round_tensors, save_hf, torch_dtype
 from echo.leases.book import LeaseBook
 from echo.leases.scheduler import LeaseSettings, RunState
 from echo.net.curve import CurveKeys
@@ -313,7 +316,13 @@ def open_run(
         progress=begin_progress(start, earlier),
         trainer=trainer,
         attribution=attribution,
-        publisher=Publisher(identity, config, model_digest=digest, attribution=attribution),
+        publisher=Publisher(
+            identity,
+            config,
+            model_digest=digest,
+            unrounded=trainer.unrounded,
+            attribution=attribution,
+        ),
         buffer=buffer,
         session=session,
         rewards=learner_rewards(config, data),
@@ -610,14 +619,12 @@ class DirectoryExporter:
     def export(self, directory: Path, weights: Weights) -> None:
         """Write a directory."""
         config, data = self._config, self._data
+        model = build_shapes(data.model_dir)
         dtype = torch_dtype(config.model.dtype)
-        rounded = {
-            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in weights.items()
-        }
+        rounded = round_tensors(weights, dtype, unrounded_names(model))
         assets = tokenization.asset_files(data.model_dir)
         if data.lora is None:
-            save_hf(directory, assets, rounded)
+            save_hf(directory, assets, names_on_disk(model, rounded))
         else:
             name = base_name(config, data.lora)
             export_adapter(directory, assets, rounded, data.lora, base_name=name)

@@ -1,0 +1,467 @@
+"""Families of models, what Echo does with each, and the table of docs/models.md that says so.
+
+`test_families.py` here and `test_vllm_families.py` beside the engines' tests show every word of the
+table. After a change of a row: `python -m tests.runtime.families`, and put what it prints into the
+page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from echo.algo.losses import make_loss
+from echo.core.rollout import Group, PolicyVersion, Rollout
+from echo.engine.engine import Completion, Engine, Request, Sampling
+from echo.engine.lora import ALL_LINEAR, Lora
+from echo.engine.weights import VersionImages, tensors_from_image
+from echo.runtime.learner.publish import CodedSegment, Coder, Publication, make_publication
+from echo.train.batch import AdvantageSettings
+from echo.train.trainer import OptimizerSettings, Trainer
+from echo.weights.delta import block_bytes_of
+from echo.weights.manifest import encode_signed, verify
+from echo.weights.store import EncodedVersion, Patch, Transfer
+from echo.wire.messages import Form
+from tests.train.trainers import trainer_of
+
+TOLERANCE = 1e-5
+"""Nats between an engine's log-probability and the learner's, both in float32."""
+V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
+HOW = Sampling(1.0, 1.0, 0, 8, ())
+CHUNK_BYTES = 1 << 12
+
+# --- families -------------------------------------------------------------------------------------
+
+SMALL: Mapping[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,  # the smallest that vLLM samples with on a CPU
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": True,
+}
+BOTH = ["sliding_attention", "full_attention"]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+UNTIED = {"tie_word_embeddings": False}  # as released; vLLM gives these a head of their own
+ROUTED = EXPERTS | UNTIED | {"n_routed_experts": 4, "first_k_dense_replace": 1}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One row of the table."""
+
+    label: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of the configuration, beside or in place of SMALL's."""
+    padded: str = ""
+    """Why it is trained on padded rows; empty where it is trained on packed ones."""
+    attention: str = "sdpa"
+    """model.attn_implementation."""
+    vllm: str = ""
+    """What vLLM 0.32 says against it on a CPU; empty where it samples from it."""
+    vllm_options: Mapping[str, Any] = field(default_factory=dict)
+    """Of [engine.options]: what vLLM needs on a CPU."""
+    vllm_tolerance: float = TOLERANCE
+    lora: str = ""
+    """What is said against an adapter on all linear layers; empty where there is one."""
+    lora_targets: tuple[str, ...] = (ALL_LINEAR,)
+    """The modules that have an adapter."""
+    notes: str = ""
+    """For the table."""
+
+
+UNCACHED = {"enable_prefix_caching": False}
+LINEAR = "its layers of linear_attention carry one rollout into the next"
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(label="Llama 2, 3"),
+    "qwen2": Family(label="Qwen2, Qwen2.5"),
+    "qwen3": Family(label="Qwen3"),
+    "mistral": Family(label="Mistral", settings={"sliding_window": 5}, notes="with its window"),
+    "phi3": Family(label="Phi-3, Phi-4", settings={"sliding_window": 5}, notes="with its window"),
+    "smollm3": Family(label="SmolLM3", settings={"no_rope_layers": [1, 0]}),
+    "gemma2": Family(
+        label="Gemma 2",
+        settings={
+            "sliding_window": 5,
+            "final_logit_softcapping": None,
+            "query_pre_attn_scalar": 32,
+        },
+        padded="packed attention has no softcap",
+        vllm_tolerance=2e-3,
+        notes="only without `final_logit_softcapping`; as released it is refused",
+    ),
+    "gemma3_text": Family(
+        label="Gemma 3, text",
+        settings={"sliding_window": 5, "layer_types": BOTH, "query_pre_attn_scalar": 32},
+    ),
+    "olmo3": Family(label="OLMo 3", settings={"sliding_window": 5, "layer_types": BOTH}),
+    "qwen3_moe": Family(label="Qwen3-MoE", settings=EXPERTS),
+    "mixtral": Family(label="Mixtral", settings={"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v3": Family(
+        label="DeepSeek-V3",
+        settings=ROUTED | LATENT,
+        vllm="its attention on a CPU takes heads of 32",
+        notes="the routers' correction bias is published in float32",
+    ),
+    "glm4_moe": Family(
+        label="GLM-4.5",
+        settings=ROUTED,
+        notes="the routers' correction bias is published in float32",
+    ),
+    "gpt_oss": Family(
+        label="gpt-oss",
+        settings=EXPERTS
+        | UNTIED
+        | {"sliding_window": 5, "num_local_experts": 4, "layer_types": BOTH},
+        attention="eager",
+        vllm="is installed but not what vLLM samples from",
+        padded='model.attn_implementation = "eager" has attention of its own',
+    ),
+    "qwen3_next": Family(
+        label="Qwen3-Next",
+        settings=EXPERTS | DELTA | {"shared_expert_intermediate_size": 32},
+        padded=LINEAR,
+        vllm="CPU GDN attention requires BF16",
+        vllm_options=UNCACHED,
+    ),
+    "qwen3_5_text": Family(
+        label="Qwen3.5, text",
+        settings=DELTA,
+        padded=LINEAR,
+        vllm="failed to be inspected",  # it wants torchvision
+    ),
+    "lfm2": Family(
+        label="LFM2",
+        settings={
+            "conv_L_cache": 3,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": ["conv", "full_attention"],
+        },
+        padded="its layers of conv carry one rollout into the next",
+        vllm="'Lfm2Config' object has no attribute 'conv_dim'",
+        vllm_options=UNCACHED,
+    ),
+    "bamba": Family(
+        label="Bamba",
+        settings=MAMBA | {"attn_layer_indices": [1]},
+        padded=LINEAR,
+        vllm="does not dispatch through the Transformers attention interface",
+    ),
+    "granitemoehybrid": Family(
+        label="Granite 4 hybrid",
+        settings=MAMBA
+        | {
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 32,
+            "logits_scaling": 1.0,
+        },
+        padded=LINEAR,
+        vllm_options=UNCACHED,
+        notes="only with `logits_scaling` = 1; as released it is refused",
+    ),
+    "nemotron_h": Family(
+        label="Nemotron-H",
+        settings={
+            "layers_block_type": ["mamba", "attention"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "chunk_size": 8,
+        },
+        padded=LINEAR,
+        vllm_options=UNCACHED,
+        vllm_tolerance=1e-4,
+        lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+        lora="peft refuses all-linear of NemotronHForCausalLM: .*'out_proj' is incompatible",
+    ),
+}
+IN_EVERY_RUN = ("qwen3_moe", "qwen3_5_text")
+
+
+def save_family(directory: Path, name: str) -> Path:
+    """Write a tiny random model of a family as its hub files would be, all of it far from neutral.
+
+    What its weights are is representable in bfloat16, so that publishing rounds nothing away.
+    """
+    transformers_logging.set_verbosity_error()
+    config = AutoConfig.for_model(name, **{**SMALL, **FAMILIES[name].settings})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for tensor in model.parameters():
+                if tensor.ndim == 1:
+                    tensor.add_(0.1 * torch.randn_like(tensor))
+                elif not tensor.any():
+                    tensor.normal_(0, 0.3)
+                tensor.copy_(tensor.bfloat16())
+            for buffer_name, buffer in model.named_buffers():
+                if buffer_name in model.state_dict():  # and these are not
+                    buffer.copy_(torch.randn_like(buffer) / 3)
+    model.save_pretrained(directory)
+    return directory
+
+
+# --- one step through the real parts --------------------------------------------------------------
+
+
+class Wire:
+    """A learner's versions, sealed, encrypted, cut into chunks, and put together by a worker."""
+
+    def __init__(self, trainer: Trainer, dtype: str) -> None:
+        self._trainer = trainer
+        key = Ed25519PrivateKey.generate()
+        self._public_key = key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+        self._coder = Coder(key, encrypts=True, num_threads=1)
+        self._images = VersionImages(
+            dtype, block_bytes=block_bytes_of(CHUNK_BYTES), unrounded=trainer.unrounded
+        )
+
+    def publish(self, version: PolicyVersion) -> Publication:
+        return make_publication(
+            self._trainer.tensors(),
+            version,
+            run_id="run",
+            model_digest="model",
+            images=self._images,
+            chunk_bytes=CHUNK_BYTES,
+        )
+
+    def whole(self, publication: Publication) -> Transfer:
+        """Return a version in memory of the worker's own."""
+        made = self._coder.seal(publication)
+        assert made.signed is not None
+        manifest, number = made.manifest, made.manifest.num_chunks
+        sent = Transfer(made.signed, manifest, made.image, bytearray(b"\1" * number), number)
+        signed, found = verify(
+            encode_signed(made.signed),
+            public_key=self._public_key,
+            run_id="run",
+            max_bytes=1 << 30,
+        )
+        got = Transfer(signed, found, bytearray(found.num_bytes), bytearray(number))
+        for index in range(number):
+            chunk = sent.chunk(index)
+            assert blake3(chunk).digest() == found.sent_hash(index)
+            got.put(index, chunk)
+            got.mark(index)
+        assert blake3(got.storage).digest() == found.image_hash
+        return got
+
+    def patch(self, publication: Publication, old: Publication, base: Transfer) -> Patch:
+        """Return what a delta that was sent in chunks changes of the worker's memory."""
+        sealed = self._coder.seal(old)
+        number = sealed.manifest.num_chunks
+        held = Transfer(sealed.signed, sealed.manifest, old.image, bytearray(number), number)
+        segments: Sequence[CodedSegment] = list(self._coder.segments(publication, held))
+        first = segments[0].table
+        assert first.base is not None
+        encoded = EncodedVersion(first.version, Form("delta", first.base))
+        patch = encoded.patch = Patch(first.base, first.version, first.block_bytes)
+        work = []
+        for segment in segments:
+            table = encoded.verify(
+                segment.frame, public_key=self._public_key, run_id="run", max_bytes=1 << 30
+            )
+            encoded.add(table, segment.frame)
+            for start in range(0, len(segment.payload), table.chunk_bytes):
+                chunk, index = segment.payload[start : start + table.chunk_bytes], encoded.num_held
+                assert blake3(chunk).digest() == encoded.chunk_hash(index)
+                encoded.put(index, chunk)
+                encoded.mark(index)
+                work += encoded.decodable(index, memoryview(base.storage))
+        for each in work:
+            assert each.run() == ""
+            encoded.decoded(each)
+        assert encoded.is_ready
+        return patch
+
+    def close(self) -> None:
+        self._coder.close()
+
+
+def make_trainer(name: str, model_dir: Path, lora: Lora | None = None) -> Trainer:
+    return trainer_of(
+        model_dir,
+        lora=lora,
+        attn_implementation=FAMILIES[name].attention,
+        loss=make_loss("grpo"),
+        optimizer=OptimizerSettings(learning_rate=3e-3, warmup_steps=0),
+        advantages=AdvantageSettings(normalize_by_std=False),
+    )
+
+
+def sample(engine: Engine, version: PolicyVersion) -> list[Group]:
+    """Prompts of unequal length, four rollouts of each."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, 32, length).astype(np.int32) for length in (1, 3, 9)]
+    requests = [Request(f"{n}", prompts[n // 4], n) for n in range(12)]
+    found = engine.generate(requests, HOW, exact_version=version)
+    return [
+        Group(
+            group_id=number,
+            attempt=0,
+            worker_id="w",
+            prompt_ids=prompt,
+            rollouts=tuple(
+                _rollout(one, reward)
+                for one, reward in zip(found[4 * number :], (1, 0, 0, 1))  # noqa: B905
+            ),
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def _rollout(completion: Completion, reward: float) -> Rollout:
+    return Rollout(
+        token_ids=completion.token_ids,
+        sampler_logprobs=completion.logprobs,
+        policy_versions=completion.policy_versions,
+        completion_mask=np.ones(len(completion.token_ids), np.bool_),
+        reward=reward,
+        finish_reason="length",
+    )
+
+
+def farthest(trainer: Trainer, groups: Sequence[Group]) -> float:
+    """The largest difference between a sampled log-probability and the learner's own, nats."""
+    return max(
+        float(np.abs(own - rollout.sampler_logprobs).max())
+        for group, rows in zip(groups, trainer.forward(groups), strict=True)
+        for own, rollout in zip(rows, group.rollouts, strict=True)
+    )
+
+
+Check = Callable[[Engine, Mapping[str, Tensor]], None]
+
+
+def train_one_step(
+    trainer: Trainer,
+    engine: Engine,
+    *,
+    dtype: str = "bfloat16",
+    tolerance: float = TOLERANCE,
+    check: Check = lambda engine, tensors: None,
+) -> None:
+    """Publish, sample, train, publish what changed, and sample again.
+
+    Args:
+        trainer: of weights that `dtype` represents.
+        engine: that computes in float32.
+        dtype: of the images.
+        tolerance: nats.
+        check: compares an engine's weights with those of an image.
+    """
+    wire = Wire(trainer, dtype)
+    first = wire.publish(V1)
+    first = Publication(None, first.manifest, bytes(first.image), None)  # its memory is used again
+    held = wire.whole(first)
+    specs, image = held.manifest.tensors, memoryview(held.storage)
+    own = trainer.tensors()
+    for key, tensor in tensors_from_image(specs, image).items():
+        assert torch.equal(tensor.float(), own[key].float()), key  # routers' biases included
+    engine.load(tensors_from_image(specs, image.toreadonly()), V1)
+    groups = sample(engine, V1)
+    assert farthest(trainer, groups) < tolerance
+    trainer.step(groups)
+    second = wire.publish(V2)
+    patch = wire.patch(second, first, held)
+    assert patch.num_words
+    if engine.takes_patches:
+        engine.patch(patch, image, specs)
+    else:
+        patch.write(image)
+        engine.load(tensors_from_image(specs, image.toreadonly()), V2)
+    assert image == second.image
+    tensors = tensors_from_image(specs, image.toreadonly())
+    check(engine, tensors)
+    trainer._policy.load(tensors)
+    assert farthest(trainer, sample(engine, V2)) < tolerance
+    wire.close()
+
+
+# --- table ----------------------------------------------------------------------------------------
+
+
+def table() -> str:
+    """Return the table of docs/models.md."""
+    lines = [
+        "| family | `model_type` | rows | LoRA | transformers engine | vLLM engine | remarks |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, family in FAMILIES.items():
+        notes = [family.notes] if family.notes else []
+        if family.attention != "sdpa":
+            notes.append(f'needs `model.attn_implementation = "{family.attention}"`')
+        if family.lora:
+            targets = ", ".join(f"`{target}`" for target in family.lora_targets)
+            notes.append(f"peft refuses `all-linear`, `lora.target_modules` may name {targets}")
+        if family.vllm:
+            notes.append(f"vLLM: `{family.vllm}`")
+        elif family.vllm_options:
+            notes.append(
+                "vLLM on a CPU needs `enable_prefix_caching = false` in `[engine.options]`"
+            )
+        cells = [
+            family.label,
+            f"`{name}`",
+            "padded" if family.padded else "packed",
+            "some" if family.lora else "yes",
+            "in place",
+            "no" if family.vllm else "yes",
+            "; ".join(notes),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

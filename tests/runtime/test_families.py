@@ -1,0 +1,116 @@
+"""Every family of the table: learner, wire and the transformers engine, and back."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from echo.core.errors import ConfigError
+from echo.engine.engine import Engine
+from echo.engine.hf.engine import TransformersEngine
+from echo.engine.lora import Lora
+from echo.engine.model import (
+    build_shapes,
+    load_directory,
+    names_in,
+    names_on_disk,
+    read_tensors,
+)
+from echo.engine.weights import save_safetensors
+from tests.runtime.families import (
+    FAMILIES,
+    IN_EVERY_RUN,
+    make_trainer,
+    save_family,
+    table,
+    train_one_step,
+)
+
+torch.set_num_threads(1)
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+def cases(kept: tuple[str, ...]) -> list[Any]:
+    only_all = [pytest.mark.matrix]
+    return [pytest.param(name, marks=[] if name in kept else only_all) for name in FAMILIES]
+
+
+def assert_same_bits(engine: Engine, tensors: Mapping[str, Tensor]) -> None:
+    assert isinstance(engine, TransformersEngine)
+    own = engine._model.state_dict()
+    for name, tensor in tensors.items():
+        expected = tensor.to(own[name].dtype)
+        assert torch.equal(own[name].view(torch.uint8), expected.view(torch.uint8)), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cases(IN_EVERY_RUN))
+def test_a_step_goes_to_the_transformers_engine_and_back(name: str, tmp_path: Path) -> None:
+    family, model_dir = FAMILIES[name], save_family(tmp_path, name)
+    trainer = make_trainer(name, model_dir)
+    rows = f"padded rows: {family.padded}" if family.padded else "packed rows"
+    assert trainer.describe_rows().endswith(f"is trained on {rows}")
+    engine = TransformersEngine(model_dir, attn_implementation=family.attention)
+    assert engine.takes_patches
+    train_one_step(trainer, engine, check=assert_same_bits)
+    # The same where the engine's weights are the memory of the image, and round what they compute.
+    coarse = TransformersEngine(model_dir, attn_implementation=family.attention, dtype="bfloat16")
+    train_one_step(trainer, coarse, check=assert_same_bits, tolerance=math.inf)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cases(IN_EVERY_RUN[:1]))
+def test_an_adapter_goes_there_and_back(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed: bin/echo-setup --extra lora")
+    family, model_dir = FAMILIES[name], save_family(tmp_path, name)
+    lora = Lora(base_dir=model_dir, rank=4, alpha=8)
+    if family.lora:
+        with pytest.raises(ConfigError, match=family.lora):
+            make_trainer(name, model_dir, lora)
+        lora = replace(lora, target_modules=family.lora_targets)
+    trainer = make_trainer(name, model_dir, lora)
+    engine = TransformersEngine(model_dir, attn_implementation=family.attention, lora=lora)
+    train_one_step(trainer, engine, dtype="float32")
+
+
+@pytest.mark.parametrize("name", cases(IN_EVERY_RUN))
+def test_files_are_read_under_the_names_of_memory_and_written_under_their_own(
+    name: str, tmp_path: Path
+) -> None:
+    model_dir = save_family(tmp_path, name)
+    tensors = make_trainer(name, model_dir).tensors()
+    read = load_directory(model_dir, "bfloat16")
+    assert read.keys() == tensors.keys()
+    for key, tensor in read.items():
+        assert torch.equal(tensor.float(), tensors[key].float()), key
+    written = names_on_disk(build_shapes(model_dir), read)
+    for key, tensor in read_tensors(model_dir):
+        assert torch.equal(written[key].float(), tensor), key
+    assert written.keys() == names_in(model_dir)
+    joined = tmp_path / "joined"
+    shutil.copytree(model_dir, joined, ignore=shutil.ignore_patterns("*.safetensors", "joined"))
+    save_safetensors(joined, read)
+    again = load_directory(joined, "bfloat16")
+    assert all(torch.equal(tensor, read[key]) for key, tensor in again.items())
+    assert again.keys() == read.keys()
+
+
+def test_experts_are_grouped_products_and_routers_have_no_loss_of_their_own(tmp_path: Path) -> None:
+    model = make_trainer("qwen3_moe", save_family(tmp_path, "qwen3_moe"))._policy.model
+    assert model.config._experts_implementation == "grouped_mm"
+    assert not model.config.output_router_logits
+
+
+def test_the_page_has_this_table() -> None:
+    assert table() in PAGE.read_text(encoding="utf-8"), (
+        "docs/models.md: replace its table with what `python -m tests.runtime.families` prints"
+    )
