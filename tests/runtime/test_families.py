@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from echo.core.errors import ConfigError
 from echo.engine.engine import Engine
 from echo.engine.hf.engine import TransformersEngine
-from echo.engine.lora import Lora
+from echo.engine.lora import Lora, export_adapter
 from echo.engine.model import (
     build_shapes,
     load_directory,
@@ -68,9 +69,12 @@ def test_a_step_goes_to_the_transformers_engine_and_back(name: str, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern")  # peft's, as ours does
 @pytest.mark.parametrize("name", cases(IN_EVERY_RUN[:1]))
 def test_an_adapter_goes_there_and_back(name: str, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed: bin/echo-setup --extra lora")
+    from peft import PeftModel
+
     family, model_dir = FAMILIES[name], save_family(tmp_path, name)
     lora = Lora(base_dir=model_dir, rank=4, alpha=8)
     if family.lora:
@@ -80,6 +84,15 @@ def test_an_adapter_goes_there_and_back(name: str, tmp_path: Path) -> None:
     trainer = make_trainer(name, model_dir, lora)
     engine = TransformersEngine(model_dir, attn_implementation=family.attention, lora=lora)
     train_one_step(trainer, engine, dtype="float32")
+    export_adapter(tmp_path / "final", {}, trainer.tensors(), lora, base_name=str(model_dir))
+    base = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation=family.attention)
+    read = PeftModel.from_pretrained(base, tmp_path / "final").eval()
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        theirs, ours = (
+            each(input_ids=ids, use_cache=False).logits for each in (read, engine._model)
+        )
+    assert torch.allclose(theirs, ours, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", cases(IN_EVERY_RUN))
