@@ -234,7 +234,7 @@ FAMILIES: Mapping[str, Family] = {
         lora="peft refuses all-linear of NemotronHForCausalLM: .*'out_proj' is incompatible",
     ),
 }
-IN_EVERY_RUN = ("qwen3_moe", "qwen3_5_text")
+IN_EVERY_RUN = ("qwen3_moe", "qwen3_5_text", "deepseek_v3")
 
 
 def save_family(directory: Path, name: str) -> Path:
