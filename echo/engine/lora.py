@@ -32,6 +32,7 @@ from echo.core.errors import ConfigError, DataError
 from echo.core.extras import install_command
 from echo.engine.model import (
     build_meta_model,
+    build_shapes,
     check_weights,
     load_directory,
     read_tensors,
@@ -47,6 +48,8 @@ NAME = "default"
 PREFIX = "base_model.model."
 """What stands before a module's name in peft's files."""
 ALL_LINEAR = "all-linear"
+EXPERTS = "experts"
+"""Last part of the name of what holds the experts of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +76,26 @@ def add_adapter(model: Any, lora: Lora) -> dict[str, Tensor]:
     Raises:
         ConfigError: if peft is missing, or a target module is not in the model or cannot be one.
     """
+    dtype = next(model.parameters()).dtype
+    _inject(model, lora)
+    model.requires_grad_(False)
+    found = {}
+    for name, parameter in model.named_parameters():
+        if f".{NAME}." in name and ".lora_" in name:
+            parameter.data = parameter.data.to(dtype)
+            found[PREFIX + name.replace(f".{NAME}.", ".")] = parameter
+    return found
+
+
+def _inject(model: Any, lora: Lora) -> Any:
+    """Put an adapter next to a model's weights; return peft's configuration of what it has done.
+
+    Of mixtures of experts it adapts tensors that are no modules, and says so there.
+    """
     config = _peft_config(lora)
     _check_targets(model, lora.target_modules)
     from peft import inject_adapter_in_model
 
-    dtype = next(model.parameters()).dtype
     with warnings.catch_warnings():
         # It has ranks of its own for experts, which it adapts after all modules: too late for this.
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern", RuntimeWarning)
@@ -89,13 +107,7 @@ def add_adapter(model: Any, lora: Lora) -> dict[str, Tensor]:
                 f"{type(model).__name__}: {error}; name the modules that may have an adapter, or "
                 "set lora.rank = 0 to train all weights"
             ) from error
-    model.requires_grad_(False)
-    found = {}
-    for name, parameter in model.named_parameters():
-        if f".{NAME}." in name and ".lora_" in name:
-            parameter.data = parameter.data.to(dtype)
-            found[PREFIX + name.replace(f".{NAME}.", ".")] = parameter
-    return found
+    return config
 
 
 def build_adapted(
@@ -159,8 +171,12 @@ def write_adapter(
     Raises:
         OSError: if they cannot be written.
     """
-    config = _peft_config(lora)
-    config.target_modules = set(target_names(tensors))
+    targets = set(target_names(tensors))
+    if EXPERTS in targets:
+        config = _inject(build_shapes(lora.base_dir), lora)
+    else:
+        config = _peft_config(lora)
+        config.target_modules = targets
     config.base_model_name_or_path = base_name
     config.inference_mode = True
     fields = {

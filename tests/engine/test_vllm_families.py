@@ -12,8 +12,15 @@ pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extr
 import torch
 
 from echo.core.errors import EngineError
+from echo.engine.lora import Lora
 from echo.engine.vllm.engine import VllmEngine
-from tests.runtime.families import FAMILIES, make_trainer, save_family, train_one_step
+from tests.runtime.families import (
+    FAMILIES,
+    TOLERANCE,
+    make_trainer,
+    save_family,
+    train_one_step,
+)
 
 torch.set_num_threads(1)
 
@@ -29,12 +36,16 @@ def cases(is_sampled: bool) -> list[Any]:
     return [pytest.param(name, marks=[] if name in IN_EVERY_RUN else only_all) for name in names]
 
 
-def go_there_and_back(name: str, model_dir: Path) -> None:
-    trainer = make_trainer(name, save_family(model_dir, name))
-    arguments = {"kv_cache_memory_bytes": 64 << 20, **FAMILIES[name].vllm_options}
-    engine = VllmEngine(model_dir, arguments=arguments, num_threads=1)
+def go_there_and_back(name: str, model_dir: Path, lora: Lora | None = None) -> None:
+    family = FAMILIES[name]
+    trainer = make_trainer(name, save_family(model_dir, name), lora)
+    arguments = {"kv_cache_memory_bytes": 64 << 20, **family.vllm_options}
+    engine = VllmEngine(model_dir, arguments=arguments, num_threads=1, lora=lora)
+    # What an adapter adds to products in float32 is summed in another order.
+    tolerance = max(family.vllm_tolerance, TOLERANCE if lora is None else 1e-4)
+    dtype = "bfloat16" if lora is None else "float32"
     try:
-        train_one_step(trainer, engine, tolerance=FAMILIES[name].vllm_tolerance)
+        train_one_step(trainer, engine, dtype=dtype, tolerance=tolerance)
     finally:
         engine.close()
 
@@ -43,6 +54,20 @@ def go_there_and_back(name: str, model_dir: Path) -> None:
 def test_a_step_goes_to_vllm_and_back(name: str, tmp_path: Path) -> None:
     """vLLM is probed with each version; what it samples has the learner's probabilities."""
     go_there_and_back(name, tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.vllm])
+def test_an_adapter_goes_to_vllm_and_back_or_is_refused(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    lora = Lora(
+        base_dir=tmp_path, rank=4, alpha=8, num_versions=2, target_modules=family.lora_targets
+    )
+    if not family.vllm_lora:
+        go_there_and_back(name, tmp_path, lora)
+        return
+    with pytest.raises(EngineError, match=family.vllm_lora):
+        go_there_and_back(name, tmp_path, lora)
 
 
 @pytest.mark.parametrize("name", cases(is_sampled=False))

@@ -110,10 +110,15 @@ class Family:
     """What is said against an adapter on all linear layers; empty where there is one."""
     lora_targets: tuple[str, ...] = (ALL_LINEAR,)
     """The modules that have an adapter."""
+    vllm_lora: str = ""
+    """What vLLM says on a CPU against an adapter; empty where it samples with it, or with nothing
+    of this family."""
     notes: str = ""
     """For the table."""
 
 
+FUSED = "vLLM refuses the adapter: .* fused 3D MoE weights"
+NO_KERNEL = "module 'triton.language' has no attribute"
 UNCACHED = {"enable_prefix_caching": False}
 LINEAR = "its layers of linear_attention carry one rollout into the next"
 
@@ -140,8 +145,12 @@ FAMILIES: Mapping[str, Family] = {
         settings={"sliding_window": 5, "layer_types": BOTH, "query_pre_attn_scalar": 32},
     ),
     "olmo3": Family(label="OLMo 3", settings={"sliding_window": 5, "layer_types": BOTH}),
-    "qwen3_moe": Family(label="Qwen3-MoE", settings=EXPERTS),
-    "mixtral": Family(label="Mixtral", settings={"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": Family(label="Qwen3-MoE", settings=EXPERTS, vllm_lora=FUSED),
+    "mixtral": Family(
+        label="Mixtral",
+        settings={"num_local_experts": 4, "num_experts_per_tok": 2},
+        vllm_lora=NO_KERNEL,
+    ),
     "deepseek_v3": Family(
         label="DeepSeek-V3",
         settings=ROUTED | LATENT,
@@ -151,6 +160,7 @@ FAMILIES: Mapping[str, Family] = {
     "glm4_moe": Family(
         label="GLM-4.5",
         settings=ROUTED,
+        vllm_lora=FUSED,
         notes="the routers' correction bias is published in float32",
     ),
     "gpt_oss": Family(
@@ -204,6 +214,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         padded=LINEAR,
         vllm_options=UNCACHED,
+        vllm_lora=NO_KERNEL,
         notes="only with `logits_scaling` = 1; as released it is refused",
     ),
     "nemotron_h": Family(
@@ -223,7 +234,7 @@ FAMILIES: Mapping[str, Family] = {
         lora="peft refuses all-linear of NemotronHForCausalLM: .*'out_proj' is incompatible",
     ),
 }
-IN_EVERY_RUN = ("qwen3_moe", "qwen3_5_text")
+IN_EVERY_RUN = ("qwen3_moe", "qwen3_5_text", "deepseek_v3")
 
 
 def save_family(directory: Path, name: str) -> Path:
@@ -454,7 +465,7 @@ def table() -> str:
             family.label,
             f"`{name}`",
             "padded" if family.padded else "packed",
-            "some" if family.lora else "yes",
+            "transformers engine" if family.vllm or family.vllm_lora else "both engines",
             "in place",
             "no" if family.vllm else "yes",
             "; ".join(notes),

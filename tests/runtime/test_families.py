@@ -7,24 +7,26 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from echo.config.load import parse_config
 from echo.core.errors import ConfigError
 from echo.engine.engine import Engine
 from echo.engine.hf.engine import TransformersEngine
-from echo.engine.lora import Lora
+from echo.engine.lora import Lora, export_adapter
 from echo.engine.model import (
-    build_shapes,
     load_directory,
     names_in,
-    names_on_disk,
     read_tensors,
 )
 from echo.engine.weights import save_safetensors
+from echo.runtime.learner.setup import DirectoryExporter
 from tests.runtime.families import (
     FAMILIES,
     IN_EVERY_RUN,
@@ -68,9 +70,12 @@ def test_a_step_goes_to_the_transformers_engine_and_back(name: str, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern")  # peft's, as ours does
 @pytest.mark.parametrize("name", cases(IN_EVERY_RUN[:1]))
 def test_an_adapter_goes_there_and_back(name: str, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed: bin/echo-setup --extra lora")
+    from peft import PeftModel
+
     family, model_dir = FAMILIES[name], save_family(tmp_path, name)
     lora = Lora(base_dir=model_dir, rank=4, alpha=8)
     if family.lora:
@@ -80,24 +85,36 @@ def test_an_adapter_goes_there_and_back(name: str, tmp_path: Path) -> None:
     trainer = make_trainer(name, model_dir, lora)
     engine = TransformersEngine(model_dir, attn_implementation=family.attention, lora=lora)
     train_one_step(trainer, engine, dtype="float32")
+    export_adapter(tmp_path / "final", {}, trainer.tensors(), lora, base_name=str(model_dir))
+    base = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation=family.attention)
+    read = PeftModel.from_pretrained(base, tmp_path / "final").eval()
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        theirs, ours = (
+            each(input_ids=ids, use_cache=False).logits for each in (read, engine._model)
+        )
+    assert torch.allclose(theirs, ours, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", cases(IN_EVERY_RUN))
 def test_files_are_read_under_the_names_of_memory_and_written_under_their_own(
     name: str, tmp_path: Path
 ) -> None:
-    model_dir = save_family(tmp_path, name)
+    model_dir = save_family(tmp_path / "hub", name)
     tensors = make_trainer(name, model_dir).tensors()
     read = load_directory(model_dir, "bfloat16")
     assert read.keys() == tensors.keys()
     for key, tensor in read.items():
         assert torch.equal(tensor.float(), tensors[key].float()), key
-    written = names_on_disk(build_shapes(model_dir), read)
+    final = tmp_path / "final"
+    data: Any = SimpleNamespace(model_dir=model_dir, lora=None)
+    DirectoryExporter(parse_config({}, ["model.dtype=bfloat16"]), data).export(final, tensors)
+    written = dict(read_tensors(final))
     for key, tensor in read_tensors(model_dir):
         assert torch.equal(written[key].float(), tensor), key
     assert written.keys() == names_in(model_dir)
     joined = tmp_path / "joined"
-    shutil.copytree(model_dir, joined, ignore=shutil.ignore_patterns("*.safetensors", "joined"))
+    shutil.copytree(model_dir, joined, ignore=shutil.ignore_patterns("*.safetensors"))
     save_safetensors(joined, read)
     again = load_directory(joined, "bfloat16")
     assert all(torch.equal(tensor, read[key]) for key, tensor in again.items())
