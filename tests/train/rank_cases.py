@@ -1,0 +1,210 @@
+"""What several ranks do in tests/train/test_ranks.py: each function is called on all of them.
+
+What it returns is of JSON, and that of rank 0 counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from echo.algo.loss import Loss, LossInputs, LossNeeds, LossOutput, needs_of
+from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
+from echo.core.rollout import Group
+from echo.engine.lora import Lora
+from echo.train.batch import AdvantageSettings
+from echo.train.policy import ModelSource
+from echo.train.sharding import Ranks
+from echo.train.step import StepError
+from echo.train.trainer import Trainer
+from tests.train.test_trainer import FAST, make_group, make_groups
+from tests.train.test_trainer_losses import LOSSES, stale_groups
+from tests.train.trainers import trainer_of
+
+MORE_LOSSES: dict[str, Loss] = {
+    "entropy": EntropyBonusLoss(loss=make_loss("dapo"), coef=0.01),
+}
+REFERENCE_LOSS = ReferenceKlLoss(loss=make_loss("grpo"), coef=0.1, estimator="k3")
+
+
+class Touchy:
+    """A loss of whole groups that has trouble with one of large advantages."""
+
+    needs = LossNeeds(whole_groups=True)
+
+    def __init__(self, trouble: str = "") -> None:
+        self.trouble = trouble
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        assert inputs.group_index is not None
+        weight = inputs.advantages[:, None] * (1.0 + inputs.group_index[:, None])
+        loss = -(weight * inputs.learner_logprobs).sum() / inputs.num_tokens
+        if (inputs.advantages > 1).any():
+            if self.trouble == "raises":
+                raise ValueError("this group is too much")
+            if self.trouble == "nan":
+                loss = loss * math.nan
+        return LossOutput(loss=loss, token_counts={})
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "padded": {"packing": "padded"},
+    "checkpointing": {"gradient_checkpointing": True},
+    "minibatches": {"minibatches_per_step": 2, "loss": LOSSES["decoupled_ppo"]},
+    "whole groups": {"loss": Touchy()},
+}
+
+
+def make_trainer(model_dir: str, ranks: Ranks | None, **options: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "loss": LOSSES["dapo"],
+        "optimizer": FAST,
+        "advantages": AdvantageSettings(normalize_by_std=False),
+        "micro_batch_tokens": 80,
+    }
+    settings |= {"ranks": ranks, **options}
+    if ranks is not None:
+        torch.manual_seed(ranks.rank)  # what is drawn must not depend on what was drawn before
+    return trainer_of(Path(model_dir), **settings)
+
+
+class Pair:
+    """A trainer on several ranks, and on the first of them one of a process alone beside it."""
+
+    def __init__(self, model_dir: str, ranks: Ranks, **options: Any) -> None:
+        self.together = make_trainer(model_dir, ranks, **options)
+        self.alone = None if ranks.rank else make_trainer(model_dir, None, **options)
+        self._start = [(trainer, trainer._keep()) for trainer in self._trainers]
+
+    @property
+    def _trainers(self) -> list[Trainer]:
+        return [self.together] if self.alone is None else [self.together, self.alone]
+
+    def restart(self, loss: Loss) -> None:
+        """Begin anew with another loss."""
+        for trainer, undo in self._start:
+            trainer._put_back(undo)
+            trainer._loss, trainer._needs = loss, needs_of(loss)
+
+    def compare(self, *batches: Sequence[Group]) -> dict[str, float]:
+        """Return how far they are apart, relative where a number may be of any size."""
+        found = [self.together.step(groups).metrics for groups in batches]
+        scores, weights = self.together.forward(batches[0][:1]), self.together.snapshot()
+        assert bool(weights) == (self.alone is not None), "only the first rank has them"
+        off: dict[str, float] = {}
+        if self.alone is None:
+            return off
+        for groups, metrics in zip(batches, found, strict=True):
+            wanted = self.alone.step(groups).metrics
+            assert metrics.keys() == wanted.keys()
+            for name, value in wanted.items():
+                far = abs(metrics[name] - value) / max(1.0, abs(value))
+                off[name] = max(off.get(name, 0.0), far)
+        pairs = zip(scores[0], self.alone.forward(batches[0][:1])[0], strict=True)
+        off["scores"] = max(float(abs(rows - want).max()) for rows, want in pairs)
+        off["weights"] = max(
+            float((weights[name] - tensor).abs().max())
+            for name, tensor in self.alone.snapshot().items()
+        )
+        return off
+
+
+def every_loss(ranks: Ranks, model_dir: str, reference_dir: str) -> dict[str, dict[str, float]]:
+    groups = stale_groups(Path(model_dir))
+    pair = Pair(model_dir, ranks)
+    found = {}
+    for name, loss in (LOSSES | MORE_LOSSES).items():
+        pair.restart(loss)
+        found[name] = pair.compare(groups)
+    found["reference"] = Pair(
+        model_dir, ranks, loss=REFERENCE_LOSS, reference=ModelSource(model_dir=Path(reference_dir))
+    ).compare(groups, groups)
+    return found
+
+
+def variants(ranks: Ranks, model_dir: str, untied_dir: str) -> dict[str, dict[str, float]]:
+    batches = [make_groups(6, seed=seed) for seed in range(2)]
+    adapter = {"lora": Lora(base_dir=Path(model_dir), rank=4, alpha=8), "loss": LOSSES["gepo"]}
+    found = {
+        name: Pair(model_dir, ranks, **set_).compare(*batches) for name, set_ in VARIANTS.items()
+    }
+    found["lora"] = Pair(model_dir, ranks, **adapter).compare(*batches)
+    found["untied"] = Pair(untied_dir, ranks).compare(*batches)
+    # Of one row the other ranks have nothing, ever.
+    found["few rows"] = Pair(model_dir, ranks).compare([make_group([1, 0], 0)])
+    return found
+
+
+def trouble(ranks: Ranks, model_dir: str) -> dict[str, Any]:
+    """A loss that fails on one rank only, and the step after it."""
+    groups = [make_group([5 if n == 3 else 1, 0, 0, 1], n) for n in range(4)]
+    pair = Pair(model_dir, ranks)
+    trainer = pair.together
+    before = trainer.snapshot()
+    found: dict[str, Any] = {}
+    # Of two minibatches the second fails, and the update of the first has to be taken back.
+    for kind, num_minibatches in (("raises", 1), ("nan", 1), ("raises", 2)):
+        pair.restart(Touchy(kind))
+        trainer._minibatches_per_step = num_minibatches
+        reason = ""
+        try:
+            trainer.step(groups)
+        except StepError as error:
+            reason = f"{error.reason}: {error}"
+        after = trainer.snapshot()
+        found[f"{kind} {num_minibatches}"] = {
+            "reasons": [each.decode() for each in ranks.gather(reason.encode())],
+            "is_kept": all(torch.equal(after[name], tensor) for name, tensor in before.items()),
+        }
+    found["faulty"] = list(trainer.find_faulty(groups))
+    trainer._minibatches_per_step = 1
+    trainer._num_skipped_nonfinite = 0
+    pair.restart(Touchy())
+    found["next"] = pair.compare(groups)
+    return found
+
+
+def in_bfloat16(ranks: Ranks, model_dir: str) -> dict[str, float]:
+    return Pair(model_dir, ranks, dtype=torch.bfloat16).compare(make_groups(5))
+
+
+def save_and_go_on(ranks: Ranks, directory: str, **options: Any) -> None:
+    """Make two steps, save, and make a third; what the weights are then is left beside."""
+    trainer = state_trainer(ranks, **options)
+    for seed in range(2):
+        trainer.step(make_groups(5, seed=seed))
+    trainer.save_state(Path(directory))
+    for name in ("then", "after"):
+        weights = trainer.snapshot()
+        if ranks.rank == 0:
+            save_file(weights, Path(directory).with_name(f"{name}.safetensors"))
+        trainer.step(make_groups(5, seed=2))
+
+
+def load_and_go_on(
+    ranks: Ranks | None, directory: str, wanted: str, save_to: str = "", **options: Any
+) -> dict[str, float]:
+    """Return how far the state is from what was saved, and its third step from that made there."""
+    trainer = state_trainer(ranks, **options)
+    trainer.load_state(Path(directory))
+    if save_to:
+        trainer.save_state(Path(save_to))
+    found = {"step": float(trainer.step_count)}
+    for name in ("then", "after"):
+        expected = load_file(Path(wanted) / f"{name}.safetensors")
+        weights = trainer.snapshot()
+        assert not weights or weights.keys() == expected.keys()
+        off = [float((expected[name] - tensor).abs().max()) for name, tensor in weights.items()]
+        found[name] = max(off, default=0.0)
+        trainer.step(make_groups(5, seed=2))
+    return found
+
+
+def state_trainer(ranks: Ranks | None, *, model_dir: str, has_adapter: bool = False) -> Trainer:
+    adapter = {"lora": Lora(base_dir=Path(model_dir), rank=4, alpha=8)} if has_adapter else {}
+    return make_trainer(model_dir, ranks, **adapter)
