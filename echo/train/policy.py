@@ -115,7 +115,7 @@ class Compute:
     """Those that the model is cut up over; None for a process by itself."""
 
 
-def learner_compute(config: Config, ranks: Ranks | None = None) -> Compute:
+def learner_compute(config: Config) -> Compute:
     """Return where and how the learner's models compute, without checkpointing where it is "auto".
 
     Whoever knows the memory decides that before.
@@ -124,7 +124,6 @@ def learner_compute(config: Config, ranks: Ranks | None = None) -> Compute:
     device = pick_device(section.device)
     return Compute(
         device=torch.device(device),
-        ranks=ranks,
         dtype=pick_dtype(section.dtype, device),
         attn_implementation=config.model.attn_implementation,
         micro_batch_tokens=section.micro_batch_tokens,

@@ -3,8 +3,9 @@
     python -m tests.train.forked_ranks REQUESTS.json
 
 The file has a list of [function, number of ranks, arguments]. One after the other, each function
-("module:name") is called on all ranks as function(ranks, **arguments), and what rank 0 returns (of
-JSON) or what any rank raised is printed, a line each. Importing takes most of the time of a small
+("module:name") is called on all ranks as function(crew, **arguments), and what rank 0 returns (of
+JSON) and what any rank raised is printed, a line each. A function may have `times` that its ranks
+wait for each other, of `form`. Importing takes most of the time of a small
 test of ranks, and is done once; nothing else happens before a fork, so no thread is lost in it.
 """
 
@@ -19,23 +20,32 @@ import sys
 import tempfile
 import time
 import traceback
-from datetime import timedelta
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120.0
-"""Of a collective, and of a whole function."""
+"""Of a whole function."""
 
 Request = tuple[str, int, dict[str, Any]]
 
 
-def run_on_ranks(requests: list[Request], directory: Path) -> list[Any]:
-    """Return what rank 0 returned for each request.
+@dataclass(frozen=True)
+class Answer:
+    found: Any
+    """What rank 0 returned."""
+    errors: list[str]
+    """What ranks raised, or the signals that killed them."""
 
-    Raises:
-        AssertionError: with the traces of the ranks that raised.
-    """
+    @property
+    def value(self) -> Any:
+        assert not self.errors, "\n".join(self.errors)
+        return self.found
+
+
+def run_on_ranks(requests: list[Request], directory: Path) -> list[Answer]:
+    """Return what came of each request."""
     path = directory / "requests.json"
     path.write_text(json.dumps(requests))
     done = subprocess.run(
@@ -46,11 +56,9 @@ def run_on_ranks(requests: list[Request], directory: Path) -> list[Any]:
         check=True,
         text=True,
     )
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    errors = [error for answer in found for error in answer["errors"]]
-    assert not errors, "\n".join(errors)
+    found = [Answer(**json.loads(line)) for line in done.stdout.splitlines()]
     assert len(found) == len(requests)
-    return [answer["value"] for answer in found]
+    return found
 
 
 def main(path: str) -> int:
@@ -85,15 +93,16 @@ def fork_ranks(
             if code := os.waitstatus_to_exitcode(status):
                 trace = directory / f"{rank}.txt"
                 errors.append(trace.read_text() if trace.exists() else f"rank {rank}: code {code}")
-                give_up_at = min(give_up_at, time.monotonic() + 5.0)  # the others wait for it
+            if code or not rank:  # the others wait for it, and rank 0 says why
+                give_up_at = min(give_up_at, time.monotonic() + (30.0 if rank else 2.0))
         elif time.monotonic() > give_up_at:
             for pid in running:
                 os.kill(pid, signal.SIGKILL)
             give_up_at = float("inf")
         else:
             time.sleep(0.005)
-    value = None if errors else json.loads((directory / "0.json").read_text())
-    return {"value": value, "errors": errors}
+    path = directory / "0.json"
+    return {"found": json.loads(path.read_text()) if path.exists() else None, "errors": errors}
 
 
 def be_rank(function: str, rank: int, size: int, arguments: dict[str, Any], directory: Path) -> int:
@@ -101,23 +110,17 @@ def be_rank(function: str, rank: int, size: int, arguments: dict[str, Any], dire
     import torch
     import torch.distributed as dist
 
-    from echo.train.sharding import Ranks
+    from echo.train.ranks import form
 
     os.dup2(2, 1)  # the answers' channel is the server's
     torch.set_num_threads(1)
     module, _, name = function.partition(":")
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{directory}/store",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=TIMEOUT_S),
-        )
         called = getattr(importlib.import_module(module), name)
-        answer = called(Ranks.of_process_group("cpu"), **arguments)
+        times = getattr(called, "times", {"collective_s": TIMEOUT_S, "silent_s": TIMEOUT_S})
+        store = dist.FileStore(f"{directory}/store", size)
+        answer = called(form(store, rank, size, torch.device("cpu"), **times), **arguments)
         (directory / f"{rank}.json").write_text(json.dumps(answer))
-        dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - told to whoever asked, then the process ends
         (directory / f"{rank}.txt").write_text(f"rank {rank}: {traceback.format_exc()}")
         return 1

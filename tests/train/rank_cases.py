@@ -5,7 +5,11 @@ What it returns is of JSON, and that of rank 0 counts.
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +19,14 @@ from safetensors.torch import load_file, save_file
 
 from echo.algo.loss import Loss, LossInputs, LossNeeds, LossOutput, needs_of
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
+from echo.core.errors import RankError
 from echo.core.rollout import Group
 from echo.engine.lora import Lora
 from echo.train.batch import AdvantageSettings
 from echo.train.policy import ModelSource
+from echo.train.ranks import Build, Crew, LeadTrainer, follow
 from echo.train.sharding import Ranks
-from echo.train.step import StepError
+from echo.train.step import StepError, StepResult
 from echo.train.trainer import Trainer
 from tests.train.test_trainer import FAST, make_group, make_groups
 from tests.train.test_trainer_losses import LOSSES, stale_groups
@@ -114,7 +120,8 @@ class Pair:
         return off
 
 
-def every_loss(ranks: Ranks, model_dir: str, reference_dir: str) -> dict[str, dict[str, float]]:
+def every_loss(crew: Crew, model_dir: str, reference_dir: str) -> dict[str, dict[str, float]]:
+    ranks = crew.ranks
     groups = stale_groups(Path(model_dir))
     pair = Pair(model_dir, ranks)
     found = {}
@@ -127,7 +134,8 @@ def every_loss(ranks: Ranks, model_dir: str, reference_dir: str) -> dict[str, di
     return found
 
 
-def variants(ranks: Ranks, model_dir: str, untied_dir: str) -> dict[str, dict[str, float]]:
+def variants(crew: Crew, model_dir: str, untied_dir: str) -> dict[str, dict[str, float]]:
+    ranks = crew.ranks
     batches = [make_groups(6, seed=seed) for seed in range(2)]
     adapter = {"lora": Lora(base_dir=Path(model_dir), rank=4, alpha=8), "loss": LOSSES["gepo"]}
     found = {
@@ -140,8 +148,9 @@ def variants(ranks: Ranks, model_dir: str, untied_dir: str) -> dict[str, dict[st
     return found
 
 
-def trouble(ranks: Ranks, model_dir: str) -> dict[str, Any]:
+def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
     """A loss that fails on one rank only, and the step after it."""
+    ranks = crew.ranks
     groups = [make_group([5 if n == 3 else 1, 0, 0, 1], n) for n in range(4)]
     pair = Pair(model_dir, ranks)
     trainer = pair.together
@@ -169,12 +178,14 @@ def trouble(ranks: Ranks, model_dir: str) -> dict[str, Any]:
     return found
 
 
-def in_bfloat16(ranks: Ranks, model_dir: str) -> dict[str, float]:
+def in_bfloat16(crew: Crew, model_dir: str) -> dict[str, float]:
+    ranks = crew.ranks
     return Pair(model_dir, ranks, dtype=torch.bfloat16).compare(make_groups(5))
 
 
-def save_and_go_on(ranks: Ranks, directory: str, **options: Any) -> None:
+def save_and_go_on(crew: Crew, directory: str, **options: Any) -> None:
     """Make two steps, save, and make a third; what the weights are then is left beside."""
+    ranks = crew.ranks
     trainer = state_trainer(ranks, **options)
     for seed in range(2):
         trainer.step(make_groups(5, seed=seed))
@@ -187,10 +198,10 @@ def save_and_go_on(ranks: Ranks, directory: str, **options: Any) -> None:
 
 
 def load_and_go_on(
-    ranks: Ranks | None, directory: str, wanted: str, save_to: str = "", **options: Any
+    crew: Crew | None, directory: str, wanted: str, save_to: str = "", **options: Any
 ) -> dict[str, float]:
     """Return how far the state is from what was saved, and its third step from that made there."""
-    trainer = state_trainer(ranks, **options)
+    trainer = state_trainer(None if crew is None else crew.ranks, **options)
     trainer.load_state(Path(directory))
     if save_to:
         trainer.save_state(Path(save_to))
@@ -208,3 +219,76 @@ def load_and_go_on(
 def state_trainer(ranks: Ranks | None, *, model_dir: str, has_adapter: bool = False) -> Trainer:
     adapter = {"lora": Lora(base_dir=Path(model_dir), rank=4, alpha=8)} if has_adapter else {}
     return make_trainer(model_dir, ranks, **adapter)
+
+
+# ------------------------------------------------------------------------------ a leader and others
+
+
+def build_for(ranks: Ranks, model_dir: str) -> Build:
+    def build(checkpoint: Path | None) -> Trainer:
+        trainer = make_trainer(model_dir, ranks, loss=Touchy())
+        if checkpoint is not None:
+            trainer.load_state(checkpoint)
+        return trainer
+
+    return build
+
+
+def lead(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
+    """Have the others follow through every command; the leader's results beside one process's."""
+    build = build_for(crew.ranks, model_dir)
+    if crew.ranks.rank:
+        follow(crew, build, logging.getLogger())
+        return {}
+    groups, bad = make_groups(5), make_group([1, 1e9], 7)
+    led, alone = LeadTrainer(crew, build, None), make_trainer(model_dir, None, loss=Touchy())
+    reason = ""
+    try:
+        led.step([*groups, bad])
+    except StepError as error:
+        reason = error.reason
+    faulty = led.find_faulty([*groups, bad])
+    off = {"loss": led.step(groups).metrics["loss/policy"]}
+    off["loss"] -= alone.step(groups).metrics["loss/policy"]
+    led.save_state(Path(directory))
+    pairs = zip(led.forward(groups[:1])[0], alone.forward(groups[:1])[0], strict=True)
+    off["scores"] = max(float(abs(mine - want).max()) for mine, want in pairs)
+    weights, wanted = led.tensors(), alone.tensors()
+    off["weights"] = max(float((weights[n] - t.detach()).abs().max()) for n, t in wanted.items())
+    crew.dismiss()
+    off = {name: abs(value) for name, value in off.items()}
+    return {"reason": reason, "faulty": list(faulty), "off": off, "step": led.step_count}
+
+
+def lose_one(crew: Crew, model_dir: str, how: str) -> dict[str, Any]:
+    """Lose the last rank within a step, in one way or another; return what the leader says."""
+
+    def build(checkpoint: Path | None) -> Trainer:
+        trainer = build_for(crew.ranks, model_dir)(checkpoint)
+        if crew.ranks.rank == crew.ranks.size - 1:
+            trainer.step = fail  # type: ignore[method-assign]
+        return trainer
+
+    def fail(groups: Sequence[Group]) -> StepResult:
+        if how == "raises":
+            raise MemoryError("of 80 GB, 81 are taken")
+        if how == "hangs":
+            time.sleep(60)
+        os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[how])
+        raise AssertionError("it has been killed")
+
+    if crew.ranks.rank:
+        follow(crew, build, logging.getLogger())
+        return {}
+    led = LeadTrainer(crew, build, None)
+    silent: list[str] = []
+    crew.beats.on_silence = silent.append
+    began = time.monotonic()
+    try:
+        led.step(make_groups(3))
+    except RankError as error:
+        return {"says": str(error), "after_s": time.monotonic() - began, "silent": silent}
+    return {}
+
+
+lose_one.times = {"collective_s": 5.0, "silent_s": 2.0}  # type: ignore[attr-defined]

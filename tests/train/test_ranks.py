@@ -8,12 +8,23 @@ from typing import Any
 
 import pytest
 
+from echo.core.errors import ConfigError
+from echo.train.ranks import Launch
 from tests.train import rank_cases
 from tests.train.forked_ranks import run_on_ranks
+from tests.train.rank_cases import make_trainer
 
 CASES = "tests.train.rank_cases"
 A_STEP = 3e-4
 """By how much a step moves a weight, at most."""
+
+DEATHS = {
+    "killed": "rank {} gives no sign of life",
+    "raises": "rank {}: step: MemoryError: of 80 GB, 81 are taken",
+    "stopped": "rank {} gives no sign of life",
+    "hangs": "rank {} does not answer, and is alive: it hangs",
+}
+"""Ways of a rank to fail, and what the leader says of it."""
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +48,11 @@ def answers(
         "trouble": ("trouble", size, {"model_dir": tiny}),
         "bfloat16": ("in_bfloat16", size, {"model_dir": tiny}),
     }
-    answers: Answers = {}
+    led = tmp_path_factory.mktemp("led")
+    asked["led"] = ("lead", size, {"model_dir": tiny, "directory": str(led)})
+    for how in DEATHS:
+        asked[how] = ("lose_one", size, {"model_dir": tiny, "how": how})
+    answers: Answers = {"led to": led}
     for kind, options in (("all", {}), ("adapter", {"has_adapter": True})):
         directory = tmp_path_factory.mktemp(f"state_{kind}")
         options |= {"model_dir": tiny}
@@ -55,7 +70,21 @@ def answers(
         [(f"{CASES}:{name}", ranks, options) for name, ranks, options in asked.values()],
         tmp_path_factory.mktemp("ranks"),
     )
-    return answers | dict(zip(asked, found, strict=True))
+    named = dict(zip(asked, found, strict=True))
+    for name, answer in named.items():
+        answers[name] = answer if name in DEATHS else answer.value
+    return answers
+
+
+def test_a_restart_of_several_machines_needs_a_store_of_its_own() -> None:
+    told = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+    assert Launch.of(told) == Launch(rank=3, size=4, local_rank=1, prefix="")
+    shared = {**told, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    assert Launch.of(shared).prefix == "life 0"
+    restarted = {**shared, "TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RESTART_COUNT": "1"}
+    assert Launch.of({**restarted, "GROUP_WORLD_SIZE": "1"}).prefix == "life 1"
+    with pytest.raises(ConfigError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        Launch.of(restarted)
 
 
 def assert_near(off: dict[str, float]) -> None:
@@ -119,3 +148,36 @@ def test_a_state_is_continued_by_any_number_of_ranks(kind: str, answers: Answers
         after = found.pop("after")
         assert found == {"step": 2.0, "then": 0.0}
         assert 0 <= after < 1e-3 * A_STEP
+
+
+def test_the_first_rank_leads_the_others(answers: Answers, tiny_model_dir: Path) -> None:
+    led = answers["led"]
+    assert led["reason"] == "bad_group"
+    assert led["faulty"] == [7]
+    assert led["step"] == 1
+    assert led["off"].pop("weights") < 0.01 * A_STEP
+    assert all(far < 1e-6 for far in led["off"].values())
+    trainer = make_trainer(str(tiny_model_dir), None)
+    trainer.load_state(answers["led to"])
+    assert trainer.step_count == 1
+
+
+@pytest.mark.parametrize("how", DEATHS)
+def test_a_rank_that_fails_ends_the_job_with_its_name(
+    how: str, answers: Answers, request: pytest.FixtureRequest
+) -> None:
+    answer = answers[how]
+    number = len(answer.errors)  # of those that ended badly, the last one is to blame
+    assert number >= 1
+    said = answer.found["says"]
+    assert DEATHS[how].format(last_rank(request)) in said
+    assert "cannot go on with step" in said
+    # A collective's time, which is 5 s here, and what explaining takes.
+    assert answer.found["after_s"] < 15
+    if how != "killed":  # which shows at once, and as silence after a while
+        assert bool(answer.found["silent"]) == (how == "stopped")
+
+
+def last_rank(request: pytest.FixtureRequest) -> int:
+    size: int = request.node.callspec.params["answers"]
+    return size - 1

@@ -75,7 +75,7 @@ from echo.wire.codec import encode_group
 if TYPE_CHECKING:
     from echo.engine.weights import Weights
     from echo.train.attribution import Attribution
-    from echo.train.trainer import Trainer
+    from echo.train.ranks import AnyTrainer
 
 
 Row = Mapping[str, float | Mapping[str, float]]
@@ -389,7 +389,7 @@ class OpenedRun:
     checkpoints: Checkpoints
     costs: CostTerms
     progress: Progress
-    trainer: Trainer
+    trainer: AnyTrainer
     attribution: Attribution | None
     publisher: Publisher
     """Makes versions of the weights, and codes them."""
