@@ -44,6 +44,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from echo.core.errors import ConfigError, EchoError, RankError, StorageError
 from echo.core.rollout import Group
+from echo.engine.weights import torch_dtype
 from echo.train.policy import Compute
 from echo.train.sharding import Ranks
 from echo.train.step import StepError, StepResult
@@ -251,6 +252,8 @@ class Command(msgspec.Struct, frozen=True):
     """Of a checkpoint, or a directory."""
     groups: tuple[tuple[bytes, bytes], ...] = ()
     """As on the wire."""
+    dtype: str = "float32"
+    """Of weights that are put together."""
 
     @property
     def batch(self) -> list[Group]:
@@ -383,14 +386,23 @@ Build = Callable[[Path | None], Trainer]
 class LeadTrainer:
     """The trainer of rank 0 as the learner sees it: each of its calls is one of all ranks."""
 
-    def __init__(self, crew: Crew, build: Build, checkpoint: Path | None) -> None:
+    def __init__(
+        self, crew: Crew, build: Build, checkpoint: Path | None, *, published_dtype: str
+    ) -> None:
         """Have all ranks build their trainers.
+
+        Args:
+            crew: the ranks.
+            build: makes this one's trainer.
+            checkpoint: that they continue from; None to begin.
+            published_dtype: that weights are rounded to when they are published.
 
         Raises:
             RankError: if one of the others cannot.
             EchoError: whatever `build` raises here.
         """
         self._crew = crew
+        self._published_dtype = published_dtype
         path = None if checkpoint is None else str(checkpoint)
         with crew.together(Command("build", path)):
             self._trainer = build(checkpoint)
@@ -431,8 +443,12 @@ class LeadTrainer:
             return self._trainer.forward(groups)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the weights, put together here; a copy, unlike those of a process by itself."""
-        return self.snapshot()
+        """Return the weights as they are published, put together here.
+
+        A copy, and rounded: unlike those of a process by itself, which it costs nothing to lend.
+        """
+        with self._crew.together(Command("snapshot", dtype=self._published_dtype)):
+            return self._trainer.snapshot(torch_dtype(self._published_dtype))
 
     def snapshot(self) -> dict[str, Tensor]:
         """See `Trainer`."""
@@ -499,7 +515,7 @@ def _obey(trainer: Trainer, command: Command, log: logging.Logger) -> None:
         "step": lambda: trainer.step(command.batch),
         "find_faulty": lambda: trainer.find_faulty(command.batch),
         "forward": lambda: trainer.forward(command.batch),
-        "snapshot": trainer.snapshot,
+        "snapshot": lambda: trainer.snapshot(torch_dtype(command.dtype)),
         "save_state": lambda: trainer.save_state(Path(command.path or "")),
     }
     try:

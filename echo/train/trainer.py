@@ -626,14 +626,20 @@ class Trainer:
         """
         return self._policy.tensors() if self._ranks is None else self.snapshot()
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """Return a copy of the weights on the CPU, float32, by name, tied ones once.
+    def snapshot(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """Return a copy of the weights on the CPU by name, tied ones once.
 
         The first of several ranks has it, and the others nothing.
+
+        Args:
+            dtype: that they are rounded to, each part where it lies.
         """
         found = {}
         for name, tensor in self._policy.tensors().items():
-            full = sharding.whole(tensor)  # one after the other: a device need not hold them all
+            rounded = tensor.detach()
+            if tensor.is_floating_point():
+                rounded = rounded.to(dtype)
+            full = sharding.whole(rounded)  # one after the other: a device need not hold them all
             if self._ranks is None or self._ranks.rank == 0:
                 found[name] = full.to("cpu", copy=True)
         return found

@@ -183,16 +183,16 @@ def in_bfloat16(crew: Crew, model_dir: str) -> dict[str, float]:
     return Pair(model_dir, ranks, dtype=torch.bfloat16).compare(make_groups(5))
 
 
-def save_and_go_on(crew: Crew, directory: str, **options: Any) -> None:
+def save_and_go_on(crew: Crew | None, directory: str, **options: Any) -> None:
     """Make two steps, save, and make a third; what the weights are then is left beside."""
-    ranks = crew.ranks
+    ranks = None if crew is None else crew.ranks
     trainer = state_trainer(ranks, **options)
     for seed in range(2):
         trainer.step(make_groups(5, seed=seed))
     trainer.save_state(Path(directory))
     for name in ("then", "after"):
         weights = trainer.snapshot()
-        if ranks.rank == 0:
+        if weights:  # the first rank has them
             save_file(weights, Path(directory).with_name(f"{name}.safetensors"))
         trainer.step(make_groups(5, seed=2))
 
@@ -241,7 +241,8 @@ def lead(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
         follow(crew, build, logging.getLogger())
         return {}
     groups, bad = make_groups(5), make_group([1, 1e9], 7)
-    led, alone = LeadTrainer(crew, build, None), make_trainer(model_dir, None, loss=Touchy())
+    led = LeadTrainer(crew, build, None, published_dtype="bfloat16")
+    alone = make_trainer(model_dir, None, loss=Touchy())
     reason = ""
     try:
         led.step([*groups, bad])
@@ -253,11 +254,14 @@ def lead(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
     led.save_state(Path(directory))
     pairs = zip(led.forward(groups[:1])[0], alone.forward(groups[:1])[0], strict=True)
     off["scores"] = max(float(abs(mine - want).max()) for mine, want in pairs)
-    weights, wanted = led.tensors(), alone.tensors()
+    weights, wanted = led.snapshot(), alone.tensors()
     off["weights"] = max(float((weights[n] - t.detach()).abs().max()) for n, t in wanted.items())
+    published = led.tensors()
+    is_rounded = all(torch.equal(t, weights[n].bfloat16()) for n, t in published.items())
     crew.dismiss()
     off = {name: abs(value) for name, value in off.items()}
-    return {"reason": reason, "faulty": list(faulty), "off": off, "step": led.step_count}
+    found = {"reason": reason, "faulty": list(faulty), "off": off, "step": led.step_count}
+    return {**found, "is_rounded": is_rounded}
 
 
 def lose_one(crew: Crew, model_dir: str, how: str) -> dict[str, Any]:
@@ -280,7 +284,7 @@ def lose_one(crew: Crew, model_dir: str, how: str) -> dict[str, Any]:
     if crew.ranks.rank:
         follow(crew, build, logging.getLogger())
         return {}
-    led = LeadTrainer(crew, build, None)
+    led = LeadTrainer(crew, build, None, published_dtype="bfloat16")
     silent: list[str] = []
     crew.beats.on_silence = silent.append
     began = time.monotonic()

@@ -65,6 +65,11 @@ def answers(
         if kind == "all":
             onward = {"directory": first, "save_to": second, **reading}
             asked["other all"] = ("load_and_go_on", 5 - size, onward)
+            one = tmp_path_factory.mktemp("state_of_one")
+            (one / "first").mkdir()
+            rank_cases.save_and_go_on(None, str(one / "first"), **options)
+            older = {"directory": str(one / "first"), "wanted": str(one), **options}
+            asked["of one"] = ("load_and_go_on", size, older)
         answers[f"directory {kind}"] = (directory, reading)
     found = run_on_ranks(
         [(f"{CASES}:{name}", ranks, options) for name, ranks, options in asked.values()],
@@ -142,7 +147,7 @@ def test_a_state_is_continued_by_any_number_of_ranks(kind: str, answers: Answers
     assert answers[f"same {kind}"] == {"step": 2.0, "then": 0.0, "after": 0.0}
     others = [rank_cases.load_and_go_on(None, str(directory / "first"), **reading)]
     if kind == "all":
-        others.append(answers["other all"])
+        others += [answers["other all"], answers["of one"]]
         others.append(rank_cases.load_and_go_on(None, str(directory / "second"), **reading))
     for found in others:
         after = found.pop("after")
@@ -155,6 +160,7 @@ def test_the_first_rank_leads_the_others(answers: Answers, tiny_model_dir: Path)
     assert led["reason"] == "bad_group"
     assert led["faulty"] == [7]
     assert led["step"] == 1
+    assert led["is_rounded"]
     assert led["off"].pop("weights") < 0.01 * A_STEP
     assert all(far < 1e-6 for far in led["off"].values())
     trainer = make_trainer(str(tiny_model_dir), None)

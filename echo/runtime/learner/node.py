@@ -943,7 +943,7 @@ class LearnerNode(Node):
             end = Discarded(group=group.group_id, reason="run_finished", step=step)
             self._ledger.append(end)
         await self._checkpoint()
-        tensors = await self._model_pool.run(self._trainer.snapshot)
+        tensors = await self._model_pool.run(self._trainer.tensors)  # nothing changes them any more
         final = self._config.run_dir / "final"
         self._progress.begin("exporting", now=self.now)
         await self._disk_pool.run(self._opened.exporter.export, final, tensors)

@@ -177,7 +177,7 @@ def build_trainer(
     if crew is None:
         return make_trainer(config, model_dir, start.checkpoint, lora)
     build = partial(make_trainer, config, model_dir, lora=lora, crew=crew)
-    return LeadTrainer(crew, build, start.checkpoint)
+    return LeadTrainer(crew, build, start.checkpoint, published_dtype=config.model.dtype)
 
 
 def follow_leader(config: Config, crew: Crew, log: logging.Logger) -> None:
@@ -681,7 +681,7 @@ class DirectoryExporter:
         config, data = self._config, self._data
         dtype = torch_dtype(config.model.dtype)
         rounded = {
-            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            name: tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
             for name, tensor in weights.items()
         }
         assets = tokenization.asset_files(data.model_dir)
