@@ -12,7 +12,7 @@ import sys
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 from rich.console import Console
@@ -38,6 +38,7 @@ from echo.core.extras import PROGRAMS, find_config, import_extra
 from echo.core.metrics import LearningCurve, Snapshot
 from echo.net.transport import is_loopback
 from echo.net.zmq import bound_socket, raise_descriptor_limit
+from echo.records.ledger import has_begun
 from echo.records.run_files import read_metrics
 from echo.runtime import node
 from echo.runtime.event_log import EventLog
@@ -48,6 +49,9 @@ from echo.ui.live import LiveView, StatusLine, show_status
 from echo.ui.plots import learning_curve
 from echo.ui.sinks import MetricsWriter
 from echo.ui.summary import as_text, summarise_run
+
+if TYPE_CHECKING:
+    from echo.train.ranks import Crew
 
 # --- dry run --------------------------------------------------------------------------------------
 #
@@ -230,8 +234,53 @@ class NoticeBoard(logging.Handler):
         return self.lines[-self._num_unseen :] if self._num_unseen else []
 
 
-def run_learner(
+def run_rank(
     config: Config, *, resume: bool, has_report: bool, log_events: Path | None = None
+) -> int:
+    """Run one of a learner's processes, which torchrun has started; return the exit code.
+
+    The first is the learner as everybody knows it; the others follow it.
+
+    Raises:
+        EchoError: if the processes do not find each other.
+    """
+    # Imported here: a relay's machine has no torch.
+    from echo.engine.model import pick_device
+    from echo.runtime.learner.setup import follow_leader
+    from echo.train.ranks import Launch, join
+
+    launch = Launch.of(os.environ)
+    crew = join(launch, pick_device(config.learner.device).partition(":")[0])
+    if not launch.rank:
+        code = run_learner(
+            config, resume=resume, has_report=has_report, log_events=log_events, crew=crew
+        )
+        crew.dismiss()
+    else:
+        # Whoever ends the job tells the first one, which saves and then tells the others.
+        for number in interrupts.SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        name = f"learner.rank{launch.rank}"
+        log = make_log(name, to_file=config.run_dir / "logs" / f"{name}.log", to_terminal=True)
+        code = 0
+        try:
+            follow_leader(config, crew, log)
+        except EchoError as error:
+            log.error("%s", error)  # noqa: TRY400 - the message is for the user
+            code = exit_code(error)
+    if code:
+        # A thread may wait for a process that is gone.
+        interrupts.hurry(code)
+    return code
+
+
+def run_learner(
+    config: Config,
+    *,
+    resume: bool,
+    has_report: bool,
+    log_events: Path | None = None,
+    crew: Crew | None = None,
 ) -> int:
     """Run the learner with its display; return the exit code."""
     run_dir = config.run_dir
@@ -255,7 +304,7 @@ def run_learner(
         LiveView(console, mode=config.ui.live) as view,
     ):
         operator = Operator(metrics, view, board)
-        main = _run(config, resume=resume, operator=operator, events=events, log=log)
+        main = _run(config, resume=resume, operator=operator, events=events, log=log, crew=crew)
         code = run_loop(main, log)
     if code and not interrupts.is_interruption(code):
         print(f"error: {board.lines[-1] if board.lines else 'see the log'}", file=sys.stderr)
@@ -286,7 +335,13 @@ class Operator:
 
 
 async def _run(
-    config: Config, *, resume: bool, operator: Operator, events: EventLog, log: logging.Logger
+    config: Config,
+    *,
+    resume: bool,
+    operator: Operator,
+    events: EventLog,
+    log: logging.Logger,
+    crew: Crew | None,
 ) -> str:
     # Imported here: a relay's machine has no torch.
     from echo.runtime.learner.setup import build_learner
@@ -298,6 +353,7 @@ async def _run(
         log=log,
         earlier=read_curve(config.run_dir, log) if resume else None,
         events=events,
+        crew=crew,
     )
     if config.security.curve and sys.stderr.isatty():
         show_join(config.run_dir / "keys" / "join")
@@ -353,7 +409,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = run_role(
             config,
             arguments.role,
-            resume=arguments.resume,
+            resume=arguments.resume or (arguments.resume_or_begin and has_begun(config.run_dir)),
             has_report=not arguments.no_report,
             log_events=arguments.log_events,
         )
@@ -372,10 +428,15 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
         ConfigError: listing everything that is wrong.
     """
     role, overrides = arguments.role, list(arguments.set)
-    if role != "learner" and (arguments.resume or arguments.init_from):
-        option = "--resume" if arguments.resume else "--init-from"
+    given = {
+        "--resume": arguments.resume,
+        "--resume-or-begin": arguments.resume_or_begin,
+        "--init-from": arguments.init_from,
+    }
+    if role != "learner" and any(given.values()):
+        option = next(name for name, value in given.items() if value)
         raise ConfigError(f"{option} is for the learner; a {role} joins whatever the learner runs")
-    if arguments.yes and not arguments.resume:
+    if arguments.yes and not (arguments.resume or arguments.resume_or_begin):
         raise ConfigError("--yes accepts changes to a run that is resumed; it needs --resume")
     if arguments.init_from:
         overrides.append(f"learner.init_from={arguments.init_from}")
@@ -390,7 +451,8 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
     else:
         example = find_config("quickstart.toml")
         raise ConfigError(f"--config FILE is missing; {example} is one to start from")
-    if arguments.resume:
+    goes_on = arguments.resume or (arguments.resume_or_begin and has_begun(config.run_dir))
+    if goes_on and os.environ.get("RANK", "0") == "0":  # of several processes one tells
         _check_changes(config, accept_unsafe=arguments.yes)
     return config
 
@@ -429,6 +491,8 @@ def run_role(
 ) -> int:
     """Run one node until it ends; return the exit code."""
     if role == "learner":
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return run_rank(config, resume=resume, has_report=has_report, log_events=log_events)
         return run_learner(config, resume=resume, has_report=has_report, log_events=log_events)
     section = config.relay if role == "relay" else config.worker
     name = node.node_name(role, section.name)

@@ -69,6 +69,12 @@ def node_parser() -> argparse.ArgumentParser:
         help="continue the run in its directory from the newest checkpoint (learner)",
     )
     start.add_argument(
+        "--resume-or-begin",
+        action="store_true",
+        help="--resume if the run has begun, else begin it: for launchers that start the same "
+        "command again, such as torchrun (learner)",
+    )
+    start.add_argument(
         "--init-from",
         metavar="DIR",
         help="start a new run from the weights in this Hugging Face directory (learner)",

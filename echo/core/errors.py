@@ -10,7 +10,8 @@ EchoError
 ├── StorageError           the disk failed or a file on it is damaged
 ├── RefusedError           the learner refused this node for good: reason and both values
 ├── PlanError              nothing fits: the reasons, listed
-└── EngineError            the model runtime failed
+├── EngineError            the model runtime failed
+└── RankError              one of the processes that train together failed: which, and how
 
 A message says what is wrong, with the values, where, and what to do about it.
 """
@@ -63,6 +64,10 @@ class PlanError(EchoError):
 
 class EngineError(EchoError):
     """The model runtime failed."""
+
+
+class RankError(EchoError):
+    """One of the processes that train a model together failed, so none of them can go on."""
 
 
 def in_one(what: str, problems: Iterable[str]) -> str:

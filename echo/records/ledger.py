@@ -894,6 +894,15 @@ def read_records(run_dir: Path) -> Iterator[AnyRecord]:
             raise _damaged(run_dir / FILE, f"record {seq}: {error}") from error
 
 
+def has_begun(run_dir: Path) -> bool:
+    """Return whether a run lives in a directory, so that it can only be resumed.
+
+    Raises:
+        StorageError: if its ledger cannot be read.
+    """
+    return (run_dir / FILE).exists() and next(read_records(run_dir), None) is not None
+
+
 # --- what the records say ------------------------------------------------------------------------
 
 

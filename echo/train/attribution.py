@@ -41,8 +41,8 @@ from echo.engine.model import make_sampling
 from echo.engine.weights import round_tensors, tensors_from_image, torch_dtype
 from echo.tasks import tokenization
 from echo.train.policy import ModelSource, Policy, frozen_policy
+from echo.train.ranks import AnyTrainer
 from echo.train.step import StepResult
-from echo.train.trainer import Trainer
 from echo.weights.manifest import Manifest
 
 # --- variance by cause ----------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class MismatchProbe:
         self._num_rollouts = num_rollouts
         self._chance = random.Random(seed)
 
-    def measure(self, groups: Sequence[Group], trainer: Trainer) -> dict[str, float]:
+    def measure(self, groups: Sequence[Group], trainer: AnyTrainer) -> dict[str, float]:
         """Return the variance of the log-ratio over a small sample, and each cause's share.
 
         Args:
@@ -363,7 +363,7 @@ class Attribution:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: AnyTrainer,
         probe: MismatchProbe,
         retention: VersionRetention,
         *,
@@ -397,7 +397,7 @@ class Attribution:
 
 
 def make_attribution(
-    config: Config, model_dir: Path, trainer: Trainer, lora: Lora | None = None
+    config: Config, model_dir: Path, trainer: AnyTrainer, lora: Lora | None = None
 ) -> Attribution | None:
     """Return the measurement, or None if it is off.
 

@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 from echo.algo.diagnostics import mismatch_metrics
+from echo.train.sharding import Ranks
+
+LOSS, COUNT = "loss", "count/"
+PER_TOKEN = ("learner_logprobs", "sampler_logprobs", "entropies")
+"""Fields of a `Pass`, and what stands before the names of its counts, as ranks tell them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,6 +50,38 @@ class Pass:
                 for name in names
             },
         )
+
+
+def gather_passes(parts: Sequence[Pass], ranks: Ranks, device: torch.device) -> Pass:
+    """Return the passes over the parts of one batch that all ranks have made as one.
+
+    Args:
+        parts: of this rank; perhaps none.
+        ranks: which call this together.
+        device: where the result lies.
+    """
+    own: dict[str, Tensor] = {}
+    if parts:
+        joined = Pass.joined(parts)
+        own = {name: getattr(joined, name) for name in (LOSS, *PER_TOKEN)}
+        own |= {f"{COUNT}{name}": count for name, count in joined.token_counts.items()}
+    found = [
+        Pass(
+            loss=part[LOSS],
+            **{name: part[name] for name in PER_TOKEN},
+            token_counts={
+                name.removeprefix(COUNT): part[name] for name in part if name.startswith(COUNT)
+            },
+        )
+        for part in ranks.gather_tensors(own)
+        if part
+    ]
+    whole = Pass.joined(found)
+    return Pass(
+        loss=whole.loss.to(device),
+        **{name: getattr(whole, name).to(device) for name in PER_TOKEN},
+        token_counts={name: count.to(device) for name, count in whole.token_counts.items()},
+    )
 
 
 def pass_metrics(passes: Sequence[Pass]) -> dict[str, float]:

@@ -12,17 +12,20 @@ The parameters are float32 masters. With a compute type of bfloat16 the backbone
 autocast, and hidden states and LM head are multiplied in that type with float32 sums; gradients
 arrive in float32. Only then a GPU's tensor cores work, and the fused kernels with them.
 
+Several processes hold a shard of it each (sharding.py); each of them makes the same calls.
+
 Dropout is switched off, because the ratio of learner to sampler probability must be 1 when both
 have the same weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -33,6 +36,7 @@ from echo.algo.balance import balanced_rounds
 from echo.algo.batching import MicroBatch, Segments, TrainingRow, collate, pack_micro_batches
 from echo.config.schema import Config
 from echo.core.errors import DataError, EngineError
+from echo.core.rollout import Rollout
 from echo.engine.lora import Lora, add_adapter
 from echo.engine.model import (
     BUILDING,
@@ -44,8 +48,9 @@ from echo.engine.model import (
 )
 from echo.kernels.contract import BackendName, RatioClip
 from echo.kernels.logprob import EntropyMode, TokenLosses, linear_logprob, linear_policy_loss
-from echo.train import packing
+from echo.train import packing, sharding
 from echo.train.flops import model_flops
+from echo.train.sharding import Ranks, ShardedModel
 
 LOGIT_SETTINGS = {
     "final_logit_softcapping": None,
@@ -59,6 +64,21 @@ Packing = Literal["auto", "packed", "padded"]
 
 FLASH = "flash_attention_2"
 """transformers' name of the attention that computes in 16 bits only."""
+
+
+NO_ROW = TrainingRow(
+    prompt_ids=np.zeros(1, np.int32),
+    rollout=Rollout(
+        token_ids=np.zeros(1, np.int32),
+        sampler_logprobs=np.zeros(1, np.float32),
+        policy_versions=np.zeros((1, 2), np.int32),
+        completion_mask=np.ones(1, np.bool_),
+        reward=0.0,
+        finish_reason="stop",
+    ),
+    advantage=0.0,
+)
+"""What a rank computes with while others have a micro-batch and it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,6 +118,8 @@ class Compute:
     """Have torch compile each decoder layer: less memory traffic, minutes before the first step."""
     seed: int = 0
     """Of torch's global generator when training begins, for models that draw random numbers."""
+    ranks: Ranks | None = None
+    """Those that the model is cut up over; None for a process by itself."""
 
 
 def learner_compute(config: Config) -> Compute:
@@ -148,13 +170,17 @@ class Policy:
         self.device = compute.device
         model_dir = source.model_dir if lora is None else lora.base_dir
         has_weights = source.tensors is None or lora is not None
-        self.model = _build(model_dir, self.device, attn_implementation, has_weights=has_weights)
+        # Shards go to the device by themselves; a model that is cut up need not fit on one.
+        device = self.device if compute.ranks is None else torch.device("cpu")
+        self.model = _build(model_dir, device, attn_implementation, has_weights=has_weights)
         self._adapter = None if lora is None else add_adapter(self.model, lora)
         if source.tensors is not None:
             self.load(source.tensors)
         self.unrounded = unrounded_names(self.model)
         self._backbone = self.model.base_model
-        self._head = _head_weight(self.model)
+        head = _head_weight(self.model)
+        self.vocab_size = int(head.shape[0])
+        """Rows of the LM head."""
         self.padded_because = self._choose_rows()
         self._enable_training(gradient_checkpointing=compute.gradient_checkpointing)
         if is_frozen:
@@ -162,15 +188,27 @@ class Policy:
         elif self._adapter is not None:
             for tensor in self._adapter.values():
                 tensor.requires_grad_()
-        self.flops = model_flops(self.model, self._head)
-        self._check_logits(compute.dtype if attn_implementation == FLASH else torch.float32)
+        self.flops = model_flops(self.model, head)
+        self._root = None if compute.ranks is None else self._shard(compute.ranks)
+        has_one_type = attn_implementation == FLASH or self._root is not None
+        self._check_logits(compute.dtype if has_one_type else torch.float32)
         if compute.compile_layers:
             self._compile_layers()
 
+    def _shard(self, ranks: Ranks) -> ShardedModel:
+        """Cut the model up; its parameters are other objects afterwards."""
+        names = {id(tensor): name for name, tensor in self.model.named_parameters()}
+        root = sharding.shard(self.model, ranks, self.compute.dtype)
+        if self._adapter is not None:
+            own = dict(self.model.named_parameters())
+            self._adapter = {name: own[names[id(old)]] for name, old in self._adapter.items()}
+        return root
+
     @property
-    def vocab_size(self) -> int:
-        """Rows of the LM head."""
-        return int(self._head.shape[0])
+    def _head(self) -> Tensor:
+        """The LM head's weight; whole only within `_compute` where the model is cut up."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight
 
     @property
     def is_packed(self) -> bool:
@@ -199,6 +237,9 @@ class Policy:
     ) -> Iterator[tuple[list[int], MicroBatch]]:
         """Yield indices of `rows` and their micro-batch, on this policy's device.
 
+        Of several ranks each gets others, and equally many: where there are not enough rows, one
+        without an index and of a single token, which must go through the model and count nothing.
+
         Args:
             rows: any number, in any order.
             whole_groups: keep the rows of a group in one micro-batch.
@@ -206,20 +247,29 @@ class Policy:
         """
         for indices in self._bins(rows, whole_groups=whole_groups):
             batch = collate(
-                [rows[index] for index in indices], score_all=score_all, is_packed=self.is_packed
+                [rows[index] for index in indices] or [NO_ROW],
+                score_all=score_all,
+                is_packed=self.is_packed,
             )
             self.last_micro_batch = len(indices), batch.input_ids.numel()
             yield indices, batch.to(self.device)
 
     def _bins(self, rows: Sequence[TrainingRow], *, whole_groups: bool) -> list[list[int]]:
+        """Return the rows of each of this rank's micro-batches."""
+        ranks = self.compute.ranks
+        rank, num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         lengths = [row.num_inputs for row in rows]
         max_tokens = self.compute.micro_batch_tokens
         group_index = [row.group_index for row in rows] if whole_groups else None
         if not self.is_packed:
-            return pack_micro_batches(lengths, max_tokens=max_tokens, group_index=group_index)
+            bins = pack_micro_batches(lengths, max_tokens=max_tokens, group_index=group_index)
+            bins += [[] for _ in range(-len(bins) % num_ranks)]
+            return bins[rank::num_ranks]
         work = [self.flops.row(row.num_inputs, row.rollout.num_tokens) for row in rows]
-        rounds = balanced_rounds(lengths, work, max_tokens=max_tokens, group_index=group_index)
-        return [bin_ for (bin_,) in rounds]
+        rounds = balanced_rounds(
+            lengths, work, max_tokens=max_tokens, num_ranks=num_ranks, group_index=group_index
+        )
+        return [bins[rank] for bins in rounds]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers by name, tied ones once, not copied."""
@@ -273,18 +323,24 @@ class Policy:
             [B, T] log-probabilities, 0 where masked, with gradient; and the [N] entropies of the N
             scored tokens' distributions, [0] where none were asked for. Nats.
         """
-        mask = batch.completion_mask
+        logprobs, entropies = self._compute(self._scores, batch, inv_temperature, entropy)
+        logprobs = padded(logprobs, batch.completion_mask)
+        return logprobs, logprobs.new_empty(0) if entropies is None else entropies
+
+    def _scores(
+        self, batch: MicroBatch, inv_temperature: float, entropy: EntropyMode
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return [N] log-probabilities and, if they are asked for, entropies."""
         states, head = self.predictors(batch)
-        logprobs, entropies = linear_logprob(
+        return linear_logprob(
             states,
             head,
-            batch.token_ids[mask],
+            batch.token_ids[batch.completion_mask],
             inv_temperature,
             entropy=entropy,
             vocab_chunk=self.compute.vocab_chunk,
             backend=self.compute.backend,
         )
-        return padded(logprobs, mask), logprobs.new_empty(0) if entropies is None else entropies
 
     def token_losses(
         self, batch: MicroBatch, *, clip: RatioClip, inv_temperature: float
@@ -300,6 +356,21 @@ class Policy:
             Losses (with gradient), log-probabilities and ratios as [B, T], 0 where masked; and the
             [N] entropies of the scored tokens.
         """
+        losses, logprobs, ratios, entropies = self._compute(
+            self._losses, batch, clip, inv_temperature
+        )
+        mask = batch.completion_mask
+        return TokenLosses(
+            losses=padded(losses, mask),
+            logprobs=padded(logprobs.detach(), mask),
+            ratios=padded(ratios, mask),
+            entropies=entropies,
+        )
+
+    def _losses(
+        self, batch: MicroBatch, clip: RatioClip, inv_temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return [N] losses, log-probabilities, ratios and entropies."""
         mask = batch.completion_mask
         states, head = self.predictors(batch)
         tokens = linear_policy_loss(
@@ -314,12 +385,16 @@ class Policy:
             vocab_chunk=self.compute.vocab_chunk,
             backend=self.compute.backend,
         )
-        return TokenLosses(
-            losses=padded(tokens.losses, mask),
-            logprobs=padded(tokens.logprobs.detach(), mask),
-            ratios=padded(tokens.ratios, mask),
-            entropies=tokens.entropies,
-        )
+        return tokens.losses, tokens.logprobs, tokens.ratios, tokens.entropies
+
+    def _compute(self, compute: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function that computes with the model and returns tensors in a tuple.
+
+        All ranks call it together; inside it the model can be computed with.
+        """
+        if self._root is None:
+            return compute(*arguments)
+        return sharding.call(self._root, compute, *arguments)
 
     def predictors(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the states [N, D] that predict the scored tokens, and the LM head."""
@@ -363,7 +438,9 @@ class Policy:
         return obstacle
 
     def _autocast(self, dtype: torch.dtype) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+        # Shards are cast as they are put together.
+        is_on = dtype != torch.float32 and self._root is None
+        return torch.autocast(self.device.type, dtype, enabled=is_on)
 
     def _enable_training(self, *, gradient_checkpointing: bool) -> None:
         if not gradient_checkpointing:
@@ -401,14 +478,8 @@ class Policy:
 
         Best in float32, where a difference shows; in 16 bits both ways round alike.
         """
-        input_ids = torch.arange(min(self.vocab_size, 8), device=self.device)[None]
-        segments = Segments.of(input_ids.shape[1:]).to(self.device) if self.is_packed else None
         with torch.no_grad(), self._autocast(dtype):
-            states = self._states(input_ids, segments, dtype)
-            expected = torch.nn.functional.linear(states, self._head)
-            logits = self.model(
-                input_ids=input_ids, use_cache=False, **self._row_arguments(segments, dtype)
-            ).logits
+            expected, logits = self._compute(self._logits_in_two_ways, dtype)
         if logits.shape != expected.shape or not torch.allclose(
             logits, expected, rtol=1e-3, atol=1e-4
         ):
@@ -416,6 +487,14 @@ class Policy:
                 f"{type(self.model).__name__} computes its logits in another way than hidden "
                 "states times LM head; such models cannot be trained here"
             )
+
+    def _logits_in_two_ways(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        input_ids = torch.arange(min(self.vocab_size, 8), device=self.device)[None]
+        segments = Segments.of(input_ids.shape[1:]).to(self.device) if self.is_packed else None
+        states = self._states(input_ids, segments, dtype)
+        given = self._row_arguments(segments, dtype)
+        logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **given).logits
+        return torch.nn.functional.linear(states, self._head), logits
 
 
 def float32_attention(attn_implementation: str) -> str:
@@ -434,6 +513,7 @@ def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
     compute = replace(
         compute,
         dtype=torch.float32,
+        ranks=None,  # whoever scores with it does so alone
         attn_implementation=float32_attention(compute.attn_implementation),
         gradient_checkpointing=False,
         compile_layers=False,

@@ -1,21 +1,24 @@
 """Speed of a step: what went through the model, how long its parts took, and the memory it needed.
 
 Seconds are the host's. On a GPU the host runs ahead, so each part ends where its last result is
-read; that costs one wait more per update than the step needs by itself.
+read; that costs one wait more per update than the step needs by itself. Of several ranks, work and
+tokens are those of all, the memory is that of the fullest, and seconds are this one's.
 """
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 
 from echo.train.flops import ModelFlops, peak_flops
+from echo.train.sharding import Ranks
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 """Bytes in what the system counts memory in."""
@@ -37,14 +40,23 @@ class _Totals:
 class Speedometer:
     """Measures one step at a time."""
 
-    def __init__(self, model: ModelFlops, device: torch.device, *, micro_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        model: ModelFlops,
+        device: torch.device,
+        *,
+        micro_batch_tokens: int,
+        ranks: Ranks | None = None,
+    ) -> None:
         """Take what the numbers are relative to.
 
         Args:
             model: the arithmetic of the model that is trained.
             device: that it is trained on.
             micro_batch_tokens: what a micro-batch may hold.
+            ranks: those that train the model; None for this process alone.
         """
+        self._ranks = ranks
         self._model = model
         self._device = device
         self.micro_batch_tokens = micro_batch_tokens
@@ -88,8 +100,14 @@ class Speedometer:
         totals.micro_batch_flops.append(flops)
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers of the step that ends now; none where nothing was passed."""
-        totals = self._totals
+        """Return the numbers of the step that ends now; none where nothing was passed.
+
+        All ranks call it together.
+        """
+        num_ranks, peak_bytes, totals = 1, self._peak_bytes(), self._totals
+        if self._ranks is not None:
+            num_ranks = self._ranks.size
+            peak_bytes, totals = self._add_up(self._ranks, peak_bytes)
         works = totals.micro_batch_flops
         if not works:
             return {}
@@ -100,15 +118,29 @@ class Speedometer:
             "perf/scored_tokens_per_s": totals.num_scored / step_s,
             "perf/row_fill": totals.num_tokens / (len(works) * self.micro_batch_tokens),
             "perf/balance": sum(works) / len(works) / max(works),
-            "perf/peak_memory_gb": self._peak_bytes() / 1e9,
+            "perf/peak_memory_gb": peak_bytes / 1e9,
             "time/pack": pack_s,
             "time/forward_backward": totals.part_s.get("forward_backward", 0.0) - pack_s,
             "time/optimizer": totals.part_s.get("optimizer", 0.0),
         }
         if self._peak_flops is not None:
-            metrics["perf/mfu"] = totals.flops / step_s / self._peak_flops
-            metrics["perf/mfu_palm"] = totals.palm_flops / step_s / self._peak_flops
+            available = step_s * self._peak_flops * num_ranks
+            metrics["perf/mfu"] = totals.flops / available
+            metrics["perf/mfu_palm"] = totals.palm_flops / available
         return metrics
+
+    def _add_up(self, ranks: Ranks, peak_bytes: int) -> tuple[int, _Totals]:
+        """Return the memory of the fullest rank, and what went through the model on all."""
+        own = json.dumps({"peak_bytes": peak_bytes, **asdict(self._totals)}).encode()
+        told = [json.loads(each) for each in ranks.gather(own)]
+        added = {
+            name: sum(each[name] for each in told)
+            for name in ("num_tokens", "num_scored", "flops", "palm_flops")
+        }
+        works = [work for each in told for work in each["micro_batch_flops"]]
+        totals = _Totals(self._totals.began_at, self._totals.part_s, **added)
+        totals.micro_batch_flops = works
+        return max(each["peak_bytes"] for each in told), totals
 
     def _peak_bytes(self) -> int:
         if self._device.type == "cuda":

@@ -28,6 +28,10 @@ Log-probabilities are those of the whole distribution at `temperature`. Sampling
 has other ones: ratios then begin below 1, and the configuration refuses losses whose range ends
 above that (config/losses.py).
 
+Several processes may train one model (sharding.py): each has a trainer, and all make the same calls
+with the same arguments. What they return is the same on each, and so is what they raise, unless a
+process fails by itself; the weights of `snapshot` and `tensors` are put together on the first one.
+
 `save_state` holds everything the next step depends on. A trainer that loads it continues bit by bit
 on a CPU, on the same hardware and number of threads. On a GPU it continues from the same state and
 rounds differently: sums in the backward of embeddings and attention have no fixed order there.
@@ -60,10 +64,12 @@ from echo.core.errors import ConfigError, DataError, EngineError, StorageError
 from echo.core.rollout import Group
 from echo.core.units import format_bytes
 from echo.engine.weights import write_tensors
-from echo.kernels.logprob import EntropyMode
+from echo.kernels.logprob import EntropyMode, TokenLosses
+from echo.train import sharded_state, sharding
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
-from echo.train.passes import Pass, pass_metrics
+from echo.train.passes import Pass, gather_passes, pass_metrics
 from echo.train.policy import Compute, ModelSource, Policy, padded
+from echo.train.sharding import Ranks
 from echo.train.speed import Speedometer
 from echo.train.step import StepError, StepResult
 
@@ -184,6 +190,9 @@ def _check_options(
 # optimizer.safetensors   "<parameter>/exp_avg", "<parameter>/exp_avg_sq", "<parameter>/step"
 # trainer.json            counters, and the state of torch's random generators as hex
 #
+# Several ranks write the tensors of the first two, under the same names, into files of their own
+# (sharded_state.py), and rank 0 the third. Any number of ranks continues from either.
+#
 # The caller makes the directory and renames it into place: half a state is never a checkpoint.
 
 
@@ -208,8 +217,17 @@ def save(
     moments: Mapping[str, Tensor],
     counters: Mapping[str, int],
     device: torch.device,
+    ranks: Ranks | None = None,
 ) -> None:
     """Write a trainer's state, with that of torch's random generators.
+
+    Args:
+        directory: exists.
+        weights: by name, cut up where there are several ranks.
+        moments: likewise.
+        counters: by name.
+        device: that the trainer computes on.
+        ranks: those that call this together; None for a process alone.
 
     Raises:
         StorageError: if a file cannot be written.
@@ -222,20 +240,34 @@ def save(
         "generators": {name: bytes(state.numpy()).hex() for name, state in generators.items()},
     }
     try:
-        write_tensors(
-            directory / WEIGHTS_FILE, {n: t.detach().contiguous() for n, t in weights.items()}
-        )
-        write_tensors(directory / OPTIMIZER_FILE, {n: t.contiguous() for n, t in moments.items()})
-        (directory / TRAINER_FILE).write_text(json.dumps(record, indent=1))
+        if ranks is None:
+            write_tensors(
+                directory / WEIGHTS_FILE, {n: t.detach().contiguous() for n, t in weights.items()}
+            )
+            write_tensors(
+                directory / OPTIMIZER_FILE, {n: t.contiguous() for n, t in moments.items()}
+            )
+        else:
+            sharded_state.write(directory, {**weights, **moments})
+        if ranks is None or ranks.rank == 0:
+            (directory / TRAINER_FILE).write_text(json.dumps(record, indent=1))
     except OSError as error:
         raise StorageError(f"{directory}: cannot write the trainer's state: {error}") from error
 
 
-def load(directory: Path, device: torch.device) -> TrainerState:
+def load(
+    directory: Path, device: torch.device, *, own: Mapping[str, Tensor] | None = None
+) -> TrainerState:
     """Read what `save` wrote, and set torch's random generators.
+
+    Args:
+        directory: that it was written into, by however many ranks.
+        device: that the trainer computes on.
+        own: weights of this rank, cut up, for a state that is cut up likewise; None for whole ones.
 
     Raises:
         StorageError: if a file is missing or damaged.
+        DataError: if it belongs to another model; only where `own` are given is that seen here.
     """
     try:
         record = json.loads((directory / TRAINER_FILE).read_text())
@@ -243,17 +275,20 @@ def load(directory: Path, device: torch.device) -> TrainerState:
             name: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
             for name, state in record["generators"].items()
         }
-        state = TrainerState(
-            weights=load_file(directory / WEIGHTS_FILE),
-            moments=load_file(directory / OPTIMIZER_FILE),
-            counters={name: int(count) for name, count in record["counters"].items()},
-        )
+        if own is not None:
+            weights, moments = sharded_state.read_cut(directory, own)
+        elif next(directory.glob(sharded_state.PATTERN), None) is not None:
+            weights, moments = sharded_state.read_whole(directory)
+        else:
+            weights = load_file(directory / WEIGHTS_FILE)
+            moments = load_file(directory / OPTIMIZER_FILE)
+        counters = {name: int(count) for name, count in record["counters"].items()}
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"{directory}: cannot read the trainer's state: {error!r}") from error
     torch.set_rng_state(generators["cpu"])
     if device.type == "cuda" and "cuda" in generators:
         torch.cuda.set_rng_state(generators["cuda"], device)
-    return state
+    return TrainerState(weights=weights, moments=moments, counters=counters)
 
 
 def moments_of(
@@ -300,6 +335,23 @@ class _Undo:
 
 
 # --- trainer --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Scored:
+    """What the model says of a micro-batch; N tokens are scored."""
+
+    logprobs: Tensor
+    """[B, T] nats, with gradient if `tokens` has none."""
+    entropies: Tensor
+    """[N] nats."""
+    tokens: TokenLosses | None = None
+    """With gradient, where the loss is computed along with them."""
+
+    @property
+    def no_loss(self) -> Tensor:
+        """0, with a gradient of 0: a backward that is made for the sake of other ranks."""
+        return 0.0 * (self.logprobs if self.tokens is None else self.tokens.losses).sum()
 
 
 FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
@@ -367,11 +419,20 @@ class Trainer:
         self._settings = optimizer
         self._minibatches_per_step = minibatches_per_step
         self._inv_temperature = 1.0 / temperature
+        self._ranks = compute.ranks
         self._parameters = self._policy.parameters()
+        self._shards = {
+            name: sharding.local_parameter(tensor) for name, tensor in self._parameters.items()
+        }
+        """What this rank has of each parameter, in the same memory; all of it, if it is alone."""
         self._reference = self._load_reference(reference)
-        self._optimizer = torch.optim.AdamW(self._parameters.values(), fused=True)
+        held = [shard for shard in self._shards.values() if shard.numel()]
+        self._optimizer = torch.optim.AdamW(held, fused=True)
         self._speed = Speedometer(
-            self._policy.flops, self.device, micro_batch_tokens=compute.micro_batch_tokens
+            self._policy.flops,
+            self.device,
+            micro_batch_tokens=compute.micro_batch_tokens,
+            ranks=compute.ranks,
         )
         self._notices: list[str] = []
         self._num_skipped_nonfinite = 0
@@ -421,9 +482,11 @@ class Trainer:
             StepError: if it cannot be computed; the gradient of earlier calls is gone too.
         """
         try:
+            if self._ranks is not None:  # a rank cannot do part of it again by itself
+                return self._accumulate_gradients(batch, loss)
             return self._accumulate_in_memory(batch, loss)
         except BaseException:
-            self._optimizer.zero_grad()
+            self._drop_gradients()
             raise
 
     @torch.no_grad()
@@ -457,8 +520,11 @@ class Trainer:
         """
         try:
             norm = self._finite_grad_norm()
+            for name, shard in self._shards.items():
+                gradient = self._parameters[name].grad
+                shard.grad = None if gradient is None else sharding.local(gradient)
             torch.nn.utils.clip_grads_with_norm_(
-                list(self._parameters.values()),
+                list(self._shards.values()),
                 settings.max_grad_norm,
                 torch.tensor(norm, device=self.device),
             )
@@ -478,8 +544,12 @@ class Trainer:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # or its time counts as another part's
         finally:
-            self._optimizer.zero_grad()
+            self._drop_gradients()
         return norm
+
+    def _drop_gradients(self) -> None:
+        for tensor in (*self._parameters.values(), *self._shards.values()):
+            tensor.grad = None
 
     # --- a step ----------------------------------------------------------------------------------
 
@@ -528,7 +598,7 @@ class Trainer:
             except StepError as error:
                 found[group.group_id] = error.reason
             finally:
-                self._optimizer.zero_grad()
+                self._drop_gradients()
         return found
 
     def refusal(self, group: Group) -> str | None:
@@ -550,20 +620,34 @@ class Trainer:
     # --- weights and state -----------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the weights by name, tied ones once, not copied: the next step changes them."""
-        return self._policy.tensors()
+        """Return the weights by name, tied ones once, not copied: the next step changes them.
+
+        Of several ranks: `snapshot`, since none has them.
+        """
+        return self._policy.tensors() if self._ranks is None else self.snapshot()
 
     @property
     def unrounded(self) -> frozenset[str]:
         """Names of tensors that are published in their own dtype."""
         return self._policy.unrounded
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """Return a copy of the weights on the CPU, float32, by name, tied ones once."""
-        return {
-            name: tensor.detach().to("cpu", copy=True)
-            for name, tensor in self._policy.tensors().items()
-        }
+    def snapshot(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """Return a copy of the weights on the CPU by name, tied ones once.
+
+        The first of several ranks has it, and the others nothing.
+
+        Args:
+            dtype: that they are rounded to, each part where it lies.
+        """
+        found = {}
+        for name, tensor in self._policy.tensors().items():
+            rounded = tensor.detach()
+            if tensor.is_floating_point() and name not in self.unrounded:
+                rounded = rounded.to(dtype)
+            full = sharding.whole(rounded)  # one after the other: a device need not hold them all
+            if self._ranks is None or self._ranks.rank == 0:
+                found[name] = full.to("cpu", copy=True)
+        return found
 
     def save_state(self, directory: Path) -> None:
         """Write everything the next step depends on into an existing directory.
@@ -571,27 +655,50 @@ class Trainer:
         Raises:
             StorageError: if it cannot be written.
         """
+        moments = moments_of(self._optimizer, self._shards)
+        if self._ranks is not None:
+            moments = self._cut_moments(moments)
         save(
             directory,
             weights=self._policy.tensors(),
-            moments=moments_of(self._optimizer, self._parameters),
+            moments=moments,
             device=self.device,
             counters={
                 "step_count": self._step_count,
                 "num_skipped_nonfinite": self._num_skipped_nonfinite,
             },
+            ranks=self._ranks,
         )
 
+    def _cut_moments(self, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's moments as parts of whole ones, those of empty shards included."""
+        assert self._ranks is not None, "or nothing is cut"
+        if not self._ranks.add_up(len(moments)):
+            return {}  # before the first update, on all ranks
+        cut = {name: tensor for name, tensor in moments.items() if name.endswith("/step")}
+        for name, parameter in self._parameters.items():
+            for moment in ("exp_avg", "exp_avg_sq"):
+                part = moments.get(f"{name}/{moment}", self._shards[name].detach())
+                cut[f"{name}/{moment}"] = sharding.like(part, parameter)
+        return cut
+
     def load_state(self, directory: Path) -> None:
-        """Continue where `save_state` left off.
+        """Continue where `save_state` left off, on however many ranks.
 
         Raises:
             StorageError: if the files are missing or damaged.
             DataError: if they belong to another model.
         """
-        state = load(directory, self.device)
-        self._policy.load(state.weights)
-        restore_moments(self._optimizer, self._parameters, state.moments)
+        own = self._policy.tensors()
+        if self._ranks is None:
+            state = load(directory, self.device)
+            self._policy.load(state.weights)
+        else:
+            state = load(directory, self.device, own=own)
+            with torch.no_grad():
+                for name, tensor in own.items():
+                    sharding.local(tensor).copy_(sharding.local(state.weights[name]))
+        restore_moments(self._optimizer, self._shards, state.moments)
         self._step_count = state.counters["step_count"]
         self._num_skipped_nonfinite = state.counters["num_skipped_nonfinite"]
 
@@ -622,7 +729,7 @@ class Trainer:
         return whole.metrics | pass_metrics(passes) | {"grad_norm": sum(norms) / len(norms)}
 
     def _prepare(self, groups: Sequence[Group]) -> StepBatch:
-        with _blaming_the_batch():
+        with _blaming_the_batch():  # all ranks find the same
             return prepare_batch(
                 groups,
                 settings=self._advantages,
@@ -657,6 +764,8 @@ class Trainer:
 
     def _score_in_memory(self, rows: Sequence[TrainingRow]) -> list[npt.NDArray[np.float32]]:
         """Return what `_score_rows` does, in smaller micro-batches if the memory is too small."""
+        if self._ranks is not None:
+            return self._score_rows(rows)
         while True:
             try:
                 with _blaming_the_batch():
@@ -703,28 +812,32 @@ class Trainer:
         found = self.forward_backward(batch, self._loss)
         loss = float(found.loss)
         if not math.isfinite(loss):
-            self._optimizer.zero_grad()
+            self._drop_gradients()
             raise StepError(f"the loss is {loss:g}", reason="nonfinite_gradient")
         return found
 
     def _finite_grad_norm(self) -> float:
         gradients = [tensor.grad for tensor in self._parameters.values() if tensor.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients))
+        norm = sharding.norm_over(self._ranks, [sharding.local(each) for each in gradients])
         if not math.isfinite(norm):
             text = f"the norm of the gradient is {norm:g}"
             raise StepError(text, reason="nonfinite_gradient")
         return norm
 
     def _keep(self) -> _Undo:
-        moments = moments_of(self._optimizer, self._parameters)
+        moments = moments_of(self._optimizer, self._shards)
         return _Undo(
-            weights=self.snapshot(),
+            weights={
+                name: shard.detach().to("cpu", copy=True) for name, shard in self._shards.items()
+            },
             moments={name: tensor.to("cpu", copy=True) for name, tensor in moments.items()},
         )
 
+    @torch.no_grad()
     def _put_back(self, undo: _Undo) -> None:
-        self._policy.load(undo.weights)
-        restore_moments(self._optimizer, self._parameters, undo.moments)
+        for name, shard in self._shards.items():
+            shard.copy_(undo.weights[name])
+        restore_moments(self._optimizer, self._shards, undo.moments)
 
     # --- parts of a pass -------------------------------------------------------------------------
 
@@ -738,35 +851,42 @@ class Trainer:
             except torch.OutOfMemoryError as error:
                 text = str(error)
             # Here the error is gone, and with it what its frames held.
-            self._optimizer.zero_grad()
+            self._drop_gradients()
             self._take_smaller_micro_batches(batch.samples, text)
             if has_gradient:
                 text = "the gradients of earlier calls were lost when the memory ran out"
                 raise StepError(text, reason="out_of_memory")
 
     def _accumulate_gradients(self, batch: StepBatch, loss: Loss) -> Pass:
-        """Run forward and backward over the micro-batches of a batch."""
+        """Run forward and backward over the micro-batches of a batch.
+
+        Where there are several ranks they do so together: what is called here is called by all of
+        them, as often and in the same order, whatever becomes of one's own micro-batch.
+        """
         needs = needs_of(loss)
         scores = self._score_batch(batch.samples, needs) if needs.batch_scores else None
         found, passed = [], []
+        failure: StepError | None = None
         micro_batches = self._policy.micro_batches(batch.samples, whole_groups=needs.whole_groups)
         while True:
             with self._speed.part("pack"):
                 indices, micro = next(micro_batches, ((), None))
             if micro is None:
                 break
-            output, logprobs, entropies = self._loss_and_scores(micro, batch, loss, scores)
-            output.loss.backward()  # type: ignore[no-untyped-call]
-            mask = micro.completion_mask
-            found.append(
-                Pass(
-                    loss=output.loss.detach(),
-                    learner_logprobs=logprobs.detach()[mask],
-                    sampler_logprobs=micro.sampler_logprobs[mask],
-                    entropies=entropies.detach(),
-                    token_counts=output.token_counts,
-                )
-            )
+            scored = self._scored(micro, loss)
+            reference = self._reference_logprobs(micro)
+            objective: Tensor | None = None
+            try:
+                if indices and failure is None:
+                    with _blaming_the_batch():
+                        objective, part = self._part(scored, micro, reference, batch, loss, scores)
+                    found.append(part)
+            except StepError as error:
+                if self._ranks is None:
+                    raise
+                failure = error
+            objective = scored.no_loss if objective is None else objective
+            objective.backward()  # type: ignore[no-untyped-call]
             passed.append([batch.samples[index] for index in indices])
         for rows in passed:
             self._speed.passed(
@@ -774,29 +894,53 @@ class Trainer:
                 [row.num_trained for row in rows],
                 is_packed=self._policy.is_packed,
             )
-        return Pass.joined(found)
+        if self._ranks is None:
+            return Pass.joined(found)
+        self._ranks.raise_together(failure)
+        return gather_passes(found, self._ranks, self.device)
 
     def _logprobs(self, micro: MicroBatch, *, entropy: EntropyMode) -> tuple[Tensor, Tensor]:
         return self._policy.logprobs(micro, inv_temperature=self._inv_temperature, entropy=entropy)
 
-    def _loss_and_scores(
-        self, micro: MicroBatch, batch: StepBatch, loss: Loss, scores: BatchScores | None
-    ) -> tuple[LossOutput, Tensor, Tensor]:
-        """Return loss, [B, T] log-probabilities and [N] entropies of one micro-batch."""
+    def _scored(self, micro: MicroBatch, loss: Loss) -> _Scored:
+        """Put a micro-batch through the model, as the loss needs it."""
         if not isinstance(loss, ClippedTokenLoss) or loss.fused_clip is None:
             has_bonus = needs_of(loss).entropies
             logprobs, entropies = self._logprobs(micro, entropy="grad" if has_bonus else "value")
-            inputs = self._loss_inputs(micro, logprobs, batch, loss, scores)
-            if has_bonus:
-                inputs = replace(inputs, entropies=padded(entropies, micro.completion_mask))
-            return loss(inputs), logprobs, entropies
+            return _Scored(logprobs=logprobs, entropies=entropies)
         tokens = self._policy.token_losses(
             micro, clip=loss.fused_clip, inv_temperature=self._inv_temperature
         )
         assert tokens.entropies is not None, "the policy asks for them"
-        inputs = self._loss_inputs(micro, tokens.logprobs, batch, loss, scores)
-        output = loss.from_tokens(tokens.losses, tokens.ratios, inputs)
-        return output, tokens.logprobs, tokens.entropies
+        return _Scored(logprobs=tokens.logprobs, entropies=tokens.entropies, tokens=tokens)
+
+    def _part(
+        self,
+        scored: _Scored,
+        micro: MicroBatch,
+        reference: Tensor | None,
+        batch: StepBatch,
+        loss: Loss,
+        scores: BatchScores | None,
+    ) -> tuple[Tensor, Pass]:
+        """Return the loss of one micro-batch, with gradient, and what was found."""
+        inputs = self._loss_inputs(micro, scored.logprobs, batch, loss, scores)
+        inputs = replace(inputs, reference_logprobs=reference)
+        mask = micro.completion_mask
+        if scored.tokens is not None:
+            assert isinstance(loss, ClippedTokenLoss)
+            output = loss.from_tokens(scored.tokens.losses, scored.tokens.ratios, inputs)
+        else:
+            if needs_of(loss).entropies:
+                inputs = replace(inputs, entropies=padded(scored.entropies, mask))
+            output = loss(inputs)
+        return output.loss, Pass(
+            loss=output.loss.detach(),
+            learner_logprobs=scored.logprobs.detach()[mask],
+            sampler_logprobs=micro.sampler_logprobs[mask],
+            entropies=scored.entropies.detach(),
+            token_counts=output.token_counts,
+        )
 
     def _loss_inputs(
         self,
@@ -822,7 +966,6 @@ class Trainer:
             staleness=self._step_count - micro.version_steps,
             log_expectation=micro.log_expectations if needs.group_expectation else None,
             batch_scores=scores,
-            reference_logprobs=self._reference_logprobs(micro),
         )
 
     @torch.no_grad()
@@ -837,21 +980,30 @@ class Trainer:
     @torch.no_grad()
     def _score_batch(self, samples: Sequence[TrainingRow], needs: LossNeeds) -> BatchScores:
         """Return every trained token's log-ratio and advantage, by a pass without gradient."""
-        log_ratios: list[Tensor] = []
-        advantages: list[Tensor] = []
-        for _, micro in self._policy.micro_batches(samples, whole_groups=needs.whole_groups):
+        log_ratios = [torch.empty(0, device=self.device)]
+        advantages = [torch.empty(0, device=self.device)]
+        for indices, micro in self._policy.micro_batches(samples, whole_groups=needs.whole_groups):
             mask = micro.completion_mask
             logprobs, _ = self._logprobs(micro, entropy="none")
-            log_ratios.append((logprobs - micro.sampler_logprobs)[mask])
-            advantages.append(micro.advantages[:, None].expand(mask.shape)[mask])
-        return BatchScores(log_ratios=torch.cat(log_ratios), advantages=torch.cat(advantages))
+            if indices:
+                log_ratios.append((logprobs - micro.sampler_logprobs)[mask])
+                advantages.append(micro.advantages[:, None].expand(mask.shape)[mask])
+        own = {"log_ratios": torch.cat(log_ratios), "advantages": torch.cat(advantages)}
+        if self._ranks is None:
+            return BatchScores(**own)
+        parts = self._ranks.gather_tensors(own)
+        return BatchScores(
+            **{name: torch.cat([part[name] for part in parts]).to(self.device) for name in own}
+        )
 
     @torch.no_grad()
     def _score_rows(self, rows: Sequence[TrainingRow]) -> list[npt.NDArray[np.float32]]:
         """Return [T] log-probabilities of every token of each row, by a pass without gradient."""
-        scores: dict[int, npt.NDArray[np.float32]] = {}
+        own: dict[str, Tensor] = {}
         for indices, micro in self._policy.micro_batches(rows, score_all=True):
             logprobs, _ = self._logprobs(micro, entropy="none")
-            for index, values in zip(indices, logprobs.cpu().numpy(), strict=True):
-                scores[index] = values[: rows[index].rollout.num_tokens].copy()
-        return [scores[index] for index in range(len(rows))]
+            for index, values in zip(indices, logprobs.cpu(), strict=False):
+                own[str(index)] = values[: rows[index].rollout.num_tokens].clone()
+        parts = [own] if self._ranks is None else self._ranks.gather_tensors(own)
+        scores = {name: values.numpy() for part in parts for name, values in part.items()}
+        return [scores[str(index)] for index in range(len(rows))]

@@ -47,6 +47,7 @@ def run(*arguments: object) -> int:
     ("arguments", "complaint"),
     [
         (["--role", "worker", "--resume"], "--resume is for the learner; a worker"),
+        (["--role", "relay", "--resume-or-begin"], "--resume-or-begin is for the learner; a relay"),
         (["--role", "relay", "--init-from", "x"], "--init-from is for the learner; a relay"),
         (["--role", "learner", "--yes"], "--yes accepts changes to a run that is resumed"),
         (["--role", "learner"], "--config FILE is missing"),

@@ -527,7 +527,7 @@ class NodeWorld:
         with ExitStack() as patches:
             for module, name, stub in (
                 (setup, "Ledger", ledger),
-                (setup, "build_trainer", lambda config, model, start, lora: StubTrainer(
+                (setup, "build_trainer", lambda config, model, start, lora, crew: StubTrainer(
                     process, start.checkpoint
                 )),
                 (setup, "DirectoryExporter", StubExporter),

@@ -44,6 +44,7 @@ from echo.records.ledger import (
     Sealed,
     Trained,
     deliveries_of,
+    has_begun,
     read_lines,
     read_records,
     read_state,
@@ -239,6 +240,14 @@ def test_a_step_says_what_was_left_of_a_group_that_was_trimmed(tmp_path: Path) -
     assert accepted.versions == (V0, PolicyVersion(1, 7))
     assert step.trimmed == {0: accepted.version_tokens[1:]}
     assert staleness[2] == accepted.version_tokens[1]
+
+
+def test_a_run_has_begun_once_it_has_a_record(tmp_path: Path) -> None:
+    assert not has_begun(tmp_path)
+    open_ledger(tmp_path).close()  # of a learner that was killed before it began
+    assert not has_begun(tmp_path)
+    begin(tmp_path)
+    assert has_begun(tmp_path)
 
 
 def test_a_record_counts_once_it_is_committed(tmp_path: Path) -> None:

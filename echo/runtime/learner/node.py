@@ -76,7 +76,7 @@ from echo.wire.codec import encode_group
 if TYPE_CHECKING:
     from echo.engine.weights import Weights
     from echo.train.attribution import Attribution
-    from echo.train.trainer import Trainer
+    from echo.train.ranks import AnyTrainer
 
 
 Row = Mapping[str, float | Mapping[str, float]]
@@ -363,7 +363,7 @@ class OpenedRun:
     checkpoints: Checkpoints
     costs: CostTerms
     progress: Progress
-    trainer: Trainer
+    trainer: AnyTrainer
     attribution: Attribution | None
     publisher: Publisher
     """Makes versions of the weights, and codes them."""
@@ -904,7 +904,7 @@ class LearnerNode(Node):
             end = Discarded(group=group.group_id, reason="run_finished", step=step)
             self._ledger.append(end)
         await self._checkpoint()
-        tensors = await self._model_pool.run(self._trainer.snapshot)
+        tensors = await self._model_pool.run(self._trainer.tensors)  # nothing changes them any more
         final = self._config.run_dir / "final"
         self._progress.begin("exporting", now=self.now)
         await self._disk_pool.run(self._opened.exporter.export, final, tensors)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from echo.algo.corrections import MaskedLoss, RolloutMasks
@@ -77,6 +78,7 @@ from echo.tasks.task import Task, load_task, task_digests
 from echo.train.attribution import make_attribution
 from echo.train.batch import AdvantageSettings
 from echo.train.policy import ModelSource, float32_attention, learner_compute
+from echo.train.ranks import AnyTrainer, Crew, LeadTrainer, follow
 from echo.train.trainer import OptimizerSettings, Trainer, load_loss
 from echo.weights.topology.sites import Site
 from echo.wire.messages import LEARNER_ID
@@ -164,19 +166,59 @@ def _check_window(config: Config, model_dir: Path, prompts: PromptSource) -> Non
 
 
 def build_trainer(
-    config: Config, model_dir: Path, start: StartingPoint, lora: Lora | None = None
+    config: Config,
+    model_dir: Path,
+    start: StartingPoint,
+    lora: Lora | None = None,
+    crew: Crew | None = None,
+) -> AnyTrainer:
+    """Return the trainer at the starting point, of all weights or of an adapter.
+
+    Raises:
+        RankError: if one of several processes cannot build its own.
+    """
+    if crew is None:
+        return make_trainer(config, model_dir, start.checkpoint, lora)
+    build = partial(make_trainer, config, model_dir, lora=lora, crew=crew)
+    return LeadTrainer(crew, build, start.checkpoint, published_dtype=config.model.dtype)
+
+
+def follow_leader(config: Config, crew: Crew, log: logging.Logger) -> None:
+    """Be one of a learner's processes but the first, until that one ends the run.
+
+    Raises:
+        RankError: if this process fails, or has lost the others.
+    """
+
+    def build(checkpoint: Path | None) -> Trainer:
+        model_dir = resolve_model(config.model.name or "", config.model.revision)
+        lora = learner_lora(config, model_dir)
+        return make_trainer(config, model_dir, checkpoint, lora, crew)
+
+    follow(crew, build, log)
+
+
+def make_trainer(
+    config: Config,
+    model_dir: Path,
+    checkpoint: Path | None,
+    lora: Lora | None = None,
+    crew: Crew | None = None,
 ) -> Trainer:
-    """Return the trainer at the starting point, of all weights or of an adapter."""
-    config = with_checkpointing(config, model_dir if lora is None else lora.base_dir)
+    """Return this process's trainer, that continues from a checkpoint if there is one."""
+    config = with_checkpointing(config, model_dir if lora is None else lora.base_dir, crew)
     learner, optimizer, loss = config.learner, config.optimizer, config.loss
     max_tokens = config.sampling.max_completion_tokens
     set_num_threads(learner.num_threads)
     tensors = None
-    if start.checkpoint is None:
+    if checkpoint is None:
         tensors = initial_weights(config, lora)
+    compute = learner_compute(config)
+    if crew is not None:
+        compute = replace(compute, device=crew.device, ranks=crew.ranks)
     trainer = Trainer(
         ModelSource(model_dir=model_dir, tensors=tensors, lora=lora),
-        learner_compute(config),
+        compute,
         loss=build_loss(config),
         optimizer=OptimizerSettings(
             learning_rate=optimizer.learning_rate,
@@ -200,15 +242,15 @@ def build_trainer(
         reference=find_reference(config, model_dir, lora),
         minibatches_per_step=config.batch.minibatches_per_step,
     )
-    if start.checkpoint is not None:
-        trainer.load_state(start.checkpoint)
+    if checkpoint is not None:
+        trainer.load_state(checkpoint)
     return trainer
 
 
-def with_checkpointing(config: Config, model_dir: Path) -> Config:
+def with_checkpointing(config: Config, model_dir: Path, crew: Crew | None = None) -> Config:
     """Return the configuration with what `gradient_checkpointing = "auto"` means here and now.
 
-    A model whose dimensions are not known has none.
+    A model whose dimensions are not known has none. Of several processes all do what one needs.
     """
     if config.learner.gradient_checkpointing != "auto":
         return config
@@ -219,6 +261,8 @@ def with_checkpointing(config: Config, model_dir: Path) -> Config:
     else:
         machine = read_machine(free_gpu_bytes(config.learner.device))
         has_checkpointing = memory_budget(config, "learner", facts, machine).has_checkpointing
+    if crew is not None:
+        has_checkpointing = crew.ranks.add_up(float(has_checkpointing)) > 0
     changed = {"gradient_checkpointing": has_checkpointing}
     return config.model_copy(update={"learner": config.learner.model_copy(update=changed)})
 
@@ -284,6 +328,7 @@ def open_run(
     log: logging.Logger,
     events: EventLog,
     evaluations: Evaluations | None,
+    crew: Crew | None = None,
 ) -> OpenedRun:
     """Open the ledger, build trainer and session, and enter the new lineage.
 
@@ -297,7 +342,7 @@ def open_run(
         saved = SavedRun(ledger, make_checkpoints(config, identity))
         start = saved.find_start(config, identity, resume=resume, log=log)
         spent = spent_before(ledger.records(), now=ledger.now()) if resume else 0.0
-        trainer = build_trainer(config, data.model_dir, start, data.lora)
+        trainer = build_trainer(config, data.model_dir, start, data.lora, crew)
         log.info("%s", trainer.describe_rows())
         attribution = make_attribution(config, data.model_dir, trainer, data.lora)
         buffer = fill_buffer(config, start, trainer, events=events)
@@ -363,7 +408,7 @@ def make_checkpoints(config: Config, identity: Identity) -> Checkpoints:
 
 
 def fill_buffer(
-    config: Config, start: StartingPoint, trainer: Trainer, *, events: EventLog
+    config: Config, start: StartingPoint, trainer: AnyTrainer, *, events: EventLog
 ) -> StalenessBuffer:
     """Return the buffer with what waited on the disk, and note in `start` what is of no use."""
     buffer = events.build(
@@ -473,6 +518,7 @@ async def build_learner(
     log: logging.Logger,
     earlier: LearningCurve | None = None,
     events: EventLog | None = None,
+    crew: Crew | None = None,
 ) -> LearnerNode:
     """Return a learner that is ready to run, listening already.
 
@@ -500,6 +546,7 @@ async def build_learner(
             log=log,
             earlier=earlier,
             events=events,
+            crew=crew,
         )
         # Not before its files are open, for which strangers could leave no descriptor.
         transport.listen()
@@ -537,6 +584,7 @@ def assemble_learner(
     earlier: LearningCurve | None = None,
     threads: Threads | None = None,
     events: EventLog | None = None,
+    crew: Crew | None = None,
 ) -> LearnerNode:
     """Join a learner on a transport that has been started; otherwise as `build_learner`."""
     # Before the run begins: where nothing can be evaluated it leaves no trace.
@@ -560,6 +608,7 @@ def assemble_learner(
         log=log,
         events=events,
         evaluations=evaluations,
+        crew=crew,
     )
     node = LearnerNode(run, transport, config, follower, threads=threads, log=log)
     node.at_release += [data.host.close, events.close]

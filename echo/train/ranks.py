@@ -1,0 +1,529 @@
+"""Ranks: the processes of one learner, of which the first leads and the others follow.
+
+    rank 0       event loop, network, ledger, and in its trainer's thread a LeadTrainer
+                     |  a command: (name, arguments), over the control group
+    rank 1, 2..  follow(): a Trainer of its own, which does what the command says
+
+Whatever touches the weights is a command, and all ranks carry it out together: the leader tells the
+others what it is about to do, then does it too. Two process groups keep apart what may take long
+and what may not. In the control group ranks wait for the next command, for hours if no rollouts
+come. Everything else is the default group's, where nobody waits for longer than COLLECTIVE_S.
+
+A rank that fails ends the job, and the leader says which one and why. Each rank beats, once a
+second, in the store through which they found each other, and leaves its last words there:
+
+    it raised                 last words; its peers notice at once (gloo) or by torchrun's SIGTERM
+    it was killed             no last words and no beat; noticed likewise
+    its machine is gone       no beat for SILENT_S: the leader ends by itself
+    it hangs                  it beats, and the others' collective runs out of time: COLLECTIVE_S
+
+Nothing is saved then, since nobody could: the run continues from its last checkpoint, in a new
+life that torchrun begins (`--max-restarts`) or the user does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from echo.core.errors import ConfigError, EchoError, RankError, StorageError
+from echo.core.rollout import Group
+from echo.engine.weights import torch_dtype
+from echo.train.policy import Compute
+from echo.train.sharding import Ranks
+from echo.train.step import StepError, StepResult
+from echo.train.trainer import Trainer
+from echo.wire.codec import decode_group, encode_group
+
+COLLECTIVE_S = 600.0
+"""How long a rank waits for another one within a command: far longer than a micro-batch takes."""
+SILENT_S = 120.0
+"""Without a beat a rank counts as gone."""
+BEAT_S = 1.0
+SETTLE_S = 3.0
+"""What last words may take, once something has failed."""
+IDLE = timedelta(days=365)
+"""How long ranks wait for a command: there is no limit, and gloo wants one."""
+
+# --- how the processes find each other ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What torchrun tells a process."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """Among those of its machine."""
+    prefix: str
+    """Of this life's keys in a store that outlives it; empty for a store of its own."""
+
+    @staticmethod
+    def of(environment: Mapping[str, str]) -> Launch:
+        """Read the environment.
+
+        Raises:
+            ConfigError: if a restart could not work.
+        """
+        prefix = ""
+        if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # The launcher's store still has the addresses of the life before, by the same names.
+            prefix = f"life {environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+            has_restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+            if has_restarts and environment.get("GROUP_WORLD_SIZE", "1") != "1":
+                # Each machine counts its own restarts, so there is no name that all would know.
+                raise ConfigError(
+                    "torchrun would restart several machines over a store with the addresses of "
+                    "processes that are gone: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where "
+                    "torchrun is started, or --max-restarts 0"
+                )
+        return Launch(
+            rank=int(environment["RANK"]),
+            size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
+            prefix=prefix,
+        )
+
+
+def join(launch: Launch, device_type: str) -> Crew:
+    """Meet the other ranks; return when all are there.
+
+    Args:
+        launch: what torchrun has told.
+        device_type: "cpu" or "cuda".
+
+    Raises:
+        RankError: if they do not come.
+    """
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", launch.local_rank)
+        torch.cuda.set_device(device)
+    try:
+        store, _, _ = next(
+            rendezvous("env://", launch.rank, launch.size, timeout=timedelta(seconds=300))
+        )
+        if launch.prefix:
+            store = PrefixStore(launch.prefix, store)
+        return form(store, launch.rank, launch.size, device)
+    except RuntimeError as error:
+        raise RankError(f"rank {launch.rank} has not found the others: {error}") from error
+
+
+def form(
+    store: Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    *,
+    collective_s: float = COLLECTIVE_S,
+    silent_s: float = SILENT_S,
+) -> Crew:
+    """Return the ranks that meet in a store, with their process groups."""
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=collective_s),
+    )
+    return Crew(
+        Ranks.of_process_group(device.type),
+        device,
+        Beats(PrefixStore("beats", store), rank, size, silent_s=silent_s),
+        control=dist.new_group(backend="gloo", timeout=IDLE),
+    )
+
+
+# --- who is alive ---------------------------------------------------------------------------------
+
+
+class Beats:
+    """Signs of life and last words of all ranks, in their store."""
+
+    def __init__(self, store: Store, rank: int, size: int, *, silent_s: float) -> None:
+        """Begin to beat, in a thread of its own, until `close`."""
+        self._store, self._rank, self._size, self._silent_s = store, rank, size, silent_s
+        self._is_over = threading.Event()
+        store.add(f"beat of {rank}", 1)
+        self._thread = threading.Thread(target=self._beat, name="beats", daemon=True)
+        self._thread.start()
+        self.on_silence: Callable[[str], None] | None = None
+        """Called once, in that thread, with what to say if a rank has fallen silent, or all."""
+
+    def close(self) -> None:
+        """Stop; the rank ends, as it should."""
+        self._is_over.set()
+        self._thread.join()
+
+    def leave(self, words: str) -> None:
+        """Say why this rank ends."""
+        with suppress(RuntimeError):  # the store may be gone with whoever held it
+            self._store.set(f"words of {self._rank}", words)
+            self._store.add(f"has left words: {self._rank}", 1)
+
+    def wait_for_others(self, seconds: float) -> None:
+        """Wait until all others have left, for so long at most."""
+        give_up_at = time.monotonic() + seconds
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        with suppress(RuntimeError):
+            while not all(self._count(f"has left words: {rank}") for rank in others):
+                if time.monotonic() > give_up_at:
+                    return
+                time.sleep(0.01)
+
+    def explain(self) -> str:
+        """Say which of the other ranks have failed, and how; it takes SETTLE_S."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        try:
+            before = {rank: self._count(f"beat of {rank}") for rank in others}
+            time.sleep(SETTLE_S)
+            found = []
+            for rank in others:
+                if self._count(f"has left words: {rank}"):
+                    words = self._store.get(f"words of {rank}").decode()
+                    found += [f"rank {rank}: {words}"] if words else []
+                elif self._count(f"beat of {rank}") == before[rank]:
+                    found.append(f"rank {rank} gives no sign of life: it was killed, or is cut off")
+                else:
+                    found.append(f"rank {rank} does not answer, and is alive: it hangs")
+        except RuntimeError:
+            return "the store through which the ranks know of each other is gone"
+        return "; ".join(found) or "all of them have lost each other"
+
+    def _count(self, key: str) -> int:
+        return int(self._store.add(key, 0))
+
+    def _beat(self) -> None:
+        heard: dict[int, tuple[int, float]] = {}
+        words = ""
+        while not words and not self._is_over.wait(BEAT_S):
+            try:
+                self._store.add(f"beat of {self._rank}", 1)
+                silent = self._find_silent(heard)
+            except RuntimeError:
+                words = "the store through which the ranks know of each other is gone"
+            else:
+                if silent is not None:
+                    words = f"rank {silent} has given no sign of life for {self._silent_s:.0f} s: "
+                    words += "it was stopped, or its machine is gone"
+        if words and not self._is_over.is_set() and self.on_silence is not None:
+            self.on_silence(words)
+
+    def _find_silent(self, heard: dict[int, tuple[int, float]]) -> int | None:
+        now = time.monotonic()
+        for rank in range(self._size):
+            count = self._count(f"beat of {rank}")
+            if rank not in heard or heard[rank][0] != count:
+                heard[rank] = (count, now)
+            elif now - heard[rank][1] > self._silent_s and not self._count(
+                f"has left words: {rank}"
+            ):
+                return rank
+        return None
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+class Command(msgspec.Struct, frozen=True):
+    """What all ranks are about to do."""
+
+    name: str
+    """build, stop, or a method of the trainer."""
+    path: str | None = None
+    """Of a checkpoint, or a directory."""
+    groups: tuple[tuple[bytes, bytes], ...] = ()
+    """As on the wire."""
+    dtype: str = "float32"
+    """Of weights that are put together."""
+
+    @property
+    def batch(self) -> list[Group]:
+        """The groups."""
+        return [decode_group(header, arrays) for header, arrays in self.groups]
+
+
+_decoder = msgspec.msgpack.Decoder(Command)
+
+AGREED: dict[str, type[EchoError]] = {
+    "step": StepError,
+    "find_faulty": StepError,
+    "save_state": StorageError,
+}
+"""What a command may raise on all ranks alike; whatever else one raises is its own failure."""
+
+
+class Crew:
+    """The ranks of a learner, seen from one of them."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        beats: Beats,
+        *,
+        control: dist.ProcessGroup | None,
+    ) -> None:
+        """Join what connects them.
+
+        Args:
+            ranks: in the default process group.
+            device: this rank's.
+            beats: signs of life.
+            control: the group in which commands are told.
+        """
+        self.ranks = ranks
+        self.device = device
+        self.beats = beats
+        self._control = control
+        self._is_broken = False
+
+    def tell(self, command: Command) -> None:
+        """Tell the others what comes; the leader calls this."""
+        data = np.frombuffer(msgspec.msgpack.encode(command), dtype=np.uint8)
+        dist.broadcast(torch.tensor([len(data)]), src=0, group=self._control)
+        dist.broadcast(torch.from_numpy(data.copy()), src=0, group=self._control)
+
+    def hear(self) -> Command:
+        """Wait for what the leader tells; the others call this."""
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, src=0, group=self._control)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, src=0, group=self._control)
+        return _decoder.decode(data.numpy().data)
+
+    @contextmanager
+    def together(self, command: Command) -> Iterator[None]:
+        """Carry out a command on all ranks, of which this is the one that leads.
+
+        Raises:
+            RankError: if one of the others has failed; none can go on.
+        """
+        if self._is_broken:
+            raise RankError(f"the learner's processes cannot go on with {command.name}")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # the current one belongs to a thread
+        try:
+            self.tell(command)
+            self.ranks.add_up(0.0)  # who is not there shows before anything has begun
+            yield
+        except AGREED.get(command.name, ()):
+            raise
+        except BaseException as error:
+            self._is_broken = True
+            if isinstance(error, torch.OutOfMemoryError):
+                raise RankError(f"rank 0: {_words(command, error)}") from error
+            if not _is_loss(error):
+                raise
+            raise RankError(
+                f"the learner's processes cannot go on with {command.name}: {self.beats.explain()} "
+                f"({_first_line(error)})"
+            ) from error
+
+    def dismiss(self) -> None:
+        """Tell the others that it is over, if they can hear it; the leader calls this last."""
+        if not self._is_broken:
+            with suppress(RuntimeError):
+                self.tell(Command("stop"))
+                self.beats.wait_for_others(10.0)  # the store may end with this process
+        self.leave()
+
+    def leave(self) -> None:
+        """Part with the others."""
+        self.beats.leave("")
+        self.beats.close()
+        if not self._is_broken:
+            dist.destroy_process_group()
+
+
+def _is_loss(error: BaseException) -> bool:
+    """Return whether an error says that others are gone, and not that this rank has failed."""
+    text = str(error)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and ("gloo" in text or "Connection" in text)
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    # gloo goes on with advice to whoever develops it.
+    line = str(error).strip().partition("\n")[0].partition(". This is typically")[0]
+    return line[:300] or type(error).__name__
+
+
+def _words(command: Command, error: BaseException) -> str:
+    """Say what a rank has failed with, and what helps if that is known."""
+    words = f"{command.name}: {type(error).__name__}: {_first_line(error)}"
+    if isinstance(error, torch.OutOfMemoryError):
+        words += "; lower learner.micro_batch_tokens, or set learner.gradient_checkpointing = true"
+    return words
+
+
+# --- the leader -----------------------------------------------------------------------------------
+
+
+Build = Callable[[Path | None], Trainer]
+"""Makes a rank's trainer, which continues from a checkpoint if there is one."""
+
+
+class LeadTrainer:
+    """The trainer of rank 0 as the learner sees it: each of its calls is one of all ranks."""
+
+    def __init__(
+        self, crew: Crew, build: Build, checkpoint: Path | None, *, published_dtype: str
+    ) -> None:
+        """Have all ranks build their trainers.
+
+        Args:
+            crew: the ranks.
+            build: makes this one's trainer.
+            checkpoint: that they continue from; None to begin.
+            published_dtype: that weights are rounded to when they are published.
+
+        Raises:
+            RankError: if one of the others cannot.
+            EchoError: whatever `build` raises here.
+        """
+        self._crew = crew
+        self._published_dtype = published_dtype
+        path = None if checkpoint is None else str(checkpoint)
+        with crew.together(Command("build", path)):
+            self._trainer = build(checkpoint)
+            crew.ranks.add_up(0.0)  # until all of them stand
+        crew.beats.on_silence = end_at_once
+
+    @property
+    def compute(self) -> Compute:
+        """Where and how this rank computes."""
+        return self._trainer.compute
+
+    @property
+    def step_count(self) -> int:
+        """Batches consumed so far."""
+        return self._trainer.step_count
+
+    def refusal(self, group: Group) -> str | None:
+        """See `Trainer`; it is asked here alone."""
+        return self._trainer.refusal(group)
+
+    def describe_rows(self) -> str:
+        """Say how rollouts go through the model, and on how many processes."""
+        return f"{self._trainer.describe_rows()}, by {self._crew.ranks.size} processes"
+
+    def step(self, groups: Sequence[Group]) -> StepResult:
+        """See `Trainer`."""
+        with self._crew.together(_with_groups("step", groups)):
+            return self._trainer.step(groups)
+
+    def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
+        """See `Trainer`."""
+        with self._crew.together(_with_groups("find_faulty", groups)):
+            return self._trainer.find_faulty(groups)
+
+    def forward(self, groups: Sequence[Group]) -> list[list[npt.NDArray[np.float32]]]:
+        """See `Trainer`."""
+        with self._crew.together(_with_groups("forward", groups)):
+            return self._trainer.forward(groups)
+
+    @property
+    def unrounded(self) -> frozenset[str]:
+        """Names of tensors that are published in their own dtype."""
+        return self._trainer.unrounded
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights as they are published, put together here.
+
+        A copy, and rounded: unlike those of a process by itself, which it costs nothing to lend.
+        """
+        with self._crew.together(Command("snapshot", dtype=self._published_dtype)):
+            return self._trainer.snapshot(torch_dtype(self._published_dtype))
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """See `Trainer`."""
+        with self._crew.together(Command("snapshot")):
+            return self._trainer.snapshot()
+
+    def save_state(self, directory: Path) -> None:
+        """See `Trainer`; the directory is on a disk that all ranks share."""
+        with self._crew.together(Command("save_state", str(directory.absolute()))):
+            self._trainer.save_state(directory)
+
+
+AnyTrainer = Trainer | LeadTrainer
+"""What a learner trains with."""
+
+
+def _with_groups(name: str, groups: Sequence[Group]) -> Command:
+    return Command(name, groups=tuple(encode_group(group) for group in groups))
+
+
+def end_at_once(words: str) -> None:
+    """End this process, which may wait for another one for ever."""
+    logging.getLogger("echo.learner").error(
+        "%s; --resume continues from the last checkpoint", words
+    )
+    os._exit(1)
+
+
+# --- the others -----------------------------------------------------------------------------------
+
+
+def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
+    """Do what the leader says until it says stop.
+
+    Raises:
+        RankError: if this rank fails, or has lost the others.
+    """
+    trainer: Trainer | None = None
+    command = Command("start")
+    try:
+        while (command := crew.hear()).name != "stop":
+            crew.ranks.add_up(0.0)
+            if command.name == "build":
+                trainer = build(None if command.path is None else Path(command.path))
+                crew.ranks.add_up(0.0)
+                crew.beats.on_silence = end_at_once
+            else:
+                assert trainer is not None, "they are built first"
+                _obey(trainer, command, log)
+    except BaseException as error:
+        if not _is_loss(error):
+            crew.beats.leave(_words(command, error))
+            raise
+        crew.beats.leave("")  # it is another one's failure
+        raise RankError(
+            f"rank {crew.ranks.rank} has lost the others at {command.name}: {_first_line(error)}"
+        ) from error
+    crew.leave()
+
+
+def _obey(trainer: Trainer, command: Command, log: logging.Logger) -> None:
+    """Carry out a command; what all ranks fail with alike is the leader's to decide on."""
+    calls: dict[str, Callable[[], object]] = {
+        "step": lambda: trainer.step(command.batch),
+        "find_faulty": lambda: trainer.find_faulty(command.batch),
+        "forward": lambda: trainer.forward(command.batch),
+        "snapshot": lambda: trainer.snapshot(torch_dtype(command.dtype)),
+        "save_state": lambda: trainer.save_state(Path(command.path or "")),
+    }
+    try:
+        calls[command.name]()
+    except AGREED.get(command.name, ()) as error:
+        log.info("%s: %s", command.name, error)

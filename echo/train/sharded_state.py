@@ -1,0 +1,143 @@
+"""Files of a sharded state: each rank writes its own shards, and any number of ranks reads them.
+
+    shard-00001-model-00001-of-00001.safetensors    of rank 0: whole tensors that none has cut, and
+    shard-00002-...                                 of rank 1: its rows of all others
+
+They are safetensors of torch.distributed.checkpoint, with where each piece belongs in their heads.
+Its reader takes files of whole tensors just as well: a state that one process has saved is read by
+several, and the other way round. A rank reads the rows that it holds, and nothing else.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from echo.core.errors import DataError, StorageError
+from echo.train import sharding
+
+PATTERN = "shard-*.safetensors"
+"""Names of the files."""
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+"""Last parts of the names of AdamW's tensors; the third is a number."""
+
+Tensors = dict[str, Tensor]
+
+
+def write(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors by name; all ranks call this together.
+
+    Args:
+        directory: exists, on a disk that all ranks share.
+        tensors: this rank's, cut or whole; whole ones are equal on all ranks that have them.
+
+    Raises:
+        StorageError: on all ranks, if one of them cannot write.
+    """
+    writer = HuggingFaceStorageWriter(path=str(directory), save_distributed=True)
+    with _named(f"{directory}: cannot write the trainer's state"):
+        save({name: tensor.detach() for name, tensor in tensors.items()}, storage_writer=writer)
+
+
+def read_cut(directory: Path, own: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
+    """Return weights, cut up as the given ones are, and moments of this rank's parts.
+
+    All ranks call this together.
+
+    Args:
+        directory: that any number of ranks has written.
+        own: this rank's weights, which stay as they are.
+
+    Raises:
+        StorageError: if a file is missing or damaged.
+        DataError: if they belong to another model.
+    """
+    shapes = _find_shapes(directory)
+    state: Tensors = {}
+    for name, shape in shapes.items():
+        parameter, _, moment = name.rpartition("/")
+        tensor = own.get(parameter if moment in MOMENTS else name)
+        if tensor is None or (moment != "step" and tensor.shape != shape):
+            raise DataError(
+                f"{directory} holds {name} of shape {list(shape)}, which fits no tensor of this "
+                "model: it belongs to another one"
+            )
+        if moment == "step":
+            state[name] = torch.zeros(shape)
+        else:
+            state[name] = sharding.like(torch.empty_like(sharding.local(tensor)), tensor)
+    if missing := sorted(own.keys() - shapes.keys()):
+        raise DataError(f"{directory} lacks {len(missing)} of the model's tensors: {missing[:5]}")
+    _read(directory, state)
+    weights, moments = _divided(state)
+    return weights, {name: sharding.local(tensor) for name, tensor in moments.items()}
+
+
+def read_whole(directory: Path) -> tuple[Tensors, Tensors]:
+    """Return weights and moments, whole, on the CPU, in float32; for one process alone.
+
+    Raises:
+        StorageError: if a file is missing or damaged.
+    """
+    state = {name: torch.empty(shape) for name, shape in _find_shapes(directory).items()}
+    _read(directory, state)
+    return _divided(state)
+
+
+def _divided(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """Return which of them are weights, and which are moments."""
+    is_moment = {name: name.rpartition("/")[2] in MOMENTS for name in tensors}
+    weights = {name: tensor for name, tensor in tensors.items() if not is_moment[name]}
+    return weights, {name: tensor for name, tensor in tensors.items() if is_moment[name]}
+
+
+def _find_shapes(directory: Path) -> dict[str, torch.Size]:
+    """Return the shape of each tensor, whole, in a directory's files."""
+    with _named(f"{directory}: cannot read the trainer's state"):
+        found = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+    return {
+        name: described.size
+        for name, described in found.items()
+        if isinstance(described, TensorStorageMetadata)
+    }
+
+
+def _read(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Read tensors into those given, which are cut or whole."""
+    with _named(f"{directory}: cannot read the trainer's state"):
+        load(
+            {name: tensor.detach() for name, tensor in tensors.items()},
+            storage_reader=HuggingFaceStorageReader(str(directory)),
+            no_dist=not dist.is_initialized(),
+        )
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Turn what the library raises into a `StorageError`."""
+    try:
+        with warnings.catch_warnings():
+            # It says that there is one process, where there is.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except (CheckpointException, OSError, SafetensorError, ValueError, RuntimeError) as error:
+        # The first is no Exception, and its text has a trace of each rank: the last line says it.
+        cause = str(error).strip().rpartition("\n")[2] or type(error).__name__
+        raise StorageError(f"{what}: {cause}") from error

@@ -1,0 +1,207 @@
+"""Shards of a model over several processes, the ranks, by FSDP2.
+
+Every rank holds a part of each parameter, of its gradient and of its moments. A decoder layer is a
+unit: it is whole on every rank while it computes, and its gradient is summed where it is cut up
+again. Everything else (embedding, last norm, head; tied or not) belongs to the root, whose forward
+is all that is computed with the model, log-probabilities included: outside of it the head is a
+shard.
+
+    root (ShardedModel)
+      embedding --> layer --> layer --> ... --> norm --> head --> log-probabilities
+                    (unit)    (unit)
+
+Ranks meet in every layer, forward and backward. So all of them make the same passes in the same
+order, and a rank that has nothing to compute in one passes a token through that counts for nothing.
+
+Gradients are summed over the ranks and divided by nothing: losses are divided by counts of the
+whole batch already. Parameters and sums are float32; with a compute type of bfloat16 each unit is
+cast as a whole when it is put together, and autocast has nothing to do.
+
+Every rank reads the same data and decides the same: what only one of them knows (its loss, the norm
+of its shards, an error of its own) is told to all before anything is decided by it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from echo.core.errors import EngineError
+from echo.train.step import StepError
+
+# --- what ranks tell each other -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ranks:
+    """The processes that train one model together, seen from one of them.
+
+    Its methods are called by all ranks, in the same order; each waits for the others.
+    """
+
+    rank: int
+    """This one's, from 0."""
+    size: int
+    """How many there are."""
+    mesh: DeviceMesh
+    """All of them, in the default process group, which takes tensors on the CPU, too."""
+
+    @staticmethod
+    def of_process_group(device_type: str) -> Ranks:
+        """Return the ranks of the default process group, for shards on this kind of device."""
+        size = dist.get_world_size()
+        return Ranks(rank=dist.get_rank(), size=size, mesh=init_device_mesh(device_type, (size,)))
+
+    def gather(self, own: bytes) -> list[bytes]:
+        """Return what each rank has given, in their order."""
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(own)]))
+        largest = max(int(size) for size in sizes)
+        sent = torch.zeros(largest, dtype=torch.uint8)
+        sent.numpy()[: len(own)] = np.frombuffer(own, dtype=np.uint8)
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(received, sent)
+        return [
+            bytes(data[: int(size)].numpy().data)
+            for data, size in zip(received, sizes, strict=True)
+        ]
+
+    def gather_tensors(self, own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Return the tensors that each rank has given, by name, on the CPU, in their order."""
+        packed = safetensors.torch.save(
+            {name: tensor.detach().to("cpu").contiguous() for name, tensor in own.items()}
+        )
+        return [safetensors.torch.load(data) for data in self.gather(packed)]
+
+    def raise_together(self, failure: StepError | None) -> None:
+        """Raise on all ranks what the first of them has failed with, if any has.
+
+        Raises:
+            StepError: naming the rank.
+        """
+        own = [] if failure is None else [str(failure), failure.reason]
+        for rank, told in enumerate(map(json.loads, self.gather(json.dumps(own).encode()))):
+            if told:
+                text, reason = told
+                raise StepError(f"rank {rank}: {text}", reason=reason) from failure
+
+    def add_up(self, value: float) -> float:
+        """Return the sum over the ranks, the same on each."""
+        total = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total)
+
+
+# --- the model in units ---------------------------------------------------------------------------
+
+
+class ShardedModel(nn.Module):
+    """Root of a sharded model; in its forward the embedding and the head are whole."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Take a model that is not sharded yet."""
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function that computes with the model, and returns a tuple of tensors."""
+        return compute(*arguments)
+
+
+def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> ShardedModel:
+    """Cut a model into shards, in place, and return the root that it is called through.
+
+    Each parameter is another object afterwards, with the same name; tied ones stay tied.
+
+    Args:
+        model: a causal language model of transformers, the same on all ranks, on any device; what
+            is to be trained already requires a gradient.
+        ranks: over which; the shards lie on their kind of device.
+        dtype: that it computes in.
+
+    Raises:
+        EngineError: if its layers cannot be told.
+    """
+    layers = [
+        module
+        for module in model.base_model.modules()
+        if isinstance(module, GradientCheckpointingLayer)
+    ]
+    if not layers:
+        raise EngineError(
+            f"{type(model).__name__} does not say what its layers are, so it cannot be divided "
+            "among several processes: train it with one"
+        )
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
+    )
+    root = ShardedModel(model)
+    for module in (*layers, root):
+        unit = fully_shard(module, mesh=ranks.mesh, mp_policy=policy)
+        # Neither reaches the units inside.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(enable=True)  # gloo has no scaled sum
+        # Or ranks whose tokens meet other experts would sum other gradients.
+        unit.set_reduce_scatter_unused_params(reduce_scatter_unused_params=True, recurse=False)
+    return root
+
+
+def call(root: ShardedModel, compute: Callable[..., Any], *arguments: Any) -> Any:
+    """Compute with a sharded model; without gradients it is cut up again at once."""
+    found = root(compute, *arguments)
+    if not torch.is_grad_enabled():
+        assert isinstance(root, FSDPModule), "shard() has made it one"
+        root.reshard()  # which nothing but a backward does by itself
+    return found
+
+
+# --- shards as plain tensors ----------------------------------------------------------------------
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, sharing its memory; a tensor that is not cut, whole."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def local_parameter(tensor: Tensor) -> Tensor:
+    """Return what `local` does, for an optimizer: with a gradient of its own."""
+    return nn.Parameter(local(tensor)) if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor, on its device; all ranks call this together if it is cut."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def like(part: Tensor, tensor: Tensor) -> Tensor:
+    """Return a part of this rank as a tensor that is cut as another one is, if that is cut."""
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def norm_over(ranks: Ranks | None, parts: list[Tensor]) -> float:
+    """Return the norm of tensors of which each rank has a part."""
+    norm = float(torch.nn.utils.get_total_norm(parts))
+    return norm if ranks is None else math.sqrt(ranks.add_up(norm * norm))

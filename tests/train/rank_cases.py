@@ -1,0 +1,298 @@
+"""What several ranks do in tests/train/test_ranks.py: each function is called on all of them.
+
+What it returns is of JSON, and that of rank 0 counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from echo.algo.loss import Loss, LossInputs, LossNeeds, LossOutput, needs_of
+from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
+from echo.core.errors import RankError
+from echo.core.rollout import Group
+from echo.engine.lora import Lora
+from echo.train.batch import AdvantageSettings
+from echo.train.policy import ModelSource
+from echo.train.ranks import Build, Crew, LeadTrainer, follow
+from echo.train.sharding import Ranks
+from echo.train.step import StepError, StepResult
+from echo.train.trainer import Trainer
+from tests.train.test_trainer import FAST, make_group, make_groups
+from tests.train.test_trainer_losses import LOSSES, stale_groups
+from tests.train.trainers import trainer_of
+
+MORE_LOSSES: dict[str, Loss] = {
+    "entropy": EntropyBonusLoss(loss=make_loss("dapo"), coef=0.01),
+}
+REFERENCE_LOSS = ReferenceKlLoss(loss=make_loss("grpo"), coef=0.1, estimator="k3")
+
+
+class Touchy:
+    """A loss of whole groups that has trouble with one of large advantages."""
+
+    needs = LossNeeds(whole_groups=True)
+
+    def __init__(self, trouble: str = "") -> None:
+        self.trouble = trouble
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        assert inputs.group_index is not None
+        weight = inputs.advantages[:, None] * (1.0 + inputs.group_index[:, None])
+        loss = -(weight * inputs.learner_logprobs).sum() / inputs.num_tokens
+        if (inputs.advantages > 1).any():
+            if self.trouble == "raises":
+                raise ValueError("this group is too much")
+            if self.trouble == "nan":
+                loss = loss * math.nan
+        return LossOutput(loss=loss, token_counts={})
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "padded": {"packing": "padded"},
+    "checkpointing": {"gradient_checkpointing": True},
+    "minibatches": {"minibatches_per_step": 2, "loss": LOSSES["decoupled_ppo"]},
+    "whole groups": {"loss": Touchy()},
+}
+
+
+def make_trainer(model_dir: str, ranks: Ranks | None, **options: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "loss": LOSSES["dapo"],
+        "optimizer": FAST,
+        "advantages": AdvantageSettings(normalize_by_std=False),
+        "micro_batch_tokens": 80,
+    }
+    settings |= {"ranks": ranks, **options}
+    if ranks is not None:
+        torch.manual_seed(ranks.rank)  # what is drawn must not depend on what was drawn before
+    return trainer_of(Path(model_dir), **settings)
+
+
+class Pair:
+    """A trainer on several ranks, and on the first of them one of a process alone beside it."""
+
+    def __init__(self, model_dir: str, ranks: Ranks, **options: Any) -> None:
+        self.together = make_trainer(model_dir, ranks, **options)
+        self.alone = None if ranks.rank else make_trainer(model_dir, None, **options)
+        self._start = [(trainer, trainer._keep()) for trainer in self._trainers]
+
+    @property
+    def _trainers(self) -> list[Trainer]:
+        return [self.together] if self.alone is None else [self.together, self.alone]
+
+    def restart(self, loss: Loss) -> None:
+        """Begin anew with another loss."""
+        for trainer, undo in self._start:
+            trainer._put_back(undo)
+            trainer._loss, trainer._needs = loss, needs_of(loss)
+
+    def compare(self, *batches: Sequence[Group]) -> dict[str, float]:
+        """Return how far they are apart, relative where a number may be of any size."""
+        found = [self.together.step(groups).metrics for groups in batches]
+        scores, weights = self.together.forward(batches[0][:1]), self.together.snapshot()
+        assert bool(weights) == (self.alone is not None), "only the first rank has them"
+        off: dict[str, float] = {}
+        if self.alone is None:
+            return off
+        for groups, metrics in zip(batches, found, strict=True):
+            wanted = self.alone.step(groups).metrics
+            assert metrics.keys() == wanted.keys()
+            for name, value in wanted.items():
+                far = abs(metrics[name] - value) / max(1.0, abs(value))
+                off[name] = max(off.get(name, 0.0), far)
+        pairs = zip(scores[0], self.alone.forward(batches[0][:1])[0], strict=True)
+        off["scores"] = max(float(abs(rows - want).max()) for rows, want in pairs)
+        off["weights"] = max(
+            float((weights[name] - tensor).abs().max())
+            for name, tensor in self.alone.snapshot().items()
+        )
+        return off
+
+
+def every_loss(crew: Crew, model_dir: str, reference_dir: str) -> dict[str, dict[str, float]]:
+    ranks = crew.ranks
+    groups = stale_groups(Path(model_dir))
+    pair = Pair(model_dir, ranks)
+    found = {}
+    for name, loss in (LOSSES | MORE_LOSSES).items():
+        pair.restart(loss)
+        found[name] = pair.compare(groups)
+    found["reference"] = Pair(
+        model_dir, ranks, loss=REFERENCE_LOSS, reference=ModelSource(model_dir=Path(reference_dir))
+    ).compare(groups, groups)
+    return found
+
+
+def variants(crew: Crew, model_dir: str, untied_dir: str) -> dict[str, dict[str, float]]:
+    ranks = crew.ranks
+    batches = [make_groups(6, seed=seed) for seed in range(2)]
+    adapter = {"lora": Lora(base_dir=Path(model_dir), rank=4, alpha=8), "loss": LOSSES["gepo"]}
+    found = {
+        name: Pair(model_dir, ranks, **set_).compare(*batches) for name, set_ in VARIANTS.items()
+    }
+    found["lora"] = Pair(model_dir, ranks, **adapter).compare(*batches)
+    found["untied"] = Pair(untied_dir, ranks).compare(*batches)
+    # Of one row the other ranks have nothing, ever.
+    found["few rows"] = Pair(model_dir, ranks).compare([make_group([1, 0], 0)])
+    return found
+
+
+def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
+    """A loss that fails on one rank only, and the step after it."""
+    ranks = crew.ranks
+    groups = [make_group([5 if n == 3 else 1, 0, 0, 1], n) for n in range(4)]
+    pair = Pair(model_dir, ranks)
+    trainer = pair.together
+    before = trainer.snapshot()
+    found: dict[str, Any] = {}
+    # Of two minibatches the second fails, and the update of the first has to be taken back.
+    for kind, num_minibatches in (("raises", 1), ("nan", 1), ("raises", 2)):
+        pair.restart(Touchy(kind))
+        trainer._minibatches_per_step = num_minibatches
+        reason = ""
+        try:
+            trainer.step(groups)
+        except StepError as error:
+            reason = f"{error.reason}: {error}"
+        after = trainer.snapshot()
+        found[f"{kind} {num_minibatches}"] = {
+            "reasons": [each.decode() for each in ranks.gather(reason.encode())],
+            "is_kept": all(torch.equal(after[name], tensor) for name, tensor in before.items()),
+        }
+    found["faulty"] = list(trainer.find_faulty(groups))
+    trainer._minibatches_per_step = 1
+    trainer._num_skipped_nonfinite = 0
+    pair.restart(Touchy())
+    found["next"] = pair.compare(groups)
+    return found
+
+
+def in_bfloat16(crew: Crew, model_dir: str) -> dict[str, float]:
+    ranks = crew.ranks
+    return Pair(model_dir, ranks, dtype=torch.bfloat16).compare(make_groups(5))
+
+
+def save_and_go_on(crew: Crew | None, directory: str, **options: Any) -> None:
+    """Make two steps, save, and make a third; what the weights are then is left beside."""
+    ranks = None if crew is None else crew.ranks
+    trainer = state_trainer(ranks, **options)
+    for seed in range(2):
+        trainer.step(make_groups(5, seed=seed))
+    trainer.save_state(Path(directory))
+    for name in ("then", "after"):
+        weights = trainer.snapshot()
+        if weights:  # the first rank has them
+            save_file(weights, Path(directory).with_name(f"{name}.safetensors"))
+        trainer.step(make_groups(5, seed=2))
+
+
+def load_and_go_on(
+    crew: Crew | None, directory: str, wanted: str, save_to: str = "", **options: Any
+) -> dict[str, float]:
+    """Return how far the state is from what was saved, and its third step from that made there."""
+    trainer = state_trainer(None if crew is None else crew.ranks, **options)
+    trainer.load_state(Path(directory))
+    if save_to:
+        trainer.save_state(Path(save_to))
+    found = {"step": float(trainer.step_count)}
+    for name in ("then", "after"):
+        expected = load_file(Path(wanted) / f"{name}.safetensors")
+        weights = trainer.snapshot()
+        assert not weights or weights.keys() == expected.keys()
+        off = [float((expected[name] - tensor).abs().max()) for name, tensor in weights.items()]
+        found[name] = max(off, default=0.0)
+        trainer.step(make_groups(5, seed=2))
+    return found
+
+
+def state_trainer(ranks: Ranks | None, *, model_dir: str, has_adapter: bool = False) -> Trainer:
+    adapter = {"lora": Lora(base_dir=Path(model_dir), rank=4, alpha=8)} if has_adapter else {}
+    return make_trainer(model_dir, ranks, **adapter)
+
+
+# ------------------------------------------------------------------------------ a leader and others
+
+
+def build_for(ranks: Ranks, model_dir: str) -> Build:
+    def build(checkpoint: Path | None) -> Trainer:
+        trainer = make_trainer(model_dir, ranks, loss=Touchy())
+        if checkpoint is not None:
+            trainer.load_state(checkpoint)
+        return trainer
+
+    return build
+
+
+def lead(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
+    """Have the others follow through every command; the leader's results beside one process's."""
+    build = build_for(crew.ranks, model_dir)
+    if crew.ranks.rank:
+        follow(crew, build, logging.getLogger())
+        return {}
+    groups, bad = make_groups(5), make_group([1, 1e9], 7)
+    led = LeadTrainer(crew, build, None, published_dtype="bfloat16")
+    alone = make_trainer(model_dir, None, loss=Touchy())
+    reason = ""
+    try:
+        led.step([*groups, bad])
+    except StepError as error:
+        reason = error.reason
+    faulty = led.find_faulty([*groups, bad])
+    off = {"loss": led.step(groups).metrics["loss/policy"]}
+    off["loss"] -= alone.step(groups).metrics["loss/policy"]
+    led.save_state(Path(directory))
+    pairs = zip(led.forward(groups[:1])[0], alone.forward(groups[:1])[0], strict=True)
+    off["scores"] = max(float(abs(mine - want).max()) for mine, want in pairs)
+    weights, wanted = led.snapshot(), alone.tensors()
+    off["weights"] = max(float((weights[n] - t.detach()).abs().max()) for n, t in wanted.items())
+    published = led.tensors()
+    is_rounded = all(torch.equal(t, weights[n].bfloat16()) for n, t in published.items())
+    crew.dismiss()
+    off = {name: abs(value) for name, value in off.items()}
+    found = {"reason": reason, "faulty": list(faulty), "off": off, "step": led.step_count}
+    return {**found, "is_rounded": is_rounded}
+
+
+def lose_one(crew: Crew, model_dir: str, how: str) -> dict[str, Any]:
+    """Lose the last rank within a step, in one way or another; return what the leader says."""
+
+    def build(checkpoint: Path | None) -> Trainer:
+        trainer = build_for(crew.ranks, model_dir)(checkpoint)
+        if crew.ranks.rank == crew.ranks.size - 1:
+            trainer.step = fail  # type: ignore[method-assign]
+        return trainer
+
+    def fail(groups: Sequence[Group]) -> StepResult:
+        if how == "raises":
+            raise MemoryError("of 80 GB, 81 are taken")
+        if how == "hangs":
+            time.sleep(60)
+        os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[how])
+        raise AssertionError("it has been killed")
+
+    if crew.ranks.rank:
+        follow(crew, build, logging.getLogger())
+        return {}
+    led = LeadTrainer(crew, build, None, published_dtype="bfloat16")
+    silent: list[str] = []
+    crew.beats.on_silence = silent.append
+    began = time.monotonic()
+    try:
+        led.step(make_groups(3))
+    except RankError as error:
+        return {"says": str(error), "after_s": time.monotonic() - began, "silent": silent}
+    return {}
+
+
+lose_one.times = {"collective_s": 5.0, "silent_s": 2.0}  # type: ignore[attr-defined]

@@ -1,0 +1,189 @@
+"""Several ranks train as one process does, over gloo; what they do stands in rank_cases.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo.core.errors import ConfigError
+from echo.train.ranks import Launch
+from tests.train import rank_cases
+from tests.train.forked_ranks import run_on_ranks
+from tests.train.rank_cases import make_trainer
+
+CASES = "tests.train.rank_cases"
+A_STEP = 3e-4
+"""By how much a step moves a weight, at most."""
+
+DEATHS = {
+    "killed": "rank {} gives no sign of life",
+    "raises": "rank {}: step: MemoryError: of 80 GB, 81 are taken",
+    "stopped": "rank {} gives no sign of life",
+    "hangs": "rank {} does not answer, and is alive: it hangs",
+}
+"""Ways of a rank to fail, and what the leader says of it."""
+
+pytestmark = pytest.mark.slow
+
+Answers = dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.matrix)])
+def answers(
+    request: pytest.FixtureRequest,
+    make_tiny_model: Callable[..., Path],
+    tiny_model_dir: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Answers:
+    """What ranks of this number answer to everything; imports are most of it, so all at once."""
+    size: int = request.param
+    tiny, other = str(tiny_model_dir), str(make_tiny_model(seed=1))
+    untied = str(make_tiny_model(seed=2, tie_word_embeddings=False))
+    asked: dict[str, tuple[str, int, dict[str, Any]]] = {
+        "losses": ("every_loss", size, {"model_dir": tiny, "reference_dir": other}),
+        "variants": ("variants", size, {"model_dir": tiny, "untied_dir": untied}),
+        "trouble": ("trouble", size, {"model_dir": tiny}),
+        "bfloat16": ("in_bfloat16", size, {"model_dir": tiny}),
+    }
+    led = tmp_path_factory.mktemp("led")
+    asked["led"] = ("lead", size, {"model_dir": tiny, "directory": str(led)})
+    for how in DEATHS:
+        asked[how] = ("lose_one", size, {"model_dir": tiny, "how": how})
+    answers: Answers = {"led to": led}
+    for kind, options in (("all", {}), ("adapter", {"has_adapter": True})):
+        directory = tmp_path_factory.mktemp(f"state_{kind}")
+        options |= {"model_dir": tiny}
+        for name in ("first", "second"):
+            (directory / name).mkdir()
+        first, second = str(directory / "first"), str(directory / "second")
+        asked[f"save {kind}"] = ("save_and_go_on", size, {"directory": first, **options})
+        reading = {"wanted": str(directory), **options}
+        asked[f"same {kind}"] = ("load_and_go_on", size, {"directory": first, **reading})
+        if kind == "all":
+            onward = {"directory": first, "save_to": second, **reading}
+            asked["other all"] = ("load_and_go_on", 5 - size, onward)
+            one = tmp_path_factory.mktemp("state_of_one")
+            (one / "first").mkdir()
+            rank_cases.save_and_go_on(None, str(one / "first"), **options)
+            older = {"directory": str(one / "first"), "wanted": str(one), **options}
+            asked["of one"] = ("load_and_go_on", size, older)
+        answers[f"directory {kind}"] = (directory, reading)
+    found = run_on_ranks(
+        [(f"{CASES}:{name}", ranks, options) for name, ranks, options in asked.values()],
+        tmp_path_factory.mktemp("ranks"),
+    )
+    named = dict(zip(asked, found, strict=True))
+    for name, answer in named.items():
+        answers[name] = answer if name in DEATHS else answer.value
+    return answers
+
+
+def test_a_restart_of_several_machines_needs_a_store_of_its_own() -> None:
+    told = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+    assert Launch.of(told) == Launch(rank=3, size=4, local_rank=1, prefix="")
+    shared = {**told, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    assert Launch.of(shared).prefix == "life 0"
+    restarted = {**shared, "TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RESTART_COUNT": "1"}
+    assert Launch.of({**restarted, "GROUP_WORLD_SIZE": "1"}).prefix == "life 1"
+    with pytest.raises(ConfigError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        Launch.of(restarted)
+
+
+def assert_near(off: dict[str, float]) -> None:
+    assert off["weights"] < 0.01 * A_STEP, off["weights"]
+    far = {name: value for name, value in off.items() if value > 1e-6}
+    assert far.keys() <= {"weights"}, far
+
+
+@pytest.mark.parametrize("loss", [*rank_cases.LOSSES, *rank_cases.MORE_LOSSES, "reference"])
+def test_ranks_make_the_step_of_one_process(loss: str, answers: Answers) -> None:
+    assert_near(answers["losses"][loss])
+
+
+@pytest.mark.parametrize("variant", [*rank_cases.VARIANTS, "lora", "untied", "few rows"])
+def test_they_do_whatever_is_set(variant: str, answers: Answers) -> None:
+    assert_near(answers["variants"][variant])
+
+
+def test_bfloat16_is_near(answers: Answers) -> None:
+    off = answers["bfloat16"]
+    assert 0 < off["loss/policy"] < 0.05
+    assert 0 < off["scores"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (
+            "raises 1",
+            "step_error: rank {}: the step raised ValueError: this group is too much",
+        ),
+        (
+            "raises 2",
+            "step_error: rank {}: the step raised ValueError: this group is too much",
+        ),
+        ("nan 1", "nonfinite_gradient: the loss is nan"),
+    ],
+)
+def test_what_fails_on_one_rank_is_skipped_by_all(kind: str, reason: str, answers: Answers) -> None:
+    found = answers["trouble"][kind]
+    assert len(set(found["reasons"])) == 1, "all ranks say the same"
+    assert found["reasons"][0] in [reason.format(rank) for rank in range(3)]
+    assert found["is_kept"]
+
+
+def test_nothing_is_left_of_a_failure(answers: Answers) -> None:
+    assert_near(answers["trouble"]["next"])
+    assert answers["trouble"]["faulty"] == [3]
+
+
+@pytest.mark.parametrize("kind", ["all", "adapter"])
+def test_a_state_is_continued_by_any_number_of_ranks(kind: str, answers: Answers) -> None:
+    directory, reading = answers[f"directory {kind}"]
+    # By as many ranks bit by bit; by another number up to the order of sums.
+    assert answers[f"same {kind}"] == {"step": 2.0, "then": 0.0, "after": 0.0}
+    others = [rank_cases.load_and_go_on(None, str(directory / "first"), **reading)]
+    if kind == "all":
+        others += [answers["other all"], answers["of one"]]
+        others.append(rank_cases.load_and_go_on(None, str(directory / "second"), **reading))
+    for found in others:
+        after = found.pop("after")
+        assert found == {"step": 2.0, "then": 0.0}
+        assert 0 <= after < 1e-3 * A_STEP
+
+
+def test_the_first_rank_leads_the_others(answers: Answers, tiny_model_dir: Path) -> None:
+    led = answers["led"]
+    assert led["reason"] == "bad_group"
+    assert led["faulty"] == [7]
+    assert led["step"] == 1
+    assert led["is_rounded"]
+    assert led["off"].pop("weights") < 0.01 * A_STEP
+    assert all(far < 1e-6 for far in led["off"].values())
+    trainer = make_trainer(str(tiny_model_dir), None)
+    trainer.load_state(answers["led to"])
+    assert trainer.step_count == 1
+
+
+@pytest.mark.parametrize("how", DEATHS)
+def test_a_rank_that_fails_ends_the_job_with_its_name(
+    how: str, answers: Answers, request: pytest.FixtureRequest
+) -> None:
+    answer = answers[how]
+    number = len(answer.errors)  # of those that ended badly, the last one is to blame
+    assert number >= 1
+    said = answer.found["says"]
+    assert DEATHS[how].format(last_rank(request)) in said
+    assert "cannot go on with step" in said
+    # A collective's time, which is 5 s here, and what explaining takes.
+    assert answer.found["after_s"] < 15
+    if how != "killed":  # which shows at once, and as silence after a while
+        assert bool(answer.found["silent"]) == (how == "stopped")
+
+
+def last_rank(request: pytest.FixtureRequest) -> int:
+    size: int = request.node.callspec.params["answers"]
+    return size - 1
