@@ -242,6 +242,8 @@ class WatchedLedger(Ledger):
 class StubTrainer:
     """Weights that move a little with each step, and groups that no step can bear."""
 
+    unrounded: frozenset[str] = frozenset()
+
     def __init__(self, process: Process, checkpoint: Path | None) -> None:
         self._process = process
         world = process.world
