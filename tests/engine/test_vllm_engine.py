@@ -6,7 +6,6 @@ import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +43,7 @@ from tests.engine.engine_contract import (
 )
 from tests.engine.lora_models import adapted_policy, published
 from tests.engine.patches import patch_between
+from tests.engine.vllm_layers import nothing_packed
 from tests.engine.vllm_steps import _steps_that_can_be_slow as _steps_that_can_be_slow
 
 # Third parties; and vLLM, which warns of its own parts.
@@ -62,16 +62,6 @@ class TestContract(EngineContract):
     @classmethod
     def make_engine(cls) -> Callable[..., VllmEngine]:
         return partial(VllmEngine, **SMALL)
-
-
-@contextmanager
-def nothing_packed() -> Iterator[None]:
-    """Have vLLM compute with its parameters as they are, as on a GPU, on a CPU too."""
-    layers = importlib.import_module("vllm.model_executor.layers.utils")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers.ops, "_supports_onednn", False)
-        patch.setattr(layers, "check_cpu_sgl_kernel", lambda *_: False)
-        yield
 
 
 Images = list[tuple[tuple[TensorSpec, ...], bytearray]]
