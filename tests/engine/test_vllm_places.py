@@ -104,6 +104,7 @@ def loaded_model(load: Loader, dtype: torch.dtype = torch.float32) -> Model:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_element_is_found_where_the_loader_puts_it(dtype: torch.dtype) -> None:
     model = loaded_model(fuse, dtype)
+    model.fused[6:] = 5.0  # which the loader would overwrite
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     places = find_places(model, checkpoint())
     for name, tensor in model.state_dict().items():
