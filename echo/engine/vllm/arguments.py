@@ -24,7 +24,7 @@ from echo.core.extras import install_command
 from echo.core.units import format_bytes
 from echo.engine.lora import Lora
 from echo.engine.model import free_bytes
-from echo.engine.vllm.plugin import BACKEND, register
+from echo.engine.vllm.plugin import BACKEND, WORKER_EXTENSION, register
 
 Process = Literal["inline", "engine"]
 
@@ -206,6 +206,7 @@ def make_arguments(
         "scheduling_policy": "priority",
         "disable_log_stats": True,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "worker_extension_cls": WORKER_EXTENSION,
     }
     if lora_rank:
         arguments |= {

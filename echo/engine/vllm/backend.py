@@ -37,8 +37,9 @@ from torch import Tensor
 from echo.core.errors import EngineError
 from echo.engine.engine import FinishReason, VersionSlot, describe_error
 from echo.engine.lora import Lora, write_adapter
+from echo.engine.vllm.places import write_changes
 from echo.engine.vllm.plugin import VARIABLE, count_kills
-from echo.engine.weights import save_safetensors
+from echo.engine.weights import Change, save_safetensors
 
 # --- contract -------------------------------------------------------------------------------------
 #
@@ -152,16 +153,32 @@ class Backend(abc.ABC):
         """Return the tokens so far of every request that runs."""
 
     @abc.abstractmethod
-    def update(self, update_info: Mapping[str, str], tag: str, *, clears_cache: bool) -> None:
+    def update(
+        self,
+        update_info: Mapping[str, str],
+        tag: str,
+        *,
+        clears_cache: bool,
+        is_patch: bool = False,
+    ) -> None:
         """Pause, take the weights over, tag what follows, and go on; bounded in time.
 
         Args:
-            update_info: where the weights are, for `vllm_transfer`.
+            update_info: where the weights are, for `transfer`.
             tag: not used before.
             clears_cache: whether keys and values are thrown away and computed anew.
+            is_patch: whether only what has changed lies there; see `why_unplaced`.
 
         Raises:
             EngineDeadError: if that fails at any point; the engine is of no use any more.
+        """
+
+    @abc.abstractmethod
+    def why_unplaced(self) -> str:
+        """Return why vLLM takes whole versions only; nothing if it takes patches.
+
+        Raises:
+            EngineDeadError: if it has died.
         """
 
     @abc.abstractmethod
@@ -400,10 +417,19 @@ class InlineBackend(Backend):
         """Return the tokens so far of every request that runs."""
         return num_sampled(self._engine.output_processor)
 
-    def update(self, update_info: Mapping[str, str], tag: str, *, clears_cache: bool) -> None:
+    def update(
+        self,
+        update_info: Mapping[str, str],
+        tag: str,
+        *,
+        clears_cache: bool,
+        is_patch: bool = False,
+    ) -> None:
         """Swap weights between two steps."""
+        info = {"update_info": dict(update_info)}
+        update = self._patch if is_patch else self._load
         try:
-            self._between_steps(lambda: self._swap(update_info, tag, clears_cache=clears_cache))
+            self._between_steps(lambda: self._swap(lambda: update(info), tag, clears_cache))
         except EngineDeadError:
             raise
         except Exception as error:  # vLLM's layers raise anything; the model is now half updated
@@ -426,42 +452,52 @@ class InlineBackend(Backend):
         except Exception as error:  # vLLM raises anything
             raise EngineError(f"vLLM refuses the adapter: {describe_error(error)}") from error
 
-    def _between_steps(self, change: Callable[[], object]) -> None:
-        """Have the engine's thread do something, and wait for it; what it raises is raised here."""
-        done: Future[None] = Future()
+    def _between_steps(self, change: Callable[[], T]) -> T:
+        """Have the engine's thread do something, and return it; what it raises is raised here."""
+        done: Future[T] = Future()
 
         def job() -> None:
             if self.death is not None:
                 done.set_exception(EngineWasDeadError(self.death.reason))
                 return
             try:
-                change()
+                found = change()
             except Exception as error:  # noqa: BLE001 -- belongs to the thread that asked
                 done.set_exception(error)
             else:
-                done.set_result(None)
+                done.set_result(found)
 
         with self._lock:
             if self.death is not None:
                 raise EngineWasDeadError(self.death.reason)
             self._jobs.put(job)
         try:
-            done.result(timeout=TIMEOUT_S)
+            return done.result(timeout=TIMEOUT_S)
         except TimeoutError as error:
             reason = f"the update took longer than {TIMEOUT_S:g} s"
             self.die(reason)
             raise EngineDeadError(reason) from error
 
-    def _swap(self, update_info: Mapping[str, str], tag: str, *, clears_cache: bool) -> None:
+    def _swap(self, update: Callable[[], object], tag: str, clears_cache: bool) -> None:
         """Swap weights, in the engine's thread."""
-        engine = self._engine
-        core = engine.engine_core.engine_core
+        core = self._engine.engine_core.engine_core
         core.pause_scheduler("keep", clears_cache)
-        engine.collective_rpc("start_weight_update")
-        engine.collective_rpc("update_weights", kwargs={"update_info": dict(update_info)})
-        engine.collective_rpc("finish_weight_update")
-        engine.set_weight_version(tag)
+        update()
+        self._engine.set_weight_version(tag)
         core.resume_scheduler()
+
+    def _load(self, info: Mapping[str, Any]) -> None:
+        self._engine.collective_rpc("start_weight_update")
+        self._engine.collective_rpc("update_weights", kwargs=info)
+        self._engine.collective_rpc("finish_weight_update")
+
+    def _patch(self, info: Mapping[str, Any]) -> None:
+        self._engine.collective_rpc("patch_weights", kwargs=info)
+
+    def why_unplaced(self) -> str:
+        """Ask vLLM's worker between two steps."""
+        [why] = self._between_steps(lambda: self._engine.collective_rpc("why_unplaced"))
+        return str(why)
 
     def die(self, reason: str) -> None:
         """Fail every request; the thread ends when it comes back from where it is."""
@@ -522,6 +558,33 @@ def hand_over(
         save_safetensors(directory, tensors, max_shard_bytes=1 << 62)
         [path] = directory.iterdir()
         backend.update({"path": str(path)}, tag, clears_cache=clears_cache)
+
+
+def hand_over_changes(
+    backend: Backend,
+    changes: Sequence[Change],
+    tag: str,
+    *,
+    clears_cache: bool,
+    is_same_process: bool,
+) -> None:
+    """Have vLLM take over what has changed of its weights, for which it has places.
+
+    Arguments and errors as for `hand_over`.
+    """
+    if is_same_process:
+        from echo.engine.vllm.transfer import CHANGES
+
+        key = f"{id(backend):x} {tag}"
+        CHANGES[key] = changes
+        try:
+            backend.update({"key": key}, tag, clears_cache=clears_cache, is_patch=True)
+        finally:
+            del CHANGES[key]
+        return
+    with _directory_in_memory() as directory:
+        path = write_changes(directory, changes)
+        backend.update({"path": str(path)}, tag, clears_cache=clears_cache, is_patch=True)
 
 
 def hand_over_adapter(
@@ -694,15 +757,20 @@ class ProcessBackend(Backend):
             raise EngineError(f"request {request_id}: vLLM gave no answer")
         return read_output(output)
 
-    async def _update(self, update_info: Mapping[str, str], tag: str, clears_cache: bool) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        engine = self._engine
-        await self._bounded(engine.pause_generation(mode="keep", clear_cache=clears_cache))
-        await self._bounded(engine.start_weight_update())
-        request = WeightTransferUpdateRequest(update_info=dict(update_info))
-        await self._bounded(engine.update_weights(request))
-        await self._bounded(engine.finish_weight_update(weight_version=tag))
+    async def _update(
+        self, update_info: Mapping[str, str], tag: str, clears_cache: bool, is_patch: bool
+    ) -> None:
+        engine, info = self._engine, {"update_info": dict(update_info)}
+        # Not `pause_generation`, which sleeps for 20 ms so that outputs come before it returns.
+        pause = engine.engine_core.pause_scheduler_async
+        await self._bounded(pause(mode="keep", clear_cache=clears_cache))
+        if is_patch:
+            await self._bounded(engine.collective_rpc("patch_weights", kwargs=info))
+        else:
+            await self._bounded(engine.collective_rpc("start_weight_update"))
+            await self._bounded(engine.collective_rpc("update_weights", kwargs=info))
+            await self._bounded(engine.collective_rpc("finish_weight_update"))
+        await self._bounded(engine.update_weight_version(tag))
         await self._bounded(engine.resume_generation())
 
     async def _bounded(self, call: Awaitable[T]) -> T:
@@ -747,10 +815,25 @@ class ProcessBackend(Backend):
         """Return the tokens so far of every request that runs."""
         return num_sampled(self._engine.output_processor)
 
-    def update(self, update_info: Mapping[str, str], tag: str, *, clears_cache: bool) -> None:
+    def update(
+        self,
+        update_info: Mapping[str, str],
+        tag: str,
+        *,
+        clears_cache: bool,
+        is_patch: bool = False,
+    ) -> None:
         """Swap weights while generation is paused."""
+        self._see_through(self._update(update_info, tag, clears_cache, is_patch))
+
+    def why_unplaced(self) -> str:
+        """Ask vLLM's workers between two steps."""
+        asked = self._bounded(self._engine.collective_rpc("why_unplaced"))
+        return next(filter(None, self._see_through(asked)), "")
+
+    def _see_through(self, update: Coroutine[Any, Any, T]) -> T:
         try:
-            self._post(self._update(update_info, tag, clears_cache)).result(6 * TIMEOUT_S)
+            return self._post(update).result(6 * TIMEOUT_S)
         except Exception as error:  # vLLM's processes raise anything; they are half updated
             is_late = isinstance(error, TimeoutError)
             why = f"no answer in {TIMEOUT_S:g} s" if is_late else self._why(error)

@@ -7,6 +7,10 @@ before is put back and the error says so. An update that fails half way leaves a
 neither: vLLM is then started anew with the last version that was found right, as it is after any
 other death. That version's tensors stay in host memory, where they arrived, never on a GPU.
 
+A patch is a swap of which only the changed elements are handed over: they are scattered into the
+places where vLLM keeps them, and the probe follows. Where vLLM keeps weights in a form of its own
+the whole version is handed over, as is every later one once a probe has found a patch wrong.
+
 `kv_cache` decides about keys and values of rollouts under way; see `echo.engine.engine`.
 
 Adapters are not swapped. vLLM keeps those of the newest versions loaded and samples from several in
@@ -23,7 +27,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
@@ -52,6 +56,7 @@ from echo.engine.engine import (
     VersionSlot,
     VersionSlots,
     Watcher,
+    describe_error,
     is_out_of_memory,
 )
 from echo.engine.lora import Lora, build_adapted, target_names
@@ -59,6 +64,7 @@ from echo.engine.model import (
     build_meta_model,
     check_weights,
     free_bytes,
+    has_other_names_on_disk,
     names_on_disk,
     set_num_threads,
 )
@@ -83,8 +89,11 @@ from echo.engine.vllm.backend import (
     adapter_request,
     hand_over,
     hand_over_adapter,
+    hand_over_changes,
 )
-from echo.engine.weights import torch_dtype
+from echo.engine.weights import changes, tensors_from_image, torch_dtype
+from echo.weights.manifest import TensorSpec
+from echo.weights.store import Patch
 
 # --- one call -------------------------------------------------------------------------------------
 #
@@ -413,6 +422,11 @@ class SwapProbe:
         )
         return found
 
+    @property
+    def has_other_names_on_disk(self) -> bool:
+        """Whether `on_disk` changes names."""
+        return has_other_names_on_disk(self._model)
+
     def on_disk(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return weights as files have them, which is how vLLM reads them."""
         return names_on_disk(self._model, tensors)
@@ -519,6 +533,11 @@ class VllmEngine(Engine):
         self._tag = ""
         self._versions: dict[str, PolicyVersion | None] = {}
         self._good: _Installed | None = None
+        self._why_whole = ""
+        """Why no patch is handed over, as far as that has been told."""
+        self._is_misplaced = False
+        """Whether a patch was found wrong that had been handed over."""
+        self.takes_patches = lora is None
         self._num_restarts = 0
         self._is_closed = False
         self._concurrency = Concurrency()
@@ -546,7 +565,20 @@ class VllmEngine(Engine):
                 self._load_adapter(slot, unloaded, tensors)
             return
         with self._barrier.swap(version):
-            self._swap(self._expected(tensors, version))
+            new = self._expected(tensors, version)
+            self._swap(version, lambda: self._install(new))
+
+    def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
+        """Write what changed to image and vLLM in flight, probe it, and go back if it is wrong."""
+        if not isinstance(self._barrier, VersionBarrier):
+            super().patch(patch, image, specs)
+            return
+        with self._barrier.swap(patch.version):
+            self._swap(
+                patch.version,
+                lambda: self._install_patch(patch, image, specs),
+                take_back=lambda: patch.take_back(image),
+            )
 
     def generate(
         self,
@@ -622,47 +654,65 @@ class VllmEngine(Engine):
         set_num_threads(self._num_threads)  # of this thread, which may be any
         return _Installed(tensors, version, self._probe.expected(tensors))
 
-    def _swap(self, new: _Installed) -> None:
+    def _swap(
+        self,
+        version: PolicyVersion,
+        install: Callable[[], _Installed | str],
+        take_back: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Install, if need be on a vLLM started anew: it may have died of something else.
+
+        Args:
+            version: to name in errors.
+            install: returns what is installed, or what is wrong with it.
+            take_back: makes the weights of the version before what they were.
+        """
         with self._lock:
             before = "none" if self._good is None else str(self._good.version)
-            try:
-                complaint = self._install_alive(new)
-            except EngineDeadError as error:
-                self._restart()
-                raise EngineError(
-                    f"{new.version} could not be installed: {error}; vLLM was started anew, "
-                    f"version: {before}"
-                ) from error
-            if complaint is None:
-                self._good = new
+            while True:
+                try:
+                    self._check_alive()
+                    found = install()
+                except EngineDeadError as error:
+                    take_back()
+                    self._restart()
+                    if isinstance(error, EngineWasDeadError):
+                        continue  # until it is given up
+                    raise EngineError(
+                        f"{version} could not be installed: {error}; vLLM was started anew, "
+                        f"version: {before}"
+                    ) from error
+                except BaseException:  # as where there is no space to hand weights over
+                    take_back()
+                    raise
+                break
+            if isinstance(found, _Installed):
+                self._good = found
                 self._num_restarts = 0
                 return
+            take_back()
             self._roll_back()
             raise EngineError(
-                f"{new.version} is installed but not what vLLM samples from: {complaint}; rolled "
-                f"back, version: {before}"
+                f"{version} is installed but not what vLLM samples from: {found}; rolled back, "
+                f"version: {before}"
             )
+
+    def _check_alive(self) -> None:
+        if self._backend.is_dead:
+            raise EngineWasDeadError("it had died before")
 
     def _roll_back(self) -> None:
         if self._good is None:
             return
         try:
-            complaint = self._install(self._good)
+            found = self._install(self._good)
         except EngineDeadError as error:
-            complaint = str(error)
-        if complaint is not None:
-            log.warning("cannot go back to %s in place: %s", self._good.version, complaint)
+            found = str(error)
+        if isinstance(found, str):
+            log.warning("cannot go back to %s in place: %s", self._good.version, found)
             self._restart()
 
-    def _install_alive(self, weights: _Installed) -> str | None:
-        """Install, if need be on a vLLM started anew: it may have died of something else."""
-        if not self._backend.is_dead:
-            with contextlib.suppress(EngineWasDeadError):
-                return self._install(weights)
-        self._restart()
-        return self._install(weights)
-
-    def _install(self, weights: _Installed) -> str | None:
+    def _install(self, weights: _Installed) -> _Installed | str:
         """Hand weights over, probe them and judge their tag; return what is wrong with them."""
         self._tag = tag = str(next(self._serials))
         hand_over(
@@ -672,9 +722,62 @@ class VllmEngine(Engine):
             clears_cache=self._clears_cache,
             is_same_process=self._process == "inline",
         )
+        return self._judge(weights, tag)
+
+    def _install_patch(
+        self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]
+    ) -> _Installed | str:
+        """Write a patch to the image, hand over what changed, and probe it; else the whole."""
+        why_whole = self._tell_why_whole()
+        patch.write(image)
+        tensors = tensors_from_image(specs, image.toreadonly())
+        if why_whole:
+            return self._install(self._expected(tensors, patch.version))
+        self._tag = tag = str(next(self._serials))
+        hand_over_changes(
+            self._backend,
+            list(changes(patch, image, specs)),
+            tag,
+            clears_cache=self._clears_cache,
+            is_same_process=self._process == "inline",
+        )
+        try:
+            return self._judge_patch(self._expected(tensors, patch.version), tag)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # PyTorch raises anything; nobody can judge what samples then
+            reason = f"it was changed in place and cannot be probed: {describe_error(error)}"
+            self._backend.die(reason)
+            raise EngineDeadError(reason) from error
+
+    def _tell_why_whole(self) -> str:
+        """Return why vLLM gets whole versions, and say so once; nothing if it gets patches."""
+        if self._is_misplaced:
+            why = "a patch was found wrong"
+        elif self._probe.has_other_names_on_disk:
+            why = "vLLM has other names for the weights than the version"
+        else:
+            why = self._backend.why_unplaced()
+        if why not in ("", self._why_whole):
+            log.info("vLLM is handed whole versions, not what changes: %s", why)
+        self._why_whole = why
+        return why
+
+    def _judge_patch(self, weights: _Installed, tag: str) -> _Installed | str:
+        """Probe what was changed in place; where it is wrong, hand the whole version over."""
+        found = self._judge(weights, tag)
+        if isinstance(found, _Installed):
+            return found
+        log.warning("%s, changed in place, is not what vLLM samples: %s", weights.version, found)
+        found = self._install(weights)
+        self._is_misplaced = isinstance(found, _Installed)
+        return found
+
+    def _judge(self, weights: _Installed, tag: str) -> _Installed | str:
+        """Probe what has a tag; return it, or what is wrong with it."""
         complaint = self._complaint(self._backend, weights, tag)
         self._versions[tag] = weights.version if complaint is None else None
-        return complaint
+        return weights if complaint is None else complaint
 
     def _complaint(
         self, backend: Backend, weights: _Installed, tag: str, adapter: Any = None
@@ -759,7 +862,8 @@ class VllmEngine(Engine):
             complaint = self._add_adapter(self._backend, slot, weights)
             if complaint is not None:
                 return complaint
-        return None if self._good is None else self._install(self._good)
+        found = None if self._good is None else self._install(self._good)
+        return found if isinstance(found, str) else None
 
     def _start(self, *, is_first: bool = False) -> Backend:
         """Start vLLM, if need be for fewer rollouts at one time; then count its room.

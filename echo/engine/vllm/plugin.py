@@ -50,6 +50,9 @@ def count_kills() -> int:
 BACKEND = "echo"
 """The name under which vLLM knows our way of handing weights over."""
 
+WORKER_EXTENSION = "echo.engine.vllm.transfer.WorkerExtension"
+"""What its workers can be asked beside that."""
+
 
 def register() -> None:
     """Make the weight transfer backend known, and hear of deaths; may be called more than once."""

@@ -4,14 +4,19 @@ vLLM calls `start_weight_update`, `update_weights` and `finish_weight_update` in
 processes while generation is paused. The weights are taken from a dictionary where vLLM runs in our
 own process, and from a safetensors file (in shared memory) where it does not; from there each
 tensor goes to the device directly, and vLLM fuses and shards what has to be.
+
+What a patch changes comes in the same two ways, and is scattered into the places that were found
+when the first version was loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
@@ -24,8 +29,14 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from echo.engine.vllm.places import UnplacedError, find_places, read_changes
+from echo.engine.weights import Change
+
 HANDED_OVER: dict[str, Mapping[str, Tensor]] = {}
 """Weights for an engine in this process, under a key that is told to it."""
+
+CHANGES: dict[str, Iterable[Change]] = {}
+"""The same for what changes."""
 
 
 @dataclass
@@ -49,6 +60,14 @@ class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
     init_info_cls = TransferInit
     update_info_cls = TransferUpdate
     model: nn.Module
+    _loaded = TransferUpdate()
+    """The version that is being loaded."""
+    _places: Mapping[str, Tensor] = {}
+    """Of the checkpoint's elements."""
+    _pointers: Sequence[int] = ()
+    """To the model's parameters when that was."""
+    unplaced = "no version is loaded"
+    """Why the model takes whole versions only; nothing if it takes patches."""
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
         """Do nothing: there is no connection to open."""
@@ -63,6 +82,7 @@ class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
 
     def receive_weights(self, update_info: TransferUpdate) -> None:
         """Load all tensors under their Hugging Face names."""
+        self._loaded = update_info
         self.model.load_weights(_read(update_info))  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
@@ -70,9 +90,41 @@ class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied_heads(self.model)
         _repack_experts(self.model)
+        pointers = [parameter.data_ptr() for parameter in self.model.parameters()]
+        if pointers != self._pointers:  # vLLM keeps them, for its graphs
+            self._pointers = pointers
+            self._find_places()
+
+    def _find_places(self) -> None:
+        self._places, self.unplaced = {}, ""
+        try:
+            self._places = find_places(self.model, dict(_read(self._loaded)))
+        except UnplacedError as error:
+            self.unplaced = str(error)
+
+    @torch.no_grad()
+    def patch_weights(self, update_info: TransferUpdate) -> None:
+        """Scatter what has changed since the last version into its places."""
+        key, path = update_info.key, update_info.path
+        for change in CHANGES[key] if key else read_changes(Path(path)):
+            change.store(self._places[change.name])
 
     def shutdown(self) -> None:
         """Do nothing: nothing is open."""
+
+
+class WorkerExtension:
+    """Methods of vLLM's worker that can be called from outside its process."""
+
+    weight_transfer_engine: TransferEngine
+
+    def why_unplaced(self) -> str:
+        """Return why this worker takes whole versions only; nothing if it takes patches."""
+        return self.weight_transfer_engine.unplaced
+
+    def patch_weights(self, update_info: dict[str, Any]) -> None:
+        """Scatter changes into the model; what is paused is the caller's business."""
+        self.weight_transfer_engine.patch_weights(TransferUpdate(**update_info))
 
 
 def _read(update_info: TransferUpdate) -> Iterator[tuple[str, Tensor]]:

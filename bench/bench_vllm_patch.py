@@ -1,0 +1,161 @@
+"""Time handing a version to vLLM whole, and handing over only what it changes.
+
+vLLM runs on a CPU in this process, with nothing packed, as on a GPU: random weights of the shapes
+of a Qwen3, published and computed in bf16. CPU seconds are of the process, per GB of the image;
+while weights are handed over vLLM pauses.
+
+    python bench/bench_vllm_patch.py [--shape 128MiB] [--shares 0.001 0.014 0.1] [--repeats 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import torch
+from transformers import Qwen3Config
+from update_state import SHAPES, SIGMA, Shape
+
+from echo.core.rollout import PolicyVersion
+from echo.engine.vllm import engine as vllm_engine
+from echo.engine.vllm.arguments import import_vllm
+from echo.engine.weights import publish_image, tensors_from_image
+from echo.weights.delta import BLOCK_BYTES, encode_delta, open_block, split_blocks, word_bytes_of
+from echo.weights.manifest import TensorSpec
+from echo.weights.store import Patch
+
+
+def write_config(directory: Path, shape: Shape) -> None:
+    Qwen3Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        architectures=["Qwen3ForCausalLM"],
+    ).save_pretrained(directory)
+
+
+def pack_nothing() -> None:
+    """Have vLLM compute with its parameters as they are."""
+    from vllm.model_executor.layers import utils
+
+    utils.ops._supports_onednn = False  # noqa: SLF001 -- vLLM has no setting for it
+    utils.check_cpu_sgl_kernel = lambda *_: False
+
+
+def make_patch(
+    specs: tuple[TensorSpec, ...], old: memoryview, share: float, step: int
+) -> tuple[Patch, int]:
+    """Return a patch that changes a share of the words of an image by a little, and how many."""
+    rng = np.random.default_rng(step)
+    new = bytearray(old)
+    words = np.frombuffer(new, np.uint16)
+    where = np.flatnonzero(rng.random(words.size, np.float32) < share)
+    words[where] ^= 1  # the last bit of the mantissa
+    patch = Patch(PolicyVersion(1, step), PolicyVersion(1, step + 1), BLOCK_BYTES)
+    for number, (start, stop) in enumerate(split_blocks(len(old), BLOCK_BYTES)):
+        before = old[start:stop]
+        coded = encode_delta(
+            before, memoryview(new)[start:stop], word_bytes=word_bytes_of(specs, start, stop)
+        )
+        patch.blocks[number] = open_block(memoryview(coded.coded), before, coded.old_hash)
+    return patch, where.size
+
+
+class Clock:
+    """Wall and CPU seconds of the calls of one function."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self.wall_s = self.cpu_s = 0.0
+
+    def __call__(self, *values: Any, **named: Any) -> Any:
+        wall, cpu = time.perf_counter(), time.process_time()
+        found = self._call(*values, **named)
+        self.wall_s, self.cpu_s = time.perf_counter() - wall, time.process_time() - cpu
+        return found
+
+
+def measure(arguments: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
+    shape = SHAPES[arguments.shape]
+    write_config(directory, shape)
+    import_vllm(is_cpu=True, passed={}, num_threads=1)
+    pack_nothing()
+    vllm_engine.hand_over = whole = Clock(vllm_engine.hand_over)
+    vllm_engine.hand_over_changes = changed = Clock(vllm_engine.hand_over_changes)
+    engine = vllm_engine.VllmEngine(
+        directory,
+        dtype="bfloat16",
+        arguments={"kv_cache_memory_bytes": 64 << 20},
+        num_threads=1,
+    )
+    torch.manual_seed(0)
+    state = {name: torch.randn(size) * SIGMA for name, size in shape.tensors().items()}
+    specs, data = publish_image(state, "bfloat16")
+    image, gigabytes, step = memoryview(data), len(data) / 1e9, 1
+    rows = []
+    load, patch_all = Clock(engine.load), Clock(engine.patch)
+    found = []
+    for _ in range(arguments.repeats + 1):
+        load(tensors_from_image(specs, image.toreadonly()), PolicyVersion(1, step))
+        found.append((whole.cpu_s, whole.wall_s, load.cpu_s))
+    rows.append(row_of("whole", found[1:], gigabytes, None))  # the first one also finds the places
+    rows[-1]["first/cpu_s_per_gb"] = round(found[0][0] / gigabytes, 4)
+    for share in arguments.shares:
+        found = []
+        for _ in range(arguments.repeats):
+            patch, number = make_patch(specs, image, share, step)
+            changed.wall_s = 0.0
+            patch_all(patch, image, specs)
+            assert changed.wall_s, "the version was handed over whole"
+            step += 1
+            found.append((changed.cpu_s, changed.wall_s, patch_all.cpu_s))
+        rows.append(row_of(f"{share:.1%} changed", found, gigabytes, number))
+    engine.close()
+    return rows
+
+
+def row_of(
+    what: str, found: list[tuple[float, float, float]], gigabytes: float, num_words: int | None
+) -> dict[str, Any]:
+    cpu_s, wall_s, all_s = (statistics.median(each) for each in zip(*found, strict=True))
+    row = {
+        "what": what,
+        "handed_over/cpu_s_per_gb": round(cpu_s / gigabytes, 4),
+        "handed_over/wall_s": round(wall_s, 4),
+        "with_probe/cpu_s_per_gb": round(all_s / gigabytes, 4),
+    }
+    if num_words:
+        row["handed_over/wall_ns_per_word"] = round(wall_s / num_words * 1e9, 2)
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="128MiB")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.001, 0.014, 0.1])
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = harness.parse(parser, repeats=1, shares=[0.014])
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        rows = measure(arguments, Path(directory))
+    what = f"bf16 weights of the shapes of {arguments.shape} into vLLM on a CPU, nothing packed"
+    print(f"wrote {harness.save('vllm_patch', {'what': what, 'rows': rows})}")
+
+
+if __name__ == "__main__":
+    main()
