@@ -108,7 +108,7 @@ class SwarmNode:
             case ["prepare", step, num_bytes, chunk_bytes]:
                 identity = Identity(RUN_ID, KEY)
                 self._next = make_publication(
-                    identity, "full", None, int(step), int(num_bytes), int(chunk_bytes)
+                    identity, b"", "full", None, int(step), int(num_bytes), int(chunk_bytes)
                 )
                 tell(hash=self._next.manifest.image_hash.hex())
             case ["publish"]:
