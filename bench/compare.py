@@ -1,16 +1,19 @@
 """Quick benchmarks at two commits in turns: medians, spread, and what has become worse.
 
     python bench/compare.py OLD [NEW] [--only delta topology] [--rounds 3]
+    python bench/compare.py OLD [NEW] --only quickstart --options="--seeds 0 1 2"
 
 Each commit has a worktree of its own, and each turn runs one benchmark at the old commit and then
 at the new one, with the packages of this environment. A figure is marked where its median has
 become worse by more than 5 % and by more than the rounds of one commit differ. What a script of an
 older commit has no option for is ABSENT, and so is what fails or takes too long, with the reason.
+Options take the place of the quick form, at both commits.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shlex
@@ -20,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +59,7 @@ def main() -> None:
     parser.add_argument("new", nargs="?", default="HEAD")
     parser.add_argument("--only", nargs="+", choices=QUICK, default=QUICK)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--options", help="for the scripts, in place of their quick form")
     parser.add_argument("--limit-s", type=float, default=300, help="for one run")
     arguments = parser.parse_args()
     commits = {"old": commit(arguments.old), "new": commit(arguments.new)}
@@ -68,12 +73,18 @@ def main() -> None:
                 # The small models are named after what they are made of, and take minutes.
                 (tree / "build").symlink_to(ROOT / "build")
             for name in arguments.only:
-                found[name] = compare(name, trees, arguments.rounds, arguments.limit_s)
+                ask = functools.partial(run, name, arguments.options, arguments.limit_s)
+                found[name] = compare(ask, trees, arguments.rounds)
                 show(name, found[name])
         finally:
             for tree in trees.values():
                 git("worktree", "remove", "--force", str(tree))
-    result = {"commits": commits, "rounds": arguments.rounds, "benchmarks": found}
+    result = {
+        "commits": commits,
+        "rounds": arguments.rounds,
+        "options": arguments.options,
+        "benchmarks": found,
+    }
     print(f"wrote {harness.save('compare', result)}")
 
 
@@ -87,13 +98,15 @@ def commit(name: str) -> str:
     return git("rev-parse", "--short", f"{name}^{{commit}}")
 
 
-def compare(name: str, trees: dict[str, Path], rounds: int, limit_s: float) -> dict[str, Any]:
+def compare(
+    ask: Callable[[Path], dict[str, float]], trees: dict[str, Path], rounds: int
+) -> dict[str, Any]:
     """Run one benchmark in turns; return old and new median of every figure, and the verdicts."""
     runs: dict[str, list[dict[str, float]]] = {side: [] for side in trees}
     for _ in range(rounds):
         for side, tree in trees.items():
             try:
-                runs[side].append(run(name, tree, limit_s))
+                runs[side].append(ask(tree))
             except RuntimeError as error:
                 return {"absent": f"{side}: {error}"}
     rows = {}
@@ -120,14 +133,15 @@ def is_gain(figure: str) -> bool | None:
     return False if own.endswith(COSTS) else None
 
 
-def run(name: str, tree: Path, limit_s: float) -> dict[str, float]:
+def run(name: str, options: str | None, limit_s: float, tree: Path) -> dict[str, float]:
     """Run a benchmark in a worktree; return its figures, printed or in the file that it wrote.
 
     Raises:
         RuntimeError: if there are none, with the reason.
     """
-    has_quick = "--quick" in (tree / "bench" / "harness.py").read_text()
-    options = "--quick" if has_quick else BEFORE.get(name)
+    if options is None:
+        has_quick = "--quick" in (tree / "bench" / "harness.py").read_text()
+        options = "--quick" if has_quick else BEFORE.get(name)
     if options is None:
         raise RuntimeError("its script has no quick form")
     command = [sys.executable, f"bench/bench_{name}.py", *shlex.split(options)]
