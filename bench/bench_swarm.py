@@ -10,6 +10,8 @@ touched the memory of their images beforehand.
 Prints the share of the fluid optimum min(u0, (u0 + sum of the uplinks) / receivers) that the
 slowest receiver gets, duplicates and control as shares of what is delivered, and CPU seconds per GB
 delivered. `--settings tuned` gives TCP buffers of 64 MiB and takes its slow start after idle away.
+`--rates 0.25` has all links at a quarter of that: nodes and emulator need some 20 CPU seconds per
+GB, so two cores are full before the links are, and both planes are then as fast as the CPU.
 First the rules alone, on links of paper (`swarm_paper.py`), rates exact.
 
 Needs root, and a machine that is quiet: the nodes take a core, and what others take is missing.
@@ -23,7 +25,7 @@ import itertools
 import os
 import random
 import statistics
-from typing import Any
+from typing import Any, NamedTuple
 
 import harness
 from broadcast_figures import MIB, PAYLOAD_SHARE, uplinks_mbit
@@ -44,15 +46,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draws", nargs="+", choices=DRAWS, default=list(DRAWS))
     parser.add_argument("--versions", type=int, default=5)
+    parser.add_argument("--rates", type=float, default=1.0, help="of the links, as a share")
     parser.add_argument("--mib", type=int, default=64, help="size of a version")
     parser.add_argument("--settings", nargs="+", choices=("default", "tuned"), default=["default"])
     parser.add_argument("--note", default="", help="what else the machine did")
     arguments = harness.parse(parser, draws=["half NAT"], versions=2, mib=16)
     paper = [on_paper(draw, seed) for draw in arguments.draws for seed in range(3)]
-    result: dict[str, Any] = {"note": arguments.note, "paper": paper, "rows": []}
+    result: dict[str, Any] = {
+        "note": arguments.note,
+        "rates": arguments.rates,
+        "paper": paper,
+        "rows": [],
+    }
     for settings, draw in itertools.product(arguments.settings, arguments.draws):
         size = arguments.mib * MIB
-        result["rows"] += on_the_wan(draw, size, arguments.versions, settings=settings)
+        links = Links(draw, settings, arguments.rates)
+        result["rows"] += on_the_wan(links, size, arguments.versions)
     result["summary"] = summary(result["rows"])
     name = "swarm" if "default" in arguments.settings else "swarm_tuned"
     print(f"wrote {harness.save(name, result)}")
@@ -86,12 +95,22 @@ def on_paper(draw: str, seed: int) -> dict[str, Any]:
     return row
 
 
-def on_the_wan(draw: str, size: int, versions: int, *, settings: str) -> list[dict[str, Any]]:
+class Links(NamedTuple):
+    """What the emulator emulates."""
+
+    draw: str
+    settings: str
+    rates: float
+
+
+def on_the_wan(links: Links, size: int, versions: int) -> list[dict[str, Any]]:
     """Return a row for each version and plane."""
-    uplinks = uplinks_mbit(draw, random.Random(1))
-    best = optimum([SOURCE_MBIT, *uplinks])
+    draw, settings, scale = links
+    source = SOURCE_MBIT * scale
+    uplinks = [rate * scale for rate in uplinks_mbit(draw, random.Random(1))]
+    best = optimum([source, *uplinks])
     leaves = frozenset(index for index, rate in enumerate(uplinks, start=1) if not rate)
-    options = {"rate_mbit": SOURCE_MBIT, "latency_ms": LATENCY_MS, "tuned": settings == "tuned"}
+    options = {"rate_mbit": source, "latency_ms": LATENCY_MS, "tuned": settings == "tuned"}
     rows = []
     with contextlib.ExitStack() as stack:
         path = stack.enter_context(contextlib.closing(Wan(17, **options)))
