@@ -2,7 +2,7 @@
 
 Sixteen receivers and the three fleets of `broadcast_figures.py` ("unequal-16"): 64 MiB in chunks of
 256 KiB, the source at 200 Mbit/s, 40 ms between any two nodes, no rate told to anybody. The swarm
-(`echo/weights/swarm.py` over `echo/net/zmq.py`, `swarm_node.py`) and the plane that is planned
+(`swarm.py` over `echo/net/zmq.py`, `swarm_node.py`) and the plane that is planned
 (`broadcast_node.py`, "auto") stand beside each other on one emulator, and each version goes through
 one and then through the other: version 1 on cold connections, the others on warm ones. Both have
 touched the memory of their images beforehand.

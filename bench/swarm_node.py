@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import socket
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -21,24 +22,42 @@ from broadcast_node import make_publication
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from kept_store import KeptStore
 from stream_node import commands, tell
+from swarm import ItemArrived, NeighbourFailed, Swarm, message_of
 
 from echo.core.bounds import MAX_MESSAGE_BYTES
 from echo.core.errors import RemoteProtocolError
 from echo.net.transport import Connected, Disconnected, Received, TransportOptions, without_key
-from echo.net.zmq import ZmqTransport
+from echo.net.zmq import Inbound, ZmqTransport
 from echo.runtime.disk_store import open_store
 from echo.runtime.identity import Identity
 from echo.runtime.node import tune_malloc
 from echo.weights.store import ItemStore, Transfer, TrustedManifests
-from echo.weights.swarm import ItemArrived, NeighbourFailed, Swarm
 from echo.wire.actions import Action, Note, Send, Work
-from echo.wire.codec import decode_envelope, decode_message, encode
+from echo.wire.codec import encode
 from echo.wire.messages import FULL, Announce, Greet, ItemId
 
 RUN_ID = "bench"
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 POLL_S = 0.01
 """Between two looks at what has left the sockets."""
+
+
+class CountingTransport(ZmqTransport):
+    """Tells what has left for the kernel, which holds little that is not under way."""
+
+    max_socket_bytes = 0
+    """Of a connection that was accepted; 0 for no bound."""
+
+    async def bind(self) -> None:
+        await super().bind()
+        if self._bound is not None and self.max_socket_bytes:
+            option = socket.TCP_NOTSENT_LOWAT
+            self._bound.setsockopt(socket.IPPROTO_TCP, option, self.max_socket_bytes)
+
+    def unsent_bytes(self, peer: str) -> int:
+        """Return what was accepted for a peer that has dialled, and not yet given to the kernel."""
+        found = self._peers.get(peer)
+        return found.outbox.unsent_bytes if isinstance(found, Inbound) else 0
 
 
 class SwarmNode:
@@ -51,12 +70,10 @@ class SwarmNode:
         self.name = arguments.name
         self._listens = arguments.listen is not None
         self._is_leaf = arguments.leaf
-        self.transport = ZmqTransport(
-            arguments.listen,
-            options,
-            congestion_control=arguments.congestion or None,
-            max_socket_bytes=arguments.socket_bytes or None,
+        self.transport = CountingTransport(
+            arguments.listen, options, congestion_control=arguments.congestion or None
         )
+        self.transport.max_socket_bytes = arguments.socket_bytes
         kept = arguments.kept_bytes
         version_store = KeptStore(kept) if kept else open_store(None, None)
         self.store = ItemStore(keep_versions=2, version_store=version_store)
@@ -174,7 +191,7 @@ class SwarmNode:
             self._perform(met)
 
     def _hear(self, peer: str, frames: list[Any]) -> None:
-        message = decode_message(decode_envelope(frames))
+        message = message_of(frames)
         payload = frames[1:]
         if isinstance(message, Greet):
             self._inbound[peer] = message.node_id, message.purpose

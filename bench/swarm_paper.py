@@ -1,7 +1,7 @@
 """A swarm on links of paper: real nodes, uplinks shared equally by the links that send.
 
 Messages but chunks take the latency only. Neither TCP nor the CPU costs anything: what is lost
-against the fluid optimum is lost by the rules of `echo/weights/swarm.py`.
+against the fluid optimum is lost by the rules of `swarm.py`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from swarm import ItemArrived, NeighbourFailed, Swarm, message_of
 
 from echo.core.rollout import PolicyVersion
 from echo.weights.manifest import SignedManifest, TensorSpec, build_manifest, sign
 from echo.weights.store import ItemStore, Transfer
-from echo.weights.swarm import ItemArrived, NeighbourFailed, Swarm
 from echo.wire.actions import Action, Note, Send, Work
-from echo.wire.codec import decode_envelope, decode_message
 from echo.wire.messages import FULL, Announce, Chunk, ItemId
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
@@ -184,7 +183,7 @@ class PaperFleet:
 
     def _send(self, node: PaperNode, action: Send) -> None:
         name = action.peer.partition("/")[0]
-        message = decode_message(decode_envelope(list(action.frames)))
+        message = message_of(action.frames)
         payload = [bytes(frame) for frame in action.frames[1:]]
         node.asked.append((name, message))
 

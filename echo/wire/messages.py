@@ -4,7 +4,7 @@ A message on the wire is one header frame followed by raw payload frames (`wire/
 are two kinds:
 
 * **Link messages** concern the two ends of one connection only: greeting, and the weights plane,
-  which is pulled hop by hop (`broadcast.py`) or exchanged among neighbours (`swarm.py`).
+  which is pulled hop by hop (`broadcast.py`).
 * **Routed messages** go between one node and the learner, however many relays lie between; a relay
   forwards them by the node id in the envelope and never looks inside.
 
@@ -12,7 +12,6 @@ Who may send what:
 
     any node  -> its parent    Greet, Probe, Subscribe, Fetch, Credit
     parent    -> its child     Greeted, ProbeAck, Announce, Segment, Chunk, Waiting, Gone
-    neighbour -> neighbour     Have, Turn, Want, Cancel, Tables; Announce, Segment, Chunk, Gone
     node      -> learner       Hello, AssetRequest, Ready, Heartbeat, Deliver, Partial, Failed,
                                Goodbye
     learner   -> node          Welcome, Asset, Admitted, Refuse, Rehello, Plan, Pulse, Grant, Ack,
@@ -208,75 +207,6 @@ class Gone(Message, frozen=True):
 
     version: PolicyVersion
     form: Form = FULL
-
-
-# Between neighbours of a swarm (`weights/swarm.py`): frequent, so with short names of their fields.
-
-
-MAX_CHUNKS = 1 << 20
-"""Chunks of one item in a swarm: 256 GiB at the smallest usual size."""
-
-ChunkIndex = Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
-ChunkIndices = Annotated[tuple[ChunkIndex, ...], Meta(max_length=MAX_RANGES)]
-
-_SHORT = {
-    "version": "v", "form": "f", "runs": "r", "is_wanting": "w", "num_segments": "s",
-    "uplink_bytes_per_s": "u", "number": "n", "num_chunks": "k", "named": "c", "chunks": "c",
-}  # fmt: skip
-
-
-class Have(Message, frozen=True, omit_defaults=True, rename=_SHORT):
-    """Neighbour to neighbour: I take part in this item, and hold these chunks of it, too."""
-
-    version: PolicyVersion
-    form: Form
-    runs: ChunkIndices
-    """Start, stop, start, stop, ...: half-open runs that were not told before, ascending."""
-    is_wanting: bool
-    """Whether I lack any of it."""
-    num_segments: ChunkIndex = 0
-    """Tables of an encoded version that can be had from me."""
-    uplink_bytes_per_s: Rate | None = None
-    """What I was seen to send in all."""
-
-
-class Turn(Message, frozen=True, omit_defaults=True, rename=_SHORT):
-    """Server to receiver: name so many chunks, and I send them next; answered by Want."""
-
-    version: PolicyVersion
-    form: Form
-    number: Place
-    """Names this turn in its answer; ascending, from 1."""
-    num_chunks: ChunkIndex
-    named: ChunkIndices = ()
-    """What to take if it is lacking: the source's own choice, so that each chunk leaves it once
-    before any leaves it twice."""
-
-
-class Want(Message, frozen=True, omit_defaults=True, rename=_SHORT):
-    """Receiver to server: send these chunks, in this order; none at all passes the turn."""
-
-    version: PolicyVersion
-    form: Form
-    number: Place
-    """Of the turn that it answers; 0 if it asks unbidden, near the end."""
-    chunks: ChunkIndices
-
-
-class Cancel(Message, frozen=True, omit_defaults=True, rename=_SHORT):
-    """Receiver to server: these chunks have come from others; do not begin to send them."""
-
-    version: PolicyVersion
-    form: Form
-    chunks: ChunkIndices
-
-
-class Tables(Message, frozen=True, omit_defaults=True, rename=_SHORT):
-    """Neighbour to neighbour: send me the item's manifest, or its signed tables from here on."""
-
-    version: PolicyVersion
-    form: Form
-    num_segments: ChunkIndex
 
 
 Names = Annotated[dict[Word, Word], Meta(max_length=MAX_NAMES)]
@@ -584,11 +514,6 @@ LINK_MESSAGES = (
     | Chunk
     | Waiting
     | Gone
-    | Have
-    | Turn
-    | Want
-    | Cancel
-    | Tables
 )
 ROUTED_MESSAGES = (
     Hello
