@@ -238,7 +238,6 @@ _REMEDIES = {
 async def bound_socket(
     address: str,
     congestion_control: str | None,
-    max_socket_bytes: int | None = None,
     *,
     warns: bool = True,
 ) -> socket.socket:
@@ -247,7 +246,6 @@ async def bound_socket(
     Args:
         address: tcp://host:port.
         congestion_control: how accepted connections are to send; None for the system's default.
-        max_socket_bytes: what one of them may hold that is not under way; None for no bound.
         warns: whether to say that the kernel refuses the former; once per process is enough.
 
     Raises:
@@ -263,8 +261,6 @@ async def bound_socket(
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(where)
             _set_congestion_control(bound, congestion_control, warns=warns)
-            if max_socket_bytes is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
-                bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, max_socket_bytes)
             bound.setblocking(False)
         except OSError:
             bound.close()
@@ -389,10 +385,6 @@ class News(enum.Enum):
 
 class SendQueue(Protocol):
     """Sends on one connection, within its byte bound."""
-
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes accepted and not yet given to the operating system, overhead included."""
 
     def send(self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> bool:
         """Accept a message, or refuse it."""
@@ -532,11 +524,6 @@ class Inbound:
         """Accept a message, or refuse it."""
         queue = self.outbox if self.bulk is None or not is_public else self.bulk
         return queue.send(frames, num_bytes)
-
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes accepted and not yet given to the operating system, overhead included."""
-        return self.outbox.unsent_bytes + (0 if self.bulk is None else self.bulk.unsent_bytes)
 
 
 class Strangers:
@@ -877,11 +864,6 @@ class DialledLink:
         is_sent = self._outbox.send(frames, num_bytes)
         self._channel.look()
         return is_sent
-
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes accepted and not yet given to the operating system, overhead included."""
-        return 0 if self._outbox is None else self._outbox.unsent_bytes
 
     def close(self) -> None:
         """End the link; what was accepted is still delivered for a while."""
@@ -1388,8 +1370,6 @@ class ZmqTransport(Transport):
         options: bounds and timings.
         keys: those of this process; without them nothing is encrypted.
         congestion_control: wanted for what is sent to inbound peers; None for the system's default.
-        max_socket_bytes: what the kernel may hold for one of them that is not under way, so that
-            `unsent_bytes` tells what has left; None for no bound.
     """
 
     def __init__(
@@ -1399,14 +1379,12 @@ class ZmqTransport(Transport):
         keys: CurveKeys | None = None,
         *,
         congestion_control: str | None = "bbr",
-        max_socket_bytes: int | None = None,
     ) -> None:
         if listen_address is not None:
             parse_address(listen_address)
         self._listen_address = listen_address
         self._keys = keys
         self._congestion_control = congestion_control
-        self._max_socket_bytes = max_socket_bytes
         self._admission: ZapHandler | None = None
         self.options = options or TransportOptions()
         self.totals = TransportStats()
@@ -1456,9 +1434,7 @@ class ZmqTransport(Transport):
         if self._listen_address is None:
             return
         try:
-            self._bound = await bound_socket(
-                self._listen_address, self._congestion_control, self._max_socket_bytes
-            )
+            self._bound = await bound_socket(self._listen_address, self._congestion_control)
         except BaseException:
             await self.close()
             raise
@@ -1477,7 +1453,6 @@ class ZmqTransport(Transport):
                 return await bound_socket(
                     format_address(host, port),
                     self._congestion_control,
-                    self._max_socket_bytes,
                     warns=False,
                 )
         return None
@@ -1541,15 +1516,6 @@ class ZmqTransport(Transport):
         else:
             self.totals.refused_sends += 1
         return is_sent
-
-    def unsent_bytes(self, peer: PeerId) -> int:
-        """Return what was accepted for a peer and not yet given to the operating system."""
-        match self._peers.get(peer):
-            case DialledLink() as link:
-                return link.unsent_bytes
-            case Inbound() as inbound:
-                return inbound.unsent_bytes
-        return 0
 
     async def receive(self) -> list[TransportEvent]:
         """Wait for events, and return a burst of them."""
