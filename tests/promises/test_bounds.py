@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +71,33 @@ def test_30c_a_node_without_space_keeps_what_it_has_and_its_child_finds_another_
     world.run_until(lambda: (world.installed("r1") or (0, 0))[1] >= world.step - 1)
     assert world.is_bit_exact("r1")
     world.audit()
+
+
+@pytest.mark.parametrize("lacking", ["store", "disk"])
+def test_30d_a_node_that_lacked_space_goes_on_by_its_own_timer(
+    make_world: MakeWorld, lacking: str, tmp_path: Path
+) -> None:
+    image_bytes = 8 * 4096
+    # Nothing else happens for half a minute: no version, no heartbeat.
+    world = make_world(
+        image_bytes=image_bytes,
+        train_s=math.inf,
+        network={"heartbeat_s": 30.0, "dead_after_s": 100.0, "lease_timeout_s": 1000.0},
+    )
+    world.learner()
+    world.run_until(world.published)
+    store_bytes = image_bytes // 2 if lacking == "store" else 4 * image_bytes
+    world.relay(network={"store_bytes": store_bytes, "store_dir": str(tmp_path / "versions")})
+    world.fill_disk("r1", of="versions" if lacking == "disk" else "")
+    world.run_until(lambda: any("trying again later" in note for note in world.notes("r1")))
+    began = world.now
+    world.run(4.0)
+    assert world.installed("r1") is None
+    world.enlarge_store("r1", 4 * image_bytes)
+    world.fill_disk("r1", of="")
+    world.run_until(lambda: world.installed("r1") == (1, 0))
+    assert world.now - began < 20.0, "it has waited for a heartbeat"
+    assert world.is_bit_exact("r1")
 
 
 def test_31_a_node_without_a_learner_says_so_and_ends_after_the_bound(
