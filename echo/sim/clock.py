@@ -12,7 +12,7 @@ import asyncio
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from echo.runtime.threads import Returned
@@ -136,12 +136,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _write_to_self(self) -> None:
         """Do nothing: nobody calls from another thread."""
-
-
-def run_virtual(main: Coroutine[Any, Any, Returned]) -> Returned:
-    """Run a coroutine to its end on a loop of its own, in virtual time."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main)
 
 
 class InlineThreads:

@@ -7,6 +7,8 @@ import statistics
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from echo.leases.dispatch import (
 from echo.leases.scheduler import RecordGrant
 from echo.wire.messages import LeaseState
 from tests.leases.test_scheduler import make_granting, make_worker
-from tests.leases.unequal import Unequal
+from tests.promises.world import Rated, World
 
 
 def load(name: str, *, speed: float, places: int = 2, held: int = 0, most: int = 10**6) -> Load:
@@ -139,9 +141,11 @@ def test_whoever_would_be_done_first_is_given_the_first_group(
     assert by_finish(loads, num_promised=0) == ([first.node_id] if has_space else [])
 
 
-# --- on the real sessions, with virtual time ------------------------------------------------------
+# --- on real nodes, with virtual time -------------------------------------------------------------
 
 FAST, BOTH = {"fast": 100.0}, {"fast": 100.0, "slow": 10.0}
+MEDIAN_TOKENS, MAX_TOKENS = 60, 1200
+WARM_UP, NUM_STEPS = 4, 12
 
 
 def equal_shares(loads: Sequence[Load], *, num_promised: int) -> list[str]:
@@ -156,35 +160,79 @@ def equal_shares(loads: Sequence[Load], *, num_promised: int) -> list[str]:
         given_to.append(chosen.node_id)
 
 
-def mean_step(
+def play(
     speeds: dict[str, float],
     *,
-    by_speed: bool = True,
-    max_staleness: int,
+    max_staleness: int = 0,
     seed: int,
-    places: int = 4,
-    alone: float = 1.0,
+    by_speed: bool = True,
+    hedge_factor: float | bool = 2.0,
+    hiccups: float = 0.0,
     apart_s: float = 0.0,
-) -> float:
-    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+    **pace: Any,
+) -> tuple[World, float]:
+    """Train with workers of these speeds, on groups whose lengths have a heavy tail.
+
+    Args:
+        speeds: of a group in a full engine, tokens per second.
+        max_staleness: the bound.
+        seed: of lengths and hiccups.
+        by_speed: whether the faster get more groups, as they do.
+        hedge_factor: as in the configuration.
+        hiccups: share of the leases with which their workers are 20 times slower than usual.
+        apart_s: how much later each worker installs a version than the one before it.
+        pace: see `Rated`.
+
+    Returns:
+        the world; the mean seconds of a step after the first ones.
+    """
+
+    def slowdown_of(worker: str, key: tuple[int, int]) -> float:
+        return 20.0 if random.Random(f"{seed}/{worker}/{key}").random() < hiccups else 1.0
+
+    def length_of(group: int) -> int:
+        drawn = random.Random(f"{seed}/{group}").lognormvariate(0.0, 1.0)
+        return min(MAX_TOKENS, max(1, round(MEDIAN_TOKENS * drawn)))
+
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        pytest.MonkeyPatch.context() as patch,
+        closing(
+            World(
+                Path(directory),
+                seed=seed,
+                train_s=0.5,
+                image_bytes=4096,
+                sampling={"max_completion_tokens": MAX_TOKENS},
+                sync={"max_staleness": max_staleness},
+                batch={"groups_per_step": 16},
+                leases={"hedge_factor": hedge_factor},
+                network={"lease_timeout_s": 60.0, "heartbeat_s": 1.0},
+                checkpoint={"interval_steps": 1000},
+            )
+        ) as world,
+    ):
         if not by_speed:
             patch.setattr("echo.leases.scheduler.by_finish", equal_shares)
-        run = Unequal(
-            Path(directory),
-            tail=1.0,
-            seed=seed,
-            max_staleness=max_staleness,
-            groups_per_step=16,
-            train_s=0.5,
-            lease_timeout_s=60.0,
-            alone=alone,
-            apart_s=apart_s,
-        )
-        run.start(speeds, places=places, hedge_factor=2.0 if by_speed else None)
-        run.play(20, within_s=2000.0)
-        figures = run.figures()
-    assert figures["steps"] == 15
-    return figures["step_mean_s"]
+        world.length_of = length_of
+        world.learner()
+        for place, (name, tokens_per_s) in enumerate(speeds.items()):
+            rated = Rated(
+                tokens_per_s=tokens_per_s,
+                install_s=apart_s * place,
+                slowdown_of=partial(slowdown_of, name),
+                **pace,
+            )
+            world.worker(name, rated=rated)
+        world.run_until(lambda: world.step >= WARM_UP, within_s=2000.0)
+        took_s = world.run_until(lambda: world.step >= NUM_STEPS, within_s=2000.0)
+        world.audit()
+    return world, took_s / (NUM_STEPS - WARM_UP)
+
+
+def mean_step(speeds: dict[str, float], *, by_speed: bool = True, **numbers: Any) -> float:
+    hedge_factor = 2.0 if by_speed else False
+    return play(speeds, by_speed=by_speed, hedge_factor=hedge_factor, **numbers)[1]
 
 
 @pytest.mark.slow
@@ -461,43 +509,22 @@ def test_nothing_is_copied_without_need(change: str) -> None:
     assert leases == {}
 
 
-def hedged_run(tmp_path: Path, *, hedge_factor: float | None, seed: int = 1) -> Unequal:
-    run = Unequal(
-        tmp_path,
-        tail=1.0,
-        hiccups=0.03,
-        seed=seed,
-        max_staleness=0,
-        groups_per_step=16,
-        train_s=0.5,
-        lease_timeout_s=60.0,
-    )
-    run.start({"a": 100.0, "b": 100.0, "slow": 10.0}, hedge_factor=hedge_factor)
-    run.play(25, within_s=2000.0)
-    return run
-
-
 @pytest.mark.slow
-def test_copies_save_a_batch_from_a_worker_that_is_suddenly_slow(tmp_path: Path) -> None:
-    without, hedged = (
-        hedged_run(tmp_path, hedge_factor=None),
-        hedged_run(tmp_path, hedge_factor=2.0),
+def test_copies_save_a_batch_from_a_worker_that_is_suddenly_slow() -> None:
+    fleet = {"a": 100.0, "b": 100.0, "slow": 10.0}
+    _, without_s = play(fleet, seed=1, hiccups=0.03, hedge_factor=False)
+    world, hedged_s = play(fleet, seed=1, hiccups=0.03)
+    assert hedged_s < 0.75 * without_s
+    num_issued, num_won, num_cancelled = (
+        world.count("learner", f"{name}")
+        for name in ("hedges/issued", "hedges/won", "leases_cancelled")
     )
-    assert hedged.figures()["step_mean_s"] < 0.75 * without.figures()["step_mean_s"]
-    assert not without.copies
-    learner = hedged.learner
-    won = {(r["group"], r["attempt"]) for r in hedged.records if r["kind"] == "accepted"}
-    won &= hedged.copies
-    assert won
-    assert len(won) == learner.counters["hedges/won"]
-    assert len(hedged.copies) == learner.counters["hedges/issued"]
+    assert 0 < num_won <= num_issued
     # Every copy makes one of the two a loser; all of them were told, and stopped.
-    assert hedged.num_cancelled == learner.counters["leases_cancelled"]
-    assert hedged.num_cancelled >= len(hedged.copies) - 1
-    assert sum(engine.tokens_cancelled for engine in hedged.engines.values()) > 0
-    for engine in hedged.engines.values():
-        assert not any(group.is_unwanted for group in engine.session.partials.running.values())
-    assert hedged.figures()["wasted_share"] < 0.15
+    assert num_cancelled >= num_issued - 1
+    for name in fleet:
+        running = world.node(name).session.partials.running.values()
+        assert not any(group.is_unwanted for group in running)
 
 
 # --- what a worker could make ---------------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 
 from echo.core import buffer
 from echo.core.buffer import StalenessBuffer
+from echo.core.timers import earliest
 from echo.leases import scheduler
 from echo.leases.book import FinishedGroups, LeaseBook, LeasedWorker
 from echo.leases.outbox import Outbox
@@ -417,6 +418,16 @@ def bound_nothing(patch: pytest.MonkeyPatch) -> None:
     """Let the outbox grow, and grant without regard for what is promised."""
     patch.setattr(Outbox, "is_full", False)
     patch.setattr(scheduler, "most_promised", lambda **numbers: 10**9)
+
+
+@plant(30, "d")
+def look_for_space_with_a_heartbeat(patch: pytest.MonkeyPatch) -> None:
+    """Arm no timer where space is lacking."""
+
+    def deadline(self: receiver.Receiver) -> float | None:
+        return earliest(self.watchdog.deadline(self.item), self.audit.deadline)
+
+    patch.setattr(receiver.Receiver, "deadline", property(deadline))
 
 
 @plant(31)

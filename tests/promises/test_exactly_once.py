@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
-from tests.promises.conftest import MakeNodes, MakeWorld
+from tests.promises.conftest import MakeWorld
+from tests.promises.world import World
+
+
+def finish(world: World) -> None:
+    """Let a learner go on for four steps, and find that every group has come to one end."""
+    world.kill("learner")
+    world.learner(run={"max_steps": world.step + 4})
+    world.run_until(lambda: world.end("learner"))
+    assert world.end("learner") == ("finished", "")
+    world.audit(is_finished=True)
 
 
 def test_07_a_grant_is_on_record_before_it_is_sent(make_world: MakeWorld) -> None:
-    world = make_world(checkpoint_interval=1)
+    world = make_world(checkpoint={"interval_steps": 1})
     world.learner()
     seen: list[int] = []
 
@@ -44,19 +55,19 @@ def test_07_a_grant_is_on_record_before_it_is_sent(make_world: MakeWorld) -> Non
 def test_08_a_group_is_acknowledged_only_when_it_is_durable_and_once(
     make_world: MakeWorld,
 ) -> None:
-    world = make_world(max_staleness=4)
+    world = make_world()
     world.learner()
     acks: dict[tuple[str, int], list[str]] = {}
 
     def look(sender: str, receiver: str, message: Any) -> None:
         if type(message).__name__ == "Ack" and message.outcome == "accepted":
-            assert message.group_id in world.acknowledged(), "acknowledged before it was stored"
+            assert message.group_id in world.durable, "acknowledged before it was stored"
             acks.setdefault((receiver, message.group_id), []).append(message.outcome)
 
     with world.watch(look):
         world.worker("w1")
         world.worker("w2")
-        world.run(20.0)
+        world.run(6.0)
     assert len(acks) > 20
     assert [key for key, found in acks.items() if len(found) > 1] == []
     world.audit()
@@ -65,31 +76,40 @@ def test_08_a_group_is_acknowledged_only_when_it_is_durable_and_once(
 def test_09_the_first_valid_result_of_a_group_wins_whatever_its_attempt(
     make_world: MakeWorld,
 ) -> None:
-    world = make_world()
+    world = make_world(network={"lease_timeout_s": 2.0})
     world.learner()
-    world.worker("w1")
-    world.hang_engine("w1")
-    world.run_until(lambda: len(world.leased("w1")) == 3)
-    assert world.deliver(0, attempt=0, size=3) == ("refused", "group_size")
-    assert world.deliver(0, attempt=4)[0] == "stored"
-    world.run(1.0)
-    assert world.deliver(0, attempt=0) == ("duplicate", "")
-    assert world.deliver(0, attempt=4) == ("duplicate", "")
+    world.worker("w1", sample_s=math.inf)
+    world.run_until(lambda: 0 in world.leased("w1"))
+    world.run_until(lambda: 0 not in world.leased("w1"))
+    world.worker("w2", sample_s=math.inf)
+    world.run_until(lambda: 0 in world.leased("w2"))
+    assert world.deliver(0, worker="w1", attempt=0, size=3) == ("refused", "group_size")
+    assert world.deliver(0, worker="w1", attempt=0)[0] == "stored"
+    world.run(0.1)
+    assert world.deliver(0, worker="w2", attempt=1) == ("duplicate", "")
+    assert world.deliver(0, worker="w1", attempt=0) == ("duplicate", "")
     world.run(5.0)
     assert world.trained().count(0) <= 1
     world.audit()
 
 
 def test_10_a_hedged_group_counts_once_and_its_loser_is_told(make_world: MakeWorld) -> None:
-    world = make_world(max_staleness=0, groups_per_step=12, lease_timeout_s=60.0)
-    world.rated_fleet({"fast": 100.0, "slow": 1.0}, hedge_factor=2.0)
-    world.run_until(lambda: world.num_stopped() > 0, within_s=100.0)
-    world.run(1.0)
+    world = make_world(
+        sync={"max_staleness": 0},
+        batch={"groups_per_step": 12},
+        network={"lease_timeout_s": 200.0},
+    )
+    world.learner()
+    world.worker("fast")
+    world.worker("slow", sample_s=30.0)
+    world.run_until(lambda: world.records("cancelled"), within_s=200.0)
     cancelled = world.records("cancelled")[-1]
     [first] = [r for r in world.records("accepted") if r["group"] == cancelled["group"]]
     assert first["worker"] != cancelled["worker"]
-    assert cancelled["group"] not in world.sampling(cancelled["worker"])
+    loser = cancelled["worker"]
+    world.run_until(lambda: cancelled["group"] not in world.sampling(loser))
     world.run_until(lambda: world.step >= 3, within_s=200.0)
+    assert world.count(loser, "cancelled") >= 1
     trained = world.trained()
     assert len(trained) == len(set(trained))
     assert cancelled["group"] in trained
@@ -99,7 +119,7 @@ def test_10_a_hedged_group_counts_once_and_its_loser_is_told(make_world: MakeWor
 def test_11_leases_of_a_silent_worker_expire_and_its_late_result_is_judged(
     make_world: MakeWorld,
 ) -> None:
-    world = make_world(sample_s=1.0, lease_timeout_s=6.0, max_staleness=2)
+    world = make_world(sample_s=1.0, sync={"max_staleness": 2}, network={"lease_timeout_s": 6.0})
     world.learner()
     world.worker("w1")
     world.run_until(lambda: world.leased("w1"))
@@ -121,8 +141,8 @@ POINTS = ["stored", "stepped", "trained", "published", "checkpoint", "checkpoint
 
 
 @pytest.mark.slow
-def test_12_a_learner_killed_at_every_point_goes_on_each_time(make_nodes: MakeNodes) -> None:
-    world = make_nodes()
+def test_12_a_learner_killed_at_every_point_goes_on_each_time(make_world: MakeWorld) -> None:
+    world = make_world()
     world.worker("w1")
     world.worker("w2")
     for point in POINTS:
@@ -141,7 +161,7 @@ def test_12_a_learner_killed_at_every_point_goes_on_each_time(make_nodes: MakeNo
 def test_13_after_an_older_checkpoint_later_steps_are_void_and_their_groups_end_or_return(
     make_world: MakeWorld,
 ) -> None:
-    world = make_world(checkpoint_interval=4, max_staleness=6)
+    world = make_world(sync={"max_staleness": 6}, checkpoint={"interval_steps": 4})
     world.learner()
     world.worker("w1")
     world.worker("w2")
@@ -151,11 +171,8 @@ def test_13_after_an_older_checkpoint_later_steps_are_void_and_their_groups_end_
     world.kill("learner")
     world.learner()
     assert world.step == 4
-    world.run_until(lambda: world.step >= 12)
-    world.stop_training()
-    world.run(20.0)
-    world.audit()
-    assert world.without_end() == set()
+    world.run_until(lambda: world.step >= 9)
+    finish(world)
 
 
 SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(2, 100))]
@@ -171,10 +188,10 @@ def test_14_nothing_is_trained_twice_or_lost_whoever_dies_whenever(
         delay_s=0.02,
         jitter_s=0.03,
         loss=0.02 * (seed % 3),
-        max_staleness=1 + seed % 4,
-        sample_s=0.2,
-        train_s=0.3,
-        num_chunks=3,
+        sample_s=0.5,
+        train_s=0.6,
+        image_bytes=3 * 4096,
+        sync={"max_staleness": 1 + seed % 4},
     )
     nodes = ["learner", "r1", "w1", "w2", "w3"]
     via = ["r1", "learner"]
@@ -190,12 +207,9 @@ def test_14_nothing_is_trained_twice_or_lost_whoever_dies_whenever(
         world.audit()
         world.restart(victim, via=via)
     before = world.step
-    world.run(40.0)
-    assert world.step > before + 5, "the run does not go on"
-    world.stop_training()
     world.run(20.0)
-    world.audit()
-    assert world.without_end() == set()
+    assert world.step > before + 5, "the run does not go on"
+    finish(world)
 
 
 @pytest.mark.parametrize("reason", ["reward_error", "prompt_too_long"])
@@ -207,7 +221,7 @@ def test_15_a_group_that_cannot_be_made_ends_once_and_another_is_granted(
     world.worker("w1")
     world.fail_rewards("w1", reason)
     world.run_until(lambda: world.records("discarded"))
-    world.fail_rewards("w1", None)
+    world.fail_rewards("w1", "")
     world.run(10.0)
     failed = [r["group"] for r in world.records("discarded") if r["reason"] == reason]
     assert failed
@@ -219,9 +233,9 @@ def test_15_a_group_that_cannot_be_made_ends_once_and_another_is_granted(
 
 
 def test_16_a_group_that_makes_the_step_raise_ends_and_the_others_are_trained(
-    make_nodes: MakeNodes,
+    make_world: MakeWorld,
 ) -> None:
-    world = make_nodes(sync={"max_staleness": 0})  # room for one batch: what ended gives its back
+    world = make_world(sync={"max_staleness": 0})  # room for one batch: what ended gives its back
     world.poison(3)
     world.learner()
     world.worker("w1")
@@ -235,9 +249,9 @@ def test_16_a_group_that_makes_the_step_raise_ends_and_the_others_are_trained(
 
 @pytest.mark.slow
 def test_16b_a_group_handed_back_at_resume_that_no_step_can_bear_ends(
-    make_nodes: MakeNodes,
+    make_world: MakeWorld,
 ) -> None:
-    world = make_nodes(train_s=5.0)
+    world = make_world(train_s=5.0)
     world.learner()
     world.worker("w1")
     world.run_until(lambda: len(set(world.stored())) >= 6)
@@ -256,21 +270,18 @@ def test_16b_a_group_handed_back_at_resume_that_no_step_can_bear_ends(
 
 @pytest.mark.slow
 def test_17_a_run_at_rest_leaves_no_accepted_group_without_an_end(make_world: MakeWorld) -> None:
-    world = make_world(max_staleness=3)
-    world.learner()
+    world = make_world()
+    world.learner(run={"max_steps": 20})
     for name in ("w1", "w2", "w3"):
         world.worker(name)
-    world.run(15.0)
-    world.stop_training()
-    world.run(10.0)
-    assert len(world.acknowledged()) > 20
-    assert world.without_end() == set()
-    world.audit()
+    world.run_until(lambda: world.end("learner"))
+    assert len(world.acknowledged()) > 40, "none came too late for the last step"
+    world.audit(is_finished=True)
 
 
 @pytest.mark.slow
-def test_18_a_full_disk_is_named_and_nothing_is_lost(make_nodes: MakeNodes) -> None:
-    world = make_nodes()
+def test_18_a_full_disk_is_named_and_nothing_is_lost(make_world: MakeWorld) -> None:
+    world = make_world()
     world.learner()
     world.worker("w1")
     world.run_until(lambda: world.step >= 3)
@@ -290,8 +301,8 @@ def test_18_a_full_disk_is_named_and_nothing_is_lost(make_nodes: MakeNodes) -> N
 
 
 @pytest.mark.slow
-def test_18b_a_torn_or_damaged_record_is_named(make_nodes: MakeNodes) -> None:
-    world = make_nodes()
+def test_18b_a_torn_or_damaged_record_is_named(make_world: MakeWorld) -> None:
+    world = make_world()
     world.learner()
     world.worker("w1")
     world.run_until(lambda: world.step >= 5)
@@ -309,8 +320,8 @@ def test_18b_a_torn_or_damaged_record_is_named(make_nodes: MakeNodes) -> None:
     world.audit()
 
 
-def test_18c_a_second_learner_in_the_directory_is_refused(make_nodes: MakeNodes) -> None:
-    world = make_nodes()
+def test_18c_a_second_learner_in_the_directory_is_refused(make_world: MakeWorld) -> None:
+    world = make_world()
     world.learner()
     world.worker("w1")
     world.run_until(lambda: world.step >= 1)
@@ -321,8 +332,8 @@ def test_18c_a_second_learner_in_the_directory_is_refused(make_nodes: MakeNodes)
 
 
 @pytest.mark.slow
-def test_18d_a_damaged_checkpoint_makes_its_steps_void(make_nodes: MakeNodes) -> None:
-    world = make_nodes()
+def test_18d_a_damaged_checkpoint_makes_its_steps_void(make_world: MakeWorld) -> None:
+    world = make_world()
     world.learner()
     world.worker("w1")
     world.run_until(lambda: len(world.records("checkpoint")) >= 3)

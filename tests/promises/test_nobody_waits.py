@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.promises.conftest import MakeNodes, MakeWorld
+from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
 
 pytestmark = pytest.mark.slow
 
 
-def fleet(make_world: MakeWorld, **numbers: float) -> World:
+def fleet(make_world: MakeWorld) -> World:
     """Return a learner, a relay, and three workers behind it, at work."""
-    world = make_world(max_staleness=3, sample_s=0.3, train_s=0.3, **numbers)
+    world = make_world(sample_s=0.6, train_s=0.6)
     world.learner()
     world.relay()
     for name in ("w1", "w2", "w3"):
         world.worker(name, via=["r1", "learner"], serves=True)
-    world.run(15.0)
+    world.run(10.0)
     return world
 
 
@@ -48,29 +48,27 @@ def test_25_a_frozen_node_delays_nobody_else(make_world: MakeWorld, victim: str)
 def test_26_a_silent_parent_is_left_and_no_held_chunk_is_asked_for_again(
     make_world: MakeWorld,
 ) -> None:
-    world = make_world(num_chunks=40, max_staleness=3)
+    world = make_world(image_bytes=40 * 4096)
     for source in ("learner", "r1"):
-        world.link(source, "w1", bytes_per_s=20_000)
-    world.link("learner", "r1", bytes_per_s=20_000)
+        world.link(source, "w1", bytes_per_s=80_000)
+    world.link("learner", "r1", bytes_per_s=80_000)
     world.learner()
     world.relay()
     world.run(4.0)
     world.worker("w1", via=["r1", "learner"])
     world.run_until(lambda: world.parent("w1") == "r1" and world.installed("w1") is not None)
     held = world.installed("w1")
-    world.run_until(lambda: world.chunks_held("w1") > 5 and world.parent("w1") == "r1")
-    have = world.chunks_held("w1")
+    world.run_until(lambda: 5 < world.chunks_held("w1")[0] < 35 and world.parent("w1") == "r1")
     world.freeze("r1")
     seconds = world.run_until(lambda: world.parent("w1") != "r1", within_s=30.0)
     assert seconds < 8.0
     world.run_until(lambda: world.installed("w1") != held, within_s=60.0)
     assert world.is_bit_exact("w1")
-    assert have > 5
-    assert world.chunks_requested_though_held == 0
+    assert world.requested_though_held("w1") == 0
 
 
 def test_27_a_parent_that_announces_and_never_delivers_is_left(make_world: MakeWorld) -> None:
-    world = make_world(num_chunks=12, max_staleness=3)
+    world = make_world(image_bytes=12 * 4096)
     world.learner()
     world.relay()
     world.run(3.0)
@@ -84,8 +82,8 @@ def test_27_a_parent_that_announces_and_never_delivers_is_left(make_world: MakeW
     world.audit()
 
 
-def test_28_a_slow_disk_delays_its_own_node_only(make_nodes: MakeNodes, tmp_path: Path) -> None:
-    world = make_nodes(image_bytes=2 * 4096, sample_s=0.5, train_s=0.5)
+def test_28_a_slow_disk_delays_its_own_node_only(make_world: MakeWorld, tmp_path: Path) -> None:
+    world = make_world(image_bytes=2 * 4096, sample_s=0.5, train_s=0.5)
     world.learner()
     world.worker("w1", network={"store_dir": str(tmp_path / "versions")})
     world.worker("w2")
@@ -110,9 +108,9 @@ def test_28_a_slow_disk_delays_its_own_node_only(make_nodes: MakeNodes, tmp_path
 
 
 def test_29_the_learner_names_node_version_chunk_and_rate_that_it_waits_for(
-    make_nodes: MakeNodes,
+    make_world: MakeWorld,
 ) -> None:
-    world = make_nodes(image_bytes=30 * 4096)
+    world = make_world(image_bytes=30 * 4096)
     world.link("learner", "w1", bytes_per_s=20_000)
     world.learner()
     world.run_until(lambda: world.published())

@@ -1,4 +1,4 @@
-"""Scenarios speak in the words of `world.py` and `nodes.py` only, and every promise has a plant."""
+"""Scenarios speak in the words of `world.py` only, and every promise has a plant."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.promises.plants import PLANTS
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
-KNOWING = {"world.py", "nodes.py", "plants.py"}
+KNOWING = {"world.py", "plants.py"}
 """The files that may know the product."""
 
 

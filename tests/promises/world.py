@@ -4,48 +4,535 @@ Scenarios speak of learner, relay and worker, of kill, freeze, cut and drop, and
 trained, acknowledged and installed; `test_vocabulary.py` holds that none of them imports the
 product. So a promise outlives every move and merge: only this file follows the code.
 
-Level R: roles and sessions on a virtual clock, bytes on a network on paper. Nothing here sleeps,
-opens a socket or reads a clock, and the same seed gives the same history.
+`LearnerNode`, `WorkerNode` and `RelayNode` are built as a process builds them, with real files, and
+run on an asyncio loop on virtual time: messages go over a network on paper, threads are inline
+(`echo/sim/clock.py`), and so minutes take a second, the same each time. Only the engine, the
+trainer, the task and the model are stand-ins: samples and steps take the seconds that a scenario
+says.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import errno
+import heapq
+import json
+import logging
+import math
 import random
+import sqlite3
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
+from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import torch
+from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.core.errors import RefusedError, TransportError
-from echo.core.metrics import Counters
-from echo.core.rollout import PartialRollout, PolicyVersion
-from echo.sim.network import Route
+from echo.config.load import parse_config
+from echo.config.schema import Config
+from echo.core.errors import EchoError, EngineError, RefusedError, TransportError
+from echo.core.metrics import Snapshot
+from echo.core.rollout import Group, PolicyVersion
+from echo.engine.engine import NOBODY, UNVERSIONED, Completion, Engine, Request, Sampling, Watcher
+from echo.leases.partials import PartialRules
+from echo.net.transport import PeerId, TransportOptions
+from echo.records.ledger import AnyRecord, Ledger, Published
+from echo.roles.worker import EngineCall, Recall, Sample
+from echo.runtime import relay
+from echo.runtime.event_log import EventLog
+from echo.runtime.learner import setup
+from echo.runtime.learner.prompts import PromptSource
+from echo.runtime.node import Node
+from echo.runtime.worker import setup as worker_setup
+from echo.runtime.worker.node import WorkerParts
+from echo.sim.clock import InlinePool, InlineThreads, LoopClock, VirtualLoop
+from echo.sim.network import LinkEnd, Network, Port, Route
+from echo.sim.transport import SimTransport
+from echo.tasks.builtin import AdditionTask
+from echo.tasks.rewards import LaterHost, RewardError
+from echo.train.step import StepError, StepResult
+from echo.weights.manifest import TensorSpec, build_manifest, sign
+from echo.weights.store import Patch
 from echo.wire import codec
 from echo.wire.actions import Send
-from echo.wire.messages import Ack, Chunk, Deliver, Fetch
-from tests.leases.unequal import Unequal
-from tests.roles.harness import (
-    KEY,
-    LEARNER_ADDRESS,
-    Process,
-    make_group,
-    make_image,
-    make_version,
-    message_of,
-)
+from echo.wire.messages import FULL, Ack, Deliver, Fetch
+from tests.e2e.audit import audit, read_ledger
+from tests.roles.harness import make_group, message_of
 
 Version = tuple[int, int]
 """(lineage, step)."""
 
 LEARNER = "learner"
+ADDRESS = "tcp://{}:7700"
+CHUNK_BYTES = 4096
+POINTS = ("stored", "stepped", "trained", "published", "checkpoint", "checkpointed")
+"""Where a learner can be killed, in the order in which a group and a step come by them: the group
+is on the disk and nobody was told; the step is made, the records do not know; they know, nothing is
+published; the version is offered; the checkpoint is written, not visible; it is visible."""
+OPTIONS = TransportOptions(
+    heartbeat_s=0.5, dead_after_s=3.0, min_redial_s=0.1, max_redial_s=1.0, linger_s=0.5
+)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sync": {"max_staleness": 3, "publish_period": 1},
+    "sampling": {"max_completion_tokens": 4},
+    "batch": {"group_size": 2, "groups_per_step": 2, "keep_zero_variance": True},
+    "checkpoint": {"interval_steps": 2, "keep_last": 2},
+    "eval": {"interval_steps": 0},
+    "limits": {"min_free_disk_bytes": 0},
+    "security": {"curve": False},
+    "network": {
+        "heartbeat_s": 0.5,
+        "dead_after_s": 5.0,
+        "lease_timeout_s": 20.0,
+        "reconnect_for_s": 60.0,
+        "chunk_bytes": CHUNK_BYTES,
+        "codec": "full",
+    },
+}
+INHERITED = ("sync", "sampling", "batch")
+FOREIGN_KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33)))
+
+
+class KilledError(BaseException):
+    """The process is gone in the middle of this call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rated:
+    """The pace of an engine that takes groups at any time."""
+
+    tokens_per_s: float
+    """Of each group where it is full."""
+    places: int = 4
+    alone: float = 1.0
+    """How much faster a group on its own is: engines read all weights for every token."""
+    install_s: float = 0.0
+    slowdown_of: Callable[[tuple[int, int]], float] = lambda key: 1.0
+    """How many times slower than usual it is with (group, attempt)."""
+
+
+PROGRESS_S = 0.5
+"""Between two looks at how far a group is."""
+PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
+"""Whose callback runs; None for those of the network and of the scenario."""
+
+
+class WorldLoop(VirtualLoop):
+    """Virtual time in which whole processes can be stopped, as SIGSTOP stops them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._frozen: dict[Process | None, tuple[list[Any], list[asyncio.Handle]]] = {}
+        """Of each stopped process, its timers and what is ready of it."""
+
+    def freeze(self, process: Process) -> None:
+        """Make no more calls of a process."""
+        timers = [timer for timer in self._timers if _owner(timer[2]) is process]
+        self._timers = [timer for timer in self._timers if timer not in timers]
+        heapq.heapify(self._timers)
+        self._frozen[process] = timers, []
+
+    def thaw(self, process: Process) -> None:
+        """Go on with what became due meanwhile."""
+        timers, ready = self._frozen.pop(process, ([], []))
+        for timer in timers:
+            heapq.heappush(self._timers, timer)
+        self._ready.extend(ready)
+
+    def _run_once(self) -> None:
+        for _ in range(len(self._ready) if self._frozen else 0):
+            handle = self._ready.popleft()
+            _, ready = self._frozen.get(_owner(handle), ([], self._ready))
+            ready.append(handle)
+        super()._run_once()
+
+
+def _owner(handle: asyncio.Handle) -> Process | None:
+    context: Context = handle._context  # type: ignore[attr-defined]
+    return context.get(PROCESS)
+
+
+class NobodysClock(LoopClock):
+    """The network's time, which goes on whichever process is stopped."""
+
+    def _arm(self) -> None:
+        Context().run(super()._arm)
+
+
+class ThreadsOfProcess(InlineThreads):
+    """Calls that take as long as the world says."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        super().__init__()
+        self._world = world
+        self._process = process
+
+    def pool(self, name: str, num_threads: int = 1) -> InlinePool:
+        return EnginePool(self._process) if name == "sample" else super().pool(name, num_threads)
+
+    def takes(self, pool: str, function: Callable[..., Any]) -> float:
+        return self._world.takes(self._process, pool, function)
+
+
+class EnginePool(InlinePool):
+    """Calls of an engine, which stops where its call is recalled, unless it hangs."""
+
+    def __init__(self, process: Process) -> None:
+        super().__init__(process.threads, "sample", 1)
+        self._process = process
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+        return asyncio.create_task(self._run(function, *arguments))
+
+    async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        process = self._process
+        if process.rated is not None:
+            await self._sample(process.rated, process.calls.popleft())
+        else:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(process.threads.takes("sample", function)):
+                    await process.looked_at.wait()
+        if process.threads.is_closed:
+            raise asyncio.CancelledError
+        return function(*arguments)
+
+    async def _sample(self, rated: Rated, call: EngineCall) -> None:
+        """Sample a group beside those that are here already, until it is whole or recalled."""
+        process, loop = self._process, asyncio.get_running_loop()
+        [group] = call.groups
+        left = float(process.world.length_of(group.lease.group_id))
+        slowdown = rated.slowdown_of(group.key)
+        process.num_sampling += 1
+        process.look()
+        while left > 1e-6 and not call.is_recalled:
+            share = process.num_sampling / rated.places
+            rate = rated.tokens_per_s * rated.alone / (1 + (rated.alone - 1) * share) / slowdown
+            began, looked_at = loop.time(), process.looked_at
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left / rate, PROGRESS_S)):
+                    await looked_at.wait()
+            made = rate * (loop.time() - began)
+            call.on_tokens(round(len(group.members) * made))
+            left -= made
+        process.num_sampling -= 1
+        process.look()
+
+
+class Process:
+    """One start of one node."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.name = name
+        self.world = world
+        self.context = copy_context()
+        self.context.run(PROCESS.set, self)
+        self.threads = ThreadsOfProcess(world, self)
+        self.log = logging.getLogger(f"promises.{name}")
+        self.engine: StubEngine | None = None
+        self.node: Any = None
+        self.task: asyncio.Task[str] | None = None
+        self.is_alive = True
+        self.stop_reason = ""
+        """With which it ended itself."""
+        self.requested_though_held = 0
+        self.has_published = False
+        """Whether a version was recorded whose first offer has not left yet."""
+        self.full_disk = ""
+        """What its disk takes nothing more of: "records", "checkpoints" or "versions"."""
+        self.kill_at: tuple[str, int] | None = None
+        self.build_s = 0.0
+        """Seconds that its engine takes to build."""
+        self.sample_s: float | None = None
+        """Seconds of a call of its engine; None for the world's."""
+        self.rated: Rated | None = None
+        """The pace of its engine; None where a call takes its seconds, whatever it is of."""
+        self.calls: deque[EngineCall] = deque()
+        """Of a rated engine, those that are about to begin."""
+        self.num_sampling = 0
+        self.looked_at = asyncio.Event()
+        self.reward_fault = ""
+        """Why nothing that it samples is worth anything."""
+
+    def look(self) -> None:
+        """Have those that wait for its engine look again: a call begins, ends, or is recalled."""
+        self.looked_at.set()
+        self.looked_at = asyncio.Event()
+
+    def check_alive(self) -> None:
+        if not self.is_alive:
+            raise KilledError
+
+    def reach(self, point: str) -> None:
+        """Die here if this point was chosen and the learner has come by it often enough."""
+        self.check_alive()
+        if self.kill_at is None or self.kill_at[0] != point:
+            return
+        self.kill_at = point, self.kill_at[1] - 1
+        if self.kill_at[1] == 0:
+            self.kill()
+            raise KilledError
+
+    def kill(self, *, is_silent: bool = False) -> None:
+        """End it where it stands: nothing is written or sent any more."""
+        self.is_alive = False
+        self.threads.close()
+        self.world._loop.thaw(self)
+        if self.node is not None:
+            self.node.transport.kill(is_silent=is_silent)
+        if self.task is not None:
+            self.task.cancel()
+
+
+class WatchedTransport(SimTransport):
+    """A transport that may lose messages, and at whose first offer a learner may die."""
+
+    def __init__(self, process: Process, network: Network, listen: str | None) -> None:
+        super().__init__(network, Port(process.name, address=listen), OPTIONS)
+        self._process = process
+
+    def send(
+        self,
+        peer: PeerId,
+        frames: Sequence[bytes | bytearray | memoryview],
+        *,
+        is_public: bool = False,
+    ) -> bool:
+        process = self._process
+        if not process.is_alive:
+            return False
+        if peer in self._ends:
+            target = self._ends[peer].far.client.port.name
+            if process.world.is_lost(process.name, target, frames):
+                return True
+        is_sent = super().send(peer, frames, is_public=is_public)
+        head = bytes(frames[0])
+        if b"Fetch" in head and isinstance(fetch := message_of(frames), Fetch):
+            process.requested_though_held += num_held(process.node.session.broadcast, fetch)
+        if b"Announce" in head and process.has_published:
+            process.has_published = False
+            process.reach("published")
+        return is_sent
+
+    def on_refused(self, end: LinkEnd, reason: str) -> None:
+        """Dial again later; the node hears of it as of everything else in its own process."""
+        self._process.context.run(super().on_refused, end, reason)
+
+
+def num_held(broadcast: Any, fetch: Fetch) -> int:
+    """Return how many of the chunks that are asked for are held."""
+    is_full = fetch.form == FULL
+    held = broadcast.store if is_full else broadcast.encoded_versions
+    item = held.get(fetch.version if is_full else (fetch.version, fetch.form))
+    if item is None:
+        return 0
+    has_chunk = item.has_chunk[fetch.link :: fetch.num_links]
+    return sum(sum(has_chunk[start:stop]) for start, stop in fetch.ranges)
+
+
+class FullDisk:
+    """A file that takes half of what is written to it, and says that the disk is full."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, data: memoryview) -> int:
+        if len(data) > 1:
+            return int(self._file.write(data[: len(data) // 2]))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class WatchedLedger(Ledger):
+    """The records, at whose points a learner may die, on a disk that may be full."""
+
+    process: Process
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._unsynced: set[int] = set()
+
+    def _write_queue(self, *, durably: bool) -> None:
+        self.process.check_alive()
+        if self.process.full_disk == "records":
+            self._next_file()
+            self._file = FullDisk(self._file)
+            [num_pages] = self._database.execute("PRAGMA page_count").fetchone()
+            self._database.execute(f"PRAGMA max_page_count = {num_pages}")
+        super()._write_queue(durably=durably)
+
+    def append(self, record: AnyRecord) -> None:
+        self.process.has_published |= isinstance(record, Published)
+        super().append(record)
+
+    def store(self, group: Group, *rest: Any) -> None:
+        super().store(group, *rest)
+        self._unsynced.add(group.group_id)
+
+    def sync(self) -> None:
+        super().sync()
+        if self._unsynced:
+            self.process.world.durable |= self._unsynced
+            self._unsynced = set()
+            self.process.reach("stored")
+
+    def trained(self, *arguments: Any, **named: Any) -> Any:
+        self.process.reach("stepped")
+        staleness = super().trained(*arguments, **named)
+        self.process.reach("trained")
+        return staleness
+
+    def checkpointed(self, **named: Any) -> None:
+        super().checkpointed(**named)
+        self.process.reach("checkpointed")
+
+
+class StubTrainer:
+    """Weights that move a little with each step, and groups that no step can bear."""
+
+    unrounded: frozenset[str] = frozenset()
+
+    def __init__(self, process: Process, checkpoint: Path | None) -> None:
+        self._process = process
+        world = process.world
+        self.step_count = 0
+        self._weights = np.random.default_rng(0).standard_normal(world.num_weights)
+        if checkpoint is not None:
+            self.step_count = int((checkpoint / "step").read_text())
+            self._weights = np.frombuffer((checkpoint / "weights").read_bytes()).copy()
+
+    def describe_rows(self) -> str:
+        return "no model, no rows"
+
+    def refusal(self, group: Group) -> str | None:
+        world = self._process.world
+        if group.worker_id in world.useless_workers:
+            return "zero_variance"
+        return "reward_too_large" if group.group_id in world.refused_groups else None
+
+    def step(self, groups: Sequence[Group]) -> StepResult:
+        if self.find_faulty(groups):
+            raise StepError("the computation raised", reason="step_error")
+        self.step_count += 1
+        self._weights[self.step_count % 97 :: 97] += 0.01
+        return StepResult(metrics=self._process.world.metrics_of(self.step_count))
+
+    def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
+        bad = self._process.world.poisoned_groups
+        return {g.group_id: "step_error" for g in groups if g.group_id in bad}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"w": torch.from_numpy(self._weights.astype(np.float32))}
+
+    snapshot = tensors
+
+    def save_state(self, directory: Path) -> None:
+        if self._process.full_disk == "checkpoints":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        (directory / "step").write_text(str(self.step_count))
+        (directory / "weights").write_bytes(self._weights.tobytes())
+        self._process.reach("checkpoint")
+
+
+class StubExporter:
+    """Nothing of the weights is kept for other programs."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def export(self, *_: Any) -> None: ...
+
+
+class StubHost(LaterHost):
+    """Every answer is worth 0, or has a fault."""
+
+    def __init__(self, process: Process) -> None:
+        super().__init__()
+        self._process = process
+
+    def _answer(self, call: Any) -> Any:
+        if self._process.reward_fault:
+            raise RewardError("it raised", reason=self._process.reward_fault)
+        return super()._answer(call)
+
+
+class StubEngine(Engine):
+    """Tokens of the installed version: 3, 4, ...; one or three of them where it is stopped."""
+
+    def __init__(self, process: Process | None = None, *, takes_patches: bool = False) -> None:
+        self._process = process
+        self.is_continuous = process is not None and process.rated is not None
+        self.takes_patches = takes_patches
+        self.num_patched = 0
+        self._installed: PolicyVersion | None = None
+        self.refuses: set[int] = set()
+
+    @property
+    def installed(self) -> PolicyVersion | None:
+        return self._installed
+
+    def load(self, tensors: Any, version: PolicyVersion = UNVERSIONED) -> None:
+        if version.step in self.refuses:
+            raise EngineError("the probe found other weights")
+        self._installed = version
+
+    def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
+        patch.write(image)
+        self.load(None, patch.version)
+        self.num_patched += 1
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, watcher: Watcher = NOBODY, **_: Any
+    ) -> list[Completion]:
+        version, found = self._installed, []
+        assert version is not None
+        is_stopped = watcher.should_stop()
+        for place, request in enumerate(requests):
+            start, number = len(request.prefix_ids), sampling.max_completion_tokens
+            if self._process is not None:
+                number = self._process.world.length_of(int(request.request_id.split(".")[0]))
+            number -= start
+            if is_stopped:
+                number = min(number - 1, 1 + 2 * (place % 2))
+            found.append(
+                Completion(
+                    request.request_id,
+                    3 + np.arange(start, start + number, dtype=np.int32) % 16,
+                    np.full(number, -0.5, np.float32),
+                    "abort" if is_stopped else "length",
+                    np.tile(np.array([version.lineage, version.step], np.int32), (number, 1)),
+                )
+            )
+            if not self.is_continuous:  # else they were counted as they came
+                watcher.on_tokens(number)
+            if not is_stopped:
+                watcher.on_completion(found[-1])
+        return found
+
+    @contextmanager
+    def holding(self, exact_version: PolicyVersion) -> Iterator[None]:
+        yield
+
+    def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
+        return 4
+
+    def close(self) -> None:
+        self._installed = None
 
 
 class World:
-    """One run: a learner that can be killed and resumed, relays, workers, and its records."""
+    """One run directory, the nodes that were started in it, and the network between them."""
+
+    is_watching = True
 
     def __init__(
         self,
@@ -56,54 +543,161 @@ class World:
         jitter_s: float = 0.0,
         loss: float = 0.0,
         bytes_per_s: float = float("inf"),
-        **numbers: Any,
+        sample_s: float = 0.3,
+        train_s: float = 0.3,
+        noise: float = 0.0,
+        image_bytes: int = 8 * CHUNK_BYTES,
+        log_events: bool = False,
+        **sections: dict[str, Any],
     ) -> None:
         """Make an empty world.
 
         Args:
-            directory: for what a resumed learner reads.
-            seed: decides losses, jitter, and `chance`.
-            delay_s, jitter_s, loss, bytes_per_s: of every link, unless `link` says otherwise.
-            numbers: the configuration, such as max_staleness, groups_per_step, sample_s, train_s.
+            directory: real, for records, checkpoints and versions.
+            seed: decides jitter, losses, noise, and `chance`.
+            delay_s, jitter_s, bytes_per_s: of every link, unless `link` says otherwise.
+            loss: share of the messages that never arrive.
+            sample_s, train_s: seconds of a call of an engine, and of an optimizer step.
+            noise: standard deviation of these, as a share.
+            image_bytes: size of a version.
+            log_events: whether each process records what its role is fed (`event_logs`).
+            sections: the configuration of all nodes, by section.
         """
-        numbers = {"num_chunks": 6} | numbers
-        link = Route(latency_s=delay_s, jitter_s=jitter_s, loss=loss, bytes_per_s=bytes_per_s)
+        self.directory = directory
         self.chance = random.Random(seed)
-        self._run = Unequal(directory, tail=0.0, seed=seed, link=link, **numbers)
-        self._world = self._run.world
-        self._drops: list[Callable[[str, str, list[bytes]], bool]] = [self._note_needless]
-        self._world.drop = self._is_dropped
-        self.chunks_requested_though_held = 0
+        self.sections = sections
+        self.num_weights = image_bytes // 2
+        self.poisoned_groups: set[int] = set()
+        self.refused_groups: set[int] = set()
+        longest: int = self._section("sampling")["max_completion_tokens"]
+        self.length_of: Callable[[int], int] = lambda group: longest
+        """Tokens of the rollouts of a group."""
+        self.assets = {"config.json": b"{}", "tokenizer.json": b"[1]"}
+        """Files that workers inherit."""
+        self.useless_workers: set[str] = set()
+        """Those from whose groups nothing can be learned."""
+        self.metrics_of: Callable[[int], dict[str, float]] = lambda step: {}
+        self.rows: list[dict[str, Any]] = []
+        """Of metrics, as they were written."""
+        self.snapshots: list[Snapshot] = []
+        self.event_logs: list[tuple[str, Path]] = []
+        """(name of the node, its event log), in the order of their starts."""
+        self.durable: set[int] = set()
+        """Groups that were forced onto the disk."""
+        self._log_events = log_events
+        self._noise, self._loss, self._luck = noise, loss, random.Random(f"{seed}/loss")
+        self._watchers: list[Callable[[str, str, Any], bool | None]] = []
+        self._acknowledged: list[int] = []
+        self.sample_s, self.train_s = sample_s, train_s
+        self._slow_disks: dict[str, float] = {}
+        route = Route(latency_s=delay_s, jitter_s=jitter_s, bytes_per_s=bytes_per_s)
+        self._network = Network(NobodysClock(), seed=seed, between=route, bulk_bytes=0)
+        self._processes: list[Process] = []
+        self._told: list[tuple[str, str]] = []
+        self._loop = WorldLoop()
+        self._handler = _Notes(self._told)
+        logging.getLogger("promises").addHandler(self._handler)
+        logging.getLogger("promises").setLevel(logging.INFO)
 
-    def _is_dropped(self, sender: str, target: str, frames: list[bytes]) -> bool:
-        """Ask every one of those that drop messages: some only look."""
-        return sum(drop(sender, target, frames) for drop in self._drops) > 0
+    def _section(self, name: str) -> dict[str, Any]:
+        """Return a section of the configuration."""
+        return SETTINGS[name] | self.sections.get(name, {})
+
+    def close(self) -> None:
+        """End every process."""
+
+        async def end() -> None:
+            for process in self._processes:
+                if process.is_alive:
+                    process.kill()
+            await asyncio.sleep(0.1)
+            tasks = [process.task for process in self._processes if process.task is not None]
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self._loop.run_until_complete(end())
+        self._loop.close()
+        logging.getLogger("promises").removeHandler(self._handler)
+
+    def write_metrics(self, step: int, row: Any) -> None:
+        self.rows.append(dict(row))
+
+    def show(self, snapshot: Snapshot) -> None:
+        self.snapshots.append(snapshot)
+
+    def takes(self, process: Process, pool: str, function: Callable[..., Any]) -> float:
+        """Return the seconds of the next call in a pool of a node."""
+        seconds = 0.0
+        if pool == "weights":
+            return self._slow_disks.get(process.name, 0.0)
+        if pool == "sample":
+            seconds = self.sample_s if process.sample_s is None else process.sample_s
+        elif getattr(function, "__func__", None) is StubTrainer.step:
+            seconds = self.train_s
+        elif pool == "engine" and process.node._parts is None:
+            return process.build_s
+        elif getattr(function, "__func__", None) is WorkerParts.install and process.rated:
+            return process.rated.install_s
+        return max(0.0, seconds * (1 + self._noise * self.chance.gauss())) if seconds else 0.0
 
     # --- nodes -----------------------------------------------------------------------------------
 
-    def learner(self, **settings: Any) -> None:
-        """Start the learner, or resume it from its newest checkpoint."""
-        self._run.start_learner(**settings)
+    def learner(
+        self,
+        *,
+        address: str = LEARNER,
+        kill_at: str | None = None,
+        times: int = 1,
+        **sections: Any,
+    ) -> None:
+        """Start the learner, or resume it from its newest checkpoint.
 
-    def relay(self, name: str = "r1") -> None:
-        """Start a relay."""
-        self._run.start_relay(name)
+        Args:
+            address: where it listens.
+            kill_at: one of POINTS, to die there.
+            times: how often it comes by first, this one included.
+            sections: see `World`.
+
+        Raises:
+            EchoError: if it cannot begin.
+        """
+        process = Process(self, LEARNER)
+        process.kill_at = None if kill_at is None else (kill_at, times)
+        self._start(process, self._build_learner, {"address": address, **sections})
+
+    def relay(self, name: str = "r1", *, via: Sequence[str] = (LEARNER,), **sections: Any) -> None:
+        """Start a relay that knows the addresses of the nodes `via`, in this order."""
+        self._start(Process(self, name), self._build_relay, {"via": via, **sections})
 
     def worker(
-        self, name: str, *, via: Sequence[str] = (LEARNER,), serves: bool = False, **options: Any
+        self,
+        name: str,
+        *,
+        via: Sequence[str] = (LEARNER,),
+        serves: bool = False,
+        in_place: bool = False,
+        build_s: float = 0.0,
+        sample_s: float | None = None,
+        rated: Rated | None = None,
+        model: str = "m",
+        **sections: Any,
     ) -> None:
-        """Start a worker that knows the addresses of the nodes `via`, in this order.
+        """Start a worker.
 
         Args:
             name: of the worker.
-            via: where it looks for the learner.
+            via: where it looks for the learner, in this order.
             serves: whether it can pass weights on to others.
-            options: build_s, the seconds that its engine takes to build; has, the hashes that it
-                says at once; digests, those that it knows once its engine is built.
+            in_place: whether its engine takes changes of the weights in place.
+            build_s: seconds that its engine takes to build.
+            sample_s: seconds of a call of its engine; None for the world's.
+            rated: the pace of its engine, where a group takes as long as it has tokens.
+            model: the hash of its model; the learner's is "m".
+            sections: see `World`.
         """
-        connect = [LEARNER_ADDRESS if node == LEARNER else f"tcp://{node}:1" for node in via]
-        address = f"tcp://{name}:1" if serves else None
-        self._run.start_worker(name, connect=connect, address=address, **options)
+        process = Process(self, name)
+        process.build_s, process.sample_s, process.rated = build_s, sample_s, rated
+        how = {"via": via, "serves": serves, "in_place": in_place, "model": model}
+        self._start(process, self._build_worker, {**how, **sections})
 
     def restart(self, name: str, *, via: Sequence[str] = (LEARNER,)) -> None:
         """Start a node again that was killed."""
@@ -114,299 +708,276 @@ class World:
         else:
             self.worker(name, via=via)
 
-    def rated_fleet(self, tokens_per_s: dict[str, float], **settings: Any) -> None:
-        """Start a learner, and workers whose engines sample at these rates."""
-        self._run.start(tokens_per_s, **settings)
+    def _start(self, process: Process, build: Callable[..., Any], sections: Any) -> None:
+        async def start() -> None:
+            process.node = node = await build(process, **sections)
+            stop = node.stop
 
-    def num_stopped(self) -> int:
-        """Return how many groups of rated engines were stopped because another was first."""
-        return self._run.num_cancelled
+            def stopping(reason: str, error: BaseException | None = None) -> None:
+                process.stop_reason = process.stop_reason or reason
+                stop(reason, error)
 
-    def sampling(self, worker: str) -> set[int]:
-        """Return the groups that a rated engine samples."""
-        return {group for group, _ in self._run.engines[worker].session.partials.running}
+            node.stop = stopping
+            process.task = asyncio.create_task(node.run(), name=process.name)
+
+        self._loop.run_until_complete(self._loop.create_task(start(), context=process.context))
+        self._processes.append(process)
+
+    def _events(self, process: Process) -> EventLog:
+        if not self._log_events:
+            return EventLog()
+        path = self.directory / f"{len(self.event_logs)}.events"
+        self.event_logs.append((process.name, path))
+        return EventLog(path, log=process.log)
+
+    def _config(self, role: str, sections: dict[str, Any], **own: Any) -> Config:
+        table = {name: dict(section) for name, section in SETTINGS.items()}
+        for more in (self.sections, sections):
+            for name, section in more.items():
+                table.setdefault(name, {}).update(section)
+        if role == LEARNER:
+            table["model"] = {"name": str(self.directory)}
+        else:
+            for name in (*INHERITED, "checkpoint", "eval"):
+                table.pop(name, None)
+        table["run"] = {"name": "run", "dir": str(self.directory), **table.get("run", {})}
+        table.setdefault(role, {}).update(own)
+        return parse_config(table, role=role)
+
+    async def _transport(self, process: Process, listen: str | None) -> WatchedTransport:
+        transport = WatchedTransport(process, self._network, listen)
+        await transport.start()
+        return transport
+
+    async def _build_learner(self, process: Process, *, address: str, **sections: Any) -> Node:
+        sections = {"run": {"max_steps": 1_000_000}, **sections}
+        config = self._config(LEARNER, sections, listen=ADDRESS.format(address))
+        ledger = type("LedgerOfProcess", (WatchedLedger,), {"process": process})
+        task = AdditionTask()
+        text: Any = SimpleNamespace(decode=str, encode_prompt=lambda prompt, tools: [1, 2, 3])
+        data: Any = SimpleNamespace(
+            model_dir=self.directory,
+            task=task,
+            host=LaterHost(),
+            prompts=PromptSource(task, text, seed=0),
+            text=text,
+            digests={"model": "m"},
+            vocab_size=32,
+            lora=None,
+            read_assets=lambda: self.assets,
+        )
+        transport = await self._transport(process, config.learner.listen)
+        with ExitStack() as patches:
+            for module, name, stub in (
+                (setup, "Ledger", ledger),
+                (setup, "build_trainer", lambda config, model, start, lora, crew: StubTrainer(
+                    process, start.checkpoint
+                )),
+                (setup, "DirectoryExporter", StubExporter),
+            ):  # fmt: skip
+                patches.enter_context(mock.patch.object(module, name, stub))
+            try:
+                return setup.assemble_learner(
+                    config,
+                    data,
+                    transport,
+                    resume=(config.run_dir / "ledger.sqlite").exists(),
+                    follower=self,
+                    threads=process.threads,
+                    log=process.log,
+                    events=self._events(process),
+                )
+            except BaseException:
+                await transport.close()
+                raise
+
+    async def _build_relay(self, process: Process, *, via: Sequence[str], **sections: Any) -> Node:
+        address = ADDRESS.format(process.name)
+        own = {"name": process.name, "listen": address, "connect": [*map(ADDRESS.format, via)]}
+        config = self._config("relay", sections, **own)
+        transport = await self._transport(process, config.relay.listen)
+        node = relay.assemble_relay(
+            config,
+            transport,
+            threads=process.threads,
+            log=process.log,
+            events=self._events(process),
+        )
+        self._prepare_store(process, node)
+        return node
+
+    async def _build_worker(
+        self,
+        process: Process,
+        *,
+        via: Sequence[str],
+        serves: bool,
+        in_place: bool,
+        model: str,
+        **sections: Any,
+    ) -> Node:
+        own: dict[str, Any] = {"name": process.name, "connect": [*map(ADDRESS.format, via)]}
+        if serves:
+            own["listen"] = ADDRESS.format(process.name)
+        config = self._config("worker", sections, **own)
+        process.engine = StubEngine(process, takes_patches=in_place)
+        max_tokens = self._section("sampling")["max_completion_tokens"]
+
+        def build_parts(*arguments: Any) -> WorkerParts:
+            assert process.engine is not None
+            return WorkerParts(
+                engine=process.engine,
+                host=StubHost(process),
+                runner=None,
+                decode=str,
+                sampling=Sampling(1.0, 1.0, 0, max_tokens, ()),
+                group_size=2,
+                max_prompt_tokens=1 << 20,
+                groups_per_batch=process.rated.places if process.rated else 2,
+                rules=PartialRules(),
+                partials_path=self.run_dir / "workers" / process.name / "partials.bin",
+                installed_path=self.run_dir / "workers" / process.name / "installed.jsonl",
+                agents=None,
+                digests={"model": model},
+                read_local_image=lambda: None,
+            )
+
+        transport = await self._transport(process, config.worker.listen)
+        with mock.patch.object(worker_setup, "build_parts", build_parts):
+            node = worker_setup.assemble_worker(
+                config,
+                transport,
+                threads=process.threads,
+                log=process.log,
+                events=self._events(process),
+            )
+        self._prepare_store(process, node)
+        act = node.on_action
+
+        def on_action(action: Any) -> None:
+            if isinstance(action, Sample) and process.rated is not None:
+                process.calls.append(action.call)
+            act(action)
+            if isinstance(action, Recall) and process.sample_s != math.inf:
+                process.look()
+
+        node.on_action = on_action
+        return node
+
+    @staticmethod
+    def _prepare_store(process: Process, node: Any) -> None:
+        """Have small files beside the versions written at once, and chunks while there is space."""
+        store = node.version_store
+        thread = getattr(store, "_thread", None)
+        if thread is not None:
+            thread.close()
+        write = store.write
+
+        def write_if_possible(place: memoryview, data: Any) -> None:
+            if process.full_disk == "versions":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(place, data)
+
+        store.write = write_if_possible
 
     def _process(self, name: str) -> Process:
         """Return the newest process of that name, dead or alive."""
-        return next(p for p in reversed(self._world.processes) if p.name == name)
+        return next(p for p in reversed(self._processes) if p.name == name)
+
+    def node(self, name: str) -> Any:
+        """Return what runs in the newest process of that name, for tests of its insides."""
+        return self._process(name).node
 
     # --- faults ----------------------------------------------------------------------------------
 
     def kill(self, name: str, *, silently: bool = False) -> None:
-        """End a process; silently: its machine is gone, and nobody is told."""
-        self._world.kill(self._process(name), is_silent=silently)
+        """End a process as SIGKILL does; silently: its machine is gone, and nobody is told."""
+
+        async def kill() -> None:
+            self._process(name).kill(is_silent=silently)
+
+        self._loop.run_until_complete(kill())
+        self.run(0.01)
 
     def freeze(self, name: str) -> None:
         """Hold a process as SIGSTOP does: its connections stand and nothing moves."""
-        self._world.freeze(self._process(name))
+        self._loop.freeze(self._process(name))
 
     def thaw(self, name: str) -> None:
         """Let a frozen process go on with what has arrived meanwhile."""
-        self._world.thaw(self._process(name))
+        self._loop.thaw(self._process(name))
 
-    def link(self, source: str, target: str, *, bytes_per_s: float, delay_s: float = 0.01) -> None:
-        """Give one direction of a link its own rate."""
-        route = Route(latency_s=delay_s, bytes_per_s=bytes_per_s)
-        self._world.links.set_link(source, target, route)
+    def interrupt(self, name: str) -> None:
+        """Press Ctrl-C once."""
+        self.within(name, self.node(name).interrupt)
 
-    def drop(self, kind: str, *, times: int | None = None, source: str | None = None) -> list[str]:
+    def within(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Have something called in a process, as its own parts are; return what it returns."""
+
+        async def call() -> Any:
+            return function(*arguments)
+
+        context = self._process(name).context
+        return self._loop.run_until_complete(self._loop.create_task(call(), context=context))
+
+    def perform(self, name: str, actions: Sequence[Any]) -> None:
+        """Have a node carry out actions."""
+        self.within(name, self.node(name).perform, actions)
+
+    def hang_engine(self, worker: str) -> None:
+        """Let a worker's engine begin groups and never finish them."""
+        self._process(worker).sample_s = math.inf
+
+    def fail_rewards(self, worker: str, reason: str) -> None:
+        """Let a worker's groups end with this reason; empty: no more."""
+        self._process(worker).reward_fault = reason
+
+    # --- messages --------------------------------------------------------------------------------
+
+    def is_lost(self, sender: str, target: str, frames: Sequence[Any]) -> bool:
+        """Let all that watch look at a message, and return whether it never arrives."""
+        head = bytes(frames[0])
+        if b"Ack" in head and isinstance(ack := message_of(frames), Ack):
+            self._acknowledged += [ack.group_id] * (ack.outcome == "accepted")
+        message = message_of(frames) if self._watchers else None
+        is_lost = sum(watch(sender, target, message) is True for watch in self._watchers) > 0
+        return is_lost or (self._loss > 0 and self._luck.random() < self._loss)
+
+    @contextmanager
+    def watch(self, look: Callable[[str, str, Any], None]) -> Iterator[None]:
+        """Call `look(sender, receiver, message)` for every message sent within the block."""
+        self._watchers.append(look)
+        yield
+        self._watchers.remove(look)
+
+    def drop(
+        self,
+        kind: str,
+        *,
+        times: float = math.inf,
+        source: str | None = None,
+        target: str | None = None,
+    ) -> list[str]:
         """Lose messages of a kind, the next `times` or all; return the list of those lost."""
         lost: list[str] = []
-        name = kind.encode()
 
-        def is_lost(sender: str, target: str, frames: list[bytes]) -> bool:
-            is_meant = name in frames[0] and type(message_of(frames)).__name__ == kind
-            if (
-                not is_meant
-                or source not in (None, sender)
-                or (times is not None and len(lost) >= times)
-            ):
-                return False
-            lost.append(f"{sender} to {target}")
-            return True
+        def drops(sender: str, receiver: str, message: Any) -> bool:
+            is_meant = source in (None, sender) and target in (None, receiver)
+            if type(message).__name__ == kind and is_meant and len(lost) < times:
+                lost.append(f"{sender} to {receiver}")
+                return True
+            return False
 
-        self._drops.append(is_lost)
+        self._watchers.append(drops)
         return lost
 
     def stop_dropping(self) -> None:
         """Let every message through again."""
-        del self._drops[1:]
-
-    def corrupt_chunks(self, source: str) -> None:
-        """Falsify every chunk of weights that a node sends."""
-        world, perform = self._world, self._world._send
-
-        def send(process: Process, action: Send) -> None:
-            if process.name == source and isinstance(message_of(list(action.frames)), Chunk):
-                wrong = bytes(~np.frombuffer(bytes(action.frames[1]), np.uint8))
-                action = Send(action.peer, [action.frames[0], wrong])
-            perform(process, action)
-
-        world._send = send  # type: ignore[method-assign]
-
-    def hang_engine(self, worker: str) -> None:
-        """Let a worker's engine begin groups and never finish them."""
-        self._engine(worker).is_hung = True
-
-    def fail_rewards(self, worker: str, reason: str | None) -> None:
-        """Let a worker's groups end with this reason; None: no more."""
-        self._engine(worker).fail_with = reason
-
-    def begin_partials(self, worker: str, group: int, lengths: Sequence[int]) -> None:
-        """Let a worker's hung engine give a group up after so many tokens of each rollout."""
-        process = self._process(worker)
-        held = process.session.partials
-        [partial] = [held.running[key] for key in held.running if key[0] == group] or [
-            partial
-            for partial in held.take(9, group_size=2, installed=process.session.installed_version)
-            if partial.lease.group_id == group
-        ]
-        held.running[partial.key] = partial
-        partial.members = [
-            PartialRollout().extended(
-                np.arange(3, 3 + length, dtype=np.int32),
-                np.full(length, -0.5, np.float32),
-                np.full((length, 2), (1, 0), np.int32),
-                finish_reason="abort",
-            )
-            for length in lengths
-        ]
-        held.park(partial)
-        now = self._world.now
-        self._world.perform(process, process.session.ship(interval_s=0, now=now))
-
-    def _engine(self, worker: str) -> Any:
-        return self._process(worker).on_action.__self__  # type: ignore[attr-defined]
-
-    # --- operators -------------------------------------------------------------------------------
-
-    def stop_training(self) -> None:
-        """Have the learner make no further step; groups are still accepted."""
-        self._run.is_training = False
-
-    def leave(self, worker: str) -> None:
-        """Stop a worker as its operator would."""
-        process = self._process(worker)
-        self._world.perform(process, process.session.leave("stopped by its operator"))
-        self._world.kill(process)
-
-    def stand_by(self, *workers: str) -> None:
-        """Put exactly these workers on standby."""
-        process = self._process(LEARNER)
-        names = set(workers)
-        self._world.perform(process, process.session.set_standby(names, now=self._world.now))
-
-    # --- time ------------------------------------------------------------------------------------
-
-    @property
-    def now(self) -> float:
-        """Seconds since the beginning."""
-        return self._world.now
-
-    def run(self, seconds: float) -> None:
-        """Let time pass."""
-        self._world.run(self._world.now + seconds)
-
-    def run_until(self, is_done: Callable[[], object], *, within_s: float = 60.0) -> float:
-        """Let time pass until `is_done`; return the seconds that it took, fail after `within_s`."""
-        began = self._world.now
-        self._world.run_until(lambda: bool(is_done()), within_s=within_s)
-        return self._world.now - began
-
-    # --- what happened ---------------------------------------------------------------------------
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps of the present learner."""
-        return self._process(LEARNER).session.step
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks of each version."""
-        return self._run.numbers.num_chunks
-
-    def records(self, kind: str) -> list[dict[str, Any]]:
-        """Return the learner's records of a kind, oldest first, over all its lives."""
-        return [record for record in self._run.records if record["kind"] == kind]
-
-    def trained(self) -> list[int]:
-        """Return the groups of every step, in order, steps that were lost with a crash too."""
-        return self._run.trained()
-
-    def acknowledged(self) -> list[int]:
-        """Return the groups that were acknowledged to a worker."""
-        return [group for group, _ in self._run.acked]
-
-    def ages(self) -> list[int]:
-        """Return how many steps old the oldest token of each trained group was."""
-        return [
-            record["consumed_at"] - min(v.step for v in self._run.groups[group].versions)
-            for record in self.records("trained")
-            for group in record["groups"]
-        ]
-
-    def sampled_by(self, group: int) -> set[int]:
-        """Return the steps of the versions that sampled an accepted group."""
-        return {version.step for version in self._run.groups[group].versions}
-
-    def leased(self, worker: str) -> set[int]:
-        """Return the groups that the learner has leased to a worker."""
-        leases = self._process(LEARNER).session.leases
-        return {record.group_id for record in leases.worker_leases(worker)}
-
-    def installed(self, worker: str) -> Version | None:
-        """Return the version that a worker samples from, or a relay holds whole."""
-        version = self._process(worker).session.version_in_use()
-        return None if version is None else (version.lineage, version.step)
-
-    def is_bit_exact(self, node: str) -> bool:
-        """Return whether every whole version of a node is, byte for byte, what was published."""
-        images = self._process(node).session.broadcast.store
-        whole = {version: image for version, image in images.items() if image.is_complete}
-        return bool(whole) and all(
-            image.storage == make_image(version, num_chunks=self.num_chunks)
-            for version, image in whole.items()
-        )
-
-    def parent(self, node: str) -> str:
-        """Return from whom a node takes weights."""
-        return self._process(node).session.stats().parent
-
-    def num_hops(self, node: str) -> int:
-        """Return over how many links weights reach a node from the learner."""
-        return 0 if node == LEARNER else 1 + self.num_hops(self.parent(node))
-
-    def is_admitted(self, node: str) -> bool:
-        """Return whether a node lives and takes part."""
-        process = self._process(node)
-        return process.is_alive and process.session.is_admitted
-
-    def is_on_standby(self, worker: str) -> bool:
-        """Return whether a worker stands by."""
-        return self._process(worker).session.standby_since is not None
-
-    def end(self, node: str) -> tuple[str, str] | None:
-        """Return (reason, message) with which a node ended itself, or None."""
-        stop = self._process(node).stop
-        return None if stop is None else (stop.reason, str(stop.error or ""))
-
-    def has_failed(self, node: str) -> bool:
-        """Return whether a node ended itself with an error for its operator."""
-        stop = self._process(node).stop
-        return stop is not None and isinstance(stop.error, RefusedError | TransportError)
-
-    def notes(self, node: str) -> list[str]:
-        """Return what a node logged."""
-        return self._process(node).notes
-
-    def count(self, node: str, name: str) -> float:
-        """Return one of a node's counters."""
-        counters: Counters = self._process(node).session.counters
-        return counters[name]
-
-    def _note_needless(self, sender: str, target: str, frames: list[bytes]) -> bool:
-        """Count the chunks that a node asks for although it holds them."""
-        if b"Fetch" in frames[0] and isinstance(fetch := message_of(frames), Fetch):
-            images = self._process(sender).session.broadcast.store
-            if (image := images.get(fetch.version)) is not None:
-                held = image.has_chunk[fetch.link :: fetch.num_links]
-                self.chunks_requested_though_held += sum(
-                    sum(held[start:stop]) for start, stop in fetch.ranges
-                )
-        return False
-
-    def chunks_held(self, node: str) -> int:
-        """Return how many chunks a node has of the version that it is fetching, 0 for none."""
-        version, num_held, num_chunks = self._process(node).session.broadcast.progress()
-        return num_held if version is not None and num_held < num_chunks else 0
-
-    def undelivered(self, worker: str) -> int:
-        """Return how many finished groups a worker holds that are not acknowledged."""
-        return len(self._process(worker).session.outbox)
-
-    def outbox_bound(self, worker: str) -> int:
-        """Return how many of them it may hold."""
-        bound: int = self._process(worker).session.outbox.max_deliveries
-        return bound
-
-    def capacity(self, worker: str) -> int:
-        """Return how many groups a worker would take at present."""
-        places: int = self._process(worker).session.capacity()
-        return places
-
-    def num_waiting(self) -> int:
-        """Return how many accepted groups wait for their step."""
-        return len(self._process(LEARNER).session.buffer)
-
-    def num_granted(self, worker: str) -> int:
-        """Return how many leases a worker was ever granted."""
-        return sum(record["worker"] == worker for record in self.records("granted"))
-
-    def partial_tokens(self, worker: str, group: int) -> list[list[int]]:
-        """Return the tokens that a worker holds of each unfinished rollout of a group."""
-        partials = self._process(worker).session.partials
-        held = partials.interrupted | partials.running
-        [partial] = [held[key] for key in held if key[0] == group]
-        return [member.token_ids.tolist() for member in partial.members]
-
-    def audit(self) -> None:
-        """Check staleness and exactly-once from the records alone; fail where they do not hold."""
-        self._run.audit()
-
-    def without_end(self) -> set[int]:
-        """Return acknowledged groups that were neither trained nor discarded nor wait."""
-        ended = {record["group"] for record in self.records("discarded")} | set(self.trained())
-        buffer = self._process(LEARNER).session.buffer
-        return {
-            group for group in self.acknowledged() if group not in ended and group not in buffer
-        }
-
-    # --- strangers and liars ---------------------------------------------------------------------
+        self._watchers.clear()
 
     def say_garbage(self, node: str, *, times: int) -> int:
         """Feed a node random frames; return the messages with which it answered."""
-        session = self._process(node).session
-        answers = 0
+        session, answers = self.node(node).session, 0
         for size in range(times):
             frames = [self.chance.randbytes(size) for _ in range(self.chance.randrange(4))]
             actions = session.receive("in99", frames, now=self.now)
@@ -420,59 +991,390 @@ class World:
         worker: str = "w1",
         attempt: int = 0,
         version: Version = (1, 0),
-        size: int | None = None,
+        size: int = 2,
         change: dict[str, Any] | None = None,
     ) -> tuple[str, str]:
         """Hand the learner a result as from a worker; return (outcome, reason) of its answer.
 
         The outcome is "stored" where the learner keeps it and acknowledges it later.
         """
-        learner = self._process(LEARNER)
         content = make_group(
-            group,
-            PolicyVersion(*version),
-            attempt=attempt,
-            worker=worker,
-            size=size or self._run.numbers.group_size,
+            group, PolicyVersion(*version), attempt=attempt, worker=worker, size=size
         )
         if change:
             first = dataclasses.replace(content.rollouts[0], **change)
             content = dataclasses.replace(content, rollouts=(first, *content.rollouts[1:]))
-        payload = codec.encode_group(content)
         message = Deliver(group_id=group, attempt=attempt)
-        frames = codec.encode(message, payload, source=worker, target=LEARNER)
-        peer = self._peer_of(worker)
-        actions = learner.session.receive(peer, frames, now=self.now)
-        self._world.perform(learner, actions)
+        frames = codec.encode(message, codec.encode_group(content), source=worker, target=LEARNER)
+        session = self.node(LEARNER).session
+        actions = session.receive("in0", frames, now=self.now)
+        self.perform(LEARNER, actions)
         for action in actions:
             if isinstance(action, Send) and isinstance(ack := message_of(action.frames), Ack):
                 return ack.outcome, ack.reason
         is_stored = any(type(action).__name__ == "StoreGroup" for action in actions)
         return ("stored", "") if is_stored else ("ignored", "")
 
-    def _peer_of(self, worker: str) -> str:
-        """Return the name of the link on which the learner hears a worker."""
-        peer: str = self._process(LEARNER).session._routes.peer_of(worker) or "in0"
-        return peer
-
-    def publish_forged(self, *, run: str = "run", is_foreign: bool = False) -> None:
+    def publish_forged(self, *, run: str | None = None, is_foreign: bool = False) -> None:
         """Have the learner offer a version of a run, signed with its own key or a foreign one."""
-        learner = self._process(LEARNER)
-        key = Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33))) if is_foreign else KEY
-        lineage = learner.session.lineages[-1].lineage
-        parts = make_version(
-            lineage, learner.session.step + 1, num_chunks=self.num_chunks, key=key, run=run
+        session = self.node(LEARNER).session
+        newest = session.broadcast.store[session.broadcast.newest_complete]
+        image, real = bytearray(newest.read(0, newest.num_bytes)), newest.manifest
+        image[::97] = bytes(len(image[::97]))
+        manifest = build_manifest(
+            run_id=run or real.run_id,
+            version=PolicyVersion(real.version.lineage, real.version.step + 1),
+            model_digest=real.model_digest,
+            tensors=real.tensors,
+            image=image,
+            chunk_bytes=CHUNK_BYTES,
         )
-        self._world.perform(learner, learner.session.broadcast.publish(*parts, now=self.now))
+        key = FOREIGN_KEY if is_foreign else session.settings.admission.key
+        parts = sign(manifest, key), manifest, image
+        self.perform(LEARNER, session.broadcast.publish(*parts, now=self.now))
 
-    @contextmanager
-    def watch(self, look: Callable[[str, str, Any], None]) -> Iterator[None]:
-        """Call `look(sender, receiver, message)` for every message sent within the block."""
+    # --- networks and disks ----------------------------------------------------------------------
 
-        def seen(sender: str, target: str, frames: list[bytes]) -> bool:
-            look(sender, target, message_of(frames))
-            return False
+    def link(self, source: str, target: str, *, bytes_per_s: float, delay_s: float = 0.01) -> None:
+        """Give one direction of a link its own rate."""
+        route = Route(latency_s=delay_s, bytes_per_s=bytes_per_s)
+        self._network.set_route(source, target, route)
 
-        self._drops.append(seen)
-        yield
-        self._drops.remove(seen)
+    def cut(self, a: str, b: str) -> None:
+        """Cut two nodes apart."""
+        self._loop.call_soon(self._network.cut, a, b)
+
+    def mend(self, a: str, b: str) -> None:
+        """Let them reach each other again."""
+        self._loop.call_soon(self._network.mend, a, b)
+
+    def slow_disk(self, name: str, seconds: float) -> None:
+        """Let each chunk take so long to be written at a node."""
+        self._slow_disks[name] = seconds
+
+    def enlarge_store(self, name: str, num_bytes: int) -> None:
+        """Let the versions of a node take so many bytes from now on."""
+        self.node(name).version_store.limit_bytes = num_bytes
+
+    def damage_chunks(self, name: str, *, number: int) -> None:
+        """Let the next chunks that a node sends arrive with other bytes."""
+        transport = self.node(name).transport
+        send, left = transport.send, [number]
+
+        def damage(peer: PeerId, frames: Sequence[Any], **how: bool) -> bool:
+            if b"Chunk" in bytes(frames[0]) and left[0]:
+                left[0] -= 1
+                frames = [frames[0], bytes(len(frames[1]))]
+            return bool(send(peer, frames, **how))
+
+        transport.send = damage
+
+    def fill_disk(self, name: str = LEARNER, *, of: str) -> None:
+        """Let a disk take no more "records", "checkpoints" or "versions"; "": all again."""
+        self._process(name).full_disk = of
+
+    def refuse_version(self, worker: str, step: int) -> None:
+        """Let a worker's engine refuse the version of a step."""
+        engine = self._process(worker).engine
+        assert engine is not None
+        engine.refuses.add(step)
+
+    def flip_bit(self, name: str) -> None:
+        """Flip a bit of the newest version in a node's memory."""
+        store = self.node(name).session.broadcast.store
+        store[max(store)].storage[1234] ^= 16
+
+    def poison(self, group: int) -> None:
+        """Let a group make every step raise that it is part of."""
+        self.poisoned_groups.add(group)
+
+    def refuse_group(self, group: int) -> None:
+        """Let the trainer take nothing of a group from now on, as with another loss."""
+        self.refused_groups.add(group)
+
+    def damage_record(self, number: int) -> Callable[[], None]:
+        """Falsify one of the records, which count from 1; return what undoes it."""
+        path = self.run_dir / "ledger.sqlite"
+        data = path.read_bytes()
+        with closing(sqlite3.connect(path)) as database, database:
+            damage = "UPDATE records SET body = replace(body, 'kind', 'kynd') WHERE seq = ?"
+            database.execute(damage, (number,))
+        return lambda: [path.write_bytes(data)].clear()
+
+    def tear_records(self) -> None:
+        """Leave half a record behind the last one, as a power cut does."""
+        path = self.run_dir / "ledger.sqlite"
+        log = path.with_name("ledger.sqlite-wal")
+        data = path.read_bytes()
+        with closing(sqlite3.connect(path)) as database:
+            database.execute("PRAGMA journal_mode = WAL")
+            with database:
+                database.execute("INSERT INTO records VALUES (1000000, '{}', x'00')")
+            torn = log.read_bytes()[:-100]
+        path.write_bytes(data)
+        log.write_bytes(torn)
+
+    def damage_checkpoint(self, step: int) -> None:
+        """Flip a bit of a checkpoint."""
+        path = self.run_dir / "checkpoints" / f"step_{step:06d}" / "weights"
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+    # --- time ------------------------------------------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        """Seconds since the beginning."""
+        return self._loop.time()
+
+    def run(self, seconds: float) -> None:
+        """Let time pass."""
+        self._loop.run_until_complete(asyncio.sleep(seconds))
+
+    def run_until(self, is_done: Callable[[], object], *, within_s: float = 60.0) -> float:
+        """Let time pass until `is_done`; return the seconds that it took, fail after `within_s`."""
+        began = self.now
+
+        async def wait() -> None:
+            while not is_done():
+                assert self.now < began + within_s, f"not within {within_s:g} s: {self._told[-8:]}"
+                await asyncio.sleep(0.02)
+
+        self._loop.run_until_complete(wait())
+        return self.now - began
+
+    @property
+    def told(self) -> list[tuple[str, str]]:
+        """(node, line) of all that was logged."""
+        return list(self._told)
+
+    @property
+    def weights(self) -> Any:
+        """The present learner's weights."""
+        return self.node(LEARNER)._trainer.tensors()["w"].numpy()
+
+    # --- what happened ---------------------------------------------------------------------------
+
+    @property
+    def run_dir(self) -> Path:
+        return self.directory / "run"
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of the present learner."""
+        step: int = self.node(LEARNER).session.step
+        return step
+
+    def stand_by(self, *workers: str) -> None:
+        """Put exactly these workers on standby."""
+        session = self.node(LEARNER).session
+        self.perform(LEARNER, session.set_standby(set(workers), now=self.now))
+
+    def is_alive(self, name: str) -> bool:
+        """Return whether a process has neither ended nor been killed."""
+        task = self._process(name).task
+        return task is not None and not task.done()
+
+    def end(self, name: str) -> tuple[str, str] | None:
+        """Return (reason, message) with which a node ended itself, or None."""
+        process = self._process(name)
+        if process.task is None or not process.task.done() or not process.is_alive:
+            return None
+        error = process.task.exception()
+        assert error is None or isinstance(error, EchoError), repr(error)
+        return process.stop_reason, str(error or "")
+
+    def has_failed(self, name: str) -> bool:
+        """Return whether a node ended itself with an error for its operator."""
+        task = self._process(name).task
+        assert task is not None
+        return task.done() and isinstance(task.exception(), RefusedError | TransportError)
+
+    def start_error(self, start: Callable[[], None]) -> str:
+        """Return the message with which a node refuses to start; empty if it starts."""
+        try:
+            start()
+        except EchoError as error:
+            return str(error)
+        return ""
+
+    def notes(self, node: str) -> list[str]:
+        """Return what a node logged."""
+        return [text for name, text in self._told if name == node]
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        """Return the learner's records of a kind, oldest first, over all its lives."""
+        return [r for r in read_ledger(self.run_dir) if r["kind"] == kind]
+
+    def trained(self) -> list[int]:
+        """Return the groups of every step, in order, steps that were lost with a crash too."""
+        return [group for record in self.records("trained") for group in record["groups"]]
+
+    def stored(self) -> list[int]:
+        """Return the groups that were accepted, each as often as it was."""
+        return [record["group"] for record in self.records("accepted")]
+
+    def acknowledged(self) -> list[int]:
+        """Return the groups that were acknowledged to a worker, each as often as it was."""
+        return list(self._acknowledged)
+
+    def versions_of(self, group: int) -> list[Version]:
+        """Return the versions that sampled an accepted group."""
+        [record] = [r for r in self.records("accepted") if r["group"] == group]
+        return [(lineage, step) for lineage, step in record["versions"]]
+
+    def ages(self) -> list[int]:
+        """Return how many steps old the oldest token of each trained group was."""
+        oldest = {
+            record["group"]: min(step for _, step in record["versions"])
+            for record in self.records("accepted")
+        }
+        return [
+            record["consumed_at"] - oldest[group]
+            for record in self.records("trained")
+            for group in record["groups"]
+        ]
+
+    def ends_of(self, group: int) -> list[str]:
+        """Return the reasons with which a group was discarded."""
+        return [r["reason"] for r in self.records("discarded") if r["group"] == group]
+
+    def published(self) -> list[Version]:
+        """Return the versions that were published, in order."""
+        return [(lineage, step) for lineage, step in (
+            record["version"] for record in self.records("published")
+        )]  # fmt: skip
+
+    def installed(self, name: str) -> Version | None:
+        """Return the version that a worker samples from, or a relay holds whole."""
+        version = self.node(name).session.version_in_use()
+        return None if version is None else (version.lineage, version.step)
+
+    def is_bit_exact(self, name: str) -> bool:
+        """Return whether every whole version of a node is, byte for byte, what was published."""
+        sealed = {tuple(r["version"]): r["image_hash"] for r in self.records("sealed")}
+        images = self.node(name).session.broadcast.store
+        hashes = {
+            (version.lineage, version.step): blake3(image.read(0, image.num_bytes)).hexdigest()
+            for version, image in images.items()
+            if image.is_complete
+        }
+        known = hashes.keys() & sealed.keys()
+        return bool(known) and all(hashes[version] == sealed[version] for version in known)
+
+    def num_in_place(self, name: str) -> int:
+        """Return how many versions a worker's engine has taken in place."""
+        engine = self._process(name).engine
+        assert engine is not None
+        return engine.num_patched
+
+    def audited(self, name: str) -> dict[Version, str]:
+        """Return the hash of each version that a worker has installed and found to be right."""
+        path = self.run_dir / "workers" / name / "installed.jsonl"
+        records = map(json.loads, path.read_text().splitlines())
+        return {(r["version"][0], r["version"][1]): r["image_hash"] for r in records}
+
+    def leased(self, worker: str) -> set[int]:
+        """Return the groups that the learner has leased to a worker."""
+        leases = self.node(LEARNER).session.leases
+        return {record.group_id for record in leases.worker_leases(worker)}
+
+    def num_granted(self, worker: str) -> int:
+        """Return how many leases a worker was ever granted."""
+        return sum(record["worker"] == worker for record in self.records("granted"))
+
+    def sampling(self, worker: str) -> set[int]:
+        """Return the groups that a worker's engine has."""
+        return {group for group, _ in self.node(worker).session.partials.running}
+
+    def partial_tokens(self, worker: str, group: int) -> list[list[int]]:
+        """Return the tokens that a worker holds of each unfinished rollout of a group."""
+        partials = self.node(worker).session.partials
+        held = partials.interrupted | partials.running
+        [partial] = [held[key] for key in held if key[0] == group]
+        return [member.token_ids.tolist() for member in partial.members]
+
+    def undelivered(self, worker: str) -> int:
+        """Return how many finished groups a worker holds that are not acknowledged."""
+        return len(self.node(worker).session.outbox)
+
+    def outbox_bound(self, worker: str) -> int:
+        """Return how many of them it may hold."""
+        bound: int = self.node(worker).session.outbox.max_deliveries
+        return bound
+
+    def capacity(self, worker: str) -> int:
+        """Return how many groups a worker would take at present."""
+        places: int = self.node(worker).session.capacity()
+        return places
+
+    def num_waiting(self) -> int:
+        """Return how many accepted groups wait for their step."""
+        return len(self.node(LEARNER).session.buffer)
+
+    def is_admitted(self, name: str) -> bool:
+        """Return whether a node lives and takes part."""
+        return self.is_alive(name) and self.node(name).session.is_admitted
+
+    def is_on_standby(self, worker: str) -> bool:
+        """Return whether a worker stands by."""
+        return self.node(worker).session.standby_since is not None
+
+    def parent(self, name: str) -> str:
+        """Return from whom a node takes weights."""
+        parent: str = self.node(name).session.stats().parent
+        return parent
+
+    def num_hops(self, name: str) -> int:
+        """Return over how many links weights reach a node from the learner."""
+        return 0 if name == LEARNER else 1 + self.num_hops(self.parent(name))
+
+    def chunks_held(self, name: str) -> tuple[int, int]:
+        """Return how many chunks a node has of what it is fetching, and of how many."""
+        version, held, total = self.node(name).session.broadcast.progress()
+        return (0, 0) if version is None else (held, total)
+
+    def bytes_received(self, name: str) -> int:
+        """Return the bytes of weights that the present process of a node has received."""
+        received: int = self.node(name).session.broadcast.bytes_received
+        return received
+
+    def requested_though_held(self, name: str) -> int:
+        """Return how many chunks a process of a node has asked for although it held them."""
+        return self._process(name).requested_though_held
+
+    def count(self, node: str, name: str) -> float:
+        """Return one of a node's counters."""
+        counters = self.node(node).session.counters
+        return float(counters[name])
+
+    def heard_ago_s(self, name: str) -> float:
+        """Return how long ago the learner has heard of a node."""
+        roster = self.node(LEARNER).session.roster
+        return float(self.now - roster.nodes[name].heard_at)
+
+    def waiting_for(self) -> str:
+        """Return the learner's sentence about what it waits for."""
+        return self.snapshots[-1].waiting_for
+
+    def audit(self, *, is_finished: bool = False) -> None:
+        """Check staleness and exactly-once from the records alone; fail where they do not hold."""
+        found = audit(
+            read_ledger(self.run_dir),
+            max_staleness=self._section("sync")["max_staleness"],
+            groups_per_step=self._section("batch")["groups_per_step"],
+            is_finished=is_finished,
+        )
+        assert found.problems == []
+
+
+class _Notes(logging.Handler):
+    """Collects what nodes tell their operators."""
+
+    def __init__(self, told: list[tuple[str, str]]) -> None:
+        super().__init__()
+        self._told = told
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._told.append((record.name.removeprefix("promises."), record.getMessage()))

@@ -1,28 +1,18 @@
 from __future__ import annotations
 
-from pathlib import Path
+import math
 
 import pytest
 
-from tests.roles.harness import Run
+from tests.promises.conftest import MakeWorld, make_world  # noqa: F401 -- a fixture
+from tests.promises.world import World
 
 
 @pytest.fixture
-def hanging_run(tmp_path: Path) -> Run:
-    """A run whose only worker w1 holds the groups 0, 1 and 2 in an engine that hangs."""
-    run = Run(tmp_path)
-    run.start_learner()
-    worker = run.start_worker("w1")
-    worker.on_action.__self__.is_hung = True
-    run.world.run(3.0)
-    assert len(worker.session.partials) == 3
-    return run
-
-
-@pytest.fixture
-def hung_run(hanging_run: Run) -> Run:
-    """The same, where it never begins one of them."""
-    partials = hanging_run.world.process("w1").session.partials
-    partials.queue[0, 0] = partials.running.pop((0, 0)).lease
-    assert sorted(group_id for group_id, _ in partials.queue) == [0, 1, 2]
-    return hanging_run
+def hung_world(make_world: MakeWorld) -> World:  # noqa: F811
+    """Return a world whose only worker w1 holds the groups 0 and 1 in an engine that hangs."""
+    world = make_world(sampling={"max_completion_tokens": 16}, leases={"hedge_factor": False})
+    world.learner()
+    world.worker("w1", sample_s=math.inf)
+    world.run_until(lambda: world.sampling("w1") == {0, 1})
+    return world

@@ -19,8 +19,9 @@ from echo.core.bounds import (
     clamped_rate,
 )
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
+from echo.core.metrics import Counters
 from echo.core.rollout import PolicyVersion
-from echo.leases.partials import MemberHeader
+from echo.leases.partials import MemberHeader, ShippedPartials
 from echo.leases.scheduler import StoreGroup
 from echo.roles import worker
 from echo.wire import messages
@@ -35,7 +36,11 @@ from echo.wire.codec import (
     encode_group,
 )
 from echo.wire.messages import Deliver, Failed, Heartbeat, LeaseState, NodeStats
-from tests.roles.harness import Run, make_group, make_lease, message_of
+from tests.promises.conftest import MakeWorld
+from tests.promises.world import World
+from tests.roles.harness import make_group, make_lease
+from tests.roles.test_worker import Paper
+from tests.roles.test_worker import lease as lease_of
 from tests.wire.schema import (
     extreme_messages,
     is_bounded,
@@ -82,14 +87,14 @@ def test_what_is_out_of_its_range_is_refused(kind: Any) -> None:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Run:
+def fleet(make_world: MakeWorld) -> World:
     """A learner, a relay, and a worker behind it, that work."""
-    run = Run(tmp_path)
-    run.start_learner()
-    run.start_relay("r1")
-    run.start_worker("w1", connect=["tcp://r1:1"])
-    run.world.run_until(lambda: run.learner is not None and run.learner.step >= 2, within_s=60)
-    return run
+    world = make_world(sample_s=0.6)
+    world.learner()
+    world.relay()
+    world.worker("w1", via=["r1"])
+    world.run_until(lambda: world.step >= 2)
+    return world
 
 
 WAYS = [
@@ -104,10 +109,9 @@ WAYS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "source", "target"), WAYS)
 def test_no_value_out_of_range_harms_a_session(
-    fleet: Run, name: str, source: str, target: str
+    fleet: World, name: str, source: str, target: str
 ) -> None:
-    process = fleet.world.process(name)
-    session, step = process.session, fleet.learner.step
+    session, step = fleet.node(name).session, fleet.step
     peer = session._control.peer if name == "w1" else "in1"
     num_sent = 0
     for kind in messages.AnyMessage.__args__:
@@ -117,29 +121,28 @@ def test_no_value_out_of_range_harms_a_session(
             except OverflowError:
                 continue
             num_sent += 1
-            actions = session.receive(peer, frames, now=fleet.world.now)
+            actions = session.receive(peer, frames, now=fleet.now)
             assert all(isinstance(action, Note) for action in actions), what
     assert session.counters["protocol_errors"] == num_sent > 300
-    fleet.world.run_until(lambda: fleet.learner.step >= step + 2, within_s=60)
+    fleet.run_until(lambda: fleet.step >= step + 2)
 
 
 @pytest.mark.parametrize(("name", "source", "target"), WAYS[:3])
 def test_the_ends_of_all_ranges_harm_no_session(
-    fleet: Run, name: str, source: str, target: str
+    fleet: World, name: str, source: str, target: str
 ) -> None:
     """What is within the ranges may be nonsense, but costs neither the process nor much time."""
-    process = fleet.world.process(name)
+    session = fleet.node(name).session
     for kind in messages.AnyMessage.__args__:
         for built in extreme_messages(kind):
             frames = frames_of(built, source=source, target=target)
-            process.session.receive("in1", frames, now=fleet.world.now)
-            process.session.expire(now=fleet.world.now)
+            session.receive("in1", frames, now=fleet.now)
+            session.expire(now=fleet.now)
 
 
 @pytest.mark.slow
-def test_the_numbers_that_once_ended_a_learner_are_refused(fleet: Run) -> None:
-    session = fleet.learner
-    assert session is not None
+def test_the_numbers_that_once_ended_a_learner_are_refused(fleet: World) -> None:
+    session = fleet.node("learner").session
     beat = Heartbeat(installed=PolicyVersion(1, 0), capacity=4, leases=(), stats=NodeStats())
     good = msgspec.to_builtins(beat)
     numbers: list[tuple[tuple[Any, ...], Any]] = [
@@ -150,7 +153,7 @@ def test_the_numbers_that_once_ended_a_learner_are_refused(fleet: Run) -> None:
         (("installed", 1), 2**50),
         (("leases",), [[0, attempt, 1] for attempt in range(200_000)]),
     ]
-    now = fleet.world.now
+    now = fleet.now
     for path, value in numbers:
         now += 61  # each is told of
         built = {"type": "Heartbeat", **with_value(good, path, value)}
@@ -202,22 +205,21 @@ def test_a_header_is_bounded_at_both_ends() -> None:
 
 
 def test_a_group_that_no_message_holds_fails_with_its_reason(
-    hung_run: Run, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker, "MAX_PAYLOAD_BYTES", 200)
-    session = hung_run.world.process("w1").session
-    [partial] = session.partials.take(1, group_size=2, installed=PolicyVersion(1, 0))
-    group = make_group(partial.lease.group_id, PolicyVersion(1, 0))
-    [_, sent] = session.finished(group, now=3.0)
-    failed = message_of(sent.frames)
+    paper = Paper({0: (9, 9)})
+    paper.grant(lease_of(0))
+    paper.role.finished(make_group(0, PolicyVersion(1, 0)), now=3.0)
+    failed = paper.role.outbox._deliveries[0, 0].message
     assert isinstance(failed, Failed)
     assert failed.reason == "group_too_large"
     assert "a message holds 200; lower rollout.group_size" in failed.detail
-    assert len(session.outbox) == 1
+    assert len(paper.role.outbox) == 1
 
 
-def test_leases_with_long_prompts_travel_in_several_grants(hung_run: Run) -> None:
-    shipped = hung_run.learner._scheduler.shipped
+def test_leases_with_long_prompts_travel_in_several_grants() -> None:
+    shipped = ShippedPartials(Counters())
     lease = msgspec.structs.replace(make_lease(0, 0), prompt_ids=(10**6,) * (MAX_LEASE_BYTES // 11))
     grants = [grant for grant, _ in shipped.grants([lease] * 5)]
     assert [len(grant.leases) for grant in grants] == [2, 2, 1]
@@ -228,47 +230,51 @@ def test_leases_with_long_prompts_travel_in_several_grants(hung_run: Run) -> Non
 # --- faults --------------------------------------------------------------------------------------
 
 
-def test_a_fault_in_a_routed_message_ends_the_member_and_not_the_relays_link(fleet: Run) -> None:
-    session = fleet.learner
-    assert session is not None
+def test_a_fault_in_a_routed_message_ends_the_member_and_not_the_relays_link(
+    fleet: World,
+) -> None:
+    session = fleet.node("learner").session
     frames = encode(messages.Goodbye(reason="x"), source="w1", target="learner")
     peer = session._routes.peer_of("w1")
     assert session.leases.num_leases("w1")
-    assert session.expel(peer, frames, now=fleet.world.now) == []
+    assert session.expel(peer, frames, now=fleet.now) == []
     assert "w1" not in session.roster.nodes
     assert not session.leases.num_leases("w1")
     assert session.counters["internal_errors"] == 1
     step = session.step
-    fleet.world.run_until(lambda: session.step >= step + 2, within_s=60)
+    fleet.run_until(lambda: session.step >= step + 2)
     assert "w1" in session.roster.nodes, "it has said hello again"
 
 
 def test_a_member_that_is_ready_with_other_hashes_is_refused_and_loses_its_leases(
-    hung_run: Run,
+    hung_world: World,
 ) -> None:
-    session = hung_run.learner
+    session = hung_world.node("learner").session
     member = session.roster.nodes["w1"]
     ready = messages.Ready(incarnation=member.incarnation, digests={"model": "other"})
-    assert session.leases.num_leases("w1") == 3
+    assert session.leases.num_leases("w1") == 2
     session.receive("in0", encode(ready, source="w1", target="learner"), now=3.0)
     assert "w1" not in session.roster.nodes
     assert session.counters["refused/digest_mismatch"] == 1
     assert not session.leases.num_leases("w1"), "they are granted again, and not after a timeout"
 
 
-def test_a_fault_in_a_link_message_ends_the_link(fleet: Run) -> None:
-    session, step = fleet.world.process("r1").session, fleet.learner.step
+def test_a_fault_in_a_link_message_ends_the_link(fleet: World) -> None:
+    session, step = fleet.node("r1").session, fleet.step
     [peer] = session.broadcast.children
     frames = encode(messages.Subscribe(newest=None), source="w1")
-    assert HangUp(peer) in session.expel(peer, frames, now=fleet.world.now)
+    actions = session.expel(peer, frames, now=fleet.now)
+    assert HangUp(peer) in actions
     assert not session.broadcast.children
-    fleet.world.run_until(lambda: fleet.learner.step >= step + 2, within_s=60)
+    fleet.perform("r1", actions)
+    fleet.run_until(lambda: fleet.step >= step + 2)
+    assert fleet.is_admitted("w1")
 
 
 def test_a_group_that_was_taken_is_stored_though_granting_fails(
-    hung_run: Run, monkeypatch: pytest.MonkeyPatch
+    hung_world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = hung_run.learner
+    session = hung_world.node("learner").session
     group = make_group(0, PolicyVersion(1, 0))
     message = Deliver(group_id=0, attempt=0)
     frames = encode(message, encode_group(group), source="w1", target="learner")
@@ -281,11 +287,11 @@ def test_a_group_that_was_taken_is_stored_though_granting_fails(
 
 
 def test_leases_of_a_round_that_fails_are_not_out(
-    hung_run: Run, monkeypatch: pytest.MonkeyPatch
+    hung_world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = hung_run.learner
+    session = hung_world.node("learner").session
     session.leases.drop_worker("w1")
-    granting, calls = session._scheduler, iter([None, None])
+    granting, calls = session._scheduler, iter([None])
     workers = [member.worker for member in session.roster.active("worker")]
     enter = granting._enter
     monkeypatch.setattr(granting, "_enter", lambda *args: (next(calls), enter(*args)))
@@ -294,7 +300,7 @@ def test_leases_of_a_round_that_fails_are_not_out(
     assert session.leases.num_running == 0
     monkeypatch.setattr(granting, "_enter", enter)
     _, granted = granting.grant(workers, now=3.1)
-    assert [lease.group_id for lease in granted["w1"]] == [0, 1, 2]
+    assert [lease.group_id for lease in granted["w1"]] == [0, 1]
 
 
 def test_a_message_is_described_as_far_as_it_can_be_read() -> None:
@@ -310,12 +316,12 @@ def test_a_message_is_described_as_far_as_it_can_be_read() -> None:
 # --- what a peer's words do ----------------------------------------------------------------------
 
 
-def test_no_word_of_a_peer_names_a_metric(hung_run: Run) -> None:
-    session = hung_run.learner
+def test_no_word_of_a_peer_names_a_metric(hung_world: World) -> None:
+    session = hung_world.node("learner").session
     failed = Failed(group_id=0, attempt=0, reason="loss_mean", detail="x")
     session.receive("in1", encode(failed, source="w1", target="learner"), now=3.0)
     assert session.counters["discarded/other"] == 1
-    worker = hung_run.world.process("w1").session
+    worker = hung_world.node("w1").session
     peer = worker._control.peer
     worker.outbox.put((1, 0), failed)
     ack = messages.Ack(group_id=1, attempt=0, outcome="refused", reason="x" * 99)
@@ -336,9 +342,8 @@ def test_every_reason_that_a_worker_gives_is_known() -> None:
     assert {reason for reason in found if messages.known_reason(reason) != reason} == set()
 
 
-def test_a_peer_that_is_refused_again_and_again_takes_one_line(fleet: Run) -> None:
-    session = fleet.learner
-    assert session is not None
-    said = [session.receive("in1", [b"\xc1"], now=fleet.world.now + i / 100) for i in range(50)]
+def test_a_peer_that_is_refused_again_and_again_takes_one_line(hung_world: World) -> None:
+    session = hung_world.node("learner").session
+    said = [session.receive("in1", [b"\xc1"], now=hung_world.now + i / 100) for i in range(50)]
     assert sum(map(len, said)) == 1
     assert session.counters["protocol_errors"] == 50

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, get_args
+from unittest import mock
 
 import msgspec
 import pytest
@@ -35,6 +35,7 @@ from echo.roles.joining import (
     welcome_fault,
 )
 from echo.roles.members import Member, Presence, Roster
+from echo.runtime.identity import Identity
 from echo.tasks.tokenization import CONFIG_FILES, TEMPLATE_FILE, TOKENIZER_FILES
 from echo.wire.actions import Action, Complaints, Routes, Send, Stop
 from echo.wire.codec import Frame, decode_envelope, decode_message, encode
@@ -61,7 +62,9 @@ from echo.wire.messages import (
     TopologyPlan,
     Welcome,
 )
-from tests.roles.harness import KEY, PUBLIC_KEY, Process, Run, make_broadcast, message_of
+from tests.promises.conftest import MakeWorld
+from tests.promises.world import World
+from tests.roles.harness import KEY, PUBLIC_KEY, make_broadcast, message_of
 
 FILE = b"[1, 2]"
 DIGESTS = {"model": "aaaa"}
@@ -464,7 +467,6 @@ def test_a_file_has_a_known_name_and_cannot_be_written_anywhere_else(name: str) 
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33)))
 OTHER_PUBLIC_KEY = OTHER_KEY.public_key().public_bytes_raw()
 KNOWN = fingerprint(PUBLIC_KEY)
-RELAY = "tcp://r1:1"
 
 UNSIGNED = Welcome(
     run_id="run",
@@ -536,9 +538,10 @@ def test_a_key_that_is_none_is_a_fault_and_no_error(key: bytes) -> None:
 # --- through a relay that is anybody -------------------------------------------------------------
 
 
-def rewrite(relay: Process, **changes: Any) -> None:
-    """Have a relay change every Welcome that it forwards; with another key it signs it anew."""
-    forward = relay.session.forward
+def rewrite(world: World, **changes: Any) -> None:
+    """Have the relay change every Welcome that it forwards; with another key it signs it anew."""
+    relay = world.node("r1").session
+    forward = relay.forward
 
     def forward_changed(peer: str, envelope: Any, frames: list[Any]) -> Any:
         message = decode_message(envelope)
@@ -550,10 +553,17 @@ def rewrite(relay: Process, **changes: Any) -> None:
             envelope = decode_envelope(frames)
         return forward(peer, envelope, frames)
 
-    relay.session.forward = forward_changed
+    relay.forward = forward_changed
 
 
-@pytest.mark.parametrize("role", ["worker", "relay"])
+def start(world: World, name: str, via: str) -> None:
+    """Start a node that knows the learner's key from its operator."""
+    key = world.node("learner").session.settings.admission.key.public_key().public_bytes_raw()
+    with mock.patch("echo.runtime.node.signing_fingerprint", return_value=fingerprint(key)):
+        (world.worker if name.startswith("w") else world.relay)(name, via=[via])
+
+
+@pytest.mark.parametrize("name", ["w1", "r2"])
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -564,44 +574,50 @@ def rewrite(relay: Process, **changes: Any) -> None:
     ],
 )
 def test_a_relay_cannot_change_what_a_node_inherits(
-    tmp_path: Path, changes: dict[str, Any], reason: str, role: str
+    make_world: MakeWorld, changes: dict[str, Any], reason: str, name: str
 ) -> None:
-    run = Run(tmp_path)
-    run.start_learner()
-    rewrite(run.start_relay("r1"), **changes)
-    run.world.run(2.0)
-    if role == "worker":
-        node = run.start_worker("w1", connect=[RELAY], fingerprint=KNOWN)
-    else:
-        node = run.start_relay("r2", connect=[RELAY], fingerprint=KNOWN)
-    run.world.run(5.0)
-    assert node.stop is not None
-    assert node.stop.reason == reason
-    assert isinstance(node.stop.error, RefusedError)
-    assert f"over {RELAY} (r1): " in str(node.stop.error)
-    assert not any("configured" in note for note in node.notes), "nothing of it was used"
+    world = make_world()
+    world.learner()
+    world.relay()
+    world.run(1.0)
+    rewrite(world, **changes)
+    start(world, name, "r1")
+    world.run_until(lambda: world.end(name), within_s=3.0)
+    found, text = world.end(name) or ("", "")
+    assert found == reason
+    assert world.has_failed(name)
+    assert "over tcp://r1:7700 (r1): " in text
+    node = world.node(name)
+    assert getattr(node, "_parts", None) is None, "nothing of it was used"
     assert not node.session.broadcast.run_id
 
 
-def test_a_file_with_a_name_of_its_own_is_refused_whoever_signed_for_it(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.start_learner(assets={"config.json": b"{}", "evil.py": b"1"})
-    worker = run.start_worker("w1", fingerprint=KNOWN)
-    run.world.run(5.0)
-    assert worker.stop is not None
-    assert worker.stop.reason == "unknown_file"
-    assert "offers the files ['evil.py']" in str(worker.stop.error)
-    assert not any("configured" in note for note in worker.notes)
+def test_a_file_with_a_name_of_its_own_is_refused_whoever_signed_for_it(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world()
+    world.assets = {"config.json": b"{}", "evil.py": b"1"}
+    world.learner()
+    start(world, "w1", "learner")
+    world.run_until(lambda: world.end("w1"), within_s=3.0)
+    reason, text = world.end("w1") or ("", "")
+    assert reason == "unknown_file"
+    assert "offers the files ['evil.py']" in text
+    assert world.node("w1")._parts is None
 
 
-def test_without_a_fingerprint_the_first_key_counts_and_no_other_after_it(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    learner = run.start_learner()
-    worker = run.start_worker("w1")
-    run.world.run(3.0)
-    assert worker.session.is_admitted
-    run.world.kill(learner)
-    run.start_learner(key=OTHER_KEY)
-    run.world.run(10.0)
-    assert worker.stop is not None
-    assert worker.stop.reason == "another_run"
+def test_without_a_fingerprint_the_first_key_counts_and_no_other_after_it(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world()
+    world.learner()
+    world.worker("w1")
+    world.run_until(lambda: world.is_admitted("w1"))
+    run_id = world.node("learner").session.settings.admission.run_id
+    world.kill("learner")
+    other = Identity(run_id, OTHER_KEY)
+    with mock.patch("echo.runtime.learner.setup.load_or_create_identity", return_value=other):
+        world.learner()
+    world.run_until(lambda: world.end("w1"), within_s=10.0)
+    reason, _ = world.end("w1") or ("", "")
+    assert reason == "another_run"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,12 @@ import pytest
 
 from echo.core.metrics import Counters
 from echo.core.rollout import PartialRollout
-from echo.leases.partials import ShippedPartials, decode_members, encode_members
+from echo.leases.partials import PartialGroup, ShippedPartials, encode_members
 from echo.wire import codec
-from echo.wire.messages import Grant, Heartbeat, NodeStats, Partial
+from echo.wire.messages import Heartbeat, NodeStats, Partial
 from tests.leases.test_scheduler import make_worker
-from tests.roles.harness import Process, Run, make_lease, message_of
+from tests.promises.world import World
+from tests.roles.harness import make_lease
 
 
 def partial(num_tokens: int, *, step: int = 0, reason: str = "") -> PartialRollout:
@@ -26,35 +28,20 @@ def partial(num_tokens: int, *, step: int = 0, reason: str = "") -> PartialRollo
     )
 
 
-def begin(process: Process, *members: PartialRollout, key: tuple[int, int] = (0, 0)) -> None:
-    """Have a worker's engine, which hangs, give up a group after so many tokens."""
-    partials = process.session.partials
-    partial_group = partials.running.get(key)
-    if partial_group is None:
-        installed = process.session.installed_version
-        taken = partials.take(9, group_size=2, installed=installed)
-        partials.running.update((d.key, d) for d in taken)
-        partial_group = partials.running[key]
-    partial_group.members = list(members)
-    partials.park(partial_group)
+def begin(world: World, *members: PartialRollout) -> list[PartialGroup]:
+    """Have the engine of w1, which hangs, give up its first group, and ship what there is of it."""
+    session = world.node("w1").session
+    group = session.partials.running[0, 0]
+    group.members = list(members)
+    session.partials.park(group)
+    world.perform("w1", session.ship(interval_s=0, now=world.now))
+    world.run(0.1)
+    return [*session.partials.interrupted.values()]
 
 
-def ship(run: Run, process: Process) -> None:
-    now = run.world.now
-    run.world.perform(process, process.session.ship(interval_s=0, now=now))
-    run.world.run(now + 0.1)
-
-
-def grants_to(run: Run, name: str) -> list[tuple[Grant, list[bytes]]]:
-    sent = [(message_of(frames), frames[1:]) for _, to, frames in run.world.frames_sent
-            if to == name]  # fmt: skip
-    return [(message, payload) for message, payload in sent if isinstance(message, Grant)]
-
-
-@pytest.fixture
-def run(hanging_run: Run) -> Run:
-    """Return a run whose worker w1 holds the groups 0, 1, 2 in an engine that hangs."""
-    return hanging_run
+def tokens_of(world: World, worker: str, group: int) -> list[int]:
+    """Return how many tokens a worker holds of each unfinished rollout of a group."""
+    return [len(tokens) for tokens in world.partial_tokens(worker, group)]
 
 
 def test_the_bound_holds_and_the_newest_statement_of_the_newest_attempt_wins() -> None:
@@ -86,86 +73,86 @@ def test_what_workers_count_is_added_once() -> None:
     assert counters.as_dict() == {"partials/interrupted": 5, "partials/shipped": 1}
 
 
-def test_what_a_dead_worker_has_shipped_is_continued_by_another(run: Run) -> None:
-    w1 = run.world.process("w1")
-    begin(w1, partial(3, reason="stop"), partial(5))
-    ship(run, w1)
-    assert 0 in run.learner._scheduler.shipped
-    run.world.kill(w1)
-    run.world.run(9.0)
-    w2 = run.start_worker("w2")
-    w2.on_action.__self__.is_hung = True
-    run.world.run(12.0)
-    [(grant, payload)] = [each for each in grants_to(run, "w2") if each[1]]
-    assert [(lease.group_id, lease.attempt) for lease in grant.leases] == [(0, 1)]
-    assert [member.num_tokens for member in decode_members(payload[0])] == [3, 5]
-    partial_group = (w2.session.partials.interrupted | w2.session.partials.running)[0, 1]
-    assert [member.finish_reason for member in partial_group.members] == ["stop", ""]
-    assert run.learner.counters["partials/handed_over"] == 1
+def test_what_a_dead_worker_has_shipped_is_continued_by_another(hung_world: World) -> None:
+    world = hung_world
+    begin(world, partial(3, reason="stop"), partial(5))
+    shipped = world.node("learner").session._scheduler.shipped
+    assert 0 in shipped
+    world.kill("w1")
+    world.run_until(lambda: not world.leased("w1"))
+    world.worker("w2", sample_s=math.inf)
+    world.run_until(lambda: 0 in world.leased("w2"))
+    world.run(1.0)
+    assert tokens_of(world, "w2", 0) == [3, 5]
+    partials = world.node("w2").session.partials
+    group = (partials.interrupted | partials.running)[0, 1]
+    assert [member.finish_reason for member in group.members] == ["stop", ""]
+    assert world.count("learner", "partials/handed_over") == 1
 
 
-def test_a_lost_grant_is_sent_again_with_what_there_is(run: Run) -> None:
-    w1 = run.world.process("w1")
-    begin(w1, partial(3), partial(5))
-    ship(run, w1)
-    w1.session.partials.interrupted.clear()
-    run.world.run(8.0)
-    assert [len(p) for grant, p in grants_to(run, "w1") if grant.leases[0].group_id == 0][-1] == 1
+def test_a_lost_grant_is_sent_again_with_what_there_is(hung_world: World) -> None:
+    begin(hung_world, partial(3), partial(5))
+    partials = hung_world.node("w1").session.partials
+    partials.interrupted.clear()
+    hung_world.run_until(lambda: (0, 0) in partials.interrupted, within_s=5.0)
+    assert tokens_of(hung_world, "w1", 0) == [3, 5]
 
 
 @pytest.mark.slow
-def test_a_machine_that_returns_with_its_partials_goes_on_with_those_still_wanted(run: Run) -> None:
-    w1 = run.world.process("w1")
-    begin(w1, partial(3), partial(5), key=(1, 0))
-    left = list(w1.session.partials.interrupted.values())
-    run.world.kill(w1, is_silent=True)
-    run.start_worker("w2")
-    run.world.run(50.0)
-    assert run.learner.next_group_id > 20, "nobody waits for it"
-    back = run.start_worker("w1", address="tcp://elsewhere:1")
-    back.session.partials.restore(left)
-    run.world.run(70.0)
-    assert back.session.is_admitted
-    assert (1, 0) not in back.session.partials, "its group was made by another long ago"
-    assert back.session.partial_counts["wasted_tokens"] == 8
-    assert run.learner.roster.nodes["w1"].node.advertise == "tcp://elsewhere:1"
-    assert any(r["worker"] == "w1" for r in run.records[-80:] if r["kind"] == "accepted")
-    run.audit()
+def test_a_machine_that_returns_with_its_partials_goes_on_with_those_still_wanted(
+    hung_world: World,
+) -> None:
+    world = hung_world
+    left = begin(world, partial(3), partial(5))
+    world.kill("w1", silently=True)
+    world.run_until(lambda: not world.leased("w1"))
+    world.worker("w2")
+    world.run_until(lambda: 0 in world.trained())
+    world.worker("w1", serves=True)
+    back = world.node("w1").session
+    back.partials.restore(left)
+    world.run_until(lambda: world.is_admitted("w1") and (0, 0) not in back.partials)
+    assert back.partial_counts["wasted_tokens"] == 8, "its group was made by another long ago"
+    node = world.node("learner").session.roster.nodes["w1"].node
+    assert node.advertise == "tcp://w1:7700"
+    num_before = len(world.records("accepted"))
+    world.run_until(
+        lambda: any(r["worker"] == "w1" for r in world.records("accepted")[num_before:])
+    )
+    world.audit()
 
 
-def test_a_worker_that_restarts_at_once_keeps_its_own_leases(run: Run) -> None:
-    w1 = run.world.process("w1")
-    begin(w1, partial(3), partial(5))
-    left = list(w1.session.partials.interrupted.values())
-    run.world.kill(w1)
-    back = run.start_worker("w1")
-    back.session.partials.restore(left)
-    back.on_action.__self__.is_hung = True
-    run.world.run(10.0)
-    leases = run.learner.leases
+def test_a_worker_that_restarts_at_once_keeps_its_own_leases(hung_world: World) -> None:
+    world = hung_world
+    left = begin(world, partial(3), partial(5))
+    world.kill("w1")
+    world.worker("w1", sample_s=math.inf)
+    back = world.node("w1").session
+    back.partials.restore(left)
+    world.run(8.0)
+    leases = world.node("learner").session.leases
     assert leases.workers_of(0) == ["w1"]
     assert leases.num_attempts(0) == 1, "the same lease as before"
-    assert (0, 0) in back.session.partials
-    assert leases.num_running == 3 + len(run.learner._scheduler.leases._returned)
+    assert (0, 0) in back.partials
+    assert leases.num_running == 2 + len(leases._returned)
 
 
 def test_an_interrupted_partial_is_given_up_where_another_worker_has_the_group_by_now(
-    run: Run,
+    hung_world: World,
 ) -> None:
-    w1 = run.world.process("w1")
-    begin(w1, partial(3), partial(5))
-    left = list(w1.session.partials.interrupted.values())
-    run.world.kill(w1)
-    run.world.run(9.0)
-    w2 = run.start_worker("w2")
-    w2.on_action.__self__.is_hung = True
-    run.world.run(12.0)
-    assert run.learner.leases.workers_of(0) == ["w2"]
-    back = run.start_worker("w1")
-    back.session.partials.restore(left)
-    run.world.run(15.0)
-    assert run.learner.leases.workers_of(0) == ["w2"]
-    assert (0, 0) not in back.session.partials
+    world = hung_world
+    left = begin(world, partial(3), partial(5))
+    world.kill("w1")
+    world.run_until(lambda: not world.leased("w1"))
+    world.worker("w2", sample_s=math.inf)
+    world.run_until(lambda: 0 in world.leased("w2"))
+    world.worker("w1", sample_s=math.inf)
+    back = world.node("w1").session
+    back.partials.restore(left)
+    world.run_until(lambda: world.is_admitted("w1"))
+    world.run(1.0)
+    assert world.node("learner").session.leases.workers_of(0) == ["w2"]
+    assert (0, 0) not in back.partials
 
 
 @pytest.mark.parametrize(
@@ -182,26 +169,24 @@ def test_an_interrupted_partial_is_given_up_where_another_worker_has_the_group_b
     ],
 )  # fmt: skip
 def test_what_cannot_have_been_sampled_is_refused(
-    run: Run, members: list[PartialRollout], complaint: str
+    hung_world: World, members: list[PartialRollout], complaint: str
 ) -> None:
-    receive(run, members)
-    notes = run.learner.receive("in0", frames_of(members), now=64.0)  # said once a minute
-    assert complaint in notes[0].text
-    assert run.learner.counters["protocol_errors"] == 2
-    assert 0 not in run.learner._scheduler.shipped
+    learner = hung_world.node("learner").session
+    for now in (3.0, 64.0):  # said once a minute
+        notes = learner.receive("in0", frames_of(members), now=now)
+        assert complaint in notes[0].text
+    assert learner.counters["protocol_errors"] == 2
+    assert 0 not in learner._scheduler.shipped
 
 
-def test_partials_of_others_groups_are_not_believed(run: Run) -> None:
-    receive(run, [partial(3), partial(3)], group_id=77)
-    assert run.learner.counters["partials/late"] == 1
-    run.learner.receive("in0", frames_of([])[:1], now=3.0)
-    assert run.learner.counters["protocol_errors"] == 1
+def test_partials_of_others_groups_are_not_believed(hung_world: World) -> None:
+    learner = hung_world.node("learner").session
+    learner.receive("in0", frames_of([partial(3), partial(3)], group_id=77), now=3.0)
+    assert learner.counters["partials/late"] == 1
+    learner.receive("in0", frames_of([])[:1], now=3.0)
+    assert learner.counters["protocol_errors"] == 1
 
 
 def frames_of(members: list[PartialRollout], **fields: Any) -> list[Any]:
     message = Partial(**({"group_id": 0, "attempt": 0} | fields))
     return codec.encode(message, [encode_members(members)], source="w1", target="learner")
-
-
-def receive(run: Run, members: list[PartialRollout], **fields: Any) -> None:
-    run.learner.receive("in0", frames_of(members, **fields), now=3.0)

@@ -8,8 +8,11 @@ import pytest
 from echo.core.rollout import PolicyVersion
 from echo.leases.book import most_promised, oldest_step
 from echo.roles.worker import VersionWait, Worker
+from echo.wire.actions import Note
 from echo.wire.messages import Lease
-from tests.roles.harness import Process, Run, make_lease
+from tests.promises.conftest import MakeWorld
+from tests.roles.harness import make_lease
+from tests.roles.test_worker import Paper
 
 NEWER = PolicyVersion(1, 7)
 
@@ -47,10 +50,11 @@ def test_the_oldest_step_is_the_first_that_admission_lets_through(
     assert step == 0 or not is_let_through(step - 1)
 
 
-@pytest.fixture
-def worker(hung_run: Run) -> Process:
-    """A worker on v0 that was granted three groups and has begun none of them."""
-    return hung_run.world.process("w1")
+def role_with(*leases: Lease, version: PolicyVersion) -> Paper:
+    """Return a worker with a version whose engine has begun none of its leases."""
+    paper = Paper(version=version)
+    paper.role.partials.queue = {(each.group_id, 0): each for each in leases}
+    return paper
 
 
 def taken(session: Worker, installed: PolicyVersion | None) -> list[int]:
@@ -59,55 +63,55 @@ def taken(session: Worker, installed: PolicyVersion | None) -> list[int]:
     return [group.lease.group_id for group in groups]
 
 
-def test_leases_say_which_version_they_were_granted_for(worker: Process) -> None:
-    queue = worker.session.partials.queue
-    assert {lease.min_version for lease in queue.values()} == {PolicyVersion(1, 0)}
+OLD, HERE, NEXT = (PolicyVersion(1, step) for step in (0, 1, 2))
 
 
-def test_older_weights_sample_nothing_of_it_and_newer_ones_do(worker: Process) -> None:
-    session = worker.session
-    session.partials.queue = {
-        (n, 0): asking(n, version) for n, version in enumerate([NEWER, None, PolicyVersion(1, 0)])
-    }
-    assert taken(session, PolicyVersion(1, 0)) == [1, 2]
+def test_older_weights_sample_nothing_of_it_and_newer_ones_do() -> None:
+    wanted = enumerate([NEWER, None, OLD])
+    session = role_with(*(asking(n, version) for n, version in wanted), version=OLD).role
+    assert taken(session, OLD) == [1, 2]
     assert taken(session, PolicyVersion(1, 8)) == [0]
     # One that was begun waits, too.
     session.partials.park(session.partials.running[0, 0])
     assert taken(session, PolicyVersion(1, 6)) == []
 
 
-def test_what_has_waited_in_vain_goes_to_another_worker(worker: Process) -> None:
-    run, session = worker.on_action.__self__.run, worker.session
-    learner = run.world.process("learner").session
-    session.partials.queue = {key: asking(key[0]) for key in session.partials.queue}
-    session.version_wait.max_s = 2.0
+@pytest.mark.slow
+def test_what_has_waited_in_vain_goes_to_another_worker(make_world: MakeWorld) -> None:
+    world = make_world(engine={"version_wait_s": 2.0}, leases={"hedge_factor": False})
+    world.learner()
+    world.worker("w1")
+    session = world.node("w1").session
+    learner = world.node("learner").session
+    world.run_until(lambda: session.partials.queue)
+    world.hang_engine("w1")
+    queue = session.partials.queue
+    newest = learner.broadcast.newest_complete
+    assert all(lease.min_version is not None for lease in queue.values()), "as the learner says"
+    assert all(lease.min_version <= newest for lease in queue.values())
+    waiting = {key[0] for key in queue}
+    for key, lease in queue.items():
+        queue[key] = msgspec.structs.replace(lease, min_version=PolicyVersion(1, 99))
     session.max_groups = 0  # so that it is not the one that gets them again
-    run.world.run(4.0)
-    assert len(session.partials.queue) == 3
-    run.world.run(7.0)
-    assert not session.partials.queue
-    assert not len(session.outbox)
-    assert session.counters["engine/version_refused"] == 3
-    assert learner.counters["leases_given_back"] == 3
-    assert len(learner.leases._returned) == 3
-    assert any("v7 or newer is wanted, v0 is installed" in note for note in worker.notes)
-    run.start_worker("w2")
-    run.world.run(12.0)
-    assert learner.counters["accepted"] >= 3
+    world.run_until(lambda: not session.partials.queue, within_s=5.0)
+    assert session.counters["engine/version_refused"] == len(waiting)
+    world.run_until(lambda: not world.undelivered("w1"))
+    assert learner.counters["leases_given_back"] == len(waiting)
+    assert {*learner.leases._returned} & waiting == waiting
+    assert any("v99 or newer is wanted" in note for note in world.notes("w1"))
+    world.worker("w2")
+    world.run_until(lambda: waiting <= {*world.acknowledged()})
     assert not any(name.startswith("discarded/") for name in learner.counters.as_dict())
-    assert all(group_id in learner._scheduler.finished for group_id in range(3))
-
-
-OLD, HERE, NEXT = (PolicyVersion(1, step) for step in (0, 1, 2))
+    world.audit()
 
 
 def wanting(group_id: int, version: PolicyVersion) -> Lease:
     return msgspec.structs.replace(make_lease(group_id, 0), exact_version=version)
 
 
-def test_an_exact_version_is_sampled_by_that_one_alone(worker: Process) -> None:
-    session = worker.session
-    session.partials.queue = {(n, 0): wanting(n, v) for n, v in enumerate([OLD, HERE, NEXT])}
+def test_an_exact_version_is_sampled_by_that_one_alone() -> None:
+    wanted = enumerate([OLD, HERE, NEXT])
+    session = role_with(*(wanting(n, version) for n, version in wanted), version=HERE).role
     assert taken(session, HERE) == [1]
     assert [lease.group_id for lease in session.partials.awaiting(HERE)] == [2]
     assert [lease.group_id for lease in session.partials.superseded(HERE)] == [0]
@@ -115,32 +119,23 @@ def test_an_exact_version_is_sampled_by_that_one_alone(worker: Process) -> None:
     assert taken(session, None) == []
 
 
-def test_a_new_version_gives_back_at_once_what_wants_the_one_before(worker: Process) -> None:
-    run, session = worker.on_action.__self__.run, worker.session
-    learner = run.world.process("learner").session
-    session.partials.queue = {(n, 0): wanting(n, HERE) for n in range(3)}
-    session.installed_version = HERE
-    [hung] = session._calls
-    [sample] = session.returned(hung, num_tokens=0, now=run.world.now)
-    [begun] = sample.call.groups
+def test_a_new_version_gives_back_at_once_what_wants_the_one_before() -> None:
+    paper = Paper({0: (9, 9)}, groups_per_batch=1, version=HERE)
+    paper.grant(wanting(0, HERE))
+    [call] = paper.engine
+    session = paper.role
+    for group_id in (1, 2):
+        session.partials.add(wanting(group_id, HERE))
     [interrupted] = session.partials.take(1, group_size=2, installed=HERE)
     session.partials.park(interrupted)
-    run.world.perform(worker, session.installed(NEXT, now=run.world.now))
+    paper.do(session.installed(NEXT, now=1.0))
     # What is in the engine is its affair, which keeps the new version out meanwhile.
-    assert list(session.partials.running) == [begun.key]
+    assert list(session.partials.running) == [(0, 0)]
     assert not session.partials.queue
     assert not session.partials.interrupted
     assert session.counters["engine/version_refused"] == 2
-    assert any("exactly v1 is wanted, v2 is installed" in note for note in worker.notes)
-    run.world.run(run.world.now + 2.0)
-    assert not len(session.outbox)
-    assert learner.counters["leases_given_back"] == 2
-    assert not any(name.startswith("discarded/") for name in learner.counters.as_dict())
+    assert "exactly v1 is wanted, v2 is installed" in paper.take(Note)[-1].text
     # Where the engine was faster than the word of it, that is found out when it refuses.
-    given_back = session.refused(sample.call, "v2 is installed", now=run.world.now)
-    run.world.perform(worker, given_back)
-    assert begun.key not in session.partials
-    run.world.run(run.world.now + 2.0)
-    assert learner.counters["leases_given_back"] == 3
-    # It happens with each version, so that the operator of the learner is not told.
-    assert not any("gives group" in note for note in run.world.process("learner").notes)
+    paper.do(session.refused(call, "v2 is installed", now=1.0))
+    assert (0, 0) not in session.partials
+    assert session.counters["engine/version_refused"] == 3

@@ -391,6 +391,28 @@ def test_a_group_that_another_has_finished_is_recalled_and_not_delivered(is_whol
     assert not paper.delivered()
 
 
+def test_an_acknowledgement_takes_a_lease_from_the_queue() -> None:
+    paper = Paper({0: (9, 9)}, groups_per_batch=1)
+    paper.grant(*map(lease, range(3)))
+    paper.acknowledge(1)
+    assert sorted(group_id for group_id, _ in paper.role.partials.queue) == [2]
+    assert len(paper.engine) == 1, "what it samples goes on"
+
+
+def test_groups_that_an_engine_gives_back_go_on_before_fresh_ones() -> None:
+    paper = Paper(version=None)
+    paper.grant(*map(lease, range(3)))
+    session = paper.role
+    taken = session.partials.take(2, group_size=2, installed=V0)
+    taken[1].num_progress = 7
+    session.partials.park(taken[1])
+    states = {state.group_id: state for state in session.lease_states()}
+    assert [states[i].num_tokens for i in range(3)] == [0, 7, 0]
+    assert [states[i].is_waiting for i in range(3)] == [False, True, True]
+    taken = session.partials.take(3, group_size=2, installed=V0)
+    assert [group.lease.group_id for group in taken] == [1, 2]
+
+
 def test_a_group_that_is_scored_is_alive_at_every_heartbeat() -> None:
     paper = Paper()
     paper.lengths = {}

@@ -10,7 +10,7 @@ import torch
 
 from echo.engine.model import build_model, save_tiny_model
 from echo.sim.network import Network
-from tests.promises.conftest import make_nodes  # noqa: F401 -- a fixture
+from tests.promises.conftest import make_world  # noqa: F401 -- a fixture
 from tests.runtime.harness import Play, Run
 
 

@@ -18,8 +18,8 @@ from echo.runtime.learner.cost import (
     spent_before,
 )
 from echo.wire.messages import Hello, NodeStats
-from tests.promises.conftest import MakeNodes
-from tests.promises.nodes import NodeWorld
+from tests.promises.conftest import MakeWorld
+from tests.promises.world import World
 from tests.records.rows import write_ledger
 
 QUICK = {"review_s": 0.5, "min_dwell_s": 0.0}
@@ -28,9 +28,9 @@ QUICK = {"review_s": 0.5, "min_dwell_s": 0.0}
 
 @pytest.mark.slow
 def test_workers_that_are_not_needed_stand_by_and_the_costs_are_told(
-    make_nodes: MakeNodes,
+    make_world: MakeWorld,
 ) -> None:
-    world = make_nodes(train_s=1.0, sync={"max_staleness": 6})
+    world = make_world(train_s=1.0, sync={"max_staleness": 6})
     world.learner(learner={"price_per_h": 2.0})
     activation = world.node("learner")._costs._activation
     activation.settings = replace(activation.settings, **QUICK)
@@ -64,9 +64,9 @@ PRICE = {"price_per_h": 1200.0}
 
 @pytest.mark.slow
 def test_at_the_budget_of_the_run_it_ends_with_a_checkpoint_and_goes_on_with_more(
-    make_nodes: MakeNodes,
+    make_world: MakeWorld,
 ) -> None:
-    world = make_nodes()
+    world = make_world()
     for budget in (1.0, 2.0):
         world.learner(learner=PRICE, activation={"budget_per_run": budget})
         world.worker("w1")
@@ -80,8 +80,8 @@ def test_at_the_budget_of_the_run_it_ends_with_a_checkpoint_and_goes_on_with_mor
         world.audit(is_finished=True)
 
 
-def test_a_run_that_waits_for_groups_ends_at_its_budget_too(make_nodes: MakeNodes) -> None:
-    world = make_nodes()
+def test_a_run_that_waits_for_groups_ends_at_its_budget_too(make_world: MakeWorld) -> None:
+    world = make_world()
     world.learner(learner=PRICE, activation={"budget_per_run": 1.0})
     world.run_until(lambda: world.end("learner") == ("finished", ""), within_s=12.0)
 
@@ -105,9 +105,9 @@ def test_what_was_spent_before_a_resume_is_read_from_the_ledger(tmp_path: Path) 
 # --- who stands by, and for how long --------------------------------------------------------------
 
 
-def crowd(make_nodes: MakeNodes, *prices: float, **activation: float) -> NodeWorld:
+def crowd(make_world: MakeWorld, *prices: float, **activation: float) -> World:
     """Return a learner whose steps take 5 s, and workers w1, w2, ... at these prices."""
-    world = make_nodes(train_s=5.0, sample_s=0.5, sync={"max_staleness": 6})
+    world = make_world(train_s=5.0, sample_s=0.5, sync={"max_staleness": 6})
     world.learner(activation=activation)
     control = world.node("learner")._costs._activation
     control.settings = replace(control.settings, review_s=5.0, min_dwell_s=20.0)
@@ -116,16 +116,16 @@ def crowd(make_nodes: MakeNodes, *prices: float, **activation: float) -> NodeWor
     return world
 
 
-def standby(world: NodeWorld) -> list[str]:
+def standby(world: World) -> list[str]:
     roster = world.node("learner").session.roster
     return sorted(member.node_id for member in roster.nodes.values() if member.is_standby)
 
 
 @pytest.mark.slow
 def test_the_dearest_stand_by_one_after_the_other_and_the_cheapest_stays(
-    make_nodes: MakeNodes,
+    make_world: MakeWorld,
 ) -> None:
-    world = crowd(make_nodes, 0.3, 0.1, 0.2)
+    world = crowd(make_world, 0.3, 0.1, 0.2)
     # Not before their dwell is over, and with steps in between.
     assert world.run_until(lambda: standby(world)) >= 20.0
     world.run_until(lambda: standby(world) == ["w1", "w3"])
@@ -143,9 +143,9 @@ def test_the_dearest_stand_by_one_after_the_other_and_the_cheapest_stays(
 
 @pytest.mark.slow
 def test_a_learner_that_waits_gets_its_workers_back_and_keeps_them_longer(
-    make_nodes: MakeNodes,
+    make_world: MakeWorld,
 ) -> None:
-    world = crowd(make_nodes, 0.3, 0.1)
+    world = crowd(make_world, 0.3, 0.1)
     world.run_until(lambda: standby(world) == ["w1"])
     # The learner has become much faster: one worker is not enough any more.
     world.train_s = 0.1
@@ -156,8 +156,8 @@ def test_a_learner_that_waits_gets_its_workers_back_and_keeps_them_longer(
 
 @pytest.mark.parametrize("why", ["set aside", "no prices"])
 @pytest.mark.slow
-def test_where_nothing_is_gained_everybody_works(make_nodes: MakeNodes, why: str) -> None:
-    world = crowd(make_nodes, *((0.3, 0.1) if why == "set aside" else (0.0, 0.0)))
+def test_where_nothing_is_gained_everybody_works(make_world: MakeWorld, why: str) -> None:
+    world = crowd(make_world, *((0.3, 0.1) if why == "set aside" else (0.0, 0.0)))
     nodes = world.node("learner").session.roster.nodes
     world.run_until(lambda: "w2" in nodes)
     nodes["w2"].worker.is_set_aside = why == "set aside"  # and w1 would stand by, as above
@@ -167,8 +167,8 @@ def test_where_nothing_is_gained_everybody_works(make_nodes: MakeNodes, why: str
 
 
 @pytest.mark.slow
-def test_one_who_would_pass_the_budget_stands_by_from_the_beginning(make_nodes: MakeNodes) -> None:
-    world = crowd(make_nodes, 0.3, 0.3, budget_per_h=0.7)
+def test_one_who_would_pass_the_budget_stands_by_from_the_beginning(make_world: MakeWorld) -> None:
+    world = crowd(make_world, 0.3, 0.3, budget_per_h=0.7)
     world.run(5.0)
     world.worker("late", worker={"price_per_h": 0.3})
     world.worker("unknown")
@@ -182,8 +182,8 @@ def test_one_who_would_pass_the_budget_stands_by_from_the_beginning(make_nodes: 
 
 
 @pytest.mark.slow
-def test_a_dead_worker_is_made_up_for_at_once(make_nodes: MakeNodes) -> None:
-    world = crowd(make_nodes, 0.3, 0.1)
+def test_a_dead_worker_is_made_up_for_at_once(make_world: MakeWorld) -> None:
+    world = crowd(make_world, 0.3, 0.1)
     world.run_until(lambda: standby(world) == ["w1"])
     world.kill("w2")
     world.train_s = 0.5  # it soon has no groups left
@@ -192,9 +192,9 @@ def test_a_dead_worker_is_made_up_for_at_once(make_nodes: MakeNodes) -> None:
 
 @pytest.mark.slow
 def test_questions_that_change_nothing_come_more_and_more_seldom(
-    make_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world, asked = crowd(make_nodes, 0.3), list[float]()
+    world, asked = crowd(make_world, 0.3), list[float]()
     world.train_s, world.sample_s = 0.5, 10.0  # it waits, and there is nobody to be activated
     ask = Activation.question
 
@@ -211,9 +211,9 @@ def test_questions_that_change_nothing_come_more_and_more_seldom(
 
 
 def test_what_a_broadcast_took_beyond_its_forecast_is_added_to_the_next(
-    make_nodes: MakeNodes,
+    make_world: MakeWorld,
 ) -> None:
-    world = crowd(make_nodes, 0.3, 0.1)
+    world = crowd(make_world, 0.3, 0.1)
     session = world.node("learner").session
     world.run_until(lambda: len(session.roster.active("worker")) == 2)
     planned = session.planning.topology

@@ -13,7 +13,7 @@ from echo.core.rollout import Group, Lineage
 from echo.runtime.learner import setup
 from echo.runtime.worker import setup as worker_setup
 from tests.core.groups import make_group, make_rollout
-from tests.promises.conftest import MakeNodes
+from tests.promises.conftest import MakeWorld
 
 
 @pytest.fixture(autouse=True)
@@ -64,8 +64,8 @@ def test_a_group_on_its_way_takes_up_room_and_grows_old_unseen() -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_keeps_old_weights_for_its_delay(make_nodes: MakeNodes) -> None:
-    world = make_nodes(sync={"max_staleness": 6}, checkpoint={"interval_steps": 100})
+def test_a_worker_keeps_old_weights_for_its_delay(make_world: MakeWorld) -> None:
+    world = make_world(sync={"max_staleness": 6}, checkpoint={"interval_steps": 100})
     world.learner(run={"max_steps": 40})
     world.worker("w1")
     weights = injector("weights", law="constant", speedup=1800.0 / 2.0)

@@ -29,20 +29,20 @@ from echo.runtime.identity import load_or_create_identity
 from echo.weights.topology.sites import Site
 from echo.wire.codec import decode_group, encode, encode_group
 from echo.wire.messages import Chunk, Deliver, Form
-from tests.promises.nodes import CHUNK_BYTES, NodeWorld, StubEngine
+from tests.promises.world import CHUNK_BYTES, StubEngine, World
 
 pytestmark = pytest.mark.slow
 
-MakeWorld = Callable[..., NodeWorld]
+MakeWorld = Callable[..., World]
 
 
 @pytest.fixture(scope="module")
 def make_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeWorld]:
-    worlds: list[NodeWorld] = []
+    worlds: list[World] = []
 
-    def make(**numbers: Any) -> NodeWorld:
+    def make(**numbers: Any) -> World:
         directory = tmp_path_factory.mktemp("world")
-        worlds.append(NodeWorld(directory, log_events=True, **numbers))
+        worlds.append(World(directory, log_events=True, **numbers))
         return worlds[-1]
 
     yield make
@@ -51,13 +51,13 @@ def make_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeWorld]:
 
 
 @pytest.fixture(scope="module")
-def world(make_world: MakeWorld) -> NodeWorld:
+def world(make_world: MakeWorld) -> World:
     """Return a whole run with deltas, in which a learner and a relay die and come back."""
     world = make_world(network={"codec": "delta"}, image_bytes=40 * CHUNK_BYTES, jitter_s=0.01)
     with mock.patch.object(StubEngine, "take_counts", return_value={"engine/looks": 1}):
         world.learner(kill_at="trained", times=4)
         world.relay("r1")
-        world.worker("w1", via="r1", in_place=True)
+        world.worker("w1", via=["r1"], in_place=True)
         world.worker("w2", serves=True, in_place=True)
         world.worker("w3")
         world.run(6.0)
@@ -77,7 +77,7 @@ def world(make_world: MakeWorld) -> NodeWorld:
     return world
 
 
-def log_of(world: NodeWorld, name: str) -> Path:
+def log_of(world: World, name: str) -> Path:
     return next(path for node, path in world.event_logs if node == name)
 
 
@@ -95,7 +95,7 @@ def calls_of(path: Path, method: str) -> list[tuple[int, float]]:
 # --- the same -------------------------------------------------------------------------------------
 
 
-def test_every_process_of_a_run_replays_to_the_same_actions(world: NodeWorld) -> None:
+def test_every_process_of_a_run_replays_to_the_same_actions(world: World) -> None:
     assert [name for name, _ in world.event_logs] == [
         "learner", "r1", "w1", "w2", "w3", "learner", "r1",
     ]  # fmt: skip
@@ -108,7 +108,7 @@ def test_every_process_of_a_run_replays_to_the_same_actions(world: NodeWorld) ->
     assert not [text for _, text in world.told if "event log" in text]
 
 
-def test_a_replay_starts_from_what_a_learner_was_resumed_with(world: NodeWorld) -> None:
+def test_a_replay_starts_from_what_a_learner_was_resumed_with(world: World) -> None:
     [resumed] = [path for name, path in world.event_logs if name == "learner"][1:]
     entries = [msgspec.msgpack.decode(frame) for frame in read_frames(resumed)]
     built = next(i for i, entry in enumerate(entries) if entry[:2] == ["build", "role"])
@@ -130,7 +130,7 @@ def test_a_version_store_that_survives_and_has_no_space_left_replays(
     world.kill("r1")
     world.relay("r1", network=store)
     world.run_until(lambda: world.installed("r1") == (1, 0))
-    world.worker("w1", via="r1")
+    world.worker("w1", via=["r1"])
     world.run_until(lambda: (world.installed("w1") or (0, 0)) >= (1, 4))
     world.kill("r1")
     world.relay("r1", network=store | {"store_bytes": 40 * CHUNK_BYTES})
@@ -166,7 +166,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found_at_the_call_where_it_shows(
-    world: NodeWorld, name: str, capsys: pytest.CaptureFixture[str]
+    world: World, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     role, method, fault, was = FAULTS[name]
     path = log_of(world, name)
@@ -191,7 +191,7 @@ def test_an_attribute_that_a_shell_sets_is_set_in_the_replay(tmp_path: Path) -> 
     assert replay_log(tmp_path / "log").difference == ""
 
 
-def test_an_exception_that_was_not_there_before_is_a_difference(world: NodeWorld) -> None:
+def test_an_exception_that_was_not_there_before_is_a_difference(world: World) -> None:
     path = log_of(world, "r1")
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -207,7 +207,7 @@ def test_an_exception_that_was_not_there_before_is_a_difference(world: NodeWorld
 # --- the file -------------------------------------------------------------------------------------
 
 
-def test_a_log_that_is_cut_off_is_replayed_up_to_there(world: NodeWorld, tmp_path: Path) -> None:
+def test_a_log_that_is_cut_off_is_replayed_up_to_there(world: World, tmp_path: Path) -> None:
     cut = tmp_path / "cut"
     cut.write_bytes(log_of(world, "r1").read_bytes()[:-3])
     with pytest.raises(DataError, match=r"is cut off; the \d+ calls before it came out the same"):
@@ -269,7 +269,7 @@ def test_a_log_that_ends_early_says_so_and_the_node_goes_on(
     assert played.is_bounded == (end == "bound")
 
 
-def test_no_private_key_and_no_weights_are_written(world: NodeWorld) -> None:
+def test_no_private_key_and_no_weights_are_written(world: World) -> None:
     identity = load_or_create_identity(world.run_dir, run_name="run")
     written = b"".join(b"".join(read_frames(path)) for _, path in world.event_logs)
     assert identity.key.private_bytes_raw() not in written

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.promises.conftest import MakeNodes
-from tests.promises.nodes import NodeWorld
+from tests.promises.conftest import MakeWorld
+from tests.promises.world import World
 
 STEPS = {"max_steps": 3}
 OVER = "the run is finished", ""
 
 
-def before_the_end(world: NodeWorld, act: Any) -> None:
+def before_the_end(world: World, act: Any) -> None:
     """Have something happen at the moment when the end of the run is about to be told."""
     learner = world.node("learner")
     tell = learner._tell_end
@@ -26,16 +26,16 @@ def before_the_end(world: NodeWorld, act: Any) -> None:
     learner._tell_end = act_and_tell
 
 
-def finish(world: NodeWorld) -> None:
+def finish(world: World) -> None:
     world.run_until(lambda: world.end("learner"))
     assert world.end("learner") == ("finished", "")
 
 
 def test_a_worker_that_comes_back_after_the_end_of_a_resumed_run_hears_of_it(
-    make_nodes: MakeNodes,
+    make_world: MakeWorld,
 ) -> None:
     """The first learner did all the work; what is left for the second is over in no time."""
-    world = make_nodes()
+    world = make_world()
     world.learner(run=STEPS)
     world.worker("w1")
     finish(world)
@@ -52,13 +52,13 @@ def test_a_worker_that_comes_back_after_the_end_of_a_resumed_run_hears_of_it(
 @pytest.mark.parametrize("via", ["learner", "r1"])
 @pytest.mark.slow
 def test_a_worker_that_is_cut_off_at_the_end_hears_of_it_when_it_is_back(
-    make_nodes: MakeNodes, via: str
+    make_world: MakeWorld, via: str
 ) -> None:
-    world = make_nodes()
+    world = make_world()
     world.learner(run=STEPS)
     if via == "r1":
         world.relay(via)
-    world.worker("w1", via=via)
+    world.worker("w1", via=[via])
     transport = world.node("learner").transport
     transport.options = dataclasses.replace(transport.options, max_redial_s=20.0)
     before_the_end(world, lambda learner: world.cut("w1", via))
@@ -73,8 +73,8 @@ def test_a_worker_that_is_cut_off_at_the_end_hears_of_it_when_it_is_back(
 
 
 @pytest.mark.slow
-def test_who_died_long_ago_is_not_waited_for_and_relays_are_told(make_nodes: MakeNodes) -> None:
-    world = make_nodes(network={"dead_after_s": 600.0})
+def test_who_died_long_ago_is_not_waited_for_and_relays_are_told(make_world: MakeWorld) -> None:
+    world = make_world(network={"dead_after_s": 600.0})
     world.learner(run=STEPS)
     world.relay("r1")
     world.relay("r2")

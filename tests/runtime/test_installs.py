@@ -18,7 +18,7 @@ from echo.runtime.worker.node import WorkerParts
 from echo.weights.delta import BlockPatch
 from echo.weights.manifest import TensorSpec
 from echo.weights.store import ApplyPatch, HeapStore, Patch
-from tests.promises.nodes import StubEngine
+from tests.promises.world import StubEngine
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 SPECS = (TensorSpec("w", "uint8", (8,), 0, 8),)

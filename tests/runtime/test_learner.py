@@ -14,8 +14,8 @@ from echo.core.errors import ConfigError, DataError
 from echo.runtime.learner.resume import read_uplinks
 from echo.wire.messages import Ack, Announce, Grant
 from tests.e2e.audit import read_ledger
-from tests.promises.conftest import MakeNodes
-from tests.promises.nodes import NodeWorld
+from tests.promises.conftest import MakeWorld
+from tests.promises.world import World
 from tests.roles.harness import message_of, note_ways
 from tests.runtime.harness import Play, Run, running
 
@@ -206,7 +206,7 @@ def test_a_prompt_without_room_is_refused(play: Play) -> None:
 # --- on virtual time ------------------------------------------------------------------------------
 
 
-def finish(world: NodeWorld, end: str = "finished") -> str:
+def finish(world: World, end: str = "finished") -> str:
     """Let the learner come to its end; return what it says of it."""
     world.run_until(lambda: world.end("learner"))
     reason, text = world.end("learner") or ("", "")
@@ -214,9 +214,9 @@ def finish(world: NodeWorld, end: str = "finished") -> str:
     return text
 
 
-def test_what_a_message_tells_of_is_on_record_before_it_leaves(make_nodes: MakeNodes) -> None:
+def test_what_a_message_tells_of_is_on_record_before_it_leaves(make_world: MakeWorld) -> None:
     """A kill of the learner right after a message leaves its cause in the ledger."""
-    world = make_nodes()
+    world = make_world()
     world.learner(run={"max_steps": 3})
     transport = world.node("learner").transport
     send, told = transport.send, Counter[str]()
@@ -246,9 +246,9 @@ def test_what_a_message_tells_of_is_on_record_before_it_leaves(make_nodes: MakeN
 
 
 def test_steps_that_fail_one_after_the_other_end_the_run_with_the_cause(
-    make_nodes: MakeNodes,
+    make_world: MakeWorld,
 ) -> None:
-    world = make_nodes()
+    world = make_world()
     for group in range(20):
         world.poison(group)
     world.learner()
@@ -259,9 +259,9 @@ def test_steps_that_fail_one_after_the_other_end_the_run_with_the_cause(
     assert world.records("checkpoint")[-1]["step"] == 0, "what was trained before is not saved"
 
 
-def test_a_reward_out_of_bounds_ends_its_group(make_nodes: MakeNodes) -> None:
+def test_a_reward_out_of_bounds_ends_its_group(make_world: MakeWorld) -> None:
     """However it came past the worker's own check."""
-    world = make_nodes()
+    world = make_world()
     world.refuse_group(1)
     world.learner(run={"max_steps": 3})
     world.worker("w1")
@@ -273,8 +273,8 @@ def test_a_reward_out_of_bounds_ends_its_group(make_nodes: MakeNodes) -> None:
 
 
 @pytest.mark.slow
-def test_pull_refreshes_before_every_request_and_trains_on_policy(make_nodes: MakeNodes) -> None:
-    world = make_nodes(sync={"mode": "pull", "max_staleness": 0})
+def test_pull_refreshes_before_every_request_and_trains_on_policy(make_world: MakeWorld) -> None:
+    world = make_world(sync={"mode": "pull", "max_staleness": 0})
     world.learner(run={"max_steps": 5})
     world.worker("w1")
     world.worker("w2")
@@ -293,10 +293,10 @@ def test_pull_refreshes_before_every_request_and_trains_on_policy(make_nodes: Ma
 
 
 def test_the_last_weights_are_published_whatever_the_period_and_a_resume_only_finishes(
-    make_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = note_ways(monkeypatch)
-    world = make_nodes(sync={"max_staleness": 2, "publish_period": 2})
+    world = make_world(sync={"max_staleness": 2, "publish_period": 2})
     for published in ([(1, 0), (1, 2), (1, 3)], [(2, 3)]):
         world.learner(run={"max_steps": 3})
         world.worker("w1")
@@ -308,9 +308,9 @@ def test_the_last_weights_are_published_whatever_the_period_and_a_resume_only_fi
 
 
 def test_an_interrupt_before_the_first_worker_saves_and_one_at_the_end_lets_it_finish(
-    make_nodes: MakeNodes,
+    make_world: MakeWorld,
 ) -> None:
-    world = make_nodes()
+    world = make_world()
     world.learner()
     world.run(0.1)
     world.interrupt("learner")
@@ -331,8 +331,8 @@ def test_an_interrupt_before_the_first_worker_saves_and_one_at_the_end_lets_it_f
     world.audit(is_finished=True)
 
 
-def test_a_spool_that_is_full_ends_the_run(make_nodes: MakeNodes) -> None:
-    world = make_nodes()
+def test_a_spool_that_is_full_ends_the_run(make_world: MakeWorld) -> None:
+    world = make_world()
     world.learner()
     world.node("learner")._ledger.spool_bytes = 100
     world.worker("w1")

@@ -13,13 +13,14 @@ from echo.core.rollout import PolicyVersion
 from echo.net.transport import Received
 from echo.roles.worker import Drained
 from echo.runtime.node import Node, Topics
-from echo.sim.clock import InlineThreads, run_virtual
+from echo.sim.clock import InlineThreads
 from echo.sim.network import Network, Port
 from echo.sim.transport import SimTransport
 from echo.weights.store import DecodeBlock
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
 from echo.wire.codec import Frame, encode
 from echo.wire.messages import Chunk, Gone, Goodbye
+from tests.sim.virtual import run_virtual
 
 
 class Script:

@@ -25,7 +25,7 @@ from echo.runtime.learner.report import (
 from echo.tasks.rewards import InlineHost, Limits
 from echo.tasks.task import Example, Task
 from tests.engine.watchers import watching
-from tests.promises.conftest import MakeNodes
+from tests.promises.conftest import MakeWorld
 from tests.runtime.test_checkpoint import make_group
 
 
@@ -153,8 +153,8 @@ def test_a_curve_with_a_hole_begins_after_it() -> None:
     assert list(progress._rewards) == [0.3, 0.4]
 
 
-def test_the_learner_says_whom_it_waits_for(make_nodes: MakeNodes) -> None:
-    world = make_nodes()
+def test_the_learner_says_whom_it_waits_for(make_world: MakeWorld) -> None:
+    world = make_world()
     world.learner(run={"max_steps": 3})
     world.run_until(lambda: world.snapshots and world.waiting_for())
     assert world.snapshots[0].activity in ("starting", "publishing")
@@ -171,9 +171,9 @@ def test_the_learner_says_whom_it_waits_for(make_nodes: MakeNodes) -> None:
 
 @pytest.mark.slow
 def test_a_snapshot_shows_every_node_and_at_the_end_what_the_run_has_learned(
-    make_nodes: MakeNodes,
+    make_world: MakeWorld,
 ) -> None:
-    world = make_nodes()
+    world = make_world()
     world.learner(run={"max_steps": 8})
     for name in ("w0", "w1"):
         world.worker(name)

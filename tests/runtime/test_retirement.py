@@ -13,7 +13,7 @@ import pytest
 from echo.config.load import parse_config
 from echo.roles.worker import ReleaseTerms
 from echo.runtime.worker.release import release, terms_of
-from tests.promises.conftest import MakeNodes
+from tests.promises.conftest import MakeWorld
 
 LOG = logging.getLogger("test.retirement")
 AT_ONCE = ReleaseTerms(standby_s=0.0, learner_gone_s=0.0)
@@ -92,9 +92,9 @@ OVER = "the run is finished", ""
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["w2", "fail"])
 def test_a_worker_on_standby_gives_its_machine_back_and_its_cost_ends_if_that_is_confirmed(
-    make_nodes: MakeNodes, machines: Machines, command: str
+    make_world: MakeWorld, machines: Machines, command: str
 ) -> None:
-    world = make_nodes(train_s=1.0, sync={"max_staleness": 6})
+    world = make_world(train_s=1.0, sync={"max_staleness": 6})
     world.learner()
     activation = world.node("learner")._costs._activation
     activation.settings = replace(activation.settings, review_s=0.5, min_dwell_s=0.0)
@@ -113,9 +113,9 @@ def test_a_worker_on_standby_gives_its_machine_back_and_its_cost_ends_if_that_is
 
 @pytest.mark.parametrize("what", ["run ends before", "run ends within", "interrupt"])
 def test_a_machine_is_given_back_once_whatever_comes_in_between(
-    make_nodes: MakeNodes, machines: Machines, what: str
+    make_world: MakeWorld, machines: Machines, what: str
 ) -> None:
-    world = make_nodes()
+    world = make_world()
     world.learner()
     world.node("learner").session.is_granting = False
     world.worker("w1", worker=LEAVES)
@@ -130,16 +130,16 @@ def test_a_machine_is_given_back_once_whatever_comes_in_between(
     if what == "interrupt":
         world.interrupt("w1")
     else:
-        world.call(lambda: learner.perform(learner.session.finish("the run is finished")))
+        world.perform("learner", learner.session.finish("the run is finished"))
     world.run_until(lambda: world.end("w1"))
     assert world.end("w1") == (("interrupted", "") if what == "interrupt" else OVER)
     assert machines.begun == machines.done == ["w1"]
 
 
 def test_the_machine_is_given_back_at_the_end_of_the_run_and_not_after_an_interrupt(
-    make_nodes: MakeNodes, machines: Machines
+    make_world: MakeWorld, machines: Machines
 ) -> None:
-    world = make_nodes()
+    world = make_world()
     for name in ("stopped", "w1"):
         world.worker(name, worker={"on_release": name})
     world.interrupt("stopped")
@@ -151,9 +151,9 @@ def test_the_machine_is_given_back_at_the_end_of_the_run_and_not_after_an_interr
 
 
 def test_a_worker_without_its_learner_gives_its_machine_back(
-    make_nodes: MakeNodes, machines: Machines
+    make_world: MakeWorld, machines: Machines
 ) -> None:
-    world = make_nodes()
+    world = make_world()
     world.worker("w1", worker={"release_after_s": 10.0, "on_release": "w1"})
     world.run_until(lambda: world.end("w1"))
     assert 10.0 <= world.now < 12.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,8 @@ from echo.roles.learner import Learner
 from echo.runtime.learner.node import FIRST_WORKER_S, Adaptation, BatchWait
 from echo.weights.schedule import PublishPace
 from tests.e2e.audit import read_ledger
-from tests.promises.conftest import MakeNodes
-from tests.roles.harness import Run as PaperRun
+from tests.promises.conftest import MakeWorld
+from tests.promises.world import World
 
 ADDRESS = "tcp://learner:7700"
 
@@ -31,24 +32,30 @@ def make_waiting(session: Learner, *, reconnect_for_s: float = 300.0) -> BatchWa
     return BatchWait(session, address=ADDRESS, reconnect_for_s=reconnect_for_s, log=log)
 
 
-def paper_run(tmp_path: Path) -> tuple[PaperRun, Learner]:
-    run = PaperRun(tmp_path)
-    run.start_learner()
-    assert run.learner is not None
-    return run, run.learner
+def alone(make_world: MakeWorld) -> tuple[World, Learner]:
+    """Return a world without workers, whose learner makes no step, and what it decides."""
+    world = make_world(train_s=math.inf)
+    world.learner()
+    return world, world.node("learner").session
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what was told by this file's waiting, and not by the learner's own."""
+    return [r.getMessage() for r in caplog.records if r.name == "test.waiting"]
 
 
 @pytest.mark.parametrize("reconnect_for_s", [300.0, 2 * FIRST_WORKER_S])
 def test_the_first_worker_is_waited_for_longest(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, reconnect_for_s: float
+    make_world: MakeWorld, caplog: pytest.LogCaptureFixture, reconnect_for_s: float
 ) -> None:
-    _, session = paper_run(tmp_path)
+    _, session = alone(make_world)
     waiting = make_waiting(session, reconnect_for_s=reconnect_for_s)
     waiting.begin(now=100.0)
     for second in range(100, 281):
         assert waiting.look(now=float(second)) == "no_worker"
-    assert len(caplog.messages) == 3  # one a minute
-    assert f"waiting for workers at {ADDRESS} for 2min, since this learner began" in caplog.text
+    assert len(told(caplog)) == 3  # one a minute
+    text = f"waiting for workers at {ADDRESS} for 2min, since this learner began"
+    assert told(caplog)[1].startswith(text)
     limit_s = max(FIRST_WORKER_S, reconnect_for_s)
     waiting.look(now=99.0 + limit_s)
     with pytest.raises(TransportError, match=f"no worker at {ADDRESS} for .*h.*--resume"):
@@ -56,49 +63,47 @@ def test_the_first_worker_is_waited_for_longest(
 
 
 def test_workers_that_are_gone_are_waited_for_as_long_as_they_try(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_world: MakeWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, session = paper_run(tmp_path)
+    world, session = alone(make_world)
     waiting = make_waiting(session)
     waiting.begin(now=0.0)
-    worker = run.start_worker("w1")
-    run.world.run_until(lambda: "w1" in session.roster.nodes, within_s=10.0)
+    world.worker("w1")
+    world.run_until(lambda: "w1" in session.roster.nodes)
     waiting.look(now=1000.0)
-    run.world.kill(worker)
-    run.world.run_until(lambda: not session.roster.nodes, within_s=10.0)
+    world.kill("w1")
+    world.run_until(lambda: not session.roster.nodes)
     waiting.look(now=1299.0)
-    assert f"waiting for workers at {ADDRESS} for 4.98min, since w1 left" in caplog.text
+    text = f"waiting for workers at {ADDRESS} for 4.98min, since w1 left"
+    assert told(caplog)[-1].startswith(text)
     with pytest.raises(TransportError, match=f"no worker at {ADDRESS} for 5min, since w1 left"):
         waiting.look(now=1300.0)
     # Nobody looks during a step: the time of a wait counts from its beginning.
     waiting.begin(now=5000.0)
     waiting.look(now=5299.0)
     # A worker whose engine is still being built is here.
-    run.start_worker("w2")
-    run.world.run_until(lambda: "w2" in session.roster.nodes, within_s=10.0)
+    world.worker("w2", build_s=math.inf)
+    world.run_until(lambda: "w2" in session.roster.nodes)
     waiting.look(now=5300.0)
     waiting.look(now=5599.0)
 
 
 def test_what_keeps_groups_from_workers_is_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_world: MakeWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, session = paper_run(tmp_path)
-    run.is_training = False
-    run.start_worker("w1")
-    run.world.run_until(lambda: session.leases.num_running > 0, within_s=10.0)
+    world, session = alone(make_world)
+    world.worker("w1", sample_s=math.inf)
+    world.run_until(lambda: session.leases.num_running > 0)
     waiting = make_waiting(session)
     waiting.begin(now=0.0)
     assert waiting.look(now=100.0) == ""  # something runs
     [member] = session.roster.members("worker")
     session.leases.drop_worker("w1")
-    for group in [*session.buffer]:  # type: ignore[attr-defined]
-        session.buffer._remove(group.group_id)  # type: ignore[attr-defined]
     member.worker.is_stuck = True
     for second in range(101, 200):
         assert waiting.look(now=float(second)) == "busy"
-    assert caplog.messages == [
-        "nothing can be granted for 4s: no worker takes a group; waiting for 2 of 2 groups; w1 has "
+    assert told(caplog) == [
+        "nothing can be granted for 5s: no worker takes a group; waiting for 2 of 2 groups; w1 has "
         "0 (waiting for leases)"
     ]
     member.worker.installed = None
@@ -106,14 +111,14 @@ def test_what_keeps_groups_from_workers_is_told_once(
     session._scheduler.step = 100
     assert waiting.look(now=201.0) == "outdated"
     now = "nothing can be granted: the newest version is too old for the next step; waiting for 2"
-    assert caplog.messages[-1].startswith(now)
+    assert told(caplog)[-1].startswith(now)
 
 
 def test_a_learner_that_nobody_asks_publishes_by_time(
-    make_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("echo.weights.schedule.PublishPace.is_due", lambda self, step: False)
-    world = make_nodes(sync={"max_staleness": 1})
+    world = make_world(sync={"max_staleness": 1})
     world.learner(run={"max_steps": 4})
     learner = world.node("learner")
     look, after = learner._look, list[str]()
@@ -133,8 +138,8 @@ def test_a_learner_that_nobody_asks_publishes_by_time(
 
 
 @pytest.mark.slow
-def test_a_learner_without_workers_saves_and_ends(make_nodes: MakeNodes) -> None:
-    world = make_nodes(network={"reconnect_for_s": 30.0})
+def test_a_learner_without_workers_saves_and_ends(make_world: MakeWorld) -> None:
+    world = make_world(network={"reconnect_for_s": 30.0})
     world.learner()
     world.worker("w1")
     world.run_until(lambda: world.step >= 3)

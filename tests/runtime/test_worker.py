@@ -15,8 +15,8 @@ from echo.core.rollout import PolicyVersion
 from echo.engine.engine import UNVERSIONED
 from echo.engine.hf.engine import TransformersEngine
 from echo.leases.scheduler import Scheduler
-from tests.promises.conftest import MakeNodes
-from tests.promises.nodes import StubEngine
+from tests.promises.conftest import MakeWorld
+from tests.promises.world import StubEngine
 from tests.runtime.harness import Play, Run, running
 
 
@@ -135,7 +135,7 @@ def test_a_worker_whose_memory_does_not_hold_one_rollout_ends_with_the_numbers(
 
 
 def test_a_lease_of_newer_weights_is_waited_for_and_given_back(
-    make_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learner asks twice for weights that nobody has, and then for those that there are."""
     oldest, wanted = Scheduler._oldest_version, [PolicyVersion(1, 99)] * 2
@@ -144,7 +144,7 @@ def test_a_lease_of_newer_weights_is_waited_for_and_given_back(
         "_oldest_version",
         lambda granting, number: wanted.pop() if wanted else oldest(granting, number),
     )
-    world = make_nodes()
+    world = make_world()
     world.learner()
     world.worker("w1", engine={"version_wait_s": 2.0})
     world.run_until(lambda: world.count("learner", "leases_given_back") == 2)
@@ -158,9 +158,9 @@ def test_a_lease_of_newer_weights_is_waited_for_and_given_back(
 
 
 def test_what_an_engine_counts_is_told_though_no_group_is_finished(
-    make_nodes: MakeNodes, monkeypatch: pytest.MonkeyPatch
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = make_nodes()
+    world = make_world()
     world.learner()
     world.node("learner").session.is_granting = False
     monkeypatch.setattr(StubEngine, "take_counts", lambda self: {"engine/out_of_memory": 1})
@@ -169,8 +169,8 @@ def test_what_an_engine_counts_is_told_though_no_group_is_finished(
     world.run_until(lambda: "w1" in nodes and nodes["w1"].stats.refused.get("engine/out_of_memory"))
 
 
-def test_an_interrupted_worker_delivers_and_says_goodbye(make_nodes: MakeNodes) -> None:
-    world = make_nodes()
+def test_an_interrupted_worker_delivers_and_says_goodbye(make_world: MakeWorld) -> None:
+    world = make_world()
     world.learner()
     world.worker("w1")
     world.run_until(lambda: world.step >= 2)
@@ -186,8 +186,8 @@ def test_an_interrupted_worker_delivers_and_says_goodbye(make_nodes: MakeNodes) 
     assert "w1 left: stopped by its operator" in world.notes("learner"), "it was missed instead"
 
 
-def test_a_worker_keeps_its_results_while_the_learner_is_away(make_nodes: MakeNodes) -> None:
-    world = make_nodes()
+def test_a_worker_keeps_its_results_while_the_learner_is_away(make_world: MakeWorld) -> None:
+    world = make_world()
     world.learner()
     world.worker("w1")
     world.run_until(lambda: world.step >= 2)

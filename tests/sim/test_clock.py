@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.sim.clock import InlineThreads, StandstillError, VirtualLoop, run_virtual
+from echo.sim.clock import InlineThreads, StandstillError, VirtualLoop
+from tests.sim.virtual import run_virtual
 
 
 @given(st.lists(st.sampled_from([0.0, 0.1, 2.5, 10.0]), max_size=30))

@@ -7,13 +7,13 @@ from pathlib import Path
 from echo.core.rollout import Group, Lineage, PolicyVersion
 from echo.records.ledger import Discarded, Granted
 from echo.runtime.learner.resume import SavedRun, StartingPoint
-from echo.sim.clock import run_virtual
 from echo.sim.lengths import Groups, RecordedLengths
 from echo.sim.summary import History
 from echo.sim.timing import Disk, MemoryCheckpoints, MemoryLedger
 from echo.wire.codec import encode_group
 from tests.core.groups import make_group, make_rollout
 from tests.sim.scenarios import make_scenario
+from tests.sim.virtual import run_virtual
 
 
 class Trainer:

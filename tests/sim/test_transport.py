@@ -9,9 +9,9 @@ import pytest
 
 from echo.core.errors import TransportError
 from echo.net.transport import Connected, Disconnected, Received, TransportOptions
-from echo.sim.clock import run_virtual
 from echo.sim.network import Network, Port, Route
 from echo.sim.transport import SimTransport
+from tests.sim.virtual import run_virtual
 
 ADDRESS = "tcp://parent:7700"
 OPTIONS = TransportOptions(dead_after_s=3.0, min_redial_s=0.2, max_redial_s=0.4, linger_s=2.5)

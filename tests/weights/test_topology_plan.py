@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +35,8 @@ from echo.weights.topology.sites import PlannedNode, Site
 from echo.weights.topology.throughput import fluid_rate
 from echo.wire.actions import Action, Note
 from echo.wire.messages import LEARNER_ID, Hello, NodeStats, TopologyPlan
-from tests.roles.harness import CHUNK_BYTES, Run
+from tests.promises.conftest import MakeWorld, make_world  # noqa: F401 -- a fixture
+from tests.promises.world import CHUNK_BYTES
 from tests.weights.encoded_versions import v
 from tests.weights.fleets import MBIT, check, draw, flat, fleet_of, learner, site, trees_of
 
@@ -452,15 +453,15 @@ def test_in_mid_transfer_another_plan_must_save_more(
 
 
 def test_a_version_goes_out_under_a_plan_of_what_the_ones_before_have_shown(
-    tmp_path: Path,
+    make_world: MakeWorld,  # noqa: F811
 ) -> None:
-    run = Run(tmp_path)
-    session = run.start_learner().session
-    assert isinstance(session, Learner)
-    for name in ("w0", "w1", "w2"):
-        run.start_relay(name)
-    run.world.run(3.0)
-    planning, now = session.planning, run.world.now
+    world = make_world()
+    world.learner()
+    for name in ("r0", "r1", "r2"):
+        world.relay(name)
+    world.run(3.0)
+    session: Learner = world.node("learner").session
+    planning, now = session.planning, world.now
     assert planning.topology is not None
     calls: list[bool] = []
     made = planning.plan
@@ -478,16 +479,14 @@ def test_a_version_goes_out_under_a_plan_of_what_the_ones_before_have_shown(
 
 
 def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
-    tmp_path: Path,
+    make_world: MakeWorld,  # noqa: F811
 ) -> None:
-    run = Run(tmp_path)
-    run.is_training = False
-    process = run.start_learner()
-    session = process.session
-    assert isinstance(session, Learner)
-    first = run.start_worker("w0")
-    run.world.run_until(lambda: session.leases.num_running > 0, within_s=10.0)
-    run.world.kill(first, is_silent=True)
+    world = make_world()
+    world.learner()
+    world.worker("w0", sample_s=math.inf)
+    session: Learner = world.node("learner").session
+    world.run_until(lambda: session.leases.num_running > 0)
+    world.kill("w0", silently=True)
     now = session.roster.nodes["w0"].heard_at
     num_leases = session.leases.num_leases("w0")
     for number in range(1, 200):
@@ -527,13 +526,14 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
     assert session.leases.num_leases("w0") == 0
 
 
-def test_a_run_plans_for_the_versions_that_it_has_published(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    learner = run.start_learner()
-    run.start_relay("r")
-    run.world.run(3.0)
-    session = learner.session
-    assert isinstance(session, Learner)
+def test_a_run_plans_for_the_versions_that_it_has_published(
+    make_world: MakeWorld,  # noqa: F811
+) -> None:
+    world = make_world()
+    world.learner()
+    world.relay()
+    world.run(3.0)
+    session: Learner = world.node("learner").session
     payload = session.broadcast.payload
     assert payload is not None
     assert session.planning.payload_bytes == payload.num_bytes
