@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -308,14 +309,16 @@ FAMILIES: Mapping[str, Family] = {
 IN_EVERY_RUN = ("qwen3_moe", "qwen3_5_text", "deepseek_v3")
 
 
-def save_family(directory: Path, name: str) -> Path:
+def save_family(
+    directory: Path, name: str, changes: Mapping[str, Any] = MappingProxyType({})
+) -> Path:
     """Write a tiny random model of a family as its hub files would be, all of it far from neutral.
 
     What its weights are is representable in bfloat16, so that publishing rounds nothing away.
     """
     transformers_logging.set_verbosity_error()
     family = FAMILIES[name]
-    text = {**SMALL, **family.settings}
+    text = {**SMALL, **family.settings, **changes}
     settings = {"text_config": text, "tie_word_embeddings": True, **family.images}
     config = AutoConfig.for_model(name, **(settings if family.images else text))
     with torch.random.fork_rng(devices=[]):
