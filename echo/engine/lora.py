@@ -36,6 +36,7 @@ from echo.engine.model import (
     check_weights,
     load_directory,
     read_tensors,
+    reads_images,
     resolve_model,
 )
 from echo.engine.weights import dtype_name, replaced, write_tensors
@@ -176,7 +177,9 @@ def write_adapter(
         config = _inject(build_shapes(lora.base_dir), lora)
     else:
         config = _peft_config(lora)
-        config.target_modules = targets
+        # A tower may have modules of the same names, and gets no adapter.
+        whole_names = {name[len(PREFIX) :].partition(".lora_")[0] for name in tensors}
+        config.target_modules = whole_names if reads_images(lora.base_dir) else targets
     config.base_model_name_or_path = base_name
     config.inference_mode = True
     fields = {

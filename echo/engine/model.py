@@ -18,12 +18,16 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedTokenizerFast,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from echo.config.load import OVERRIDE
 from echo.config.schema import Config
@@ -52,24 +56,52 @@ def import_architecture(directory: Path) -> None:
         EngineError: if there is no config.json, or not of a causal language model.
     """
     with _explaining(directory):
-        check_architecture(AutoConfig.from_pretrained(directory, trust_remote_code=False))
+        model_class(AutoConfig.from_pretrained(directory, trust_remote_code=False))
 
 
-def check_architecture(config: Any) -> None:
-    """Import the code of a model, if it is one that Echo trains and samples from.
+def model_class(config: Any) -> Any:
+    """Return the class of transformers that builds a model, and import the code of the model.
 
     Raises:
-        EngineError: naming the architecture, and what there is in its place.
+        EngineError: if it is none that Echo trains and samples from, naming the architecture, and
+            what there is in its place.
     """
-    try:
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except KeyError as error:
-        name = (config.architectures or [config.model_type])[0]
-        raise EngineError(
-            f"{name} is no causal language model of transformers; one that reads images or sound "
-            "beside text cannot be trained here, not on text alone either: take a model of text, "
-            "docs/models.md lists families of them"
-        ) from error
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder:
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        return AutoModelForImageTextToText
+    name = (config.architectures or [config.model_type])[0]
+    raise EngineError(
+        f"{name} is no causal language model of transformers, and none that reads images and could "
+        "be trained on text alone: take another, docs/models.md lists families of them"
+    )
+
+
+def reads_images(directory: Path) -> bool:
+    """Return whether the model of a directory reads images or sound beside text."""
+    return has_towers(AutoConfig.from_pretrained(directory, trust_remote_code=False))
+
+
+def has_towers(config: Any) -> bool:
+    """Return whether a model reads images or sound beside text, from its configuration."""
+    return config.get_text_config() is not config
+
+
+def drop_towers(model: Any) -> Any:
+    """Take from a model all that text alone does not pass through, and return it.
+
+    What reads images or sound, and what joins it to the text, is neither trained nor published nor
+    sampled from, so it takes no memory either. The rest has the names that it had, in memory and on
+    disk.
+    """
+    base, decoder = model.base_model, model.get_decoder()
+    if has_towers(model.config) and decoder is not base:
+        for name, part in list(base.named_children()):
+            if all(module is not decoder for module in part.modules()):
+                delattr(base, name)
+    return model
 
 
 def build_meta_model(directory: Path, dtype: torch.dtype, attn_implementation: str) -> Any:
@@ -80,14 +112,14 @@ def build_meta_model(directory: Path, dtype: torch.dtype, attn_implementation: s
     """
     with _explaining(directory):
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        check_architecture(config)
         with BUILDING, no_init_weights():
-            model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            model: Any = model_class(config).from_config(
                 config,
                 dtype=dtype,
                 attn_implementation=attn_implementation,
                 trust_remote_code=False,
             )
+    drop_towers(model)
     model.tie_weights()
     model.requires_grad_(False)
     model.eval()
@@ -223,9 +255,8 @@ def load_directory(directory: Path, dtype: str) -> dict[str, Tensor]:
     """
     model = build_shapes(directory)
     tensors: Iterable[tuple[str, Tensor]] = read_tensors(directory)
-    own = set() if model is None else model.state_dict().keys()
-    if has_other_names_on_disk(model) and names_in(directory) - own:
-        tensors = _read_by_transformers(directory)
+    if model is not None and _is_for_transformers(directory, model):
+        tensors = distinct_tensors(drop_towers(_load_whole(directory))).items()
     target, unrounded = torch_dtype(dtype), unrounded_names(model)
     return {
         name: tensor.to(target) if tensor.is_floating_point() and name not in unrounded else tensor
@@ -233,11 +264,33 @@ def load_directory(directory: Path, dtype: str) -> dict[str, Tensor]:
     }
 
 
-def _read_by_transformers(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a directory, joined as its model has them in memory."""
+def load_towers(directory: Path) -> dict[str, Tensor]:
+    """Read from a model directory what `drop_towers` takes away, float32, by names in memory.
+
+    Raises:
+        DataError: as `load_directory`.
+    """
+    model = build_shapes(directory)
+    if model is None or not has_towers(model.config):
+        return {}
+    own = model.state_dict().keys()
+    whole = distinct_tensors(_load_whole(directory))
+    return {name: tensor for name, tensor in whole.items() if name not in own}
+
+
+def _is_for_transformers(directory: Path, model: Any) -> bool:
+    """Return whether files hold other names than a model has in memory, which explain them."""
+    if not has_other_names_on_disk(model) and not has_towers(model.config):
+        return False
+    return bool(names_in(directory) - model.state_dict().keys())
+
+
+def _load_whole(directory: Path) -> Any:
+    """Return the model of a directory with its weights, float32, towers included."""
     try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         with BUILDING:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = model_class(config).from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False, output_loading_info=True,
                 dtype=torch.float32,
             )  # fmt: skip
@@ -247,11 +300,18 @@ def _read_by_transformers(directory: Path) -> Iterator[tuple[str, Tensor]]:
     for what in ("missing_keys", "unexpected_keys"):
         if report[what]:
             raise DataError(f"{directory}: {what.replace('_', ' ')}: {sorted(report[what])[:5]}")
+    return model.requires_grad_(False)
+
+
+def distinct_tensors(model: Any) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers of a model by name, tied ones once, not copied."""
+    found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:  # tied ones once
+        if id(tensor) not in seen:
             seen.add(id(tensor))
-            yield name, tensor.detach()
+            found[name] = tensor
+    return found
 
 
 def names_in(directory: Path) -> set[str]:

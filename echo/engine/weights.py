@@ -264,7 +264,7 @@ def save_hf(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a directory that `AutoModelForCausalLM.from_pretrained` loads.
+    """Write a directory that transformers' `from_pretrained` loads.
 
     It appears whole or not at all; one of the same name is replaced.
 

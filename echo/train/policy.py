@@ -1,9 +1,10 @@
 """The policy being trained: a causal language model that scores completion tokens.
 
-Any model that AutoModelForCausalLM knows will do, as long as its logits are exactly hidden states
-times LM head: the log-probabilities are computed from these two, so that [tokens, vocabulary]
-never exists (kernels/logprob.py). Models that scale, cap or shift their logits are refused;
-besides a look at the configuration, a few tokens are put through both ways and compared.
+Any model that AutoModelForCausalLM knows will do, and the text model of one that reads images, as
+long as its logits are exactly hidden states times LM head: the log-probabilities are computed from
+these two, so that [tokens, vocabulary] never exists (kernels/logprob.py). Models that scale, cap or
+shift their logits are refused; besides a look at the configuration, a few tokens are put through
+both ways and compared.
 
 Rollouts go through it in packed rows where it keeps them apart, in padded ones otherwise
 (packing.py); the numbers are the same.
@@ -28,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
@@ -40,8 +41,10 @@ from echo.core.rollout import Rollout
 from echo.engine.lora import Lora, add_adapter
 from echo.engine.model import (
     BUILDING,
-    check_architecture,
+    distinct_tensors,
+    drop_towers,
     explain,
+    model_class,
     pick_device,
     pick_dtype,
     unrounded_names,
@@ -275,13 +278,7 @@ class Policy:
         """Return parameters and persistent buffers by name, tied ones once, not copied."""
         if self._adapter is not None:
             return dict(self._adapter)
-        named: dict[str, Tensor] = {}
-        seen: set[int] = set()
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                named[name] = tensor
-        return named
+        return distinct_tensors(self.model)
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the trained tensors by name, tied ones once, not copied."""
@@ -478,20 +475,30 @@ class Policy:
 
         Best in float32, where a difference shows; in 16 bits both ways round alike.
         """
-        with torch.no_grad(), self._autocast(dtype):
-            expected, logits = self._compute(self._logits_in_two_ways, dtype)
+        try:
+            with torch.no_grad(), self._autocast(dtype):
+                expected, logits = self._compute(self._logits_in_two_ways, dtype)
+        except AttributeError as error:  # of a part that `drop_towers` has taken away
+            raise EngineError(
+                f"{type(self.model).__name__} cannot be trained on text alone ({error}); "
+                "docs/models.md lists families that can"
+            ) from error
         if logits.shape != expected.shape or not torch.allclose(
             logits, expected, rtol=1e-3, atol=1e-4
         ):
             raise EngineError(
                 f"{type(self.model).__name__} computes its logits in another way than hidden "
-                "states times LM head; such models cannot be trained here"
+                "states times LM head, or from tokens that come later; such models cannot be "
+                "trained here"
             )
 
     def _logits_in_two_ways(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         input_ids = torch.arange(min(self.vocab_size, 8), device=self.device)[None]
         segments = Segments.of(input_ids.shape[1:]).to(self.device) if self.is_packed else None
         states = self._states(input_ids, segments, dtype)
+        if segments is None and dtype == torch.float32:  # in 16 bits other lengths round otherwise
+            first = self._states(input_ids[:, : input_ids.shape[1] // 2], None, dtype)
+            states = torch.cat([first, states[:, first.shape[1] :]], 1)
         given = self._row_arguments(segments, dtype)
         logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **given).logits
         return torch.nn.functional.linear(states, self._head), logits
@@ -540,14 +547,14 @@ def _build(
         config = AutoConfig.from_pretrained(
             model_dir, local_files_only=True, trust_remote_code=False
         )
-        check_architecture(config)
+        class_ = model_class(config)
         _refuse_changed_logits(config)  # before a large model is read
         _switch_off_dropout(config)
         if not has_weights:
             with BUILDING, device:
-                return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
+                return drop_towers(class_.from_config(config, **options))
         with BUILDING:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = class_.from_pretrained(
                 model_dir, config=config, local_files_only=True, output_loading_info=True, **options
             )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
@@ -560,7 +567,7 @@ def _build(
             f"{model_dir}: the weights lack {sorted(report['missing_keys'])[:5]}, which would "
             "start at random; is this the checkpoint of a causal language model?"
         )
-    return model.to(device)
+    return drop_towers(model).to(device)
 
 
 def _switch_off_dropout(config: Any) -> None:

@@ -7,6 +7,7 @@ is the record of what was really trained on.
 from __future__ import annotations
 
 import io
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -372,12 +373,20 @@ def _next_commands(run_dir: Path, config: MetricsRow) -> list[str]:
     max_steps = int(run.get("max_steps", 100))
     other_bound = 2 * int(sync.get("max_staleness", 1)) + 1
     name = shlex.quote(f"{run_dir.resolve().name}-s{other_bound}")
-    load = f"print(AutoModelForCausalLM.from_pretrained({str(run_dir / 'final')!r}))"
+    final = run_dir / "final"
+    auto = f"AutoModelFor{'ImageTextToText' if _reads_images(final) else 'CausalLM'}"
+    load = f"print({auto}.from_pretrained({str(final)!r}))"
     return [
         f"{learner} \\\n  --resume --set run.max_steps={2 * max_steps}",
         f"{learner} \\\n  --set run.name={name} --set sync.max_staleness={other_bound}",
-        f'python -c "from transformers import AutoModelForCausalLM\n{load}"',
+        f'python -c "from transformers import {auto}\n{load}"',
     ]
+
+
+def _reads_images(model_dir: Path) -> bool:
+    """Return whether transformers has a class of its own for the models of this kind."""
+    path = model_dir / "config.json"
+    return path.is_file() and "vision_config" in json.loads(path.read_text(encoding="utf-8"))
 
 
 def _section(config: MetricsRow, name: str) -> MetricsRow:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,14 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from echo.algo.losses import make_loss
 from echo.core.rollout import Group, PolicyVersion, Rollout
 from echo.engine.engine import Completion, Engine, Request, Sampling
 from echo.engine.lora import ALL_LINEAR, Lora
+from echo.engine.model import model_class
 from echo.engine.weights import VersionImages, tensors_from_image
 from echo.runtime.learner.publish import CodedSegment, Coder, Publication, make_publication
 from echo.train.batch import AdvantageSettings
@@ -90,13 +92,42 @@ MAMBA = {
 }
 
 
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+QWEN_TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 16,
+}
+QWEN_IMAGES = {
+    "image_token_id": 28,
+    "video_token_id": 29,
+    "vision_start_token_id": 30,
+    "vision_end_token_id": 31,
+}
+ROTATION = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One row of the table."""
 
     label: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of the configuration, beside or in place of SMALL's."""
+    """Of the configuration of its text, beside or in place of SMALL's."""
+    images: Mapping[str, Any] = field(default_factory=dict)
+    """Of the configuration around that of the text, if it reads images."""
     padded: str = ""
     """Why it is trained on padded rows; empty where it is trained on packed ones."""
     attention: str = "sdpa"
@@ -120,6 +151,7 @@ class Family:
 FUSED = "vLLM refuses the adapter: .* fused 3D MoE weights"
 NO_KERNEL = "module 'triton.language' has no attribute"
 UNCACHED = {"enable_prefix_caching": False}
+TEXT_ALONE = "on text alone"
 LINEAR = "its layers of linear_attention carry one rollout into the next"
 
 FAMILIES: Mapping[str, Family] = {
@@ -233,20 +265,65 @@ FAMILIES: Mapping[str, Family] = {
         lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
         lora="peft refuses all-linear of NemotronHForCausalLM: .*'out_proj' is incompatible",
     ),
+    "qwen2_5_vl": Family(
+        label="Qwen2.5-VL",
+        settings={"rope_parameters": ROTATION},
+        images={"vision_config": QWEN_TOWER, **QWEN_IMAGES},
+        vllm="failed to be inspected",  # it wants torchvision
+        notes=TEXT_ALONE,
+    ),
+    "qwen3_vl": Family(
+        label="Qwen3-VL",
+        settings={"rope_parameters": ROTATION | {"mrope_interleaved": True}},
+        images={"vision_config": QWEN_TOWER, **QWEN_IMAGES},
+        vllm="failed to be inspected",  # likewise
+        notes=TEXT_ALONE,
+    ),
+    "gemma3": Family(
+        label="Gemma 3",
+        settings={"sliding_window": 5, "layer_types": BOTH, "query_pre_attn_scalar": 32},
+        images={"vision_config": TOWER, "mm_tokens_per_image": 4, "image_token_index": 28},
+        vllm="failed to be inspected",  # likewise
+        notes=TEXT_ALONE,
+    ),
+    "mistral3": Family(
+        label="Mistral Small 3",
+        settings={"model_type": "mistral", "sliding_window": None},
+        images={
+            "vision_config": TOWER | {"model_type": "pixtral", "head_dim": 16},
+            "image_token_index": 28,
+        },
+        notes=TEXT_ALONE,
+    ),
+    "llava": Family(
+        label="LLaVA",
+        settings={"model_type": "llama"},
+        images={
+            "vision_config": TOWER
+            | {"model_type": "clip_vision_model", "num_hidden_layers": 2, "projection_dim": 32},
+            "image_token_index": 28,
+        },
+        notes=TEXT_ALONE,
+    ),
 }
 IN_EVERY_RUN = ("qwen3_moe", "qwen3_5_text", "deepseek_v3")
 
 
-def save_family(directory: Path, name: str) -> Path:
+def save_family(
+    directory: Path, name: str, changes: Mapping[str, Any] = MappingProxyType({})
+) -> Path:
     """Write a tiny random model of a family as its hub files would be, all of it far from neutral.
 
     What its weights are is representable in bfloat16, so that publishing rounds nothing away.
     """
     transformers_logging.set_verbosity_error()
-    config = AutoConfig.for_model(name, **{**SMALL, **FAMILIES[name].settings})
+    family = FAMILIES[name]
+    text = {**SMALL, **family.settings, **changes}
+    settings = {"text_config": text, "tie_word_embeddings": True, **family.images}
+    config = AutoConfig.for_model(name, **(settings if family.images else text))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = model_class(config).from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for tensor in model.parameters():
                 if tensor.ndim == 1:

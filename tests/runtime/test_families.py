@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from echo.config.load import parse_config
 from echo.core.errors import ConfigError
@@ -22,6 +22,7 @@ from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import Lora, export_adapter
 from echo.engine.model import (
     load_directory,
+    model_class,
     names_in,
     read_tensors,
 )
@@ -86,7 +87,8 @@ def test_an_adapter_goes_there_and_back(name: str, tmp_path: Path) -> None:
     engine = TransformersEngine(model_dir, attn_implementation=family.attention, lora=lora)
     train_one_step(trainer, engine, dtype="float32")
     export_adapter(tmp_path / "final", {}, trainer.tensors(), lora, base_name=str(model_dir))
-    base = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation=family.attention)
+    whole = model_class(AutoConfig.from_pretrained(model_dir))
+    base = whole.from_pretrained(model_dir, attn_implementation=family.attention)
     read = PeftModel.from_pretrained(base, tmp_path / "final").eval()
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():

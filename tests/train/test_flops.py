@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo.engine.lora import Lora, add_adapter
 from echo.train.flops import AttentionShape, model_flops
-from tests.train.test_packing import EXPERTS, SMALL
+from tests.runtime.families import EXPERTS, SMALL
 
 LENGTH = 24
 
@@ -36,7 +36,7 @@ def test_the_formula_is_what_runs(family: str, settings: dict[str, Any]) -> None
     # This attention multiplies the whole square, of which the causal half counts.
     assert counted(model) == flops.row(LENGTH, LENGTH) + attention
     assert flops.palm([LENGTH]) == counted(model)
-    assert flops.row(LENGTH, LENGTH) - flops.row(LENGTH, 1) == 6 * (LENGTH - 1) * 32 * 32
+    assert flops.row(LENGTH, LENGTH) - flops.row(LENGTH, 1) == 6 * (LENGTH - 1) * 32 * 64
 
 
 def test_frozen_weights_have_no_gradient_to_compute(tiny_model_dir: Path) -> None:
@@ -57,8 +57,8 @@ def test_a_token_meets_its_share_of_the_experts() -> None:
     config = AutoConfig.for_model("qwen3_moe", **{**SMALL, **EXPERTS})
     model = AutoModelForCausalLM.from_config(config)
     flops = model_flops(model, model.get_output_embeddings().weight)
-    attention = 32 * 32 * 2 + 32 * 16 * 2
-    router, expert = 4 * 32, 3 * 32 * 16
+    attention = 64 * 64 * 2 + 64 * 32 * 2
+    router, expert = 4 * 64, 3 * 64 * 32
     assert flops.body == 2 * (attention + router + 2 * expert)
 
 

@@ -12,12 +12,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llava.modeling_llava import LlavaModel
 
 from echo.algo.batching import MicroBatch, TrainingRow, collate
 from echo.core.errors import DataError, EchoError, EngineError
 from echo.core.rollout import Rollout
 from echo.engine.hf.engine import TransformersEngine
 from echo.train.policy import ModelSource, frozen_policy
+from tests.runtime.families import save_family
 from tests.train.trainers import policy_of
 
 torch.set_num_threads(1)
@@ -151,10 +153,33 @@ def test_models_that_change_their_logits_are_refused(
         policy_of(save_model(tmp_path, architecture, **settings))
 
 
+def test_a_model_that_looks_ahead_is_refused(tmp_path: Path) -> None:
+    settings = {**SMALL, "head_dim": 8, "use_bidirectional_attention": True}
+    config = AutoConfig.for_model("gemma3_text", vocab_size=32, **settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match=r"Gemma3ForCausalLM .* from tokens that come later"):
+        policy_of(tmp_path)
+
+
+def test_a_model_that_needs_its_tower_for_text_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_family(tmp_path, "llava")
+    forward = LlavaModel.forward
+
+    def counting(self: Any, **given: Any) -> Any:
+        given["input_ids"] += 0 * self.vision_tower.config.image_size
+        return forward(self, **given)
+
+    monkeypatch.setattr(LlavaModel, "forward", counting)
+    with pytest.raises(EngineError, match=r"cannot be trained on text alone .*vision_tower"):
+        policy_of(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("qwen3_vl", "qwen3_vl is no causal language model .* not on text alone .*: take a model"),
+        ("t5", "t5 is no causal language model .* on text alone: take another, docs/models.md"),
         ("gpt_oss", r'does not compute its attention so: set model\.attn_implementation = "eager"'),
     ],
 )

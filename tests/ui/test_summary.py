@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,15 @@ def test_three_commands_follow_and_can_be_copied(make_run) -> None:
         words = shlex.split(command.replace("\\\n", " "))
         assert any("my run" in word for word in words)
     assert summarise_run(make_run("other"), commands=["ls"]).commands == ("ls",)
+
+
+def test_a_model_that_reads_images_is_loaded_as_one(make_run) -> None:
+    run_dir = make_run("run")
+    final = run_dir / "final"
+    final.mkdir()
+    for fields, name in (({}, "CausalLM"), ({"vision_config": {}}, "ImageTextToText")):
+        (final / "config.json").write_text(json.dumps(fields))
+        assert f"AutoModelFor{name}.from_pretrained" in summarise_run(run_dir).commands[-1]
 
 
 def test_time_between_a_crash_and_its_resume_does_not_count(make_run) -> None:

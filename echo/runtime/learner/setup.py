@@ -36,6 +36,7 @@ from echo.engine.model import (
     free_gpu_bytes,
     import_architecture,
     load_directory,
+    load_towers,
     make_sampling,
     model_digests,
     names_on_disk,
@@ -670,8 +671,11 @@ class DirectoryExporter:
         config, data = self._config, self._data
         model = build_shapes(data.model_dir)
         dtype = torch_dtype(config.model.dtype)
-        rounded = round_tensors(weights, dtype, unrounded_names(model))
         assets = tokenization.asset_files(data.model_dir)
+        if data.lora is None:
+            start = config.learner.init_from or data.model_dir
+            weights = {**weights, **load_towers(Path(start).expanduser())}
+        rounded = round_tensors(weights, dtype, unrounded_names(model))
         if data.lora is None:
             save_hf(directory, assets, names_on_disk(model, rounded))
         else:
