@@ -38,6 +38,10 @@ MAX_UNACKED_GROUPS = 64
 """Groups that a relay holds until the learner has them; as in leases/outbox.py."""
 _LOGPROB_CHUNK_COPIES = 2  # logits of a vocabulary chunk, and their gradient
 
+MOMENT_BYTES: Mapping[str, float] = {"float32": 8, "8bit": 2 * (1 + 4 / 64), "offloaded": 8}
+"""Bytes per trained parameter of AdamW's two moments, by optimizer.state: 8 bits each, with a scale
+for every 64 of them."""
+
 
 KEPT_BYTES: Mapping[int, tuple[int, int, int, int]] = {4: (24, 20, 16, 16), 2: (26, 12, 10, 8)}
 """Bytes that autograd keeps per token and layer, by bytes per number of the matrix products: for
@@ -100,7 +104,9 @@ class Footprint:
         return max(self.rollout_tokens, min(self.config.learner.micro_batch_tokens, whole_step))
 
     def learner_items(self) -> tuple[Item, ...]:
-        """Return what training takes: 16 bytes per trained parameter, a micro-batch, the versions.
+        """Return what training takes: weights, gradients, moments, a micro-batch, the versions.
+
+        Weights and gradients are float32, 8 bytes per trained parameter; moments may be elsewhere.
 
         Under an adapter the base takes 4 bytes per parameter more, and is in no version.
         A reference model and the one that attribution scores with take 4 bytes more each, the
@@ -110,11 +116,12 @@ class Footprint:
         """
         config, num_params, num_trained = self.config, self.facts.num_params, self._num_trained
         keeps_version = self.has_gpu and config.network.codec != "full"
+        moment_bytes = round(MOMENT_BYTES[config.optimizer.state] * num_trained)
         sizes = {
             "base": 4 * num_params if config.lora.rank else 0,
             "masters": 4 * num_trained,
             "gradients": 4 * num_trained,
-            "Adam moments": 8 * num_trained,
+            "Adam moments": moment_bytes,
             "bfloat16 copies": 2 * num_params if self._compute_bytes < 4 else 0,
             # Taken to be as large as the model that is trained.
             "reference": 4 * num_params if config.reference.kl_coef else 0,
@@ -123,9 +130,15 @@ class Footprint:
             "activations": self._activation_bytes(),
             "log-prob chunk": self._logprob_bytes(),
         }
-        undo = Item(name="undo of a step", num_bytes=12 * num_trained, is_on_gpu=False)
+        own = 4 * num_trained + moment_bytes
+        undo = Item(name="undo of a step", num_bytes=own, is_on_gpu=False)
+        elsewhere = {"Adam moments"} if config.optimizer.state == "offloaded" else set()
         return (
-            *(Item(name=n, num_bytes=size, is_on_gpu=True) for n, size in sizes.items() if size),
+            *(
+                Item(name=name, num_bytes=size, is_on_gpu=name not in elsewhere)
+                for name, size in sizes.items()
+                if size
+            ),
             *([undo] if config.batch.minibatches_per_step > 1 else []),
             self._versions(KEEP_VERSIONS + 1),  # one more is being made
         )

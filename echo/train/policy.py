@@ -50,6 +50,7 @@ from echo.kernels.contract import BackendName, RatioClip
 from echo.kernels.logprob import EntropyMode, TokenLosses, linear_logprob, linear_policy_loss
 from echo.train import packing, sharding
 from echo.train.flops import model_flops
+from echo.train.optimizer import OptimizerState
 from echo.train.sharding import Ranks, ShardedModel
 
 LOGIT_SETTINGS = {
@@ -116,6 +117,8 @@ class Compute:
     """Recompute the layers' activations in the backward, for less memory."""
     compile_layers: bool = False
     """Have torch compile each decoder layer: less memory traffic, minutes before the first step."""
+    optimizer_state: OptimizerState = "float32"
+    """Where the trainer's optimizer has its moments (optimizer.py)."""
     seed: int = 0
     """Of torch's global generator when training begins, for models that draw random numbers."""
     ranks: Ranks | None = None
@@ -137,6 +140,7 @@ def learner_compute(config: Config) -> Compute:
         packing=section.packing,
         gradient_checkpointing=section.gradient_checkpointing is True,
         compile_layers=section.compile_layers,
+        optimizer_state=config.optimizer.state,
         seed=config.run.seed,
     )
 

@@ -130,6 +130,18 @@ def test_a_gpu_keeps_the_last_version_where_deltas_are_made() -> None:
     assert "last version" not in sizes(budget_of("learner", 64 * GIB, None))
 
 
+def test_moments_are_where_and_as_large_as_they_are_said_to_be() -> None:
+    def moments_of(state: str) -> tuple[int, bool]:
+        budget = budget_of("learner", 64 * GIB, 64 * GIB, f"optimizer.state={state}")
+        (item,) = [item for item in budget.items if item.name == "Adam moments"]
+        return item.num_bytes, item.is_on_gpu
+
+    size = 8 * QWEN3_600M.num_params
+    assert moments_of("float32") == (size, True)
+    assert moments_of("offloaded") == (size, False)
+    assert moments_of("8bit") == (round(2.125 * QWEN3_600M.num_params), True)
+
+
 def test_a_reference_takes_its_weights() -> None:
     budgets = [
         budget_of("learner", 64 * GIB, None, *overrides)

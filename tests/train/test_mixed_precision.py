@@ -121,9 +121,8 @@ def test_weights_and_moments_stay_float32_and_small_steps_add_up(tiny_model_dir:
     # Steps of 3e-4 on weights near 1 would vanish in bfloat16, whose spacing there is 8e-3.
     assert {tensor.dtype for tensor in trainer.snapshot().values()} == {torch.float32}
     assert all(bool((tensor > 0).any()) for tensor in moved)
-    assert {
-        value.dtype for state in trainer._optimizer.state.values() for value in state.values()
-    } == {torch.float32}
+    moments = trainer._optimizer.tensors()
+    assert {value.dtype for value in moments.values()} == {torch.float32}
 
 
 def test_scores_are_float32_and_close(tiny_model_dir: Path) -> None:
