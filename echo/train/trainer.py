@@ -360,7 +360,7 @@ class Trainer:
 
         Args:
             source: the model to train; with an adapter, that alone is trained.
-            compute: where and how; weights, gradients, optimizer and log-probabilities are float32
+            compute: where and how; what is trained, gradients, and log-probabilities are float32
                 whatever its type.
             loss: the policy loss of a step, for example from `make_loss`.
             optimizer: its settings in a step.
@@ -500,6 +500,7 @@ class Trainer:
                     betas=settings.betas,
                     weight_decay=settings.weight_decay,
                 )
+            self._policy.round()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # or its time counts as another part's
         finally:
@@ -802,6 +803,7 @@ class Trainer:
     def _put_back(self, undo: _Undo) -> None:
         for name, shard in self._shards.items():
             shard.copy_(undo.weights[name])
+        self._policy.round()
         self._optimizer.load(undo.moments)
 
     # --- parts of a pass -------------------------------------------------------------------------
