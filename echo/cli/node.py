@@ -59,8 +59,14 @@ if TYPE_CHECKING:
 # taken.
 
 
-def dry_run(config: Config, role: Role) -> str:
-    """Return the text of a dry run; nothing is started, and of a model only config.json fetched."""
+def dry_run(config: Config, role: Role, *, num_ranks: int = 1) -> str:
+    """Return the text of a dry run; nothing is started, and of a model only config.json fetched.
+
+    Args:
+        config: of the run.
+        role: of this node.
+        num_ranks: processes of the learner.
+    """
     notices: list[str] = []
     budget: Budget | None = None
     if config.model.name is None:
@@ -68,7 +74,8 @@ def dry_run(config: Config, role: Role) -> str:
     else:
         try:
             facts = _model_facts(config.model.name, config.model)
-            budget = memory_budget(config, role, facts, read_machine(_gpu_bytes(config, role)))
+            machine = read_machine(_gpu_bytes(config, role))
+            budget = memory_budget(config, role, facts, machine, num_ranks=num_ranks)
         except (ConfigError, DataError) as error:
             notices.append(f"memory budget: not known here: {error}")
     return dry_run_text(config, role, budget=budget, notices=notices)
@@ -403,8 +410,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = configuration_of(arguments)
         if arguments.dry_run:
-            tell([dry_run(config, arguments.role)])
-            check_start(config, arguments.role)
+            if os.environ.get("RANK", "0") == "0":
+                num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+                tell([dry_run(config, arguments.role, num_ranks=num_ranks)])
+                check_start(config, arguments.role)
             return 0
         code = run_role(
             config,

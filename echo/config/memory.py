@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from echo.core.units import format_bytes
 # --- footprint ------------------------------------------------------------------------------------
 #
 # Activations are an estimate for pre-norm decoders with gated MLPs whose attention never stores its
-# score matrix; buffers of a few MiB are left out.
+# score matrix; buffers of a few MiB are left out. tests/train/test_footprint.py holds the sums
+# against the tensors of real steps.
 
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -36,13 +38,18 @@ VOCAB_CHUNK = 8192
 """Columns of logits that exist at one time; as in kernels/logprob.py, which loads torch."""
 MAX_UNACKED_GROUPS = 64
 """Groups that a relay holds until the learner has them; as in leases/outbox.py."""
-_LOGPROB_CHUNK_COPIES = 2  # logits of a vocabulary chunk, and their gradient
+
+MOMENT_BYTES: Mapping[str, float] = {"float32": 8, "8bit": 2 * (1 + 4 / 64), "offloaded": 8}
+"""Bytes per trained parameter of AdamW's two moments, by optimizer.state: 8 bits each, with a scale
+for every 64 of them."""
 
 
-KEPT_BYTES: Mapping[int, tuple[int, int, int, int]] = {4: (24, 20, 16, 16), 2: (26, 12, 10, 8)}
-"""Bytes that autograd keeps per token and layer, by bytes per number of the matrix products: for
-each number of the hidden state, the queries, the keys, and the MLP's middle. Counted on a layer of
-Qwen3 by its saved tensors, packed rows on a CPU; norms and residuals are float32 in both."""
+KEPT_BYTES: Mapping[int, tuple[int, int, int, int]] = {4: (24, 20, 16, 16), 2: (16, 12, 10, 8)}
+"""Bytes that autograd keeps per token and layer, by bytes per number: for each number of the hidden
+state, the queries, the keys, and the MLP's middle. Counted on a layer of Qwen3 by its saved
+tensors, packed rows on a CPU."""
+_RESERVED_SHARE, _RESERVED_BYTES = 0.05, 1_500_000_000
+"""Of a GPU: what lies between tensors, and libraries with their workspaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +65,13 @@ class ModelFacts:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    is_tied: bool = True
+    """Whether the head is the embedding."""
+
+    @property
+    def num_outside_layers(self) -> int:
+        """Parameters of the embedding and the head."""
+        return self.vocab_size * self.hidden_size * (1 if self.is_tied else 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +94,17 @@ class Footprint:
     """Tokens that a prompt is assumed to have."""
     has_gpu: bool = False
     """Whether the model lies on one."""
+    num_ranks: int = 1
+    """Processes that the learner is cut up over; the sizes are those of the first of them."""
 
-    def with_learner(self, changes: Mapping[str, Any]) -> Footprint:
-        """Return the footprint with settings of [learner] changed."""
-        learner = self.config.learner.model_copy(update=changes)
-        changed = self.config.model_copy(update={"learner": learner})
-        return replace(self, config=changed)
+    def changed(self, changes: Mapping[str, Any]) -> Footprint:
+        """Return the footprint with other settings, by dotted key."""
+        config = self.config
+        for key, value in changes.items():
+            name, _, field = key.partition(".")
+            section = getattr(config, name).model_copy(update={field: value})
+            config = config.model_copy(update={name: section})
+        return replace(self, config=config)
 
     @property
     def rollout_tokens(self) -> int:
@@ -100,35 +119,53 @@ class Footprint:
         return max(self.rollout_tokens, min(self.config.learner.micro_batch_tokens, whole_step))
 
     def learner_items(self) -> tuple[Item, ...]:
-        """Return what training takes: 16 bytes per trained parameter, a micro-batch, the versions.
+        """Return what training takes: the model, its optimizer, a micro-batch, the versions.
 
-        Under an adapter the base takes 4 bytes per parameter more, and is in no version.
-        A reference model and the one that attribution scores with take 4 bytes more each, the
-        copies that bfloat16 products read 2. A GPU keeps the last version to find what changed
+        Masters and gradients are float32. A model that computes in bfloat16 has the rounded weights
+        besides, and what is not trained (the base of an adapter, a reference) in bfloat16 alone.
+        Ranks divide all of these, in float32, and round what they put together instead. Attribution
+        scores with a float32 model, on one rank. A GPU keeps the last version to find what changed
         (engine/weights.py). Before a step of several updates weights and moments are copied to the
         host, so that a step that fails changes nothing.
         """
         config, num_params, num_trained = self.config, self.facts.num_params, self._num_trained
-        keeps_version = self.has_gpu and config.network.codec != "full"
-        sizes = {
-            "base": 4 * num_params if config.lora.rank else 0,
+        frozen = num_params * (self._compute_bytes if self._is_alone else 4)
+        keeps_version = self.has_gpu and self._is_alone and config.network.codec != "full"
+        is_rounded = self._compute_bytes == 2
+        moments = round(MOMENT_BYTES[config.optimizer.state] * num_trained)
+        is_offloaded = self.has_gpu and config.optimizer.state == "offloaded"
+        divided = {
+            "base": frozen if config.lora.rank else 0,
             "masters": 4 * num_trained,
             "gradients": 4 * num_trained,
-            "Adam moments": 8 * num_trained,
-            "bfloat16 copies": 2 * num_params if self._compute_bytes < 4 else 0,
+            "Adam moments": 0 if is_offloaded else moments,
             # Taken to be as large as the model that is trained.
-            "reference": 4 * num_params if config.reference.kl_coef else 0,
+            "reference": frozen if config.reference.kl_coef else 0,
+        }
+        sizes = {name: -(-size // self.num_ranks) for name, size in divided.items()} | {
+            "rounded weights": 2 * num_trained if self._is_alone and is_rounded else 0,
+            "layers put together": 0 if self._is_alone else self._unsharded_bytes(),
             "attribution": 4 * num_params if config.metrics.attribution_steps else 0,
             "last version": self._bytes_per_version if keeps_version else 0,
             "activations": self._activation_bytes(),
-            "log-prob chunk": self._logprob_bytes(),
+            "one layer or head": self._working_bytes(),
         }
-        undo = Item(name="undo of a step", num_bytes=12 * num_trained, is_on_gpu=False)
-        return (
-            *(Item(name=n, num_bytes=size, is_on_gpu=True) for n, size in sizes.items() if size),
-            *([undo] if config.batch.minibatches_per_step > 1 else []),
-            self._versions(KEEP_VERSIONS + 1),  # one more is being made
-        )
+        if self.has_gpu:
+            taken = sum(sizes.values())
+            sizes["reserve"] = round(_RESERVED_SHARE * taken) + _RESERVED_BYTES
+        # All ranks are taken to be on one machine.
+        has_undo = config.batch.minibatches_per_step > 1
+        beside = {
+            "offloaded moments": moments if is_offloaded else 0,
+            "undo of a step": 4 * num_trained + moments if has_undo else 0,
+        }
+        items = [
+            Item(name=name, num_bytes=size, is_on_gpu=is_on_gpu)
+            for group, is_on_gpu in ((sizes, True), (beside, False))
+            for name, size in group.items()
+            if size
+        ]
+        return (*items, self._versions(KEEP_VERSIONS + 1))  # one more is being made
 
     def worker_items(self, dtype: str) -> tuple[Item, ...]:
         """Return what a worker takes before its first rollout."""
@@ -183,8 +220,51 @@ class Footprint:
     def _activation_bytes(self) -> int:
         """Return the bytes of the tensors kept for one micro-batch's backward pass.
 
-        With checkpointing only each layer's input is kept, and one layer at a time in full.
+        With checkpointing they are the layers' inputs.
         """
+        facts = self.facts
+        per_layer = self._bytes_per_layer
+        if self._has_checkpointing:
+            per_layer = self._compute_bytes * facts.hidden_size
+        return per_layer * facts.num_layers * self.micro_batch_tokens
+
+    def _working_bytes(self) -> int:
+        """Return the most that is there for a moment only.
+
+        A layer that is computed again, with its gradients; or the head; or what has come together
+        of the gradients of embedding and head, which are no one layer's.
+        """
+        facts, width, tokens = self.facts, self._compute_bytes, self.micro_batch_tokens
+        # Under an adapter neither of them has a gradient.
+        num_outside = 0 if self.config.lora.rank else facts.num_outside_layers
+        head = width * num_outside
+        layer = 0
+        if self._has_checkpointing:
+            layer = self._bytes_per_layer * tokens + head
+        if not self._is_alone:
+            layer += (width + 4) * self._params_per_layer
+        gathered = 2 * head if self._is_alone else (width + 4) * num_outside
+        return max(layer, self._head_bytes() + head, gathered)
+
+    def _head_bytes(self) -> int:
+        """Return what log-probabilities take (kernels/triton_kernels.py, torch_kernels.py)."""
+        chunk, hidden = min(VOCAB_CHUNK, self.facts.vocab_size), self.facts.hidden_size
+        if self.has_gpu and self._compute_bytes == 2:
+            return self.micro_batch_tokens * (2 * chunk + 6 * hidden) + 4 * chunk * hidden
+        return self.micro_batch_tokens * (4 * 3 * chunk + 8 * hidden)
+
+    def _unsharded_bytes(self) -> int:
+        """Return what is whole on a rank: embedding and head, one layer, and the next one."""
+        return self._compute_bytes * (self.facts.num_outside_layers + 2 * self._params_per_layer)
+
+    @property
+    def _params_per_layer(self) -> int:
+        facts = self.facts
+        return max(0, facts.num_params - facts.num_outside_layers) // facts.num_layers
+
+    @property
+    def _bytes_per_layer(self) -> int:
+        """Bytes that a layer keeps of a token."""
         facts = self.facts
         sizes = (
             facts.hidden_size,
@@ -193,21 +273,20 @@ class Footprint:
             facts.intermediate_size,
         )
         kept = KEPT_BYTES[self._compute_bytes]
-        per_layer = sum(size * num_bytes for size, num_bytes in zip(sizes, kept, strict=True))
-        if self.config.learner.gradient_checkpointing is True:
-            per_token = 4 * facts.num_layers * facts.hidden_size + per_layer
-        else:
-            per_token = facts.num_layers * per_layer
-        return per_token * self.micro_batch_tokens
+        return sum(size * num_bytes for size, num_bytes in zip(sizes, kept, strict=True))
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.num_ranks == 1
+
+    @property
+    def _has_checkpointing(self) -> bool:
+        return self.config.learner.gradient_checkpointing is True
 
     @property
     def _compute_bytes(self) -> int:
         """Bytes per number of the learner's matrix products; auto counts as float32."""
         return DTYPE_BYTES.get(self.config.learner.dtype, 4)
-
-    def _logprob_bytes(self) -> int:
-        chunk = min(VOCAB_CHUNK, self.facts.vocab_size)
-        return 4 * _LOGPROB_CHUNK_COPIES * self.micro_batch_tokens * chunk
 
 
 # --- budget ---------------------------------------------------------------------------------------
@@ -260,24 +339,29 @@ def memory_budget(
     machine: Machine,
     *,
     prompt_tokens: int = 512,
+    num_ranks: int = 1,
 ) -> Budget:
-    """Return what `role` needs on `machine`, and which settings help if it does not fit."""
+    """Return what `role` needs on `machine`, and which settings help if it does not fit.
+
+    Of several ranks of a learner each needs as much, and `machine` is what one of them has.
+    """
     footprint = Footprint(
         config=config,
         facts=model_facts,
         prompt_tokens=prompt_tokens,
         has_gpu=machine.gpu_bytes is not None,
+        num_ranks=num_ranks if role == "learner" else 1,
     )
     if config.learner.dtype == "auto":
         dtype = "float32" if machine.gpu_bytes is None else "bfloat16"
-        footprint = footprint.with_learner({"dtype": dtype})
+        footprint = footprint.changed({"learner.dtype": dtype})
     if config.learner.gradient_checkpointing == "auto":
-        footprint = footprint.with_learner({"gradient_checkpointing": False})
+        footprint = footprint.changed({"learner.gradient_checkpointing": False})
         if role == "learner":
             items = footprint.learner_items()
             own = _memories(items, machine)[0]
             is_short = own.missing_bytes > 0
-            footprint = footprint.with_learner({"gradient_checkpointing": is_short})
+            footprint = footprint.changed({"learner.gradient_checkpointing": is_short})
     if role == "worker":
         return _worker_budget(footprint, machine)
     if role == "relay":
@@ -295,7 +379,8 @@ def memory_budget(
     return Budget(
         role=role,
         fits=fits,
-        line=f"{role} needs {_needs_has(memory)}{_chosen(footprint, role)}{advice} "
+        line=f"{_who(footprint, role)} needs {_needs_has(memory)}"
+        f"{_chosen(footprint, role)}{advice} "
         f"(largest part: {largest.name}, {format_bytes(largest.num_bytes)})",
         items=items,
         needed_bytes=memory.needed_bytes,
@@ -305,11 +390,17 @@ def memory_budget(
     )
 
 
+def _who(footprint: Footprint, role: Role) -> str:
+    return role if footprint.num_ranks == 1 else f"each of {footprint.num_ranks} ranks"
+
+
 def _chosen(footprint: Footprint, role: Role) -> str:
-    """Say what the budget itself decides."""
-    if role == "learner" and footprint.config.learner.gradient_checkpointing is True:
-        return " with gradient checkpointing"
-    return ""
+    """Say what a learner's memory follows from, whoever has decided it."""
+    if role != "learner":
+        return ""
+    config = footprint.config
+    again = " and gradient checkpointing" if config.learner.gradient_checkpointing is True else ""
+    return f" with {config.learner.dtype} weights, {config.optimizer.state} moments{again}"
 
 
 def _worker_budget(footprint: Footprint, machine: Machine) -> Budget:
@@ -347,43 +438,64 @@ def _worker_budget(footprint: Footprint, machine: Machine) -> Budget:
     )
 
 
-def _learner_changes(footprint: Footprint, available: int) -> dict[str, Any]:
-    """Return settings of [learner] that may save memory, each enough alone if it can be."""
+def _learner_changes(footprint: Footprint, available: int) -> list[tuple[str, Any]]:
+    """Return settings that may save memory, the milder first.
+
+    Those that change no number of the run come before those that do, or that slow each step.
+    """
     tokens = footprint.micro_batch_tokens
     while tokens // 2 >= footprint.rollout_tokens:
         tokens //= 2
-        if _model_bytes(footprint.with_learner({"micro_batch_tokens": tokens})) <= available:
+        if _model_bytes(footprint.changed({"learner.micro_batch_tokens": tokens})) <= available:
             break
-    return {"micro_batch_tokens": tokens, "gradient_checkpointing": True}
+    return [
+        ("learner.micro_batch_tokens", tokens),
+        ("learner.gradient_checkpointing", True),
+        ("optimizer.state", "8bit"),
+        ("optimizer.state", "offloaded"),
+    ]
 
 
 def _advise_learner(footprint: Footprint, missing: int) -> tuple[tuple[Saving, ...], str]:
-    """Return the remedies and what to say: those that are enough alone, else all of them."""
+    """Return the remedies and what to say: the fewest settings that are enough, else all."""
     now = _model_bytes(footprint)
-    changes = _learner_changes(footprint, now - missing)
-    saved = {
-        key: now - _model_bytes(footprint.with_learner({key: value}))
-        for key, value in changes.items()
+
+    def saved(*changes: tuple[str, Any]) -> int:
+        return now - _model_bytes(footprint.changed(dict(changes)))
+
+    savings = {
+        each: Saving(setting=f"{each[0]}={_bare(each[1])}", saved_bytes=saved_bytes)
+        for each in _learner_changes(footprint, now - missing)
+        if (saved_bytes := saved(each)) > 0
     }
-    remedies = tuple(
-        Saving(setting=f"learner.{key}={show(changes[key])}", saved_bytes=saved[key])
-        for key in sorted(saved, key=lambda key: -saved[key])
-        if saved[key] > 0
-    )
-    enough = [remedy for remedy in remedies if remedy.saved_bytes >= missing]
-    if enough:
-        return remedies, f"; set {_join(enough, 'or')}"
-    still_missing = missing - (now - _model_bytes(footprint.with_learner(changes)))
-    if still_missing <= 0:
-        return remedies, f"; set {_join(remedies, 'and')}"
-    even_with = f"; even with {_join(remedies, 'and')}" if remedies else ""
-    return remedies, even_with + _too_short(still_missing)
+    remedies = tuple(sorted(savings.values(), key=lambda saving: -saving.saved_bytes))
+    best, most = "", 0
+    for number in range(1, len(savings) + 1):
+        enough = []
+        for chosen in combinations(savings, number):
+            if len(dict(chosen)) < number:
+                continue  # a setting twice
+            saved_bytes = saved(*chosen)
+            way = _join([savings[each] for each in chosen], "and")
+            if saved_bytes >= missing:
+                enough.append(way)
+            if saved_bytes > most:
+                best, most = way, saved_bytes
+        if enough:
+            return remedies, f"; set {' or '.join(enough)}"
+    even_with = f"; even with {best}" if best else ""
+    return remedies, even_with + _too_short(missing - most)
+
+
+def _bare(value: Any) -> str:
+    """Return a value as --set takes it from a shell, without quotes."""
+    return value if isinstance(value, str) else show(value)
 
 
 def _model_bytes(footprint: Footprint) -> int:
     """Return the learner's bytes that lie beside the model, which its settings can change.
 
-    On a CPU the versions lie there too; no setting of [learner] changes those.
+    On a CPU the versions lie there too; none of those settings changes them.
     """
     return sum(item.num_bytes for item in footprint.learner_items() if item.is_on_gpu)
 
@@ -477,7 +589,7 @@ def read_model_facts(directory: Path) -> ModelFacts:
     facts["intermediate_size"] = _dimension(dims, path, "intermediate_size", default=4 * hidden)
     is_tied = bool(dims.get("tie_word_embeddings", table.get("tie_word_embeddings", False)))
     num_params = _count_stored(directory) or _estimate_params(facts, is_tied=is_tied)
-    return ModelFacts(num_params=num_params, **facts)
+    return ModelFacts(num_params=num_params, is_tied=is_tied, **facts)
 
 
 def read_machine(gpu_bytes: int | None = None) -> Machine:

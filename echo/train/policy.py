@@ -9,9 +9,9 @@ both ways and compared.
 Rollouts go through it in packed rows where it keeps them apart, in padded ones otherwise
 (packing.py); the numbers are the same.
 
-The parameters are float32 masters. With a compute type of bfloat16 the backbone runs under torch's
-autocast, and hidden states and LM head are multiplied in that type with float32 sums; gradients
-arrive in float32. Only then a GPU's tensor cores work, and the fused kernels with them.
+What is trained is float32. With a compute type of bfloat16 the model itself has these masters
+rounded (masters.py), and hidden states and LM head are multiplied in that type with float32 sums.
+Only then a GPU's tensor cores work, and the fused kernels with them.
 
 Several processes hold a shard of it each (sharding.py); each of them makes the same calls.
 
@@ -53,6 +53,8 @@ from echo.kernels.contract import BackendName, RatioClip
 from echo.kernels.logprob import EntropyMode, TokenLosses, linear_logprob, linear_policy_loss
 from echo.train import packing, sharding
 from echo.train.flops import model_flops
+from echo.train.masters import Masters
+from echo.train.optimizer import OptimizerState
 from echo.train.sharding import Ranks, ShardedModel
 
 LOGIT_SETTINGS = {
@@ -119,6 +121,8 @@ class Compute:
     """Recompute the layers' activations in the backward, for less memory."""
     compile_layers: bool = False
     """Have torch compile each decoder layer: less memory traffic, minutes before the first step."""
+    optimizer_state: OptimizerState = "float32"
+    """Where the trainer's optimizer has its moments (optimizer.py)."""
     seed: int = 0
     """Of torch's global generator when training begins, for models that draw random numbers."""
     ranks: Ranks | None = None
@@ -140,12 +144,13 @@ def learner_compute(config: Config) -> Compute:
         packing=section.packing,
         gradient_checkpointing=section.gradient_checkpointing is True,
         compile_layers=section.compile_layers,
+        optimizer_state=config.optimizer.state,
         seed=config.run.seed,
     )
 
 
 class Policy:
-    """A causal language model with float32 parameters, seen as a scorer of tokens."""
+    """A causal language model, seen as a scorer of tokens."""
 
     def __init__(self, source: ModelSource, compute: Compute, *, is_frozen: bool = False) -> None:
         """Build the model.
@@ -177,6 +182,7 @@ class Policy:
         device = self.device if compute.ranks is None else torch.device("cpu")
         self.model = _build(model_dir, device, attn_implementation, has_weights=has_weights)
         self._adapter = None if lora is None else add_adapter(self.model, lora)
+        self._masters: Masters | None = None
         if source.tensors is not None:
             self.load(source.tensors)
         self.unrounded = unrounded_names(self.model)
@@ -192,11 +198,26 @@ class Policy:
             for tensor in self._adapter.values():
                 tensor.requires_grad_()
         self.flops = model_flops(self.model, head)
-        self._root = None if compute.ranks is None else self._shard(compute.ranks)
-        has_one_type = attn_implementation == FLASH or self._root is not None
-        self._check_logits(compute.dtype if has_one_type else torch.float32)
+        self._root: ShardedModel | None = None
+        self._settle_weights()
         if compute.compile_layers:
             self._compile_layers()
+
+    def _settle_weights(self) -> None:
+        """Cut the model up or round it, if it is to be, and check its logits.
+
+        In float32 if that can be, where a difference shows; in 16 bits both ways round alike.
+        """
+        compute = self.compute
+        needs_16_bits = compute.attn_implementation == FLASH
+        if compute.ranks is None and not needs_16_bits:
+            self._check_logits(torch.float32)
+        if compute.ranks is not None:
+            self._root = self._shard(compute.ranks)
+        elif compute.dtype != torch.float32:
+            self._masters = Masters(self.model, compute.dtype)
+        if compute.ranks is not None or needs_16_bits:
+            self._check_logits(compute.dtype)
 
     def _shard(self, ranks: Ranks) -> ShardedModel:
         """Cut the model up; its parameters are other objects afterwards."""
@@ -276,12 +297,16 @@ class Policy:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers by name, tied ones once, not copied."""
-        if self._adapter is not None:
-            return dict(self._adapter)
-        return distinct_tensors(self.model)
+        named = distinct_tensors(self.model) if self._adapter is None else dict(self._adapter)
+        if self._masters is None:
+            return named
+        return {name: self._masters.of(tensor) for name, tensor in named.items()}
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the trained tensors by name, tied ones once, not copied."""
+        """Return what is trained by name, in float32, tied tensors once, not copied.
+
+        `round` follows whatever changes them.
+        """
         return {name: tensor for name, tensor in self.tensors().items() if tensor.requires_grad}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -305,6 +330,12 @@ class Policy:
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(tensors[name])
+        self.round()
+
+    def round(self) -> None:
+        """Compute with the weights as they now are."""
+        if self._masters is not None:
+            self._masters.round()
 
     def logprobs(
         self, batch: MicroBatch, *, inv_temperature: float, entropy: EntropyMode = "value"
@@ -403,10 +434,9 @@ class Policy:
     def _states(self, input_ids: Tensor, segments: Segments | None, dtype: torch.dtype) -> Tensor:
         # Padded on the right, so plain causal attention is right and a mask would only slow it
         # down; packed rows bring with them what keeps their segments apart.
-        with self._autocast(dtype):
-            output = self._backbone(
-                input_ids=input_ids, use_cache=False, **self._row_arguments(segments, dtype)
-            )
+        output = self._backbone(
+            input_ids=input_ids, use_cache=False, **self._row_arguments(segments, dtype)
+        )
         states: Tensor = output.last_hidden_state
         return states
 
@@ -433,11 +463,6 @@ class Policy:
         if obstacle is not None and wanted == "packed":
             raise packing.refuse(self.model, obstacle)
         return obstacle
-
-    def _autocast(self, dtype: torch.dtype) -> torch.autocast:
-        # Shards are cast as they are put together.
-        is_on = dtype != torch.float32 and self._root is None
-        return torch.autocast(self.device.type, dtype, enabled=is_on)
 
     def _enable_training(self, *, gradient_checkpointing: bool) -> None:
         if not gradient_checkpointing:
@@ -471,12 +496,9 @@ class Policy:
             layer.compile(dynamic=True)
 
     def _check_logits(self, dtype: torch.dtype) -> None:
-        """Compare a few tokens' logits with hidden states times LM head.
-
-        Best in float32, where a difference shows; in 16 bits both ways round alike.
-        """
+        """Compare a few tokens' logits with hidden states times LM head."""
         try:
-            with torch.no_grad(), self._autocast(dtype):
+            with torch.no_grad():
                 expected, logits = self._compute(self._logits_in_two_ways, dtype)
         except AttributeError as error:  # of a part that `drop_towers` has taken away
             raise EngineError(

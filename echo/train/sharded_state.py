@@ -30,13 +30,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from echo.core.errors import DataError, StorageError
 from echo.train import sharding
+from echo.train.optimizer import PARTS, SCALES, STEP
 
 PATTERN = "shard-*.safetensors"
 """Names of the files."""
 
-
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-"""Last parts of the names of AdamW's tensors; the third is a number."""
 
 Tensors = dict[str, Tensor]
 
@@ -69,21 +67,28 @@ def read_cut(directory: Path, own: Mapping[str, Tensor]) -> tuple[Tensors, Tenso
         StorageError: if a file is missing or damaged.
         DataError: if they belong to another model.
     """
-    shapes = _find_shapes(directory)
+    found = _find_tensors(directory)
     state: Tensors = {}
-    for name, shape in shapes.items():
-        parameter, _, moment = name.rpartition("/")
-        tensor = own.get(parameter if moment in MOMENTS else name)
-        if tensor is None or (moment != "step" and tensor.shape != shape):
+    for name, (shape, dtype) in found.items():
+        parameter, _, part = name.rpartition("/")
+        tensor = own.get(parameter if part in PARTS else name)
+        if part == STEP and tensor is not None:
+            state[name] = torch.zeros(shape)
+            continue
+        has_own_width = part.endswith(SCALES)
+        if (
+            tensor is None
+            or tensor.shape[:1] != shape[:1]
+            or (tensor.shape != shape and not has_own_width)
+        ):
             raise DataError(
                 f"{directory} holds {name} of shape {list(shape)}, which fits no tensor of this "
                 "model: it belongs to another one"
             )
-        if moment == "step":
-            state[name] = torch.zeros(shape)
-        else:
-            state[name] = sharding.like(torch.empty_like(sharding.local(tensor)), tensor)
-    if missing := sorted(own.keys() - shapes.keys()):
+        rows = sharding.local(tensor)
+        rows = rows.new_empty((*rows.shape[:1], *shape[1:]), dtype=dtype)
+        state[name] = sharding.like(rows, tensor)
+    if missing := sorted(own.keys() - found.keys()):
         raise DataError(f"{directory} lacks {len(missing)} of the model's tensors: {missing[:5]}")
     _read(directory, state)
     weights, moments = _divided(state)
@@ -91,29 +96,32 @@ def read_cut(directory: Path, own: Mapping[str, Tensor]) -> tuple[Tensors, Tenso
 
 
 def read_whole(directory: Path) -> tuple[Tensors, Tensors]:
-    """Return weights and moments, whole, on the CPU, in float32; for one process alone.
+    """Return weights and moments, whole, on the CPU; for one process alone.
 
     Raises:
         StorageError: if a file is missing or damaged.
     """
-    state = {name: torch.empty(shape) for name, shape in _find_shapes(directory).items()}
+    state = {
+        name: torch.empty(shape, dtype=dtype)
+        for name, (shape, dtype) in _find_tensors(directory).items()
+    }
     _read(directory, state)
     return _divided(state)
 
 
 def _divided(tensors: Tensors) -> tuple[Tensors, Tensors]:
     """Return which of them are weights, and which are moments."""
-    is_moment = {name: name.rpartition("/")[2] in MOMENTS for name in tensors}
+    is_moment = {name: name.rpartition("/")[2] in PARTS for name in tensors}
     weights = {name: tensor for name, tensor in tensors.items() if not is_moment[name]}
     return weights, {name: tensor for name, tensor in tensors.items() if is_moment[name]}
 
 
-def _find_shapes(directory: Path) -> dict[str, torch.Size]:
-    """Return the shape of each tensor, whole, in a directory's files."""
+def _find_tensors(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return shape and type of each tensor, whole, in a directory's files."""
     with _named(f"{directory}: cannot read the trainer's state"):
         found = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
     return {
-        name: described.size
+        name: (described.size, described.properties.dtype)
         for name, described in found.items()
         if isinstance(described, TensorStorageMetadata)
     }

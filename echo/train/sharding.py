@@ -188,16 +188,20 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:
-    """Return a part of this rank as a tensor that is cut as another one is, if that is cut."""
+    """Return a part of this rank as a tensor that is cut as another one is, if that is cut.
+
+    It has as many rows as the other one's part, and the whole of it as many as the other one.
+    """
     if not isinstance(tensor, DTensor):
         return part
+    whole_of_it = torch.empty((tensor.shape[0], *part.shape[1:]), device="meta")
     return DTensor.from_local(
         part,
         tensor.device_mesh,
         tensor.placements,
         run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
+        shape=whole_of_it.shape,
+        stride=whole_of_it.stride(),
     )
 
 

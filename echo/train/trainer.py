@@ -67,6 +67,7 @@ from echo.engine.weights import write_tensors
 from echo.kernels.logprob import EntropyMode, TokenLosses
 from echo.train import sharded_state, sharding
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
+from echo.train.optimizer import KINDS, STEP
 from echo.train.passes import Pass, gather_passes, pass_metrics
 from echo.train.policy import Compute, ModelSource, Policy, padded
 from echo.train.sharding import Ranks
@@ -187,7 +188,7 @@ def _check_options(
 # --- state on disk --------------------------------------------------------------------------------
 #
 # weights.safetensors     float32 master weights, tied ones once
-# optimizer.safetensors   "<parameter>/exp_avg", "<parameter>/exp_avg_sq", "<parameter>/step"
+# optimizer.safetensors   "<parameter>/exp_avg", "<parameter>/step", ... (optimizer.py)
 # trainer.json            counters, and the state of torch's random generators as hex
 #
 # Several ranks write the tensors of the first two, under the same names, into files of their own
@@ -291,41 +292,6 @@ def load(
     return TrainerState(weights=weights, moments=moments, counters=counters)
 
 
-def moments_of(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return the optimizer's tensors as "<parameter>/<moment>"; none before the first update."""
-    return {
-        f"{name}/{moment}": value
-        for name, parameter in parameters.items()
-        for moment, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def restore_moments(
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, Tensor],
-    moments: Mapping[str, Tensor],
-) -> None:
-    """Put back what `moments_of` returned.
-
-    Raises:
-        DataError: if a moment belongs to no parameter or has another shape.
-    """
-    restored: dict[Tensor, dict[str, Tensor]] = {}
-    for key, value in moments.items():
-        name, _, moment = key.rpartition("/")
-        parameter = parameters.get(name)
-        if parameter is None or (moment != "step" and value.shape != parameter.shape):
-            raise DataError(
-                f"optimizer state {key} of shape {list(value.shape)} fits no parameter of this "
-                "model: it belongs to another one"
-            )
-        restored.setdefault(parameter, {})[moment] = value.to(parameter.device, copy=True)
-    optimizer.state.clear()
-    optimizer.state.update(restored)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Undo:
     """Weights and moments as they were before a step of several updates, in the host's memory."""
@@ -394,7 +360,7 @@ class Trainer:
 
         Args:
             source: the model to train; with an adapter, that alone is trained.
-            compute: where and how; weights, gradients, optimizer and log-probabilities are float32
+            compute: where and how; what is trained, gradients, and log-probabilities are float32
                 whatever its type.
             loss: the policy loss of a step, for example from `make_loss`.
             optimizer: its settings in a step.
@@ -426,8 +392,8 @@ class Trainer:
         }
         """What this rank has of each parameter, in the same memory; all of it, if it is alone."""
         self._reference = self._load_reference(reference)
-        held = [shard for shard in self._shards.values() if shard.numel()]
-        self._optimizer = torch.optim.AdamW(held, fused=True)
+        with self._memory_of_adamw():
+            self._optimizer = KINDS[compute.optimizer_state](self._shards)
         self._speed = Speedometer(
             self._policy.flops,
             self.device,
@@ -528,24 +494,31 @@ class Trainer:
                 settings.max_grad_norm,
                 torch.tensor(norm, device=self.device),
             )
-            for param_group in self._optimizer.param_groups:
-                param_group["lr"] = settings.learning_rate_at(self._step_count + 1)
-                param_group["betas"] = settings.betas
-                param_group["weight_decay"] = settings.weight_decay
-            try:
-                self._optimizer.step()
-            except torch.OutOfMemoryError as error:
-                num_trained = sum(tensor.numel() for tensor in self._parameters.values())
-                raise EngineError(
-                    f"AdamW ran out of memory: its moments take {format_bytes(8 * num_trained)} "
-                    "beside weights and gradients; --dry-run tells what is needed, and lora.rank "
-                    "trains less"
-                ) from error
+            with self._memory_of_adamw():
+                self._optimizer.step(
+                    learning_rate=settings.learning_rate_at(self._step_count + 1),
+                    betas=settings.betas,
+                    weight_decay=settings.weight_decay,
+                )
+            self._policy.round()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # or its time counts as another part's
         finally:
             self._drop_gradients()
         return norm
+
+    @contextmanager
+    def _memory_of_adamw(self) -> Iterator[None]:
+        """Say what AdamW takes where there is no room for it."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            num_trained = sum(shard.numel() for shard in self._shards.values())
+            raise EngineError(
+                f'AdamW with optimizer.state = "{self.compute.optimizer_state}" ran out of memory '
+                f"beside {format_bytes(8 * num_trained)} of weights and gradients: --dry-run tells "
+                "what is needed, and which setting makes it less"
+            ) from error
 
     def _drop_gradients(self) -> None:
         for tensor in (*self._parameters.values(), *self._shards.values()):
@@ -655,9 +628,9 @@ class Trainer:
         Raises:
             StorageError: if it cannot be written.
         """
-        moments = moments_of(self._optimizer, self._shards)
+        moments = self._optimizer.tensors()
         if self._ranks is not None:
-            moments = self._cut_moments(moments)
+            moments = {name: self._as_cut(name, part) for name, part in moments.items()}
         save(
             directory,
             weights=self._policy.tensors(),
@@ -670,17 +643,10 @@ class Trainer:
             ranks=self._ranks,
         )
 
-    def _cut_moments(self, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's moments as parts of whole ones, those of empty shards included."""
-        assert self._ranks is not None, "or nothing is cut"
-        if not self._ranks.add_up(len(moments)):
-            return {}  # before the first update, on all ranks
-        cut = {name: tensor for name, tensor in moments.items() if name.endswith("/step")}
-        for name, parameter in self._parameters.items():
-            for moment in ("exp_avg", "exp_avg_sq"):
-                part = moments.get(f"{name}/{moment}", self._shards[name].detach())
-                cut[f"{name}/{moment}"] = sharding.like(part, parameter)
-        return cut
+    def _as_cut(self, name: str, part: Tensor) -> Tensor:
+        """Return this rank's rows of an optimizer's tensor as a part of the whole one."""
+        parameter, _, kind = name.rpartition("/")
+        return part if kind == STEP else sharding.like(part, self._parameters[parameter])
 
     def load_state(self, directory: Path) -> None:
         """Continue where `save_state` left off, on however many ranks.
@@ -698,7 +664,7 @@ class Trainer:
             with torch.no_grad():
                 for name, tensor in own.items():
                     sharding.local(tensor).copy_(sharding.local(state.weights[name]))
-        restore_moments(self._optimizer, self._shards, state.moments)
+        self._optimizer.load(state.moments)
         self._step_count = state.counters["step_count"]
         self._num_skipped_nonfinite = state.counters["num_skipped_nonfinite"]
 
@@ -825,7 +791,7 @@ class Trainer:
         return norm
 
     def _keep(self) -> _Undo:
-        moments = moments_of(self._optimizer, self._shards)
+        moments = self._optimizer.tensors()
         return _Undo(
             weights={
                 name: shard.detach().to("cpu", copy=True) for name, shard in self._shards.items()
@@ -837,7 +803,8 @@ class Trainer:
     def _put_back(self, undo: _Undo) -> None:
         for name, shard in self._shards.items():
             shard.copy_(undo.weights[name])
-        restore_moments(self._optimizer, self._shards, undo.moments)
+        self._policy.round()
+        self._optimizer.load(undo.moments)
 
     # --- parts of a pass -------------------------------------------------------------------------
 

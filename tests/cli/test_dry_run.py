@@ -34,6 +34,27 @@ def test_a_worker_without_a_model_says_when_the_budget_is_known() -> None:
     assert "known once the learner has told" in dry_run(config, "worker")
 
 
+def test_ranks_need_less_each(
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'[model]\nname = "{tiny_model_dir}"\n[task]\nkind = "addition"\n'
+        '[learner]\ndevice = "cpu"\nlisten = "tcp://127.0.0.1:0"\n'
+    )
+    told = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", rank)
+        assert main(["--role", "learner", "--dry-run", "--config", str(path)]) == 0
+        told.append(capsys.readouterr().out)
+    assert "memory: each of 2 ranks needs " in told[0]
+    assert told[1] == ""
+
+
 def hub_cache(directory: Path, model_dir: Path) -> Path:
     """Return a hub's cache that has config.json of org/model, and the first of two shards."""
     repository = directory / "hub" / "models--org--model"

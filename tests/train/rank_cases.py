@@ -216,9 +216,11 @@ def load_and_go_on(
     return found
 
 
-def state_trainer(ranks: Ranks | None, *, model_dir: str, has_adapter: bool = False) -> Trainer:
+def state_trainer(
+    ranks: Ranks | None, *, model_dir: str, has_adapter: bool = False, **options: Any
+) -> Trainer:
     adapter = {"lora": Lora(base_dir=Path(model_dir), rank=4, alpha=8)} if has_adapter else {}
-    return make_trainer(model_dir, ranks, **adapter)
+    return make_trainer(model_dir, ranks, **adapter, **options)
 
 
 # ------------------------------------------------------------------------------ a leader and others

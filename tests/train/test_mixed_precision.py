@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss, LossInputs, LossOutput
 from echo.algo.losses import make_loss
+from echo.engine.lora import Lora
 from echo.train.batch import AdvantageSettings
 from echo.train.trainer import Trainer
 from tests.train.test_trainer import FAST, assert_close, gradients, make_groups
@@ -121,9 +123,76 @@ def test_weights_and_moments_stay_float32_and_small_steps_add_up(tiny_model_dir:
     # Steps of 3e-4 on weights near 1 would vanish in bfloat16, whose spacing there is 8e-3.
     assert {tensor.dtype for tensor in trainer.snapshot().values()} == {torch.float32}
     assert all(bool((tensor > 0).any()) for tensor in moved)
-    assert {
-        value.dtype for state in trainer._optimizer.state.values() for value in state.values()
-    } == {torch.float32}
+    moments = trainer._optimizer.tensors()
+    assert {value.dtype for value in moments.values()} == {torch.float32}
+
+
+def test_the_model_holds_its_masters_rounded(tiny_model_dir: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16)
+    own = dict(trainer._policy.model.named_parameters())
+
+    def is_rounded() -> bool:
+        pairs = [(own[name], tensor) for name, tensor in trainer.tensors().items()]
+        return all(torch.equal(weight, master.to(torch.bfloat16)) for weight, master in pairs)
+
+    assert {weight.dtype for weight in own.values()} == {torch.bfloat16}
+    trainer.save_state(tmp_path)
+    before = {name: weight.detach().clone() for name, weight in own.items()}
+    for _ in range(3):
+        trainer.step(make_groups())
+        assert is_rounded()
+    assert not all(torch.equal(weight, before[name]) for name, weight in own.items())
+    trainer.load_state(tmp_path)
+    assert all(torch.equal(weight, before[name]) for name, weight in own.items())
+    trainer.step(make_groups())
+    undo = trainer._keep()
+    trainer.step(make_groups())
+    trainer._put_back(undo)
+    assert is_rounded()
+
+
+def test_it_scores_as_the_model_of_a_published_version_does(
+    tiny_model_dir: Path,
+) -> None:
+    trainer = make_trainer(tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16)
+    trainer.step(make_groups())
+    published = {
+        name: tensor.detach().to(torch.bfloat16) for name, tensor in trainer.tensors().items()
+    }
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16).eval()
+    model.load_state_dict(published, strict=False)
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        wanted = model.base_model(ids, use_cache=False).last_hidden_state
+        found = trainer._policy._states(ids, None, torch.bfloat16)
+    assert torch.equal(found, wanted)
+
+
+def test_gradients_of_micro_batches_add_up_in_float32(tiny_model_dir: Path) -> None:
+    trainer = make_trainer(tiny_model_dir, make_loss("grpo"), dtype=torch.bfloat16)
+    batch = trainer._prepare(make_groups())
+    for number in range(1, 4):
+        trainer.forward_backward(batch, make_loss("grpo"))
+        gradients = {name: tensor.grad for name, tensor in trainer._policy.parameters().items()}
+        assert all(weight.grad is None for weight in trainer._policy.model.parameters())
+        if number == 1:
+            once = {name: grad.clone() for name, grad in gradients.items() if grad is not None}
+    assert once.keys() == gradients.keys()
+    # In bfloat16 three times a number is seldom exact.
+    for name, grad in gradients.items():
+        assert grad is not None
+        assert grad.dtype == torch.float32
+        assert torch.allclose(grad, 3 * once[name], rtol=1e-6)
+
+
+def test_what_is_not_trained_has_no_master(tiny_model_dir: Path) -> None:
+    adapter = Lora(base_dir=tiny_model_dir, rank=4, alpha=8)
+    trainer = make_trainer(tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16, lora=adapter)
+    trainer.step(make_groups())
+    assert all("lora" in name for name in trainer.tensors())
+    assert {tensor.dtype for tensor in trainer.tensors().values()} == {torch.float32}
+    base = [p for n, p in trainer._policy.model.named_parameters() if "lora" not in n]
+    assert {weight.dtype for weight in base} == {torch.bfloat16}
 
 
 def test_scores_are_float32_and_close(tiny_model_dir: Path) -> None:

@@ -93,7 +93,7 @@ def pass_of(trainer: Trainer, groups: list[Group]) -> tuple[dict[str, Tensor], d
         for name, tensor in trainer._policy.parameters().items()
         if tensor.grad is not None
     }
-    trainer._optimizer.zero_grad()
+    trainer._drop_gradients()
     return found, trainer.step(groups).metrics
 
 

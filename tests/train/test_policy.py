@@ -205,10 +205,7 @@ def flash_attention(
 ) -> tuple[torch.Tensor, None]:
     """What transformers' flash_attention_2 does about types, around plain attention."""
     if query.dtype == torch.float32:
-        if not torch.is_autocast_enabled("cpu"):
-            raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
-        dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, enable_gqa=True, scale=options["scaling"]
     )

@@ -21,7 +21,7 @@ from echo.core.rollout import Group, Rollout
 from echo.train.batch import AdvantageSettings
 from echo.train.step import StepError
 from echo.train.trainer import OptimizerSettings, Trainer
-from tests.train.trainers import trainer_of
+from tests.train.trainers import Descent, trainer_of
 
 torch.set_num_threads(1)
 
@@ -106,10 +106,10 @@ def gradients(trainer: Trainer, groups: Sequence[Group]) -> dict[str, Tensor]:
 def gradients_and_metrics(
     trainer: Trainer, groups: Sequence[Group]
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The unclipped gradient of one step, read off an SGD step of size 1, and its metrics."""
+    """The unclipped gradient of one step, read off a step of plain descent, and its metrics."""
     parameters = trainer._policy.parameters()
     before = {name: tensor.detach().clone() for name, tensor in parameters.items()}
-    trainer._optimizer = torch.optim.SGD(parameters.values(), lr=1.0)
+    trainer._optimizer = Descent(trainer)
     trainer._settings = OptimizerSettings(learning_rate=1.0, warmup_steps=0, max_grad_norm=math.inf)
     metrics = trainer.step(groups).metrics
     return {name: before[name] - tensor.detach() for name, tensor in parameters.items()}, metrics
@@ -313,7 +313,7 @@ def test_the_gradient_is_clipped_to_its_norm(make_trainer: MakeTrainer) -> None:
     groups = make_groups()
     norm = make_trainer().step(groups).metrics["grad_norm"]
     trainer = make_trainer()
-    trainer._optimizer = torch.optim.SGD(trainer._policy.parameters().values(), lr=1.0)
+    trainer._optimizer = Descent(trainer)
     trainer._settings = OptimizerSettings(learning_rate=1.0, warmup_steps=0, max_grad_norm=norm / 4)
     before = trainer.snapshot()
     metrics = trainer.step(groups).metrics

@@ -28,3 +28,16 @@ def trainer_of(model_dir: Path, **options: Any) -> Trainer:
 def policy_of(model_dir: Path, **options: Any) -> Policy:
     source, compute = split(model_dir, options)
     return Policy(source, compute, **options)
+
+
+class Descent:
+    """In AdamW's place: each weight less its gradient, whatever the settings."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._shards = trainer._shards
+
+    @torch.no_grad()
+    def step(self, **settings: Any) -> None:
+        for shard in self._shards.values():
+            if shard.grad is not None:
+                shard -= shard.grad

@@ -261,7 +261,9 @@ def with_checkpointing(config: Config, model_dir: Path, crew: Crew | None = None
         has_checkpointing = False
     else:
         machine = read_machine(free_gpu_bytes(config.learner.device))
-        has_checkpointing = memory_budget(config, "learner", facts, machine).has_checkpointing
+        num_ranks = 1 if crew is None else crew.ranks.size
+        budget = memory_budget(config, "learner", facts, machine, num_ranks=num_ranks)
+        has_checkpointing = budget.has_checkpointing
     if crew is not None:
         has_checkpointing = crew.ranks.add_up(float(has_checkpointing)) > 0
     changed = {"gradient_checkpointing": has_checkpointing}

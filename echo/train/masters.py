@@ -1,0 +1,53 @@
+"""Float32 masters of a model whose own weights are 16 bits wide.
+
+The model holds the masters rounded, as workers do: learner and sampler compute with the same
+numbers, and no operation casts a weight again. Its gradients come in 16 bits, once per micro-batch,
+and add up in float32 as those of the masters, which alone are trained, published and saved. What is
+not trained (the base of an adapter, a reference policy) has no master: 2 bytes per parameter.
+
+Shards do without (sharding.py): there each layer is rounded whenever it is put together.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Masters:
+    """The trained parameters of a model in float32, each with its gradient."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Round a float32 model in place; its buffers stay as they are.
+
+        Args:
+            model: what is to be trained already requires a gradient.
+            dtype: that it computes in.
+        """
+        self._masters: dict[Tensor, nn.Parameter] = {}
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                self._masters[parameter] = nn.Parameter(parameter.detach())
+                parameter.register_post_accumulate_grad_hook(self._add_up)
+            parameter.data = parameter.data.to(dtype)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the master of a parameter, or the tensor itself if it has none."""
+        return self._masters.get(tensor, tensor)
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Make the model's weights those of the masters, after these have changed."""
+        for parameter, master in self._masters.items():
+            parameter.copy_(master)
+
+    @torch.no_grad()
+    def _add_up(self, parameter: Tensor) -> None:
+        """Take over the gradient of one backward pass."""
+        assert parameter.grad is not None, "torch calls this when there is one"
+        master = self._masters[parameter]
+        if master.grad is None:
+            master.grad = parameter.grad.to(master.dtype)
+        else:
+            master.grad += parameter.grad
+        parameter.grad = None

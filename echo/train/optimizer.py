@@ -1,0 +1,285 @@
+"""AdamW over plain shards, with its moments where the memory is.
+
+    float32     torch's fused AdamW: 8 bytes per parameter, beside the weights
+    8bit        torchao's: codes of 8 bits, and a scale for each block of them; 2.1 bytes
+    offloaded   torch's fused AdamW on the CPU: 8 bytes in the host's memory, none beside the
+                weights; those and their gradients go down, one after the other, and come back
+
+An optimizer sees what a rank holds of each parameter as a tensor by itself (sharding.py) with its
+clipped gradient, so it knows nothing of ranks. (torchao has an offloaded one, too. It takes the
+gradients down within the backward, before they can be clipped, and knows whole parameters only.)
+
+Blocks of 8-bit moments lie within a row of the parameter. Any number of ranks can therefore hold
+codes and scales by rows, and goes on with them bit by bit. Where rows are no multiple of a block,
+as those of norms and biases, moments are float32. A state of one kind is continued by the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from echo.core.errors import DataError
+from echo.core.extras import import_extra
+
+OptimizerState = Literal["float32", "8bit", "offloaded"]
+
+BLOCK = 64
+"""Numbers that share a scale. The widths of models are multiples of it; many are none of 256, which
+is what torchao takes by itself."""
+EPSILON = 1e-8
+"""As torch has it."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The running means of the gradient and of its square, by torch's names."""
+CODES, SCALES = "_codes", "_scales"
+"""What the two parts of an 8-bit moment add to its name."""
+STEP = "step"
+"""The number of updates, for the correction of AdamW's bias."""
+PARTS = (*MOMENTS, *(moment + part for moment in MOMENTS for part in (CODES, SCALES)), STEP)
+"""What the state of a parameter may consist of; the last is a number, all others have its rows."""
+
+
+class AdamW:
+    """torch's fused AdamW, with moments in float32 beside the weights."""
+
+    def __init__(self, shards: Mapping[str, Tensor]) -> None:
+        """Allocate the moments, at 0.
+
+        Args:
+            shards: what this process has of each parameter, which a step changes in place; one that
+                is cut up over more ranks than it has rows may be empty.
+
+        Raises:
+            torch.OutOfMemoryError: if there is no room for them.
+        """
+        self._shards = dict(shards)
+        self._moments = {name: self._new(shard.detach()) for name, shard in shards.items()}
+        self._has_begun = False
+
+    def _new(self, shard: Tensor) -> dict[str, Tensor]:
+        """Return the state of one parameter before the first update."""
+        return {key: torch.zeros_like(shard) for key in MOMENTS} | {STEP: shard.new_zeros(())}
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the moments that lie where the weights do."""
+        return sum(
+            value.nbytes
+            for name, moments in self._moments.items()
+            for value in moments.values()
+            if value.device == self._shards[name].device
+        )
+
+    @torch.no_grad()
+    def step(
+        self, *, learning_rate: float, betas: tuple[float, float], weight_decay: float
+    ) -> None:
+        """Change the weights by their gradients; those without one stay as they are."""
+        self._has_begun = True
+        held = self._with_gradient()
+        _update(
+            list(held.values()),
+            [shard.grad for shard in held.values() if shard.grad is not None],
+            [self._moments[name] for name in held],
+            learning_rate=learning_rate,
+            betas=betas,
+            weight_decay=weight_decay,
+        )
+
+    def _with_gradient(self) -> dict[str, Tensor]:
+        return {
+            name: shard
+            for name, shard in self._shards.items()
+            if shard.grad is not None and shard.numel()
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return its state as "<parameter>/<part>", not copied; none before the first step."""
+        return self._tensors() if self._has_begun else {}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what the `tensors` of any kind of optimizer were; none: before a step.
+
+        Raises:
+            DataError: if one fits no parameter; the state is undefined then.
+            ConfigError: if they are of 8 bits and torchao is not installed.
+        """
+        own = self._tensors()
+        for value in own.values():
+            value.zero_()
+        for key, value in _converted(tensors, own).items():
+            if key not in own or own[key].shape != value.shape:
+                raise DataError(
+                    f"optimizer state {key} of shape {list(value.shape)} fits no parameter of this "
+                    "model: it belongs to another one"
+                )
+            own[key].copy_(value)
+        self._has_begun = bool(tensors)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {
+            f"{name}/{key}": value
+            for name, moments in self._moments.items()
+            for key, value in moments.items()
+            if key != STEP or self._shards[name].numel()  # what is empty is never updated
+        }
+
+
+def _update(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    moments: Sequence[Mapping[str, Tensor]],
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> None:
+    """Have torch make an update, in place."""
+    adamw(
+        weights,
+        gradients,
+        [each["exp_avg"] for each in moments],
+        [each["exp_avg_sq"] for each in moments],
+        [],
+        [each[STEP] for each in moments],
+        fused=True,
+        amsgrad=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=learning_rate,
+        weight_decay=weight_decay,
+        eps=EPSILON,
+        maximize=False,
+    )
+
+
+class OffloadedAdamW(AdamW):
+    """torch's fused AdamW on the CPU, for weights and gradients that are elsewhere."""
+
+    def __init__(self, shards: Mapping[str, Tensor]) -> None:
+        """Allocate the moments in the host's memory, and room for the largest shard twice."""
+        super().__init__(shards)
+        largest = max((shard.numel() for shard in shards.values()), default=0)
+        is_pinned = any(shard.is_cuda for shard in shards.values())  # it is copied faster
+        self._room = torch.empty(2, largest, device="cpu", pin_memory=is_pinned)
+
+    def _new(self, shard: Tensor) -> dict[str, Tensor]:
+        return super()._new(torch.empty_like(shard, device="cpu"))
+
+    @torch.no_grad()
+    def step(
+        self, *, learning_rate: float, betas: tuple[float, float], weight_decay: float
+    ) -> None:
+        """Change the weights by their gradients, one after the other."""
+        self._has_begun = True
+        for name, shard in self._with_gradient().items():
+            weight, gradient = self._room[:, : shard.numel()].unflatten(1, shard.shape)
+            assert shard.grad is not None, "or it is not among them"
+            weight.copy_(shard)
+            gradient.copy_(shard.grad)
+            _update(
+                [weight],
+                [gradient],
+                [self._moments[name]],
+                learning_rate=learning_rate,
+                betas=betas,
+                weight_decay=weight_decay,
+            )
+            shard.copy_(weight)
+
+
+class EightBitAdamW(AdamW):
+    """torchao's AdamW, whose moments are codes of 8 bits (Dettmers et al., arXiv:2110.02861)."""
+
+    def __init__(self, shards: Mapping[str, Tensor]) -> None:
+        """Allocate the moments, at 0.
+
+        Raises:
+            ConfigError: if torchao is not installed.
+            torch.OutOfMemoryError: if there is no room for them.
+        """
+        torchao = _torchao("torchao.optim")
+        super().__init__(shards)
+        held = {name: shard for name, shard in self._shards.items() if shard.numel()}
+        self._optimizer = torchao.AdamW8bit(list(held.values()), eps=EPSILON) if held else None
+        for name, shard in held.items():
+            parts = self._moments[name]
+            moments = {
+                key: parts[key]
+                if key in parts
+                else _coded(key, parts[key + CODES], parts[key + SCALES])
+                for key in MOMENTS
+            }
+            self._optimizer.state[shard].update(moments, step=parts[STEP])
+
+    def _new(self, shard: Tensor) -> dict[str, Tensor]:
+        row = math.prod(shard.shape[1:]) if shard.dim() > 1 else 1
+        if row % BLOCK:
+            return super()._new(shard)
+        parts = {STEP: shard.new_zeros(())}
+        for key in MOMENTS:
+            parts[key + CODES] = torch.zeros_like(shard, dtype=torch.uint8)
+            parts[key + SCALES] = shard.new_zeros(shard.shape[0], row // BLOCK)
+        return parts
+
+    @torch.no_grad()
+    def step(
+        self, *, learning_rate: float, betas: tuple[float, float], weight_decay: float
+    ) -> None:
+        """Change the weights by their gradients; those without one stay as they are."""
+        self._has_begun = True
+        if self._optimizer is None:
+            return
+        for group in self._optimizer.param_groups:
+            group["lr"].fill_(learning_rate)  # a tensor, or each rate would be compiled anew
+            group.update(betas=betas, weight_decay=weight_decay)
+        # Compiled it is one kernel per shape on a GPU; on a CPU it would need a C++ compiler.
+        is_on_gpu = any(shard.is_cuda for shard in self._shards.values())
+        with torch.compiler.set_stance("default" if is_on_gpu else "force_eager"):
+            self._optimizer.step()
+
+
+def _torchao(module: str) -> Any:
+    return import_extra(module, extra="torchao", wanted_by='optimizer.state = "8bit"')
+
+
+def _coded(moment: str, codes: Tensor, scales: Tensor) -> Any:
+    """Return torchao's tensor of a moment, in the memory of its codes and scales."""
+    state = _torchao("torchao.optim.subclass_8bit").OptimState8bit
+    is_signed = moment == "exp_avg"
+    values = state.zeros((BLOCK,), is_signed, BLOCK, codes.device).qmap
+    return state(codes, scales.view(-1), values, is_signed, dtype=torch.float32)
+
+
+def _converted(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state with its moments in 8 bits where `own` has them so, else in float32."""
+    found = {}
+    for key, value in tensors.items():
+        plain = key.removesuffix(CODES).removesuffix(SCALES)
+        moment = plain.rpartition("/")[2]
+        if key in own or not value.numel():
+            found[key] = value
+        elif key + CODES in own and own[key + CODES].shape == value.shape:
+            codes = found[key + CODES] = torch.empty_like(value, dtype=torch.uint8)
+            scales = torch.empty_like(own[key + SCALES], device=value.device)
+            found[key + SCALES] = scales
+            _coded(moment, codes, scales).copy_(value)
+        elif key.endswith(CODES):
+            found[plain] = _coded(moment, value, tensors[plain + SCALES]).dequantize()
+        elif plain not in own:
+            found[key] = value
+    return {key: value for key, value in found.items() if value.numel()}
+
+
+KINDS: Mapping[OptimizerState, type[AdamW]] = {
+    "float32": AdamW,
+    "8bit": EightBitAdamW,
+    "offloaded": OffloadedAdamW,
+}

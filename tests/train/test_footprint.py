@@ -1,0 +1,143 @@
+"""The memory budget beside the tensors of real steps, as torch's own tracker counts them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from echo.algo.losses import make_loss
+from echo.config.load import parse_config
+from echo.config.memory import Footprint, ModelFacts
+from echo.core.rollout import Group
+from echo.train.trainer import Trainer
+from tests.train.test_trainer import FAST, make_rollout
+from tests.train.trainers import trainer_of
+
+SHAPE = {
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+PROMPT_TOKENS, COMPLETION_TOKENS = 16, 112
+MICRO_BATCH_TOKENS = 2 * (PROMPT_TOKENS + COMPLETION_TOKENS)
+AGREEMENT = 0.05
+"""How far the budget may be from what is tracked, as a share of it."""
+
+
+def make_model(directory: Path, *, is_tied: bool) -> Path:
+    config = AutoConfig.for_model(
+        "qwen3", tie_word_embeddings=is_tied, max_position_embeddings=256, **SHAPE
+    )
+    config.save_pretrained(directory)
+    return directory
+
+
+def weights_of(model_dir: Path) -> dict[str, torch.Tensor]:
+    config = AutoConfig.from_pretrained(model_dir)
+    return dict(AutoModelForCausalLM.from_config(config).state_dict())
+
+
+def make_groups() -> list[Group]:
+    """Two micro-batches of two rollouts each: in the second, gradients are there already."""
+    generator = np.random.default_rng(0)
+    return [
+        Group(
+            group_id=number,
+            attempt=0,
+            worker_id="w1",
+            prompt_ids=np.arange(3, 3 + PROMPT_TOKENS, dtype=np.int32),
+            rollouts=tuple(
+                make_rollout(generator.integers(3, 1000, size=COMPLETION_TOKENS).tolist(), reward)
+                for reward in (1.0, 0.0)
+            ),
+        )
+        for number in range(2)
+    ]
+
+
+def peak_of_a_step(trainer: Trainer) -> int:
+    """Return the most bytes of tensors that there are within the step."""
+    tracker = MemTracker()
+    policy, optimizer = trainer._policy, trainer._optimizer
+    tracker.track_external(
+        policy.model, *policy.parameters().values(), *optimizer._tensors().values()
+    )
+    compute = policy._compute
+
+    def one_after_the_other(*arguments: Any) -> Any:
+        tracker.reset_mod_stats()  # it takes each module for called once
+        return compute(*arguments)
+
+    policy._compute = one_after_the_other  # type: ignore[method-assign]
+    with tracker, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Expected a tensor or a traceable wrapper")
+        trainer.step(make_groups())
+    (found,) = tracker.get_tracker_snapshot("peak").values()
+    return max(found.values())  # of which one is the sum
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_checkpointing", "state", "is_tied"),
+    [
+        ("float32", False, "float32", True),
+        ("bfloat16", True, "float32", True),
+        pytest.param("float32", True, "float32", False, marks=pytest.mark.matrix),
+        pytest.param("bfloat16", False, "float32", True, marks=pytest.mark.matrix),
+        pytest.param("bfloat16", False, "8bit", True, marks=pytest.mark.matrix),
+        pytest.param("bfloat16", True, "float32", False, marks=pytest.mark.matrix),
+    ],
+)
+@pytest.mark.slow
+def test_the_budget_is_the_peak_of_a_real_step(
+    dtype: str, has_checkpointing: bool, state: str, is_tied: bool, tmp_path: Path
+) -> None:
+    if state == "8bit":
+        pytest.importorskip("torchao", reason="bin/echo-setup --extra torchao")
+    torch.set_num_threads(1)
+    model_dir = make_model(tmp_path, is_tied=is_tied)
+    trainer = trainer_of(
+        model_dir,
+        tensors=weights_of(model_dir),
+        loss=make_loss("grpo"),
+        optimizer=FAST,
+        dtype=getattr(torch, dtype),
+        gradient_checkpointing=has_checkpointing,
+        optimizer_state=state,
+        micro_batch_tokens=MICRO_BATCH_TOKENS,
+    )
+    settings = {
+        "learner.dtype": dtype,
+        "learner.gradient_checkpointing": has_checkpointing,
+        "learner.micro_batch_tokens": MICRO_BATCH_TOKENS,
+        "optimizer.state": state,
+        "sampling.max_completion_tokens": COMPLETION_TOKENS,
+    }
+    names = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
+    names |= {"num_kv_heads": "num_key_value_heads"}
+    own = ("hidden_size", "intermediate_size", "vocab_size", "head_dim")
+    facts = ModelFacts(
+        num_params=sum(tensor.numel() for tensor in trainer._policy.parameters().values()),
+        is_tied=is_tied,
+        **{name: SHAPE[name] for name in own},
+        **{name: SHAPE[theirs] for name, theirs in names.items()},
+    )
+    overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    footprint = Footprint(
+        config=parse_config({}, overrides), facts=facts, prompt_tokens=PROMPT_TOKENS
+    )
+    items = [item for item in footprint.learner_items() if item.is_on_gpu]
+    budget = sum(item.num_bytes for item in items)
+    peak = peak_of_a_step(trainer)
+    assert budget == pytest.approx(peak, rel=AGREEMENT), items
