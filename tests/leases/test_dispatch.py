@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import tempfile
@@ -145,7 +146,7 @@ def test_whoever_would_be_done_first_is_given_the_first_group(
 
 FAST, BOTH = {"fast": 100.0}, {"fast": 100.0, "slow": 10.0}
 MEDIAN_TOKENS, MAX_TOKENS = 60, 1200
-WARM_UP, NUM_STEPS = 4, 12
+WARM_UP, NUM_STEPS, LIMIT_S = 4, 16, 300.0
 
 
 def equal_shares(loads: Sequence[Load], *, num_promised: int) -> list[str]:
@@ -184,7 +185,7 @@ def play(
         pace: see `Rated`.
 
     Returns:
-        the world; the mean seconds of a step after the first ones.
+        the world; the mean seconds of a step after the first ones, infinite if there is none.
     """
 
     def slowdown_of(worker: str, key: tuple[int, int]) -> float:
@@ -224,10 +225,12 @@ def play(
                 **pace,
             )
             world.worker(name, rated=rated)
-        world.run_until(lambda: world.step >= WARM_UP, within_s=2000.0)
-        took_s = world.run_until(lambda: world.step >= NUM_STEPS, within_s=2000.0)
+        world.run_until(lambda: world.step >= WARM_UP or world.now > LIMIT_S, within_s=1e6)
+        before, began = world.step, world.now
+        world.run_until(lambda: world.step >= NUM_STEPS or world.now > LIMIT_S, within_s=1e6)
         world.audit()
-    return world, took_s / (NUM_STEPS - WARM_UP)
+    num_steps = world.step - before
+    return world, (world.now - began) / num_steps if num_steps else math.inf
 
 
 def mean_step(speeds: dict[str, float], *, by_speed: bool = True, **numbers: Any) -> float:
@@ -275,12 +278,16 @@ def test_equal_workers_share_a_batch_though_they_install_it_one_after_the_other(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("speed", [10.0, pytest.param(50.0, marks=pytest.mark.matrix)])
-def test_a_slower_worker_delays_no_batch_that_the_other_has_room_for(speed: float) -> None:
+@pytest.mark.parametrize(
+    ("speed", "at_most"), [(10.0, 1.05), pytest.param(50.0, 1.15, marks=pytest.mark.matrix)]
+)
+def test_a_slower_worker_delays_no_batch_that_the_other_has_room_for(
+    speed: float, at_most: float
+) -> None:
     def seconds(speeds: dict[str, float]) -> float:
         return mean_step(speeds, max_staleness=0, seed=3, places=16, alone=2.0, apart_s=0.1)
 
-    assert seconds({"fast": 100.0, "slow": speed}) <= 1.05 * seconds({"fast": 100.0})
+    assert seconds({"fast": 100.0, "slow": speed}) <= at_most * seconds({"fast": 100.0})
 
 
 @pytest.mark.matrix
@@ -514,7 +521,7 @@ def test_copies_save_a_batch_from_a_worker_that_is_suddenly_slow() -> None:
     fleet = {"a": 100.0, "b": 100.0, "slow": 10.0}
     _, without_s = play(fleet, seed=1, hiccups=0.03, hedge_factor=False)
     world, hedged_s = play(fleet, seed=1, hiccups=0.03)
-    assert hedged_s < 0.75 * without_s
+    assert hedged_s < min(0.75 * without_s, 10.0)
     num_issued, num_won, num_cancelled = (
         world.count("learner", f"{name}")
         for name in ("hedges/issued", "hedges/won", "leases_cancelled")

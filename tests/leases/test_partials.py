@@ -30,26 +30,14 @@ from echo.leases.partials import (
     encode_groups,
     encode_members,
 )
-from echo.wire.messages import Lease
+from tests.core.groups import make_partial
+from tests.roles.harness import make_lease
 
 FIRST = (Lineage(1, 0),)
 
 
-def lease(group_id: int, attempt: int = 0) -> Lease:
-    return Lease(
-        group_id=group_id, attempt=attempt, seed=100 * group_id, prompt_ids=(1, 2), example={}
-    )
-
-
-def partial(*versions: tuple[int, int], reason: str = "") -> PartialRollout:
-    """Return a rollout with one token of each version, its ids and log-probs telling them apart."""
-    count = len(versions)
-    return PartialRollout().extended(
-        np.arange(count, dtype=np.int32),
-        -np.arange(1, count + 1, dtype=np.float32),
-        np.array(versions, np.int32).reshape(-1, 2),
-        finish_reason=reason or "abort",
-    )
+def partial(*versions: tuple[int, int], reason: str = "abort") -> PartialRollout:
+    return make_partial(versions, reason)
 
 
 def fresh(
@@ -129,8 +117,8 @@ def test_tokens_of_a_lineage_that_was_left_are_of_no_use() -> None:
 
 
 def test_each_segment_has_a_seed_of_its_own() -> None:
-    partial_group = PartialGroup(lease(3), [PartialRollout(), PartialRollout()])
-    assert [partial_group.seed_of(0), partial_group.seed_of(1)] == [300, 301]
+    partial_group = PartialGroup(make_lease(3), [PartialRollout(), PartialRollout()])
+    assert [partial_group.seed_of(0), partial_group.seed_of(1)] == [3000, 3001]
     partial_group.members[0] = partial((1, 0))
     second = partial_group.seed_of(0)
     partial_group.members[0] = partial_group.members[0].extended(
@@ -139,7 +127,7 @@ def test_each_segment_has_a_seed_of_its_own() -> None:
     )  # fmt: skip
     third = partial_group.seed_of(0)
     partial_group.members[0] = partial_group.members[0].anew()
-    assert len({300, 301, second, third}) == 4
+    assert len({3000, 3001, second, third}) == 4
     assert partial_group.seed_of(0) == third, "what begins anew must not repeat the first segment"
 
 
@@ -186,11 +174,14 @@ def test_no_bytes_do_harm(data: bytes) -> None:
 
 
 def test_a_file_of_partials_belongs_to_its_run() -> None:
-    partials = [PartialGroup(lease(3), MEMBERS), PartialGroup(lease(5, 2), [PartialRollout()])]
+    partials = [
+        PartialGroup(make_lease(3), MEMBERS),
+        PartialGroup(make_lease(5, 2), [PartialRollout()]),
+    ]
     data = encode_groups("run", partials)
     found = decode_groups(data, run_id="run")
     assert [partial_group.key for partial_group in found] == [(3, 0), (5, 2)]
-    assert found[0].lease == lease(3)
+    assert found[0].lease == make_lease(3)
     assert_equal(found[0].members[1], MEMBERS[1])
     assert decode_groups(data, run_id="another") == []
     with pytest.raises(RemoteProtocolError):
@@ -203,12 +194,12 @@ def test_a_file_of_partials_belongs_to_its_run() -> None:
 def test_begun_groups_go_first_oldest_first() -> None:
     partials = PartialGroups()
     for group_id in (4, 2, 9):
-        partials.add(lease(group_id))
+        partials.add(make_lease(group_id))
     taken = partials.take(2, group_size=2)
     assert [partial_group.lease.group_id for partial_group in taken] == [2, 4]
     for partial_group in reversed(taken):
         assert partials.park(partial_group)
-    partials.add(lease(1))
+    partials.add(make_lease(1))
     assert [d.lease.group_id for d in partials.take(3, group_size=2)] == [2, 4, 1]
     assert len(partials) == 4
 
@@ -216,10 +207,10 @@ def test_begun_groups_go_first_oldest_first() -> None:
 def test_room_is_counted_in_rollouts_that_are_to_be_sampled_and_none_is_passed_over() -> None:
     partials = PartialGroups()
     over, left = partial((1, 0), reason="stop"), partial((1, 0))
-    partials.add(lease(1), [over, left, left])
-    partials.add(lease(2), [over, over, over])
-    partials.add(lease(4), [over, over, left])
-    partials.add(lease(3))
+    partials.add(make_lease(1), [over, left, left])
+    partials.add(make_lease(2), [over, over, over])
+    partials.add(make_lease(4), [over, over, left])
+    partials.add(make_lease(3))
 
     def taken(room: int, *, size: int = 3) -> list[int]:
         found = partials.take(9, group_size=size, max_rollouts=room)
@@ -229,7 +220,7 @@ def test_room_is_counted_in_rollouts_that_are_to_be_sampled_and_none_is_passed_o
     assert taken(2) == [1, 2], "what is whole needs no space"
     assert taken(3) == [4], "which leaves two places, and the fresh one needs three"
     assert taken(3) == [3]
-    partials.add(lease(5), [over, left])
+    partials.add(make_lease(5), [over, left])
     assert taken(2) == [], "of another size: it begins anew, all of it"
     assert taken(3) == [5]
 
@@ -237,7 +228,7 @@ def test_room_is_counted_in_rollouts_that_are_to_be_sampled_and_none_is_passed_o
 def test_a_group_that_is_not_wanted_any_more_is_forgotten_wherever_it_is() -> None:
     partials = PartialGroups()
     for group_id in range(3):
-        partials.add(lease(group_id))
+        partials.add(make_lease(group_id))
     running, interrupted = partials.take(2, group_size=1)
     interrupted.members = [partial((1, 0), (1, 0))]
     partials.park(interrupted)
@@ -246,7 +237,7 @@ def test_a_group_that_is_not_wanted_any_more_is_forgotten_wherever_it_is() -> No
     assert [partials.revoke((0, 0)), partials.revoke((0, 0))] == [1, 0], "counted once"
     assert not partials.park(running)
     assert not len(partials)
-    partials.add(lease(8), [partial((1, 0), reason="stop")])
+    partials.add(make_lease(8), [partial((1, 0), reason="stop")])
     [partial_group] = partials.take(1, group_size=1)
     partials.revoke((8, 0))
     assert not partials.end(partial_group.key), "nobody wants its result"
@@ -254,7 +245,7 @@ def test_a_group_that_is_not_wanted_any_more_is_forgotten_wherever_it_is() -> No
 
 def test_only_news_is_shipped() -> None:
     partials = PartialGroups()
-    partials.add(lease(0), [partial((1, 0))])
+    partials.add(make_lease(0), [partial((1, 0))])
     assert [d.key for d in partials.take_due(interval_s=30, now=5.0)] == [(0, 0)]
     assert partials.take_due(interval_s=0, now=6.0) == []
     partials.interrupted[0, 0].members = [partial((1, 0), (1, 0))]
@@ -280,7 +271,7 @@ class Life:
 
     def grant(self) -> None:
         if len(self.open) < 6:
-            self.partials.add(lease(self.next_id))
+            self.partials.add(make_lease(self.next_id))
             self.open.add(self.next_id)
             self.next_id += 1
 
@@ -350,7 +341,7 @@ class Life:
             self.open.remove(group.group_id)
             self.delivered.append(group)
         else:
-            self.partials.add(lease(group.group_id))  # refused, and granted again
+            self.partials.add(make_lease(group.group_id))  # refused, and granted again
 
     def crash(self) -> None:
         """Lose the process: what was saved comes back, the rest is granted again."""
@@ -359,7 +350,7 @@ class Life:
         self.partials.restore(decode_groups(saved, run_id="run"))
         for group_id in self.open:
             if (group_id, 0) not in self.partials:
-                self.partials.add(lease(group_id))
+                self.partials.add(make_lease(group_id))
 
     def train(self) -> None:
         self.step += 1

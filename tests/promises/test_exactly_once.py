@@ -102,7 +102,8 @@ def test_10_a_hedged_group_counts_once_and_its_loser_is_told(make_world: MakeWor
     world.learner()
     world.worker("fast")
     world.worker("slow", sample_s=30.0)
-    world.run_until(lambda: world.records("cancelled"), within_s=200.0)
+    world.run_until(lambda: world.count("learner", "leases_cancelled"), within_s=100.0)
+    world.run(0.1)
     cancelled = world.records("cancelled")[-1]
     [first] = [r for r in world.records("accepted") if r["group"] == cancelled["group"]]
     assert first["worker"] != cancelled["worker"]

@@ -588,6 +588,8 @@ class World:
         self._noise, self._loss, self._luck = noise, loss, random.Random(f"{seed}/loss")
         self._watchers: list[Callable[[str, str, Any], bool | None]] = []
         self._acknowledged: list[int] = []
+        self._failure: AssertionError | None = None
+        """Of who watches."""
         self.sample_s, self.train_s = sample_s, train_s
         self._slow_disks: dict[str, float] = {}
         route = Route(latency_s=delay_s, jitter_s=jitter_s, bytes_per_s=bytes_per_s)
@@ -939,8 +941,12 @@ class World:
         head = bytes(frames[0])
         if b"Ack" in head and isinstance(ack := message_of(frames), Ack):
             self._acknowledged += [ack.group_id] * (ack.outcome == "accepted")
-        message = message_of(frames) if self._watchers else None
-        is_lost = sum(watch(sender, target, message) is True for watch in self._watchers) > 0
+        message, is_lost = message_of(frames) if self._watchers else None, False
+        for watch in self._watchers:
+            try:
+                is_lost |= watch(sender, target, message) is True
+            except AssertionError as error:  # the node would take it for a fault of its own
+                self._failure = self._failure or error
         return is_lost or (self._loss > 0 and self._luck.random() < self._loss)
 
     @contextmanager
@@ -1131,6 +1137,8 @@ class World:
     def run(self, seconds: float) -> None:
         """Let time pass."""
         self._loop.run_until_complete(asyncio.sleep(seconds))
+        if self._failure is not None:
+            raise self._failure
 
     def run_until(self, is_done: Callable[[], object], *, within_s: float = 60.0) -> float:
         """Let time pass until `is_done`; return the seconds that it took, fail after `within_s`."""
@@ -1138,6 +1146,8 @@ class World:
 
         async def wait() -> None:
             while not is_done():
+                if self._failure is not None:
+                    raise self._failure
                 assert self.now < began + within_s, f"not within {within_s:g} s: {self._told[-8:]}"
                 await asyncio.sleep(0.02)
 

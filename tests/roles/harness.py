@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.core.rollout import Group, PolicyVersion, Rollout
+from echo.core.rollout import Group, PolicyVersion
 from echo.roles.learner import Learner
 from echo.weights.broadcast import Broadcast
 from echo.weights.manifest import Manifest, SignedManifest, TensorSpec, build_manifest, sign
 from echo.wire.actions import Action
 from echo.wire.codec import decode_envelope, decode_message
 from echo.wire.messages import Lease
+from tests.core.groups import make_rollout
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 PUBLIC_KEY = KEY.public_key().public_bytes_raw()
@@ -46,15 +48,16 @@ def make_version(
     return sign(manifest, key), manifest, image
 
 
-def make_lease(group_id: int, attempt: int) -> Lease:
+def make_lease(group_id: int, attempt: int = 0, **fields: Any) -> Lease:
     """Return the lease of a group as a learner of `tests/promises/world.py` grants it."""
-    return Lease(
+    lease = Lease(
         group_id=group_id,
         attempt=attempt,
         seed=1000 * group_id + attempt,
         prompt_ids=(1, 2, 3),
         example={"index": group_id},
     )
+    return msgspec.structs.replace(lease, **fields)
 
 
 class Prompts:
@@ -67,22 +70,6 @@ class Prompts:
         if group_id in self._faults:
             raise self._faults[group_id]
         return make_lease(group_id, attempt)
-
-
-def make_rollout(
-    versions: Sequence[PolicyVersion], *, reward: float = 1.0, masked: Iterable[int] = ()
-) -> Rollout:
-    """Return a rollout with one token per version; those at the indices `masked` are masked."""
-    mask = np.ones(len(versions), dtype=np.bool_)
-    mask[list(masked)] = False
-    return Rollout(
-        token_ids=np.arange(3, 3 + len(versions), dtype=np.int32),
-        sampler_logprobs=np.full(len(versions), -0.5, dtype=np.float32),
-        policy_versions=np.array([[v.lineage, v.step] for v in versions], dtype=np.int32),
-        completion_mask=mask,
-        reward=reward,
-        finish_reason="stop",
-    )
 
 
 def make_group(
@@ -100,7 +87,10 @@ def make_group(
         attempt=attempt,
         worker_id=worker,
         prompt_ids=np.array(make_lease(group_id, attempt).prompt_ids, dtype=np.int32),
-        rollouts=tuple(make_rollout([version] * num_tokens, reward=float(i)) for i in range(size)),
+        rollouts=tuple(
+            make_rollout([(version.lineage, version.step)] * num_tokens, reward=float(i))
+            for i in range(size)
+        ),
     )
 
 

@@ -40,7 +40,6 @@ from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
 from tests.roles.harness import make_group, make_lease
 from tests.roles.test_worker import Paper
-from tests.roles.test_worker import lease as lease_of
 from tests.wire.schema import (
     extreme_messages,
     is_bounded,
@@ -209,7 +208,7 @@ def test_a_group_that_no_message_holds_fails_with_its_reason(
 ) -> None:
     monkeypatch.setattr(worker, "MAX_PAYLOAD_BYTES", 200)
     paper = Paper({0: (9, 9)})
-    paper.grant(lease_of(0))
+    paper.grant(make_lease(0))
     paper.role.finished(make_group(0, PolicyVersion(1, 0)), now=3.0)
     failed = paper.role.outbox._deliveries[0, 0].message
     assert isinstance(failed, Failed)
@@ -220,7 +219,7 @@ def test_a_group_that_no_message_holds_fails_with_its_reason(
 
 def test_leases_with_long_prompts_travel_in_several_grants() -> None:
     shipped = ShippedPartials(Counters())
-    lease = msgspec.structs.replace(make_lease(0, 0), prompt_ids=(10**6,) * (MAX_LEASE_BYTES // 11))
+    lease = make_lease(0, prompt_ids=(10**6,) * (MAX_LEASE_BYTES // 11))
     grants = [grant for grant, _ in shipped.grants([lease] * 5)]
     assert [len(grant.leases) for grant in grants] == [2, 2, 1]
     for grant in grants:

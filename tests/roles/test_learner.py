@@ -14,18 +14,14 @@ from echo.core.rollout import PartialRollout
 from echo.leases.partials import PartialGroup, ShippedPartials, encode_members
 from echo.wire import codec
 from echo.wire.messages import Heartbeat, NodeStats, Partial
+from tests.core.groups import make_partial
 from tests.leases.test_scheduler import make_worker
 from tests.promises.world import World
 from tests.roles.harness import make_lease
 
 
-def partial(num_tokens: int, *, step: int = 0, reason: str = "") -> PartialRollout:
-    return PartialRollout().extended(
-        np.arange(num_tokens, dtype=np.int32),
-        np.full(num_tokens, -0.5, np.float32),
-        np.full((num_tokens, 2), (1, step), np.int32),
-        finish_reason=reason or "abort",
-    )
+def partial(num_tokens: int, *, step: int = 0, reason: str = "abort") -> PartialRollout:
+    return make_partial([(1, step)] * num_tokens, reason)
 
 
 def begin(world: World, *members: PartialRollout) -> list[PartialGroup]:

@@ -18,7 +18,7 @@ NEWER = PolicyVersion(1, 7)
 
 
 def asking(group_id: int, version: PolicyVersion | None = NEWER) -> Lease:
-    return msgspec.structs.replace(make_lease(group_id, 0), min_version=version)
+    return make_lease(group_id, min_version=version)
 
 
 def test_a_lease_waits_for_so_long_and_no_longer() -> None:
@@ -106,7 +106,7 @@ def test_what_has_waited_in_vain_goes_to_another_worker(make_world: MakeWorld) -
 
 
 def wanting(group_id: int, version: PolicyVersion) -> Lease:
-    return msgspec.structs.replace(make_lease(group_id, 0), exact_version=version)
+    return make_lease(group_id, exact_version=version)
 
 
 def test_an_exact_version_is_sampled_by_that_one_alone() -> None:

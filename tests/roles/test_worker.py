@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -35,6 +34,8 @@ from echo.weights.broadcast import Broadcast
 from echo.wire.actions import Action, Note, Stop
 from echo.wire.codec import decode_group
 from echo.wire.messages import Ack, Failed, Lease
+from tests.core.groups import make_partial
+from tests.roles.harness import make_lease
 
 V0, V1, V2 = (PolicyVersion(1, step) for step in range(3))
 LENGTHS = {0: (2, 50), 1: (2, 3), 2: (60, 2), 3: (3, 3), 4: (2, 2), 5: (4, 4)}
@@ -57,11 +58,6 @@ class Role(Worker):
     is_admitted = True
     lineages = (Lineage(1, 0),)
     broadcast: Weights
-
-
-def lease(group_id: int, **fields: Any) -> Lease:
-    plain = Lease(group_id=group_id, attempt=0, seed=group_id, prompt_ids=(1,), example={})
-    return msgspec.structs.replace(plain, **fields)
 
 
 def make_role(terms: ReleaseTerms | None = None) -> Role:
@@ -111,7 +107,7 @@ class Paper:
             self.do(self.role.installed(version, now=0.0))
 
     def grant(self, *leases: Lease, members: Sequence[PartialRollout] = ()) -> None:
-        for each in leases or [lease(group_id) for group_id in sorted(self.lengths)]:
+        for each in leases or [make_lease(group_id) for group_id in sorted(self.lengths)]:
             self.role.partials.add(each, members)
         self.do(self.role._next(self.now))
 
@@ -249,10 +245,10 @@ def test_a_batch_is_not_recalled_for_nothing() -> None:
     """The target is reached, but no other group waits for the room: until one comes."""
     for latecomer in (None, 5):
         paper = Paper(LENGTHS, over_submission=2.0)
-        paper.grant(*map(lease, range(4)))
+        paper.grant(*map(make_lease, range(4)))
         paper.run(until=lambda paper=paper: len(paper.delivered()) == 2)
         if latecomer is not None:
-            paper.grant(lease(latecomer))
+            paper.grant(make_lease(latecomer))
         paper.run(until=lambda paper=paper: not paper.engine or len(paper.sampled) > 1)
         assert len(paper.sampled) == (1 if latecomer is None else 2)
 
@@ -297,7 +293,7 @@ def test_groups_of_an_exact_version_are_sampled_to_their_end(is_continuous: bool
         paper = Paper(
             {0: (1, 30), 1: (1, 30)}, groups_per_batch=1, is_continuous=is_continuous, ship_s=8.0
         )
-        paper.grant(*(lease(group_id, exact_version=version) for group_id in range(2)))
+        paper.grant(*(make_lease(group_id, exact_version=version) for group_id in range(2)))
         paper.run()
         assert len(paper.sampled) == num_calls
 
@@ -305,7 +301,7 @@ def test_groups_of_an_exact_version_are_sampled_to_their_end(is_continuous: bool
 def test_an_engine_with_newer_weights_refuses_an_exact_version() -> None:
     """The role may not know of them yet."""
     paper = Paper(LENGTHS)
-    paper.grant(*(lease(group_id, exact_version=V0) for group_id in range(4)))
+    paper.grant(*(make_lease(group_id, exact_version=V0) for group_id in range(4)))
     [call] = paper.engine
     paper.do(paper.role.refused(call, "exactly v0 is wanted, v1 is installed", now=0.0))
     assert not paper.role.partials
@@ -313,27 +309,21 @@ def test_an_engine_with_newer_weights_refuses_an_exact_version() -> None:
     assert "exactly v0 is wanted" in paper.take(Note)[-1].text
 
 
-def members(*steps: int, num_tokens: int = 3, reason: str = "abort") -> list[PartialRollout]:
-    return [
-        PartialRollout().extended(
-            np.arange(num_tokens, dtype=np.int32), np.zeros(num_tokens, np.float32),
-            np.full((num_tokens, 2), (1, step), np.int32), finish_reason=reason,
-        )
-        for step in steps
-    ]  # fmt: skip
+def members(*steps: int, reason: str = "abort") -> list[PartialRollout]:
+    return [make_partial([(1, step)] * 3, reason) for step in steps]
 
 
 def test_what_others_have_sampled_under_another_version_begins_anew() -> None:
     paper = Paper({0: (9, 9)}, version=V1)
-    paper.grant(lease(0, exact_version=V1), members=members(0, 1))
+    paper.grant(make_lease(0, exact_version=V1), members=members(0, 1))
     assert paper.num_before == {"0.0": [0], "0.1": [3]}
     assert paper.role.partial_counts["wasted_tokens"] == 3
 
 
 def test_what_came_whole_is_scored_and_a_prompt_beyond_the_window_fails() -> None:
     paper = Paper({0: (3, 3), 1: (3, 3)})
-    paper.grant(lease(0), members=members(0, 0, reason="stop"))
-    paper.grant(lease(1, prompt_ids=(1,) * 6))
+    paper.grant(make_lease(0), members=members(0, 0, reason="stop"))
+    paper.grant(make_lease(1, prompt_ids=(1,) * 6))
     assert not paper.sampled
     assert paper.delivered() == [0, 1]
     failed = paper.role.outbox._deliveries[1, 0].message
@@ -360,7 +350,7 @@ def test_nothing_is_sampled_while_the_outbox_is_full_or_there_are_no_weights() -
 def test_a_worker_says_what_it_waits_for() -> None:
     paper = Paper()
     assert paper.role.activity == "waiting for leases"
-    paper.grant(lease(0, min_version=V1))
+    paper.grant(make_lease(0, min_version=V1))
     assert paper.role.activity == "waiting for newer weights"
     assert paper.arrive(V1) == [V1]
     assert paper.role.activity == "installing v1"
@@ -393,7 +383,7 @@ def test_a_group_that_another_has_finished_is_recalled_and_not_delivered(is_whol
 
 def test_an_acknowledgement_takes_a_lease_from_the_queue() -> None:
     paper = Paper({0: (9, 9)}, groups_per_batch=1)
-    paper.grant(*map(lease, range(3)))
+    paper.grant(*map(make_lease, range(3)))
     paper.acknowledge(1)
     assert sorted(group_id for group_id, _ in paper.role.partials.queue) == [2]
     assert len(paper.engine) == 1, "what it samples goes on"
@@ -401,7 +391,7 @@ def test_an_acknowledgement_takes_a_lease_from_the_queue() -> None:
 
 def test_groups_that_an_engine_gives_back_go_on_before_fresh_ones() -> None:
     paper = Paper(version=None)
-    paper.grant(*map(lease, range(3)))
+    paper.grant(*map(make_lease, range(3)))
     session = paper.role
     taken = session.partials.take(2, group_size=2, installed=V0)
     taken[1].num_progress = 7
@@ -416,7 +406,7 @@ def test_groups_that_an_engine_gives_back_go_on_before_fresh_ones() -> None:
 def test_a_group_that_is_scored_is_alive_at_every_heartbeat() -> None:
     paper = Paper()
     paper.lengths = {}
-    paper.grant(lease(0), members=members(0, 0, reason="stop"))
+    paper.grant(make_lease(0), members=members(0, 0, reason="stop"))
     [score] = paper.take(Score)
     for _ in range(3):
         paper.role.heartbeat(now=0.0)
@@ -481,10 +471,10 @@ def wanted(paper: Paper) -> dict[int, PolicyVersion | None]:
 def test_a_group_is_sampled_to_its_end_by_the_version_that_began_it(stale_tokens: str) -> None:
     """In parts, too; and the newest is installed while it is."""
     paper = several({0: (30, 2), 1: (3, 3)}, ship_s=5.0, stale_tokens=stale_tokens)
-    paper.grant(lease(0))
+    paper.grant(make_lease(0))
     paper.turn()
     install(paper, V1)
-    paper.grant(lease(1))
+    paper.grant(make_lease(1))
     assert wanted(paper) == {0: V0, 1: V1}
     assert paper.run() == [1, 0]
     assert len(paper.num_before["0.0"]) > 2
@@ -515,9 +505,9 @@ def test_what_is_too_old_to_be_trained_on_begins_anew_as_a_whole() -> None:
 
 def test_a_version_of_a_lineage_that_was_left_goes_on_with_nothing() -> None:
     paper = several({0: (30, 30), 1: (30, 30)}, max_age=2)
-    paper.grant(lease(0))
+    paper.grant(make_lease(0))
     install(paper, V1)
-    paper.grant(lease(1))
+    paper.grant(make_lease(1))
     assert wanted(paper) == {0: V0, 1: V1}
     paper.role.lineages = (Lineage(1, 0), Lineage(2, 0))  # type: ignore[misc]
     install(paper, PolicyVersion(2, 0))
@@ -527,11 +517,11 @@ def test_a_version_of_a_lineage_that_was_left_goes_on_with_nothing() -> None:
 def test_an_exact_version_is_sampled_while_the_engine_holds_it() -> None:
     paper = several(dict.fromkeys(range(3), (3, 3)))
     install(paper, V1)
-    paper.grant(lease(0, exact_version=V0))
+    paper.grant(make_lease(0, exact_version=V0))
     assert wanted(paper) == {0: V0}
     install(paper, V2)
     assert not paper.engine
-    paper.grant(lease(1, exact_version=V0), lease(2, exact_version=V1))
+    paper.grant(make_lease(1, exact_version=V0), make_lease(2, exact_version=V1))
     assert wanted(paper) == {2: V1}
     paper.do(paper.role.expire(now=paper.now))
     assert paper.role.counters["engine/version_refused"] == 2
@@ -542,8 +532,8 @@ def test_an_exact_version_is_sampled_while_the_engine_holds_it() -> None:
 def test_what_must_be_of_a_newer_version_is_not_continued_by_the_one_that_began_it() -> None:
     paper = several({0: (9, 9), 1: (9, 9)})
     install(paper, V1)
-    paper.grant(lease(0, min_version=V1), members=members(0, 0))
-    paper.grant(lease(1), members=members(0, 0))
+    paper.grant(make_lease(0, min_version=V1), members=members(0, 0))
+    paper.grant(make_lease(1), members=members(0, 0))
     assert wanted(paper) == {0: V1, 1: V0}
     assert paper.num_before == {"0.0": [0], "0.1": [0], "1.0": [3], "1.1": [3]}
 
@@ -551,7 +541,7 @@ def test_what_must_be_of_a_newer_version_is_not_continued_by_the_one_that_began_
 def test_what_the_engine_has_lost_begins_anew() -> None:
     paper = several({0: (9, 9), 1: (9, 9)})
     install(paper, V1)
-    paper.grant(lease(0), members=members(0, 0))
+    paper.grant(make_lease(0), members=members(0, 0))
     [call] = paper.engine
     paper.engine.clear()
     paper.do(paper.role.refused(call, "exactly v0 is wanted, v1 is installed", now=0.0))
@@ -568,7 +558,7 @@ def test_what_the_engine_has_lost_begins_anew() -> None:
 def test_what_came_whole_needs_no_version() -> None:
     paper = several({0: (3, 3)})
     install(paper, V1), install(paper, V2)
-    paper.grant(lease(0), members=members(1, 1, reason="stop"))
+    paper.grant(make_lease(0), members=members(1, 1, reason="stop"))
     paper.role._versions = (V2,)
     assert not paper.sampled
     assert paper.delivered() == [0]
@@ -621,7 +611,7 @@ def test_agents_are_offered_all_leases_at_once_and_ask_for_theirs() -> None:
     assert paper.role.max_groups == 0
     paper.do(paper.role.demand(3, now=0.0))
     assert paper.role.capacity() == 3
-    paper.grant(*map(lease, range(3)))
+    paper.grant(*map(make_lease, range(3)))
     [offer] = paper.take(OfferEpisodes)
     assert [each.group_id for each in offer.leases] == [0, 1, 2]
     assert paper.role.activity == "serving agents"
@@ -646,7 +636,7 @@ def test_a_worker_that_leaves_hands_over_what_is_unfinished_and_waits_for_the_re
     assert not paper.engine
     assert paper.role.partial_counts["shipped"] == 1
     [save] = paper.take(Save)
-    paper.grant(lease(2))
+    paper.grant(make_lease(2))
     assert len(paper.sampled) == 1, "nothing begins any more"
     assert paper.arrive(V1) == []
     paper.acknowledge(0)
