@@ -148,15 +148,6 @@ def test_congestion_control_is_chosen_where_it_is_permitted(run: Run) -> None:
         run(scenario(name))
 
 
-def test_what_a_socket_holds_can_be_bounded(run: Run) -> None:
-    async def scenario() -> None:
-        with await zmq.bound_socket("tcp://127.0.0.1:0", None, 1 << 16) as bound:
-            option = socket.TCP_NOTSENT_LOWAT
-            assert bound.getsockopt(socket.IPPROTO_TCP, option) == 1 << 16
-
-    run(scenario())
-
-
 def test_an_oversized_frame_ends_the_senders_connection_only(run: Run) -> None:
     async def scenario() -> None:
         strict = OPTIONS
