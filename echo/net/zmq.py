@@ -27,9 +27,9 @@ admission: libzmq gathers the frames of one message without a bound on their num
 **Sockets are drained raw, on the loop.** A reader callback only notes that a socket has something;
 `receive` takes messages until EAGAIN or the end of its budget, one wake-up per burst instead of one
 future per message, and yields to the loop before it goes on. The descriptor is edge-triggered: an
-edge means "look at ZMQ_EVENTS", any send may swallow one and therefore looks too, and a socket
-stays noted until it said EAGAIN. Monitors are drained in their callback at once, since libzmq's I/O
-thread waits on a full one.
+edge means "look at ZMQ_EVENTS", any send may swallow one, so that the loop's next turn looks too,
+and a socket stays noted until it said EAGAIN. Monitors are drained in their callback at once, since
+libzmq's I/O thread waits on a full one.
 
 **Encryption** is CURVE (`curve.py`), on all links of a transport with keys and on none of one
 without. A stranger who does not speak it, or nothing at all, is closed when the handshake's timeout
@@ -406,7 +406,10 @@ class Channel(Protocol):
         """Return the means to send on one connection."""
 
     def look(self) -> None:
-        """Note the channel if it has messages; due after everything that may swallow a wake-up."""
+        """Note the channel if it has messages."""
+
+    def look_soon(self) -> None:
+        """Look in the next turn of the loop; due after everything that may swallow a wake-up."""
 
     def read_news(self, at_most: int | None = None) -> bool:
         """Pass on the news that has come; return whether that was all."""
@@ -844,7 +847,7 @@ class DialledLink:
         if news is News.UP:
             self._is_bulk_up = True
             self._bulk.outbox(b"").send([b""], 0)
-            self._bulk.look()
+            self._bulk.look_soon()
         elif news is News.OVER and self._is_bulk_up:
             self._is_over = True  # what was on its way is lost: as if the link were
             self._host.note(self)
@@ -862,7 +865,7 @@ class DialledLink:
         if self._channel is None or self._outbox is None or self._is_over:
             return False
         is_sent = self._outbox.send(frames, num_bytes)
-        self._channel.look()
+        self._channel.look_soon()
         return is_sent
 
     def close(self) -> None:
@@ -1050,6 +1053,9 @@ NEWS_PER_TURN = 1024
 
 # Below this libzmq copies, which is cheaper than a release notice per frame; pyzmq's own choice.
 _ZERO_COPY_BYTES = zmq.COPY_THRESHOLD
+# Plain numbers: what Python does with pyzmq's enumerations takes longer than what libzmq does.
+_AT_ONCE, _MORE_AT_ONCE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
+_READABLE = int(zmq.POLLIN)
 _NEWS: dict[int, News] = {
     zmq.EVENT_ACCEPTED: News.ACCEPTED,
     zmq.EVENT_HANDSHAKE_SUCCEEDED: News.UP,
@@ -1108,13 +1114,13 @@ class ZmqOutbox:
     ) -> zmq.MessageTracker | None:
         *first, last = frames
         if self._identity:
-            self._to.send(self._identity, zmq.SNDMORE | zmq.NOBLOCK)
+            self._to.send(self._identity, _MORE_AT_ONCE)
         for frame in first:
-            self._to.send(frame, zmq.SNDMORE | zmq.NOBLOCK, copy=False)
+            self._to.send(frame, _MORE_AT_ONCE, copy=len(frame) < _ZERO_COPY_BYTES)
         if is_tracked:
             tracked = zmq.Frame(last, track=True, copy=False)
-            return self._to.send(tracked, zmq.NOBLOCK, copy=False, track=True)
-        self._to.send(last, zmq.NOBLOCK, copy=False)
+            return self._to.send(tracked, _AT_ONCE, copy=False, track=True)
+        self._to.send(last, _AT_ONCE)
         return None
 
 
@@ -1170,7 +1176,7 @@ class ZmqChannel:
             raise
         self._monitor.setsockopt(zmq.RCVHWM, 0)
         self._monitor.connect(endpoint)
-        self._is_reading_on = False
+        self._is_reading_on = self._will_look = self._is_closed = False
         self._loop.add_reader(self._monitor.FD, self._read_some_news)
         self._loop.add_reader(self.socket.FD, self.look)
         self.read_news()  # only a reader that has seen EAGAIN is woken
@@ -1211,8 +1217,15 @@ class ZmqChannel:
 
     def look(self) -> None:
         """Consume an edge, and note the socket if it has messages."""
-        if not self.socket.closed and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        self._will_look = False
+        if not self._is_closed and int(self.socket.getsockopt(zmq.EVENTS)) & _READABLE:
             self._on_readable()
+
+    def look_soon(self) -> None:
+        """Look in the next turn of the loop: once, whatever is sent until then."""
+        if not self._will_look:
+            self._will_look = True
+            self._loop.call_soon(self.look)
 
     def read_news(self, at_most: int | None = None) -> bool:
         """Read the monitor, and return whether it has been read empty."""
@@ -1242,10 +1255,12 @@ class ZmqChannel:
     def receive(self) -> tuple[bytes, list[Frame]] | None:
         """Take one message; None is EAGAIN, which arms the edge again."""
         try:
-            parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            parts = [self.socket.recv(_AT_ONCE, copy=False)]
         except zmq.Again:
             self._first_part = None
             return None
+        while parts[-1].more:
+            parts.append(self.socket.recv(_AT_ONCE, copy=False))
         if not self._is_router:
             return b"", [_as_frame(part) for part in parts]
         self._first_part, *payload = parts
@@ -1273,6 +1288,7 @@ class ZmqChannel:
         """Close the socket; libzmq goes on sending for at most `linger_s`."""
         self._loop.remove_reader(self._monitor.FD)
         self._loop.remove_reader(self.socket.FD)
+        self._is_closed = True
         self.socket.disable_monitor()
         self._monitor.close(linger=0)
         self.socket.close(linger=_ms(linger_s))
@@ -1507,9 +1523,9 @@ class ZmqTransport(Transport):
                 is_sent = link.send(frames, num_bytes)
             case Inbound() as inbound if self._listener is not None:
                 is_sent = inbound.send(frames, num_bytes, is_public=is_public)
-                self._listener.channel.look()
+                self._listener.channel.look_soon()
                 if inbound.bulk is not None and self._bulk_listener is not None:
-                    self._bulk_listener.channel.look()
+                    self._bulk_listener.channel.look_soon()
         if is_sent:
             self.totals.messages_out += 1
             self.totals.bytes_out += num_bytes

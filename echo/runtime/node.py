@@ -140,6 +140,7 @@ class Node:
         transport.on_dial_failed = self._on_dial_failed
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0
+        self._is_reading = False
         self._stopped: asyncio.Future[str] | None = None
         self._num_interrupts = 0
         self._reports = OncePerMinute()
@@ -264,7 +265,9 @@ class Node:
 
     async def _read(self) -> None:
         while True:
-            for event in await self.transport.receive():
+            events = await self.transport.receive()
+            self._is_reading = True
+            for event in events:
                 match event:
                     case Received() if event.is_public and not is_public(event.frames):
                         self._refuse_public(event)
@@ -275,6 +278,8 @@ class Node:
                             self.perform(self.connected(event.peer))
                     case Disconnected():
                         self.perform(self.disconnected(event.peer, event.reason))
+            self._is_reading = False
+            self._settle()
 
     def _refuse_public(self, event: Received) -> None:
         """Drop what only an encrypted connection may bring."""
@@ -302,7 +307,7 @@ class Node:
     # --- acting ----------------------------------------------------------------------------------
 
     def perform(self, actions: Iterable[Action]) -> None:
-        """Carry out actions in order, then arm the timer anew."""
+        """Carry out actions in order, then arm the timer anew; of a burst of messages once."""
         for action in actions:
             match action:
                 case Send():
@@ -319,6 +324,11 @@ class Node:
                     self._work(action)
                 case _:
                     self.on_action(action)
+        if not self._is_reading:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Do what is due after each decision, or after some in a row."""
         self._topics.tell_due(now=self.now)
         self._arm()
 

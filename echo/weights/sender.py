@@ -342,6 +342,8 @@ class Sender:
 
         One held back for a sibling does not wait: the uplink carries what that one gets.
         """
+        if not self.children and self.rate.is_paused:
+            return
         fetching = [child for child in self.children.values() if child.fetching is not None]
         num_waiting = sum(map(self._lacks_next, fetching))
         share = num_waiting / len(fetching) if len(fetching) > 1 else 1.0
