@@ -6,6 +6,8 @@
     exact     log-probabilities of packed and of padded rows against padded rows in float32,
               family by family
     balance   share of all ranks' time that is used, by way of making micro-batches; a calculation
+    memory    what --dry-run reckons with, beside what a step takes of a GPU, or without one beside
+              what torch's tracker counts of the step on tensors without memory (fake_step.py)
 
 Weights are random, so nothing is downloaded. Lengths: `lognormal` has completions of 1 000 tokens
 in the mean after prompts of 200, `full` fills each micro-batch with one rollout, `countdown` is the
@@ -21,12 +23,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import harness
 import numpy as np
 import torch
+from fake_step import peak_bytes
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -34,10 +38,13 @@ from transformers.utils import logging as transformers_logging
 from echo.algo.balance import balanced_rounds
 from echo.algo.batching import pack_micro_batches
 from echo.algo.losses import GrpoLoss
+from echo.config.load import parse_config
+from echo.config.memory import Footprint, ModelFacts
 from echo.core.rollout import Group, Rollout
 from echo.engine.model import build_tokenizer
 from echo.tasks.task import load_task
 from echo.train.batch import AdvantageSettings
+from echo.train.optimizer import KINDS
 from echo.train.policy import Compute, ModelSource
 from echo.train.trainer import OptimizerSettings, Trainer
 
@@ -106,7 +113,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", nargs="?", choices=("step", "exact", "balance"), default="step")
+    parser.add_argument(
+        "part", nargs="?", choices=("step", "exact", "balance", "memory"), default="step"
+    )
     parser.add_argument("--model", choices=MODELS, default="Qwen3-0.6B")
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=4, help="of a step, about")
@@ -117,19 +126,27 @@ def main() -> None:
         "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="what is timed, in turns"
     )
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--optimizer", nargs="+", choices=KINDS, default=["float32"])
+    parser.add_argument("--layers", type=int, help="of the model in memory; all unless given")
     parser.add_argument("--compile", action="store_true", help="the trainer's decoder layers")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--steps", type=int, default=5, help="timed ones, after two")
     parser.add_argument("--rows", type=int, default=512, help="of balance")
-    parser.add_argument("--ranks", type=int, default=8, help="of balance")
+    parser.add_argument("--ranks", type=int, help="of balance, 8, and of memory, 1")
     parser.add_argument("--threads", type=int, default=0, help="of torch on a CPU; 0 for all cores")
     arguments = harness.parse(parser, model="tiny", tokens=1024, micro_batches=2, steps=2)
     transformers_logging.set_verbosity_error()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     arguments.dtype = arguments.dtype or ("bfloat16" if "cuda" in arguments.device else "float32")
-    parts = {"step": time_steps, "exact": compare_families, "balance": use_of_ranks}
+    arguments.ranks = arguments.ranks or {"balance": 8}.get(arguments.part, 1)
+    parts = {
+        "step": time_steps,
+        "exact": compare_families,
+        "balance": use_of_ranks,
+        "memory": compare_memory,
+    }
     rows = parts[arguments.part](arguments)
     for row in rows:
         print("  ".join(f"{key} {_shown(value)}" for key, value in row.items()), flush=True)
@@ -137,6 +154,8 @@ def main() -> None:
     name = f"learner_{arguments.part}"
     if arguments.part == "step":
         name += f"_{arguments.model}_{arguments.lengths}".lower()
+    if arguments.part == "memory":
+        name += f"_{arguments.model}_{arguments.tokens}x{arguments.ranks}".lower()
     if arguments.part == "balance":
         name += f"_{arguments.rows}x{arguments.tokens}"
     print(harness.save(name, result))
@@ -251,6 +270,11 @@ class RandomWeights(Mapping[str, Tensor]):
         """Count them."""
         return len(self._shapes)
 
+    @property
+    def num_params(self) -> int:
+        """Their numbers."""
+        return sum(shape.numel() for shape in self._shapes.values())
+
 
 def config_in(directory: str, model: str) -> Any:
     settings = dict(MODELS[model])
@@ -265,7 +289,7 @@ def config_in(directory: str, model: str) -> Any:
 Step = Callable[[list[Group]], dict[str, float]]
 
 
-def trainer_step(arguments: argparse.Namespace, packing: str) -> Step:
+def trainer_step(arguments: argparse.Namespace, packing: str, state: str = "") -> Step:
     """Return a step of the trainer; it tells its own speed."""
     with tempfile.TemporaryDirectory() as directory:
         config = config_in(directory, arguments.model)
@@ -279,6 +303,7 @@ def trainer_step(arguments: argparse.Namespace, packing: str) -> Step:
                 packing=packing,  # type: ignore[arg-type]
                 gradient_checkpointing=arguments.checkpointing,
                 compile_layers=arguments.compile,
+                optimizer_state=state or arguments.optimizer[0],  # type: ignore[arg-type]
             ),
             loss=GrpoLoss(),
             optimizer=OptimizerSettings(learning_rate=1e-6, warmup_steps=0, betas=BETAS),
@@ -489,6 +514,103 @@ def use_of_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         {"way": name, "used": statistics.fmean(found), "least": min(found)}
         for name, found in shares.items()
     ]
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def compare_memory(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Reckon the peak of a step beside what it is, by kind of optimizer."""
+    settings = dict(MODELS[arguments.model])
+    if arguments.layers:
+        settings["num_hidden_layers"] = arguments.layers
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    is_measured = "cuda" in arguments.device
+    if is_measured and (arguments.layers or arguments.ranks > 1):
+        raise SystemExit("a whole model on one GPU is measured: leave out --layers and --ranks")
+    rows: list[dict[str, Any]] = []
+    for state in arguments.optimizer:
+        weights = RandomWeights(config, "cpu")
+        reckoned = budget_of(arguments, config, weights.num_params, state)
+        row = {"optimizer": state, "on_a_gpu_gb": reckoned.on_gpu / 1e9}
+        if is_measured:
+            row |= _measured(arguments, state)
+            row["reckoned/reserved"] = row["on_a_gpu_gb"] / row["reserved_gb"]
+        else:
+            tracked = peak_bytes(
+                config,
+                weights,
+                tokens=arguments.tokens,
+                dtype=getattr(torch, arguments.dtype),
+                state=state,
+                has_checkpointing=arguments.checkpointing,
+                num_ranks=arguments.ranks,
+            )
+            row |= {"reckoned_gb": reckoned.beside_model / 1e9, "tracked_gb": tracked / 1e9}
+            row["reckoned/tracked"] = reckoned.beside_model / tracked
+        rows.append(row)
+    return rows
+
+
+def _measured(arguments: argparse.Namespace, state: str) -> dict[str, float]:
+    """Return what the second step takes of a GPU, without the last version."""
+    groups = make_groups(arguments, MODELS[arguments.model]["vocab_size"])
+    step = trainer_step(arguments, "packed", state)
+    step(groups)
+    torch.cuda.reset_peak_memory_stats()
+    step(groups)
+    found = {
+        "allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+    }
+    del step
+    torch.cuda.empty_cache()
+    return found
+
+
+class Reckoned(NamedTuple):
+    """Bytes of a step."""
+
+    beside_model: int
+    """Where the model is, with the head of a CPU."""
+    on_gpu: int
+    """Of a GPU: with its own head, and a reserve."""
+
+
+def budget_of(arguments: argparse.Namespace, config: Any, num_params: int, state: str) -> Reckoned:
+    """Return what the memory budget says."""
+    checkpointing = str(arguments.checkpointing).lower()
+    footprint = Footprint(
+        config=parse_config(
+            {},
+            [
+                f"learner.dtype={arguments.dtype}",
+                f"learner.gradient_checkpointing={checkpointing}",
+                f"learner.micro_batch_tokens={arguments.tokens}",
+                f"optimizer.state={state}",
+                "network.codec=full",  # no version is kept
+                f"sampling.max_completion_tokens={arguments.tokens - PROMPT_TOKENS}",
+            ],
+        ),
+        facts=ModelFacts(
+            num_params=num_params,
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            vocab_size=config.vocab_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            is_tied=config.tie_word_embeddings,
+        ),
+        prompt_tokens=PROMPT_TOKENS,
+        num_ranks=arguments.ranks,
+    )
+
+    def beside_model(footprint: Footprint) -> int:
+        return sum(item.num_bytes for item in footprint.learner_items() if item.is_on_gpu)
+
+    return Reckoned(beside_model(footprint), beside_model(replace(footprint, has_gpu=True)))
 
 
 if __name__ == "__main__":

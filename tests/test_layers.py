@@ -51,6 +51,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "torch": ("engine/*", "train/*", "algo/*", "kernels/*"),
     "transformers": ("engine/*", "train/*", "tasks/tokenization.py"),
     "peft": ("engine/lora.py",),
+    "torchao": ("train/optimizer.py",),
 }
 
 # Distributions whose modules are not called as they are.
@@ -253,7 +254,8 @@ def declared_modules() -> set[str]:
 # What only the extras install; a base installation has none of it.
 NOT_FOR_RELAYS = [
     "accelerate", "aiohttp", "math_verify", "matplotlib", "peft", "pyarrow", "safetensors", "scipy",
-    "tensorboard", "tokenizers", "torch", "transformers", "triton", "verifiers", "vllm", "wandb",
+    "tensorboard", "tokenizers", "torch", "torchao", "transformers", "triton", "verifiers", "vllm",
+    "wandb",
 ]  # fmt: skip
 
 

@@ -28,7 +28,7 @@ class Masters:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 self._masters[parameter] = nn.Parameter(parameter.detach())
-                parameter.register_post_accumulate_grad_hook(self._add_up)
+                parameter.register_post_accumulate_grad_hook(self._add_up)  # type: ignore[no-untyped-call]
             parameter.data = parameter.data.to(dtype)
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -44,10 +44,10 @@ class Masters:
     @torch.no_grad()
     def _add_up(self, parameter: Tensor) -> None:
         """Take over the gradient of one backward pass."""
-        assert parameter.grad is not None, "torch calls this when there is one"
+        gradient, parameter.grad = parameter.grad, None  # or it would stay if memory runs out here
+        assert gradient is not None, "torch calls this when there is one"
         master = self._masters[parameter]
         if master.grad is None:
-            master.grad = parameter.grad.to(master.dtype)
+            master.grad = gradient.to(master.dtype)
         else:
-            master.grad += parameter.grad
-        parameter.grad = None
+            master.grad += gradient

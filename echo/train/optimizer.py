@@ -180,7 +180,7 @@ class OffloadedAdamW(AdamW):
         """Change the weights by their gradients, one after the other."""
         self._has_begun = True
         for name, shard in self._with_gradient().items():
-            weight, gradient = self._room[:, : shard.numel()].unflatten(1, shard.shape)
+            weight, gradient = self._room[:, : shard.numel()].view(2, *shard.shape)
             assert shard.grad is not None, "or it is not among them"
             weight.copy_(shard)
             gradient.copy_(shard.grad)
@@ -208,7 +208,9 @@ class EightBitAdamW(AdamW):
         torchao = _torchao("torchao.optim")
         super().__init__(shards)
         held = {name: shard for name, shard in self._shards.items() if shard.numel()}
-        self._optimizer = torchao.AdamW8bit(list(held.values()), eps=EPSILON) if held else None
+        self._optimizer: Any = None  # there is none without weights
+        if held:
+            self._optimizer = torchao.AdamW8bit(list(held.values()), eps=EPSILON)
         for name, shard in held.items():
             parts = self._moments[name]
             moments = {

@@ -141,3 +141,28 @@ def test_the_budget_is_the_peak_of_a_real_step(
     budget = sum(item.num_bytes for item in items)
     peak = peak_of_a_step(trainer)
     assert budget == pytest.approx(peak, rel=AGREEMENT), items
+
+
+@pytest.mark.parametrize("options", [["--optimizer", "float32", "8bit"], ["--ranks", "8"]])
+@pytest.mark.matrix
+@pytest.mark.slow
+def test_it_is_that_of_real_widths(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers of Qwen3-4B at 8,192 tokens, on tensors without memory."""
+    if "8bit" in options:
+        pytest.importorskip("torchao", reason="bin/echo-setup --extra torchao")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import bench_learner
+    import harness
+
+    arguments = ["memory", "--model", "Qwen3-4B", "--layers", "2", "--tokens", "8192"]
+    arguments += ["--checkpointing", "--dtype", "bfloat16", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", ["bench_learner.py", *arguments, *options])
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    bench_learner.main()
+    (path,) = tmp_path.glob("learner_memory*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == options.count("float32") + 1
+    for row in rows:
+        assert row["reckoned/tracked"] == pytest.approx(1.0, abs=AGREEMENT)

@@ -18,6 +18,7 @@ from echo.algo.loss import Loss, LossInputs, LossOutput
 from echo.algo.losses import make_loss
 from echo.engine.lora import Lora
 from echo.train.batch import AdvantageSettings
+from echo.train.masters import Masters
 from echo.train.trainer import Trainer
 from tests.train.test_trainer import FAST, assert_close, gradients, make_groups
 from tests.train.test_trainer_losses import stale_groups
@@ -183,6 +184,26 @@ def test_gradients_of_micro_batches_add_up_in_float32(tiny_model_dir: Path) -> N
         assert grad is not None
         assert grad.dtype == torch.float32
         assert torch.allclose(grad, 3 * once[name], rtol=1e-6)
+
+
+def test_nothing_is_left_of_a_gradient_for_which_there_was_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def to(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = torch.nn.Linear(2, 1, bias=False)
+    masters = Masters(model, torch.bfloat16)
+    output = model(torch.ones(1, 2, dtype=torch.bfloat16)).sum()
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "to", to)
+        with pytest.raises(torch.OutOfMemoryError):
+            output.backward()
+    assert model.weight.grad is None
+    model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    gradient = masters.of(model.weight).grad
+    assert gradient is not None
+    assert gradient.tolist() == [[1.0, 1.0]]
 
 
 def test_what_is_not_trained_has_no_master(tiny_model_dir: Path) -> None:
