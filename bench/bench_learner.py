@@ -1,8 +1,10 @@
 """Time the learner's step on random weights of a model's real shape, beside a plain one.
 
-    step      the trainer on packed and on padded rows, and the same step written plainly with
-              transformers, in turns in one process: tokens per second and per CPU second, model
-              FLOPs utilization, seconds by part, peak memory
+    step      the trainer on packed rows, where long prompts are shared, on packed rows with each
+              rollout apart, and on padded rows; the same step written plainly with transformers;
+              and TRL's own loss with its own optimizer, if TRL is installed; in turns in one
+              process: tokens per second and per CPU second, model FLOPs utilization, seconds by
+              part, peak memory
     exact     log-probabilities of packed and of padded rows against padded rows in float32,
               family by family
     balance   share of all ranks' time that is used, by way of making micro-batches; a calculation
@@ -10,8 +12,8 @@
               what torch's tracker counts of the step on tensors without memory (fake_step.py)
 
 Weights are random, so nothing is downloaded. Lengths: `lognormal` has completions of 1 000 tokens
-in the mean after prompts of 200, `full` fills each micro-batch with one rollout, `countdown` is the
-second small task with its demonstrations.
+in the mean after prompts of --prompt-tokens, `full` fills each micro-batch with one rollout,
+`countdown` is the second small task with its demonstrations.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,6 +92,7 @@ TINY = {
 }
 MODELS: Mapping[str, dict[str, Any]] = {
     "tiny": {"model_type": "qwen3", **TINY},
+    "small": qwen3(512, 1536, 4, 8, vocab_size=2048, num_key_value_heads=4, head_dim=64),
     "Qwen3-0.6B": qwen3(1024, 3072, 28, 16),
     "Qwen3-1.7B": qwen3(2048, 6144, 28, 16),
     "Qwen3-4B": qwen3(2560, 9728, 36, 32),
@@ -122,13 +126,19 @@ def main() -> None:
     parser.add_argument(
         "--lengths", choices=("lognormal", "full", "countdown"), default="lognormal"
     )
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
     parser.add_argument(
-        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="what is timed, in turns"
+        "--ways",
+        nargs="+",
+        choices=WAYS,
+        default=["packed", "padded", "plain"],
+        help="what is timed, in turns",
     )
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--optimizer", nargs="+", choices=KINDS, default=["float32"])
     parser.add_argument("--layers", type=int, help="of the model in memory; all unless given")
     parser.add_argument("--compile", action="store_true", help="the trainer's decoder layers")
+    parser.add_argument("--liger", nargs="*", choices=LIGER_PARTS, default=(), help="on a GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--steps", type=int, default=5, help="timed ones, after two")
@@ -141,6 +151,8 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     arguments.dtype = arguments.dtype or ("bfloat16" if "cuda" in arguments.device else "float32")
     arguments.ranks = arguments.ranks or {"balance": 8}.get(arguments.part, 1)
+    if arguments.liger:
+        use_liger(arguments.liger)
     parts = {
         "step": time_steps,
         "exact": compare_families,
@@ -150,15 +162,26 @@ def main() -> None:
     rows = parts[arguments.part](arguments)
     for row in rows:
         print("  ".join(f"{key} {_shown(value)}" for key, value in row.items()), flush=True)
-    result = {"settings": vars(arguments) | device_of(arguments.device), "rows": rows}
-    name = f"learner_{arguments.part}"
-    if arguments.part == "step":
-        name += f"_{arguments.model}_{arguments.lengths}".lower()
+    settings = vars(arguments) | device_of(arguments.device) | versions_of_peers(arguments)
+    result = {"settings": settings, "rows": rows}
+    print(harness.save(result_name(arguments), result))
+
+
+def result_name(arguments: argparse.Namespace) -> str:
+    """Return the name of the result, in which are the options that have results of their own."""
     if arguments.part == "memory":
-        name += f"_{arguments.model}_{arguments.tokens}x{arguments.ranks}".lower()
+        return f"learner_memory_{arguments.model}_{arguments.tokens}x{arguments.ranks}".lower()
     if arguments.part == "balance":
-        name += f"_{arguments.rows}x{arguments.tokens}"
-    print(harness.save(name, result))
+        return f"learner_balance_{arguments.rows}x{arguments.tokens}"
+    if arguments.part == "exact":
+        return "learner_exact"
+    name = f"learner_step_{arguments.model}_{arguments.lengths}".lower()
+    others = {
+        f"p{arguments.prompt_tokens}": arguments.prompt_tokens != PROMPT_TOKENS,
+        "liger": bool(arguments.liger),
+        "trl": "trl" in arguments.ways,
+    }
+    return "_".join([name, *(other for other, is_on in others.items() if is_on)])
 
 
 def _shown(value: Any) -> str:
@@ -169,6 +192,12 @@ def device_of(device: str) -> dict[str, Any]:
     if "cuda" not in device:
         return {"num_threads": torch.get_num_threads()}
     return {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+
+
+def versions_of_peers(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the versions of what this measurement alone needs."""
+    used = {"trl": "trl" in arguments.ways, "liger-kernel": bool(arguments.liger)}
+    return {name: metadata.version(name) for name, is_used in used.items() if is_used}
 
 
 # --- what is trained on ---------------------------------------------------------------------------
@@ -216,7 +245,7 @@ Drawn = Iterator[tuple[list[int], list[list[int]]]]
 
 def noise(arguments: argparse.Namespace, vocab_size: int, rng: random.Random) -> Drawn:
     """Yield prompts and completions of random tokens; of `full` ones two make a group."""
-    limit = arguments.tokens - PROMPT_TOKENS + 1
+    limit = arguments.tokens - arguments.prompt_tokens + 1
     is_full = arguments.lengths == "full"
     scale = min(1.0, arguments.tokens / 8192)  # for a look at small budgets
     while True:
@@ -226,7 +255,7 @@ def noise(arguments: argparse.Namespace, vocab_size: int, rng: random.Random) ->
             else max(1, min(limit, round(scale * 1000 * math.exp(rng.gauss(-0.405, 0.9)))))
             for _ in range(2 if is_full else GROUP_SIZE)
         ]
-        prompt = [rng.randrange(vocab_size) for _ in range(PROMPT_TOKENS)]
+        prompt = [rng.randrange(vocab_size) for _ in range(arguments.prompt_tokens)]
         yield prompt, [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
@@ -289,7 +318,9 @@ def config_in(directory: str, model: str) -> Any:
 Step = Callable[[list[Group]], dict[str, float]]
 
 
-def trainer_step(arguments: argparse.Namespace, packing: str, state: str = "") -> Step:
+def trainer_step(
+    arguments: argparse.Namespace, packing: str, state: str = "", *, share_prompts: bool = False
+) -> Step:
     """Return a step of the trainer; it tells its own speed."""
     with tempfile.TemporaryDirectory() as directory:
         config = config_in(directory, arguments.model)
@@ -301,6 +332,7 @@ def trainer_step(arguments: argparse.Namespace, packing: str, state: str = "") -
                 dtype=getattr(torch, arguments.dtype),
                 micro_batch_tokens=arguments.tokens,
                 packing=packing,  # type: ignore[arg-type]
+                share_prompts=share_prompts,
                 gradient_checkpointing=arguments.checkpointing,
                 compile_layers=arguments.compile,
                 optimizer_state=state or arguments.optimizer[0],  # type: ignore[arg-type]
@@ -362,10 +394,109 @@ def plain_step(arguments: argparse.Namespace) -> Step:
     return step
 
 
+def trl_step(arguments: argparse.Namespace) -> Step:
+    """Return the same step by TRL's GRPOTrainer: its loss, its backward, its clip, its optimizer.
+
+    It is given rows in place of those that it would sample, of similar length together as `plain`
+    has them, and so many at once as micro-batches hold.
+    """
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+    from trl import GRPOConfig, GRPOTrainer
+
+    with tempfile.TemporaryDirectory() as directory:
+        config = config_in(directory, arguments.model)
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        settings = GRPOConfig(
+            output_dir=directory,
+            report_to=[],
+            use_cpu="cuda" not in arguments.device,
+            bf16=arguments.dtype == "bfloat16",
+            gradient_checkpointing=arguments.checkpointing,
+            num_generations=2,
+            per_device_train_batch_size=2,
+            max_completion_length=arguments.tokens,
+            loss_type="dapo",  # divides by all tokens, as the others here
+            epsilon_high=0.28,
+            beta=0.0,
+            learning_rate=1e-6,
+            lr_scheduler_type="constant",
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            optim="adamw_torch_fused",
+        )
+        trainer: Any = GRPOTrainer(
+            model=model,
+            reward_funcs=lambda **_: [],
+            args=settings,
+            train_dataset=Dataset(
+                InMemoryTable.from_pydict({"prompt": ["1 + 1"]}), fingerprint="of nothing"
+            ),
+            processing_class=build_tokenizer(),
+        )
+    trainer.create_optimizer()
+    model, optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+    trainer.current_gradient_accumulation_steps = settings.steps_per_generation
+    model.train()
+
+    def step(groups: list[Group]) -> dict[str, float]:
+        began_at = time.perf_counter()
+        rows = [(group, member) for group in groups for member in group.rollouts]
+        lengths = [len(group.prompt_ids) + member.num_tokens for group, member in rows]
+        total = torch.tensor(sum(member.num_tokens for _, member in rows), device=arguments.device)
+        for indices in pack_micro_batches(lengths, max_tokens=arguments.tokens):
+            batch = trl_batch([rows[index] for index in indices], arguments.device)
+            loss = trainer.compute_loss(model, {**batch, "num_items_in_batch": total})
+            trainer.accelerator.backward(loss)
+        trainer.accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if "cuda" in arguments.device:
+            torch.cuda.synchronize()
+        step_s = time.perf_counter() - began_at
+        return {"perf/tokens_per_s": (sum(lengths) - len(rows)) / step_s}
+
+    return step
+
+
+def trl_batch(rows: Sequence[tuple[Group, Rollout]], device: str) -> dict[str, Tensor]:
+    """Return rows as TRL has them: prompts padded on the left, completions on the right."""
+    prompt_width = max(len(group.prompt_ids) for group, _ in rows)
+    width = max(member.num_tokens for _, member in rows)
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    sizes = (prompt_width, prompt_width, width, width)
+    batch = {
+        name: torch.zeros((len(rows), size), dtype=torch.int64)
+        for name, size in zip(names, sizes, strict=True)
+    }
+    sampled = torch.zeros((len(rows), width))
+    for row, (group, member) in enumerate(rows):
+        first, end = prompt_width - len(group.prompt_ids), member.num_tokens
+        batch["prompt_ids"][row, first:] = torch.from_numpy(group.prompt_ids)
+        batch["prompt_mask"][row, first:] = 1
+        batch["completion_ids"][row, :end] = torch.from_numpy(member.token_ids)
+        batch["completion_mask"][row, :end] = 1
+        sampled[row, :end] = torch.from_numpy(member.sampler_logprobs)
+    batch["old_per_token_logps"] = sampled
+    batch["advantages"] = torch.tensor([member.reward - 0.5 for _, member in rows])
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def use_liger(parts: Sequence[str]) -> None:
+    """Have Liger's kernels take the place of these parts of every Qwen3 that is built."""
+    from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+
+    chosen = {part: part in parts for part in LIGER_PARTS}
+    apply_liger_kernel_to_qwen3(**chosen, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+LIGER_PARTS = ("rope", "rms_norm", "swiglu")
 WAYS: Mapping[str, Callable[[argparse.Namespace], Step]] = {
-    "packed": lambda arguments: trainer_step(arguments, "packed"),
+    "packed": lambda arguments: trainer_step(arguments, "packed", share_prompts=True),
+    "apart": lambda arguments: trainer_step(arguments, "packed"),
     "padded": lambda arguments: trainer_step(arguments, "padded"),
     "plain": plain_step,
+    "trl": trl_step,
 }
 
 
@@ -399,6 +530,7 @@ def _timed(
             cpu_at, began_at = time.process_time(), time.perf_counter()
             speed = dict(step(groups))
             speed["step_s"] = time.perf_counter() - began_at
+            speed["rollout_tokens_per_s"] = num_tokens / speed["step_s"]
             speed["tokens_per_cpu_s"] = num_tokens / (time.process_time() - cpu_at)
             if "cuda" in arguments.device:
                 speed["perf/peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
@@ -492,7 +624,7 @@ def use_of_ranks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for seed in range(20):
         rng = random.Random(seed)
         lengths = [
-            PROMPT_TOKENS + max(1, min(7992, round(900 * math.exp(rng.gauss(0, 0.9)))))
+            arguments.prompt_tokens + max(1, min(7992, round(900 * math.exp(rng.gauss(0, 0.9)))))
             for _ in range(arguments.rows)
         ]
         works = [work(tokens) for tokens in lengths]

@@ -3,8 +3,9 @@
 A rollout's input is its prompt and its completion without the last token, which predicts nothing
 that is scored. Padded rows have one rollout each, padded on the right: under causal attention no
 real token sees the padding, so no attention mask is needed and the positions are the plain ones. A
-packed row has all of them in a line, and the model must keep them apart (train/packing.py). Only
-the model's input differs; what a loss sees is the same [B, T].
+packed row has all of them in a line, and the model must keep them apart (train/packing.py). There
+rollouts of one prompt can share it: it stands in the row once, before their completions. Only the
+model's input differs; what a loss sees is the same [B, T].
 
 Shapes: B rollouts of a micro-batch, P prompt tokens, T completion tokens, L input tokens.
 """
@@ -12,7 +13,8 @@ Shapes: B rollouts of a micro-batch, P prompt tokens, T completion tokens, L inp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,10 @@ from echo.core.rollout import Rollout
 
 PAD_ID = 0
 """Input id of padding: any id of the vocabulary serves, since nothing that is scored sees it."""
+
+
+MIN_SHARED = 128
+"""Tokens of the shortest prompt that rollouts share: each piece of a row costs something, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,31 +60,55 @@ class TrainingRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segments:
-    """The rollouts of a packed row; L tokens in all."""
+    """The rollouts of a packed row, or prompts and the completions after them; L tokens in all."""
 
     lengths: tuple[int, ...]
     """Tokens of each, here on the host, where to look at them costs no wait for a GPU."""
+    prefixes: tuple[tuple[int, int], ...]
+    """Where in the row the prompt of each begins, and its tokens; (0, 0) where it has its own."""
     ends: Tensor
-    """[B + 1] int32, where each begins, and L."""
+    """[n + 1] int32, where each of n segments begins, and L."""
     position_ids: Tensor
-    """[1, L] int64, from 0 in each."""
+    """[1, L] int64, from 0 in each, or on from its prompt's."""
+    keys: Tensor | None
+    """[K] int64, what the tokens of each attend to, in the row: its prompt's and its own; None
+    where it is the row."""
+    key_ends: Tensor
+    """[n + 1] int32, where those of each begin, and K."""
 
     @staticmethod
-    def of(lengths: Sequence[int]) -> Segments:
-        """Return segments of these lengths, on the CPU."""
-        sizes = torch.tensor([0, *lengths], dtype=torch.int32)
+    def of(lengths: Sequence[int], prefixes: Sequence[tuple[int, int]] | None = None) -> Segments:
+        """Return segments of these lengths, none of them 0, on the CPU; without shared prompts."""
+        sizes = np.cumsum([0, *lengths])
+        if prefixes is None or not any(size for _, size in prefixes):
+            prefixes, keys = ((0, 0),) * len(lengths), None
+        else:
+            parts = [
+                np.concatenate([np.arange(first, first + size), np.arange(start, start + length)])
+                for (first, size), start, length in zip(prefixes, sizes, lengths, strict=False)
+            ]
+            keys = torch.from_numpy(np.concatenate(parts))
+        spans = list(zip(lengths, prefixes, strict=True))
+        key_sizes = np.cumsum([0, *(size + length for length, (_, size) in spans)])
         return Segments(
             lengths=tuple(lengths),
-            ends=sizes.cumsum(0, dtype=torch.int32),
-            position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+            prefixes=tuple(prefixes),
+            ends=torch.from_numpy(sizes.astype(np.int32)),
+            position_ids=torch.cat(
+                [torch.arange(size, size + length) for length, (_, size) in spans]
+            )[None],
+            keys=keys,
+            key_ends=torch.from_numpy(key_sizes.astype(np.int32)),
         )
 
     def to(self, device: torch.device) -> Segments:
         """Return the same on `device`."""
-        return Segments(
-            lengths=self.lengths,
+        return replace(
+            self,
             ends=self.ends.to(device),
             position_ids=self.position_ids.to(device),
+            keys=None if self.keys is None else self.keys.to(device),
+            key_ends=self.key_ends.to(device),
         )
 
 
@@ -108,6 +138,17 @@ class MicroBatch:
     """[B, T] float32 nats; None where the present policy's are meant."""
     segments: Segments | None = None
     """Of a packed row; None where rows are padded."""
+
+    def spans(self, rows: Sequence[TrainingRow]) -> list[tuple[int, int]]:
+        """Return the tokens of each part of the input, and of the prompt that it shares.
+
+        Args:
+            rows: that the micro-batch was made of; without any, it stands for none.
+        """
+        if not rows or self.segments is None:
+            return [(row.num_inputs, 0) for row in rows]
+        sizes = (size for _, size in self.segments.prefixes)
+        return list(zip(self.segments.lengths, sizes, strict=True))
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the same on `device`."""
@@ -149,8 +190,86 @@ def pack_micro_batches(
     return batches
 
 
+def share_prompts(
+    rows: Sequence[TrainingRow], *, max_tokens: int, whole: Sequence[int] | None = None
+) -> tuple[list[int], list[int]]:
+    """Gather rows that may share their prompt, as many as half a micro-batch holds.
+
+    Smaller than a whole one, so that several find room in it beside each other.
+
+    Args:
+        rows: those of one prompt have the same array; prompts below MIN_SHARED are not shared.
+        max_tokens: of a micro-batch.
+        whole: group of each row, where groups must not be cut.
+
+    Returns:
+        The tokens that each row adds to a packed one, the prompt counted for the first that shares
+        it, and the unit of each: rows with the same number share.
+    """
+    lengths, units = [], []
+    sizes: list[int] = []  # of each unit
+    unit_of: dict[int, int] = {}  # the newest, by prompt
+    for index, row in enumerate(rows):
+        key = id(row.prompt_ids) if whole is None else whole[index]
+        unit, own = unit_of.get(key), row.rollout.num_tokens - 1
+        is_short = len(row.prompt_ids) < MIN_SHARED
+        is_full = unit is not None and (is_short or sizes[unit] + own > max_tokens // 2)
+        if unit is None or (whole is None and is_full):
+            unit = unit_of[key] = len(sizes)
+            sizes.append(0)
+            own = row.num_inputs
+        elif is_short:
+            own = row.num_inputs
+        sizes[unit] += own
+        lengths.append(own)
+        units.append(unit)
+    return lengths, units
+
+
+@dataclass(slots=True)
+class _Row:
+    """A packed row in the making: where each sample's parts lie."""
+
+    lengths: list[int] = field(default_factory=list)
+    prefixes: list[tuple[int, int]] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, length: int, prefix: tuple[int, int] = (0, 0)) -> int:
+        """Append a segment, an empty one nowhere; return where it begins."""
+        start = self.size
+        if length:
+            self.lengths.append(length)
+            self.prefixes.append(prefix)
+            self.size += length
+        return start
+
+
+def _lay_out(
+    samples: Sequence[TrainingRow], *, shares_prompts: bool
+) -> tuple[_Row, list[tuple[int, int]]]:
+    """Return a packed row, and where the prompt and the completion of each sample begin in it."""
+    row, places = _Row(), []
+    for _, same in groupby(samples, key=lambda sample: id(sample.prompt_ids)):
+        members = list(same)
+        num_prompt = len(members[0].prompt_ids)
+        if shares_prompts and len(members) > 1 and num_prompt >= MIN_SHARED:
+            start = row.add(num_prompt)
+            prefix = start, num_prompt
+            places += [
+                (start, row.add(member.rollout.num_tokens - 1, prefix)) for member in members
+            ]
+        else:
+            starts = [row.add(member.num_inputs) for member in members]
+            places += [(start, start + num_prompt) for start in starts]
+    return row, places
+
+
 def collate(
-    samples: Sequence[TrainingRow], *, score_all: bool = False, is_packed: bool = False
+    samples: Sequence[TrainingRow],
+    *,
+    score_all: bool = False,
+    is_packed: bool = False,
+    shares_prompts: bool = False,
 ) -> MicroBatch:
     """Return the samples as one micro-batch on the CPU.
 
@@ -158,13 +277,23 @@ def collate(
         samples: at least one; all or none have proximal log-probabilities.
         score_all: let the mask through for every completion token, not the trained ones only.
         is_packed: in one row, in place of padded ones.
+        shares_prompts: of samples beside each other with the same array as their prompt, if it is
+            not below MIN_SHARED, in a packed row.
     """
     num_rows = len(samples)
-    lengths = [sample.num_inputs for sample in samples]
-    width = max(lengths)
-    starts = np.cumsum([0, *lengths]) if is_packed else np.arange(num_rows + 1) * width
+    row, segments = _Row(), None
+    if is_packed:
+        row, places = _lay_out(samples, shares_prompts=shares_prompts)
+        segments = Segments.of(row.lengths, row.prefixes)
+    else:
+        width = max(sample.num_inputs for sample in samples)
+        starts = [row.add(width) for _ in samples]
+        places = [
+            (start, start + len(sample.prompt_ids))
+            for start, sample in zip(starts, samples, strict=True)
+        ]
     num_tokens = max(sample.rollout.num_tokens for sample in samples)
-    input_ids = np.full(starts[-1], PAD_ID, dtype=np.int64)
+    input_ids = np.full(row.size, PAD_ID, dtype=np.int64)
     token_ids = np.full((num_rows, num_tokens), PAD_ID, dtype=np.int64)
     predictors = np.zeros((num_rows, num_tokens), dtype=np.int64)
     logprobs = np.zeros((num_rows, num_tokens), dtype=np.float32)
@@ -172,20 +301,19 @@ def collate(
     mask = np.zeros((num_rows, num_tokens), dtype=np.bool_)
     has_proximal = samples[0].proximal_logprobs is not None
     proximal = np.zeros((num_rows, num_tokens), dtype=np.float32) if has_proximal else None
-    for row, sample in enumerate(samples):
+    for index, (sample, (prompt, start)) in enumerate(zip(samples, places, strict=True)):
         rollout = sample.rollout
         num_prompt, num_completion = len(sample.prompt_ids), rollout.num_tokens
-        start = starts[row]
-        input_ids[start : start + num_prompt] = sample.prompt_ids
-        input_ids[start + num_prompt : start + lengths[row]] = rollout.token_ids[:-1]
-        token_ids[row, :num_completion] = rollout.token_ids
-        first = start + num_prompt - 1
-        predictors[row, :num_completion] = np.arange(first, first + num_completion)
-        logprobs[row, :num_completion] = rollout.sampler_logprobs
-        version_steps[row, :num_completion] = rollout.policy_versions[:, 1]
-        mask[row, :num_completion] = True if score_all else rollout.completion_mask
+        input_ids[prompt : prompt + num_prompt] = sample.prompt_ids
+        input_ids[start : start + num_completion - 1] = rollout.token_ids[:-1]
+        token_ids[index, :num_completion] = rollout.token_ids
+        predictors[index, 0] = prompt + num_prompt - 1
+        predictors[index, 1:num_completion] = np.arange(start, start + num_completion - 1)
+        logprobs[index, :num_completion] = rollout.sampler_logprobs
+        version_steps[index, :num_completion] = rollout.policy_versions[:, 1]
+        mask[index, :num_completion] = True if score_all else rollout.completion_mask
         if proximal is not None:
-            proximal[row, :num_completion] = sample.proximal_logprobs
+            proximal[index, :num_completion] = sample.proximal_logprobs
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids).view(1 if is_packed else num_rows, -1),
         token_ids=torch.from_numpy(token_ids),
@@ -199,5 +327,5 @@ def collate(
             [sample.log_expectation for sample in samples], dtype=torch.float32
         ),
         proximal_logprobs=None if proximal is None else torch.from_numpy(proximal),
-        segments=Segments.of(lengths) if is_packed else None,
+        segments=segments,
     )

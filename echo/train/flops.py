@@ -61,9 +61,12 @@ class ModelFlops:
             length: its tokens.
             num_scored: those whose prediction is scored.
         """
-        body = (4 * self.body + 2 * self.body_trained) * length
         head = (4 * self.head + 2 * self.head_trained) * num_scored
-        return body + head + sum(layer.flops(length) for layer in self.attention)
+        return self.weights(length) + head + sum(layer.flops(length) for layer in self.attention)
+
+    def weights(self, num_tokens: int) -> int:
+        """Return the operations of so many tokens with the weights before the head."""
+        return (4 * self.body + 2 * self.body_trained) * num_tokens
 
     def palm(self, row_lengths: Iterable[int]) -> int:
         """Return what PaLM's convention makes of rows of so many tokens, padding left out."""

@@ -7,12 +7,17 @@ bits on CUDA, scaled dot products for each run of equally long segments elsewher
 is registered beside it, so transformers makes no mask (nothing of size L x L exists), and hands
 what `arguments` returns through to every layer.
 
+Completions of one prompt may share it: it is a segment of its own, and each of them attends to its
+keys before its own. The kernel gets those keys once for each completion; nothing else of a layer is
+computed more than once.
+
 All a mask would have said comes from here: causal, inside the segment, within the layer's window.
 What a model says in another way (caps, sinks, biases, windows in the mask only) is refused. Layers
 that mix tokens without attention know nothing of segments at all, and some architectures leak in
 silence. So `find_obstacle` tries each model before it is trusted: two short segments in one row
 must give what each gives alone. It cannot see a window or a chunk longer than its rows; only layers
-of full and sliding attention pass, and the sliding ones are tested by family.
+of full and sliding attention pass, and the sliding ones are tested by family. `can_share_prompts`
+tries two completions of one prompt in the same way.
 
 Shapes: L tokens of a row, H heads of width D, n segments.
 """
@@ -43,6 +48,9 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 PROBE_LENGTHS = (9, 6)
 """Tokens of the two segments that a model is tried on."""
 
+PROMPT_PROBE = (9, 3, 6)
+"""Tokens of a prompt and of its completions that a model is tried on."""
+
 MAX_LEAK = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 """Largest difference of a token's state, relative to its norm, that is rounding; by type. In 16
 bits it shows no more than that the kernel works, as deep models round by several percent."""
@@ -68,16 +76,21 @@ def arguments(segments: Segments, *, uses_kernel: bool) -> dict[str, Any]:
         uses_kernel: for the varlen kernel, which reads tensors; else for runs of segments.
     """
     given: dict[str, Any] = {"position_ids": segments.position_ids}
+    spans = list(zip(segments.lengths, segments.prefixes, strict=True))
     if not uses_kernel:
-        runs = [(len(list(same)), length) for length, same in groupby(segments.lengths)]
+        runs = [(len(list(same)), *span) for span, same in groupby(spans)]
         return given | {"segment_runs": tuple(runs)}
-    longest = max(segments.lengths)
     return given | {
         "cu_seq_lens_q": segments.ends,
-        "cu_seq_lens_k": segments.ends,
-        "max_length_q": longest,
-        "max_length_k": longest,
+        "cu_seq_lens_k": segments.key_ends,
+        "max_length_q": max(segments.lengths),
+        "max_length_k": max(size + length for length, (_, size) in spans),
+        "segment_keys": segments.keys,
     }
+
+
+Run = tuple[int, int, tuple[int, int]]
+"""Segments beside each other that have the same length and prefix: how many, and these."""
 
 
 def packed_attention(
@@ -92,8 +105,11 @@ def packed_attention(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
-    segment_runs: tuple[tuple[int, int], ...] | None = None,
+    max_length_k: int | None = None,
+    segment_keys: Tensor | None = None,
+    segment_runs: tuple[Run, ...] | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """Attend within each segment of a row, to what stands before; transformers' own signature.
@@ -109,8 +125,12 @@ def packed_attention(
         sliding_window: tokens that one sees, itself included; None for all before it.
         is_causal: not False.
         cu_seq_lens_q: [n + 1] int32, where segments begin and end, for the kernel.
+        cu_seq_lens_k: [n + 1] int32, the same of their keys.
         max_length_q: tokens of the longest, for the kernel.
-        segment_runs: (how many, how long) by runs of equal segments, without the kernel.
+        max_length_k: the same of its keys.
+        segment_keys: [K] int64, where the keys of all segments lie in the row, for the kernel; None
+            where each has those of its own tokens.
+        segment_runs: runs of equal segments, without the kernel.
         others: what this model's attention says beyond that.
 
     Returns:
@@ -131,19 +151,25 @@ def packed_attention(
         raise NotImplementedError("packed attention has no cache")
     if segment_runs is not None:
         return _attend_runs(query, key, value, segment_runs, scaling, sliding_window), None
-    if cu_seq_lens_q is None or max_length_q is None:
+    if cu_seq_lens_q is None or cu_seq_lens_k is None:
         # Rows of their own, such as padded ones.
         return _attend(query, key, value, scaling, sliding_window), None
+    assert max_length_q is not None
+    assert max_length_k is not None, "they come together"
     # Under autocast norms and rotation leave these two in float32; the kernel takes one type.
     query, key = query.to(value.dtype), key.to(value.dtype)
+    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    if segment_keys is not None:
+        keys, values = keys.index_select(0, segment_keys), values.index_select(0, segment_keys)
+    # Where there are more keys than queries, the kernel takes these for the last ones.
     attended = varlen_attn(
         query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        keys,
+        values,
         cu_seq_lens_q,
-        cu_seq_lens_q,
+        cu_seq_lens_k,
         max_length_q,
-        max_length_q,
+        max_length_k,
         scale=scaling,
         # Tokens before and after; the window of transformers counts the token itself.
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
@@ -159,12 +185,15 @@ AttentionInterface.register(NAME, packed_attention)
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Return [n, length, H, Dv] for n segments of the same length, [n, H, length, D]."""
-    length, mask = query.shape[2], None
-    if window is not None and length > window:
-        age = torch.arange(length, device=query.device)
-        age = age[:, None] - age[None]
-        mask = (age >= 0) & (age < window)
+    """Return [n, length, H, Dv] for n segments of the same length, [n, H, length, D].
+
+    Where there are more keys than that, the queries are those of the last ones.
+    """
+    length, num_keys, mask = query.shape[2], key.shape[2], None
+    if num_keys > length or (window is not None and length > window):
+        age = torch.arange(num_keys - length, num_keys, device=query.device)[:, None]
+        age = age - torch.arange(num_keys, device=query.device)
+        mask = (age >= 0) & (age < (num_keys if window is None else window))
     attended = scaled_dot_product_attention(
         query,
         key,
@@ -182,7 +211,7 @@ def _attend_runs(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    runs: tuple[tuple[int, int], ...],
+    runs: tuple[Run, ...],
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
@@ -190,12 +219,17 @@ def _attend_runs(
 
     Nothing here is for a compiler: each row has other runs, and would be another graph.
     """
-    sizes = [number * length for number, length in runs]
+    sizes = [number * length for number, length, _ in runs]
     queries, keys, values = (torch.split(x[0], sizes, 1) for x in (query, key, value))
     parts = []
-    for (number, length), *states in zip(runs, queries, keys, values, strict=True):
+    for (number, length, (start, before)), *states in zip(runs, queries, keys, values, strict=True):
         # [H, number * length, D] -> [number, H, length, D], a view.
         q, k, v = (x.view(len(x), number, length, x.shape[-1]).transpose(0, 1) for x in states)
+        if before:
+            k, v = (
+                torch.cat([x[:, :, start : start + before].expand(number, -1, -1, -1), own], 2)
+                for x, own in ((key, k), (value, v))
+            )
         parts.append(_attend(q, k, v, scaling, window).flatten(0, 1))
     return torch.cat(parts)[None]
 
@@ -234,6 +268,35 @@ def find_obstacle(model: Any, dtype: torch.dtype) -> str | None:
     return obstacle
 
 
+def can_share_prompts(model: Any, dtype: torch.dtype) -> bool:
+    """Return whether completions of one prompt give what each gives after its own.
+
+    Args:
+        model: with packed rows.
+        dtype: that its products are computed in.
+    """
+    device = next(model.parameters()).device
+    prompt, _, other = PROMPT_PROBE
+    ids = torch.arange(3, 3 + sum(PROMPT_PROBE))
+    ids = (ids % model.config.get_text_config().vocab_size)[None].to(device)
+    alone = torch.cat([ids[:, :prompt], ids[:, -other:]], 1)
+    prefixes = [(0, 0), (0, prompt), (0, prompt)]
+    rows = (
+        (ids, Segments.of(PROMPT_PROBE, prefixes)),
+        (alone, Segments.of([prompt + other])),
+    )
+    uses_kernel = device.type == "cuda" and dtype != torch.float32
+    with (
+        torch.no_grad(),
+        torch.autocast(device.type, dtype, enabled=dtype != torch.float32),
+    ):
+        shared, expected = (
+            _states(model, row, **arguments(segments.to(device), uses_kernel=uses_kernel))
+            for row, segments in rows
+        )
+    return _difference(shared[:, -other:], expected[:, -other:]) <= MAX_LEAK[dtype]
+
+
 def _find_leak(
     model: Any, ids: Tensor, row: Segments, alone: Tensor, dtype: torch.dtype
 ) -> str | None:
@@ -241,11 +304,16 @@ def _find_leak(
     uses_kernel = ids.is_cuda and dtype != torch.float32
     with torch.autocast(ids.device.type, dtype, enabled=dtype != torch.float32):
         packed = _states(model, ids, **arguments(row, uses_kernel=uses_kernel))
-    packed = packed[:, PROBE_LENGTHS[0] :].float()
-    leak = float(((packed - alone).norm(dim=-1) / alone.norm(dim=-1)).max())
+    leak = _difference(packed[:, PROBE_LENGTHS[0] :], alone)
     if leak <= MAX_LEAK[dtype]:
         return None
     return f"a rollout changes by {leak:.0%} when another one stands before it in the row"
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of a token's state, relative to its norm."""
+    found, expected = found.float(), expected.float()
+    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
 def _states(model: Any, ids: Tensor, **given: Any) -> Tensor:

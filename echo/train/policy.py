@@ -7,7 +7,8 @@ shift their logits are refused; besides a look at the configuration, a few token
 both ways and compared.
 
 Rollouts go through it in packed rows where it keeps them apart, in padded ones otherwise
-(packing.py); the numbers are the same.
+(packing.py); the numbers are the same. Where prompts are long beside their completions, rollouts of
+a prompt share it in a packed row: it is computed once.
 
 What is trained is float32. With a compute type of bfloat16 the model itself has these masters
 rounded (masters.py), and hidden states and LM head are multiplied in that type with float32 sums.
@@ -34,7 +35,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from echo.algo.balance import balanced_rounds
-from echo.algo.batching import MicroBatch, Segments, TrainingRow, collate, pack_micro_batches
+from echo.algo.batching import (
+    MicroBatch,
+    Segments,
+    TrainingRow,
+    collate,
+    pack_micro_batches,
+    share_prompts,
+)
 from echo.config.schema import Config
 from echo.core.errors import DataError, EngineError
 from echo.core.rollout import Rollout
@@ -66,6 +74,10 @@ LOGIT_SETTINGS = {
 """Settings that change logits (Gemma, Granite, Cohere, Falcon-H1), with their neutral values."""
 
 Packing = Literal["auto", "packed", "padded"]
+
+MIN_SAVED = 0.2
+"""Share of a batch's work that prompts must save, in products with weights, to be shared. With less
+it is the attention that counts, which a CPU does more slowly there."""
 
 FLASH = "flash_attention_2"
 """transformers' name of the attention that computes in 16 bits only."""
@@ -115,6 +127,8 @@ class Compute:
     """Tokens that go through the model at once, padding counted."""
     packing: Packing = "auto"
     """Whether rollouts share a row; auto: where the model keeps them apart."""
+    share_prompts: bool = True
+    """Whether rollouts of one prompt share it in a row, where that saves enough."""
     vocab_chunk: int = 8192
     """Columns of logits held at a time."""
     gradient_checkpointing: bool = False
@@ -142,6 +156,7 @@ def learner_compute(config: Config) -> Compute:
         attn_implementation=config.model.attn_implementation,
         micro_batch_tokens=section.micro_batch_tokens,
         packing=section.packing,
+        share_prompts=section.share_prompts,
         gradient_checkpointing=section.gradient_checkpointing is True,
         compile_layers=section.compile_layers,
         optimizer_state=config.optimizer.state,
@@ -191,6 +206,12 @@ class Policy:
         self.vocab_size = int(head.shape[0])
         """Rows of the LM head."""
         self.padded_because = self._choose_rows()
+        self.can_share_prompts = (
+            self.is_packed
+            and compute.share_prompts
+            and packing.can_share_prompts(self.model, compute.dtype)
+        )
+        """Whether a packed row may hold a prompt once for all of its rollouts."""
         self._enable_training(gradient_checkpointing=compute.gradient_checkpointing)
         if is_frozen:
             self.model.requires_grad_(False)
@@ -251,6 +272,7 @@ class Policy:
         if self.is_packed:
             self.model.set_attn_implementation(self.compute.attn_implementation)
             self.padded_because = why
+            self.can_share_prompts = False
 
     def micro_batches(
         self,
@@ -269,17 +291,21 @@ class Policy:
             whole_groups: keep the rows of a group in one micro-batch.
             score_all: let the mask through for every completion token.
         """
-        for indices in self._bins(rows, whole_groups=whole_groups):
+        bins, shares_prompts = self._bins(rows, whole_groups=whole_groups)
+        for indices in bins:
             batch = collate(
                 [rows[index] for index in indices] or [NO_ROW],
                 score_all=score_all,
                 is_packed=self.is_packed,
+                shares_prompts=shares_prompts,
             )
             self.last_micro_batch = len(indices), batch.input_ids.numel()
             yield indices, batch.to(self.device)
 
-    def _bins(self, rows: Sequence[TrainingRow], *, whole_groups: bool) -> list[list[int]]:
-        """Return the rows of each of this rank's micro-batches."""
+    def _bins(
+        self, rows: Sequence[TrainingRow], *, whole_groups: bool
+    ) -> tuple[list[list[int]], bool]:
+        """Return the rows of each of this rank's micro-batches, and whether they share prompts."""
         ranks = self.compute.ranks
         rank, num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         lengths = [row.num_inputs for row in rows]
@@ -288,12 +314,22 @@ class Policy:
         if not self.is_packed:
             bins = pack_micro_batches(lengths, max_tokens=max_tokens, group_index=group_index)
             bins += [[] for _ in range(-len(bins) % num_ranks)]
-            return bins[rank::num_ranks]
+            return bins[rank::num_ranks], False
         work = [self.flops.row(row.num_inputs, row.rollout.num_tokens) for row in rows]
+        shared, units = share_prompts(rows, max_tokens=max_tokens, whole=group_index)
+        saved = [length - own for length, own in zip(lengths, shared, strict=True)]
+        saved_work = self.flops.weights(sum(saved))
+        shares = self.can_share_prompts and saved_work > MIN_SAVED * sum(work)
+        if shares:
+            work = [
+                each - self.flops.row(tokens, 0) for each, tokens in zip(work, saved, strict=True)
+            ]
+            lengths, group_index = shared, units
         rounds = balanced_rounds(
             lengths, work, max_tokens=max_tokens, num_ranks=num_ranks, group_index=group_index
         )
-        return [bins[rank] for bins in rounds]
+        bins = [bins[rank] for bins in rounds]
+        return [_beside_each_other(rows, each) for each in bins] if shares else bins, shares
 
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers by name, tied ones once, not copied."""
@@ -524,6 +560,16 @@ class Policy:
         given = self._row_arguments(segments, dtype)
         logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **given).logits
         return torch.nn.functional.linear(states, self._head), logits
+
+
+def _beside_each_other(rows: Sequence[TrainingRow], indices: Sequence[int]) -> list[int]:
+    """Return the rows of a micro-batch with those of one prompt in a line, by their length."""
+    first: dict[int, int] = {}
+    for index in sorted(indices):
+        first.setdefault(id(rows[index].prompt_ids), index)
+    return sorted(
+        indices, key=lambda index: (first[id(rows[index].prompt_ids)], -rows[index].num_inputs)
+    )
 
 
 def float32_attention(attn_implementation: str) -> str:

@@ -83,18 +83,21 @@ class Speedometer:
             spent_s = time.perf_counter() - began_at
             self._totals.part_s[name] = self._totals.part_s.get(name, 0.0) + spent_s
 
-    def passed(self, lengths: Sequence[int], num_scored: Sequence[int], *, is_packed: bool) -> None:
+    def passed(self, spans: Sequence[tuple[int, int]], num_scored: int, *, is_packed: bool) -> None:
         """Count a micro-batch that went forward and backward.
 
         Args:
-            lengths: tokens of each rollout.
-            num_scored: those of each that the loss saw.
+            spans: tokens of each segment, and of the prompt before it that it shares with others.
+            num_scored: tokens that the loss saw.
             is_packed: whether all of them were one row.
         """
-        totals, num_tokens = self._totals, sum(lengths)
-        flops = sum(self._model.row(*row) for row in zip(lengths, num_scored, strict=True))
+        totals, row = self._totals, self._model.row
+        lengths = [length for length, _ in spans]
+        num_tokens = sum(lengths)
+        flops = row(0, num_scored)
+        flops += sum(row(before + length, 0) - row(before, 0) for length, before in spans)
         totals.num_tokens += num_tokens
-        totals.num_scored += sum(num_scored)
+        totals.num_scored += num_scored
         totals.flops += flops
         totals.palm_flops += self._model.palm([num_tokens] if is_packed else lengths)
         totals.micro_batch_flops.append(flops)

@@ -430,6 +430,8 @@ class Trainer:
         if policy.is_packed != self._policy.is_packed:  # both see the same micro-batches
             for one, other in ((policy, self._policy), (self._policy, policy)):
                 one.pad_rows(f"the reference shares them, and {other.describe_rows()}")
+        if not policy.can_share_prompts:
+            self._policy.can_share_prompts = False
         return policy
 
     # --- the three operations --------------------------------------------------------------------
@@ -854,13 +856,10 @@ class Trainer:
                 failure = error
             objective = scored.no_loss if objective is None else objective
             objective.backward()  # type: ignore[no-untyped-call]
-            passed.append([batch.samples[index] for index in indices])
-        for rows in passed:
-            self._speed.passed(
-                [row.num_inputs for row in rows],
-                [row.num_trained for row in rows],
-                is_packed=self._policy.is_packed,
-            )
+            rows = [batch.samples[index] for index in indices]
+            passed.append((micro.spans(rows), sum(row.num_trained for row in rows)))
+        for spans, num_scored in passed:
+            self._speed.passed(spans, num_scored, is_packed=self._policy.is_packed)
         if self._ranks is None:
             return Pass.joined(found)
         self._ranks.raise_together(failure)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.algo.batching import TrainingRow, collate, pack_micro_batches
+from echo.algo import batching
+from echo.algo.batching import TrainingRow, collate, pack_micro_batches, share_prompts
 from echo.core.rollout import Rollout
 
 
@@ -99,6 +102,65 @@ def test_scoring_everything_keeps_padding_out() -> None:
     assert not collate(samples).completion_mask.any()
     everything = collate(samples, score_all=True).completion_mask
     assert everything.tolist() == [[True, True], [True, False]]
+
+
+def test_rollouts_of_a_prompt_share_it_in_a_packed_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "MIN_SHARED", 3)
+    first, second = make_sample([11, 12, 13], [21, 22, 23]), make_sample([14], [25, 26])
+    rows = [
+        first,
+        dataclasses.replace(make_sample([], [24]), prompt_ids=first.prompt_ids),
+        dataclasses.replace(make_sample([], [27, 28]), prompt_ids=first.prompt_ids),
+        second,
+    ]
+    batch = collate(rows, is_packed=True, shares_prompts=True)
+    assert batch.input_ids.tolist() == [[11, 12, 13, 21, 22, 27, 14, 25]]
+    segments = batch.segments
+    assert segments is not None
+    assert segments.lengths == (3, 2, 1, 2)  # a single token has no input of its own
+    assert segments.prefixes == ((0, 0), (0, 3), (0, 3), (0, 0))
+    assert segments.ends.tolist() == [0, 3, 5, 6, 8]
+    assert segments.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1]]
+    assert segments.keys is not None
+    assert segments.keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7]
+    assert segments.key_ends.tolist() == [0, 3, 8, 12, 14]
+    # Tokens 21, 24 and 27 are predicted at input 13.
+    assert batch.predictors.tolist() == [[2, 3, 4], [2, 0, 0], [2, 5, 0], [6, 7, 0]]
+    assert batch.spans(rows) == [(3, 0), (2, 3), (1, 3), (2, 0)]
+    alone = collate(rows, is_packed=True)
+    assert alone.segments is not None
+    assert (alone.segments.lengths, alone.segments.keys) == ((5, 3, 4, 2), None)
+    assert share_prompts(rows, max_tokens=100) == ([5, 0, 1, 2], [0, 0, 0, 1])
+    monkeypatch.setattr(batching, "MIN_SHARED", 4)
+    short = collate(rows, is_packed=True, shares_prompts=True)
+    assert short.segments is not None
+    assert short.segments.lengths == (5, 3, 4, 2)
+    assert share_prompts(rows, max_tokens=100) == ([5, 3, 4, 2], [0, 1, 2, 3])
+    assert share_prompts(rows, max_tokens=100, whole=[0, 0, 1, 1])[1] == [0, 0, 1, 1]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), min_size=1, max_size=20),
+    st.integers(200, 800),
+)
+def test_those_that_share_leave_room_for_others(
+    drawn: list[tuple[int, int]], max_tokens: int
+) -> None:
+    prompts = [np.arange(1, 129, dtype=np.int32) for _ in range(4)]
+    rows = [
+        dataclasses.replace(make_sample([], [3] * size), prompt_ids=prompts[prompt])
+        for prompt, size in drawn
+    ]
+    lengths, units = share_prompts(rows, max_tokens=max_tokens)
+    for unit in set(units):
+        members = [index for index, each in enumerate(units) if each == unit]
+        assert len({drawn[index][0] for index in members}) == 1
+        together = sum(lengths[index] for index in members)
+        assert together == 128 + sum(drawn[index][1] - 1 for index in members)
+        assert together <= max_tokens // 2 or len(members) == 1
+    whole, kept = share_prompts(rows, max_tokens=max_tokens, whole=[prompt for prompt, _ in drawn])
+    assert len(set(kept)) == len({prompt for prompt, _ in drawn})
+    assert sum(whole) <= sum(lengths)
 
 
 def test_counts_of_a_sample() -> None:

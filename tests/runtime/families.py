@@ -151,6 +151,7 @@ class Family:
 FUSED = "vLLM refuses the adapter: .* fused 3D MoE weights"
 NO_KERNEL = "module 'triton.language' has no attribute"
 UNCACHED = {"enable_prefix_caching": False}
+NO_TORCHVISION = "failed to be inspected"
 TEXT_ALONE = "on text alone"
 LINEAR = "its layers of linear_attention carry one rollout into the next"
 
@@ -215,7 +216,7 @@ FAMILIES: Mapping[str, Family] = {
         label="Qwen3.5, text",
         settings=DELTA,
         padded=LINEAR,
-        vllm="failed to be inspected",  # it wants torchvision
+        vllm=NO_TORCHVISION,
     ),
     "lfm2": Family(
         label="LFM2",
@@ -269,21 +270,21 @@ FAMILIES: Mapping[str, Family] = {
         label="Qwen2.5-VL",
         settings={"rope_parameters": ROTATION},
         images={"vision_config": QWEN_TOWER, **QWEN_IMAGES},
-        vllm="failed to be inspected",  # it wants torchvision
+        vllm=NO_TORCHVISION,
         notes=TEXT_ALONE,
     ),
     "qwen3_vl": Family(
         label="Qwen3-VL",
         settings={"rope_parameters": ROTATION | {"mrope_interleaved": True}},
         images={"vision_config": QWEN_TOWER, **QWEN_IMAGES},
-        vllm="failed to be inspected",  # likewise
+        vllm=NO_TORCHVISION,
         notes=TEXT_ALONE,
     ),
     "gemma3": Family(
         label="Gemma 3",
         settings={"sliding_window": 5, "layer_types": BOTH, "query_pre_attn_scalar": 32},
         images={"vision_config": TOWER, "mm_tokens_per_image": 4, "image_token_index": 28},
-        vllm="failed to be inspected",  # likewise
+        vllm=NO_TORCHVISION,
         notes=TEXT_ALONE,
     ),
     "mistral3": Family(
@@ -293,20 +294,17 @@ FAMILIES: Mapping[str, Family] = {
             "vision_config": TOWER | {"model_type": "pixtral", "head_dim": 16},
             "image_token_index": 28,
         },
+        vllm=NO_TORCHVISION,
         notes=TEXT_ALONE,
     ),
-    "llava": Family(
-        label="LLaVA",
+    "smolvlm": Family(
+        label="SmolVLM",
         settings={"model_type": "llama"},
-        images={
-            "vision_config": TOWER
-            | {"model_type": "clip_vision_model", "num_hidden_layers": 2, "projection_dim": 32},
-            "image_token_index": 28,
-        },
+        images={"vision_config": TOWER, "image_token_id": 28, "pad_token_id": 0},
         notes=TEXT_ALONE,
     ),
 }
-IN_EVERY_RUN = ("qwen3_moe", "qwen3_5_text", "deepseek_v3")
+IN_EVERY_RUN = ("qwen3_moe", "qwen3_5_text", "deepseek_v3", "qwen2_5_vl")
 
 
 def save_family(

@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from echo.algo import batching
+from echo.algo.batching import TrainingRow
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
 from echo.core.errors import EngineError
 from echo.core.rollout import Group
 from echo.train import packing
+from echo.train import policy as policy_module
 from echo.train.batch import AdvantageSettings
 from echo.train.policy import ModelSource
 from echo.train.trainer import Trainer
 from tests.runtime.families import EXPERTS, FAMILIES, SMALL, save_family
-from tests.train.test_trainer import FAST, change_of, make_group
+from tests.train.test_trainer import FAST, change_of, make_group, make_rollout
 from tests.train.trainers import policy_of, trainer_of
 
 torch.set_num_threads(1)
@@ -67,6 +72,13 @@ def save_packed(directory: Path, label: str) -> Path:
     return save_family(directory, *VARIANTS.get(label, (label,)))
 
 
+@pytest.fixture
+def any_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the shortest prompts shared as well."""
+    monkeypatch.setattr(batching, "MIN_SHARED", 1)
+    monkeypatch.setattr(policy_module, "MIN_SAVED", 0.0)
+
+
 def stale_groups() -> list[Group]:
     """Lengths 3 to 16, one of them alone, and tokens that are masked."""
     groups = [make_group([1, 0, 0, 1], n) for n in range(5)]
@@ -100,26 +112,34 @@ def pass_of(trainer: Trainer, groups: list[Group]) -> tuple[dict[str, Tensor], d
 @pytest.mark.parametrize("family", cases(PACKED, IN_EVERY_RUN))
 @pytest.mark.slow
 def test_packed_rows_give_the_padded_rows_loss_gradient_and_metrics(
-    family: str, tmp_path: Path
+    family: str, tmp_path: Path, any_prompt: None
 ) -> None:
+    """So they do where rollouts share their prompts."""
     model_dir, groups = save_packed(tmp_path, family), stale_groups()
     padded = make_trainer(model_dir, "padded")
-    packed = make_trainer(model_dir, "packed", micro_batch_tokens=60)  # several rows
-    assert packed._policy.is_packed
-    for one, other in zip(packed.forward(groups), padded.forward(groups), strict=True):
-        for row, expected in zip(one, other, strict=True):
-            assert abs(row - expected).max() < 2e-6
-    (gradient, metrics), (expected_gradient, expected_metrics) = (
-        pass_of(trainer, groups) for trainer in (packed, padded)
-    )
-    assert metrics.keys() == expected_metrics.keys()
-    for name, value in expected_metrics.items():
-        if not name.startswith(("perf/", "time/")):
-            assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-    assert metrics["loss/policy"] == pytest.approx(expected_metrics["loss/policy"], abs=1e-6)
-    for name, tensor in expected_gradient.items():
-        scale = max(float(tensor.abs().max()), 1e-3)
-        assert float((gradient[name] - tensor).abs().max()) < 5e-6 * scale, name
+    scores = padded.forward(groups)
+    expected_gradient, expected_metrics = pass_of(padded, groups)
+    num_tokens = {}
+    for shares in (False, True):
+        # Several rows.
+        packed = make_trainer(model_dir, "packed", micro_batch_tokens=60, share_prompts=shares)
+        assert packed._policy.is_packed
+        assert packed._policy.can_share_prompts is shares
+        for one, other in zip(packed.forward(groups), scores, strict=True):
+            for row, expected in zip(one, other, strict=True):
+                assert abs(row - expected).max() < 2e-6
+        gradient, metrics = pass_of(packed, groups)
+        assert metrics.keys() == expected_metrics.keys()
+        for name, value in expected_metrics.items():
+            if not name.startswith(("perf/", "time/")):
+                assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        expected = expected_metrics["loss/policy"]
+        assert metrics["loss/policy"] == pytest.approx(expected, abs=1e-6)
+        for name, tensor in expected_gradient.items():
+            scale = max(float(tensor.abs().max()), 1e-3)
+            assert float((gradient[name] - tensor).abs().max()) < 5e-6 * scale, name
+        num_tokens[shares] = packed._speed._totals.num_tokens
+    assert num_tokens[True] < 0.8 * num_tokens[False]
 
 
 def test_rows_without_positions_and_segments_would_be_wrong(tmp_path: Path) -> None:
@@ -157,7 +177,7 @@ def test_every_kind_of_loss_sees_the_same(tiny_model_dir: Path, loss: str) -> No
 
 
 def test_whole_groups_and_the_longest_first(tiny_model_dir: Path) -> None:
-    policy = policy_of(tiny_model_dir, packing="packed", micro_batch_tokens=30)
+    policy = policy_of(tiny_model_dir, packing="packed", micro_batch_tokens=30, share_prompts=False)
     trainer = make_trainer(tiny_model_dir, "packed")
     rows = trainer._prepare(stale_groups()).samples
     seen = []
@@ -168,6 +188,92 @@ def test_whole_groups_and_the_longest_first(tiny_model_dir: Path) -> None:
         assert micro.segments.ends.tolist()[-1] == micro.input_ids.shape[1]
         seen.append({rows[index].group_index for index in indices})
     assert sum(map(len, seen)) == len(set().union(*seen)) == 5
+
+
+def varlen_on_a_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    longest_query: int,
+    longest_key: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """torch's varlen_attn as it is documented; the last key is the last query's."""
+    assert window_size == (-1, 0)
+    parts = []
+    spans = zip(query_ends.diff().tolist(), key_ends.diff().tolist(), strict=True)
+    starts = zip(query_ends.tolist(), key_ends.tolist(), strict=True)
+    for (length, num_keys), (first, first_key) in zip(spans, starts, strict=False):
+        assert length <= longest_query
+        assert num_keys <= longest_key
+        mask = torch.ones(length, num_keys, dtype=torch.bool).tril(num_keys - length)
+        q, k, v = (
+            x[None, start : start + size].transpose(1, 2)
+            for x, start, size in (
+                (query, first, length),
+                (key, first_key, num_keys),
+                (value, first_key, num_keys),
+            )
+        )
+        attended = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
+        parts.append(attended[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def test_the_kernel_is_told_of_the_same_segments(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, any_prompt: None
+) -> None:
+    """Whose place a CPU has something else in: what it is given is tried with a copy of it."""
+    groups = stale_groups()
+    expected = make_trainer(tiny_model_dir, "padded").forward(groups)
+    monkeypatch.setattr(packing, "varlen_attn", varlen_on_a_cpu)
+    monkeypatch.setattr(packing, "arguments", partial(packing.arguments, uses_kernel=True))
+    for shares in (False, True):
+        trainer = make_trainer(tiny_model_dir, "packed", share_prompts=shares)
+        monkeypatch.setattr(
+            trainer._policy, "_row_arguments", lambda rows, _: packing.arguments(rows)
+        )
+        for one, two in zip(trainer.forward(groups), expected, strict=True):
+            for row, other in zip(one, two, strict=True):
+                assert abs(row - other).max() < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_completion", "is_shared"),
+    [(130, 20, True), (130, 400, False), (60, 3, False)],  # it saves too little; it is too short
+)
+def test_a_prompt_is_shared_where_that_saves_enough(
+    tiny_model_dir: Path, num_prompt: int, num_completion: int, is_shared: bool
+) -> None:
+    policy = policy_of(tiny_model_dir, packing="packed")
+    prompt = np.full(num_prompt, 5, np.int32)
+    rollout = make_rollout([6] * num_completion, 1.0)
+    rows = [TrainingRow(prompt_ids=prompt, rollout=rollout, advantage=1.0)] * 2
+    [(_, micro)] = policy.micro_batches(rows)
+    assert micro.segments is not None
+    assert len(micro.segments.lengths) == (3 if is_shared else 2)
+
+
+def test_a_model_that_does_not_share_prompts_rightly_keeps_them_apart(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = packing._attend
+
+    def at_the_left(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
+        size = query.shape[2]  # another alignment than the last key with the last query
+        return attend(query, key[:, :, :size], value[:, :, :size], *how)
+
+    monkeypatch.setattr(packing, "_attend", at_the_left)
+    policy = policy_of(tiny_model_dir, packing="packed")
+    assert policy.is_packed
+    assert not policy.can_share_prompts
 
 
 @pytest.mark.slow

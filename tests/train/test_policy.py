@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.llava.modeling_llava import LlavaModel
+from transformers.models.mistral3.modeling_mistral3 import Mistral3Model
 
 from echo.algo.batching import MicroBatch, TrainingRow, collate
 from echo.core.errors import DataError, EchoError, EngineError
@@ -164,14 +164,14 @@ def test_a_model_that_looks_ahead_is_refused(tmp_path: Path) -> None:
 def test_a_model_that_needs_its_tower_for_text_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_family(tmp_path, "llava")
-    forward = LlavaModel.forward
+    save_family(tmp_path, "mistral3")
+    forward = Mistral3Model.forward
 
     def counting(self: Any, **given: Any) -> Any:
         given["input_ids"] += 0 * self.vision_tower.config.image_size
         return forward(self, **given)
 
-    monkeypatch.setattr(LlavaModel, "forward", counting)
+    monkeypatch.setattr(Mistral3Model, "forward", counting)
     with pytest.raises(EngineError, match=r"cannot be trained on text alone .*vision_tower"):
         policy_of(tmp_path)
 
