@@ -22,6 +22,7 @@ from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import Lora, export_adapter
 from echo.engine.model import (
     load_directory,
+    load_towers,
     model_class,
     names_in,
     read_tensors,
@@ -121,6 +122,21 @@ def test_files_are_read_under_the_names_of_memory_and_written_under_their_own(
     again = load_directory(joined, "bfloat16")
     assert all(torch.equal(tensor, read[key]) for key, tensor in again.items())
     assert again.keys() == read.keys()
+
+
+def test_a_tower_is_neither_trained_nor_published_nor_sampled_with(tmp_path: Path) -> None:
+    model_dir = save_family(tmp_path, "qwen2_5_vl")
+    tower = load_towers(model_dir)
+    assert all(name.startswith("model.visual.") for name in tower)
+    assert tower
+    engine = TransformersEngine(model_dir)
+    for names in (
+        make_trainer("qwen2_5_vl", model_dir).tensors(),
+        load_directory(model_dir, "bfloat16"),
+        engine._model.state_dict(),
+    ):
+        assert not names.keys() & tower.keys()
+    assert not load_towers(save_family(tmp_path / "text", "qwen3"))
 
 
 def test_experts_are_grouped_products_and_routers_have_no_loss_of_their_own(tmp_path: Path) -> None:
