@@ -165,4 +165,5 @@ def test_it_is_that_of_real_widths(
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == options.count("float32") + 1
     for row in rows:
-        assert row["reckoned/tracked"] == pytest.approx(1.0, abs=AGREEMENT)
+        # Gradients inside of a layer are not reckoned; of two layers they are a twentieth.
+        assert row["reckoned/tracked"] == pytest.approx(1.0, abs=2 * AGREEMENT)
