@@ -157,11 +157,6 @@ class Learner:
         """Leases that are out."""
         return self._scheduler.leases
 
-    @property
-    def next_group_id(self) -> int:
-        """The first group id that was never granted."""
-        return self._scheduler.next_group_id
-
     def uplinks(self) -> dict[str, float]:
         """Return what every node could send when it was last heard, bytes per second by name."""
         own = clamped_rate(self.broadcast.uplink_bytes_per_s)

@@ -18,7 +18,16 @@ from echo.weights.sender import SLOW_AFTER_S, WAITING_PERIOD_S
 from echo.wire import codec
 from echo.wire.actions import Action, Send, Stop
 from echo.wire.codec import encode
-from echo.wire.messages import Ack, Chunk, Deliver, Fetch, Finish, Probe, ProbeAck, Waiting
+from echo.wire.messages import (
+    Ack,
+    Chunk,
+    Deliver,
+    Fetch,
+    Finish,
+    Probe,
+    ProbeAck,
+    Waiting,
+)
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
 from tests.roles.harness import make_group, message_of
@@ -360,6 +369,14 @@ def test_results_are_judged_by_their_content(hung_world: World) -> None:
     ack, actions = deliver(hung_world, 0, group=good)
     assert ack is None
     assert type(actions[0]).__name__ == "StoreGroup"
+
+
+def test_a_result_that_comes_again_while_it_is_written_is_stored_once(hung_world: World) -> None:
+    _, first = deliver(hung_world, 0)
+    ack, again = deliver(hung_world, 0)
+    assert ack is None, "it is acknowledged once it is durable"
+    kinds = [[type(action).__name__ for action in actions] for actions in (first, again)]
+    assert [found.count("StoreGroup") for found in kinds] == [1, 0]
 
 
 def test_mixed_versions_are_refused_where_a_lease_names_one(hung_world: World) -> None:
