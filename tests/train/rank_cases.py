@@ -9,25 +9,35 @@ import logging
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load_file, save_file
 
 from echo.algo.loss import Loss, LossInputs, LossNeeds, LossOutput, needs_of
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
 from echo.core.errors import RankError
-from echo.core.rollout import Group
+from echo.core.rollout import Group, PolicyVersion
 from echo.engine.lora import Lora
+from echo.engine.weights import VersionImages, Weights
+from echo.runtime.learner import publish as publish_module
+from echo.runtime.learner.publish import Coder, Images, make_publication
+from echo.train import sharded_images
 from echo.train.batch import AdvantageSettings
 from echo.train.policy import ModelSource
 from echo.train.ranks import Build, Crew, LeadTrainer, follow
 from echo.train.sharding import Ranks
 from echo.train.step import StepError, StepResult
 from echo.train.trainer import Trainer
+from echo.weights import delta
+from echo.weights.delta import block_bytes_of
+from echo.weights.manifest import encode_signed
+from echo.weights.store import Transfer
 from tests.train.test_trainer import FAST, make_group, make_groups
 from tests.train.test_trainer_losses import LOSSES, stale_groups
 from tests.train.trainers import trainer_of
@@ -256,12 +266,87 @@ def lead(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
     off["scores"] = max(float(abs(mine - want).max()) for mine, want in pairs)
     weights, wanted = led.snapshot(), alone.tensors()
     off["weights"] = max(float((weights[n] - t.detach()).abs().max()) for n, t in wanted.items())
-    published = led.tensors()
-    is_rounded = all(torch.equal(t, weights[n].bfloat16()) for n, t in published.items())
     crew.dismiss()
     off = {name: abs(value) for name, value in off.items()}
-    found = {"reason": reason, "faulty": list(faulty), "off": off, "step": led.step_count}
-    return {**found, "is_rounded": is_rounded}
+    return {"reason": reason, "faulty": list(faulty), "off": off, "step": led.step_count}
+
+
+# ------------------------------------------------------------------------------------- publication
+
+
+CHUNK_BYTES = 4096
+
+
+class Learner:
+    """Publishes versions without encryption, which alone is drawn by lot; the last is the base."""
+
+    def __init__(self, images: Images) -> None:
+        self.images = images
+        key = Ed25519PrivateKey.from_private_bytes(bytes(32))
+        self.coder = Coder(key, encrypts=False, helpers=images.helpers, num_threads=1)
+        self._base: Transfer | None = None
+
+    def publish(self, weights: Weights, version: PolicyVersion) -> list[bytes]:
+        """Return all that is signed of a version, and all that is sent."""
+        made = make_publication(
+            weights,
+            version,
+            run_id="run",
+            model_digest="model",
+            images=self.images,
+            chunk_bytes=CHUNK_BYTES,
+        )
+        coded = [] if self._base is None else list(self.coder.segments(made, self._base))
+        publication = self.coder.seal(made)
+        coded += self.coder.segments(publication, None)
+        signed, manifest = publication.signed, publication.manifest
+        assert signed is not None
+        has_chunk = bytearray(b"\1" * manifest.num_chunks)
+        self._base = Transfer(signed, manifest, publication.image, has_chunk, manifest.num_chunks)
+        sent = [part for each in coded for part in (each.frame, bytes(each.payload))]
+        return [encode_signed(signed), bytes(publication.image), *sent]
+
+
+def publish(
+    crew: Crew, model_dir: str, *, far: bool, helper_dies: bool = False
+) -> list[tuple[int, bool]]:
+    """Return of four versions how many things are sent, and whether all are one process's.
+
+    The last rank may seem to be on another machine, or be asked to code what it cannot.
+    """
+    is_last = crew.ranks.rank == crew.ranks.size - 1
+    if far and is_last:
+        sharded_images.Client = no_connection  # type: ignore[misc, assignment]
+    if helper_dies and is_last:
+        sharded_images.code_block = None  # type: ignore[assignment]
+        threading.excepthook = lambda _: None
+    publish_module.SEGMENT_BYTES = 16 * CHUNK_BYTES  # several segments of several blocks
+    delta.BLOCK_BYTES = sharded_images.PIECE_BYTES = 2 * CHUNK_BYTES
+
+    def build(checkpoint: Path | None) -> Trainer:
+        return make_trainer(model_dir, crew.ranks)
+
+    if crew.ranks.rank:
+        follow(crew, build, logging.getLogger())
+        return []
+    led = LeadTrainer(crew, build, None, published_dtype="bfloat16")
+    assert len(led.images.helpers) == crew.ranks.size - 1 - far
+    block_bytes = block_bytes_of(CHUNK_BYTES)
+    alone = Learner(VersionImages("bfloat16", block_bytes=block_bytes, unrounded=led.unrounded))
+    together = Learner(led.images)
+    found = []
+    for step in range(4):
+        version = PolicyVersion(1, step)
+        wanted = alone.publish(led.snapshot(), version)
+        made = together.publish(led.tensors(), version)
+        found.append((len(wanted), wanted == made))
+        led.step(make_groups(5, seed=step))
+    crew.dismiss()
+    return found
+
+
+def no_connection(*_: object) -> None:
+    raise ConnectionRefusedError("another machine")
 
 
 def lose_one(crew: Crew, model_dir: str, how: str) -> dict[str, Any]:

@@ -26,6 +26,12 @@ DEATHS = {
 }
 """Ways of a rank to fail, and what the leader says of it."""
 
+PUBLICATIONS: dict[str, dict[str, bool]] = {
+    "published here": {"far": False},
+    "published from afar": {"far": True},
+    "published for another": {"far": False, "helper_dies": True},
+}
+
 pytestmark = pytest.mark.slow
 
 Answers = dict[str, Any]
@@ -50,6 +56,8 @@ def answers(
     }
     led = tmp_path_factory.mktemp("led")
     asked["led"] = ("lead", size, {"model_dir": tiny, "directory": str(led)})
+    for kind, trouble in PUBLICATIONS.items():
+        asked[kind] = ("publish", size, {"model_dir": tiny, **trouble})
     for how in DEATHS:
         asked[how] = ("lose_one", size, {"model_dir": tiny, "how": how})
     answers: Answers = {"led to": led}
@@ -160,12 +168,18 @@ def test_the_first_rank_leads_the_others(answers: Answers, tiny_model_dir: Path)
     assert led["reason"] == "bad_group"
     assert led["faulty"] == [7]
     assert led["step"] == 1
-    assert led["is_rounded"]
     assert led["off"].pop("weights") < 0.01 * A_STEP
     assert all(far < 1e-6 for far in led["off"].values())
     trainer = make_trainer(str(tiny_model_dir), None)
     trainer.load_state(answers["led to"])
     assert trainer.step_count == 1
+
+
+@pytest.mark.parametrize("kind", PUBLICATIONS)
+def test_versions_of_ranks_are_those_of_one_process(kind: str, answers: Answers) -> None:
+    nums_sent, are_equal = zip(*answers[kind], strict=True)
+    assert all(are_equal), are_equal
+    assert nums_sent[1] == 2 * nums_sent[0] - 2 > 10  # a keyframe, and from the second on a delta
 
 
 @pytest.mark.parametrize("how", DEATHS)

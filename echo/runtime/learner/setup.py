@@ -42,10 +42,9 @@ from echo.engine.model import (
     pick_device,
     resolve_model,
     set_num_threads,
-    unrounded_names,
     vocab_size,
 )
-from echo.engine.weights import Weights, round_tensors, save_hf, torch_dtype
+from echo.engine.weights import Weights, save_hf
 from echo.leases.book import LeaseBook
 from echo.leases.scheduler import LeaseSettings, RunState
 from echo.net.curve import CurveKeys
@@ -68,7 +67,7 @@ from echo.runtime.learner.cost import CostTerms, activation_settings, spent_befo
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.runtime.learner.node import Follower, LearnerNode, LearnerRewards, OpenedRun
 from echo.runtime.learner.prompts import PromptSource
-from echo.runtime.learner.publish import Publisher
+from echo.runtime.learner.publish import Publication, Publisher, make_images
 from echo.runtime.learner.report import Progress
 from echo.runtime.learner.resume import SavedRun, StartingPoint
 from echo.runtime.threads import Threads
@@ -365,7 +364,9 @@ def open_run(
             identity,
             config,
             model_digest=digest,
-            unrounded=trainer.unrounded,
+            images=trainer.images
+            if isinstance(trainer, LeadTrainer)
+            else make_images(config, trainer.unrounded),
             attribution=attribution,
         ),
         buffer=buffer,
@@ -658,22 +659,19 @@ def build_evaluations(config: Config, data: Data, *, log: logging.Logger) -> Eva
 
 
 class DirectoryExporter:
-    """Writes weights as they are published, as directories for transformers or peft."""
+    """Writes versions as directories for transformers or peft."""
 
     def __init__(self, config: Config, data: Data) -> None:
         """Take what says their type, and the files that go with them."""
         self._config = config
         self._data = data
 
-    def export(self, directory: Path, weights: Weights) -> None:
-        """Write a directory."""
-        config, data = self._config, self._data
-        model = build_shapes(data.model_dir)
-        dtype = torch_dtype(config.model.dtype)
-        rounded = round_tensors(weights, dtype, unrounded_names(model))
+    def export(self, directory: Path, publication: Publication) -> None:
+        """Write a directory; nothing is copied, but experts that files have one by one."""
+        data, weights = self._data, publication.tensors()
         assets = tokenization.asset_files(data.model_dir)
         if data.lora is None:
-            save_hf(directory, assets, names_on_disk(model, rounded))
+            save_hf(directory, assets, names_on_disk(build_shapes(data.model_dir), weights))
         else:
-            name = base_name(config, data.lora)
-            export_adapter(directory, assets, rounded, data.lora, base_name=name)
+            name = base_name(self._config, data.lora)
+            export_adapter(directory, assets, weights, data.lora, base_name=name)
