@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
@@ -42,14 +43,16 @@ from echo.engine.model import (
     BUILDING,
     check_architecture,
     explain,
+    load_directory,
     pick_device,
     pick_dtype,
     unrounded_names,
 )
 from echo.kernels.contract import BackendName, RatioClip
 from echo.kernels.logprob import EntropyMode, TokenLosses, linear_logprob, linear_policy_loss
-from echo.train import packing, sharding
+from echo.train import packing, sharded_model, sharding
 from echo.train.flops import model_flops
+from echo.train.sharded_model import lacking
 from echo.train.sharding import Ranks, ShardedModel
 
 LOGIT_SETTINGS = {
@@ -90,6 +93,8 @@ class ModelSource:
     tensors: Mapping[str, Tensor] | None = None
     """Weights by name instead of the directory's, each tied one once; with `lora` those of the
     adapter, which otherwise changes nothing yet."""
+    weights_dir: Path | None = None
+    """Directory whose weights take the place of those of `model_dir`."""
     lora: Lora | None = None
     """The adapter that is trained, and the base in place of `model_dir`; None to train all weights.
     `tensors`, `parameters` and `load` of the policy are then about the adapter alone."""
@@ -169,20 +174,14 @@ class Policy:
         """Rows and tokens, padding included, of the newest one."""
         self.device = compute.device
         model_dir = source.model_dir if lora is None else lora.base_dir
-        has_weights = source.tensors is None or lora is not None
-        # Shards go to the device by themselves; a model that is cut up need not fit on one.
-        device = self.device if compute.ranks is None else torch.device("cpu")
-        self.model = _build(model_dir, device, attn_implementation, has_weights=has_weights)
+        is_given = lora is None and (source.tensors is not None or source.weights_dir is not None)
+        self.model = _build(model_dir, compute, has_weights=not is_given)
         self._adapter = None if lora is None else add_adapter(self.model, lora)
-        if source.tensors is not None:
-            self.load(source.tensors)
         self.unrounded = unrounded_names(self.model)
         self._backbone = self.model.base_model
         head = _head_weight(self.model)
         self.vocab_size = int(head.shape[0])
         """Rows of the LM head."""
-        self.padded_because = self._choose_rows()
-        self._enable_training(gradient_checkpointing=compute.gradient_checkpointing)
         if is_frozen:
             self.model.requires_grad_(False)
         elif self._adapter is not None:
@@ -190,10 +189,22 @@ class Policy:
                 tensor.requires_grad_()
         self.flops = model_flops(self.model, head)
         self._root = None if compute.ranks is None else self._shard(compute.ranks)
+        self._fill(source, model_dir)
+        self.padded_because = self._choose_rows()
+        self._enable_training(gradient_checkpointing=compute.gradient_checkpointing)
         has_one_type = attn_implementation == FLASH or self._root is not None
         self._check_logits(compute.dtype if has_one_type else torch.float32)
         if compute.compile_layers:
             self._compile_layers()
+
+    def _fill(self, source: ModelSource, model_dir: Path) -> None:
+        """Give the model those weights that it was not built with."""
+        if self._root is not None and (source.tensors is None or self._adapter is not None):
+            sharded_model.read(source.weights_dir or model_dir, model_dir, self.model)
+        elif source.weights_dir is not None:
+            self.load(load_directory(source.weights_dir, "float32"))
+        if source.tensors is not None:
+            self.load(source.tensors)
 
     def _shard(self, ranks: Ranks) -> ShardedModel:
         """Cut the model up; its parameters are other objects afterwards."""
@@ -307,7 +318,7 @@ class Policy:
                 )
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(tensors[name])
+                sharding.fill(tensor, tensors[name])
 
     def logprobs(
         self, batch: MicroBatch, *, inv_temperature: float, entropy: EntropyMode = "value"
@@ -430,7 +441,11 @@ class Policy:
             return 'learner.packing = "padded"'
         if attention == "sdpa":
             self.model.eval()
-            obstacle = packing.find_obstacle(self.model, self.compute.dtype)
+            dtype = self.compute.dtype
+            own_dtype = torch.float32 if self._root is None else dtype
+            obstacle: str | None
+            with torch.no_grad():
+                obstacle = self._compute(packing.find_obstacle, self.model, own_dtype, dtype)
         else:
             obstacle = f'model.attn_implementation = "{attention}" has attention of its own'
         if obstacle is not None and wanted == "packed":
@@ -527,13 +542,15 @@ def padded(values: Tensor, mask: Tensor) -> Tensor:
     return zeros.masked_scatter(mask, values)
 
 
-def _build(
-    model_dir: Path, device: torch.device, attn_implementation: str, *, has_weights: bool
-) -> Any:
-    """Return the float32 model on the device, with the directory's weights or arbitrary ones."""
+def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
+    """Return the float32 model on its device, with the directory's weights or arbitrary ones.
+
+    One that is to be cut up is on the CPU without any: memory that nobody writes to is none yet.
+    """
+    device = compute.device
     options: dict[str, Any] = {
         "dtype": torch.float32,
-        "attn_implementation": attn_implementation,
+        "attn_implementation": compute.attn_implementation,
         "trust_remote_code": False,
     }
     try:
@@ -543,12 +560,21 @@ def _build(
         check_architecture(config)
         _refuse_changed_logits(config)  # before a large model is read
         _switch_off_dropout(config)
+        if compute.ranks is not None:
+            with BUILDING, no_init_weights():
+                model: Any = AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
+            model.tie_weights()
+            return model
         if not has_weights:
             with BUILDING, device:
                 return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
         with BUILDING:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                model_dir, config=config, local_files_only=True, output_loading_info=True, **options
+                model_dir,
+                config=config,
+                local_files_only=True,
+                output_loading_info=True,
+                **options,
             )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise DataError(
@@ -556,10 +582,7 @@ def _build(
         ) from error
     model, report = loaded
     if report["missing_keys"]:
-        raise DataError(
-            f"{model_dir}: the weights lack {sorted(report['missing_keys'])[:5]}, which would "
-            "start at random; is this the checkpoint of a causal language model?"
-        )
+        raise lacking(model_dir, report["missing_keys"])
     return model.to(device)
 
 

@@ -11,7 +11,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,9 @@ from echo.engine.lora import Lora
 from echo.engine.weights import VersionImages, Weights
 from echo.runtime.learner import publish as publish_module
 from echo.runtime.learner.publish import Coder, Images, make_publication
-from echo.train import sharded_images
+from echo.train import sharded_images, sharding
 from echo.train.batch import AdvantageSettings
-from echo.train.policy import ModelSource
+from echo.train.policy import Compute, ModelSource, Policy
 from echo.train.ranks import Build, Crew, LeadTrainer, follow
 from echo.train.sharding import Ranks
 from echo.train.step import StepError, StepResult
@@ -40,7 +42,7 @@ from echo.weights.manifest import encode_signed
 from echo.weights.store import Transfer
 from tests.train.test_trainer import FAST, make_group, make_groups
 from tests.train.test_trainer_losses import LOSSES, stale_groups
-from tests.train.trainers import trainer_of
+from tests.train.trainers import CPU, trainer_of
 
 MORE_LOSSES: dict[str, Loss] = {
     "entropy": EntropyBonusLoss(loss=make_loss("dapo"), coef=0.01),
@@ -191,6 +193,56 @@ def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
 def in_bfloat16(crew: Crew, model_dir: str) -> dict[str, float]:
     ranks = crew.ranks
     return Pair(model_dir, ranks, dtype=torch.bfloat16).compare(make_groups(5))
+
+
+def read_models(crew: Crew, sources: dict[str, dict[str, str]], large_dir: str) -> dict[str, Any]:
+    """Return which models are those of one process, bit by bit, and the memory that one takes."""
+    found: dict[str, Any] = {}
+    for name, given in sources.items():
+        source = ModelSource(**{key: Path(path) for key, path in given.items()})
+        compute = Compute(device=CPU, ranks=crew.ranks)
+        weights = snapshot(Policy(source, compute))
+        if not crew.ranks.rank:
+            wanted = snapshot(Policy(source, replace(compute, ranks=None)))
+            same = {key: torch.equal(tensor, weights[key]) for key, tensor in wanted.items()}
+            found[name] = weights.keys() == wanted.keys() and all(same.values())
+    whole_bytes = 0
+
+    def be_read(policy: Policy) -> None:
+        nonlocal whole_bytes
+        whole_bytes = 4 * sum(tensor.numel() for tensor in policy.tensors().values())
+        raise StopIteration  # what a forward takes is another matter
+
+    Policy._choose_rows = be_read  # type: ignore[method-assign, assignment]
+    with private_memory() as taken, suppress(StopIteration):
+        Policy(ModelSource(model_dir=Path(large_dir)), compute)
+    shares = crew.ranks.gather(str(max(taken) / whole_bytes).encode())
+    return {**found, "shares": [float(share) for share in shares]}
+
+
+def snapshot(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: sharding.whole(tensor).clone() for name, tensor in policy.tensors().items()}
+
+
+@contextmanager
+def private_memory() -> Iterator[list[int]]:
+    """Look every few milliseconds how many bytes more the process has that no other one shares."""
+    is_over = threading.Event()
+    found: list[int] = []
+
+    def look() -> int:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.partition("RssAnon:")[2].split()[0])
+
+    def watch(before: int) -> None:
+        while not is_over.wait(0.002):
+            found.append(look() - before)
+
+    thread = threading.Thread(target=watch, args=(look(),))
+    thread.start()
+    yield found
+    is_over.set()
+    thread.join()
 
 
 def save_and_go_on(crew: Crew | None, directory: str, **options: Any) -> None:

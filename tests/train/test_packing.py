@@ -284,7 +284,7 @@ def test_an_architecture_that_leaks_is_named_or_padded(family: str, tmp_path: Pa
     config = AutoConfig.for_model(family, **{**SMALL, **settings})
     attention = "eager" if family == "gemma2" else "sdpa"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    obstacle = packing.find_obstacle(model, torch.float32)
+    obstacle = packing.find_obstacle(model, torch.float32, torch.float32)
     assert obstacle is not None
     assert re.search(why, obstacle)
     assert model.config._attn_implementation == attention

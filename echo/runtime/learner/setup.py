@@ -35,7 +35,6 @@ from echo.engine.model import (
     context_window,
     free_gpu_bytes,
     import_architecture,
-    load_directory,
     make_sampling,
     model_digests,
     names_on_disk,
@@ -44,7 +43,7 @@ from echo.engine.model import (
     set_num_threads,
     vocab_size,
 )
-from echo.engine.weights import Weights, save_hf
+from echo.engine.weights import save_hf
 from echo.leases.book import LeaseBook
 from echo.leases.scheduler import LeaseSettings, RunState
 from echo.net.curve import CurveKeys
@@ -209,14 +208,14 @@ def make_trainer(
     learner, optimizer, loss = config.learner, config.optimizer, config.loss
     max_tokens = config.sampling.max_completion_tokens
     set_num_threads(learner.num_threads)
-    tensors = None
+    source = ModelSource(model_dir=model_dir, lora=lora)
     if checkpoint is None:
-        tensors = initial_weights(config, lora)
+        source = initial_model(config, model_dir, lora)
     compute = learner_compute(config)
     if crew is not None:
         compute = replace(compute, device=crew.device, ranks=crew.ranks)
     trainer = Trainer(
-        ModelSource(model_dir=model_dir, tensors=tensors, lora=lora),
+        source,
         compute,
         loss=build_loss(config),
         optimizer=OptimizerSettings(
@@ -266,17 +265,16 @@ def with_checkpointing(config: Config, model_dir: Path, crew: Crew | None = None
     return config.model_copy(update={"learner": config.learner.model_copy(update=changed)})
 
 
-def initial_weights(config: Config, lora: Lora | None) -> Weights | None:
-    """Return the weights that the run starts from, if they are not the model directory's.
-
-    With `lora` they are those of an adapter, and None where it starts as nothing on its base.
-    """
+def initial_model(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource:
+    """Return what the run starts from; an adapter may start as nothing on its base."""
     adapter = initial_adapter(config)
-    if adapter is not None:
-        return load_adapter(adapter)
-    if config.learner.init_from is None or lora is not None:
-        return None
-    return load_directory(Path(config.learner.init_from).expanduser(), "float32")
+    given = config.learner.init_from
+    return ModelSource(
+        model_dir=model_dir,
+        tensors=None if adapter is None else load_adapter(adapter),
+        weights_dir=Path(given).expanduser() if given is not None and lora is None else None,
+        lora=lora,
+    )
 
 
 def build_loss(config: Config) -> Loss:
@@ -306,8 +304,7 @@ def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ModelS
     if not section.kl_coef:
         return None
     if section.name is None:
-        tensors = initial_weights(config, lora)
-        return ModelSource(model_dir=model_dir, tensors=tensors, lora=lora)
+        return initial_model(config, model_dir, lora)
     return ModelSource(model_dir=resolve_model(section.name))
 
 
