@@ -9,12 +9,14 @@ import logging
 import math
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from echo.algo.loss import Loss, LossInputs, LossNeeds, LossOutput, needs_of
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
-from echo.core.errors import RankError
+from echo.core.errors import RankError, StorageError
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.lora import Lora
 from echo.engine.weights import VersionImages, Weights
@@ -183,6 +185,12 @@ def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
             "is_kept": all(torch.equal(after[name], tensor) for name, tensor in before.items()),
         }
     found["faulty"] = list(trainer.find_faulty(groups))
+    with TemporaryDirectory() as own:  # one for each rank
+        try:
+            trainer.save_state(Path(own))
+        except StorageError as error:
+            found["apart"] = str(error).replace(own, "HERE").replace(socket.gethostname(), "THIS")
+        found["left"] = [path.name for path in Path(own).iterdir()]
     trainer._minibatches_per_step = 1
     trainer._num_skipped_nonfinite = 0
     pair.restart(Touchy())

@@ -173,6 +173,12 @@ def test_nothing_is_left_of_a_failure(answers: Answers) -> None:
     assert answers["trouble"]["faulty"] == [3]
 
 
+def test_a_state_that_would_lie_on_several_disks_is_refused(answers: Answers) -> None:
+    said = "HERE of rank 0 on THIS is not there for rank 1 on THIS"
+    assert answers["trouble"]["apart"].startswith(said)
+    assert answers["trouble"]["left"] == []
+
+
 @pytest.mark.parametrize("kind", ["all", "adapter"])
 def test_a_state_is_continued_by_any_number_of_ranks(kind: str, answers: Answers) -> None:
     directory, reading = answers[f"directory {kind}"]
