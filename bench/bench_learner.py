@@ -10,6 +10,9 @@
     balance   share of all ranks' time that is used, by way of making micro-batches; a calculation
     memory    what --dry-run reckons with, beside what a step takes of a GPU, or without one beside
               what torch's tracker counts of the step on tensors without memory (fake_step.py)
+    publish   the same step alone and with a version published after each, as a run does: made while
+              the step waits, coded and hashed beside the next one; and the host memory of each
+              process. By itself one process; several where torchrun starts them
 
 Weights are random, so nothing is downloaded. Lengths: `lognormal` has completions of 1 000 tokens
 in the mean after prompts of --prompt-tokens, `full` fills each micro-batch with one rollout,
@@ -19,12 +22,16 @@ in the mean after prompts of --prompt-tokens, `full` fills each micro-batch with
 from __future__ import annotations
 
 import argparse
+import logging
 import math
+import os
 import random
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -33,6 +40,7 @@ from typing import Any, NamedTuple
 import harness
 import numpy as np
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fake_step import peak_bytes
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -43,13 +51,18 @@ from echo.algo.batching import pack_micro_batches
 from echo.algo.losses import GrpoLoss
 from echo.config.load import parse_config
 from echo.config.memory import Footprint, ModelFacts
-from echo.core.rollout import Group, Rollout
+from echo.core.rollout import Group, PolicyVersion, Rollout
 from echo.engine.model import build_tokenizer
+from echo.engine.weights import VersionImages
+from echo.runtime.learner.publish import Coder, Images, Publication, make_publication
 from echo.tasks.task import load_task
 from echo.train.batch import AdvantageSettings
 from echo.train.optimizer import KINDS
 from echo.train.policy import Compute, ModelSource
+from echo.train.ranks import AnyTrainer, Crew, Launch, LeadTrainer, follow, join
 from echo.train.trainer import OptimizerSettings, Trainer
+from echo.weights.delta import block_bytes_of
+from echo.weights.store import Transfer
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 200
@@ -93,6 +106,7 @@ TINY = {
 MODELS: Mapping[str, dict[str, Any]] = {
     "tiny": {"model_type": "qwen3", **TINY},
     "small": qwen3(512, 1536, 4, 8, vocab_size=2048, num_key_value_heads=4, head_dim=64),
+    "medium": qwen3(512, 1536, 8, 8, vocab_size=32768),
     "Qwen3-0.6B": qwen3(1024, 3072, 28, 16),
     "Qwen3-1.7B": qwen3(2048, 6144, 28, 16),
     "Qwen3-4B": qwen3(2560, 9728, 36, 32),
@@ -117,9 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "part", nargs="?", choices=("step", "exact", "balance", "memory"), default="step"
-    )
+    parser.add_argument("part", nargs="?", choices=PARTS, default="step")
     parser.add_argument("--model", choices=MODELS, default="Qwen3-0.6B")
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=4, help="of a step, about")
@@ -153,24 +165,22 @@ def main() -> None:
     arguments.ranks = arguments.ranks or {"balance": 8}.get(arguments.part, 1)
     if arguments.liger:
         use_liger(arguments.liger)
-    parts = {
-        "step": time_steps,
-        "exact": compare_families,
-        "balance": use_of_ranks,
-        "memory": compare_memory,
-    }
-    rows = parts[arguments.part](arguments)
+    rows = PARTS[arguments.part](arguments)
+    if int(os.environ.get("RANK", 0)):
+        return
     for row in rows:
         print("  ".join(f"{key} {_shown(value)}" for key, value in row.items()), flush=True)
     settings = vars(arguments) | device_of(arguments.device) | versions_of_peers(arguments)
     result = {"settings": settings, "rows": rows}
-    print(harness.save(result_name(arguments), result))
+    print(harness.save(result_name(arguments, rows), result))
 
 
-def result_name(arguments: argparse.Namespace) -> str:
+def result_name(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
     """Return the name of the result, in which are the options that have results of their own."""
     if arguments.part == "memory":
         return f"learner_memory_{arguments.model}_{arguments.tokens}x{arguments.ranks}".lower()
+    if arguments.part == "publish":
+        return f"learner_publish_{arguments.model}_{rows[0]['ranks']}ranks".lower()
     if arguments.part == "balance":
         return f"learner_balance_{arguments.rows}x{arguments.tokens}"
     if arguments.part == "exact":
@@ -318,17 +328,30 @@ def config_in(directory: str, model: str) -> Any:
 Step = Callable[[list[Group]], dict[str, float]]
 
 
-def trainer_step(
-    arguments: argparse.Namespace, packing: str, state: str = "", *, share_prompts: bool = False
-) -> Step:
+def trainer_step(arguments: argparse.Namespace, packing: str, **options: Any) -> Step:
     """Return a step of the trainer; it tells its own speed."""
+    trainer = make_trainer(arguments, packing, None, **options)
+    print(trainer.describe_rows(), flush=True)
+    return lambda groups: trainer.step(groups).speed
+
+
+def make_trainer(
+    arguments: argparse.Namespace,
+    packing: str,
+    crew: Crew | None,
+    *,
+    state: str = "",
+    share_prompts: bool = False,
+) -> Trainer:
+    """Return a trainer of random weights, the same ones on all ranks."""
     with tempfile.TemporaryDirectory() as directory:
         config = config_in(directory, arguments.model)
-        weights = RandomWeights(config, arguments.device)
-        trainer = Trainer(
-            ModelSource(model_dir=Path(directory), tensors=weights),
+        device = torch.device(arguments.device) if crew is None else crew.device
+        return Trainer(
+            ModelSource(model_dir=Path(directory), tensors=RandomWeights(config, str(device))),
             Compute(
-                device=torch.device(arguments.device),
+                device=device,
+                ranks=None if crew is None else crew.ranks,
                 dtype=getattr(torch, arguments.dtype),
                 micro_batch_tokens=arguments.tokens,
                 packing=packing,  # type: ignore[arg-type]
@@ -341,8 +364,6 @@ def trainer_step(
             optimizer=OptimizerSettings(learning_rate=1e-6, warmup_steps=0, betas=BETAS),
             advantages=AdvantageSettings(),
         )
-    print(trainer.describe_rows(), flush=True)
-    return lambda groups: trainer.step(groups).speed
 
 
 def plain_step(arguments: argparse.Namespace) -> Step:
@@ -610,6 +631,170 @@ def _scores(
     return np.concatenate([row.astype(np.float64) for rows in scores for row in rows])
 
 
+# --- publication ----------------------------------------------------------------------------------
+
+
+CHUNK_BYTES = 1 << 20
+STEPS_IN_A_ROW = 3
+
+
+class MemoryWatch:
+    """Most memory that processes of this machine had, private and in common, since it was asked."""
+
+    def __init__(self, processes: Sequence[int]) -> None:
+        """Watch from now on, in a thread."""
+        self._paths = [Path(f"/proc/{process}/status") for process in processes]
+        self._peaks = self._look()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def take(self) -> list[dict[str, int]]:
+        """Return bytes by process, and begin anew."""
+        peaks, self._peaks = self._peaks, self._look()
+        return peaks
+
+    def _look(self) -> list[dict[str, int]]:
+        found = []
+        for path in self._paths:
+            lines = dict(line.split(":", 1) for line in path.read_text().splitlines())
+            names = {"private": "RssAnon", "in_common": "RssShmem"}
+            found.append({key: 1024 * int(lines[name].split()[0]) for key, name in names.items()})
+        return found
+
+    def _watch(self) -> None:
+        while True:
+            for peak, now in zip(self._peaks, self._look(), strict=True):
+                for name, value in now.items():
+                    peak[name] = max(peak[name], value)
+            time.sleep(0.01)
+
+
+class Publications:
+    """Versions that nobody takes: made while the caller waits, coded and hashed beside it."""
+
+    def __init__(self, trainer: AnyTrainer, images: Images) -> None:
+        """Publish what a trainer has, in images that go with it."""
+        self._trainer, self._images = trainer, images
+        self._coder = Coder(Ed25519PrivateKey.generate(), encrypts=True, helpers=images.helpers)
+        self._pool = ThreadPoolExecutor(1)
+        self._held: Future[Transfer] | None = None
+        self.seconds: dict[str, list[float]] = {"make": [], "code": [], "seal": [], "wait": []}
+        self.coded_bytes: list[int] = []
+
+    def wait(self) -> Transfer | None:
+        """Wait for the version before, which is then the base of the next."""
+        began_at = time.perf_counter()
+        base = None if self._held is None else self._held.result()
+        self.seconds["wait"].append(time.perf_counter() - began_at)
+        return base
+
+    def publish(self) -> None:
+        """Publish the present weights."""
+        base = self.wait()
+        began_at = time.perf_counter()
+        made = make_publication(
+            self._trainer.tensors(),
+            PolicyVersion(1, self._trainer.step_count),
+            run_id="bench",
+            model_digest="",
+            images=self._images,
+            chunk_bytes=CHUNK_BYTES,
+        )
+        self.seconds["make"].append(time.perf_counter() - began_at)
+        self._held = self._pool.submit(self._code, made, base)
+
+    def _code(self, made: Publication, base: Transfer | None) -> Transfer:
+        at = [time.perf_counter()]
+        if base is not None:
+            segments = self._coder.segments(made, base)
+            self.coded_bytes.append(sum(len(segment.payload) for segment in segments))
+        at.append(time.perf_counter())
+        made = self._coder.seal(made)
+        at.append(time.perf_counter())
+        self.seconds["code"].append(at[1] - at[0])
+        self.seconds["seal"].append(at[2] - at[1])
+        number = made.manifest.num_chunks
+        return Transfer(made.signed, made.manifest, made.image, bytearray(b"\1" * number), number)
+
+
+def time_publication(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time steps alone and with a publication after each; on the ranks that torchrun starts."""
+    crew, processes = None, [os.getpid()]
+    if "RANK" in os.environ:
+        crew = join(Launch.of(os.environ), torch.device(arguments.device).type)
+        processes = [int(each) for each in crew.ranks.gather(str(os.getpid()).encode())]
+
+    def build(checkpoint: Path | None) -> Trainer:
+        return make_trainer(arguments, "auto", crew)
+
+    if crew is None:
+        trainer: AnyTrainer = build(None)
+        images: Images = VersionImages("bfloat16", block_bytes=block_bytes_of(CHUNK_BYTES))
+    elif crew.ranks.rank:
+        follow(crew, build, logging.getLogger())
+        return []
+    else:
+        trainer = LeadTrainer(crew, build, None, published_dtype="bfloat16")
+        images = trainer.images
+    publications, watch = Publications(trainer, images), MemoryWatch(processes)
+    found, peaks = _in_turns(arguments, trainer, publications, watch)
+    if crew is not None:
+        crew.dismiss()
+    image_bytes = 2 * sum(tensor.numel() for tensor in trainer.tensors().values())
+    longer = [with_ / alone - 1 for alone, with_ in zip(*found.values(), strict=True)]
+    row: dict[str, Any] = {"ranks": len(processes), "image_bytes": image_bytes}
+    row |= {f"step_s_{way}": statistics.median(seconds) for way, seconds in found.items()}
+    row |= {"longer_by": statistics.median(longer), "longer_by_spread": [min(longer), max(longer)]}
+    for part, seconds in publications.seconds.items():
+        row[f"{part}_s"] = statistics.median(seconds)
+    row["coded_share"] = statistics.median(publications.coded_bytes) / image_bytes
+    rows = [row]
+    for rank in range(len(processes)):
+        with_, alone = peaks["published"][rank], peaks["alone"][rank]
+        rows.append(
+            {
+                "rank": rank,
+                "in_common_of_image": with_["in_common"] / image_bytes,
+                "private_more_of_image": (with_["private"] - alone["private"]) / image_bytes,
+                "private_bytes": with_["private"],
+            }
+        )
+    return rows
+
+
+def _in_turns(
+    arguments: argparse.Namespace,
+    trainer: AnyTrainer,
+    publications: Publications,
+    watch: MemoryWatch,
+) -> tuple[dict[str, list[float]], dict[str, list[dict[str, int]]]]:
+    """Return seconds of a step, and the most memory of each process, both ways."""
+    batches = [make_groups(arguments, MODELS[arguments.model]["vocab_size"], n) for n in range(2)]
+    found: dict[str, list[float]] = {"alone": [], "published": []}
+    peaks: dict[str, list[dict[str, int]]] = {}
+    for number in range(1 + arguments.steps):
+        for way, seconds in found.items():
+            trainer.step(batches[0])
+            if way == "published":  # whose coding is beside the first of those that are timed
+                publications.publish()
+            watch.take()
+            began_at = time.perf_counter()
+            for count in range(STEPS_IN_A_ROW):
+                trainer.step(batches[count % len(batches)])
+                if way == "published":
+                    publications.publish()
+            step_s = (time.perf_counter() - began_at) / STEPS_IN_A_ROW
+            if way == "published":
+                publications.wait()
+            if number:
+                seconds.append(step_s)
+                taken = watch.take()
+                peaks[way] = [
+                    {name: max(peak[name], value) for name, value in now.items()}
+                    for peak, now in zip(peaks.get(way, taken), taken, strict=True)
+                ]
+    return found, peaks
+
+
 # --- balance --------------------------------------------------------------------------------------
 
 
@@ -687,7 +872,7 @@ def compare_memory(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def _measured(arguments: argparse.Namespace, state: str) -> dict[str, float]:
     """Return what the second step takes of a GPU, without the last version."""
     groups = make_groups(arguments, MODELS[arguments.model]["vocab_size"])
-    step = trainer_step(arguments, "packed", state)
+    step = trainer_step(arguments, "packed", state=state)
     step(groups)
     torch.cuda.reset_peak_memory_stats()
     step(groups)
@@ -743,6 +928,15 @@ def budget_of(arguments: argparse.Namespace, config: Any, num_params: int, state
         return sum(item.num_bytes for item in footprint.learner_items() if item.is_on_gpu)
 
     return Reckoned(beside_model(footprint), beside_model(replace(footprint, has_gpu=True)))
+
+
+PARTS: Mapping[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
+    "step": time_steps,
+    "exact": compare_families,
+    "balance": use_of_ranks,
+    "memory": compare_memory,
+    "publish": time_publication,
+}
 
 
 if __name__ == "__main__":

@@ -70,6 +70,8 @@ run learner learner-lognormal 100 "${step[@]}" Qwen3-0.6B --lengths lognormal
 run learner learner-checkpointed 60 "${step[@]}" Qwen3-0.6B --lengths full --checkpointing --ways packed
 run learner learner-compiled 90 "${step[@]}" Qwen3-0.6B --lengths full --compile --ways packed
 run learner learner-1.7B 80 "${step[@]}" Qwen3-1.7B --checkpointing --ways packed
+run learner learner-publish 60 \
+    "$python" bench/bench_learner.py publish --model Qwen3-0.6B --tokens 16384 --lengths full
 run learner learner-4B 100 \
     "$python" bench/bench_learner.py step --tokens 8192 --model Qwen3-4B --checkpointing --ways packed --optimizer 8bit
 run learner learner-memory 60 "$python" bench/bench_learner.py memory --tokens 8192 --checkpointing \

@@ -24,7 +24,7 @@ from echo.net.transport import Transport
 from echo.roles.learner import Learner
 from echo.runtime import node
 from echo.runtime.identity import Identity
-from echo.runtime.learner.publish import Publisher, VersionEncoder
+from echo.runtime.learner.publish import Publisher, VersionEncoder, make_images
 from echo.runtime.node import Node, tune_malloc
 from echo.wire.actions import Action
 
@@ -104,7 +104,7 @@ async def run(config: Config, arguments: argparse.Namespace) -> None:
     identity = Identity("bench", Ed25519PrivateKey.generate())
     session = publishing_session(config, identity, transport.listen_address)
     broadcast_node.force(session, "chain", 0)
-    publisher = Publisher(identity, config, model_digest="")
+    publisher = Publisher(identity, config, model_digest="", images=make_images(config))
     weights = Weights(arguments.shape, arguments.share)
     is_whole = arguments.kind == "whole"
     await Stepper(session, transport, publisher, weights, is_whole=is_whole).run()

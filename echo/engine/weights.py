@@ -108,11 +108,21 @@ def lay_out(
 
     Arguments as for `publish_image`.
     """
-    target = torch_dtype(dtype)
     tensors = dict(sorted(_untie(state).items()))
+    return find_places(tensors, dtype, unrounded), tensors
+
+
+def find_places(
+    tensors: Mapping[str, Tensor], dtype: str, unrounded: Set[str] = frozenset()
+) -> tuple[TensorSpec, ...]:
+    """Return where each of the tensors, none of them tied, lies in an image, sorted by name.
+
+    Arguments as for `publish_image`; only shapes and dtypes are looked at.
+    """
+    target = torch_dtype(dtype)
     specs = []
     end = 0
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items()):
         is_rounded = tensor.is_floating_point() and name not in unrounded
         published = target if is_rounded else tensor.dtype
         offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -121,7 +131,7 @@ def lay_out(
             TensorSpec(name, dtype_name(published), tuple(tensor.shape), offset, num_bytes)
         )
         end = offset + num_bytes
-    return tuple(specs), tensors
+    return tuple(specs)
 
 
 def round_tensors(
@@ -567,6 +577,9 @@ class _Last:
 
 class VersionImages:
     """Makes one image after the other."""
+
+    helpers = ()
+    """Nobody else sees its memory (see `runtime/learner/publish.py`)."""
 
     def __init__(
         self,

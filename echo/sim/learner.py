@@ -39,7 +39,7 @@ from echo.weights.topology.sites import ASSUMED_BYTES_PER_S, Site
 from echo.wire.messages import LEARNER_ID, Lease
 
 if TYPE_CHECKING:
-    from echo.engine.weights import Weights
+    from echo.runtime.learner.publish import Publication
 
 
 RUN_ID = "simulation"
@@ -153,7 +153,7 @@ class SimLearner(LearnerNode):
     def show(self, snapshot: Snapshot) -> None:
         """Draw nothing: nobody watches."""
 
-    def export(self, directory: Path, weights: Weights) -> None:
+    def export(self, directory: Path, publication: Publication) -> None:
         """Note that the run is over: before its last step only its budget ends it."""
         self._run.end("the budget of the run is spent")
 

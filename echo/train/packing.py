@@ -234,14 +234,15 @@ def _attend_runs(
     return torch.cat(parts)[None]
 
 
-def find_obstacle(model: Any, dtype: torch.dtype) -> str | None:
+def find_obstacle(model: Any, own_dtype: torch.dtype, dtype: torch.dtype) -> str | None:
     """Switch a model to packed rows; return why it cannot have them, None if it can.
 
     A model that cannot is left as it was.
 
     Args:
-        model: of transformers, with the attention "sdpa", in float32 and in evaluation mode.
-        dtype: that its products are computed in.
+        model: of transformers, with the attention "sdpa", in evaluation mode.
+        own_dtype: that it computes in by itself.
+        dtype: that its products are computed in when it is trained.
     """
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if strange := sorted(kinds - LAYER_TYPES):
@@ -258,8 +259,8 @@ def find_obstacle(model: Any, dtype: torch.dtype) -> str | None:
             model.set_attn_implementation(NAME)
             if model.config._attn_implementation != NAME:  # noqa: SLF001
                 return f"{type(model).__name__} takes no other attention"
-            obstacle = _find_leak(model, ids, row, alone, torch.float32)
-            if obstacle is None and dtype != torch.float32:
+            obstacle = _find_leak(model, ids, row, alone, own_dtype)
+            if obstacle is None and dtype != own_dtype:
                 obstacle = _find_leak(model, ids, row, alone, dtype)
     except PROBE_ERRORS as error:
         obstacle = str(error).partition("\n")[0] or type(error).__name__

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
@@ -52,6 +53,7 @@ from echo.engine.model import (
     distinct_tensors,
     drop_towers,
     explain,
+    load_directory,
     model_class,
     pick_device,
     pick_dtype,
@@ -59,10 +61,11 @@ from echo.engine.model import (
 )
 from echo.kernels.contract import BackendName, RatioClip
 from echo.kernels.logprob import EntropyMode, TokenLosses, linear_logprob, linear_policy_loss
-from echo.train import packing, sharding
+from echo.train import packing, sharded_model, sharding
 from echo.train.flops import model_flops
 from echo.train.masters import Masters
 from echo.train.optimizer import OptimizerState
+from echo.train.sharded_model import lacking
 from echo.train.sharding import Ranks, ShardedModel
 
 LOGIT_SETTINGS = {
@@ -107,6 +110,8 @@ class ModelSource:
     tensors: Mapping[str, Tensor] | None = None
     """Weights by name instead of the directory's, each tied one once; with `lora` those of the
     adapter, which otherwise changes nothing yet."""
+    weights_dir: Path | None = None
+    """Directory whose weights take the place of those of `model_dir`."""
     lora: Lora | None = None
     """The adapter that is trained, and the base in place of `model_dir`; None to train all weights.
     `tensors`, `parameters` and `load` of the policy are then about the adapter alone."""
@@ -192,52 +197,56 @@ class Policy:
         """Rows and tokens, padding included, of the newest one."""
         self.device = compute.device
         model_dir = source.model_dir if lora is None else lora.base_dir
-        has_weights = source.tensors is None or lora is not None
-        # Shards go to the device by themselves; a model that is cut up need not fit on one.
-        device = self.device if compute.ranks is None else torch.device("cpu")
-        self.model = _build(model_dir, device, attn_implementation, has_weights=has_weights)
+        is_given = lora is None and (source.tensors is not None or source.weights_dir is not None)
+        self.model = _build(model_dir, compute, has_weights=not is_given)
         self._adapter = None if lora is None else add_adapter(self.model, lora)
         self._masters: Masters | None = None
-        if source.tensors is not None:
-            self.load(source.tensors)
         self.unrounded = unrounded_names(self.model)
         self._backbone = self.model.base_model
         head = _head_weight(self.model)
         self.vocab_size = int(head.shape[0])
         """Rows of the LM head."""
-        self.padded_because = self._choose_rows()
-        self.can_share_prompts = (
-            self.is_packed
-            and compute.share_prompts
-            and packing.can_share_prompts(self.model, compute.dtype)
-        )
-        """Whether a packed row may hold a prompt once for all of its rollouts."""
-        self._enable_training(gradient_checkpointing=compute.gradient_checkpointing)
         if is_frozen:
             self.model.requires_grad_(False)
         elif self._adapter is not None:
             for tensor in self._adapter.values():
                 tensor.requires_grad_()
         self.flops = model_flops(self.model, head)
-        self._root: ShardedModel | None = None
+        self._root = None if compute.ranks is None else self._shard(compute.ranks)
+        self._fill(source, model_dir)
+        self.padded_because = self._choose_rows()
+        self.can_share_prompts = (
+            self.is_packed
+            and compute.share_prompts
+            and self._compute(packing.can_share_prompts, self.model, compute.dtype)
+        )
+        """Whether a packed row may hold a prompt once for all of its rollouts."""
+        self._enable_training(gradient_checkpointing=compute.gradient_checkpointing)
         self._settle_weights()
         if compute.compile_layers:
             self._compile_layers()
 
+    def _fill(self, source: ModelSource, model_dir: Path) -> None:
+        """Give the model those weights that it was not built with."""
+        if self._root is not None and (source.tensors is None or self._adapter is not None):
+            sharded_model.read(source.weights_dir or model_dir, model_dir, self.model)
+        elif source.weights_dir is not None:
+            self.load(load_directory(source.weights_dir, "float32"))
+        if source.tensors is not None:
+            self.load(source.tensors)
+
     def _settle_weights(self) -> None:
-        """Cut the model up or round it, if it is to be, and check its logits.
+        """Check the model's logits, and round its weights if it is to compute with fewer bits.
 
         In float32 if that can be, where a difference shows; in 16 bits both ways round alike.
         """
         compute = self.compute
-        needs_16_bits = compute.attn_implementation == FLASH
-        if compute.ranks is None and not needs_16_bits:
+        has_one_type = compute.attn_implementation == FLASH or self._root is not None
+        if not has_one_type:
             self._check_logits(torch.float32)
-        if compute.ranks is not None:
-            self._root = self._shard(compute.ranks)
-        elif compute.dtype != torch.float32:
+        if self._root is None and compute.dtype != torch.float32:
             self._masters = Masters(self.model, compute.dtype)
-        if compute.ranks is not None or needs_16_bits:
+        if has_one_type:
             self._check_logits(compute.dtype)
 
     def _shard(self, ranks: Ranks) -> ShardedModel:
@@ -365,7 +374,7 @@ class Policy:
                 )
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(tensors[name])
+                sharding.fill(tensor, tensors[name])
         self.round()
 
     def round(self) -> None:
@@ -493,7 +502,11 @@ class Policy:
             return 'learner.packing = "padded"'
         if attention == "sdpa":
             self.model.eval()
-            obstacle = packing.find_obstacle(self.model, self.compute.dtype)
+            dtype = self.compute.dtype
+            own_dtype = torch.float32 if self._root is None else dtype
+            obstacle: str | None
+            with torch.no_grad():
+                obstacle = self._compute(packing.find_obstacle, self.model, own_dtype, dtype)
         else:
             obstacle = f'model.attn_implementation = "{attention}" has attention of its own'
         if obstacle is not None and wanted == "packed":
@@ -602,13 +615,15 @@ def padded(values: Tensor, mask: Tensor) -> Tensor:
     return zeros.masked_scatter(mask, values)
 
 
-def _build(
-    model_dir: Path, device: torch.device, attn_implementation: str, *, has_weights: bool
-) -> Any:
-    """Return the float32 model on the device, with the directory's weights or arbitrary ones."""
+def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
+    """Return the float32 model on its device, with the directory's weights or arbitrary ones.
+
+    One that is to be cut up is on the CPU without any: memory that nobody writes to is none yet.
+    """
+    device = compute.device
     options: dict[str, Any] = {
         "dtype": torch.float32,
-        "attn_implementation": attn_implementation,
+        "attn_implementation": compute.attn_implementation,
         "trust_remote_code": False,
     }
     try:
@@ -618,6 +633,11 @@ def _build(
         class_ = model_class(config)
         _refuse_changed_logits(config)  # before a large model is read
         _switch_off_dropout(config)
+        if compute.ranks is not None:
+            with BUILDING, no_init_weights():
+                model: Any = drop_towers(class_.from_config(config, **options))
+            model.tie_weights()
+            return model
         if not has_weights:
             with BUILDING, device:
                 return drop_towers(class_.from_config(config, **options))
@@ -631,10 +651,7 @@ def _build(
         ) from error
     model, report = loaded
     if report["missing_keys"]:
-        raise DataError(
-            f"{model_dir}: the weights lack {sorted(report['missing_keys'])[:5]}, which would "
-            "start at random; is this the checkpoint of a causal language model?"
-        )
+        raise lacking(model_dir, report["missing_keys"])
     return drop_towers(model).to(device)
 
 

@@ -44,8 +44,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from echo.core.errors import ConfigError, EchoError, RankError, StorageError
 from echo.core.rollout import Group
-from echo.engine.weights import torch_dtype
+from echo.engine.weights import find_places
 from echo.train.policy import Compute
+from echo.train.sharded_images import FollowImages, LeadImages
 from echo.train.sharding import Ranks
 from echo.train.step import StepError, StepResult
 from echo.train.trainer import Trainer
@@ -247,13 +248,13 @@ class Command(msgspec.Struct, frozen=True):
     """What all ranks are about to do."""
 
     name: str
-    """build, stop, or a method of the trainer."""
+    """build, write_rows (of an image), stop, or a method of the trainer."""
     path: str | None = None
     """Of a checkpoint, or a directory."""
     groups: tuple[tuple[bytes, bytes], ...] = ()
     """As on the wire."""
-    dtype: str = "float32"
-    """Of weights that are put together."""
+    dtype: str = ""
+    """That the trainer which is built publishes its weights in."""
 
     @property
     def batch(self) -> list[Group]:
@@ -357,7 +358,7 @@ class Crew:
 def _is_loss(error: BaseException) -> bool:
     """Return whether an error says that others are gone, and not that this rank has failed."""
     text = str(error)
-    return isinstance(error, dist.DistError) or (
+    return isinstance(error, dist.DistError | ConnectionError | EOFError) or (
         isinstance(error, RuntimeError) and ("gloo" in text or "Connection" in text)
     )
 
@@ -402,11 +403,15 @@ class LeadTrainer:
             EchoError: whatever `build` raises here.
         """
         self._crew = crew
-        self._published_dtype = published_dtype
         path = None if checkpoint is None else str(checkpoint)
-        with crew.together(Command("build", path)):
+        with crew.together(Command("build", path, dtype=published_dtype)):
             self._trainer = build(checkpoint)
             crew.ranks.add_up(0.0)  # until all of them stand
+            places = find_places(self.tensors(), published_dtype, self.unrounded)
+            self.images = LeadImages(
+                crew.ranks, places, lambda: crew.together(Command("write_rows"))
+            )
+            """What versions are made with."""
         crew.beats.on_silence = end_at_once
 
     @property
@@ -448,12 +453,8 @@ class LeadTrainer:
         return self._trainer.unrounded
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the weights as they are published, put together here.
-
-        A copy, and rounded: unlike those of a process by itself, which it costs nothing to lend.
-        """
-        with self._crew.together(Command("snapshot", dtype=self._published_dtype)):
-            return self._trainer.snapshot(torch_dtype(self._published_dtype))
+        """Return this rank's part of the weights; see `Trainer`."""
+        return self._trainer.tensors()
 
     def snapshot(self) -> dict[str, Tensor]:
         """See `Trainer`."""
@@ -491,18 +492,19 @@ def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
     Raises:
         RankError: if this rank fails, or has lost the others.
     """
-    trainer: Trainer | None = None
     command = Command("start")
     try:
-        while (command := crew.hear()).name != "stop":
+        command = crew.hear()
+        if command.name == "build":
             crew.ranks.add_up(0.0)
-            if command.name == "build":
-                trainer = build(None if command.path is None else Path(command.path))
+            trainer = build(None if command.path is None else Path(command.path))
+            crew.ranks.add_up(0.0)
+            places = find_places(trainer.tensors(), command.dtype, trainer.unrounded)
+            images = FollowImages(crew.ranks, places, trainer.tensors())
+            crew.beats.on_silence = end_at_once
+            while (command := crew.hear()).name != "stop":
                 crew.ranks.add_up(0.0)
-                crew.beats.on_silence = end_at_once
-            else:
-                assert trainer is not None, "they are built first"
-                _obey(trainer, command, log)
+                _obey(trainer, images, command, log)
     except BaseException as error:
         if not _is_loss(error):
             crew.beats.leave(_words(command, error))
@@ -514,13 +516,14 @@ def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
     crew.leave()
 
 
-def _obey(trainer: Trainer, command: Command, log: logging.Logger) -> None:
+def _obey(trainer: Trainer, images: FollowImages, command: Command, log: logging.Logger) -> None:
     """Carry out a command; what all ranks fail with alike is the leader's to decide on."""
     calls: dict[str, Callable[[], object]] = {
         "step": lambda: trainer.step(command.batch),
         "find_faulty": lambda: trainer.find_faulty(command.batch),
         "forward": lambda: trainer.forward(command.batch),
-        "snapshot": lambda: trainer.snapshot(torch_dtype(command.dtype)),
+        "write_rows": lambda: images.write(trainer.tensors()),
+        "snapshot": trainer.snapshot,
         "save_state": lambda: trainer.save_state(Path(command.path or "")),
     }
     try:

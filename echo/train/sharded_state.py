@@ -10,9 +10,12 @@ several, and the other way round. A rank reads the rows that it holds, and nothi
 
 from __future__ import annotations
 
+import json
+import secrets
+import socket
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -31,6 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from echo.core.errors import DataError, StorageError
 from echo.train import sharding
 from echo.train.optimizer import PARTS, SCALES, STEP
+from echo.train.sharding import Ranks
 
 PATTERN = "shard-*.safetensors"
 """Names of the files."""
@@ -39,19 +43,40 @@ PATTERN = "shard-*.safetensors"
 Tensors = dict[str, Tensor]
 
 
-def write(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+def write(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Write tensors by name; all ranks call this together.
 
     Args:
         directory: exists, on a disk that all ranks share.
         tensors: this rank's, cut or whole; whole ones are equal on all ranks that have them.
+        ranks: all of them.
 
     Raises:
-        StorageError: on all ranks, if one of them cannot write.
+        StorageError: on all ranks, if one of them cannot write, or writes into another directory.
     """
+    _check_shared(directory, ranks)
     writer = HuggingFaceStorageWriter(path=str(directory), save_distributed=True)
     with _named(f"{directory}: cannot write the trainer's state"):
         save({name: tensor.detach() for name, tensor in tensors.items()}, storage_writer=writer)
+
+
+def _check_shared(directory: Path, ranks: Ranks) -> None:
+    """Raise on all ranks if one does not see the directory of rank 0: its shards would be lost."""
+    mark = directory / f"of-rank-0-{secrets.token_hex(8)}"
+    told = json.dumps([mark.name, socket.gethostname()]).encode()
+    if not ranks.rank:
+        with suppress(OSError):  # of a full disk, which the writer tells of
+            mark.touch()
+    others = [json.loads(each) for each in ranks.gather(told)]
+    sees = (directory / others[0][0]).exists()
+    answers = ranks.gather(b"sees" if sees else b"")
+    blind = [f"rank {rank} on {others[rank][1]}" for rank, each in enumerate(answers) if not each]
+    mark.unlink(missing_ok=True)
+    if blind and answers[0]:
+        raise StorageError(
+            f"{directory} of rank 0 on {others[0][1]} is not there for {', '.join(blind)}: "
+            "run.dir has to be on a disk that all machines of the learner share"
+        )
 
 
 def read_cut(directory: Path, own: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:

@@ -176,6 +176,21 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
+@torch.no_grad()
+def fill(tensor: Tensor, given: Tensor) -> None:
+    """Copy the values of a whole tensor, or this rank's rows of them if it is cut, into one."""
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        given = given[slice(*rows_of(tensor.shape[0], mesh.get_local_rank(), mesh.size()))]
+    local(tensor).copy_(given)
+
+
+def rows_of(num_rows: int, rank: int, size: int) -> tuple[int, int]:
+    """Return the half-open range of a tensor's rows that a rank has: FSDP2 cuts like `chunk`."""
+    most = -(-num_rows // size)
+    return min(num_rows, rank * most), min(num_rows, (rank + 1) * most)
+
+
 def local_parameter(tensor: Tensor) -> Tensor:
     """Return what `local` does, for an optimizer: with a gradient of its own."""
     return nn.Parameter(local(tensor)) if isinstance(tensor, DTensor) else tensor

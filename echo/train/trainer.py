@@ -30,7 +30,7 @@ above that (config/losses.py).
 
 Several processes may train one model (sharding.py): each has a trainer, and all make the same calls
 with the same arguments. What they return is the same on each, and so is what they raise, unless a
-process fails by itself; the weights of `snapshot` and `tensors` are put together on the first one.
+process fails by itself; the weights of `snapshot` are put together on the first one.
 
 `save_state` holds everything the next step depends on. A trainer that loads it continues bit by bit
 on a CPU, on the same hardware and number of threads. On a GPU it continues from the same state and
@@ -249,7 +249,7 @@ def save(
                 directory / OPTIMIZER_FILE, {n: t.contiguous() for n, t in moments.items()}
             )
         else:
-            sharded_state.write(directory, {**weights, **moments})
+            sharded_state.write(directory, {**weights, **moments}, ranks)
         if ranks is None or ranks.rank == 0:
             (directory / TRAINER_FILE).write_text(json.dumps(record, indent=1))
     except OSError as error:
@@ -597,29 +597,23 @@ class Trainer:
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights by name, tied ones once, not copied: the next step changes them.
 
-        Of several ranks: `snapshot`, since none has them.
+        Each of several ranks has its part of them (sharding.py).
         """
-        return self._policy.tensors() if self._ranks is None else self.snapshot()
+        return self._policy.tensors()
 
     @property
     def unrounded(self) -> frozenset[str]:
         """Names of tensors that are published in their own dtype."""
         return self._policy.unrounded
 
-    def snapshot(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    def snapshot(self) -> dict[str, Tensor]:
         """Return a copy of the weights on the CPU by name, tied ones once.
 
         The first of several ranks has it, and the others nothing.
-
-        Args:
-            dtype: that they are rounded to, each part where it lies.
         """
         found = {}
         for name, tensor in self._policy.tensors().items():
-            rounded = tensor.detach()
-            if tensor.is_floating_point() and name not in self.unrounded:
-                rounded = rounded.to(dtype)
-            full = sharding.whole(rounded)  # one after the other: a device need not hold them all
+            full = sharding.whole(tensor)  # one after the other: a device need not hold them all
             if self._ranks is None or self._ranks.rank == 0:
                 found[name] = full.to("cpu", copy=True)
         return found

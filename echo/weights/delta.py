@@ -392,6 +392,22 @@ def encode_block(base: memoryview | None, new: memoryview, *, word_bytes: WordBy
     return _no_longer(_assembled(PLANES, pack_planes(words), word_bytes, tail), new)
 
 
+def code_block(
+    base: memoryview | None, new: memoryview, block: tuple[int, int, WordBytes]
+) -> CodedBlock:
+    """Return one block of an image as a version travels with it.
+
+    Args:
+        base: the image of the version that the receiver holds; None codes it alone.
+        new: the image.
+        block: where it begins and ends in both, and the size of its words.
+    """
+    start, stop, word_bytes = block
+    if base is None:
+        return CodedBlock(encode_block(None, new[start:stop], word_bytes=word_bytes), b"")
+    return encode_delta(base[start:stop], new[start:stop], word_bytes=word_bytes)
+
+
 def encode_delta(base: memoryview, new: memoryview, *, word_bytes: WordBytes) -> CodedBlock:
     """Return a block as a delta, for a receiver that checks its base; see `encode_block`."""
     if len(base) != len(new):

@@ -100,6 +100,13 @@ def allocate(num_bytes: int) -> memoryview:
     return np.empty(num_bytes, dtype=np.uint8).data
 
 
+def touched_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return zeros whose pages have been found."""
+    piece = np.empty(num_bytes, np.uint8)
+    piece.fill(0)
+    return piece
+
+
 class RecycledMemory:
     """Memory for images, handed out again once nobody can reach what it was handed out for.
 
@@ -107,14 +114,20 @@ class RecycledMemory:
     torch or numpy make of them, and what libzmq has yet to send.
     """
 
-    def __init__(self, num_pieces: int = 1) -> None:
+    def __init__(
+        self,
+        num_pieces: int = 1,
+        make: Callable[[int], npt.NDArray[np.uint8]] = touched_memory,
+    ) -> None:
         """Start without any.
 
         Args:
             num_pieces: how many of a size will be in use at a time, at least; as many are made with
                 the first of it. Their pages are found then, and not when a version is waited for.
+            make: makes a piece of so many zeros.
         """
         self._num_pieces = num_pieces
+        self._make = make
         self._free: list[npt.NDArray[np.uint8]] = []
         self._lent: list[tuple[npt.NDArray[np.uint8], weakref.ref[npt.NDArray[np.uint8]]]] = []
 
@@ -126,9 +139,7 @@ class RecycledMemory:
         # Of another size, or more than are in use at a time: of no use any more.
         self._free = [piece for piece in self._free if piece.nbytes == num_bytes][:room]
         while len(self._free) < room:
-            piece = np.empty(num_bytes, np.uint8)
-            piece.fill(0)
-            self._free.append(piece)
+            self._free.append(self._make(num_bytes))
         piece = self._free.pop(0)
         exporter = np.frombuffer(piece, np.uint8)
         self._lent.append((piece, weakref.ref(exporter)))

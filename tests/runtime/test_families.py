@@ -17,6 +17,7 @@ from transformers import AutoConfig
 
 from echo.config.load import parse_config
 from echo.core.errors import ConfigError
+from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Engine
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import Lora, export_adapter
@@ -32,6 +33,7 @@ from echo.runtime.learner.setup import DirectoryExporter
 from tests.runtime.families import (
     FAMILIES,
     IN_EVERY_RUN,
+    Wire,
     make_trainer,
     save_family,
     table,
@@ -104,14 +106,16 @@ def test_files_are_read_under_the_names_of_memory_and_written_under_their_own(
     name: str, tmp_path: Path
 ) -> None:
     model_dir = save_family(tmp_path / "hub", name)
-    tensors = make_trainer(name, model_dir).tensors()
+    trainer = make_trainer(name, model_dir)
+    tensors = trainer.tensors()
     read = load_directory(model_dir, "bfloat16")
     assert read.keys() == tensors.keys()
     for key, tensor in read.items():
         assert torch.equal(tensor.float(), tensors[key].float()), key
     final = tmp_path / "final"
     data: Any = SimpleNamespace(model_dir=model_dir, lora=None)
-    DirectoryExporter(parse_config({}, ["model.dtype=bfloat16"]), data).export(final, tensors)
+    publication = Wire(trainer, "bfloat16").publish(PolicyVersion(1, 0))
+    DirectoryExporter(parse_config({}), data).export(final, publication)
     written = dict(read_tensors(final))
     for key, tensor in read_tensors(model_dir):
         assert torch.equal(written[key].float(), tensor), key

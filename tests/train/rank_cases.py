@@ -9,28 +9,42 @@ import logging
 import math
 import os
 import signal
+import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load_file, save_file
 
 from echo.algo.loss import Loss, LossInputs, LossNeeds, LossOutput, needs_of
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
-from echo.core.errors import RankError
-from echo.core.rollout import Group
+from echo.core.errors import RankError, StorageError
+from echo.core.rollout import Group, PolicyVersion
 from echo.engine.lora import Lora
+from echo.engine.weights import VersionImages, Weights
+from echo.runtime.learner import publish as publish_module
+from echo.runtime.learner.publish import Coder, Images, make_publication
+from echo.train import sharded_images, sharding
 from echo.train.batch import AdvantageSettings
-from echo.train.policy import ModelSource
+from echo.train.policy import Compute, ModelSource, Policy
 from echo.train.ranks import Build, Crew, LeadTrainer, follow
 from echo.train.sharding import Ranks
 from echo.train.step import StepError, StepResult
 from echo.train.trainer import Trainer
+from echo.weights import delta
+from echo.weights.delta import block_bytes_of
+from echo.weights.manifest import encode_signed
+from echo.weights.store import Transfer
 from tests.train.test_trainer import FAST, make_group, make_groups
 from tests.train.test_trainer_losses import LOSSES, stale_groups
-from tests.train.trainers import trainer_of
+from tests.train.trainers import CPU, trainer_of
 
 MORE_LOSSES: dict[str, Loss] = {
     "entropy": EntropyBonusLoss(loss=make_loss("dapo"), coef=0.01),
@@ -171,6 +185,12 @@ def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
             "is_kept": all(torch.equal(after[name], tensor) for name, tensor in before.items()),
         }
     found["faulty"] = list(trainer.find_faulty(groups))
+    with TemporaryDirectory() as own:  # one for each rank
+        try:
+            trainer.save_state(Path(own))
+        except StorageError as error:
+            found["apart"] = str(error).replace(own, "HERE").replace(socket.gethostname(), "THIS")
+        found["left"] = [path.name for path in Path(own).iterdir()]
     trainer._minibatches_per_step = 1
     trainer._num_skipped_nonfinite = 0
     pair.restart(Touchy())
@@ -181,6 +201,56 @@ def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
 def in_bfloat16(crew: Crew, model_dir: str) -> dict[str, float]:
     ranks = crew.ranks
     return Pair(model_dir, ranks, dtype=torch.bfloat16).compare(make_groups(5))
+
+
+def read_models(crew: Crew, sources: dict[str, dict[str, str]], large_dir: str) -> dict[str, Any]:
+    """Return which models are those of one process, bit by bit, and the memory that one takes."""
+    found: dict[str, Any] = {}
+    for name, given in sources.items():
+        source = ModelSource(**{key: Path(path) for key, path in given.items()})
+        compute = Compute(device=CPU, ranks=crew.ranks)
+        weights = snapshot(Policy(source, compute))
+        if not crew.ranks.rank:
+            wanted = snapshot(Policy(source, replace(compute, ranks=None)))
+            same = {key: torch.equal(tensor, weights[key]) for key, tensor in wanted.items()}
+            found[name] = weights.keys() == wanted.keys() and all(same.values())
+    whole_bytes = 0
+
+    def be_read(policy: Policy) -> None:
+        nonlocal whole_bytes
+        whole_bytes = 4 * sum(tensor.numel() for tensor in policy.tensors().values())
+        raise StopIteration  # what a forward takes is another matter
+
+    Policy._choose_rows = be_read  # type: ignore[method-assign, assignment]
+    with private_memory() as taken, suppress(StopIteration):
+        Policy(ModelSource(model_dir=Path(large_dir)), compute)
+    shares = crew.ranks.gather(str(max(taken) / whole_bytes).encode())
+    return {**found, "shares": [float(share) for share in shares]}
+
+
+def snapshot(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: sharding.whole(tensor).clone() for name, tensor in policy.tensors().items()}
+
+
+@contextmanager
+def private_memory() -> Iterator[list[int]]:
+    """Look every few milliseconds how many bytes more the process has that no other one shares."""
+    is_over = threading.Event()
+    found: list[int] = []
+
+    def look() -> int:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.partition("RssAnon:")[2].split()[0])
+
+    def watch(before: int) -> None:
+        while not is_over.wait(0.002):
+            found.append(look() - before)
+
+    thread = threading.Thread(target=watch, args=(look(),))
+    thread.start()
+    yield found
+    is_over.set()
+    thread.join()
 
 
 def save_and_go_on(crew: Crew | None, directory: str, **options: Any) -> None:
@@ -258,12 +328,87 @@ def lead(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
     off["scores"] = max(float(abs(mine - want).max()) for mine, want in pairs)
     weights, wanted = led.snapshot(), alone.tensors()
     off["weights"] = max(float((weights[n] - t.detach()).abs().max()) for n, t in wanted.items())
-    published = led.tensors()
-    is_rounded = all(torch.equal(t, weights[n].bfloat16()) for n, t in published.items())
     crew.dismiss()
     off = {name: abs(value) for name, value in off.items()}
-    found = {"reason": reason, "faulty": list(faulty), "off": off, "step": led.step_count}
-    return {**found, "is_rounded": is_rounded}
+    return {"reason": reason, "faulty": list(faulty), "off": off, "step": led.step_count}
+
+
+# ------------------------------------------------------------------------------------- publication
+
+
+CHUNK_BYTES = 4096
+
+
+class Learner:
+    """Publishes versions without encryption, which alone is drawn by lot; the last is the base."""
+
+    def __init__(self, images: Images) -> None:
+        self.images = images
+        key = Ed25519PrivateKey.from_private_bytes(bytes(32))
+        self.coder = Coder(key, encrypts=False, helpers=images.helpers, num_threads=1)
+        self._base: Transfer | None = None
+
+    def publish(self, weights: Weights, version: PolicyVersion) -> list[bytes]:
+        """Return all that is signed of a version, and all that is sent."""
+        made = make_publication(
+            weights,
+            version,
+            run_id="run",
+            model_digest="model",
+            images=self.images,
+            chunk_bytes=CHUNK_BYTES,
+        )
+        coded = [] if self._base is None else list(self.coder.segments(made, self._base))
+        publication = self.coder.seal(made)
+        coded += self.coder.segments(publication, None)
+        signed, manifest = publication.signed, publication.manifest
+        assert signed is not None
+        has_chunk = bytearray(b"\1" * manifest.num_chunks)
+        self._base = Transfer(signed, manifest, publication.image, has_chunk, manifest.num_chunks)
+        sent = [part for each in coded for part in (each.frame, bytes(each.payload))]
+        return [encode_signed(signed), bytes(publication.image), *sent]
+
+
+def publish(
+    crew: Crew, model_dir: str, *, far: bool, helper_dies: bool = False
+) -> list[tuple[int, bool]]:
+    """Return of four versions how many things are sent, and whether all are one process's.
+
+    The last rank may seem to be on another machine, or be asked to code what it cannot.
+    """
+    is_last = crew.ranks.rank == crew.ranks.size - 1
+    if far and is_last:
+        sharded_images.Client = no_connection  # type: ignore[misc, assignment]
+    if helper_dies and is_last:
+        sharded_images.code_block = None  # type: ignore[assignment]
+        threading.excepthook = lambda _: None
+    publish_module.SEGMENT_BYTES = 16 * CHUNK_BYTES  # several segments of several blocks
+    delta.BLOCK_BYTES = sharded_images.PIECE_BYTES = 2 * CHUNK_BYTES
+
+    def build(checkpoint: Path | None) -> Trainer:
+        return make_trainer(model_dir, crew.ranks)
+
+    if crew.ranks.rank:
+        follow(crew, build, logging.getLogger())
+        return []
+    led = LeadTrainer(crew, build, None, published_dtype="bfloat16")
+    assert len(led.images.helpers) == crew.ranks.size - 1 - far
+    block_bytes = block_bytes_of(CHUNK_BYTES)
+    alone = Learner(VersionImages("bfloat16", block_bytes=block_bytes, unrounded=led.unrounded))
+    together = Learner(led.images)
+    found = []
+    for step in range(4):
+        version = PolicyVersion(1, step)
+        wanted = alone.publish(led.snapshot(), version)
+        made = together.publish(led.tensors(), version)
+        found.append((len(wanted), wanted == made))
+        led.step(make_groups(5, seed=step))
+    crew.dismiss()
+    return found
+
+
+def no_connection(*_: object) -> None:
+    raise ConnectionRefusedError("another machine")
 
 
 def lose_one(crew: Crew, model_dir: str, how: str) -> dict[str, Any]:

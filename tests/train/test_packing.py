@@ -327,7 +327,7 @@ def test_an_architecture_that_leaks_is_named_or_padded(family: str, tmp_path: Pa
     settings, why = LEAKING[family]
     config = AutoConfig.for_model(family, **{**SMALL, **settings})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    obstacle = packing.find_obstacle(model, torch.float32)
+    obstacle = packing.find_obstacle(model, torch.float32, torch.float32)
     assert obstacle is not None
     assert re.search(why, obstacle)
     assert model.config._attn_implementation == "sdpa"

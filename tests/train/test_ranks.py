@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from echo.core.errors import ConfigError
+from echo.engine.weights import INDEX_FILE
 from echo.train.ranks import Launch
+from tests.runtime.families import save_family
 from tests.train import rank_cases
 from tests.train.forked_ranks import run_on_ranks
 from tests.train.rank_cases import make_trainer
@@ -25,6 +29,12 @@ DEATHS = {
     "hangs": "rank {} does not answer, and is alive: it hangs",
 }
 """Ways of a rank to fail, and what the leader says of it."""
+
+PUBLICATIONS: dict[str, dict[str, bool]] = {
+    "published here": {"far": False},
+    "published from afar": {"far": True},
+    "published for another": {"far": False, "helper_dies": True},
+}
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +60,15 @@ def answers(
     }
     led = tmp_path_factory.mktemp("led")
     asked["led"] = ("lead", size, {"model_dir": tiny, "directory": str(led)})
+    large = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 8}
+    models = tmp_path_factory.mktemp("models")
+    reading_options = {
+        "sources": model_sources(models, tiny_model_dir, Path(other)),
+        "large_dir": str(make_tiny_model(**large)),
+    }
+    asked["read"] = ("read_models", size, reading_options)
+    for kind, trouble in PUBLICATIONS.items():
+        asked[kind] = ("publish", size, {"model_dir": tiny, **trouble})
     for how in DEATHS:
         asked[how] = ("lose_one", size, {"model_dir": tiny, "how": how})
     answers: Answers = {"led to": led}
@@ -79,6 +98,20 @@ def answers(
     for name, answer in named.items():
         answers[name] = answer if name in DEATHS else answer.value
     return answers
+
+
+def model_sources(directory: Path, tiny: Path, other: Path) -> dict[str, dict[str, str]]:
+    """Return models whose files have what ranks must not stumble over."""
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16)
+    model.save_pretrained(directory / "cut", max_shard_size="80KB")
+    assert (directory / "cut" / INDEX_FILE).exists()
+    return {
+        "several files in bfloat16": {"model_dir": str(directory / "cut")},
+        "experts that are joined": {
+            "model_dir": str(save_family(directory / "experts", "qwen3_moe"))
+        },
+        "weights from elsewhere": {"model_dir": str(tiny), "weights_dir": str(other)},
+    }
 
 
 def test_a_restart_of_several_machines_needs_a_store_of_its_own() -> None:
@@ -138,6 +171,12 @@ def test_nothing_is_left_of_a_failure(answers: Answers) -> None:
     assert answers["trouble"]["faulty"] == [3]
 
 
+def test_a_state_that_would_lie_on_several_disks_is_refused(answers: Answers) -> None:
+    said = "HERE of rank 0 on THIS is not there for rank 1 on THIS"
+    assert answers["trouble"]["apart"].startswith(said)
+    assert answers["trouble"]["left"] == []
+
+
 @pytest.mark.parametrize("kind", ["all", "adapter"])
 def test_a_state_is_continued_by_any_number_of_ranks(kind: str, answers: Answers) -> None:
     directory, reading = answers[f"directory {kind}"]
@@ -158,12 +197,27 @@ def test_the_first_rank_leads_the_others(answers: Answers, tiny_model_dir: Path)
     assert led["reason"] == "bad_group"
     assert led["faulty"] == [7]
     assert led["step"] == 1
-    assert led["is_rounded"]
     assert led["off"].pop("weights") < 0.01 * A_STEP
     assert all(far < 1e-6 for far in led["off"].values())
     trainer = make_trainer(str(tiny_model_dir), None)
     trainer.load_state(answers["led to"])
     assert trainer.step_count == 1
+
+
+def test_each_rank_reads_its_own_rows(answers: Answers, request: pytest.FixtureRequest) -> None:
+    found = dict(answers["read"])
+    shares = found.pop("shares")
+    assert all(found.values()), found
+    assert len(found) == 3
+    # Its shard, a layer more, and what transformers has as Python objects.
+    assert max(shares) < 1 / (1 + last_rank(request)) + 0.25, shares
+
+
+@pytest.mark.parametrize("kind", PUBLICATIONS)
+def test_versions_of_ranks_are_those_of_one_process(kind: str, answers: Answers) -> None:
+    nums_sent, are_equal = zip(*answers[kind], strict=True)
+    assert all(are_equal), are_equal
+    assert nums_sent[1] == 2 * nums_sent[0] - 2 > 10  # a keyframe, and from the second on a delta
 
 
 @pytest.mark.parametrize("how", DEATHS)

@@ -74,7 +74,6 @@ from echo.wire.actions import Action, Note
 from echo.wire.codec import encode_group
 
 if TYPE_CHECKING:
-    from echo.engine.weights import Weights
     from echo.train.attribution import Attribution
     from echo.train.ranks import AnyTrainer
 
@@ -377,9 +376,9 @@ class OpenedRun:
 
 
 class Exporter(Protocol):
-    """Writes weights for other programs."""
+    """Writes versions for other programs."""
 
-    def export(self, directory: Path, weights: Weights) -> None:
+    def export(self, directory: Path, publication: Publication) -> None:
         """Write a Hugging Face directory."""
 
 
@@ -465,6 +464,7 @@ class LearnerNode(Node):
         # A group that comes when no more are taken is never acknowledged.
         self._takes_groups, self.is_stopping = True, False
         self._published_step, self._num_failed_steps = -1, 0
+        self._published: Publication | None = None
         # Until then nodes of this run may be out there and dial, as after a crash.
         self._missing_until = -math.inf
         # Why the run cannot go on, where it cannot.
@@ -818,8 +818,11 @@ class LearnerNode(Node):
         """Hand the present weights to the broadcast, and to the evaluation when it is due."""
         session, began_at = self.session, self.now
         self._progress.begin("publishing", now=self.now)
+        # Then only its image is in memory, and the one before makes room for this.
+        await self._encoded_versions.wait()
         version = PolicyVersion(session.lineages[-1].lineage, session.step)
         publication = await self._model_pool.run(self.make_version, version)
+        self._published = publication
         self._ledger.append(Published(version=version))
         await self._commit()
         self.pace.published(version, num_bytes=publication.manifest.num_bytes, now=self.now)
@@ -904,10 +907,10 @@ class LearnerNode(Node):
             end = Discarded(group=group.group_id, reason="run_finished", step=step)
             self._ledger.append(end)
         await self._checkpoint()
-        tensors = await self._model_pool.run(self._trainer.tensors)  # nothing changes them any more
+        assert self._published is not None, "the last version is"
         final = self._config.run_dir / "final"
         self._progress.begin("exporting", now=self.now)
-        await self._disk_pool.run(self._opened.exporter.export, final, tensors)
+        await self._disk_pool.run(self._opened.exporter.export, final, self._published)
         await self._disk_pool.run(self._ledger.close)
         # The last picture shows who took part, so it is drawn before they leave.
         self._progress.begin("done", now=self.now)

@@ -23,7 +23,8 @@ import secrets
 from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -37,9 +38,9 @@ from echo.weights.broadcast import Broadcast
 from echo.weights.cipher import KEY_BYTES, crypt, hash_key
 from echo.weights.delta import (
     CodedBlock,
+    WordBytes,
     block_bytes_of,
-    encode_block,
-    encode_delta,
+    code_block,
     has_changed_little,
     split_blocks,
     word_bytes_of,
@@ -58,7 +59,7 @@ from echo.weights.store import Transfer
 from echo.wire.messages import Form
 
 if TYPE_CHECKING:
-    from echo.engine.weights import CodedDelta, VersionImages, Weights
+    from echo.engine.weights import CodedDelta, VersionImage, VersionImages, Weights
     from echo.train.attribution import Attribution
 
 
@@ -127,7 +128,7 @@ def make_publication(
     *,
     run_id: str,
     model_digest: str,
-    images: VersionImages,
+    images: Images,
     chunk_bytes: int,
 ) -> Publication:
     """Round weights to the published dtype and lay them out; nothing is hashed yet."""
@@ -145,6 +146,30 @@ def make_publication(
     return Publication(None, manifest, made.image, made.coded)
 
 
+class Helper(Protocol):
+    """Codes blocks of an image in another process, which sees the same memory."""
+
+    def __call__(
+        self,
+        image: memoryview,
+        base: memoryview | None,
+        blocks: Sequence[tuple[int, int, WordBytes]],
+        /,
+    ) -> list[CodedBlock]:
+        """Return the blocks coded, as `code_block` does; it blocks."""
+
+
+class Images(Protocol):
+    """Makes one image after the other: of one process, or of several together."""
+
+    @property
+    def helpers(self) -> Sequence[Helper]:
+        """Others who code blocks of what it makes."""
+
+    def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
+        """Return the image of a version."""
+
+
 class Publisher:
     """Makes versions of the trainer's weights, signed with the run's key."""
 
@@ -154,7 +179,7 @@ class Publisher:
         config: Config,
         *,
         model_digest: str,
-        unrounded: Set[str] = frozenset(),
+        images: Images,
         attribution: Attribution | None = None,
     ) -> None:
         """Take whose versions they are.
@@ -163,12 +188,12 @@ class Publisher:
             identity: of the run.
             config: the learner's.
             model_digest: of the model's configuration.
-            unrounded: names of floating-point tensors that keep their own dtype.
+            images: makes those of its versions.
             attribution: wants to keep versions; None if nothing does.
         """
-        self.coder = Coder(identity.key, encrypts=config.security.curve)
+        self.coder = Coder(identity.key, encrypts=config.security.curve, helpers=images.helpers)
         self._identity = identity
-        self._images = make_images(config, unrounded)
+        self._images = images
         self._chunk_bytes = config.network.chunk_bytes
         self._model_digest = model_digest
         self._attribution = attribution
@@ -205,27 +230,46 @@ class CodedSegment:
     payload: memoryview
 
 
+_UnderWay: TypeAlias = tuple[list[Future[CodedBlock]], list[Future[list[CodedBlock]]]]
+"""Blocks of a segment that this process codes, and those that each helper does."""
+
+
+def _gathered(under_way: _UnderWay) -> tuple[CodedBlock, ...]:
+    """Return the blocks in their order, as soon as all are coded."""
+    own, others = under_way
+    hands = [[future.result() for future in own], *(future.result() for future in others)]
+    return tuple(block for blocks in zip_longest(*hands) for block in blocks if block is not None)
+
+
 class Coder:
     """Codes images into encoded versions, with a pool of threads."""
 
     def __init__(
-        self, key: Ed25519PrivateKey, *, encrypts: bool, num_threads: int | None = None
+        self,
+        key: Ed25519PrivateKey,
+        *,
+        encrypts: bool,
+        helpers: Sequence[Helper] = (),
+        num_threads: int | None = None,
     ) -> None:
         """Sign with the learner's key.
 
         Args:
             key: the learner's.
             encrypts: whether chunks are encrypted, each form with a key of its own.
+            helpers: others, each of whom codes as many blocks as this process.
             num_threads: None for as many as there are cores, within reason.
         """
         self._key = key
         self._encrypts = encrypts
         threads = num_threads or min(16, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="coder")
+        self._helpers = [(ThreadPoolExecutor(1, "helper"), helper) for helper in helpers]
 
     def close(self) -> None:
         """End the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, *(pool for pool, _ in self._helpers)):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def seal(self, publication: Publication) -> Publication:
         """Hash an image, and sign what it consists of."""
@@ -268,24 +312,24 @@ class Coder:
         """Yield the coded blocks of one segment after the other."""
         manifest, image = publication.manifest, memoryview(publication.image)
         old = None if base is None else memoryview(base.storage)
-        blocks = split_blocks(manifest.num_bytes, block_bytes)
+        blocks = [
+            (start, stop, word_bytes_of(manifest.tensors, start, stop))
+            for start, stop in split_blocks(manifest.num_bytes, block_bytes)
+        ]
 
-        def encode(start: int, stop: int) -> CodedBlock:
-            word_bytes = word_bytes_of(manifest.tensors, start, stop)
-            if old is None:
-                return CodedBlock(encode_block(None, image[start:stop], word_bytes=word_bytes), b"")
-            return encode_delta(old[start:stop], image[start:stop], word_bytes=word_bytes)
-
-        def submit(first: int) -> list[Future[CodedBlock]]:
-            return [
-                self._pool.submit(encode, start, stop)
-                for start, stop in blocks[first : first + per_segment]
+        def submit(first: int) -> _UnderWay:
+            """Deal the blocks of a segment among this process and its helpers."""
+            segment, every = blocks[first : first + per_segment], 1 + len(self._helpers)
+            own = [self._pool.submit(code_block, old, image, block) for block in segment[::every]]
+            return own, [
+                pool.submit(helper, image, old, segment[number::every])
+                for number, (pool, helper) in enumerate(self._helpers, 1)
             ]
 
         under_way = submit(0)
         for first in range(0, len(blocks), per_segment):
             ahead = submit(first + per_segment)
-            yield tuple(future.result() for future in under_way)
+            yield _gathered(under_way)
             under_way = ahead
 
     def _segment(

@@ -35,7 +35,6 @@ from echo.engine.model import (
     context_window,
     free_gpu_bytes,
     import_architecture,
-    load_directory,
     load_towers,
     make_sampling,
     model_digests,
@@ -46,7 +45,7 @@ from echo.engine.model import (
     unrounded_names,
     vocab_size,
 )
-from echo.engine.weights import Weights, round_tensors, save_hf, torch_dtype
+from echo.engine.weights import round_tensors, save_hf, torch_dtype
 from echo.leases.book import LeaseBook
 from echo.leases.scheduler import LeaseSettings, RunState
 from echo.net.curve import CurveKeys
@@ -69,7 +68,7 @@ from echo.runtime.learner.cost import CostTerms, activation_settings, spent_befo
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.runtime.learner.node import Follower, LearnerNode, LearnerRewards, OpenedRun
 from echo.runtime.learner.prompts import PromptSource
-from echo.runtime.learner.publish import Publisher
+from echo.runtime.learner.publish import Publication, Publisher, make_images
 from echo.runtime.learner.report import Progress
 from echo.runtime.learner.resume import SavedRun, StartingPoint
 from echo.runtime.threads import Threads
@@ -211,14 +210,14 @@ def make_trainer(
     learner, optimizer, loss = config.learner, config.optimizer, config.loss
     max_tokens = config.sampling.max_completion_tokens
     set_num_threads(learner.num_threads)
-    tensors = None
+    source = ModelSource(model_dir=model_dir, lora=lora)
     if checkpoint is None:
-        tensors = initial_weights(config, lora)
+        source = initial_model(config, model_dir, lora)
     compute = learner_compute(config)
     if crew is not None:
         compute = replace(compute, device=crew.device, ranks=crew.ranks)
     trainer = Trainer(
-        ModelSource(model_dir=model_dir, tensors=tensors, lora=lora),
+        source,
         compute,
         loss=build_loss(config),
         optimizer=OptimizerSettings(
@@ -270,17 +269,16 @@ def with_checkpointing(config: Config, model_dir: Path, crew: Crew | None = None
     return config.model_copy(update={"learner": config.learner.model_copy(update=changed)})
 
 
-def initial_weights(config: Config, lora: Lora | None) -> Weights | None:
-    """Return the weights that the run starts from, if they are not the model directory's.
-
-    With `lora` they are those of an adapter, and None where it starts as nothing on its base.
-    """
+def initial_model(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource:
+    """Return what the run starts from; an adapter may start as nothing on its base."""
     adapter = initial_adapter(config)
-    if adapter is not None:
-        return load_adapter(adapter)
-    if config.learner.init_from is None or lora is not None:
-        return None
-    return load_directory(Path(config.learner.init_from).expanduser(), "float32")
+    given = config.learner.init_from
+    return ModelSource(
+        model_dir=model_dir,
+        tensors=None if adapter is None else load_adapter(adapter),
+        weights_dir=Path(given).expanduser() if given is not None and lora is None else None,
+        lora=lora,
+    )
 
 
 def build_loss(config: Config) -> Loss:
@@ -310,8 +308,7 @@ def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ModelS
     if not section.kl_coef:
         return None
     if section.name is None:
-        tensors = initial_weights(config, lora)
-        return ModelSource(model_dir=model_dir, tensors=tensors, lora=lora)
+        return initial_model(config, model_dir, lora)
     return ModelSource(model_dir=resolve_model(section.name))
 
 
@@ -368,7 +365,9 @@ def open_run(
             identity,
             config,
             model_digest=digest,
-            unrounded=trainer.unrounded,
+            images=trainer.images
+            if isinstance(trainer, LeadTrainer)
+            else make_images(config, trainer.unrounded),
             attribution=attribution,
         ),
         buffer=buffer,
@@ -661,25 +660,22 @@ def build_evaluations(config: Config, data: Data, *, log: logging.Logger) -> Eva
 
 
 class DirectoryExporter:
-    """Writes weights as they are published, as directories for transformers or peft."""
+    """Writes versions as directories for transformers or peft."""
 
     def __init__(self, config: Config, data: Data) -> None:
         """Take what says their type, and the files that go with them."""
         self._config = config
         self._data = data
 
-    def export(self, directory: Path, weights: Weights) -> None:
-        """Write a directory."""
-        config, data = self._config, self._data
-        model = build_shapes(data.model_dir)
-        dtype = torch_dtype(config.model.dtype)
+    def export(self, directory: Path, publication: Publication) -> None:
+        """Write a directory; nothing is copied, but experts that files have one by one."""
+        config, data, weights = self._config, self._data, publication.tensors()
         assets = tokenization.asset_files(data.model_dir)
         if data.lora is None:
-            start = config.learner.init_from or data.model_dir
-            weights = {**weights, **load_towers(Path(start).expanduser())}
-        rounded = round_tensors(weights, dtype, unrounded_names(model))
-        if data.lora is None:
-            save_hf(directory, assets, names_on_disk(model, rounded))
+            start = Path(config.learner.init_from or data.model_dir).expanduser()
+            model, dtype = build_shapes(data.model_dir), torch_dtype(config.model.dtype)
+            towers = round_tensors(load_towers(start), dtype, unrounded_names(model))
+            save_hf(directory, assets, names_on_disk(model, {**weights, **towers}))
         else:
-            name = base_name(config, data.lora)
-            export_adapter(directory, assets, rounded, data.lora, base_name=name)
+            name = base_name(self._config, data.lora)
+            export_adapter(directory, assets, weights, data.lora, base_name=name)
