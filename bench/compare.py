@@ -7,7 +7,8 @@ Each commit has a worktree of its own, and each turn runs one benchmark at the o
 at the new one, with the packages of this environment. A figure is marked where its median has
 become worse by more than 5 % and by more than the rounds of one commit differ. What a script of an
 older commit has no option for is ABSENT, and so is what fails or takes too long, with the reason.
-Options take the place of the quick form, at both commits.
+Options take the place of the quick form, at both commits. A round that fails ends its benchmark,
+and the rounds before it count.
 """
 
 from __future__ import annotations
@@ -103,12 +104,21 @@ def compare(
 ) -> dict[str, Any]:
     """Run one benchmark in turns; return old and new median of every figure, and the verdicts."""
     runs: dict[str, list[dict[str, float]]] = {side: [] for side in trees}
+    ended = ""
     for _ in range(rounds):
+        turn = {}
         for side, tree in trees.items():
             try:
-                runs[side].append(ask(tree))
+                turn[side] = ask(tree)
             except RuntimeError as error:
-                return {"absent": f"{side}: {error}"}
+                ended = f"{side}: {error}"
+                break
+        if ended:
+            break
+        for side, figures in turn.items():
+            runs[side].append(figures)
+    if not runs["old"]:
+        return {"absent": ended}
     rows = {}
     common = runs["old"][0].keys() & runs["new"][0].keys()
     for figure in sorted(each for each in common if "spread" not in each):
@@ -121,7 +131,12 @@ def compare(
             better = is_gain(figure)
             verdict = "changed" if better is None else "better" if is_more is better else "WORSE"
             rows[figure]["verdict"] = verdict
-    return {"figures": rows, "unmatched": sorted(runs["old"][0].keys() ^ runs["new"][0].keys())}
+    return {
+        "rounds": len(runs["old"]),
+        "ended": ended,
+        "figures": rows,
+        "unmatched": sorted(runs["old"][0].keys() ^ runs["new"][0].keys()),
+    }
 
 
 def is_gain(figure: str) -> bool | None:
@@ -179,6 +194,8 @@ def show(name: str, found: dict[str, Any]) -> None:
     marked = {figure: row for figure, row in rows.items() if "verdict" in row}
     only = len(found["unmatched"])
     print(f"{name}: {len(rows)} figures, {len(marked)} differ; {only} in one commit", flush=True)
+    if found["ended"]:
+        print(f"  after {found['rounds']} rounds: {found['ended']}")
     for figure, row in marked.items():
         print(f"  {row['verdict']:8} {row['old']:>11.5g} -> {row['new']:>11.5g}  {figure}")
 
