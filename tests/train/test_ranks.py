@@ -110,6 +110,9 @@ def model_sources(directory: Path, tiny: Path, other: Path) -> dict[str, dict[st
         "experts that are joined": {
             "model_dir": str(save_family(directory / "experts", "qwen3_moe"))
         },
+        "a tower that is left out": {
+            "model_dir": str(save_family(directory / "tower", "qwen2_5_vl"))
+        },
         "weights from elsewhere": {"model_dir": str(tiny), "weights_dir": str(other)},
     }
 
@@ -208,7 +211,7 @@ def test_each_rank_reads_its_own_rows(answers: Answers, request: pytest.FixtureR
     found = dict(answers["read"])
     shares = found.pop("shares")
     assert all(found.values()), found
-    assert len(found) == 3
+    assert len(found) == 4
     # Its shard, a layer more, and what transformers has as Python objects.
     assert max(shares) < 1 / (1 + last_rank(request)) + 0.25, shares
 
