@@ -65,8 +65,8 @@ run deltas update 120 \
     "$python" bench/bench_update.py --device cuda --shape Qwen3-4B --parts stages --shares 0.014
 step=("$python" bench/bench_learner.py step --tokens 16384 --model)
 run learner learner-exact 60 "$python" bench/bench_learner.py exact
-run learner learner-full 100 "${step[@]}" Qwen3-0.6B --lengths full
-run learner learner-lognormal 100 "${step[@]}" Qwen3-0.6B --lengths lognormal
+run learner learner-full 80 "${step[@]}" Qwen3-0.6B --lengths full
+run learner learner-lognormal 80 "${step[@]}" Qwen3-0.6B --lengths lognormal
 run learner learner-checkpointed 60 "${step[@]}" Qwen3-0.6B --lengths full --checkpointing --ways packed
 run learner learner-compiled 90 "${step[@]}" Qwen3-0.6B --lengths full --compile --ways packed
 run learner learner-1.7B 80 "${step[@]}" Qwen3-1.7B --checkpointing --ways packed
@@ -76,7 +76,7 @@ run learner learner-4B 100 \
     "$python" bench/bench_learner.py step --tokens 8192 --model Qwen3-4B --checkpointing --ways packed --optimizer 8bit
 run learner learner-memory 60 "$python" bench/bench_learner.py memory --tokens 8192 --checkpointing \
     --optimizer float32 8bit offloaded
-run vllm vllm-tests 180 "$python" -m pytest -q -m gpu tests/engine/test_vllm_gpu.py
+run vllm vllm-tests 160 "$python" -m pytest -q -m gpu tests/engine/test_vllm_gpu.py
 run vllm vllm-quickstart 120 "$python" -m echo.cli.quickstart --set engine.kind=vllm \
     --set run.name=gpu-all --set ui.live=off
 run vllm vllm-swap 60 "$python" bench/bench_swap.py build/models/addition-* runs/gpu-all/final \

@@ -176,7 +176,7 @@ def test_13_after_an_older_checkpoint_later_steps_are_void_and_their_groups_end_
     finish(world)
 
 
-SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(2, 100))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(1, 100))]
 
 
 @pytest.mark.slow

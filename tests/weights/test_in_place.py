@@ -444,7 +444,7 @@ def test_whoever_reads_while_another_writes_gets_the_bytes_of_one_version() -> N
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        for turn in range(4):
+        for turn in range(2):
             for patch in patches_of(images):
                 image.later.append(patch)
                 for _ in range(3):
