@@ -96,7 +96,7 @@ def on_paper(draw: str, seed: int) -> dict[str, Any]:
 
 
 class Links(NamedTuple):
-    """What the emulator emulates."""
+    """Links that the emulator is to emulate."""
 
     draw: str
     settings: str
