@@ -484,7 +484,7 @@ class VersionSlots:
             self._is_loading = True
         try:
             slot = VersionSlot(next(self._serials), version)
-            yield slot, self._make_room()
+            yield slot, self._free_slot()
             with self._changed:
                 self._slots = (*self._slots, slot)
         finally:
@@ -492,17 +492,17 @@ class VersionSlots:
                 self._is_loading = False
                 self._changed.notify_all()
 
-    def _make_room(self) -> VersionSlot | None:
+    def _free_slot(self) -> VersionSlot | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._has_room or self._unused)
-            if self._has_room:
+            self._changed.wait_for(lambda: self._has_free_slot or self._unused)
+            if self._has_free_slot:
                 return None
             oldest = self._unused[0]
             self._slots = tuple(slot for slot in self._slots if slot is not oldest)
             return oldest
 
     @property
-    def _has_room(self) -> bool:
+    def _has_free_slot(self) -> bool:
         return len(self._slots) < self._num_slots
 
     @property

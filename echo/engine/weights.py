@@ -192,7 +192,7 @@ def tensors_from_image(specs: Iterable[TensorSpec], image: memoryview) -> dict[s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Change:
+class TensorChange:
     """What a patch has changed of one tensor in one block of its image."""
 
     name: str
@@ -216,7 +216,7 @@ class Change:
             target[self.where.to(target.device)] = values.to(target)
 
 
-def changes(patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> Iterator[Change]:
+def changes(patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> Iterator[TensorChange]:
     """Yield what a patch has changed, tensor by tensor within each block.
 
     Args:
@@ -234,7 +234,7 @@ def changes(patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> Ite
                 last = min(stop, spec.offset + spec.num_bytes) - spec.offset
                 piece = image[spec.offset + first : spec.offset + last]
                 values = _view(piece, dtype, len(piece) // dtype.itemsize, 0)
-                yield Change(spec.name, first // dtype.itemsize, values)
+                yield TensorChange(spec.name, first // dtype.itemsize, values)
                 continue
             shift = (spec.offset - start) // dtype.itemsize
             last = shift + math.prod(spec.shape)
@@ -242,7 +242,7 @@ def changes(patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> Ite
             if low < high:
                 where = torch.from_numpy(block.where[low:high] - shift)
                 values = torch.from_numpy(block.new[low:high].view(f"i{dtype.itemsize}"))
-                yield Change(spec.name, where, values.view(dtype))
+                yield TensorChange(spec.name, where, values.view(dtype))
 
 
 @torch.no_grad()

@@ -168,7 +168,7 @@ class OffloadedAdamW(AdamW):
         super().__init__(shards)
         largest = max((shard.numel() for shard in shards.values()), default=0)
         is_pinned = any(shard.is_cuda for shard in shards.values())  # it is copied faster
-        self._room = torch.empty(2, largest, device="cpu", pin_memory=is_pinned)
+        self._staging = torch.empty(2, largest, device="cpu", pin_memory=is_pinned)
 
     def _new(self, shard: Tensor) -> dict[str, Tensor]:
         return super()._new(torch.empty_like(shard, device="cpu"))
@@ -180,7 +180,7 @@ class OffloadedAdamW(AdamW):
         """Change the weights by their gradients, one after the other."""
         self._has_begun = True
         for name, shard in self._with_gradient().items():
-            weight, gradient = self._room[:, : shard.numel()].view(2, *shard.shape)
+            weight, gradient = self._staging[:, : shard.numel()].view(2, *shard.shape)
             assert shard.grad is not None, "or it is not among them"
             weight.copy_(shard)
             gradient.copy_(shard.grad)

@@ -322,7 +322,7 @@ def _states(model: Any, ids: Tensor, **given: Any) -> Tensor:
     return states
 
 
-def refuse(model: Any, obstacle: str) -> EngineError:
+def packing_error(model: Any, obstacle: str) -> EngineError:
     """Return the error for a model that cannot have the packed rows that were asked for."""
     return EngineError(
         f'learner.packing = "packed": {type(model).__name__} cannot be trained on packed rows: '

@@ -374,7 +374,7 @@ class Policy:
                 )
         with torch.no_grad():
             for name, tensor in own.items():
-                sharding.fill(tensor, tensors[name])
+                sharding.copy_local(tensor, tensors[name])
         self.round()
 
     def round(self) -> None:
@@ -510,7 +510,7 @@ class Policy:
         else:
             obstacle = f'model.attn_implementation = "{attention}" has attention of its own'
         if obstacle is not None and wanted == "packed":
-            raise packing.refuse(self.model, obstacle)
+            raise packing.packing_error(self.model, obstacle)
         return obstacle
 
     def _enable_training(self, *, gradient_checkpointing: bool) -> None:

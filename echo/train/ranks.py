@@ -244,7 +244,7 @@ class Beats:
 # --- commands -------------------------------------------------------------------------------------
 
 
-class Command(msgspec.Struct, frozen=True):
+class RankCommand(msgspec.Struct, frozen=True):
     """What all ranks are about to do."""
 
     name: str
@@ -262,7 +262,7 @@ class Command(msgspec.Struct, frozen=True):
         return [decode_group(header, arrays) for header, arrays in self.groups]
 
 
-_decoder = msgspec.msgpack.Decoder(Command)
+_decoder = msgspec.msgpack.Decoder(RankCommand)
 
 AGREED: dict[str, type[EchoError]] = {
     "step": StepError,
@@ -297,13 +297,13 @@ class Crew:
         self._control = control
         self._is_broken = False
 
-    def tell(self, command: Command) -> None:
+    def tell(self, command: RankCommand) -> None:
         """Tell the others what comes; the leader calls this."""
         data = np.frombuffer(msgspec.msgpack.encode(command), dtype=np.uint8)
         dist.broadcast(torch.tensor([len(data)]), src=0, group=self._control)
         dist.broadcast(torch.from_numpy(data.copy()), src=0, group=self._control)
 
-    def hear(self) -> Command:
+    def hear(self) -> RankCommand:
         """Wait for what the leader tells; the others call this."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, src=0, group=self._control)
@@ -312,7 +312,7 @@ class Crew:
         return _decoder.decode(data.numpy().data)
 
     @contextmanager
-    def together(self, command: Command) -> Iterator[None]:
+    def together(self, command: RankCommand) -> Iterator[None]:
         """Carry out a command on all ranks, of which this is the one that leads.
 
         Raises:
@@ -343,7 +343,7 @@ class Crew:
         """Tell the others that it is over, if they can hear it; the leader calls this last."""
         if not self._is_broken:
             with suppress(RuntimeError):
-                self.tell(Command("stop"))
+                self.tell(RankCommand("stop"))
                 self.beats.wait_for_others(10.0)  # the store may end with this process
         self.leave()
 
@@ -369,7 +369,7 @@ def _first_line(error: BaseException) -> str:
     return line[:300] or type(error).__name__
 
 
-def _words(command: Command, error: BaseException) -> str:
+def _words(command: RankCommand, error: BaseException) -> str:
     """Say what a rank has failed with, and what helps if that is known."""
     words = f"{command.name}: {type(error).__name__}: {_first_line(error)}"
     if isinstance(error, torch.OutOfMemoryError):
@@ -404,12 +404,12 @@ class LeadTrainer:
         """
         self._crew = crew
         path = None if checkpoint is None else str(checkpoint)
-        with crew.together(Command("build", path, dtype=published_dtype)):
+        with crew.together(RankCommand("build", path, dtype=published_dtype)):
             self._trainer = build(checkpoint)
             crew.ranks.add_up(0.0)  # until all of them stand
             places = find_places(self.tensors(), published_dtype, self.unrounded)
             self.images = LeadImages(
-                crew.ranks, places, lambda: crew.together(Command("write_rows"))
+                crew.ranks, places, lambda: crew.together(RankCommand("write_rows"))
             )
             """What versions are made with."""
         crew.beats.on_silence = end_at_once
@@ -458,12 +458,12 @@ class LeadTrainer:
 
     def snapshot(self) -> dict[str, Tensor]:
         """See `Trainer`."""
-        with self._crew.together(Command("snapshot")):
+        with self._crew.together(RankCommand("snapshot")):
             return self._trainer.snapshot()
 
     def save_state(self, directory: Path) -> None:
         """See `Trainer`; the directory is on a disk that all ranks share."""
-        with self._crew.together(Command("save_state", str(directory.absolute()))):
+        with self._crew.together(RankCommand("save_state", str(directory.absolute()))):
             self._trainer.save_state(directory)
 
 
@@ -471,8 +471,8 @@ AnyTrainer = Trainer | LeadTrainer
 """What a learner trains with."""
 
 
-def _with_groups(name: str, groups: Sequence[Group]) -> Command:
-    return Command(name, groups=tuple(encode_group(group) for group in groups))
+def _with_groups(name: str, groups: Sequence[Group]) -> RankCommand:
+    return RankCommand(name, groups=tuple(encode_group(group) for group in groups))
 
 
 def end_at_once(words: str) -> None:
@@ -492,7 +492,7 @@ def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
     Raises:
         RankError: if this rank fails, or has lost the others.
     """
-    command = Command("start")
+    command = RankCommand("start")
     try:
         command = crew.hear()
         if command.name == "build":
@@ -516,7 +516,9 @@ def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
     crew.leave()
 
 
-def _obey(trainer: Trainer, images: FollowImages, command: Command, log: logging.Logger) -> None:
+def _obey(
+    trainer: Trainer, images: FollowImages, command: RankCommand, log: logging.Logger
+) -> None:
     """Carry out a command; what all ranks fail with alike is the leader's to decide on."""
     calls: dict[str, Callable[[], object]] = {
         "step": lambda: trainer.step(command.batch),

@@ -65,7 +65,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RowSpan:
     """Where in an image the rows of a tensor lie that one rank has."""
 
     spec: TensorSpec
@@ -84,7 +84,7 @@ class Span:
         place.view(torch_dtype(self.spec.dtype)).view(rows.shape).copy_(rows)
 
 
-def spans_of(specs: Sequence[TensorSpec], tensors: Weights, rank: int, size: int) -> list[Span]:
+def spans_of(specs: Sequence[TensorSpec], tensors: Weights, rank: int, size: int) -> list[RowSpan]:
     """Return what a rank writes: its rows, and of tensors that are not cut all, if it is the first.
 
     Args:
@@ -103,14 +103,14 @@ def spans_of(specs: Sequence[TensorSpec], tensors: Weights, rank: int, size: int
         elif rank:
             continue
         if start < stop:
-            spans.append(Span(spec, start, stop))
+            spans.append(RowSpan(spec, start, stop))
     return spans
 
 
 class FarRows:
     """Rows of a rank of another machine: the newest version's, and those of the one before."""
 
-    def __init__(self, spans: Sequence[Span]) -> None:
+    def __init__(self, spans: Sequence[RowSpan]) -> None:
         """Begin without a version."""
         self._spans = spans
         self._memory = RecycledMemory(2)
@@ -132,7 +132,7 @@ class FarRows:
 
 
 def receive_rows(
-    rank: int, spans: Sequence[Span], image: memoryview, last: memoryview | None
+    rank: int, spans: Sequence[RowSpan], image: memoryview, last: memoryview | None
 ) -> None:
     """Write what a rank of another machine sends to its places in the image.
 
@@ -163,10 +163,10 @@ def new_memory(num_bytes: int) -> tuple[int, Bytes]:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
     os.ftruncate(descriptor, num_bytes)
-    return descriptor, map_memory(descriptor, num_bytes)
+    return descriptor, map_shared(descriptor, num_bytes)
 
 
-def map_memory(descriptor: int, num_bytes: int) -> Bytes:
+def map_shared(descriptor: int, num_bytes: int) -> Bytes:
     """Return memory that another process has made, too."""
     return np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
 
@@ -376,7 +376,7 @@ class FollowImages:
         told = _memory_decoder.decode(connection.recv_bytes())
         for number, num_bytes in told.made:
             descriptor = recv_handle(connection)
-            self._memory[number] = map_memory(descriptor, num_bytes)
+            self._memory[number] = map_shared(descriptor, num_bytes)
             os.close(descriptor)
         for number in self._memory.keys() - told.live:
             del self._memory[number]

@@ -38,10 +38,10 @@ def read(weights_dir: Path, model_dir: Path, model: Any) -> None:
         DataError: if a file cannot be read, or the files do not make the model up.
     """
     own = {name.replace(".base_layer", ""): tensor for name, tensor in _named(model).items()}
-    skeleton = _skeleton(model_dir, own)
-    mapping: list[Any] = get_model_conversion_mapping(skeleton)
+    shapes = _cut_shapes(model_dir, own)
+    mapping: list[Any] = get_model_conversion_mapping(shapes)
     config = LoadStateDictConfig(weight_mapping=mapping, dtype=torch.float32)
-    missing = skeleton.state_dict().keys() & own.keys()
+    missing = shapes.state_dict().keys() & own.keys()
     try:
         with ExitStack() as opened:
             files = [
@@ -51,7 +51,7 @@ def read(weights_dir: Path, model_dir: Path, model: Any) -> None:
             slices = {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118
             for _, keys in groupby(sorted(slices, key=_layer), _layer):
                 found, _ = convert_and_load_state_dict_in_model(
-                    skeleton, {key: slices[key] for key in keys}, config
+                    shapes, {key: slices[key] for key in keys}, config
                 )
                 if found.mismatched_keys or found.conversion_errors:
                     wrong = sorted(map(str, (*found.mismatched_keys, *found.conversion_errors)))
@@ -59,7 +59,7 @@ def read(weights_dir: Path, model_dir: Path, model: Any) -> None:
                         f"{weights_dir}: {wrong[:5]} do not fit the model of {model_dir}: "
                         "the weights are of another one"
                     )
-                missing -= _take(skeleton, own)
+                missing -= _take(shapes, own)
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:
         raise DataError(f"{weights_dir}: cannot read the weights: {error}") from error
     if missing:
@@ -88,29 +88,29 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
     return dict(named.values())
 
 
-def _skeleton(model_dir: Path, own: Mapping[str, Tensor]) -> Any:
+def _cut_shapes(model_dir: Path, own: Mapping[str, Tensor]) -> Any:
     """Return the model without memory, cut up like the given tensors."""
-    skeleton = build_shapes(model_dir)
-    assert skeleton is not None, "the model was built from it"
-    for name in _named(skeleton):
-        _empty(skeleton, name, own[name])
-    return skeleton
+    shapes = build_shapes(model_dir)
+    assert shapes is not None, "the model was built from it"
+    for name in _named(shapes):
+        _empty(shapes, name, own[name])
+    return shapes
 
 
-def _take(skeleton: nn.Module, own: Mapping[str, Tensor]) -> set[str]:
+def _take(shapes: nn.Module, own: Mapping[str, Tensor]) -> set[str]:
     """Move what has been read into the shards; return its names."""
-    found = {name: t for name, t in _named(skeleton).items() if not t.is_meta and name in own}
+    found = {name: t for name, t in _named(shapes).items() if not t.is_meta and name in own}
     for name, tensor in found.items():
         with torch.no_grad():
             sharding.local(own[name]).copy_(sharding.local(tensor))
-        _empty(skeleton, name, own[name])
+        _empty(shapes, name, own[name])
     return set(found)
 
 
-def _empty(skeleton: nn.Module, name: str, own: Tensor) -> None:
+def _empty(shapes: nn.Module, name: str, own: Tensor) -> None:
     """Let go of a tensor's memory; it keeps the form of this rank's own."""
     part = sharding.like(torch.empty_like(sharding.local(own), device="meta"), own)
     path, _, last = name.rpartition(".")
     is_parameter = isinstance(own, nn.Parameter)
     new = nn.Parameter(part, requires_grad=False) if is_parameter else part
-    setattr(skeleton.get_submodule(path), last, new)
+    setattr(shapes.get_submodule(path), last, new)

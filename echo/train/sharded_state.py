@@ -43,7 +43,7 @@ PATTERN = "shard-*.safetensors"
 Tensors = dict[str, Tensor]
 
 
-def write(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+def write_cut(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Write tensors by name; all ranks call this together.
 
     Args:

@@ -177,7 +177,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def fill(tensor: Tensor, given: Tensor) -> None:
+def copy_local(tensor: Tensor, given: Tensor) -> None:
     """Copy the values of a whole tensor, or this rank's rows of them if it is cut, into one."""
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh

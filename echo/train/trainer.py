@@ -249,7 +249,7 @@ def save(
                 directory / OPTIMIZER_FILE, {n: t.contiguous() for n, t in moments.items()}
             )
         else:
-            sharded_state.write(directory, {**weights, **moments}, ranks)
+            sharded_state.write_cut(directory, {**weights, **moments}, ranks)
         if ranks is None or ranks.rank == 0:
             (directory / TRAINER_FILE).write_text(json.dumps(record, indent=1))
     except OSError as error:

@@ -1195,7 +1195,7 @@ class Receiver:
         if not link.is_asking and not link.is_pulling:
             link.progress_at = now
         link.is_asking = True
-        return [self._send(link.peer, Subscribe(newest=self.store.newest_settled))]
+        return [self._send(link.peer, Subscribe(newest=self.store.newest_signed))]
 
     def _request_all(
         self, item_id: ItemId | None, now: float, links: Iterable[StripeLink] | None = None

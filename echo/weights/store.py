@@ -1165,10 +1165,10 @@ class ItemStore:
         return max(self.held, default=None)
 
     @property
-    def newest_settled(self) -> PolicyVersion | None:
+    def newest_signed(self) -> PolicyVersion | None:
         """Newest version held whole with its manifest: any news of what is newer is welcome."""
-        settled = (v for v, image in self.images.items() if image.signed and image.is_complete)
-        return max(settled, default=None)
+        signed = (v for v, image in self.images.items() if image.signed and image.is_complete)
+        return max(signed, default=None)
 
     @property
     def newest_sealed(self) -> PolicyVersion | None:

@@ -23,7 +23,7 @@ from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Sampling
 from echo.engine.model import load_directory
 from echo.engine.vllm.engine import MAX_RESTARTS, VllmEngine
-from echo.engine.weights import Change, tensors_from_image
+from echo.engine.weights import TensorChange, tensors_from_image
 from echo.weights.manifest import TensorSpec
 from tests.engine.engine_contract import (
     ENDLESS,
@@ -142,16 +142,16 @@ class TestPatches(PatchContract):
         models: list[torch.nn.Module],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        store, num_stored = Change.store, 0
+        store, num_stored = TensorChange.store, 0
 
-        def fail(change: Change, own: Tensor) -> None:
+        def fail(change: TensorChange, own: Tensor) -> None:
             nonlocal num_stored
             num_stored += 1
             if num_stored == 5:
                 raise RuntimeError("the device is lost")
             store(change, own)
 
-        monkeypatch.setattr(Change, "store", fail)
+        monkeypatch.setattr(TensorChange, "store", fail)
         message = "v2 could not be installed: .*the device is lost; vLLM was started anew.*: v1"
         with pytest.raises(EngineError, match=message):
             self.patch(engine, image, images)
@@ -170,13 +170,13 @@ class TestPatches(PatchContract):
         caplog: pytest.LogCaptureFixture,
     ) -> None:
         """The version is installed all the same."""
-        store = Change.store
+        store = TensorChange.store
 
-        def store_most(change: Change, own: Tensor) -> None:
+        def store_most(change: TensorChange, own: Tensor) -> None:
             if "down_proj" not in change.name:
                 store(change, own)
 
-        monkeypatch.setattr(Change, "store", store_most)
+        monkeypatch.setattr(TensorChange, "store", store_most)
         for _ in range(2):
             self.patch(engine, image, images)
             self.assert_samples(engine, models[1], V2)

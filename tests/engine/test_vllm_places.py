@@ -13,8 +13,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extr
 import torch
 from torch import Tensor, nn
 
-from echo.engine.vllm.places import UnplacedError, find_places, read_changes, write_changes
-from echo.engine.weights import Change
+from echo.engine.vllm.places import UnplacedError, load_changes, save_changes, trace_places
+from echo.engine.weights import TensorChange
 
 # Third parties.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -106,12 +106,12 @@ def test_each_element_is_found_where_the_loader_puts_it(dtype: torch.dtype) -> N
     model = loaded_model(fuse, dtype)
     model.fused[6:] = 5.0  # which the loader would overwrite
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    places = find_places(model, checkpoint())
+    places = trace_places(model, checkpoint())
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name])
     where = torch.tensor([1, 5])
-    Change("down", where, torch.tensor([7.0, 8.0])).store(places["down"])
-    Change("norm", 1, torch.tensor([3.0, 4.0])).store(places["norm"])
+    TensorChange("down", where, torch.tensor([7.0, 8.0])).store(places["down"])
+    TensorChange("norm", 1, torch.tensor([3.0, 4.0])).store(places["norm"])
     before["fused"].view(-1)[12 + where] = torch.tensor([7.0, 8.0], dtype=dtype)
     before["norm"][1:3] = torch.tensor([3.0, 4.0], dtype=dtype)
     for name, tensor in model.state_dict().items():
@@ -136,7 +136,7 @@ def test_what_is_not_copied_once_and_whole_has_no_place(load: Loader, why: str) 
     model = loaded_model(load)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(UnplacedError, match=why):
-        find_places(model, checkpoint())
+        trace_places(model, checkpoint())
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name])
 
@@ -170,7 +170,7 @@ def test_weights_in_a_second_form_have_no_place(layer: type[nn.Module], why: str
     model = loaded_model(fuse)
     model.mlp = layer()
     with pytest.raises(UnplacedError, match=why):
-        find_places(model, checkpoint())
+        trace_places(model, checkpoint())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -178,11 +178,11 @@ def test_changes_come_through_a_file(dtype: torch.dtype, tmp_path: Path) -> None
     values = torch.tensor([3, -1, 0]).to(dtype)
     far = 1 << 33
     changes = [
-        Change("a", torch.tensor([0, 4, 9]), values),
-        Change("b", 12, values[:2].clone()),
-        Change("a", torch.tensor([5, far]), values[:2].clone()),
+        TensorChange("a", torch.tensor([0, 4, 9]), values),
+        TensorChange("b", 12, values[:2].clone()),
+        TensorChange("a", torch.tensor([5, far]), values[:2].clone()),
     ]
-    found = list(read_changes(write_changes(tmp_path, changes)))
+    found = list(load_changes(save_changes(tmp_path, changes)))
     assert [change.name for change in found] == ["a", "b", "a"]
     for change, wanted in zip(found, changes, strict=True):
         assert torch.equal(torch.as_tensor(change.where), torch.as_tensor(wanted.where))

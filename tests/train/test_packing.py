@@ -331,7 +331,7 @@ def test_an_architecture_that_leaks_is_named_or_padded(family: str, tmp_path: Pa
     assert obstacle is not None
     assert re.search(why, obstacle)
     assert model.config._attn_implementation == "sdpa"
-    error = packing.refuse(model, obstacle)
+    error = packing.packing_error(model, obstacle)
     assert type(model).__name__ in str(error)
     assert 'set learner.packing = "auto" or "padded"' in str(error)
 

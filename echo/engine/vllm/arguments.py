@@ -212,7 +212,7 @@ def make_arguments(
     }
     if lora_rank:
         arguments |= {
-            **lora_room(num_versions),
+            **adapter_slots(num_versions),
             "load_format": "auto",
             "use_tqdm_on_load": False,
             "enable_lora": True,
@@ -226,7 +226,7 @@ def make_arguments(
     return arguments
 
 
-def lora_room(num_versions: int) -> dict[str, int]:
+def adapter_slots(num_versions: int) -> dict[str, int]:
     """Return the arguments that keep so many adapters loaded, and one more that is tried."""
     # With room for all in one batch none has to wait, and vLLM never evicts one by itself.
     return {"max_loras": num_versions + 1, "max_cpu_loras": num_versions + 1}

@@ -37,9 +37,9 @@ from torch import Tensor
 from echo.core.errors import EngineError
 from echo.engine.engine import FinishReason, VersionSlot, describe_error
 from echo.engine.lora import Lora, write_adapter
-from echo.engine.vllm.places import write_changes
+from echo.engine.vllm.places import save_changes
 from echo.engine.vllm.plugin import VARIABLE, count_kills
-from echo.engine.weights import Change, save_safetensors
+from echo.engine.weights import TensorChange, save_safetensors
 
 # --- contract -------------------------------------------------------------------------------------
 #
@@ -562,7 +562,7 @@ def hand_over(
 
 def hand_over_changes(
     backend: Backend,
-    changes: Sequence[Change],
+    changes: Sequence[TensorChange],
     tag: str,
     *,
     clears_cache: bool,
@@ -583,7 +583,7 @@ def hand_over_changes(
             del CHANGES[key]
         return
     with _directory_in_memory() as directory:
-        path = write_changes(directory, changes)
+        path = save_changes(directory, changes)
         backend.update({"path": str(path)}, tag, clears_cache=clears_cache, is_patch=True)
 
 

@@ -71,8 +71,8 @@ from echo.engine.model import (
 from echo.engine.vllm.arguments import (
     MIN_VERSIONS,
     Process,
+    adapter_slots,
     import_vllm,
-    lora_room,
     make_arguments,
     versions_in_memory,
 )
@@ -722,7 +722,7 @@ class VllmEngine(Engine):
             clears_cache=self._clears_cache,
             is_same_process=self._process == "inline",
         )
-        return self._judge(weights, tag)
+        return self._check_version(weights, tag)
 
     def _install_patch(
         self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]
@@ -742,7 +742,7 @@ class VllmEngine(Engine):
             is_same_process=self._process == "inline",
         )
         try:
-            return self._judge_patch(self._expected(tensors, patch.version), tag)
+            return self._check_patch(self._expected(tensors, patch.version), tag)
         except EngineDeadError:
             raise
         except Exception as error:  # PyTorch raises anything; nobody can judge what samples then
@@ -763,9 +763,9 @@ class VllmEngine(Engine):
         self._why_whole = why
         return why
 
-    def _judge_patch(self, weights: _Installed, tag: str) -> _Installed | str:
+    def _check_patch(self, weights: _Installed, tag: str) -> _Installed | str:
         """Probe what was changed in place; where it is wrong, hand the whole version over."""
-        found = self._judge(weights, tag)
+        found = self._check_version(weights, tag)
         if isinstance(found, _Installed):
             return found
         log.warning("%s, changed in place, is not what vLLM samples: %s", weights.version, found)
@@ -773,7 +773,7 @@ class VllmEngine(Engine):
         self._is_misplaced = isinstance(found, _Installed)
         return found
 
-    def _judge(self, weights: _Installed, tag: str) -> _Installed | str:
+    def _check_version(self, weights: _Installed, tag: str) -> _Installed | str:
         """Probe what has a tag; return it, or what is wrong with it."""
         complaint = self._complaint(self._backend, weights, tag)
         self._versions[tag] = weights.version if complaint is None else None
@@ -899,7 +899,7 @@ class VllmEngine(Engine):
             self.num_versions,
         )
         self.num_versions = number
-        self._arguments |= lora_room(number)
+        self._arguments |= adapter_slots(number)
         return True
 
     def _make_backend(self) -> Backend:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echo.engine.engine import describe_error
-from echo.engine.weights import Change, write_tensors
+from echo.engine.weights import TensorChange, write_tensors
 
 CHANGES_FILE = "changes.safetensors"
 
@@ -49,7 +49,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def find_places(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def trace_places(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return where each tensor lies in a model: a contiguous piece of one of its parameters.
 
     Args:
@@ -134,7 +134,7 @@ def _have_equal_bits(place: Tensor, tensor: Tensor) -> bool:
 # --- changes for another process ------------------------------------------------------------------
 
 
-def write_changes(directory: Path, changes: Sequence[Change]) -> Path:
+def save_changes(directory: Path, changes: Sequence[TensorChange]) -> Path:
     """Write changes to a file, 4 bytes and a value for each element; return its path.
 
     Raises:
@@ -153,9 +153,9 @@ def write_changes(directory: Path, changes: Sequence[Change]) -> Path:
     return path
 
 
-def read_changes(path: Path) -> Iterator[Change]:
-    """Yield what `write_changes` wrote, in its order."""
+def load_changes(path: Path) -> Iterator[TensorChange]:
+    """Yield what `save_changes` wrote, in its order."""
     with safe_open(path, framework="pt") as file:
         for number, (name, first) in enumerate(json.loads(file.metadata()["places"])):
             where = file.get_tensor(f"{number} where") if first is None else int(first)
-            yield Change(name, where, file.get_tensor(f"{number} values"))
+            yield TensorChange(name, where, file.get_tensor(f"{number} values"))

@@ -29,13 +29,13 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from echo.engine.vllm.places import UnplacedError, find_places, read_changes
-from echo.engine.weights import Change
+from echo.engine.vllm.places import UnplacedError, load_changes, trace_places
+from echo.engine.weights import TensorChange
 
 HANDED_OVER: dict[str, Mapping[str, Tensor]] = {}
 """Weights for an engine in this process, under a key that is told to it."""
 
-CHANGES: dict[str, Iterable[Change]] = {}
+CHANGES: dict[str, Iterable[TensorChange]] = {}
 """The same for what changes."""
 
 
@@ -98,7 +98,7 @@ class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
     def _find_places(self) -> None:
         self._places, self.unplaced = {}, ""
         try:
-            self._places = find_places(self.model, dict(_read(self._loaded)))
+            self._places = trace_places(self.model, dict(_read(self._loaded)))
         except UnplacedError as error:
             self.unplaced = str(error)
 
@@ -106,7 +106,7 @@ class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
     def patch_weights(self, update_info: TransferUpdate) -> None:
         """Scatter what has changed since the last version into its places."""
         key, path = update_info.key, update_info.path
-        for change in CHANGES[key] if key else read_changes(Path(path)):
+        for change in CHANGES[key] if key else load_changes(Path(path)):
             change.store(self._places[change.name])
 
     def shutdown(self) -> None:

@@ -146,7 +146,7 @@ def make_publication(
     return Publication(None, manifest, made.image, made.coded)
 
 
-class Helper(Protocol):
+class BlockCoder(Protocol):
     """Codes blocks of an image in another process, which sees the same memory."""
 
     def __call__(
@@ -163,7 +163,7 @@ class Images(Protocol):
     """Makes one image after the other: of one process, or of several together."""
 
     @property
-    def helpers(self) -> Sequence[Helper]:
+    def helpers(self) -> Sequence[BlockCoder]:
         """Others who code blocks of what it makes."""
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
@@ -249,7 +249,7 @@ class Coder:
         key: Ed25519PrivateKey,
         *,
         encrypts: bool,
-        helpers: Sequence[Helper] = (),
+        helpers: Sequence[BlockCoder] = (),
         num_threads: int | None = None,
     ) -> None:
         """Sign with the learner's key.
