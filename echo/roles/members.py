@@ -58,8 +58,8 @@ class Member:
     presence: Presence = Presence.UNKNOWN
     tokens_sampled: int = -1
     """Counter at the last heartbeat: its growth renews waiting leases."""
-    rival: tuple[str, float] | None = None
-    """(incarnation, first heard at) of another process that asks for this name."""
+    contested: tuple[float, float] | None = None
+    """(first, last) instant at which others asked for its name, be it one process or several."""
     history: deque[tuple[float, int, int]] = field(default_factory=deque)
     """(instant, tokens sampled, weight bytes received) of the last heartbeats."""
 
@@ -218,7 +218,7 @@ class Roster:
         self.released[member.node_id] = member.incarnation
 
     def claim(self, message: Hello, *, now: float) -> Claim:
-        """Judge the claim of a Hello to its name, and note a rival's first one."""
+        """Judge the claim of a Hello to its name, and note one to a name that is taken."""
         known = self.nodes.get(message.node_id)
         if known is None:
             return "new"
@@ -226,9 +226,11 @@ class Roster:
             return "again"
         if now - known.heard_at >= 2 * self.heartbeat_s:
             return "restarted"
-        if known.rival is None or known.rival[0] != message.incarnation:
-            known.rival = message.incarnation, now
-        return "name_taken" if now - known.rival[1] > self.dead_after_s else "wait"
+        first_at, last_at = known.contested or (now, now)
+        if now - last_at > self.dead_after_s:
+            first_at = now  # somebody else, long ago
+        known.contested = first_at, now
+        return "name_taken" if now - first_at > self.dead_after_s else "wait"
 
     def take_silent(self, *, now: float) -> list[Member]:
         """Return, once, the nodes that have been silent for too long."""

@@ -41,6 +41,15 @@ def test_a_rival_of_long_ago_does_not_count_against_another_one(roster: Roster) 
     assert hello(roster, "i3", now=103.0) == "restarted"
 
 
+def test_each_of_several_rivals_is_told_that_the_name_is_taken(roster: Roster) -> None:
+    hello(roster, "i1", now=0.0)
+    for now in range(1, 12):
+        roster.nodes["w1"].beat(beat(), now=float(now))
+        assert hello(roster, f"i{now % 3 + 2}", now=float(now)) == "wait"
+    roster.nodes["w1"].beat(beat(), now=12.0)
+    assert [hello(roster, name, now=12.0) for name in ("i2", "i3", "i4")] == ["name_taken"] * 3
+
+
 def test_rates_are_of_the_last_ten_seconds(roster: Roster) -> None:
     hello(roster, "i1", now=0.0)
     member = roster.nodes["w1"]
