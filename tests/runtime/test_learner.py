@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -257,6 +259,33 @@ def test_steps_that_fail_one_after_the_other_end_the_run_with_the_cause(
     assert [row["reason"] for row in world.records("discarded")] == ["step_error"] * 10
     assert world.trained() == []
     assert world.records("checkpoint")[-1]["step"] == 0, "what was trained before is not saved"
+
+
+def test_a_learner_that_cannot_go_on_grants_nothing_while_it_saves(make_world: MakeWorld) -> None:
+    world = make_world()
+    for group in range(20):
+        world.poison(group)
+    world.learner()
+    learner, takes = world.node("learner"), world.takes
+    world.takes = lambda process, pool, function: (  # type: ignore[method-assign]
+        20.0 if getattr(function, "__name__", "") == "save" else takes(process, pool, function)
+    )
+    granted: set[tuple[int, int]] = set()
+
+    def look(sender: str, receiver: str, message: Any) -> None:
+        if isinstance(message, Grant):
+            granted.update((lease.group_id, lease.attempt) for lease in message.leases)
+
+    with world.watch(look):
+        world.worker("w1")
+        world.worker("w2", sample_s=math.inf)
+        world.run_until(lambda: not learner._takes_groups)
+        world.kill("w2")
+        world.run_until(lambda: not learner.session.leases.num_leases("w2"))
+        world.run(1.0)
+        assert world.is_alive("learner"), "it has saved already"
+        finish(world, "failed")
+    assert granted == {(row["group"], row["attempt"]) for row in world.records("granted")}
 
 
 def test_a_reward_out_of_bounds_ends_its_group(make_world: MakeWorld) -> None:

@@ -632,7 +632,7 @@ class LearnerNode(Node):
 
     async def _take_no_more_groups(self) -> None:
         """Wait until everything that was written is on the disk and in the buffer."""
-        self._takes_groups = False
+        self._takes_groups = self.session.is_granting = False  # what is not recorded is not granted
         self._store_wanted.set()
         assert self._store_task is not None
         await self._store_task
@@ -928,7 +928,6 @@ class LearnerNode(Node):
 
     async def _give_up(self, failure: RewardError) -> None:
         """Save, so that --resume goes on once the task is mended, tell every node, and fail."""
-        self.session.is_granting = False
         await self._close_records()
         self.display()
         await self._tell_end("groups cannot be finished, see the learner's log")
