@@ -754,15 +754,16 @@ class Scheduler:
         self.settle(group_id)
         self.counters.add("accepted")
         first = next((r for r in leases if (r.worker_id, r.attempt) == (node_id, attempt)), None)
-        if first is not None and len(leases) > 1:
+        others = [record for record in leases if record.attempt != attempt]
+        if first is not None and others:
             self.counters.add("hedges/lost" if first.copy_of is None else "hedges/won")
         ack = Ack(group_id=group_id, attempt=attempt, outcome="accepted")
-        return [*self._routes.to(node_id, ack), *self._cancel(leases, first)]
+        return [*self._routes.to(node_id, ack), *self._cancel(others)]
 
-    def _cancel(self, leases: list[LeaseRecord], first: LeaseRecord | None) -> list[Action]:
-        """Tell the other workers that had a group to stop."""
+    def _cancel(self, leases: list[LeaseRecord]) -> list[Action]:
+        """Tell the workers that have the other attempts of a group to stop."""
         actions: list[Action] = []
-        for record in (record for record in leases if record is not first):
+        for record in leases:
             group_id, attempt, worker_id = record.group_id, record.attempt, record.worker_id
             self.counters.add("leases_cancelled")
             self.counters.add("hedges/tokens_lost", record.num_tokens)
@@ -819,7 +820,7 @@ class Scheduler:
         reason = known_reason(message.reason)
         text = f"group {message.group_id} failed on {node_id}: {reason}: {message.detail}"
         leases = self.leases.leases_of(message.group_id)
-        own = next((r for r in leases if r.attempt == message.attempt), None)
+        others = [record for record in leases if record.attempt != message.attempt]
         return [
             *self._complaints.note(node_id, reason, text, now=now),
             *self.end(
@@ -829,7 +830,7 @@ class Scheduler:
                 cause=_printable(f"{message.detail}\n{message.traceback}".strip()),
             ),
             *self._ack(node_id, message, "refused", reason),
-            *self._cancel(leases, own),
+            *self._cancel(others),
         ]
 
     def _on_given_back(self, node_id: str, message: Failed, now: float) -> list[Action]:

@@ -16,14 +16,17 @@ from echo.leases.book import FinishedGroups, LeaseBook, LeasedWorker
 from echo.leases.scheduler import (
     MAX_ATTEMPTS,
     LeaseSettings,
+    RecordCancel,
     RecordEnd,
     RecordGrant,
     RunState,
     Scheduler,
+    StoreGroup,
 )
 from echo.wire.actions import Complaints, Note, Routes
-from echo.wire.messages import Heartbeat, Lease, LeaseState, NodeStats
-from tests.roles.harness import Prompts
+from echo.wire.codec import encode_group
+from echo.wire.messages import Deliver, Failed, Heartbeat, Lease, LeaseState, NodeStats
+from tests.roles.harness import Prompts, make_group
 
 LINEAGES = (Lineage(1, 0), Lineage(2, 3))
 
@@ -285,6 +288,24 @@ def test_an_expired_lease_is_not_entered_again_and_binds_its_worker_until_it_is_
     assert granted(granting, worker) == {}
     granting.reconcile(worker, beat, has_progress=True, resend_after_s=2.0, now=10.2)
     assert granted(granting, worker) == {"w1": [12]}
+
+
+@pytest.mark.parametrize("is_listed", [True, False], ids=["listed first", "delivered first"])
+def test_a_lease_from_before_a_restart_is_no_rival_of_whoever_claims_it(is_listed: bool) -> None:
+    granting, worker = make_granting(next_group_id=14), make_worker("w1", (2, 3), 2)
+    for group_id in (12, 13):
+        granting.leases.adopt(group_id, 1, "(before the restart)", now=0.0)
+    if is_listed:
+        beat = listing((12, 1, 5), (13, 1, 5))
+        granting.reconcile(worker, beat, has_progress=True, resend_after_s=2.0, now=0.1)
+    group = make_group(12, PolicyVersion(2, 3), attempt=1)
+    message = Deliver(group_id=12, attempt=1)
+    [store] = granting.on_deliver("w1", message, list(encode_group(group)), now=0.2)
+    assert isinstance(store, StoreGroup)
+    failed = Failed(group_id=13, attempt=1, reason="reward_error", detail="")
+    actions = [*granting.stored(12), *granting.on_failed("w1", failed, now=0.2)]
+    assert not [each for each in actions if isinstance(each, RecordCancel)]
+    assert granting.counters["leases_cancelled"] == granting.counters["hedges/lost"] == 0
 
 
 def test_progress_on_one_group_renews_those_that_wait_behind_it() -> None:
