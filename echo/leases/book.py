@@ -18,11 +18,14 @@ w. A group that two workers run counts once.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
 
 from echo.core.rollout import Lineage, PolicyVersion, is_surviving
 from echo.core.timers import Deadlines
+
+MAX_WORKERS = 10_000
+"""Workers of whom something is remembered, the newest; those that are away keep theirs."""
 
 
 @dataclass(slots=True)
@@ -42,8 +45,6 @@ class LeasedWorker:
     is_set_aside: bool = False
     """Whether it is given no groups because nothing can be learned from its own
     (`leases/dispatch.py`)."""
-    partials: Mapping[str, int] = field(default_factory=dict)
-    """Its counts of unfinished rollouts, as far as they have been added to the learner's."""
     num_waiting: int = 0
     """Groups that wait there to be continued."""
 

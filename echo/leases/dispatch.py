@@ -23,7 +23,7 @@ from itertools import accumulate
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import RecentMap
 from echo.core.units import format_duration
-from echo.leases.book import LeaseRecord
+from echo.leases.book import MAX_WORKERS, LeaseRecord
 from echo.wire.messages import LeaseState
 
 # --- Finish times ---
@@ -50,9 +50,6 @@ from echo.wire.messages import LeaseState
 
 MAX_LENGTHS = 256
 """Groups whose lengths are remembered, the newest."""
-
-MAX_WORKERS = 10_000
-"""Workers whose speeds are remembered; those that are away keep theirs."""
 
 MAX_VERSIONS = 16
 """Versions of which it is remembered when the first worker had them."""

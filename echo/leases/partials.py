@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -21,7 +21,8 @@ from echo.core.bounds import MAX_LEASE_BYTES, MAX_MEMBERS, MAX_TOKENS, NumTokens
 from echo.core.errors import RemoteProtocolError
 from echo.core.metrics import Counters
 from echo.core.rollout import Lineage, PartialRollout, PolicyVersion, StaleTokens, is_surviving
-from echo.leases.book import LeasedWorker
+from echo.core.timers import RecentMap
+from echo.leases.book import MAX_WORKERS, LeasedWorker
 from echo.wire.codec import DECODE_ERRORS, Frame
 from echo.wire.messages import Grant, Heartbeat, Lease, LeaseState
 
@@ -423,6 +424,8 @@ class ShippedPartials:
         self.num_bytes = 0
         self._counters = counters
         self._kept: dict[int, _Kept] = {}
+        self._counted: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_WORKERS)
+        """Of each worker, what is added already of its counts, which go on over a cut."""
 
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._kept
@@ -463,11 +466,12 @@ class ShippedPartials:
     def count(self, worker: LeasedWorker, message: Heartbeat) -> None:
         """Add what has become of a worker's unfinished rollouts since its last heartbeat."""
         counts = message.stats.partials
+        counted = self._counted.get(worker.node_id) or {}
         for name in PARTIAL_COUNTS:
-            growth = counts.get(name, 0) - worker.partials.get(name, 0)
+            growth = counts.get(name, 0) - counted.get(name, 0)
             if growth > 0:
                 self._counters.add(f"partials/{name}", growth)
-        worker.partials = counts
+        self._counted[worker.node_id] = counts
         worker.num_waiting = sum(
             state.is_waiting and state.num_tokens > 0 for state in message.leases
         )

@@ -33,6 +33,7 @@ from echo.core.rollout import (
 )
 from echo.core.timers import RecentMap
 from echo.leases.book import (
+    MAX_WORKERS,
     FinishedGroups,
     LeaseBook,
     LeasedWorker,
@@ -41,7 +42,6 @@ from echo.leases.book import (
     oldest_version,
 )
 from echo.leases.dispatch import (
-    MAX_WORKERS,
     FinishTimes,
     Helper,
     Load,

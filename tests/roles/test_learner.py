@@ -58,15 +58,21 @@ def test_the_bound_holds_and_the_newest_statement_of_the_newest_attempt_wins() -
 
 def test_what_workers_count_is_added_once() -> None:
     counters = Counters()
-    shipped, member = ShippedPartials(counters), make_worker("w1", None)
-    for counts in (
-        {"interrupted": 2},
-        {"interrupted": 2},
-        {"interrupted": 5, "shipped": 1, "unknown": 7},
+    shipped = ShippedPartials(counters)
+    first, second = make_worker("w1", None), make_worker("w1", None)
+    for counts, member in (
+        ({"interrupted": 2}, first),
+        ({"interrupted": 2}, first),
+        ({"interrupted": 4, "shipped": 1, "unknown": 7}, first),
+        # It was cut off for so long that it had to join again.
+        ({"interrupted": 5, "shipped": 1}, second),
+        # Its process was started anew, and counts from 0.
+        ({"interrupted": 1}, second),
+        ({"interrupted": 3}, second),
     ):
         stats = NodeStats(partials=counts)
         shipped.count(member, Heartbeat(installed=None, capacity=0, leases=(), stats=stats))
-    assert counters.as_dict() == {"partials/interrupted": 5, "partials/shipped": 1}
+    assert counters.as_dict() == {"partials/interrupted": 7, "partials/shipped": 1}
 
 
 def test_what_a_dead_worker_has_shipped_is_continued_by_another(hung_world: World) -> None:
