@@ -301,10 +301,12 @@ class LeaseBook:
         return (attempt, worker_id) in self._expired.get(group_id, ())
 
     def drop_worker(self, worker_id: str) -> list[LeaseRecord]:
-        """End all leases of a worker that is gone; return them."""
+        """End all leases of a worker that is gone, and forget it; return them."""
         records = self.worker_leases(worker_id)
         for record in records:
             self.revoke(record)
+        self._by_worker.pop(worker_id, None)
+        self._changes.pop(worker_id, None)
         return records
 
 

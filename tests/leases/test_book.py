@@ -77,6 +77,16 @@ def test_a_finished_group_leaves_nothing_behind(book: LeaseBook) -> None:
     assert book.finish(99) == []
 
 
+def test_a_worker_that_is_gone_leaves_nothing_behind(book: LeaseBook) -> None:
+    book.grant(1, "w1", now=0.0)
+    book.finish(1)
+    record = book.grant(2, "w1", now=0.0)
+    assert book.drop_worker("w1") == [record]
+    assert not book._by_worker
+    assert not book._changes
+    assert book.grant(2, "w1", now=0.0).attempt == 1
+
+
 @pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4), st.integers(0, 2)), max_size=60))
 def test_every_open_group_is_leased_or_waits_and_never_both(

@@ -15,6 +15,7 @@ from echo.algo.diagnostics import GroupStats
 from echo.core.metrics import LearningCurve
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
+from echo.runtime.learner import report
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.runtime.learner.report import (
     IDLE_WINDOW_STEPS,
@@ -212,6 +213,17 @@ def test_a_worker_that_leaves_or_starts_anew_takes_nothing_back() -> None:
     metrics.row({"w1": {"env/calls": 10}, "w2": {"env/calls": 7}})
     assert metrics.row({"w1": {"env/calls": 3}})["env/calls"] == 3
     assert metrics.row({"w1": {"env/calls": 3}, "w2": {"env/calls": 8}})["env/calls"] == 1
+
+
+def test_of_workers_that_come_and_go_the_newest_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(report, "MAX_NAMES_KEPT", 2)
+    metrics = TaskMetrics()
+    for name in ("w1", "w2", "w3"):
+        metrics.row({name: {"env/calls": 10}})
+    assert metrics.row({"w2": {"env/calls": 11}})["env/calls"] == 1
+    assert metrics.row({"w1": {"env/calls": 11}})["env/calls"] == 11
 
 
 def test_without_a_task_that_is_called_there_is_no_row() -> None:

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from echo.algo.diagnostics import GroupStats, LengthBias
 from echo.core.metrics import CostView, LearningCurve, Snapshot, SpeedView
 from echo.core.rollout import Group
+from echo.core.timers import RecentMap
 from echo.roles.learner import Learner
+from echo.roles.members import MAX_NAMES_KEPT
 from echo.weights.schedule import PublishPace
 
 RATE_WINDOW_S = 10.0
@@ -333,7 +335,7 @@ class TaskMetrics:
     """Differences between totals."""
 
     def __init__(self) -> None:
-        self._before: dict[str, Mapping[str, int]] = {}
+        self._before: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_NAMES_KEPT)
         self._seen: set[str] = set()
 
     def row(self, totals: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
@@ -341,12 +343,13 @@ class TaskMetrics:
         names = (*COUNTED, MILLISECONDS, *RARE)
         sums = {
             name: sum(
-                _increase(self._before.get(node, {}).get(name, 0), counts.get(name, 0))
+                _increase((self._before.get(node) or {}).get(name, 0), counts.get(name, 0))
                 for node, counts in totals.items()
             )
             for name in names
         }
-        self._before |= totals
+        for node, counts in totals.items():
+            self._before[node] = counts
         self._seen.update(name for name in names if sums[name])
         row: dict[str, float] = {name: sums[name] for name in RARE if name in self._seen}
         if not self._seen.intersection((*COUNTED, MILLISECONDS)):
