@@ -271,7 +271,7 @@ class Release(Action):
 
 
 DRAIN_S = 30.0
-"""Seconds that a stopping worker waits for its last rewards and its acknowledgements."""
+"""Seconds that a worker that leaves waits for its engine, then for its last rewards and acks."""
 INSTALL_AGAIN_S = 30.0
 """Seconds after which a version that could not be installed is tried again, if none is newer.
 
@@ -339,8 +339,9 @@ class Worker(DialingRole):
         self._saved = b""
         self._saved_at = -math.inf
         self._num_saving = 0
-        self._drain_until: float | None = None
-        self._is_drained = False
+        self._drain_until = math.inf
+        """Until when it waits for its engine to stop; once it has handed over, for the rest."""
+        self._has_handed_over = self._is_drained = False
         self._retiring = ""
         """Why this worker gives its machine back; empty if it does not."""
 
@@ -954,7 +955,7 @@ class Worker(DialingRole):
         """Take no more leases, hand over what is unfinished, and await what is finished."""
         if self.is_leaving:
             return []
-        self.is_leaving = True
+        self.is_leaving, self._drain_until = True, now + DRAIN_S
         actions = self.heartbeat(now=now) if self.is_admitted else []
         sampler = None if self.engine is None else self.engine.sampler
         if sampler == "engine":
@@ -967,13 +968,16 @@ class Worker(DialingRole):
         """Say so once a worker that leaves has nothing left to wait for, or has waited enough."""
         if not self.is_leaving or self._is_drained:
             return []
-        is_stoppable = self.engine is not None and self.engine.sampler == "engine"
-        if is_stoppable and self._calls:
-            return []
         actions: list[Action] = []
-        if self._drain_until is None:
-            self._drain_until = now + DRAIN_S
-            actions = [*self.ship(interval_s=0.0, now=now), *self._save(now)]
+        if not self._has_handed_over:
+            is_stoppable = self.engine is not None and self.engine.sampler == "engine"
+            if is_stoppable and self._calls:
+                if now < self._drain_until:
+                    return []
+                text = f"the engine has not stopped within {DRAIN_S:.0f} s: leaving without it"
+                actions.append(Note("warning", text))
+            self._has_handed_over, self._drain_until = True, now + DRAIN_S
+            actions += [*self.ship(interval_s=0.0, now=now), *self._save(now)]
         is_busy = bool(self.partials.running or len(self.outbox) or self._num_saving)
         if is_busy and now < self._drain_until:
             return actions
@@ -1027,7 +1031,7 @@ class Worker(DialingRole):
         own.append(self._install_again_at)
         if not self.is_leaving:
             own += self._release_times()
-        elif self._drain_until is not None and not self._is_drained:
+        elif not self._is_drained:
             own.append(self._drain_until)
         outbox_at = self.outbox.deadline if self.is_admitted else None
         first = min(own)

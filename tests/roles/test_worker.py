@@ -660,6 +660,27 @@ def test_a_worker_that_leaves_does_not_wait_for_ever() -> None:
     assert paper.take(Drained)
 
 
+def test_a_worker_whose_engine_hangs_leaves_without_it() -> None:
+    paper = Paper({0: (1, 9), 1: (9, 9)})
+    paper.grant()
+    paper.turn()
+    paper.role._calls[0].is_recalled = True  # it is told so, and does nothing
+    paper.do(paper.role.drain(now=1.0))
+    paper.role._heartbeat_at = paper.role._heard_at = 1e9
+    assert paper.role.deadline == 1.0 + DRAIN_S
+    paper.do(paper.role.expire(now=DRAIN_S))
+    assert not paper.take(Save)
+    paper.do(paper.role.expire(now=1.0 + DRAIN_S))
+    assert "has not stopped within 30 s" in paper.take(Note)[-1].text
+    [save] = paper.take(Save)
+    paper.do(paper.role.saved("", now=2.0 + DRAIN_S))
+    assert not paper.take(Drained)
+    paper.do(paper.role.expire(now=1.0 + 2 * DRAIN_S))
+    assert paper.take(Drained)
+    [note] = make_role().restore(save.data)
+    assert note.text == "found 1 unfinished groups of 1 tokens"
+
+
 def test_a_damaged_file_is_dropped_and_a_full_disk_survived() -> None:
     paper = Paper()
     [note] = paper.role.restore(b"not a file of partial groups")
