@@ -293,7 +293,7 @@ class Learner:
             member.node_id, Pulse(step=self.step, newest=self.broadcast.newest_complete)
         )
         plan = member.node.plan
-        # A lost Plan shows as a parent that is not the planned one; repeating it is harmless.
+        # A lost plan shows as a parent that is not the planned one; repeating it is harmless.
         if plan is not None and message.stats.parent != plan.first_parents:
             plan = msgspec.structs.replace(plan, epoch=self.planning.epoch)
             actions += self._routes.to(member.node_id, plan)

@@ -2,7 +2,7 @@
 
 Relay and worker have this in common. A node has two outbound links. Over the **control link**,
 dialled to one of its configured addresses (the learner's or a relay's), routed messages go to and
-from the learner. Over the **weights link**, dialled to the parent that the learner's Plan names,
+from the learner. Over the **weights link**, dialled to the parent that the learner's plan names,
 chunks are pulled. Both are replaced independently, and neither loss stops the node's work.
 
 The states of a node and what moves it from one to the next are a table (`roles/joining.py`). Around
@@ -12,7 +12,7 @@ it:
   engine are being built (it can take minutes) Hello is repeated with the heartbeat's period, so
   that both sides know of each other.
 * If the link is lost, or nothing was heard from the learner for `dead_after_s`, the next address
-  is dialled: the configured ones in turn, and the learner's own where a Plan told it. So the
+  is dialled: the configured ones in turn, and the learner's own where a plan told it. So the
   workers of a dead relay find the learner without help.
 * After `reconnect_for_s` without the learner the node stops with an error that says what to do,
   and once every address has refused its keys three times in a row: that does not mend itself.
@@ -20,7 +20,7 @@ it:
   the node: retrying cannot help.
 * So does a Welcome that the learner has not signed: whatever came with it is not used
   (`roles/joining.py`).
-* The weights link follows the newest Plan (`weights/parents.py`).
+* The weights link follows the newest plan (`weights/parents.py`).
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ Who may send what:
     parent    -> its child     Greeted, ProbeAck, Announce, Segment, Chunk, Waiting, Gone
     node      -> learner       Hello, AssetRequest, Ready, Heartbeat, Deliver, Partial, Failed,
                                Goodbye
-    learner   -> node          Welcome, Asset, Admitted, Refuse, Rehello, Plan, Pulse, Grant, Ack,
-                               Finish
+    learner   -> node          Welcome, Asset, Admitted, Refuse, Rehello, TopologyPlan, Pulse,
+                               Grant, Ack, Finish
 
 Every routed message may be lost (a relay can die with it), so each is either a repeated statement
-of state (Heartbeat, Pulse, Plan, Partial) or repeated until answered (Hello, Ready, Deliver,
-Grant).
+of state (Heartbeat, Pulse, TopologyPlan, Partial) or repeated until answered (Hello, Ready,
+Deliver, Failed, Grant).
 """
 
 from __future__ import annotations
@@ -82,9 +82,7 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
 FULL = Form("full")
 
 
-# The messages that concern the two ends of one connection only: greeting, and the weights plane
-#
-# `messages.py` says who may send what, and names them all.
+# --- link messages -------------------------------------------------------------------------------
 
 
 OPEN_END = 1 << 40
@@ -126,7 +124,7 @@ class Subscribe(Message, frozen=True):
 
 
 class EncodedVersionOffer(msgspec.Struct, frozen=True, array_like=True):
-    """One encoded version (`encoded.py`) that a parent has, or is getting."""
+    """One encoded version (`weights/store.py`) that a parent has, or is getting."""
 
     version: PolicyVersion
     base: PolicyVersion | None
@@ -424,7 +422,7 @@ class Grant(Message, frozen=True):
     """Leases for a worker; one that it already has is ignored.
 
     With a payload frame there is one lease only, and the frame is what others have sampled for it
-    (`partial_codec.encode_members`), to be continued.
+    (`encode_members` of `leases/partials.py`), to be continued.
     """
 
     leases: Annotated[tuple[Lease, ...], Meta(max_length=MAX_LEASES)]
@@ -442,7 +440,7 @@ class Deliver(Message, frozen=True):
 class Partial(Message, frozen=True):
     """What was sampled for a lease so far, in case this worker does not come to finish it.
 
-    The payload frame is that of `partial_codec.encode_members`. Each one replaces the last.
+    The payload frame is made by `encode_members` (`leases/partials.py`). Each replaces the last.
     """
 
     group_id: GroupId
