@@ -476,6 +476,7 @@ MAX_ANSWER_CHARS = 64
 _NUMBER = re.compile(r"(?:(?<!\d)[-+])?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _PLAIN = re.compile(r"[-+]?\d+(?:\.\d*)?|[-+]?\.\d+")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_WORDS = re.compile(r"[^\W\d_]{2,}(?:\s+[^\W\d_]+)*")
 _UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}|\\[$%!,; ]|[$%€£]")
 
 
@@ -515,22 +516,27 @@ def normalise(answer: str) -> str:
 
 
 def is_equal(reference: str, answer: str) -> bool:
-    """Return whether math-verify finds two answers equal.
+    """Return whether two normalised answers are the same text, or equal to math-verify.
 
-    Powers and factorials are refused unread: no answer here needs them, and `9**9**9**9` would
-    keep the computer algebra busy for ever.
+    An answer with powers or factorials counts as text only: `9**9**9**9` would keep the computer
+    algebra busy for ever. So do words, which it takes for products of letters.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    if not answer or len(answer) > MAX_ANSWER_CHARS or re.search(r"\^|\*\*|!", answer):
+    if not answer or answer == reference:
+        return bool(answer)
+    if len(answer) > MAX_ANSWER_CHARS or re.search(r"\^|\*\*|!", answer):
         return False
-    # The library's own time limits use SIGALRM, which only a main thread may; `score` has one.
-    target = parse(reference, [ExprExtractionConfig()], parsing_timeout=None)
-    if _PLAIN.fullmatch(answer):
-        value = parse(answer, [ExprExtractionConfig()], parsing_timeout=None)
-    else:
-        value = parse(f"${answer}$", [LatexExtractionConfig()], parsing_timeout=None)
-    return bool(verify(target, value, timeout_seconds=None))
+    if _WORDS.fullmatch(reference):
+        return False
+
+    def read(text: str) -> Any:
+        # The library's own time limits use SIGALRM, which only a main thread may; `score` has one.
+        if _PLAIN.fullmatch(text):
+            return parse(text, [ExprExtractionConfig()], parsing_timeout=None)
+        return parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None)
+
+    return bool(verify(read(reference), read(answer), timeout_seconds=None))
 
 
 def _last_boxed(completion: str) -> str | None:
@@ -561,9 +567,9 @@ class DatasetTask(RowsTask):
         heldout_path: the held-out rows; without it, one row in ten of `path`.
         columns: where the dataset's names differ, such as { prompt = "question" }.
         skip_bad: leave malformed rows out and say how many there were, and which was the first.
-        reward: "exact" (the text is `answer`), "math" (math-verify finds the last number or
-            boxed expression equal to `answer`), or a function: "package.module:function" or
-            "path/to/file.py:function".
+        reward: "exact" (the text is `answer`), "math" (the last number or boxed expression equals
+            `answer`, a number, LaTeX or a solution that ends in one), or a function:
+            "package.module:function" or "path/to/file.py:function".
     """
 
     def __init__(
@@ -671,8 +677,11 @@ def _exact(completion: str, answer: object) -> float:
 
 
 def _math(completion: str, answer: object) -> float:
-    found = extract_answer(completion)
-    return float(found is not None and is_equal(normalise(str(answer)), found))
+    found, reference = extract_answer(completion), str(answer)
+    # A whole solution; the last number of anything else, such as a fraction, is not its value.
+    if MARKER in reference or _last_boxed(reference) is not None:
+        reference = extract_answer(reference) or ""
+    return float(found is not None and is_equal(normalise(reference), found))
 
 
 BUILT_IN_REWARDS: dict[str, Callable[..., float]] = {"exact": _exact, "math": _math}

@@ -445,6 +445,10 @@ def test_columns_of_other_names_are_mapped(tmp_path: Path) -> None:
         ("exact", 42, "42", "42.0"),
         ("math", "0.5", r"so it is \boxed{\frac{1}{2}}", r"so it is \boxed{\frac{1}{3}}"),
         ("math", "1,200", "That makes $1200.", "That makes $120."),
+        ("math", r"$\frac{3}{4}$", r"\boxed{0.75}", r"\boxed{\frac{1}{4}}"),
+        ("math", r"Hence \boxed{\sqrt{2}}.", r"\boxed{\sqrt{2}}", r"\boxed{2}"),
+        ("math", "x^2", r"\boxed{x^2}", r"\boxed{x^3}"),
+        ("math", "Paris", r"\boxed{Paris}", r"\boxed{Pairs}"),
     ],
 )
 def test_the_built_in_rewards(reward: str, answer: Any, right: str, wrong: str) -> None:
