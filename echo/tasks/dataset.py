@@ -75,6 +75,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from echo.core.errors import ConfigError, DataError, EchoError
 from echo.core.extras import install_command
 from echo.tasks.environment import Environment, Message, is_message
@@ -96,6 +98,8 @@ PARQUET_REVISION = "refs/convert/parquet"
 """The branch on which the hub keeps every dataset as Parquet."""
 
 NUM_BATCH_ROWS = 1024
+_FILES = "_data_files"
+"""Key under which a saved dataset's state.json has its files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +158,13 @@ def dataset_files(path: str) -> list[Path]:
         return [place]
     state = place / "state.json"
     if state.is_file():
-        names = json.loads(state.read_bytes()).get("_data_files", [])
-        return [place / entry["filename"] for entry in names]
+        try:
+            return [place / entry["filename"] for entry in json.loads(state.read_bytes())[_FILES]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{state}: is not as `datasets.Dataset.save_to_disk` writes it: {error!r}; save "
+                "the dataset again"
+            ) from error
     for ending in ("*.parquet", "*.jsonl"):
         if files := sorted(place.glob(ending)):
             return files
@@ -178,7 +187,7 @@ def _read_jsonl(path: Path) -> Rows:
         try:
             line = raw.decode()
             row = _parse_object(line)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             yield DataError(f"{source}: malformed row: {error}")
             continue
         yield DatasetRow(source, row, line)
@@ -454,11 +463,13 @@ class RowsTask(Task):
 
     def _example_of(self, row: DatasetRow) -> Example:
         try:
-            return replace(self.read_row(row.columns), source=row.source)
+            example = replace(self.read_row(row.columns), source=row.source)
+            msgspec.msgpack.encode(example)  # as a lease has to carry it
         except KeyError as error:
             raise DataError(f"{row.source}: malformed row: no column {error}") from error
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise DataError(f"{row.source}: malformed row: {error}") from error
+        return example
 
 
 def _message(part: dict[str, Any]) -> dict[str, Any]:

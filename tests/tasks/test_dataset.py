@@ -124,6 +124,32 @@ def test_typed_values_become_json_and_bytes_are_refused(tmp_path: Path) -> None:
     assert re.search(r"bytes\.parquet:1: .*column 'image' holds bytes.*drop", str(error))
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (r'{"prompt": "\ud800"}', "surrogates not allowed"),
+        ('{"prompt": "p", "answer": 10000000000000000000000000}', "can't serialize ints"),
+        ("[" * 100_000, "recursion depth"),
+    ],
+)
+def test_a_row_that_no_lease_could_carry_is_malformed(
+    tmp_path: Path, line: str, message: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": "fine"}}\n{line}\n')
+    options = {"path": str(path), "heldout_path": str(path)}
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2: malformed row: .*{message}"):
+        Contains(**options).num_examples(split="train")
+    assert Contains(**options, skip_bad=True).num_examples(split="train") == 1
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"_data_files": [1]}'])
+def test_a_damaged_state_of_a_saved_dataset_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(DataError, match=r"state\.json: is not as .*save the dataset again"):
+        list(read_rows(str(tmp_path)))
+
+
 def test_without_pyarrow_the_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
