@@ -68,6 +68,7 @@ import importlib.util
 import inspect
 import json
 import logging
+import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -727,9 +728,17 @@ class MixtureTask(Environment):
             if name in self._parts:
                 raise ConfigError(f"{where}: two tasks are called {name!r}; give them a `name`")
             self._parts[name] = load_task(table["kind"], table.get("options", {}))
+            if isinstance(self._parts[name], MixtureTask):
+                raise ConfigError(f"{where}: a mixture in a mixture; list its tasks here")
             weights.append(weight)
         self._names = list(self._parts)
         self._schedule = spread([weight / sum(weights) for weight in weights])
+        if 0 in self._shares:
+            number = self._shares.index(0)
+            raise ConfigError(
+                f"task.options.tasks[{number}].weight = {weights[number]:g}: fewer than one "
+                f"example in {CYCLE}, so none would be drawn; raise it, or leave the task out"
+            )
         self.is_bounded = all(task.is_bounded for task in self._parts.values())
         self.has_turns = any(task.has_turns for task in self._parts.values())
 
@@ -841,6 +850,6 @@ def _check_table(where: str, table: Mapping[str, Any]) -> tuple[str, float]:
     kind, weight = table.get("kind"), table.get("weight", 1)
     if not isinstance(kind, str):
         raise ConfigError(f"{where}: needs a `kind`, as task.kind")
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
-        raise ConfigError(f"{where}.weight = {weight!r}: must be a number above 0")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise ConfigError(f"{where}.weight = {weight!r}: must be a finite number above 0")
     return str(table.get("name", kind.rpartition(":")[2])), float(weight)

@@ -6,6 +6,7 @@ import datetime
 import decimal
 import importlib.util
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -595,7 +596,16 @@ def test_the_digest_covers_every_task() -> None:
     [
         ([], r"needs tables \[\[task\.options\.tasks\]\]"),
         ([{"kind": "addition", "wieght": 2}], r"tasks\[0\]\.wieght: .*did you mean 'weight'"),
-        ([{"kind": "addition", "weight": 0}], r"tasks\[0\]\.weight = 0: must be a number above 0"),
+        ([{"kind": "addition", "weight": 0}], r"tasks\[0\]\.weight = 0: must be a finite number"),
+        ([{"kind": "addition", "weight": math.inf}], r"weight = inf: must be a finite number"),
+        (
+            [{"kind": "addition", "weight": 5000}, {"kind": "countdown"}],
+            r"tasks\[1\]\.weight = 1: fewer than one example in 1000.*leave the task out",
+        ),
+        (
+            [{"kind": "mixture", "options": {"tasks": [{"kind": "addition"}]}}],
+            r"tasks\[0\]: a mixture in a mixture; list its tasks here",
+        ),
         ([{"weight": 2}], r"tasks\[0\]: needs a `kind`"),
         ([{"kind": "addition"}] * 2, r"tasks\[1\]: two tasks are called 'addition'; give them a"),
         ([{"kind": "additon"}], "did you mean 'addition'"),
