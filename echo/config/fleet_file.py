@@ -569,7 +569,7 @@ def _check_offers(
         rows.problems.append(
             f"{source}: the fleet is empty; describe what can be rented in one [[offers]] per kind"
         )
-    names: dict[str, str] = {}
+    names: set[str] = set()
     for where, row in rows.every("offers"):
         assert isinstance(row, OfferRow)
         rows.check_name(f"{where}: gpu", row.gpu, gpus)
@@ -585,10 +585,12 @@ def _check_offers(
             rows.problems.append(
                 f"{where}: tokens_per_s and concurrency were measured together; give both or none"
             )
-        name = f"{row.name or row.gpu} in {row.region}"
+        name = str(row.name or row.gpu).replace(" ", "-")  # its nodes are NAME-1, NAME-2, ...
         if name in names:
-            rows.problems.append(f"{where}: a second offer of {name}; give each a name of its own")
-        names[name] = where
+            rows.problems.append(
+                f"{where}: a second offer of nodes called {name}; give each a name of its own"
+            )
+        names.add(name)
 
 
 def _check_job(rows: Rows, job: JobRow, models: Mapping[str, ModelShape], source: str) -> None:

@@ -246,6 +246,15 @@ def test_names_must_differ() -> None:
     assert "offers[2] (RTX 4090, frankfurt): a second offer of" in str(caught.value)
 
 
+def test_offers_of_one_kind_in_two_regions_need_names_for_their_nodes() -> None:
+    regions = [*GOOD["regions"], {"name": "oregon", "mbit_per_s": 400}]
+    offers = [*GOOD["offers"], GOOD["offers"][0] | {"region": "oregon"}]
+    text = problems(("regions", regions), ("offers", offers))
+    assert "a second offer of nodes called RTX-4090; give each a name of its own" in text
+    offers[1]["name"] = "oregon"
+    assert len(parse_fleet(changed(("regions", regions), ("offers", offers))).offers) == 2
+
+
 def test_a_gpu_too_small_for_the_model_is_left_out() -> None:
     edits = [("offers.0.tokens_per_s", ...), ("offers.0.concurrency", ...)]
     table = changed(*edits, ("job.model", "Qwen3-32B"))
