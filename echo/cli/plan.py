@@ -499,7 +499,7 @@ def show_run(arguments: argparse.Namespace, console: Console) -> int:
         raise ConfigError(f"no FILE given: name a fleet file ({remedy}), or a run with --from RUN")
     if arguments.hetero:
         raise ConfigError("--hetero divides the GPUs of a fleet file: name one")
-    console.print(run_report(read_rates(arguments.run)), markup=False)
+    console.print(run_report(read_rates(arguments.run)))
     return 0
 
 
