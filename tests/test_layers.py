@@ -96,10 +96,14 @@ class SourceTree:
         self._root = directory / "echo"
         # (line, imported module) wherever it stands; `from` names resolve to modules.
         self.imports: dict[str, list[tuple[int, str]]] = {}
+        # Those at the head of a module, which importing it follows.
+        self.heads: dict[str, set[str]] = {}
         self.calls: dict[str, list[ast.Call]] = {}
         for name, path in self.paths.items():
-            nodes = list(ast.walk(ast.parse(path.read_text(), str(path))))
+            module = ast.parse(path.read_text(), str(path))
+            nodes = list(ast.walk(module))
             self.imports[name] = [found for node in nodes for found in self._imported(node)]
+            self.heads[name] = {found for node in module.body for _, found in self._imported(node)}
             self.calls[name] = [node for node in nodes if isinstance(node, ast.Call)]
 
     def place(self, module: str) -> str:
@@ -208,6 +212,18 @@ def undeclared_imports(tree: SourceTree, declared: set[str]) -> list[str]:
     ]
 
 
+def needed_at_start(tree: SourceTree, root: str) -> set[str]:
+    """Return the foreign packages without which a module cannot be imported."""
+    found, waiting = set(), [root]
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found.add(module)
+            waiting += tree.heads.get(module, ())
+    packages = {module.partition(".")[0] for module in found}
+    return packages - sys.stdlib_module_names - {"echo", "__future__"}
+
+
 def import_cycle(tree: SourceTree) -> list[str]:
     """Return one import cycle as a list of modules, empty if there is none."""
     graph = {
@@ -243,10 +259,11 @@ def import_without(blocked: list[str], modules: list[str], directory: Path) -> s
     return done.stderr.strip().rpartition("\n")[2]
 
 
-def declared_modules() -> set[str]:
-    """Return the modules that the requirements of pyproject.toml bring."""
+def declared_modules(*extras: str) -> set[str]:
+    """Return the modules that the requirements of pyproject.toml bring, of all extras or these."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    wanted = [project["dependencies"], *project["optional-dependencies"].values()]
+    optional = project["optional-dependencies"]
+    wanted = [project["dependencies"], *(optional[name] for name in extras or optional)]
     names = {re.split(r"[^\w-]", requirement)[0] for group in wanted for requirement in group}
     return {module for name in names for module in MODULES_OF.get(name, (name,))}
 
@@ -294,6 +311,19 @@ def test_threads_and_time_come_from_the_port_and_the_loop(tree: SourceTree) -> N
 
 def test_every_foreign_import_is_a_declared_dependency(tree: SourceTree) -> None:
     assert "\n".join(undeclared_imports(tree, declared_modules())) == ""
+
+
+@pytest.mark.parametrize(
+    ("root", "extras"),
+    [
+        ("echo.runtime.worker.setup", ("worker",)),
+        ("echo.runtime.learner.setup", ("worker", "planner")),
+    ],
+)
+def test_a_role_starts_without_the_extras_of_options(
+    tree: SourceTree, root: str, extras: tuple[str, ...]
+) -> None:
+    assert needed_at_start(tree, root) - declared_modules(*extras) == set()
 
 
 def test_there_is_no_import_cycle(tree: SourceTree) -> None:

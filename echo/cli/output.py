@@ -124,7 +124,7 @@ def run_command(run: Callable[[Namespace, Console], int], arguments: Namespace) 
     """Run a command that prints to a console; return its exit code, an error's if it fails."""
     from rich.console import Console
 
-    console = Console()
+    console = Console(markup=False, emoji=False)  # what is shown has names of the user's
     if not console.is_terminal:
         console.width = UNWRAPPED  # in a file or a pipe no line wraps
     try:

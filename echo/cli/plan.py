@@ -412,11 +412,19 @@ def assignment_text(request: FleetRequest, schedule: Schedule) -> str:
 
 
 def _learner_command(request: FleetRequest, schedule: Schedule) -> str:
-    """Return how to start the training, as far as there is a learner that can do it."""
-    num_gpus = sum(stage.num_gpus for stage in schedule.training.stages)
-    if num_gpus > 1:
-        return f"(no command: Echo's learner trains on one GPU so far, not on {num_gpus})"
-    return node_command("learner", [f"learner.advertise={request.learner.address}"])
+    """Return how to start the training, as far as there is a learner that can do it.
+
+    Echo's shards weights over all GPUs, whatever the division has for tensors and pipelines.
+    """
+    command = node_command("learner", [f"learner.advertise={request.learner.address}"])
+    stage, *others = schedule.training.stages
+    if others:
+        return "(no command: Echo's learner shards weights evenly, over GPUs of one kind)"
+    if stage.num_gpus > request.gpus[stage.gpu].num_per_node:
+        return "(no command of one line, for GPUs in several machines: see docs/several-gpus.md)"
+    if stage.num_gpus == 1:
+        return command
+    return f"torchrun --nproc-per-node {stage.num_gpus} --no-python {command}"
 
 
 def _worker_command(request: FleetRequest, num_gpus: int) -> str:
@@ -499,7 +507,7 @@ def show_run(arguments: argparse.Namespace, console: Console) -> int:
         raise ConfigError(f"no FILE given: name a fleet file ({remedy}), or a run with --from RUN")
     if arguments.hetero:
         raise ConfigError("--hetero divides the GPUs of a fleet file: name one")
-    console.print(run_report(read_rates(arguments.run)), markup=False)
+    console.print(run_report(read_rates(arguments.run)))
     return 0
 
 

@@ -363,7 +363,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         return sweep(tables, arguments.sweep, arguments.seeds, name, source, arguments.out, console)
     scenario, request = load_scenario(tables, name=name, source=source, plan=arguments.plan)
     for notice in request.notices:
-        console.print(f"note: {notice}", style="dim", markup=False)
+        console.print(f"note: {notice}", style="dim")
     summary, history = simulate(scenario, console)
     return write(scenario, summary, history, to_json(summary), arguments.out)
 
@@ -375,7 +375,7 @@ def replay(arguments: argparse.Namespace, console: Console) -> int:
     scenario = recorded_scenario(arguments.replay)
     summary, history = simulate(scenario, console)
     text, figures = comparison(arguments.replay, summary)
-    console.print(text, markup=False, highlight=False)
+    console.print(text, highlight=False)
     record = to_json(summary) | {"replay": figures}
     return write(scenario, summary, history, record, arguments.out)
 
@@ -386,7 +386,7 @@ def simulate(scenario: Scenario, console: Console) -> tuple[Summary, History]:
     history = Simulation(scenario).run()
     summary = summarise(scenario, history)
     text = summary_text(scenario, summary, wall_s=time.monotonic() - began_at)
-    console.print(text, markup=False, highlight=False)
+    console.print(text, highlight=False)
     return summary, history
 
 

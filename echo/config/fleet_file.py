@@ -544,7 +544,9 @@ def _catalogues(rows: Rows) -> tuple[dict[str, Gpu], dict[str, ModelShape]]:
     for name, known in (("gpus", gpus), ("models", models)):
         stand_in: Any = next(iter(known.values()))
         for _, bad in rows.bad.get(name, []):
-            known.setdefault(cast("GpuRow | ModelRow", bad).name, stand_in)
+            called: object = cast("GpuRow | ModelRow", bad).name
+            if isinstance(called, str):
+                known.setdefault(called, stand_in)
     return gpus, models
 
 
@@ -552,6 +554,8 @@ def _regions(rows: Rows) -> dict[str, RegionRow]:
     found: dict[str, RegionRow] = {}
     for where, row in rows.every("regions"):
         assert isinstance(row, RegionRow)
+        if not isinstance(row.name, str):
+            continue  # which has been noted
         if row.name in found:
             rows.problems.append(f"{where}: a second region called {show(row.name)}; rename one")
         found[row.name] = row
@@ -565,7 +569,7 @@ def _check_offers(
         rows.problems.append(
             f"{source}: the fleet is empty; describe what can be rented in one [[offers]] per kind"
         )
-    names: dict[str, str] = {}
+    names: set[str] = set()
     for where, row in rows.every("offers"):
         assert isinstance(row, OfferRow)
         rows.check_name(f"{where}: gpu", row.gpu, gpus)
@@ -581,10 +585,12 @@ def _check_offers(
             rows.problems.append(
                 f"{where}: tokens_per_s and concurrency were measured together; give both or none"
             )
-        name = f"{row.name or row.gpu} in {row.region}"
+        name = str(row.name or row.gpu).replace(" ", "-")  # its nodes are NAME-1, NAME-2, ...
         if name in names:
-            rows.problems.append(f"{where}: a second offer of {name}; give each a name of its own")
-        names[name] = where
+            rows.problems.append(
+                f"{where}: a second offer of nodes called {name}; give each a name of its own"
+            )
+        names.add(name)
 
 
 def _check_job(rows: Rows, job: JobRow, models: Mapping[str, ModelShape], source: str) -> None:
@@ -789,25 +795,43 @@ def override(tables: dict[str, Any], key: str, value: str) -> None:
     """Set one value.
 
     Raises:
-        ConfigError: if the key names a row that is not there.
+        ConfigError: if the key names a row that is not there, or what it reaches into is no table.
     """
     parsed = toml_or_text(value)
     table, *path = key.split(".")
+    is_list = table in LISTS or table in SIM_LISTS
+    if len(path) == 1 and is_list:
+        raise ConfigError(
+            f"{key}: [[{table}]] is a list; write {table}.NAME.{path[0]}={value}, with the NAME of "
+            "a row"
+        )
     if len(path) == 1:
-        tables[table] = dict(tables.get(table, {})) | {path[0]: parsed}
+        tables[table] = _opened(tables, table) | {path[0]: parsed}
         return
     if table == "sim":  # sim.rent.OFFER
-        rows = dict(tables.get("sim", {}))
-        rows[path[0]] = dict(rows.get(path[0], {})) | {path[1]: parsed}
-        tables["sim"] = rows
+        sim = _opened(tables, "sim")
+        tables["sim"] = sim | {path[0]: _opened(sim, path[0]) | {path[1]: parsed}}
         return
-    rows = copy.deepcopy(tables.get(table, []))
+    held = tables.get(table)
+    rows: list[Any] = copy.deepcopy(held) if isinstance(held, list) else []
     keys = ("name", "gpu", "region")
     named = [row for row in rows if isinstance(row, dict) and path[0] in map(row.get, keys)]
     if len(named) != 1:
         raise ConfigError(f"{key}: there is no row of [[{table}]] called {path[0]!r}")
     named[0][path[1]] = parsed
     tables[table] = rows
+
+
+def _opened(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a copy of a table, an empty one where there is none.
+
+    Raises:
+        ConfigError: if something else stands there.
+    """
+    held = tables.get(name, {})
+    if not isinstance(held, Mapping):
+        raise ConfigError(f"{name} must be written [{name}], one table")
+    return dict(held)
 
 
 def read_plan(path: Path, request: FleetRequest) -> tuple[dict[str, int], int]:

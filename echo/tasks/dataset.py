@@ -68,12 +68,15 @@ import importlib.util
 import inspect
 import json
 import logging
+import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from echo.core.errors import ConfigError, DataError, EchoError
 from echo.core.extras import install_command
@@ -96,6 +99,8 @@ PARQUET_REVISION = "refs/convert/parquet"
 """The branch on which the hub keeps every dataset as Parquet."""
 
 NUM_BATCH_ROWS = 1024
+_FILES = "_data_files"
+"""Key under which a saved dataset's state.json has its files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +159,13 @@ def dataset_files(path: str) -> list[Path]:
         return [place]
     state = place / "state.json"
     if state.is_file():
-        names = json.loads(state.read_bytes()).get("_data_files", [])
-        return [place / entry["filename"] for entry in names]
+        try:
+            return [place / entry["filename"] for entry in json.loads(state.read_bytes())[_FILES]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{state}: is not as `datasets.Dataset.save_to_disk` writes it: {error!r}; save "
+                "the dataset again"
+            ) from error
     for ending in ("*.parquet", "*.jsonl"):
         if files := sorted(place.glob(ending)):
             return files
@@ -178,7 +188,7 @@ def _read_jsonl(path: Path) -> Rows:
         try:
             line = raw.decode()
             row = _parse_object(line)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             yield DataError(f"{source}: malformed row: {error}")
             continue
         yield DatasetRow(source, row, line)
@@ -454,11 +464,13 @@ class RowsTask(Task):
 
     def _example_of(self, row: DatasetRow) -> Example:
         try:
-            return replace(self.read_row(row.columns), source=row.source)
+            example = replace(self.read_row(row.columns), source=row.source)
+            msgspec.msgpack.encode(example)  # as a lease has to carry it
         except KeyError as error:
             raise DataError(f"{row.source}: malformed row: no column {error}") from error
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise DataError(f"{row.source}: malformed row: {error}") from error
+        return example
 
 
 def _message(part: dict[str, Any]) -> dict[str, Any]:
@@ -476,6 +488,7 @@ MAX_ANSWER_CHARS = 64
 _NUMBER = re.compile(r"(?:(?<!\d)[-+])?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _PLAIN = re.compile(r"[-+]?\d+(?:\.\d*)?|[-+]?\.\d+")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_WORDS = re.compile(r"[^\W\d_]{2,}(?:\s+[^\W\d_]+)*")
 _UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}|\\[$%!,; ]|[$%€£]")
 
 
@@ -515,22 +528,27 @@ def normalise(answer: str) -> str:
 
 
 def is_equal(reference: str, answer: str) -> bool:
-    """Return whether math-verify finds two answers equal.
+    """Return whether two normalised answers are the same text, or equal to math-verify.
 
-    Powers and factorials are refused unread: no answer here needs them, and `9**9**9**9` would
-    keep the computer algebra busy for ever.
+    An answer with powers or factorials counts as text only: `9**9**9**9` would keep the computer
+    algebra busy for ever. So do words, which it takes for products of letters.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    if not answer or len(answer) > MAX_ANSWER_CHARS or re.search(r"\^|\*\*|!", answer):
+    if not answer or answer == reference:
+        return bool(answer)
+    if len(answer) > MAX_ANSWER_CHARS or re.search(r"\^|\*\*|!", answer):
         return False
-    # The library's own time limits use SIGALRM, which only a main thread may; `score` has one.
-    target = parse(reference, [ExprExtractionConfig()], parsing_timeout=None)
-    if _PLAIN.fullmatch(answer):
-        value = parse(answer, [ExprExtractionConfig()], parsing_timeout=None)
-    else:
-        value = parse(f"${answer}$", [LatexExtractionConfig()], parsing_timeout=None)
-    return bool(verify(target, value, timeout_seconds=None))
+    if _WORDS.fullmatch(reference):
+        return False
+
+    def read(text: str) -> Any:
+        # The library's own time limits use SIGALRM, which only a main thread may; `score` has one.
+        if _PLAIN.fullmatch(text):
+            return parse(text, [ExprExtractionConfig()], parsing_timeout=None)
+        return parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None)
+
+    return bool(verify(read(reference), read(answer), timeout_seconds=None))
 
 
 def _last_boxed(completion: str) -> str | None:
@@ -561,9 +579,9 @@ class DatasetTask(RowsTask):
         heldout_path: the held-out rows; without it, one row in ten of `path`.
         columns: where the dataset's names differ, such as { prompt = "question" }.
         skip_bad: leave malformed rows out and say how many there were, and which was the first.
-        reward: "exact" (the text is `answer`), "math" (math-verify finds the last number or
-            boxed expression equal to `answer`), or a function: "package.module:function" or
-            "path/to/file.py:function".
+        reward: "exact" (the text is `answer`), "math" (the last number or boxed expression equals
+            `answer`, a number, LaTeX or a solution that ends in one), or a function:
+            "package.module:function" or "path/to/file.py:function".
     """
 
     def __init__(
@@ -671,8 +689,11 @@ def _exact(completion: str, answer: object) -> float:
 
 
 def _math(completion: str, answer: object) -> float:
-    found = extract_answer(completion)
-    return float(found is not None and is_equal(normalise(str(answer)), found))
+    found, reference = extract_answer(completion), str(answer)
+    # A whole solution; the last number of anything else, such as a fraction, is not its value.
+    if MARKER in reference or _last_boxed(reference) is not None:
+        reference = extract_answer(reference) or ""
+    return float(found is not None and is_equal(normalise(reference), found))
 
 
 BUILT_IN_REWARDS: dict[str, Callable[..., float]] = {"exact": _exact, "math": _math}
@@ -707,9 +728,17 @@ class MixtureTask(Environment):
             if name in self._parts:
                 raise ConfigError(f"{where}: two tasks are called {name!r}; give them a `name`")
             self._parts[name] = load_task(table["kind"], table.get("options", {}))
+            if isinstance(self._parts[name], MixtureTask):
+                raise ConfigError(f"{where}: a mixture in a mixture; list its tasks here")
             weights.append(weight)
         self._names = list(self._parts)
         self._schedule = spread([weight / sum(weights) for weight in weights])
+        if 0 in self._shares:
+            number = self._shares.index(0)
+            raise ConfigError(
+                f"task.options.tasks[{number}].weight = {weights[number]:g}: fewer than one "
+                f"example in {CYCLE}, so none would be drawn; raise it, or leave the task out"
+            )
         self.is_bounded = all(task.is_bounded for task in self._parts.values())
         self.has_turns = any(task.has_turns for task in self._parts.values())
 
@@ -821,6 +850,6 @@ def _check_table(where: str, table: Mapping[str, Any]) -> tuple[str, float]:
     kind, weight = table.get("kind"), table.get("weight", 1)
     if not isinstance(kind, str):
         raise ConfigError(f"{where}: needs a `kind`, as task.kind")
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
-        raise ConfigError(f"{where}.weight = {weight!r}: must be a number above 0")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise ConfigError(f"{where}.weight = {weight!r}: must be a finite number above 0")
     return str(table.get("name", kind.rpartition(":")[2])), float(weight)

@@ -149,6 +149,10 @@ def _parse_call(found: str) -> ToolCall:
         return ToolCall("", {}, 'a call is a JSON object with "name" and "arguments"')
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return ToolCall("", {}, '"name" must be a text and "arguments" an object')
+    try:
+        json.dumps(call, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # "\ud800" is JSON, and no text that could be sent or tokenised
+        return ToolCall("", {}, "a text holds half of a surrogate pair")
     return ToolCall(name, arguments)
 
 

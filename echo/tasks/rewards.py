@@ -394,10 +394,12 @@ class PoolHost(TaskHost):
         process = self._take(call)
         if process is None:
             return CallAnswer()
+        answer = None
         try:
-            return process.call(call, self.limits.seconds(call))
+            answer = process.call(call, self.limits.seconds(call))
+            return answer
         finally:
-            self._give_back(process, call)
+            self._give_back(process, call, has_begun=answer is not None and answer.fault is None)
 
     def close(self) -> None:
         """Kill every process."""
@@ -475,14 +477,14 @@ class PoolHost(TaskHost):
                 process.kill()
         return process
 
-    def _give_back(self, process: TaskProcess, call: Call) -> None:
+    def _give_back(self, process: TaskProcess, call: Call, *, has_begun: bool) -> None:
         with self._changed:
             self._busy.discard(process)
             if self._is_closed:
                 process.discard()
             elif process.is_alive:
                 self._free.append(process)
-                if isinstance(call, Begin):
+                if isinstance(call, Begin) and has_begun:
                     self._homes[call.episode] = process
                     process.num_episodes += 1
                 elif isinstance(call, End) and call.episode in self._homes:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import logging
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.table import Table
 
 from echo.cli.node import main
-from echo.cli.output import exit_code, fail, make_log
+from echo.cli.output import exit_code, fail, make_log, run_command
 from echo.core.errors import (
     ConfigError,
     DataError,
@@ -34,6 +37,19 @@ def test_each_kind_of_error_has_its_code(error: EchoError, code: int) -> None:
 def test_an_error_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert fail(ConfigError("sync.max_staleness = -1: too small")) == 2
     assert capsys.readouterr().err == "error: sync.max_staleness = -1: too small\n"
+
+
+def test_names_in_brackets_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    def show(_: Namespace, console: Console) -> int:
+        table = Table("node")
+        for name in ("fra [spot]", "ore[/]4090", ":fire:"):
+            table.add_row(name)
+        console.print(table)
+        return 0
+
+    assert run_command(show, Namespace()) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("fra [spot]", "ore[/]4090", ":fire:"))
 
 
 def test_a_log_goes_to_its_file(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from echo.cli.parsers import node_parser
-from echo.cli.plan import _signed, main, to_json
+from echo.cli.plan import _learner_command, _signed, main, to_json
+from echo.config.fleet_file import load_fleet
 from echo.config.load import load_config, parse_config
+from echo.fleet.hetero import RolloutPlan, Schedule, StagePlan, TrainPlan
 from echo.fleet.overlap import Resource
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "fleet-example.toml"
@@ -107,7 +109,7 @@ def test_the_hetero_plan_prints_commands_that_exist(
 ) -> None:
     assert main([str(EXAMPLE), "--hetero", "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "(no command: Echo's learner trains on one GPU so far, not on " in text
+    assert "GPUs in several machines: see docs/several-gpus.md" in text
     commands = [line.strip() for line in text.splitlines() if "--role" in line]
     assert commands
     for command in commands:
@@ -122,6 +124,31 @@ def test_the_hetero_plan_prints_commands_that_exist(
     record = json.loads((tmp_path / "hetero.json").read_text())
     assert record["train_s"] > 0
     assert sum(record["rollouts"]["rollouts"]) == 640
+
+
+@pytest.mark.parametrize(
+    ("stages", "text"),
+    [
+        ([("RTX 4090", 1)], "bin/echo-rl node --role learner "),
+        ([("RTX 4090", 8)], "torchrun --nproc-per-node 8 --no-python bin/echo-rl node --role l"),
+        ([("RTX 4090", 16)], "(no command of one line, for GPUs in several machines: see docs"),
+        ([("RTX 4090", 8), ("A100-80GB", 8)], "(no command: Echo's learner shards weights evenly"),
+    ],
+)
+def test_the_learner_of_a_division_is_started_by_torchrun(
+    stages: list[tuple[str, int]], text: str
+) -> None:
+    plans = tuple(
+        StagePlan(
+            gpu=gpu, data_parallel=number, tensor_parallel=1, pipeline_parallel=1, num_layers=1
+        )
+        for gpu, number in stages
+    )
+    schedule = Schedule(
+        train_counts={}, training=TrainPlan(stages=plans), rollouts=RolloutPlan(), train_s=1.0,
+        rollout_s=1.0, update_s=0.0,
+    )  # fmt: skip
+    assert _learner_command(load_fleet([EXAMPLE]), schedule).startswith(text)
 
 
 def changed_example(tmp_path: Path, *edits: tuple[str, str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from echo.config.fleet_file import load_fleet, parse_fleet
+from echo.config.fleet_file import load_fleet, override, parse_fleet, split_override
 from echo.core.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "fleet-example.toml"
@@ -200,6 +200,29 @@ def test_a_bad_row_is_known_by_its_name() -> None:
     assert "mbit_per_s = -1" in text
 
 
+@pytest.mark.parametrize("name", [..., 3, ["frankfurt"]])
+def test_a_region_without_a_name_is_a_problem_like_others(name: object) -> None:
+    text = problems(("regions.0.name", name), ("job.model", "Qwen3-0.6"))
+    assert "regions[1]" in text
+    assert "did you mean" in text, "the model, too"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("offers.count=3", r"offers\.count: .* is a list; write offers\.NAME\.count=3"),
+        ("regions.paris.latency_s=1", "no row of .* called 'paris'"),
+        ("learner.gpu.name=x", "no row of .* called 'gpu'"),
+        ("sim.rent.x=1", r"sim must be written \[sim\]"),
+        ("job.margin=1", r"job must be written \[job\]"),
+    ],
+)
+def test_an_override_of_what_is_not_there_says_so(text: str, message: str) -> None:
+    tables = changed(("sim", 3), *([("job", 3)] if text.startswith("job") else []))
+    with pytest.raises(ConfigError, match=message):
+        override(tables, *split_override(text))
+
+
 def test_every_unreadable_file_is_named(tmp_path: Path) -> None:
     paths = [tmp_path / "one.toml", tmp_path / "two.toml"]
     paths[0].write_text("[job", encoding="utf-8")
@@ -221,6 +244,15 @@ def test_names_must_differ() -> None:
         parse_fleet(twice)
     assert 'a second region called "frankfurt"' in str(caught.value)
     assert "offers[2] (RTX 4090, frankfurt): a second offer of" in str(caught.value)
+
+
+def test_offers_of_one_kind_in_two_regions_need_names_for_their_nodes() -> None:
+    regions = [*GOOD["regions"], {"name": "oregon", "mbit_per_s": 400}]
+    offers = [*GOOD["offers"], GOOD["offers"][0] | {"region": "oregon"}]
+    text = problems(("regions", regions), ("offers", offers))
+    assert "a second offer of nodes called RTX-4090; give each a name of its own" in text
+    offers[1]["name"] = "oregon"
+    assert len(parse_fleet(changed(("regions", regions), ("offers", offers))).offers) == 2
 
 
 def test_a_gpu_too_small_for_the_model_is_left_out() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -246,6 +247,27 @@ def test_silence_frees_episodes_and_then_gives_the_lease_up(episodes: Episodes) 
     assert lease.group_id == 3
     assert why == "no agent came within 20 s"
     assert not episodes.leases
+
+
+def test_episodes_that_fall_silent_together_give_their_lease_up_once(episodes: Episodes) -> None:
+    episodes.add(lease_of(3), now=0)
+    now = 0.0
+    for _ in range(MAX_EPISODE_ATTEMPTS):
+        begin(episodes, now), begin(episodes, now)
+        now += 11
+        given_up = episodes.expire(now=now)
+    [(lease, why)] = given_up
+    assert lease.group_id == 3
+    assert why == f"{MAX_EPISODE_ATTEMPTS} agents did not finish episode 0"
+    assert not episodes.leases
+
+
+def test_a_chain_may_be_longer_than_a_stack_of_calls() -> None:
+    last = None
+    for _ in range(2 * sys.getrecursionlimit()):
+        last = turn_of([1], [8], parent=last)
+    assert last is not None
+    assert last.num_sampled == 2 * sys.getrecursionlimit()
 
 
 def test_the_chain_with_the_most_sampled_tokens_becomes_the_rollout() -> None:

@@ -89,7 +89,7 @@ class Counting(Environment):
         return Example(index=index, split=split, prompt="Count!", answer=3)
 
     def begin(self, example: Example) -> dict[str, int]:
-        return {"said": 0, "last": example.answer}
+        return {"said": 0, "last": int(example.answer)}
 
     def reply(self, state: dict[str, int], text: str) -> str | None:
         if not text.strip().isdigit():

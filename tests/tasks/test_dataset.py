@@ -6,6 +6,7 @@ import datetime
 import decimal
 import importlib.util
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -122,6 +123,32 @@ def test_typed_values_become_json_and_bytes_are_refused(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "bytes.parquet", [{"prompt": "x", "image": b"\x89PNG"}])
     [error] = read_rows(path)
     assert re.search(r"bytes\.parquet:1: .*column 'image' holds bytes.*drop", str(error))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (r'{"prompt": "\ud800"}', "surrogates not allowed"),
+        ('{"prompt": "p", "answer": 10000000000000000000000000}', "can't serialize ints"),
+        ("[" * 100_000, "recursion depth"),
+    ],
+)
+def test_a_row_that_no_lease_could_carry_is_malformed(
+    tmp_path: Path, line: str, message: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": "fine"}}\n{line}\n')
+    options = {"path": str(path), "heldout_path": str(path)}
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2: malformed row: .*{message}"):
+        Contains(**options).num_examples(split="train")
+    assert Contains(**options, skip_bad=True).num_examples(split="train") == 1
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"_data_files": [1]}'])
+def test_a_damaged_state_of_a_saved_dataset_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(DataError, match=r"state\.json: is not as .*save the dataset again"):
+        list(read_rows(str(tmp_path)))
 
 
 def test_without_pyarrow_the_extra_is_named(
@@ -445,6 +472,10 @@ def test_columns_of_other_names_are_mapped(tmp_path: Path) -> None:
         ("exact", 42, "42", "42.0"),
         ("math", "0.5", r"so it is \boxed{\frac{1}{2}}", r"so it is \boxed{\frac{1}{3}}"),
         ("math", "1,200", "That makes $1200.", "That makes $120."),
+        ("math", r"$\frac{3}{4}$", r"\boxed{0.75}", r"\boxed{\frac{1}{4}}"),
+        ("math", r"Hence \boxed{\sqrt{2}}.", r"\boxed{\sqrt{2}}", r"\boxed{2}"),
+        ("math", "x^2", r"\boxed{x^2}", r"\boxed{x^3}"),
+        ("math", "Paris", r"\boxed{Paris}", r"\boxed{Pairs}"),
     ],
 )
 def test_the_built_in_rewards(reward: str, answer: Any, right: str, wrong: str) -> None:
@@ -565,7 +596,16 @@ def test_the_digest_covers_every_task() -> None:
     [
         ([], r"needs tables \[\[task\.options\.tasks\]\]"),
         ([{"kind": "addition", "wieght": 2}], r"tasks\[0\]\.wieght: .*did you mean 'weight'"),
-        ([{"kind": "addition", "weight": 0}], r"tasks\[0\]\.weight = 0: must be a number above 0"),
+        ([{"kind": "addition", "weight": 0}], r"tasks\[0\]\.weight = 0: must be a finite number"),
+        ([{"kind": "addition", "weight": math.inf}], r"weight = inf: must be a finite number"),
+        (
+            [{"kind": "addition", "weight": 5000}, {"kind": "countdown"}],
+            r"tasks\[1\]\.weight = 1: fewer than one example in 1000.*leave the task out",
+        ),
+        (
+            [{"kind": "mixture", "options": {"tasks": [{"kind": "addition"}]}}],
+            r"tasks\[0\]: a mixture in a mixture; list its tasks here",
+        ),
         ([{"weight": 2}], r"tasks\[0\]: needs a `kind`"),
         ([{"kind": "addition"}] * 2, r"tasks\[1\]: two tasks are called 'addition'; give them a"),
         ([{"kind": "additon"}], "did you mean 'addition'"),

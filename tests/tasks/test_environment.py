@@ -150,6 +150,7 @@ def test_a_call_that_is_cut_off_after_its_json_counts() -> None:
         pytest.param(block(f"x{' ' * 200_000}y"), "a call is a JSON object", id="wide"),
         (block('{"name": 3}'), '"name" must be a text'),
         (block('{"name": "add", "arguments": "1"}'), '"arguments" an object'),
+        (block(r'{"name": "add", "arguments": {"a": "\ud800"}}'), "half of a surrogate pair"),
     ],
 )
 def test_what_cannot_be_read_says_why(text: str, fault: str) -> None:

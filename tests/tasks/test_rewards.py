@@ -369,6 +369,8 @@ ENVIRONMENT = "tests.tasks.pool_tasks:Counting"
 @pytest.mark.slow
 def test_an_episode_keeps_its_state_among_others(make_pool: Pools) -> None:
     pool = make_pool(ENVIRONMENT, size=2)
+    with pytest.raises(RewardError, match=r"begin on .* raised ValueError"):
+        pool.begin(replace(EXAMPLE, answer="many"))
     episodes = [pool.begin(EXAMPLE) for _ in range(5)]
     go_on = [{"role": "user", "content": "go on"}]
     assert [episode.reply("1") for episode in episodes] == [go_on] * 5
@@ -378,6 +380,8 @@ def test_an_episode_keeps_its_state_among_others(make_pool: Pools) -> None:
     assert [episode.outcome() for episode in episodes[:3]] == [1 / 3, 1.0, 1 / 3]
     for episode in episodes:
         episode.close()
+    assert not pool._homes, "nothing is kept of one that did not begin"
+    assert [process.num_episodes for process in pool._free] == [0, 0]
     with pytest.raises(RewardError, match=r"another call in its process failed|not known here"):
         episodes[0].reply("2")
 

@@ -19,13 +19,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
-import ipaddress
 import itertools
 import json
 import logging
-import os
 import re
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -38,30 +35,22 @@ from aiohttp import web
 from msgspec import Meta
 
 from echo.core.bounds import MAX_TOKENS, TokenId
-from echo.core.errors import ConfigError, DataError, EchoError, StorageError, TransportError
-from echo.core.extras import install_command
+from echo.core.errors import DataError, EchoError, TransportError
 from echo.core.rollout import PolicyVersion
 from echo.core.units import one_line
 from echo.engine.engine import VersionError
-from echo.records.files import write_file
-from echo.roles.joining import Configure
-from echo.roles.worker import OfferEpisodes, Withdraw
 from echo.runtime.agents.sessions import (
-    AgentParts,
     Agents,
     CallBounds,
     CallOptions,
-    CallSampler,
     Dialogue,
     Prompt,
     SessionError,
     StoppingError,
     Turn,
 )
-from echo.runtime.worker.node import NodeWatcher, WorkerNode
 from echo.tasks.environment import find_calls, without_calls
 from echo.tasks.rewards import RewardError
-from echo.wire.actions import Action
 from echo.wire.codec import DECODE_ERRORS
 
 # --- OpenAI's JSON, in and out: what a call may ask for, and what it is answered ---
@@ -612,79 +601,3 @@ def _describe_error(message: str, kind: str, code: str | None = None) -> dict[st
     """Return an error as OpenAI's clients read it."""
     # It may repeat what the caller has sent, and not all of that can be written as UTF-8.
     return {"error": {"message": one_line(message), "type": kind, "code": code}}
-
-
-# --- A worker whose rollouts come from outside agents where the run says so ---
-
-
-TOKEN_VARIABLE = "ECHO_AGENT_TOKEN"
-
-
-class AgentWorkerNode(WorkerNode):
-    """A worker that can lend its engine to agents."""
-
-    _agents: Agents | None = None
-
-    async def _set_up(self, configure: Configure) -> None:
-        await super()._set_up(configure)
-        parts = self._parts
-        if parts is None or parts.agents is None:
-            return
-        sampler = CallSampler(parts.engine, NodeWatcher(self), threads=self.threads)
-        self._agents = Agents(
-            parts.agents,
-            self.session,
-            sampler,
-            node=self,
-            reward_pool=self._reward_pool,
-        )
-        self.spawn(sampler.run(), name="agent-calls")
-        self.spawn(self._agents.watch(), name="agent-sessions")
-        self.spawn(self._serve(self._agents, parts.agents), name="endpoint")
-
-    async def _serve(self, agents: Agents, parts: AgentParts) -> None:
-        try:
-            pass
-        except ImportError as error:
-            raise ConfigError(
-                f"agent.listen needs aiohttp, which cannot be imported here ({error}): run "
-                + install_command("worker", "agents")
-            ) from error
-        token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
-        host, _, port = parts.listen.removeprefix("tcp://").rpartition(":")
-
-        endpoint = Endpoint(agents, token=token, log=self.log)
-        async with endpoint.listening(host.strip("[]"), int(port)) as bound_port:
-            url = f"http://{host}:{bound_port}"
-            where = parts.endpoint_path
-            try:
-                write_file(where, json.dumps({"url": url, "token": token}).encode(), mode=0o600)
-            except OSError as error:
-                raise StorageError(f"cannot write {where}: {error}") from error
-            self.log.info("agents are served at %s/v1; address and token are in %s", url, where)
-            if not _is_loopback(host):
-                self.log.warning(
-                    "agent.listen = %s is open to other machines, and HTTP is not encrypted: keep "
-                    "it inside a network that you trust, or behind a proxy with TLS",
-                    parts.listen,
-                )
-            await asyncio.Event().wait()
-
-    def on_action(self, action: Action) -> None:
-        """Carry out what concerns a worker and its agents."""
-        match action:
-            case OfferEpisodes():
-                assert self._agents is not None  # they ask for leases
-                self._agents.take(action.leases)
-            case Withdraw():
-                if self._agents is not None:
-                    self._agents.close()
-            case _:
-                super().on_action(action)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

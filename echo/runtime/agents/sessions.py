@@ -169,7 +169,11 @@ class Turn:
     @property
     def chain(self) -> list[Turn]:
         """The calls that led here, oldest first, this one included."""
-        return [*(self.parent.chain if self.parent is not None else []), self]
+        turns, turn = [self], self.parent
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
 
     @property
     def num_sampled(self) -> int:
@@ -331,9 +335,14 @@ class Episodes:
     def expire(self, *, now: float) -> list[tuple[Lease, str]]:
         """Free the episodes of agents that are gone; return leases that are given up, and why."""
         given_up = []
-        for session in list(self._sessions.values()):
-            is_late = now - session.touched_at > self._timeout_s and not session.num_running
-            if is_late and not self.abandon(session):
+        late = [
+            session
+            for session in self._sessions.values()
+            if now - session.touched_at > self._timeout_s and not session.num_running
+        ]
+        for session in late:
+            # Giving a lease up ends its other sessions, which may be late as well.
+            if session.session_id in self._sessions and not self.abandon(session):
                 text = f"{MAX_EPISODE_ATTEMPTS} agents did not finish episode {session.member}"
                 given_up.append((session.lease, text))
         for hand in list(self._hands.values()):

@@ -21,7 +21,7 @@ from typing import Any
 
 from echo.config.schema import Config
 from echo.roles.worker import Release, ReleaseTerms
-from echo.runtime.agents.endpoint import AgentWorkerNode
+from echo.runtime.agents.worker import AgentWorkerNode
 from echo.wire.actions import Action
 
 RELEASE_TIMEOUT_S = 60.0
