@@ -10,9 +10,10 @@ three versions, of which the last is timed.
 Prints the share of the fluid optimum min(u0, (u0 + sum of the uplinks) / receivers) that the plan
 promises and that the slowest receiver gets: the median over the errors, and the worst.
 
-Then the same fleets as they join: nothing is known, the learner's own planning follows what each
-transfer has shown, and six versions go out, ten seconds apart: with the product's probes, without
-them, and as if every uplink were told, wrong by 10 %, once the first version is there.
+Then the same fleets as they join, while the first version goes out: nothing is known, the learner's
+own planning follows what each transfer has shown, and six versions go out, ten seconds apart: with
+the product's probes, without them, and as if every uplink were told, wrong by 10 %, once the first
+version is there.
 """
 
 from __future__ import annotations
@@ -132,11 +133,13 @@ def measure_joined(draw: str, chunk_bytes: int, seed: int, *, known: str) -> dic
     fleet = JoinedFleet(rates, order, has_probes=known == "probed")
     fleet.planning.payload_bytes, fleet.planning.chunk_bytes = size, chunk_bytes // SCALE
     fleet.replan()
+    fleet.welcome(size)
     seconds = []
     for step in range(NUM_JOINED):
         seconds.append(fleet.deliver(step, size, chunk_bytes // SCALE))
         fleet.told = told if known == "told" else {}
         fleet.run_until(fleet.now + PAUSE_S)
+        fleet.beat()
         if fleet.planning.is_due(now=fleet.now, is_between=True):
             fleet.replan(is_between=True)
     topology = fleet.planning.topology
@@ -344,8 +347,21 @@ class JoinedFleet(Fleet):
             self._members.append(PlannedNode(name_of(index), "worker", address))
         self._at(1.0, self._look)
 
+    def welcome(self, version_bytes: int) -> None:
+        """Have everybody probe who can serve, as the learner's Welcome makes them."""
+        for name, probe in self._probes.items():
+            self._probe(name, probe.begin(CONTROL, payload_bytes=version_bytes, now=self.now))
+
     def replan(self, *, is_between: bool = False) -> None:
-        """Have the learner plan, by what heartbeats would tell it."""
+        """Have the learner plan, by what heartbeats have told it."""
+        uplink = self._nodes[LEARNER_ID].uplink_bytes_per_s
+        moved = self.planning.move(
+            self._members, uplink_bytes_per_s=uplink, now=self.now, is_between=is_between
+        )
+        self.follow({name: plan.stripes for name, plan in moved})
+
+    def beat(self) -> None:
+        """Have everybody send a heartbeat."""
         for member in self._members:
             node = self._nodes[member.node_id]
             seen = (node.uplink_bytes_per_s, self.told.get(member.node_id))
@@ -354,18 +370,15 @@ class JoinedFleet(Fleet):
                 if name == member.node_id
             )  # fmt: skip
             member.installed = node.newest_complete
-            member.stats = NodeStats(
+            stats = NodeStats(
                 parent=",".join(parent for _, parent in parents) or "-",
                 uplink_bytes_per_s=max((rate for rate in seen if rate is not None), default=None),
                 downlink_bytes_per_s=node.downlink_bytes_per_s,
                 rtt_s=2 * LATENCY_S,
                 fetching=node.fetching,
             )
-        uplink = self._nodes[LEARNER_ID].uplink_bytes_per_s
-        moved = self.planning.move(
-            self._members, uplink_bytes_per_s=uplink, now=self.now, is_between=is_between
-        )
-        self.follow({name: plan.stripes for name, plan in moved})
+            self.planning.learn(stats, former=member.stats)
+            member.stats = stats
 
     def _holds(self, name: str, version: PolicyVersion) -> None:
         if name in self._probes:
@@ -382,6 +395,7 @@ class JoinedFleet(Fleet):
             self._probe(name, self._probes[name].acknowledged(CONTROL, now=self.now))
 
     def _look(self) -> None:
+        self.beat()
         if self.planning.is_due(now=self.now):
             self.replan()
         self._at(self.now + 1.0, self._look)

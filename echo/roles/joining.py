@@ -359,6 +359,9 @@ class JoiningRole(Protocol):
     def to_learner(self, message: Message, *payload: Frame) -> list[Action]:
         """Return the Send of a message to the learner."""
 
+    def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
+        """Handle that the learner has told its run, and what a version takes on the wire."""
+
     def on_admitted(self, *, now: float) -> list[Action]:
         """Handle that the learner has (again) admitted this node."""
 
@@ -488,6 +491,13 @@ class Joining:
             run_id=message.run_id,
             max_image_bytes=self.settings.max_image_bytes,
         )
+        return [
+            *self._prepare(message, now),
+            *self._role.on_welcome(message.version_bytes, now=now),
+        ]
+
+    def _prepare(self, message: Welcome, now: float) -> list[Action]:
+        """Fetch what is missing, then have task and engine built; they may be already."""
         if self._digests is not None:
             return self.configured(self._digests, now=now)
         if not self._is_building:
@@ -692,6 +702,10 @@ class Expelled:
 class AdmittingRole(Protocol):
     """The role of the learner, which admits."""
 
+    @property
+    def version_bytes(self) -> int:
+        """What the newest version takes on the wire; 0 before the first."""
+
     def replan(self, now: float) -> list[Action]:
         """Handle that a node was admitted."""
 
@@ -842,6 +856,7 @@ class Admission:
             heartbeat_s=settings.heartbeat_s,
             dead_after_s=settings.dead_after_s,
             uplink_bytes_per_s=self.roster.uplinks.get(message.node_id),
+            version_bytes=self._role.version_bytes,
         )
         return sign_welcome(welcome, settings.key)
 

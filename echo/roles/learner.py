@@ -257,6 +257,12 @@ class Learner:
 
     # --- the plan --------------------------------------------------------------------------------
 
+    @property
+    def version_bytes(self) -> int:
+        """What the newest version takes on the wire; 0 before the first."""
+        payload = self.broadcast.payload
+        return 0 if payload is None else payload.num_bytes
+
     def replan(self, now: float, *, is_between: bool = False) -> list[Action]:
         """Tell every member whose parents have changed, soon if not now."""
         if not self._plans.may(len(self.roster.nodes), now=now):
@@ -286,6 +292,7 @@ class Learner:
         if self.finish_reason is not None and self._shutdown.may_leave(member):
             return self._routes.to(member.node_id, Finish(reason=self.finish_reason))
         has_new_suspects = message.stats.suspects != member.stats.suspects
+        self.planning.learn(message.stats, former=member.stats)
         has_progress = member.beat(message, now=now)
         if message.stats.uplink_bytes_per_s:
             self.roster.uplinks[member.node_id] = message.stats.uplink_bytes_per_s

@@ -370,6 +370,11 @@ class DialingRole:
         """Note that task and engine are built, with these hashes."""
         return self._joining.configured(digests, now=now)
 
+    def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
+        """Show the uplink already while task and engine are built: a plan comes with admission."""
+        is_known = self.broadcast.uplink_bytes_per_s is not None
+        return [] if is_known else self._probe(version_bytes, now)
+
     def on_admitted(self, *, now: float) -> list[Action]:
         """Handle that the learner has (again) admitted this node."""
         self._heartbeat_at = now

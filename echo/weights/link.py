@@ -432,12 +432,12 @@ class StripeLink:
 # probes.
 #
 # So a node that can serve, and has not been the limit of a transfer yet, sends a message up its
-# control link when it holds a version. If that has come within QUICK_S, one four times as long
-# follows, up to MAX_PROBE_BYTES: on a slow link the first says enough, and what the node has to say
-# besides waits for a second at most. The time counts whole, with the round trip and the start of a
-# connection, so a probe never shows too much; of a fast link it shows less than all, and transfers
-# raise it. It is repeated after the next versions, MAX_PROBES times in all: what others sent at the
-# same time makes the first one tell less than the truth.
+# control link when the learner welcomes it, and when it holds a version. If that has come within
+# QUICK_S, one four times as long follows, up to MAX_PROBE_BYTES: on a slow link the first says
+# enough, and what the node has to say besides waits for a second at most. The time counts whole,
+# with the round trip and the start of a connection, so a probe never shows too much; of a fast link
+# it shows less than all, and transfers raise it. It is repeated after the next versions, MAX_PROBES
+# times in all: what others sent at the same time makes the first one tell less than the truth.
 
 FIRST_BYTES, MAX_PROBE_BYTES = 256 << 10, 4 << 20
 GROWTH = 4

@@ -258,6 +258,8 @@ class Welcome(Message, frozen=True):
     dead_after_s: Period
     uplink_bytes_per_s: Rate | None = None
     """What the node could send in all when it was last heard in this run, before a restart."""
+    version_bytes: Size = 0
+    """What the newest version takes on the wire; 0 before the first."""
     signature: Key = b""
     """Of all other fields (`roles/joining.py`), so that no relay on the way can change one."""
 

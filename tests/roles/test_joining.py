@@ -94,6 +94,9 @@ class Node:
         self.said.append(message)
         return []
 
+    def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
+        return []
+
     def on_admitted(self, *, now: float) -> list[Action]:
         return self.to_learner(HEARTBEAT)
 
@@ -131,6 +134,10 @@ class LearnerEnd:
             complaints=Complaints(),
             role=self,
         )
+
+    @property
+    def version_bytes(self) -> int:
+        return 0
 
     def replan(self, now: float) -> list[Action]:
         return []
@@ -479,6 +486,7 @@ UNSIGNED = Welcome(
     heartbeat_s=5,  # a whole number: it arrives as 5.0
     dead_after_s=45.0,
     uplink_bytes_per_s=1e6,
+    version_bytes=1000,
 )
 
 OTHERWISE: dict[str, Any] = {
@@ -491,6 +499,7 @@ OTHERWISE: dict[str, Any] = {
     "heartbeat_s": 6.0,
     "dead_after_s": 1e9,
     "uplink_bytes_per_s": None,
+    "version_bytes": 0,
 }
 
 

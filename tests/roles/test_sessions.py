@@ -14,6 +14,7 @@ import pytest
 
 from echo.core.errors import RefusedError
 from echo.core.rollout import PolicyVersion
+from echo.weights.link import FIRST_BYTES
 from echo.weights.sender import SLOW_AFTER_S, WAITING_PERIOD_S
 from echo.wire import codec
 from echo.wire.actions import Action, Send, Stop
@@ -286,6 +287,21 @@ def test_a_probe_of_an_uplink_is_answered(make_world: MakeWorld) -> None:
     for source, is_awaited in (("in99", True), (peer, False)):
         session.receive(source, encode(ProbeAck(), source="r1"), now=9.0)
         assert (session._probing._awaited is not None) == is_awaited
+
+
+def test_who_can_serve_shows_its_uplink_before_it_is_given_a_place(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(image_bytes=8 * FIRST_BYTES)
+    world.learner()
+    world.worker("w1", build_s=5.0)
+    world.relay("r1")
+    for name, num_probes in (("r1", 1), ("w1", 0)):  # whoever cannot be dialled serves nobody
+        node = world.node(name)
+        world.run_until(lambda node=node: node.session.broadcast.has_key, within_s=5.0)
+        assert node.session._probing._num_probes == num_probes, name
+    learner = world.node("learner").session
+    world.run_until(lambda: learner.uplinks().get("r1"), within_s=5.0)
 
 
 def test_a_relay_without_route_or_uplink_drops_and_counts(make_world: MakeWorld) -> None:

@@ -21,6 +21,7 @@ from echo.weights.topology.plan import (
     BUSY_GAIN,
     MAX_PARENTS,
     MIN_GAIN,
+    NEWS_S,
     REPLAN_S,
     WORTHWHILE_S,
     Parents,
@@ -419,6 +420,22 @@ def test_between_versions_another_plan_is_due_where_none_was_made_at_rest() -> N
     assert planning.is_due(now=now, is_between=True)
     plans_of(planning, busy, now=now, is_between=True)
     assert not planning.is_due(now=now + REPLAN_S - 0.1, is_between=True)
+
+
+def test_an_uplink_that_has_become_known_makes_another_plan_due_soon() -> None:
+    planning = make_planner(payload_bytes=1 << 40)
+    unknown, known = NodeStats(), NodeStats(uplink_bytes_per_s=1 * MB)
+    plans_of(planning, member("w0", uplink_bytes_per_s=None), now=5.0, is_between=True)
+    planning.learn(unknown, former=unknown)
+    assert not planning.is_due(now=5.0 + NEWS_S)
+    planning.learn(known, former=unknown)
+    planning.learn(known, former=known)
+    assert not planning.is_due(now=5.0 + NEWS_S - 0.1)
+    assert planning.is_due(now=5.0 + NEWS_S)
+    assert planning.is_due(now=5.1, is_between=True)
+    plans_of(planning, member("w0"), now=7.0)
+    planning.learn(known, former=known)
+    assert not planning.is_due(now=7.0 + NEWS_S)
 
 
 @pytest.mark.parametrize(

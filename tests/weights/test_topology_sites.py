@@ -11,10 +11,10 @@ from echo.weights.topology.sites import ASSUMED_BYTES_PER_S, downlink_limits
 from tests.weights.fleets import MBIT, fleet_of, learner, site
 
 
-def test_unknown_uplinks_are_the_median_of_the_known_ones() -> None:
+def test_an_unknown_uplink_is_the_median_of_the_known_ones_the_learners_the_largest() -> None:
     nodes = [site("a", 10), site("b", 30), site("c", None)]
     assert fleet_of(nodes, learner(None)).uplinks == (
-        10 * MBIT,
+        30 * MBIT,
         10 * MBIT,
         30 * MBIT,
         10 * MBIT,

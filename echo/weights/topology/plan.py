@@ -21,6 +21,8 @@ less than REPLAN_S ago: where versions follow each other closely, links would ot
 better and better to no use. The plan in force is patched rather than replaced until another one
 would save a stated share of the time: rates that are measured again and again must not move
 anybody. Only in a small fleet it starts afresh when a node that can serve has come or gone.
+A fleet that has just joined is not left to a plan that knows nothing: NEWS_S after a plan another
+one is made if an uplink has been shown for the first time since.
 
 **What is known.** Each node's uplink from the chunks that its children have acknowledged, its
 downlink where that limits it (`sites.py`), its round trip to its parent, its region and the price
@@ -56,7 +58,7 @@ from echo.weights.topology.throughput import (
     throughput_of,
 )
 from echo.weights.topology.trees import REGION_COST, chain, star, stripe_trees
-from echo.wire.messages import LEARNER_ID, TopologyPlan
+from echo.wire.messages import LEARNER_ID, NodeStats, TopologyPlan
 
 # --- backups: the parents to turn to, in order of preference --------------------------------------
 #
@@ -508,6 +510,8 @@ PLAN_S = 1e-2
 """Pause between two plans, for each node: 10 s with 1000, so that many who join make one plan."""
 REPLAN_S = 10.0
 """Seconds between two plans while versions take long."""
+NEWS_S = 2.0
+"""Seconds between two plans where a node's uplink has become known: probes come together."""
 MIN_GAIN, BUSY_GAIN = 0.03, 0.1
 """Share of the predicted time that another plan must save, at rest and in mid-transfer."""
 WORTHWHILE_S = 0.5
@@ -576,6 +580,7 @@ class Planner:
         self.downlink_limits: dict[str, float] = {}
         """Bytes per second that nodes can take which are limited by themselves, as last seen."""
         self._planned_at, self._rested_at, self._num_nodes = 0.0, 0.0, 0
+        self._has_news = False
         self._listening: tuple[str, ...] = ()
 
     def expect(self, payload: Chunked | None) -> None:
@@ -592,9 +597,17 @@ class Planner:
         """
         if self.topology is None or self.topology.predicted_s < WORTHWHILE_S:
             return False
+        if self._has_news and is_between:
+            return True
         # A plan costs in proportion to the fleet: larger ones are looked at less often.
-        period_s = REPLAN_S * max(1.0, self._num_nodes / MANY_NODES)
+        period_s = NEWS_S if self._has_news else REPLAN_S
+        period_s *= max(1.0, self._num_nodes / MANY_NODES)
         return now >= (self._rested_at if is_between else self._planned_at) + period_s
+
+    def learn(self, stats: NodeStats, *, former: NodeStats) -> None:
+        """Note what a node says of its links, beside what it said before."""
+        if stats.uplink_bytes_per_s is not None and former.uplink_bytes_per_s is None:
+            self._has_news = True
 
     def plan(
         self,
@@ -616,7 +629,7 @@ class Planner:
             now: the present.
             is_between: whether one version has been sent and the next is about to be.
         """
-        self._planned_at, self._num_nodes = now, len(nodes)
+        self._planned_at, self._num_nodes, self._has_news = now, len(nodes), False
         receivers = [node for node in nodes if not node.is_standby]
         view = self._survey(receivers, uplink_bytes_per_s)
         if not self.learner.address:

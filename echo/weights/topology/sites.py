@@ -3,8 +3,9 @@
 Nodes are counted from 1 in the order given, the learner is 0, so that plans are lists of integers.
 
 Rates that nobody has measured yet are assumed: an unknown uplink is the median of the known ones
-(the learner's among them), and if none is known all are equal; an unknown downlink is no limit,
-since downlinks are told only of nodes that were seen to be limited by them. A node that cannot be
+(the learner's among them), that of the learner the largest of them, and if none is known all are
+equal; an unknown downlink is no limit, since downlinks are told only of nodes that were seen to be
+limited by them. A node that cannot be
 dialled, or that is suspected of having sent a corrupt chunk, serves nobody: its uplink counts as
 nothing. The same holds for stragglers: nodes with a downlink so thin that whoever hung from them
 would starve.
@@ -112,12 +113,14 @@ def survey(sites: Sequence[Site], *, learner: Site, rtt_s: Callable[[str, str], 
     everyone = [learner, *sites]
     measured = [rate for site in everyone if (rate := site.uplink_bytes_per_s)]
     uplink = statistics.median_low(measured) if measured else ASSUMED_BYTES_PER_S
+    most = max(measured, default=uplink)
     downlinks = tuple(_known(site.downlink_bytes_per_s, math.inf) for site in everyone)
     uplinks = [
         _known(site.uplink_bytes_per_s, uplink) if _may_serve(site) else 0.0 for site in everyone
     ]
-    # A learner without uplink would end the run; such a measurement is a mistake.
-    uplinks[0] = learner.uplink_bytes_per_s or uplink
+    # Everything comes from the learner: were it taken for one of many slow nodes, no plan would
+    # seem better than another. Nor can it have none: such a measurement is a mistake.
+    uplinks[0] = learner.uplink_bytes_per_s or most
     least = STRAGGLER_SHARE * _uplink_rate(uplinks)
     stragglers = frozenset(i for i, rate in enumerate(downlinks) if i and rate < least)
     return Sites(
