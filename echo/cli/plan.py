@@ -412,10 +412,13 @@ def assignment_text(request: FleetRequest, schedule: Schedule) -> str:
 
 
 def _learner_command(request: FleetRequest, schedule: Schedule) -> str:
-    """Return how to start the training, as far as there is a learner that can do it."""
+    """Return how to start the training, or where that is told."""
     num_gpus = sum(stage.num_gpus for stage in schedule.training.stages)
     if num_gpus > 1:
-        return f"(no command: Echo's learner trains on one GPU so far, not on {num_gpus})"
+        return (
+            f"(docs/several-gpus.md has the command for {num_gpus} GPUs; Echo's learner shards the "
+            "model evenly, with FSDP2, without tp and pp: its steps take another time than these)"
+        )
     return node_command("learner", [f"learner.advertise={request.learner.address}"])
 
 

@@ -107,7 +107,7 @@ def test_the_hetero_plan_prints_commands_that_exist(
 ) -> None:
     assert main([str(EXAMPLE), "--hetero", "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "(no command: Echo's learner trains on one GPU so far, not on " in text
+    assert "(docs/several-gpus.md has the command for " in text
     commands = [line.strip() for line in text.splitlines() if "--role" in line]
     assert commands
     for command in commands:
