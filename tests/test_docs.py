@@ -95,11 +95,12 @@ def test_every_path_exists(page: Path) -> None:
     assert [path for path in sorted(paths) if not [*ROOT.glob(path)]] == []
 
 
-def test_every_page_is_in_the_navigation_and_in_the_readme() -> None:
+def test_every_page_is_in_the_navigation_the_readme_and_the_index() -> None:
     pages = {path.name for path in DOCS.glob("*.md")}
     assert pages <= set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
     linked = set(re.findall(r"\]\(docs/([\w-]+\.md)", text_of(ROOT / "README.md")))
     assert linked == pages - {"index.md"}
+    assert set(re.findall(r"\]\(([\w-]+\.md)", text_of(DOCS / "index.md"))) == linked
 
 
 # --- keys and metrics -----------------------------------------------------------------------------
@@ -242,6 +243,12 @@ def check_python(words: list[str]) -> None:
     for flag in {word for word in words if word.startswith("--")} - {"--help"}:
         field = flag[2:].replace("-", "_")  # of the settings that some scripts take all
         assert f'"{flag}"' in source or f"\n    {field}: " in source, flag
+
+
+@each(*PAGES, BENCH)
+def test_the_programs_that_it_names_exist(page: Path) -> None:
+    named = {span.partition(" ")[0] for span in spans(prose(page)) if span.startswith("echo-")}
+    assert named <= {"echo-rl"}  # the only one that pip installs; the others are in bin/
 
 
 def test_there_are_commands_to_check() -> None:

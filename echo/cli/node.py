@@ -31,7 +31,14 @@ from echo.config.load import (
     resolved,
     schema_help,
 )
-from echo.config.memory import Budget, ModelFacts, memory_budget, read_machine, read_model_facts
+from echo.config.memory import (
+    Budget,
+    ModelFacts,
+    find_model,
+    memory_budget,
+    read_machine,
+    read_model_facts,
+)
 from echo.config.schema import Config, ModelSection
 from echo.core.errors import ConfigError, DataError, EchoError, in_one
 from echo.core.extras import PROGRAMS, find_config, import_extra
@@ -55,8 +62,8 @@ if TYPE_CHECKING:
 
 # --- dry run --------------------------------------------------------------------------------------
 #
-# Then what would stop it in its first minute: datasets that cannot be read, addresses that are
-# taken.
+# Then what would stop it in its first minute: a model or datasets that cannot be read, addresses
+# that are taken.
 
 
 def dry_run(config: Config, role: Role, *, num_ranks: int = 1) -> str:
@@ -82,18 +89,33 @@ def dry_run(config: Config, role: Role, *, num_ranks: int = 1) -> str:
 
 
 def check_start(config: Config, role: Role) -> None:
-    """Check the files and addresses that a role needs to start, beside the model.
+    """Check the model, the files and the addresses that a role needs to start.
 
     Raises:
         ConfigError: listing everything that is wrong.
     """
-    if problems := [*_data_problems(config, role), *_port_problems(config, role)]:
+    problems = [*_data_problems(config, role), *_port_problems(config, role)]
+    try:
+        check_model(config, role)
+    except DataError as error:
+        problems.insert(0, str(error))
+    if problems:
         raise ConfigError(in_one("start", problems))
 
 
+def check_model(config: Config, role: str) -> None:
+    """Check that a learner's model is there, if it is to be in a directory.
+
+    Raises:
+        DataError: if it is not.
+    """
+    if role == "learner" and config.model.name is not None:
+        find_model(config.model.name)
+
+
 def _model_facts(name: str, model: ModelSection) -> ModelFacts:
-    path = Path(name).expanduser()
-    if path.is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    path = find_model(name)
+    if path is not None:
         return read_model_facts(path)
     hub = import_extra("huggingface_hub", extra="worker", wanted_by=f"reading {name} on the hub")
     found = hub.try_to_load_from_cache(name, "config.json", revision=model.revision)
@@ -222,10 +244,13 @@ class NoticeBoard(logging.Handler):
         """Start empty."""
         super().__init__()
         self.lines: list[str] = []
+        self.last = ""
+        """The newest message without its time."""
         self._num_unseen = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         """Take a line; what raised where is for the log."""
+        self.last = LogFormatter("%(message)s").format(record).partition("\n    Traceback (")[0]
         line = re.split(r"\n\s*Traceback \(", self.format(record), maxsplit=1)[0]
         self.lines = [*self.lines, line][-MAX_NOTICES:]
         self._num_unseen += 1
@@ -314,7 +339,7 @@ def run_learner(
         main = _run(config, resume=resume, operator=operator, events=events, log=log, crew=crew)
         code = run_loop(main, log)
     if code and not interrupts.is_interruption(code):
-        print(f"error: {board.lines[-1] if board.lines else 'see the log'}", file=sys.stderr)
+        print(f"error: {board.last or 'see the log'}", file=sys.stderr)
         print(f"log: {run_dir / 'logs' / 'learner.log'}", file=sys.stderr)
         return code
     for line in board.unseen:
@@ -458,8 +483,9 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
     elif join:
         config = parse_config({}, overrides, role)
     else:
-        example = find_config("quickstart.toml")
-        raise ConfigError(f"--config FILE is missing; {example} is one to start from")
+        example = find_config("gsm8k.toml" if role == "learner" else "two-machines.toml")
+        alone = "" if role == "learner" else f" Without one a {role} needs the run's {ECHO_JOIN}."
+        raise ConfigError(f"--config FILE is missing; {example} is one to start from.{alone}")
     goes_on = arguments.resume or (arguments.resume_or_begin and has_begun(config.run_dir))
     if goes_on and os.environ.get("RANK", "0") == "0":  # of several processes one tells
         _check_changes(config, accept_unsafe=arguments.yes)
@@ -477,7 +503,10 @@ def _check_changes(config: Config, *, accept_unsafe: bool) -> None:
     """Print what differs from the run being resumed; refuse what is not safe."""
     path = config.run_dir / "config.json"
     if not path.exists():
-        raise ConfigError(f"nothing to resume: {path} does not exist")
+        raise ConfigError(
+            f"nothing to resume: {path} does not exist; leave --resume out to begin the run, or "
+            "name its directory with --set run.dir=... and --set run.name=..."
+        )
     # Without a role: what runs now must keep a learner's rules, not what an older release saved.
     changes = diff_configs(load_resolved(path), config)
     for change in changes:
@@ -499,6 +528,7 @@ def run_role(
     log_events: Path | None = None,
 ) -> int:
     """Run one node until it ends; return the exit code."""
+    check_model(config, role)  # packages that take seconds to import come after it
     if role == "learner":
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             return run_rank(config, resume=resume, has_report=has_report, log_events=log_events)

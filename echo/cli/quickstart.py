@@ -55,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--workers {arguments.workers}: at least one worker must generate")
         if arguments.resume is not None:
             config_path = arguments.resume / "config.json"
+            if not config_path.exists():
+                raise ConfigError(
+                    f"--resume {arguments.resume}: no run is there ({config_path} does not exist); "
+                    "name the directory of one, such as runs/quickstart"
+                )
             config = read_run_file(config_path, arguments.set, "learner")
             return run_nodes(config_path, config, arguments.set, arguments, console)
         config_path = find_config(CONFIGS[arguments.task])

@@ -418,7 +418,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     except OSError as error:
-        remedy = "configs/fleet-example.toml is one to start from"
+        remedy = "configs/ has fleet-example.toml and scenario-example.toml to start from"
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; {remedy}") from error
 
 

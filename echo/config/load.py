@@ -142,9 +142,14 @@ def _say_unknown(path: KeyPath) -> str:
     elsewhere = [".".join(path) for path in paths if path[-1] == alike]
     if len(elsewhere) == 1:
         return f"unknown key; did you mean {elsewhere[0]}?"
-    if names:
-        return f"unknown key; [{section}] has {', '.join(names)}"
-    return f"unknown {'section' if len(path) > 1 else 'key'}; there are {_list_sections()}"
+    kind = "key" if names or len(path) == 1 else "section"
+    known = f"[{section}] has {', '.join(names)}" if names else f"there are {_list_sections()}"
+    return f"unknown {kind}; {known}; {OTHER_NAMES}"
+
+
+OTHER_NAMES = (
+    "docs/coming-from-other-frameworks.md has the names that TRL, verl, prime-rl and slime use"
+)
 
 
 def _list_sections() -> str:
@@ -481,7 +486,6 @@ def dry_run_text(
     if budget is not None:
         lines.append(f"memory: {'' if budget.fits else 'DOES NOT FIT: '}{budget.line}")
     lines += [f"notice: {notice}" for notice in notices]
-    lines.append(f'profile: "{config.profile}"')
     lines += ["", *resolved_lines(config, role)]
     return "\n".join(lines)
 

@@ -561,6 +561,25 @@ def _memories(items: Iterable[Item], machine: Machine) -> list[_Memory]:
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
+def find_model(name: str) -> Path | None:
+    """Return the directory that `model.name` names; None if that is the id of a model on the hub.
+
+    Raises:
+        DataError: if there is no such directory, or no model in it.
+    """
+    path = Path(name).expanduser()
+    if (path / "config.json").is_file():
+        return path
+    if path.is_dir():
+        raise DataError(
+            f"model.name = {name!r}: {path.absolute()} has no config.json; name the directory of a "
+            "Hugging Face model, with config.json, tokenizer and safetensors, or its id on the hub"
+        )
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise DataError(f"model.name = {name!r}: no such directory (looked at {path.absolute()})")
+    return None
+
+
 def read_model_facts(directory: Path) -> ModelFacts:
     """Return the dimensions of the model in `directory` from its config.json.
 
@@ -574,7 +593,8 @@ def read_model_facts(directory: Path) -> ModelFacts:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{path}: no readable model configuration: {error}") from error
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise DataError(f"{path}: no readable model configuration: {reason}") from error
     # A multimodal model keeps the dimensions of its language part one level down.
     dims = table.get("text_config", table) if isinstance(table, dict) else {}
     facts = {

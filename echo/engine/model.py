@@ -30,6 +30,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from echo.config.load import OVERRIDE
+from echo.config.memory import find_model
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError, EngineError
 from echo.engine.engine import Sampling
@@ -354,18 +355,16 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
 
     Raises:
         ConfigError: if a revision is asked of a local directory.
-        DataError: if there is no such directory, or the hub cannot deliver.
+        DataError: if there is no such directory, no model in it, or the hub cannot deliver.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = find_model(name)
+    if path is not None:
         if revision is not None:
             raise ConfigError(
                 f"model.revision = {revision!r} has no effect on the local directory {path}; "
                 "remove it"
             )
         return path
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise DataError(f"model.name = {name!r}: no such directory (looked at {path.absolute()})")
     return _download(name, revision)
 
 

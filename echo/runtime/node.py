@@ -469,7 +469,7 @@ def _can_choose(name: str) -> bool:
     return True
 
 
-# --- The relay role: a session and a transport; it needs one open port, no GPU and no torch ---
+# --- The relay role: a session and a transport; it needs two ports, no GPU and no torch ---
 
 
 class DialingNode(Node):

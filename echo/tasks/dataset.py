@@ -408,14 +408,14 @@ class RowsTask(Task):
         ]
 
     def data_problems(self) -> list[str]:
-        """Read the first row of each dataset."""
+        """Read every row that is here already; on the hub, ask whether there are any."""
         if not self.path:
             return [NO_PATH]
         problems = []
         for path in filter(None, (self.path, self.heldout_path)):
             try:
                 if is_local(path):
-                    next(self._parse(path, []), None)
+                    self._read(path)
             except EchoError as error:
                 problems.append(str(error))
         return problems
@@ -618,9 +618,14 @@ class _RewardFunction:
 
     def __init__(self, spec: str) -> None:
         self._where = f"{OPTION} = {spec!r}"
-        self._needs_answer = spec in BUILT_IN_REWARDS
         if spec == "math":
             require_math_verify(self._where)
+        if ":" not in spec and spec not in BUILT_IN_REWARDS:
+            raise ConfigError(
+                f"{self._where}: no such reward{did_you_mean(spec, BUILT_IN_REWARDS)}; there are "
+                f"{', '.join(BUILT_IN_REWARDS)}, or a function of yours: "
+                "'package.module:function' or 'path/to/file.py:function'"
+            )
         self.function: Callable[..., Any] = BUILT_IN_REWARDS.get(spec) or load_function(
             self._where, spec
         )
@@ -646,16 +651,17 @@ class _RewardFunction:
 
     def check(self, example: Example, row: Mapping[str, Any]) -> None:
         """Refuse a row without a column that the function needs."""
-        if self._needs_answer and example.answer is None:
-            raise ValueError(
-                f"{self._where} needs the column `answer`; it has {', '.join(row)}; where it is "
-                'called otherwise set task.options.columns = { answer = "ITS NAME" }'
-            )
         known = _arguments(example)
-        missing = [name for name in self._required if name not in known]
+        if example.answer is None:
+            del known["answer"]
+        missing = sorted(name for name in self._required if name not in known)
         if missing:
+            remedy = (
+                '; where it is called otherwise set task.options.columns = { answer = "ITS NAME" }'
+            )
             raise ValueError(
                 f"{self._where} needs the columns {', '.join(missing)}; it has {', '.join(row)}"
+                f"{remedy if 'answer' in missing else ''}"
             )
 
     def __call__(self, example: Example, completion: str) -> Any:

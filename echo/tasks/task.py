@@ -491,7 +491,7 @@ def load_function(where: str, spec: str) -> Callable[..., Any]:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a question that names the closest of `known`, or nothing."""
     near = nearest(name, known)
-    return f"; did you mean {near!r}?" if near else ""
+    return f" (did you mean {near!r}?)" if near else ""
 
 
 def _find_spec(name: str, search: Sequence[str]) -> ModuleSpec | None:

@@ -133,7 +133,8 @@ def test_everything_that_would_stop_the_start_is_told_at_once(
     out, err = capsys.readouterr()
     assert code == 2
     assert "would start: a learner" in out
-    assert "the start has 3 problems" in err
+    assert "the start has 4 problems" in err
+    assert "model.name = '/nowhere': no such directory" in err
     assert f"{tmp_path}/none.jsonl: cannot read the dataset" in err
     assert f"{tmp_path}/train.jsonl:1: malformed row" in err
     assert f"cannot listen on tcp://127.0.0.1:{port}" in err

@@ -23,13 +23,14 @@ def test_the_board_keeps_the_newest_lines() -> None:
 
 def test_what_raised_where_is_not_for_the_board() -> None:
     board = NoticeBoard()
-    board.setFormatter(LogFormatter("%(message)s"))
+    board.setFormatter(LogFormatter("%(asctime)s %(message)s", datefmt="now"))
     try:
         int("none")
     except ValueError as error:
         caught = (type(error), error, error.__traceback__)
     board.emit(logging.makeLogRecord({"msg": "step 3 failed", "exc_info": caught}))
-    assert board.lines == ["step 3 failed"]
+    assert board.lines == ["now step 3 failed"]
+    assert board.last == "step 3 failed"
 
 
 @pytest.mark.slow

@@ -50,7 +50,8 @@ def run(*arguments: object) -> int:
         (["--role", "relay", "--resume-or-begin"], "--resume-or-begin is for the learner; a relay"),
         (["--role", "relay", "--init-from", "x"], "--init-from is for the learner; a relay"),
         (["--role", "learner", "--yes"], "--yes accepts changes to a run that is resumed"),
-        (["--role", "learner"], "--config FILE is missing"),
+        (["--role", "learner"], "gsm8k.toml is one to start from.\n"),
+        (["--role", "worker"], "start from. Without one a worker needs the run's ECHO_JOIN"),
         (["--role", "learner", "--config", "missing.toml"], "missing.toml: cannot be read"),
     ],
 )
@@ -64,7 +65,17 @@ def test_a_wrong_line_is_refused(
 def test_a_missing_model_is_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = run("--role", "learner", "--config", config, "--set", "ui.live=off")
     assert code == 3
-    assert "./nowhere" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith("error: model.name = './nowhere': no such directory")
+    assert not (config.parent / "run").exists()
+
+
+def test_a_directory_that_is_no_model_is_named(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--role", "learner", "--config", config, "--set", f"model.name={config.parent}"]
+    assert run(*line) == 3
+    assert f"{config.parent} has no config.json; name the dir" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -119,7 +130,7 @@ def test_a_resume_prints_the_difference_and_refuses_what_is_not_safe(
     # What the directory says of itself is a configuration too.
     own = run_dir / "config.json"
     assert json.loads(own.read_text())["run"]["max_steps"] == 100
-    free = ["--set", "learner.listen=tcp://127.0.0.1:0"]
+    free = ["--set", "learner.listen=tcp://127.0.0.1:0", "--set", f"model.name={run_dir}"]
     assert run("--role", "learner", "--config", own, "--dry-run", *free) == 0
 
 

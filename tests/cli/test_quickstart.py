@@ -54,7 +54,7 @@ def test_a_directory_without_a_run_cannot_be_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--resume", str(tmp_path / "none")]) == 2
-    assert "config.json: cannot be read" in capsys.readouterr().err
+    assert "none: no run is there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("task", TASKS)

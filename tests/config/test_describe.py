@@ -59,12 +59,12 @@ def test_a_dry_run_says_what_would_start() -> None:
     config = parse_config(table, role="learner")
     budget = memory_budget(config, "learner", TINY, Machine(host_bytes=2**20))
     text = dry_run_text(config, "learner", budget=budget, notices=["look"])
-    first, memory, notice, profile = text.splitlines()[:4]
+    first, memory, notice, _, profile = text.splitlines()[:5]
     assert "a learner of org/model on tcp://127.0.0.1:7700, 100 steps of 512 rollouts" in first
     assert "publish period auto, 5 until measured" in first
     assert memory == f"memory: DOES NOT FIT: {budget.line}"
     assert notice == "notice: look"
-    assert profile == 'profile: "wan"'
+    assert profile.startswith('profile = "wan"')
     assert "[worker]" not in text
 
 

@@ -194,6 +194,7 @@ def test_missing_and_damaged_weights_are_named(tmp_path: Path) -> None:
 
 
 def test_a_local_directory_is_the_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
     assert resolve_model(str(tmp_path)) == tmp_path
     with pytest.raises(ConfigError, match=r"model\.revision = 'main' has no effect"):
         resolve_model(str(tmp_path), "main")

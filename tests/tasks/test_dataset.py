@@ -346,13 +346,13 @@ def test_a_dataset_of_bad_rows_only_is_refused(tmp_path: Path) -> None:
         task.example(0, split="train")
 
 
-def test_a_glance_at_the_data_finds_what_is_wrong_with_each_file(tmp_path: Path) -> None:
+def test_a_look_at_the_data_finds_what_is_wrong_with_each_file(tmp_path: Path) -> None:
     bad, none = (
-        write_jsonl(tmp_path / "bad.jsonl", [{}, *numbered(2)]),
+        write_jsonl(tmp_path / "bad.jsonl", [*numbered(2), {}]),
         str(tmp_path / "none.jsonl"),
     )
     first, second = Contains(path=bad, heldout_path=none).data_problems()
-    assert f"{bad}:1: malformed row" in first
+    assert f"{bad}:3: malformed row" in first
     assert f"{none}: cannot read the dataset" in second
     assert Contains(path=bad, skip_bad=True).data_problems() == []
     assert Contains().data_problems() == [NO_PATH]
@@ -488,10 +488,28 @@ def test_the_built_in_rewards(reward: str, answer: Any, right: str, wrong: str) 
     ("options", "kind", "message"),
     [
         ({"reward": "rewards.py:neither"}, ConfigError, r"takes text; .*reward\(prompt, completio"),
-        ({"reward": "rewards.py:hole"}, ConfigError, "no function 'hole'; did you mean 'whole'"),
-        ({"columns": {"promt": "q"}}, ConfigError, "promt: no such column is read; did you mean"),
-        ({"reward": "exact"}, DataError, r"rows\.jsonl:1: .*needs the column `answer`; it has pro"),
-        ({"reward": "rewards.py:by_name"}, DataError, r"rows\.jsonl:1: .*needs the columns level"),
+        (
+            {"reward": "rewards.py:hole"},
+            ConfigError,
+            r"no function 'hole' \(did you mean 'whole'\?",
+        ),
+        ({"columns": {"promt": "q"}}, ConfigError, r"promt: no such column is read \(did you me"),
+        ({"reward": "exact"}, DataError, r"rows\.jsonl:1: .*needs the columns answer; it has pro"),
+        (
+            {"reward": "rewards.py:by_name"},
+            DataError,
+            r"rows\.jsonl:1: .*needs the columns answer, ",
+        ),
+        (
+            {"reward": "rewards.py:by_name"},
+            DataError,
+            r"level; it has prompt; .*answer = \"ITS NAME",
+        ),
+        (
+            {"reward": "exakt"},
+            ConfigError,
+            r"did you mean 'exact'\?\); there are exact, math, or a f",
+        ),
         ({"columns": {"prompt": "q"}}, DataError, r"rows\.jsonl:1: .*needs `q`.*columns prompt"),
     ],
 )

@@ -146,10 +146,14 @@ def test_a_users_own_file_loads_with_options(user_directory: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("additon", {}, r"'additon' is unknown; did you mean 'addition'\?.*package\.module:Class"),
+        (
+            "additon",
+            {},
+            r"'additon' is unknown \(did you mean 'addition'\?\).*package\.module:Class",
+        ),
         ("my_task:Parrot", {}, r"no module 'my_task' in .*did you mean 'my_tasks'\?"),
         ("my_tasks.sub:Parrot", {}, r"importing 'my_tasks\.sub' failed|no module"),
-        ("my_tasks:Parot", {}, r"has no 'Parot'; did you mean 'Parrot'\?.*Parrot, Unfinished"),
+        ("my_tasks:Parot", {}, r"has no 'Parot' \(did you mean 'Parrot'\?.*Parrot, Unfinished"),
         ("my_tasks:NOT_A_TASK", {}, "not a subclass of echo.tasks.task.Task"),
         ("my_tasks:Unfinished", {}, "Unfinished does not define example"),
         ("my_tasks:Parrot", {"phrse": "x"}, r"phrse: .*did you mean 'phrase'\?.*phrase, num_times"),
@@ -297,7 +301,7 @@ def test_a_file_is_run_once(user_directory: Path) -> None:
     ("spec", "message"),
     [
         ("correct", r"x: name a function as 'package\.module:function' or 'path/to/file\.py"),
-        ("my_rewards.py:corect", r"no function 'corect'; did you mean 'correct'\?.*correct"),
+        ("my_rewards.py:corect", r"no function 'corect' \(did you mean 'correct'\?.*correct"),
         ("my_rewards.py:LIMIT", "no function 'LIMIT'"),
         ("my_reward:correct", r"no module 'my_reward' in .*did you mean 'my_rewards'\?"),
         ("absent.py:correct", r"no file 'absent\.py' in "),
