@@ -105,10 +105,10 @@ class Segments:
         """Return the same on `device`."""
         return replace(
             self,
-            ends=self.ends.to(device),
-            position_ids=self.position_ids.to(device),
-            keys=None if self.keys is None else self.keys.to(device),
-            key_ends=self.key_ends.to(device),
+            ends=_moved(self.ends, device),
+            position_ids=_moved(self.position_ids, device),
+            keys=None if self.keys is None else _moved(self.keys, device),
+            key_ends=_moved(self.key_ends, device),
         )
 
 
@@ -126,6 +126,9 @@ class MicroBatch:
     """[B, T] float32 nats."""
     completion_mask: Tensor
     """[B, T] bool, False in padding."""
+    scored: Tensor
+    """[N] int64, where the mask lets a token through in the flattened [B, T]. The host knows it, so
+    that nobody has to look for them on a GPU, and wait for it."""
     advantages: Tensor
     """[B] float32."""
     version_steps: Tensor
@@ -150,12 +153,31 @@ class MicroBatch:
         sizes = (size for _, size in self.segments.prefixes)
         return list(zip(self.segments.lengths, sizes, strict=True))
 
+    def pick(self, values: Tensor) -> Tensor:
+        """Return the [N] of [B, T] values that the mask lets through, in order."""
+        return values.flatten().index_select(0, self.scored)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return [B, T] with [N] values where the mask is, in order, and 0 elsewhere."""
+        shape = self.completion_mask.shape
+        return values.new_zeros(shape.numel()).index_copy(0, self.scored, values).view(shape)
+
     def to(self, device: torch.device) -> MicroBatch:
         """Return the same on `device`."""
         tensors: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in tensors.items():
-            tensors[name] = None if value is None else value.to(device)
+            if isinstance(value, Tensor):
+                tensors[name] = _moved(value, device)
+            elif value is not None:
+                tensors[name] = value.to(device)
         return MicroBatch(**tensors)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on `device`; a GPU is not waited for."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # other memory is copied when the GPU has nothing else to do
+    return tensor.to(device, non_blocking=True)
 
 
 def pack_micro_batches(
@@ -320,6 +342,7 @@ def collate(
         predictors=torch.from_numpy(predictors),
         sampler_logprobs=torch.from_numpy(logprobs),
         completion_mask=torch.from_numpy(mask),
+        scored=torch.from_numpy(np.flatnonzero(mask)),
         advantages=torch.tensor([sample.advantage for sample in samples], dtype=torch.float32),
         version_steps=torch.from_numpy(version_steps),
         group_index=torch.tensor([sample.group_index for sample in samples]),

@@ -174,8 +174,8 @@ class GroupStats:
 # --- mismatch -------------------------------------------------------------------------------------
 
 
-def mismatch_metrics(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, float]:
-    """Return the statistics of the importance ratio r = pi / mu over a batch of tokens.
+def mismatch_metrics(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, Tensor]:
+    """Return the statistics of the importance ratio r = pi / mu over a batch of tokens, float64.
 
     is_ratio/mean and is_ratio/max of r; ess = (sum r)^2 / (N sum r^2), the share of the tokens that
     an on-policy sample of equal worth would have, 1 when all ratios are equal; mismatch_kl =
@@ -190,8 +190,8 @@ def mismatch_metrics(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict
     log_ratio = (learner_logprobs.detach() - sampler_logprobs).double()
     ratio = log_ratio.exp()
     return {
-        "is_ratio/mean": float(ratio.mean()),
-        "is_ratio/max": float(ratio.max()),
-        "ess": float(ratio.mean().square() / ratio.square().mean()),
-        "mismatch_kl": float((log_ratio.expm1() - log_ratio).mean()),
+        "is_ratio/mean": ratio.mean(),
+        "is_ratio/max": ratio.max(),
+        "ess": ratio.mean().square() / ratio.square().mean(),
+        "mismatch_kl": (log_ratio.expm1() - log_ratio).mean(),
     }
