@@ -127,22 +127,21 @@ class GroupStats:
     @classmethod
     def of(cls, groups: Iterable[Group]) -> Self:
         """Return the sums over `groups`."""
-        total = cls()
-        for group in groups:
-            rewards = group.rewards
-            is_equal = min(rewards) == max(rewards)
-            total += cls(
-                num_groups=1,
-                num_rollouts=len(rewards),
-                reward_sum=math.fsum(rewards),
-                reward_square_sum=math.fsum(reward * reward for reward in rewards),
-                num_tokens=group.num_tokens,
-                num_cut_off=sum(rollout.finish_reason == "length" for rollout in group.rollouts),
-                num_all_right=int(is_equal and rewards[0] > 0),
-                num_all_wrong=int(is_equal and rewards[0] <= 0),
-                num_mixed=int(len(group.versions) > 1),
-            )
-        return total
+        groups = list(groups)
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rewards = [rollout.reward for rollout in rollouts]
+        equal = [each[0] for group in groups if min(each := group.rewards) == max(each)]
+        return cls(
+            num_groups=len(groups),
+            num_rollouts=len(rollouts),
+            reward_sum=math.fsum(rewards),
+            reward_square_sum=math.fsum(reward * reward for reward in rewards),
+            num_tokens=sum(rollout.num_tokens for rollout in rollouts),
+            num_cut_off=sum(rollout.finish_reason == "length" for rollout in rollouts),
+            num_all_right=sum(reward > 0 for reward in equal),
+            num_all_wrong=sum(reward <= 0 for reward in equal),
+            num_mixed=sum(len(group.versions) > 1 for group in groups),
+        )
 
     def __add__(self, other: Self) -> Self:
         return type(self)(
