@@ -55,7 +55,7 @@ class TrainingRow:
     @property
     def num_trained(self) -> int:
         """Completion tokens that the mask lets through."""
-        return int(self.rollout.completion_mask.sum())
+        return int(np.count_nonzero(self.rollout.completion_mask))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,15 +88,14 @@ class Segments:
                 for (first, size), start, length in zip(prefixes, sizes, lengths, strict=False)
             ]
             keys = torch.from_numpy(np.concatenate(parts))
-        spans = list(zip(lengths, prefixes, strict=True))
-        key_sizes = np.cumsum([0, *(size + length for length, (_, size) in spans)])
+        before = np.array([size for _, size in prefixes])
+        positions = np.arange(sizes[-1]) + np.repeat(before - sizes[:-1], lengths)
+        key_sizes = np.cumsum([0, *(before + lengths)])
         return Segments(
             lengths=tuple(lengths),
             prefixes=tuple(prefixes),
             ends=torch.from_numpy(sizes.astype(np.int32)),
-            position_ids=torch.cat(
-                [torch.arange(size, size + length) for length, (_, size) in spans]
-            )[None],
+            position_ids=torch.from_numpy(positions)[None],
             keys=keys,
             key_ends=torch.from_numpy(key_sizes.astype(np.int32)),
         )
@@ -105,10 +104,10 @@ class Segments:
         """Return the same on `device`."""
         return replace(
             self,
-            ends=self.ends.to(device),
-            position_ids=self.position_ids.to(device),
-            keys=None if self.keys is None else self.keys.to(device),
-            key_ends=self.key_ends.to(device),
+            ends=_moved(self.ends, device),
+            position_ids=_moved(self.position_ids, device),
+            keys=None if self.keys is None else _moved(self.keys, device),
+            key_ends=_moved(self.key_ends, device),
         )
 
 
@@ -126,6 +125,9 @@ class MicroBatch:
     """[B, T] float32 nats."""
     completion_mask: Tensor
     """[B, T] bool, False in padding."""
+    scored: Tensor
+    """[N] int64, where the mask lets a token through in the flattened [B, T]. The host knows it, so
+    that nobody has to look for them on a GPU, and wait for it."""
     advantages: Tensor
     """[B] float32."""
     version_steps: Tensor
@@ -150,12 +152,31 @@ class MicroBatch:
         sizes = (size for _, size in self.segments.prefixes)
         return list(zip(self.segments.lengths, sizes, strict=True))
 
+    def pick(self, values: Tensor) -> Tensor:
+        """Return the [N] of [B, T] values that the mask lets through, in order."""
+        return values.flatten().index_select(0, self.scored)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return [B, T] with [N] values where the mask is, in order, and 0 elsewhere."""
+        shape = self.completion_mask.shape
+        return values.new_zeros(shape.numel()).index_copy(0, self.scored, values).view(shape)
+
     def to(self, device: torch.device) -> MicroBatch:
         """Return the same on `device`."""
         tensors: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in tensors.items():
-            tensors[name] = None if value is None else value.to(device)
+            if isinstance(value, Tensor):
+                tensors[name] = _moved(value, device)
+            elif value is not None:
+                tensors[name] = value.to(device)
         return MicroBatch(**tensors)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on `device`; a GPU is not waited for."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # other memory is copied when the GPU has nothing else to do
+    return tensor.to(device, non_blocking=True)
 
 
 def pack_micro_batches(
@@ -292,40 +313,52 @@ def collate(
             (start, start + len(sample.prompt_ids))
             for start, sample in zip(starts, samples, strict=True)
         ]
-    num_tokens = max(sample.rollout.num_tokens for sample in samples)
     input_ids = np.full(row.size, PAD_ID, dtype=np.int64)
-    token_ids = np.full((num_rows, num_tokens), PAD_ID, dtype=np.int64)
-    predictors = np.zeros((num_rows, num_tokens), dtype=np.int64)
-    logprobs = np.zeros((num_rows, num_tokens), dtype=np.float32)
-    version_steps = np.zeros((num_rows, num_tokens), dtype=np.int64)
-    mask = np.zeros((num_rows, num_tokens), dtype=np.bool_)
-    has_proximal = samples[0].proximal_logprobs is not None
-    proximal = np.zeros((num_rows, num_tokens), dtype=np.float32) if has_proximal else None
-    for index, (sample, (prompt, start)) in enumerate(zip(samples, places, strict=True)):
-        rollout = sample.rollout
-        num_prompt, num_completion = len(sample.prompt_ids), rollout.num_tokens
-        input_ids[prompt : prompt + num_prompt] = sample.prompt_ids
-        input_ids[start : start + num_completion - 1] = rollout.token_ids[:-1]
-        token_ids[index, :num_completion] = rollout.token_ids
-        predictors[index, 0] = prompt + num_prompt - 1
-        predictors[index, 1:num_completion] = np.arange(start, start + num_completion - 1)
-        logprobs[index, :num_completion] = rollout.sampler_logprobs
-        version_steps[index, :num_completion] = rollout.policy_versions[:, 1]
-        mask[index, :num_completion] = True if score_all else rollout.completion_mask
-        if proximal is not None:
-            proximal[index, :num_completion] = sample.proximal_logprobs
+    for sample, (prompt, start) in zip(samples, places, strict=True):
+        input_ids[prompt : prompt + len(sample.prompt_ids)] = sample.prompt_ids
+        tokens = sample.rollout.token_ids
+        input_ids[start : start + len(tokens) - 1] = tokens[:-1]
+    rollouts = [sample.rollout for sample in samples]
+    sizes = np.array([rollout.num_tokens for rollout in rollouts])
+    columns = np.arange(sizes.max())
+    is_token = columns < sizes[:, None]
+
+    def padded(values: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Return [B, T] with those of each rollout in its row."""
+        rows = np.zeros(is_token.shape, dtype)
+        rows[is_token] = np.concatenate(values)
+        return rows
+
+    # The first completion token is predicted by the prompt's last, the others by those before them.
+    predictors = np.array([start for _, start in places])[:, None] + columns - 1
+    predictors[:, 0] = [
+        prompt + len(sample.prompt_ids) - 1
+        for sample, (prompt, _) in zip(samples, places, strict=True)
+    ]
+    predictors[~is_token] = 0
+    mask = is_token
+    if not score_all:
+        mask = padded([rollout.completion_mask for rollout in rollouts], np.bool_)
+    proximal = [
+        sample.proximal_logprobs for sample in samples if sample.proximal_logprobs is not None
+    ]
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids).view(1 if is_packed else num_rows, -1),
-        token_ids=torch.from_numpy(token_ids),
+        token_ids=torch.from_numpy(padded([each.token_ids for each in rollouts], np.int64)),
         predictors=torch.from_numpy(predictors),
-        sampler_logprobs=torch.from_numpy(logprobs),
+        sampler_logprobs=torch.from_numpy(
+            padded([each.sampler_logprobs for each in rollouts], np.float32)
+        ),
         completion_mask=torch.from_numpy(mask),
+        scored=torch.from_numpy(np.flatnonzero(mask)),
         advantages=torch.tensor([sample.advantage for sample in samples], dtype=torch.float32),
-        version_steps=torch.from_numpy(version_steps),
+        version_steps=torch.from_numpy(
+            padded([each.policy_versions[:, 1] for each in rollouts], np.int64)
+        ),
         group_index=torch.tensor([sample.group_index for sample in samples]),
         log_expectations=torch.tensor(
             [sample.log_expectation for sample in samples], dtype=torch.float32
         ),
-        proximal_logprobs=None if proximal is None else torch.from_numpy(proximal),
+        proximal_logprobs=torch.from_numpy(padded(proximal, np.float32)) if proximal else None,
         segments=segments,
     )

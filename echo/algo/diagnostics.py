@@ -127,22 +127,21 @@ class GroupStats:
     @classmethod
     def of(cls, groups: Iterable[Group]) -> Self:
         """Return the sums over `groups`."""
-        total = cls()
-        for group in groups:
-            rewards = group.rewards
-            is_equal = min(rewards) == max(rewards)
-            total += cls(
-                num_groups=1,
-                num_rollouts=len(rewards),
-                reward_sum=math.fsum(rewards),
-                reward_square_sum=math.fsum(reward * reward for reward in rewards),
-                num_tokens=group.num_tokens,
-                num_cut_off=sum(rollout.finish_reason == "length" for rollout in group.rollouts),
-                num_all_right=int(is_equal and rewards[0] > 0),
-                num_all_wrong=int(is_equal and rewards[0] <= 0),
-                num_mixed=int(len(group.versions) > 1),
-            )
-        return total
+        groups = list(groups)
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rewards = [rollout.reward for rollout in rollouts]
+        equal = [each[0] for group in groups if min(each := group.rewards) == max(each)]
+        return cls(
+            num_groups=len(groups),
+            num_rollouts=len(rollouts),
+            reward_sum=math.fsum(rewards),
+            reward_square_sum=math.fsum(reward * reward for reward in rewards),
+            num_tokens=sum(rollout.num_tokens for rollout in rollouts),
+            num_cut_off=sum(rollout.finish_reason == "length" for rollout in rollouts),
+            num_all_right=sum(reward > 0 for reward in equal),
+            num_all_wrong=sum(reward <= 0 for reward in equal),
+            num_mixed=sum(len(group.versions) > 1 for group in groups),
+        )
 
     def __add__(self, other: Self) -> Self:
         return type(self)(
@@ -174,8 +173,8 @@ class GroupStats:
 # --- mismatch -------------------------------------------------------------------------------------
 
 
-def mismatch_metrics(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, float]:
-    """Return the statistics of the importance ratio r = pi / mu over a batch of tokens.
+def mismatch_metrics(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, Tensor]:
+    """Return the statistics of the importance ratio r = pi / mu over a batch of tokens, float64.
 
     is_ratio/mean and is_ratio/max of r; ess = (sum r)^2 / (N sum r^2), the share of the tokens that
     an on-policy sample of equal worth would have, 1 when all ratios are equal; mismatch_kl =
@@ -190,8 +189,8 @@ def mismatch_metrics(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict
     log_ratio = (learner_logprobs.detach() - sampler_logprobs).double()
     ratio = log_ratio.exp()
     return {
-        "is_ratio/mean": float(ratio.mean()),
-        "is_ratio/max": float(ratio.max()),
-        "ess": float(ratio.mean().square() / ratio.square().mean()),
-        "mismatch_kl": float((log_ratio.expm1() - log_ratio).mean()),
+        "is_ratio/mean": ratio.mean(),
+        "is_ratio/max": ratio.max(),
+        "ess": ratio.mean().square() / ratio.square().mean(),
+        "mismatch_kl": (log_ratio.expm1() - log_ratio).mean(),
     }

@@ -156,7 +156,7 @@ class Group:
     @property
     def num_trained(self) -> int:
         """Completion tokens of all rollouts that may be trained on."""
-        return sum(int(rollout.completion_mask.sum()) for rollout in self.rollouts)
+        return sum(int(np.count_nonzero(rollout.completion_mask)) for rollout in self.rollouts)
 
     @property
     def rewards(self) -> list[float]:

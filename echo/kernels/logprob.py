@@ -263,14 +263,12 @@ def _score(
     options: _Options,
 ) -> _Outputs:
     """Return log-probabilities, entropies, losses and ratios, 0 on ignored rows."""
-    is_scored = ids != IGNORE_INDEX
-    if bool(is_scored.all()):
-        _check_ids(ids, num_columns=weight.shape[0])
+    if _are_scored(ids, num_columns=weight.shape[0]):
         outputs: _Outputs = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
             hidden, weight, ids.long(), scale, policy, options
         )
         return outputs
-    rows = is_scored.nonzero().squeeze(1)
+    rows = (ids != IGNORE_INDEX).nonzero().squeeze(1)
     if policy is not None:
         policy = PolicyRows(policy.sampler_logprobs[rows], policy.advantages[rows], policy.clip)
     scored = _score(hidden[rows], weight, ids[rows], scale[rows], policy, options)
@@ -415,9 +413,20 @@ def _check_shapes(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
         raise ValueError(f"ids has shape {list(ids.shape)}, expected [{len(hidden)}]")
 
 
-def _check_ids(ids: Tensor, *, num_columns: int) -> None:
-    if ids.numel() and not bool(((ids >= 0) & (ids < num_columns)).all()):
-        raise ValueError(
-            f"ids span {int(ids.min())}..{int(ids.max())}, but the LM head has {num_columns} rows; "
-            f"use {IGNORE_INDEX} for rows that are not scored"
-        )
+def _are_scored(ids: Tensor, *, num_columns: int) -> bool:
+    """Return whether all rows are scored; False where some are ignored, and the others unchecked.
+
+    Raises:
+        ValueError: if none is ignored and an id is outside the vocabulary.
+    """
+    if not ids.numel():
+        return True
+    low, high = torch.stack(ids.aminmax()).tolist()  # one wait for a GPU
+    if low >= 0 and high < num_columns:
+        return True
+    if bool((ids == IGNORE_INDEX).any()):
+        return False
+    raise ValueError(
+        f"ids span {low}..{high}, but the LM head has {num_columns} rows; use {IGNORE_INDEX} for "
+        "rows that are not scored"
+    )

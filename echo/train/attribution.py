@@ -222,9 +222,8 @@ class MismatchProbe:
             masses = torch.zeros_like(rows)
             if self._sampling.top_p < 1 or self._sampling.top_k:
                 states, head = self._policy.predictors(micro)
-                mask = micro.completion_mask
-                values = _log_kept_mass(states, head, micro.token_ids[mask], self._sampling)
-                masses = masses.masked_scatter(mask, values)
+                ids = micro.pick(micro.token_ids)
+                masses = micro.spread(_log_kept_mass(states, head, ids, self._sampling))
             for row, index in enumerate(indices):
                 size = samples[index].rollout.num_tokens
                 logprobs[index] = rows[row, :size].double().cpu().numpy()

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -95,19 +96,16 @@ def prepare_batch(
         check_group(group, vocab_size, settings.max_abs_reward)
     reasons = [_unusable(group, needs) for group in groups]
     kept = [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
-    samples = [
-        sample
-        for index, group in enumerate(kept)
-        for sample in _group_samples(group, index, settings, needs)
-    ]
+    samples = _samples(kept, settings, needs)
     groups = [_trained_part(group, settings) for group in groups]
     metrics = GroupStats.of(groups).metrics()
     if needs.group_expectation:
         metrics["dropped/lost_member"] = _lost_share(groups, reasons)
+    num_trained = [sample.num_trained for sample in samples]
     return StepBatch(
         samples=_with_gradient(samples, needs),
-        num_tokens=sum(sample.num_trained for sample in samples),
-        num_rollouts=sum(sample.num_trained > 0 for sample in samples),
+        num_tokens=sum(num_trained),
+        num_rollouts=sum(number > 0 for number in num_trained),
         metrics=metrics,
     )
 
@@ -133,16 +131,16 @@ def find_refusal(
         return reason
     if settings.keep_zero_variance or needs.every_rollout:
         return None
-    samples = _group_samples(group, 0, settings, needs)
+    samples = _samples([group], settings, needs)
     return None if _with_gradient(samples, needs) else "zero_variance"
 
 
 def _unusable(group: Group, needs: LossNeeds) -> str | None:
     """Return why a loss with these needs cannot use a sound group, or None if it can."""
+    if not needs.group_expectation:
+        return None
     is_whole = all(bool(rollout.completion_mask.any()) for rollout in group.rollouts)
-    if needs.group_expectation and not is_whole:
-        return "lost_member"
-    return None
+    return None if is_whole else "lost_member"
 
 
 def check_group(group: Group, vocab_size: int, max_abs_reward: float) -> None:
@@ -167,25 +165,34 @@ def _find_damage(group: Group, vocab_size: int, max_abs_reward: float) -> tuple[
         return "reward_too_large", (
             f": rewards lie beyond task.max_reward = {max_abs_reward:g}: {group.rewards}"
         )
-    ids = [("prompt", group.prompt_ids)]
-    for index, rollout in enumerate(group.rollouts):
-        ids.append((f"rollout {index}", rollout.token_ids))
-        logprobs = rollout.sampler_logprobs
-        is_bad = rollout.completion_mask & ~(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB))
-        if is_bad.any():
-            token = int(is_bad.argmax())
-            return "bad_logprobs", (
-                f", rollout {index}: sampler log-prob of token {token} is "
-                f"{logprobs[token]}, expected a finite number of at most 0; the group cannot be "
-                "trained on, and its worker's sampler is at fault"
-            )
-    for name, token_ids in ids:
-        if token_ids.min() < 0 or token_ids.max() >= vocab_size:
-            return "bad_token_ids", (
-                f", {name}: token ids span {token_ids.min()}..{token_ids.max()}, outside "
-                f"the model's vocabulary of {vocab_size}; the worker has another tokenizer"
-            )
+    # All rollouts at once: one by one they would take a tenth of a step of many short ones.
+    rollouts = group.rollouts
+    logprobs = np.concatenate([rollout.sampler_logprobs for rollout in rollouts])
+    mask = np.concatenate([rollout.completion_mask for rollout in rollouts])
+    is_bad = mask & ~(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB))
+    if is_bad.any():
+        first = int(is_bad.argmax())
+        ends = np.cumsum([rollout.num_tokens for rollout in rollouts])
+        index = int(np.searchsorted(ends, first, side="right"))
+        token = first - int(ends[index]) + rollouts[index].num_tokens
+        return "bad_logprobs", (
+            f", rollout {index}: sampler log-prob of token {token} is "
+            f"{logprobs[first]}, expected a finite number of at most 0; the group cannot be "
+            "trained on, and its worker's sampler is at fault"
+        )
+    ids = [group.prompt_ids, *(rollout.token_ids for rollout in rollouts)]
+    if not _are_within(np.concatenate(ids), vocab_size):
+        index = next(n for n, each in enumerate(ids) if not _are_within(each, vocab_size))
+        name = f"rollout {index - 1}" if index else "prompt"
+        return "bad_token_ids", (
+            f", {name}: token ids span {ids[index].min()}..{ids[index].max()}, outside "
+            f"the model's vocabulary of {vocab_size}; the worker has another tokenizer"
+        )
     return None
+
+
+def _are_within(ids: npt.NDArray[np.int32], vocab_size: int) -> bool:
+    return bool(ids.min() >= 0 and ids.max() < vocab_size)
 
 
 def _trained_part(group: Group, settings: AdvantageSettings) -> Group:
@@ -201,33 +208,51 @@ def _trained_part(group: Group, settings: AdvantageSettings) -> Group:
     return replace(group, rollouts=rollouts)
 
 
-def _group_samples(
-    group: Group, index: int, settings: AdvantageSettings, needs: LossNeeds
+def _samples(
+    groups: Sequence[Group], settings: AdvantageSettings, needs: LossNeeds
 ) -> list[TrainingRow]:
-    rewards = torch.tensor([group.rewards], dtype=torch.float64)
-    if settings.overlong_buffer_tokens:
-        rewards += overlong_penalties(
-            torch.tensor([[rollout.num_tokens for rollout in group.rollouts]]),
-            max_tokens=settings.max_completion_tokens,
-            buffer_tokens=settings.overlong_buffer_tokens,
+    """Return the rollouts of groups, each with its advantage."""
+    samples = []
+    for index, (group, advantages) in enumerate(
+        zip(groups, _advantages(groups, settings), strict=True)
+    ):
+        log_expectation = _log_expectation(group.rollouts) if needs.group_expectation else 0.0
+        rollouts = _trained_part(group, settings).rollouts
+        samples += [
+            TrainingRow(
+                prompt_ids=group.prompt_ids,
+                rollout=rollout,
+                advantage=advantage,
+                group_index=index,
+                log_expectation=log_expectation,
+            )
+            for rollout, advantage in zip(rollouts, advantages, strict=True)
+        ]
+    return samples
+
+
+def _advantages(groups: Sequence[Group], settings: AdvantageSettings) -> list[list[float]]:
+    """Return the advantages of each group's rollouts; groups of one size are computed together."""
+    of_size: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        of_size.setdefault(len(group.rollouts), []).append(index)
+    found: dict[int, list[float]] = {}
+    for indices in of_size.values():
+        same = [groups[index] for index in indices]
+        rewards = torch.tensor([group.rewards for group in same], dtype=torch.float64)
+        if settings.overlong_buffer_tokens:
+            rewards += overlong_penalties(
+                torch.tensor([[each.num_tokens for each in group.rollouts] for group in same]),
+                max_tokens=settings.max_completion_tokens,
+                buffer_tokens=settings.overlong_buffer_tokens,
+            )
+        advantages = group_advantages(
+            rewards,
+            normalize_by_std=settings.normalize_by_std,
+            leave_one_out=settings.leave_one_out,
         )
-    advantages = group_advantages(
-        rewards,
-        normalize_by_std=settings.normalize_by_std,
-        leave_one_out=settings.leave_one_out,
-    )
-    log_expectation = _log_expectation(group.rollouts) if needs.group_expectation else 0.0
-    rollouts = _trained_part(group, settings).rollouts
-    return [
-        TrainingRow(
-            prompt_ids=group.prompt_ids,
-            rollout=rollout,
-            advantage=advantage,
-            group_index=index,
-            log_expectation=log_expectation,
-        )
-        for rollout, advantage in zip(rollouts, advantages[0].tolist(), strict=True)
-    ]
+        found.update(zip(indices, advantages.tolist(), strict=True))
+    return [found[index] for index in range(len(groups))]
 
 
 def _log_expectation(rollouts: Sequence[Rollout]) -> float:

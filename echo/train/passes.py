@@ -92,9 +92,10 @@ def pass_metrics(passes: Sequence[Pass]) -> dict[str, float]:
     """
     whole = Pass.joined(passes)
     num_scored = len(whole.learner_logprobs)
-    metrics = mismatch_metrics(whole.learner_logprobs, whole.sampler_logprobs)
-    metrics["loss/policy"] = float(whole.loss) / len(passes)
-    metrics["entropy/mean"] = float(whole.entropies.mean())
+    found = mismatch_metrics(whole.learner_logprobs, whole.sampler_logprobs)
+    found["loss/policy"] = whole.loss.double() / len(passes)
+    found["entropy/mean"] = whole.entropies.mean()
     for name, count in whole.token_counts.items():
-        metrics[name] = float(count) / num_scored
-    return metrics
+        found[name] = count.double() / num_scored
+    values = torch.stack([value.double() for value in found.values()])
+    return dict(zip(found, values.tolist(), strict=True))  # one wait for all of them

@@ -397,7 +397,7 @@ class Policy:
             scored tokens' distributions, [0] where none were asked for. Nats.
         """
         logprobs, entropies = self._compute(self._scores, batch, inv_temperature, entropy)
-        logprobs = padded(logprobs, batch.completion_mask)
+        logprobs = batch.spread(logprobs)
         return logprobs, logprobs.new_empty(0) if entropies is None else entropies
 
     def _scores(
@@ -408,7 +408,7 @@ class Policy:
         return linear_logprob(
             states,
             head,
-            batch.token_ids[batch.completion_mask],
+            batch.pick(batch.token_ids),
             inv_temperature,
             entropy=entropy,
             vocab_chunk=self.compute.vocab_chunk,
@@ -432,11 +432,10 @@ class Policy:
         losses, logprobs, ratios, entropies = self._compute(
             self._losses, batch, clip, inv_temperature
         )
-        mask = batch.completion_mask
         return TokenLosses(
-            losses=padded(losses, mask),
-            logprobs=padded(logprobs.detach(), mask),
-            ratios=padded(ratios, mask),
+            losses=batch.spread(losses),
+            logprobs=batch.spread(logprobs.detach()),
+            ratios=batch.spread(ratios),
             entropies=entropies,
         )
 
@@ -444,14 +443,13 @@ class Policy:
         self, batch: MicroBatch, clip: RatioClip, inv_temperature: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return [N] losses, log-probabilities, ratios and entropies."""
-        mask = batch.completion_mask
         states, head = self.predictors(batch)
         tokens = linear_policy_loss(
             states,
             head,
-            batch.token_ids[mask],
-            batch.sampler_logprobs[mask],
-            batch.advantages[:, None].expand(mask.shape)[mask],
+            batch.pick(batch.token_ids),
+            batch.pick(batch.sampler_logprobs),
+            batch.pick(batch.advantages[:, None].expand_as(batch.token_ids)),
             inv_temperature,
             clip=clip,
             entropy="value",
@@ -473,7 +471,7 @@ class Policy:
         """Return the states [N, D] that predict the scored tokens, and the LM head."""
         dtype = self.compute.dtype
         states = self._states(batch.input_ids, batch.segments, dtype).flatten(0, 1)
-        states = states.index_select(0, batch.predictors[batch.completion_mask])
+        states = states.index_select(0, batch.pick(batch.predictors))
         return states.to(dtype), self._head.to(dtype)
 
     def _states(self, input_ids: Tensor, segments: Segments | None, dtype: torch.dtype) -> Tensor:
@@ -607,12 +605,6 @@ def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
         compile_layers=False,
     )
     return Policy(source, compute, is_frozen=True)
-
-
-def padded(values: Tensor, mask: Tensor) -> Tensor:
-    """Return [B, T] with the values where the mask is, in order, and 0 elsewhere."""
-    zeros = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
-    return zeros.masked_scatter(mask, values)
 
 
 def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:

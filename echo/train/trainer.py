@@ -69,7 +69,7 @@ from echo.train import sharded_state, sharding
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
 from echo.train.optimizer import KINDS, STEP
 from echo.train.passes import Pass, gather_passes, pass_metrics
-from echo.train.policy import Compute, ModelSource, Policy, padded
+from echo.train.policy import Compute, ModelSource, Policy
 from echo.train.sharding import Ranks
 from echo.train.speed import Speedometer
 from echo.train.step import StepError, StepResult
@@ -494,7 +494,7 @@ class Trainer:
             torch.nn.utils.clip_grads_with_norm_(
                 list(self._shards.values()),
                 settings.max_grad_norm,
-                torch.tensor(norm, device=self.device),
+                torch.full((), norm, device=self.device),  # a copy of it would wait for a GPU
             )
             with self._memory_of_adamw():
                 self._optimizer.step(
@@ -886,18 +886,17 @@ class Trainer:
         """Return the loss of one micro-batch, with gradient, and what was found."""
         inputs = self._loss_inputs(micro, scored.logprobs, batch, loss, scores)
         inputs = replace(inputs, reference_logprobs=reference)
-        mask = micro.completion_mask
         if scored.tokens is not None:
             assert isinstance(loss, ClippedTokenLoss)
             output = loss.from_tokens(scored.tokens.losses, scored.tokens.ratios, inputs)
         else:
             if needs_of(loss).entropies:
-                inputs = replace(inputs, entropies=padded(scored.entropies, mask))
+                inputs = replace(inputs, entropies=micro.spread(scored.entropies))
             output = loss(inputs)
         return output.loss, Pass(
             loss=output.loss.detach(),
-            learner_logprobs=scored.logprobs.detach()[mask],
-            sampler_logprobs=micro.sampler_logprobs[mask],
+            learner_logprobs=micro.pick(scored.logprobs.detach()),
+            sampler_logprobs=micro.pick(micro.sampler_logprobs),
             entropies=scored.entropies.detach(),
             token_counts=output.token_counts,
         )
@@ -943,11 +942,10 @@ class Trainer:
         log_ratios = [torch.empty(0, device=self.device)]
         advantages = [torch.empty(0, device=self.device)]
         for indices, micro in self._policy.micro_batches(samples, whole_groups=needs.whole_groups):
-            mask = micro.completion_mask
             logprobs, _ = self._logprobs(micro, entropy="none")
             if indices:
-                log_ratios.append((logprobs - micro.sampler_logprobs)[mask])
-                advantages.append(micro.advantages[:, None].expand(mask.shape)[mask])
+                log_ratios.append(micro.pick(logprobs - micro.sampler_logprobs))
+                advantages.append(micro.pick(micro.advantages[:, None].expand_as(logprobs)))
         own = {"log_ratios": torch.cat(log_ratios), "advantages": torch.cat(advantages)}
         if self._ranks is None:
             return BatchScores(**own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from echo.algo.advantages import group_advantages
@@ -446,6 +449,58 @@ def test_ratio_statistics_see_a_stale_sampler(make_trainer: MakeTrainer) -> None
     assert metrics["is_ratio/max"] == pytest.approx(2.0, rel=1e-5)
     assert metrics["is_ratio/mean"] == pytest.approx(1 + first / total, rel=1e-5)
     assert metrics["mismatch_kl"] == pytest.approx((1 - math.log(2)) * first / total, rel=1e-4)
+
+
+# ---------------------------------------------------------------------------------------- waits
+
+
+class Shapes(TorchDispatchMode):
+    """Counts results that depend on a tensor's numbers, also where autograd's own code asks."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        by_mask = name == "index" and any(
+            each is not None and each.dtype == torch.bool for each in args[1]
+        )
+        if by_mask or name in ("_local_scalar_dense", "nonzero", "masked_select"):
+            self._counts[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Reads(TorchFunctionMode):
+    """Counts what takes numbers out of a tensor without an operation."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ in ("cpu", "numpy", "tolist"):
+            self._counts[function.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_waits_for_its_device_a_few_times(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(micro_batch_tokens=24)
+    groups = make_groups(8)
+    batch = trainer._prepare(groups)  # of numbers that no device has seen
+    monkeypatch.setattr(trainer, "_prepare", lambda _: batch)
+    num_micro_batches = len(list(trainer._policy.micro_batches(batch.samples)))
+    assert num_micro_batches > 2
+    counts: Counter[str] = Counter()
+    with Reads(counts), Shapes(counts):
+        trainer.step(groups)
+    assert counts == {
+        "tolist": num_micro_batches + 1,  # are the ids in the vocabulary; the metrics
+        "nonzero": num_micro_batches,  # rows that have a gradient
+        "_local_scalar_dense": 2,  # are the loss and the norm finite
+    }
 
 
 # ---------------------------------------------------------------------------------------- state
