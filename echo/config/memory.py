@@ -256,7 +256,8 @@ class Footprint:
         """Return the most that is there for a moment only.
 
         A layer that is computed again, with its gradients; or the head; or what has come together
-        of the gradients of embedding and head, which are no one layer's.
+        of the gradients of embedding and head, which are no one layer's: by then no activation is
+        there any more, and no layer is put together.
         """
         facts, width, tokens = self.facts, self._compute_bytes, self.micro_batch_tokens
         # Under an adapter neither of them has a gradient.
@@ -267,7 +268,10 @@ class Footprint:
             layer = self._bytes_per_layer * tokens + head
         if not self._is_alone:
             layer += (width + 4) * self._params_per_layer
-        gathered = 2 * head if self._is_alone else (width + 4) * num_outside
+        gathered = 2 * head
+        if not self._is_alone:
+            gathered = (width + 4) * num_outside - 2 * width * self._params_per_layer
+        gathered -= self._activation_bytes()
         return max(layer, self._head_bytes() + head, gathered)
 
     def _head_bytes(self) -> int:
