@@ -11,8 +11,8 @@
     memory    what --dry-run reckons with, beside what a step takes of a GPU, or without one beside
               what torch's tracker counts of the step on tensors without memory (fake_step.py)
     publish   the same step alone and with a version published after each, as a run does: made while
-              the step waits, coded and hashed beside the next one; and the host memory of each
-              process. By itself one process; several where torchrun starts them
+              the step waits, brought from a GPU, coded and hashed beside the next one; and the host
+              memory of each process. By itself one process; several where torchrun starts them
 
 Weights are random, so nothing is downloaded. Lengths: `lognormal` has completions of 1 000 tokens
 in the mean after prompts of --prompt-tokens, `full` fills each micro-batch with one rollout,
@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,6 +111,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "Qwen3-0.6B": qwen3(1024, 3072, 28, 16),
     "Qwen3-1.7B": qwen3(2048, 6144, 28, 16),
     "Qwen3-4B": qwen3(2560, 9728, 36, 32),
+    "Qwen3-8B": qwen3(4096, 12288, 36, 32, tie_word_embeddings=False),
 }
 WINDOW = {"sliding_window": 5}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -146,7 +148,15 @@ def main() -> None:
         default=["packed", "padded", "plain"],
         help="what is timed, in turns",
     )
-    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument(
+        "--checkpointing", nargs="?", const=True, default=False, choices=("offload",)
+    )
+    parser.add_argument(
+        "--last-version",
+        choices=("gpu", "host"),
+        default="gpu",
+        help="where `publish` keeps it, if the weights are on a GPU",
+    )
     parser.add_argument("--optimizer", nargs="+", choices=KINDS, default=["float32"])
     parser.add_argument("--layers", type=int, help="of the model in memory; all unless given")
     parser.add_argument("--compile", action="store_true", help="the trainer's decoder layers")
@@ -180,7 +190,8 @@ def result_name(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> st
     if arguments.part == "memory":
         return f"learner_memory_{arguments.model}_{arguments.tokens}x{arguments.ranks}".lower()
     if arguments.part == "publish":
-        return f"learner_publish_{arguments.model}_{rows[0]['ranks']}ranks".lower()
+        place = "_host" if arguments.last_version == "host" else ""
+        return f"learner_publish_{arguments.model}_{rows[0]['ranks']}ranks{place}".lower()
     if arguments.part == "balance":
         return f"learner_balance_{arguments.rows}x{arguments.tokens}"
     if arguments.part == "exact":
@@ -188,6 +199,9 @@ def result_name(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> st
     name = f"learner_step_{arguments.model}_{arguments.lengths}".lower()
     others = {
         f"p{arguments.prompt_tokens}": arguments.prompt_tokens != PROMPT_TOKENS,
+        "checkpointed": arguments.checkpointing is True,
+        "offloaded": arguments.checkpointing == "offload",
+        "compiled": arguments.compile,
         "liger": bool(arguments.liger),
         "trl": "trl" in arguments.ways,
     }
@@ -433,7 +447,7 @@ def trl_step(arguments: argparse.Namespace) -> Step:
             report_to=[],
             use_cpu="cuda" not in arguments.device,
             bf16=arguments.dtype == "bfloat16",
-            gradient_checkpointing=arguments.checkpointing,
+            gradient_checkpointing=bool(arguments.checkpointing),
             num_generations=2,
             per_device_train_batch_size=2,
             max_completion_length=arguments.tokens,
@@ -677,7 +691,8 @@ class Publications:
         self._coder = Coder(Ed25519PrivateKey.generate(), encrypts=True, helpers=images.helpers)
         self._pool = ThreadPoolExecutor(1)
         self._held: Future[Transfer] | None = None
-        self.seconds: dict[str, list[float]] = {"make": [], "code": [], "seal": [], "wait": []}
+        parts = ("make", "arrive", "code", "seal", "wait")
+        self.seconds: dict[str, list[float]] = {part: [] for part in parts}
         self.coded_bytes: list[int] = []
 
     def wait(self) -> Transfer | None:
@@ -704,14 +719,16 @@ class Publications:
 
     def _code(self, made: Publication, base: Transfer | None) -> Transfer:
         at = [time.perf_counter()]
+        _ = made.image  # which comes from a GPU beside the step
+        at.append(time.perf_counter())
         if base is not None:
             segments = self._coder.segments(made, base)
             self.coded_bytes.append(sum(len(segment.payload) for segment in segments))
         at.append(time.perf_counter())
         made = self._coder.seal(made)
         at.append(time.perf_counter())
-        self.seconds["code"].append(at[1] - at[0])
-        self.seconds["seal"].append(at[2] - at[1])
+        for part, (begin, end) in zip(("arrive", "code", "seal"), pairwise(at), strict=True):
+            self.seconds[part].append(end - begin)
         number = made.manifest.num_chunks
         return Transfer(made.signed, made.manifest, made.image, bytearray(b"\1" * number), number)
 
@@ -727,8 +744,14 @@ def time_publication(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         return make_trainer(arguments, "auto", crew)
 
     if crew is None:
-        trainer: AnyTrainer = build(None)
-        images: Images = VersionImages("bfloat16", block_bytes=block_bytes_of(CHUNK_BYTES))
+        alone = build(None)
+        trainer: AnyTrainer = alone
+        images: Images = VersionImages(
+            "bfloat16",
+            block_bytes=block_bytes_of(CHUNK_BYTES),
+            is_on_device=False if arguments.last_version == "host" else None,
+            copy_stream=alone.copy_stream,
+        )
     elif crew.ranks.rank:
         follow(crew, build, logging.getLogger())
         return []

@@ -23,6 +23,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.weak import WeakIdKeyDictionary
 
 from echo.kernels import torch_kernels
 from echo.kernels.contract import LiveRows
@@ -71,6 +72,23 @@ class Head(torch.autograd.Function):
         return grad_states.to(states.dtype), grad_weight
 
 
+class _OfStep(MemTracker):
+    """Looks for the peak of the step alone: by module it takes the square of their number."""
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        by_module, self.memory_tracking = self.memory_tracking, WeakIdKeyDictionary()
+        super()._update_peak_stats(peak_state)
+        self.memory_tracking = by_module
+
+
+class StepTracker(_OfStep):
+    """Of one process."""
+
+
+class ShardedStepTracker(_OfStep, FSDPMemTracker):
+    """Of one of several ranks."""
+
+
 class FakePolicy(Policy):
     """A policy that takes its model's logits on trust: fake numbers cannot be compared."""
 
@@ -86,10 +104,10 @@ class FakePolicy(Policy):
         parameters = self.parameters()
         shards = {name: sharding.local_parameter(tensor) for name, tensor in parameters.items()}
         if self._root is None:
-            tracker = MemTracker()
+            tracker = StepTracker()
             tracker.track_external(self.model, *parameters.values())
         else:
-            tracker = FSDPMemTracker(self._root)
+            tracker = ShardedStepTracker(self._root)
         ids = torch.zeros((1, tokens), dtype=torch.int64)
         with tracker, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Expected a tensor or a traceable wrapper")

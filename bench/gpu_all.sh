@@ -64,17 +64,20 @@ run deltas delta-tests 90 \
 run deltas update 120 \
     "$python" bench/bench_update.py --device cuda --shape Qwen3-4B --parts stages --shares 0.014
 step=("$python" bench/bench_learner.py step --tokens 16384 --model)
-run learner learner-exact 60 "$python" bench/bench_learner.py exact
-run learner learner-full 80 "${step[@]}" Qwen3-0.6B --lengths full
-run learner learner-lognormal 80 "${step[@]}" Qwen3-0.6B --lengths lognormal
-run learner learner-checkpointed 60 "${step[@]}" Qwen3-0.6B --lengths full --checkpointing --ways packed
+run learner learner-exact 50 "$python" bench/bench_learner.py exact
+run learner learner-full 70 "${step[@]}" Qwen3-0.6B --lengths full
+run learner learner-lognormal 70 "${step[@]}" Qwen3-0.6B --lengths lognormal
+run learner learner-checkpointed 45 "${step[@]}" Qwen3-0.6B --lengths full --ways packed --checkpointing
+run learner learner-offloaded 45 "${step[@]}" Qwen3-0.6B --lengths full --ways packed --checkpointing offload
 run learner learner-compiled 90 "${step[@]}" Qwen3-0.6B --lengths full --compile --ways packed
-run learner learner-1.7B 80 "${step[@]}" Qwen3-1.7B --checkpointing --ways packed
-run learner learner-publish 60 \
-    "$python" bench/bench_learner.py publish --model Qwen3-0.6B --tokens 16384 --lengths full
-run learner learner-4B 100 \
+run learner learner-1.7B 60 "${step[@]}" Qwen3-1.7B --checkpointing --ways packed
+for place in gpu host; do
+    run learner learner-publish-$place 50 "$python" bench/bench_learner.py publish \
+        --model Qwen3-0.6B --tokens 16384 --lengths full --micro-batches 2 --steps 2 --last-version $place
+done
+run learner learner-4B 90 \
     "$python" bench/bench_learner.py step --tokens 8192 --model Qwen3-4B --checkpointing --ways packed --optimizer 8bit
-run learner learner-memory 60 "$python" bench/bench_learner.py memory --tokens 8192 --checkpointing \
+run learner learner-memory 50 "$python" bench/bench_learner.py memory --tokens 8192 --checkpointing \
     --optimizer float32 8bit offloaded
 run vllm vllm-tests 160 "$python" -m pytest -q -m gpu tests/engine/test_vllm_gpu.py
 run vllm vllm-quickstart 120 "$python" -m echo.cli.quickstart --set engine.kind=vllm \

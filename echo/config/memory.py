@@ -48,6 +48,12 @@ KEPT_BYTES: Mapping[int, tuple[int, int, int, int]] = {4: (24, 20, 16, 16), 2: (
 """Bytes that autograd keeps per token and layer, by bytes per number: for each number of the hidden
 state, the queries, the keys, and the MLP's middle. Counted on a layer of Qwen3 by its saved
 tensors, packed rows on a CPU."""
+CHECKPOINTING: Mapping[bool | str, str] = {
+    False: "",
+    True: " and gradient checkpointing",
+    "offload": " and gradient checkpointing with offloaded inputs",
+}
+"""What learner.gradient_checkpointing may be once it is chosen, the quicker first, in words."""
 _RESERVED_SHARE, _RESERVED_BYTES = 0.05, 1_500_000_000
 """Of a GPU: what lies between tensors, and libraries with their workspaces."""
 
@@ -96,6 +102,8 @@ class Footprint:
     """Whether the model lies on one."""
     num_ranks: int = 1
     """Processes that the learner is cut up over; the sizes are those of the first of them."""
+    has_versions_on_gpu: bool = True
+    """Whether a learner that may keep versions on its GPU does."""
 
     def changed(self, changes: Mapping[str, Any]) -> Footprint:
         """Return the footprint with other settings, by dotted key."""
@@ -124,13 +132,13 @@ class Footprint:
         Masters and gradients are float32. A model that computes in bfloat16 has the rounded weights
         besides, and what is not trained (the base of an adapter, a reference) in bfloat16 alone.
         Ranks divide all of these, in float32, and round what they put together instead. Attribution
-        scores with a float32 model, on one rank. A GPU keeps the last version to find what changed
-        (engine/weights.py). Before a step of several updates weights and moments are copied to the
-        host, so that a step that fails changes nothing.
+        scores with a float32 model, on one rank. A GPU that has the room keeps the last version,
+        and compares the next one with it beside a step (engine/weights.py). Before a step of
+        several updates weights and moments are copied to the host, so that a step that fails
+        changes nothing.
         """
         config, num_params, num_trained = self.config, self.facts.num_params, self._num_trained
         frozen = num_params * (self._compute_bytes if self._is_alone else 4)
-        keeps_version = self.has_gpu and self._is_alone and config.network.codec != "full"
         is_rounded = self._compute_bytes == 2
         moments = round(MOMENT_BYTES[config.optimizer.state] * num_trained)
         is_offloaded = self.has_gpu and config.optimizer.state == "offloaded"
@@ -146,7 +154,9 @@ class Footprint:
             "rounded weights": 2 * num_trained if self._is_alone and is_rounded else 0,
             "layers put together": 0 if self._is_alone else self._unsharded_bytes(),
             "attribution": 4 * num_params if config.metrics.attribution_steps else 0,
-            "last version": self._bytes_per_version if keeps_version else 0,
+            "2 versions beside the model": 2 * self._bytes_per_version
+            if self.has_versions_on_gpu and self.may_keep_versions
+            else 0,
             "activations": self._activation_bytes(),
             "one layer or head": self._working_bytes(),
         }
@@ -157,6 +167,7 @@ class Footprint:
         has_undo = config.batch.minibatches_per_step > 1
         beside = {
             "offloaded moments": moments if is_offloaded else 0,
+            "layer inputs": self._input_bytes if self._offloads_inputs else 0,
             "undo of a step": 4 * num_trained + moments if has_undo else 0,
         }
         items = [
@@ -166,6 +177,11 @@ class Footprint:
             if size
         ]
         return (*items, self._versions(KEEP_VERSIONS + 1))  # one more is being made
+
+    @property
+    def may_keep_versions(self) -> bool:
+        """Whether a learner has a use for versions on its GPU."""
+        return self.has_gpu and self._is_alone and self.config.network.codec != "full"
 
     def worker_items(self, dtype: str) -> tuple[Item, ...]:
         """Return what a worker takes before its first rollout."""
@@ -220,19 +236,28 @@ class Footprint:
     def _activation_bytes(self) -> int:
         """Return the bytes of the tensors kept for one micro-batch's backward pass.
 
-        With checkpointing they are the layers' inputs.
+        With checkpointing they are the layers' inputs; of offloaded ones that of a layer and of the
+        next one.
         """
-        facts = self.facts
-        per_layer = self._bytes_per_layer
+        if self._offloads_inputs:
+            return min(2, self.facts.num_layers) * self._input_bytes // self.facts.num_layers
         if self._has_checkpointing:
-            per_layer = self._compute_bytes * facts.hidden_size
-        return per_layer * facts.num_layers * self.micro_batch_tokens
+            return self._input_bytes
+        return self._bytes_per_layer * self.facts.num_layers * self.micro_batch_tokens
+
+    @property
+    def _input_bytes(self) -> int:
+        """Bytes of what goes into all layers."""
+        facts = self.facts
+        per_token = self._compute_bytes * facts.hidden_size * facts.num_layers
+        return per_token * self.micro_batch_tokens
 
     def _working_bytes(self) -> int:
         """Return the most that is there for a moment only.
 
         A layer that is computed again, with its gradients; or the head; or what has come together
-        of the gradients of embedding and head, which are no one layer's.
+        of the gradients of embedding and head, which are no one layer's: by then no activation is
+        there any more, and no layer is put together.
         """
         facts, width, tokens = self.facts, self._compute_bytes, self.micro_batch_tokens
         # Under an adapter neither of them has a gradient.
@@ -243,7 +268,10 @@ class Footprint:
             layer = self._bytes_per_layer * tokens + head
         if not self._is_alone:
             layer += (width + 4) * self._params_per_layer
-        gathered = 2 * head if self._is_alone else (width + 4) * num_outside
+        gathered = 2 * head
+        if not self._is_alone:
+            gathered = (width + 4) * num_outside - 2 * width * self._params_per_layer
+        gathered -= self._activation_bytes()
         return max(layer, self._head_bytes() + head, gathered)
 
     def _head_bytes(self) -> int:
@@ -281,7 +309,11 @@ class Footprint:
 
     @property
     def _has_checkpointing(self) -> bool:
-        return self.config.learner.gradient_checkpointing is True
+        return self.config.learner.gradient_checkpointing in (True, "offload")
+
+    @property
+    def _offloads_inputs(self) -> bool:
+        return self.has_gpu and self.config.learner.gradient_checkpointing == "offload"
 
     @property
     def _compute_bytes(self) -> int:
@@ -326,8 +358,10 @@ class Budget:
     """There."""
     max_concurrent_rollouts: int | None = None
     """What a worker's memory holds; None for other roles."""
-    has_checkpointing: bool = False
-    """Whether a learner recomputes activations, as it was told or because they would not fit."""
+    gradient_checkpointing: bool | str = False
+    """What a learner does with activations, as it was told or as they fit."""
+    has_versions_on_gpu: bool = False
+    """Whether a learner keeps the last version on its GPU, where there is room for it."""
     remedies: tuple[Saving, ...] = ()
     """The largest saving first; empty if it fits or nothing helps."""
 
@@ -355,13 +389,8 @@ def memory_budget(
     if config.learner.dtype == "auto":
         dtype = "float32" if machine.gpu_bytes is None else "bfloat16"
         footprint = footprint.changed({"learner.dtype": dtype})
-    if config.learner.gradient_checkpointing == "auto":
-        footprint = footprint.changed({"learner.gradient_checkpointing": False})
-        if role == "learner":
-            items = footprint.learner_items()
-            own = _memories(items, machine)[0]
-            is_short = own.missing_bytes > 0
-            footprint = footprint.changed({"learner.gradient_checkpointing": is_short})
+    if role == "learner":
+        footprint = _first_that_fits(footprint, machine)
     if role == "worker":
         return _worker_budget(footprint, machine)
     if role == "relay":
@@ -386,7 +415,29 @@ def memory_budget(
         needed_bytes=memory.needed_bytes,
         available_bytes=memory.available_bytes,
         remedies=remedies,
-        has_checkpointing=footprint.config.learner.gradient_checkpointing is True,
+        gradient_checkpointing=footprint.config.learner.gradient_checkpointing,
+        has_versions_on_gpu=footprint.may_keep_versions and footprint.has_versions_on_gpu,
+    )
+
+
+def _first_that_fits(footprint: Footprint, machine: Machine) -> Footprint:
+    """Return a learner's footprint with what it may choose by itself, the quicker first.
+
+    Versions in host memory cost a step nothing, and computing activations again a third of it.
+    """
+    told = footprint.config.learner.gradient_checkpointing
+    choices = tuple(CHECKPOINTING)[: 3 if footprint.has_gpu else 2]
+    ways = [
+        replace(
+            footprint.changed({"learner.gradient_checkpointing": choice}),
+            has_versions_on_gpu=is_on_gpu,
+        )
+        for choice in (choices if told == "auto" else (told,))
+        for is_on_gpu in (True, False)
+    ]
+    return next(
+        (way for way in ways if _memories(way.learner_items(), machine)[0].missing_bytes <= 0),
+        ways[-1],
     )
 
 
@@ -399,8 +450,11 @@ def _chosen(footprint: Footprint, role: Role) -> str:
     if role != "learner":
         return ""
     config = footprint.config
-    again = " and gradient checkpointing" if config.learner.gradient_checkpointing is True else ""
-    return f" with {config.learner.dtype} weights, {config.optimizer.state} moments{again}"
+    parts = f" with {config.learner.dtype} weights, {config.optimizer.state} moments"
+    if footprint.may_keep_versions:
+        place = "on the GPU" if footprint.has_versions_on_gpu else "in host memory"
+        parts += f", the last version {place}"
+    return parts + CHECKPOINTING[config.learner.gradient_checkpointing]
 
 
 def _worker_budget(footprint: Footprint, machine: Machine) -> Budget:
@@ -451,6 +505,7 @@ def _learner_changes(footprint: Footprint, available: int) -> list[tuple[str, An
     return [
         ("learner.micro_batch_tokens", tokens),
         ("learner.gradient_checkpointing", True),
+        *([("learner.gradient_checkpointing", "offload")] if footprint.has_gpu else []),
         ("optimizer.state", "8bit"),
         ("optimizer.state", "offloaded"),
     ]

@@ -338,9 +338,10 @@ class LearnerSection(Section):
     share_prompts: bool = True
     """Compute the prompt of a group once for its rollouts, on packed rows, if it has 128 tokens or
     more and that saves a fifth of the work."""
-    gradient_checkpointing: Literal["auto"] | bool = "auto"
-    """Recompute activations in the backward pass: less memory, about a third more time; auto: where
-    they would not fit otherwise."""
+    gradient_checkpointing: Literal["auto", "offload"] | bool = "auto"
+    """Recompute activations in the backward pass: less memory, about a third more time; offload:
+    and keep the inputs of the layers in the host's memory; auto: where they would not fit
+    otherwise."""
     compile_layers: bool = False
     """Compile the model's layers (torch.compile), which takes minutes before the first step."""
     price_per_h: Dollars | None = None

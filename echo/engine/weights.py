@@ -11,13 +11,16 @@ import bisect
 import json
 import logging
 import math
+import mmap
 import os
 import shutil
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,6 +34,7 @@ from torch import Tensor
 
 from echo.core.errors import EngineError, StorageError
 from echo.core.rollout import PolicyVersion
+from echo.core.units import format_bytes
 from echo.weights.delta import (
     BLOCK_BYTES,
     SPARSE_SHARE,
@@ -45,13 +49,16 @@ from echo.weights.delta import (
     word_bytes_of,
 )
 from echo.weights.manifest import TensorSpec
-from echo.weights.store import Patch, RecycledMemory
+from echo.weights.store import Patch, RecycledMemory, touched_memory
 
 # --- tensors, images and files --------------------------------------------------------------------
 
 
 Weights: TypeAlias = Mapping[str, Tensor]
 """Tensors by name, tied ones once."""
+
+CopyStream: TypeAlias = torch.cuda.Stream
+"""On which a GPU copies weights beside the training."""
 
 ALIGNMENT_BYTES = 16
 """A multiple of every element size; usual shapes leave no gap at it."""
@@ -149,17 +156,40 @@ def image_bytes(specs: Sequence[TensorSpec]) -> int:
     return specs[-1].offset + specs[-1].num_bytes if specs else 0
 
 
-def write_image(specs: Iterable[TensorSpec], tensors: Weights, image: Tensor) -> None:
-    """Write tensors to their places in an image, rounded on the way: nothing else is allocated.
+PIECE_NUMBERS = 32 << 20
+"""Numbers of a weight that are rounded at a time where they cross to the host."""
+
+
+def write_image(
+    specs: Iterable[TensorSpec], tensors: Weights, image: Tensor, *, is_beside: bool = False
+) -> None:
+    """Write tensors to their places in an image, rounded on the way.
 
     Args:
         specs: the places.
         tensors: by name, on any device.
         image: uint8 [num_bytes], on any device; the gaps stay as they are.
+        is_beside: whether to return before what crosses to the host has done so; it has when the
+            device's current stream has come so far.
     """
     for spec in specs:
-        place = image[spec.offset : spec.offset + spec.num_bytes].view(torch_dtype(spec.dtype))
-        place.view(spec.shape).copy_(tensors[spec.name].detach())
+        place = image[spec.offset : spec.offset + spec.num_bytes]
+        round_into(place, spec.dtype, tensors[spec.name].detach(), is_beside=is_beside)
+
+
+def round_into(place: Tensor, dtype: str, tensor: Tensor, *, is_beside: bool = False) -> None:
+    """Write a tensor's numbers in a type into their room, uint8 [num_bytes], on any device.
+
+    Between devices the rounded ones cross: left to itself torch rounds where they arrive.
+    """
+    room = place.view(torch_dtype(dtype))
+    if tensor.device == room.device:
+        room.view(tensor.shape).copy_(tensor)  # nothing is allocated
+        return
+    numbers = tensor.reshape(-1)
+    for start in range(0, numbers.numel(), PIECE_NUMBERS):
+        piece = slice(start, start + PIECE_NUMBERS)
+        room[piece].copy_(numbers[piece].to(room.dtype), non_blocking=is_beside)
 
 
 def host_bytes(image: bytearray | memoryview) -> Tensor:
@@ -519,29 +549,55 @@ def _to_host(tensor: Tensor) -> npt.NDArray[Any]:
 
 # --- image of each version ------------------------------------------------------------------------
 #
-# The first version crosses whole. From then on, where the weights are on a GPU:
+# A version's image lies on the host. Where the weights are on a GPU it comes there beside the next
+# step, in one of two ways. The memory budget says which (config/memory.py): whether the last image
+# has room on the GPU too.
 #
-#     weights -> image on the GPU --+--> changed words --> coded blocks on the host
-#                last image there --+                        |
-#                           host image of the last version --+--> host image of this one
+#     in host memory   weights --rounded--> image on the host           (whoever codes it compares)
 #
+#     on the GPU       weights -> image there --+--> changed words --> coded blocks on the host
+#                            last image there --+                        |
+#                               host image of the last version ----------+--> host image of this one
+#
+# In host memory costs the GPU nothing. All of the image crosses, on a stream of its own, into pages
+# that stay where they are. What changes the weights waits for that stream (train/trainer.py), which
+# has had the time of a forward and backward pass.
+#
+# On the GPU some 4 % of the image cross, and the host need not look for what has changed. It takes
+# two images there: this one is rounded before the next step, and compared with the last beside it.
 # The host's image comes out of the same blocks that receivers get, on the same base, so it is what
-# they will hold, and it is that which is hashed and signed.
+# they will hold, and it is that which is hashed and signed. The image crosses whole, and its delta
+# is coded on the host: above SPARSE_SHARE changed words, when what the model consists of changed,
+# and after a restart.
 #
 # On the host the memory of two images is used in turns, and all of it is touched with the first
 # version: pages that are touched for the first time cost more than all else that a version needs.
 # What somebody can still read is not used again.
-#
-# It costs the GPU one image that stays (memory.py counts it). While a version is made there are
-# two; the second has the room of the gradients, which are let go at the end of a step and are no
-# smaller.
-#
-# The image crosses whole, and its delta is coded on the host beside the next step, where coding
-# here would only hold the trainer up: above SPARSE_SHARE changed words, when what the model
-# consists of changed, and after a restart.
 
 
 _log = logging.getLogger(__name__)
+
+
+def image_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return zeros for an image; where this process uses a GPU, pages that it copies to by itself.
+
+    torch's own pinned memory has the next power of two.
+
+    Raises:
+        EngineError: if the host has not as many of them.
+    """
+    cuda: Any = torch.cuda
+    if not cuda.is_initialized() or not num_bytes:
+        return touched_memory(num_bytes)
+    piece = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)  # no page is anybody else's
+    runtime, address = cuda.cudart(), piece.ctypes.data
+    if int(runtime.cudaHostRegister(address, num_bytes, 0)):
+        raise EngineError(
+            f"the host cannot pin {format_bytes(num_bytes)} of its memory for a version: leave it "
+            "more (--dry-run tells how much), or train a smaller model"
+        )
+    weakref.finalize(piece, runtime.cudaHostUnregister, address).atexit = False
+    return piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -557,12 +613,14 @@ class CodedDelta:
 
 @dataclass(frozen=True, slots=True)
 class VersionImage:
-    """A version on the host."""
+    """A version on the host, or on its way there."""
 
     specs: tuple[TensorSpec, ...]
-    image: memoryview
-    coded: CodedDelta | None
-    """Its delta against the version before, where it had to be made anyway."""
+    memory: memoryview
+    """Its bytes, once `arrival` is done."""
+    arrival: Future[CodedDelta | None] | None = None
+    """Done when the bytes are there, with the delta against the version before where that had to be
+    made anyway; None: they are there, and it had not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -570,9 +628,9 @@ class _Last:
     """The last version, on the host and on the device."""
 
     version: PolicyVersion
-    made: VersionImage
-    device: torch.device
-    delta: DeviceDelta
+    specs: tuple[TensorSpec, ...]
+    memory: memoryview
+    image: Tensor
 
 
 class VersionImages:
@@ -588,41 +646,58 @@ class VersionImages:
         block_bytes: int,
         is_on_device: bool | None = None,
         unrounded: Set[str] = frozenset(),
+        copy_stream: CopyStream | None = None,
     ) -> None:
         """Begin without a version.
 
         Args:
             dtype: of the floating-point tensors in the image.
             block_bytes: image bytes per coded block.
-            is_on_device: whether to find what changed where the weights are; None for: where that
-                is a CUDA device.
+            is_on_device: whether to keep the last image where the weights are, and to find there
+                what changed; None for: where that is a CUDA device.
             unrounded: names of floating-point tensors that keep their own dtype.
+            copy_stream: on which images come down; whoever changes the weights waits for it. None
+                to wait here.
         """
         self._dtype = dtype
         self._unrounded = unrounded
         self._block_bytes = block_bytes
         self._is_on_device = False if block_bytes % ALIGNMENT_BYTES else is_on_device
+        self._stream = copy_stream
+        self._thread = self._threads(1, "image")
+        self._arrival: Future[CodedDelta | None] | None = None
         self._last: _Last | None = None
-        self._memory = RecycledMemory(2)  # that of the last version, and of the one being made
+        # That of the last version, and of the one being made.
+        self._memory = RecycledMemory(2, image_memory)
+
+    def _threads(self, number: int, name: str) -> ThreadPoolExecutor:
+        """Return threads whose work on a GPU is beside the training's."""
+        stream = self._stream
+        begin = None if stream is None else partial(torch.cuda.set_stream, stream)
+        return ThreadPoolExecutor(number, name, initializer=begin)
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
-        """Return the image of a version; the weights are free to change afterwards."""
+        """Return the image of a version, which may still be on its way."""
+        if self._arrival is not None:
+            wait([self._arrival])
+        specs, tensors = lay_out(weights, self._dtype, self._unrounded)
         device = self._device(weights)
         if device is not None:
             try:
-                return self._make_there(weights, version, device)
+                return self._make_there(specs, tensors, version, device)
             except torch.OutOfMemoryError:
-                _log.warning(
-                    "%s has no space for the last version beside the training: whole versions are "
-                    "copied to the host from now on",
-                    device,
-                )
-                self._is_on_device = False
-        self._last = None
-        specs, tensors = lay_out(weights, self._dtype, self._unrounded)
-        image = self._memory.take(image_bytes(specs))
-        write_image(specs, tensors, host_bytes(image))
-        return VersionImage(specs, image, None)
+                self._leave(device)
+        self._last = self._arrival = None
+        memory = self._memory.take(image_bytes(specs))
+        if self._stream is None:
+            write_image(specs, tensors, host_bytes(memory))
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):
+                write_image(specs, tensors, host_bytes(memory), is_beside=True)
+            has_come = self._stream.record_event()
+            self._arrival = self._thread.submit(has_come.synchronize)
+        return VersionImage(specs, memory, self._arrival)
 
     def _device(self, weights: Weights) -> torch.device | None:
         """Return where to look for changes; None for nowhere."""
@@ -632,39 +707,59 @@ class VersionImages:
         [device] = devices
         return device if self._is_on_device or device.type == "cuda" else None
 
+    def _leave(self, device: torch.device) -> None:
+        """Keep no version on a device any more."""
+        _log.warning(
+            "%s has no space for the last version beside the training: whole versions are copied "
+            "to the host from now on",
+            device,
+        )
+        self._is_on_device = False
+
     def _make_there(
-        self, weights: Weights, version: PolicyVersion, device: torch.device
+        self,
+        specs: tuple[TensorSpec, ...],
+        tensors: Weights,
+        version: PolicyVersion,
+        device: torch.device,
     ) -> VersionImage:
-        specs, tensors = lay_out(weights, self._dtype, self._unrounded)
-        last = self._last
-        if last is not None and (last.made.specs, last.device) != (specs, device):
-            last = self._last = None  # its memory may be needed
+        last, self._last = self._last, None
+        if last is not None and (last.specs, last.image.device) != (specs, device):
+            last = None  # its memory may be needed
         new = torch.zeros(image_bytes(specs), dtype=torch.uint8, device=device)
         write_image(specs, tensors, new)
-        if last is None or last.delta.changed_share(new, specs) > SPARSE_SHARE:
-            image = self._memory.take(new.numel())
-            host_bytes(image).copy_(new)
-            made = VersionImage(specs, image, None)
-            delta = DeviceDelta(new, block_bytes=self._block_bytes)
-        else:
-            made = self._follow(last, new, specs)
-            delta = last.delta
-        self._last = _Last(version, made, device, delta)
-        return made
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        memory = self._memory.take(new.numel())
+        self._last = _Last(version, specs, memory, new)
+        self._arrival = self._thread.submit(self._bring, self._last, last)
+        return VersionImage(specs, memory, self._arrival)
 
-    def _follow(self, last: _Last, new: Tensor, specs: tuple[TensorSpec, ...]) -> VersionImage:
-        """Return an image that is made of the last one and what changed."""
-        held, image = last.made.image, self._memory.take(new.numel())
-        with ThreadPoolExecutor(min(16, os.cpu_count() or 1), "changes") as pool:
-            blocks = tuple(last.delta.encode(new, specs, held=held, pool=pool))
-            pieces = _pieces(len(image), self._block_bytes)
+    def _bring(self, made: _Last, last: _Last | None) -> CodedDelta | None:
+        """Have an image on the host, too; return its delta if there is one."""
+        try:
+            if last is not None:
+                delta = DeviceDelta(last.image, block_bytes=self._block_bytes)
+                if delta.changed_share(made.image, made.specs) <= SPARSE_SHARE:
+                    return self._follow(last, made, delta)
+        except torch.OutOfMemoryError:
+            self._leave(made.image.device)
+        host_bytes(made.memory).copy_(made.image)
+        return None
+
+    def _follow(self, last: _Last, made: _Last, delta: DeviceDelta) -> CodedDelta:
+        """Make an image on the host of the last one there and what changed."""
+        held, memory = last.memory, made.memory
+        with self._threads(min(16, os.cpu_count() or 1), "changes") as pool:
+            blocks = tuple(delta.encode(made.image, made.specs, held=held, pool=pool))
+            pieces = _pieces(len(memory), self._block_bytes)
 
             def decode(block: CodedBlock, piece: slice) -> None:
-                decode_block(memoryview(block.coded), held[piece], image[piece])
+                decode_block(memoryview(block.coded), held[piece], memory[piece])
 
             for _ in pool.map(decode, blocks, pieces):
                 pass
-        return VersionImage(specs, image, CodedDelta(last.version, self._block_bytes, blocks))
+        return CodedDelta(last.version, self._block_bytes, blocks)
 
 
 def _pieces(num_bytes: int, block_bytes: int) -> Iterator[slice]:

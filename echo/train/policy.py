@@ -30,6 +30,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -45,7 +47,7 @@ from echo.algo.batching import (
     share_prompts,
 )
 from echo.config.schema import Config
-from echo.core.errors import DataError, EngineError
+from echo.core.errors import ConfigError, DataError, EngineError
 from echo.core.rollout import Rollout
 from echo.engine.lora import Lora, add_adapter
 from echo.engine.model import (
@@ -136,8 +138,9 @@ class Compute:
     """Whether rollouts of one prompt share it in a row, where that saves enough."""
     vocab_chunk: int = 8192
     """Columns of logits held at a time."""
-    gradient_checkpointing: bool = False
-    """Recompute the layers' activations in the backward, for less memory."""
+    gradient_checkpointing: bool | str = False
+    """Recompute the layers' activations in the backward, for less memory; "offload": and keep their
+    inputs in the host's memory until then."""
     compile_layers: bool = False
     """Have torch compile each decoder layer: less memory traffic, minutes before the first step."""
     optimizer_state: OptimizerState = "float32"
@@ -155,6 +158,14 @@ def learner_compute(config: Config) -> Compute:
     """
     section = config.learner
     device = pick_device(section.device)
+    checkpointing = section.gradient_checkpointing
+    if checkpointing == "auto":
+        checkpointing = False
+    if checkpointing == "offload" and device == "cpu":
+        raise ConfigError(
+            'learner.gradient_checkpointing = "offload" moves what a GPU holds to the host, and '
+            "this learner computes on the CPU: set learner.gradient_checkpointing = true"
+        )
     return Compute(
         device=torch.device(device),
         dtype=pick_dtype(section.dtype, device),
@@ -162,7 +173,7 @@ def learner_compute(config: Config) -> Compute:
         micro_batch_tokens=section.micro_batch_tokens,
         packing=section.packing,
         share_prompts=section.share_prompts,
-        gradient_checkpointing=section.gradient_checkpointing is True,
+        gradient_checkpointing=checkpointing,
         compile_layers=section.compile_layers,
         optimizer_state=config.optimizer.state,
         seed=config.run.seed,
@@ -511,7 +522,7 @@ class Policy:
             raise packing.packing_error(self.model, obstacle)
         return obstacle
 
-    def _enable_training(self, *, gradient_checkpointing: bool) -> None:
+    def _enable_training(self, *, gradient_checkpointing: bool | str) -> None:
         if not gradient_checkpointing:
             self.model.eval()  # dropout off; gradients flow all the same
             return
@@ -524,6 +535,10 @@ class Policy:
         enable = getattr(self.model, "activation_checkpointing_enable", None)
         (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
         self.model.train()
+        if gradient_checkpointing == "offload":
+            for layer in self._layers("learner.gradient_checkpointing = true"):
+                # As transformers itself has just done.
+                layer._gradient_checkpointing_func = _checkpoint_offloaded  # noqa: SLF001
 
     def _compile_layers(self) -> None:
         """Have each decoder layer compiled when it first runs; the attention stays as it is.
@@ -533,14 +548,17 @@ class Policy:
         Raises:
             EngineError: if it has none that transformers marks as such.
         """
+        for layer in self._layers("learner.compile_layers = false"):
+            layer.compile(dynamic=True)
+
+    def _layers(self, remedy: str) -> list[Any]:
         layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if not layers:
             raise EngineError(
                 f"{type(self.model).__name__} has no decoder layers of transformers' kind: set "
-                "learner.compile_layers = false"
+                f"{remedy}"
             )
-        for layer in layers:
-            layer.compile(dynamic=True)
+        return layers
 
     def _check_logits(self, dtype: torch.dtype) -> None:
         """Compare a few tokens' logits with hidden states times LM head."""
@@ -605,6 +623,15 @@ def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
         compile_layers=False,
     )
     return Policy(source, compute, is_frozen=True)
+
+
+def _checkpoint_offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
+    """Compute a layer, and again in the backward pass: from inputs that the host has kept.
+
+    What the layer itself saves is nobody's business here: the checkpoint drops it.
+    """
+    with save_on_cpu(pin_memory=True):
+        return checkpoint(layer, *inputs, use_reentrant=False)
 
 
 def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:

@@ -17,8 +17,8 @@ blocks. For a rank that is gone rank 0 codes itself: that the job ends is said e
 
 Memory: two images on rank 0's machine, one more while somebody still reads an older one
 (`RecycledMemory`), and the coded blocks of a segment or two. On another machine two copies of each
-rank's own rows, and one piece. In each rank its largest tensor once more, rounded, where the
-weights are on a GPU.
+rank's own rows, and one piece. In each rank a piece of 64 MiB, rounded, where the weights are on a
+GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from echo.core.rollout import PolicyVersion
-from echo.engine.weights import VersionImage, Weights, host_bytes, image_bytes, torch_dtype
+from echo.engine.weights import VersionImage, Weights, host_bytes, image_bytes, round_into
 from echo.train import sharding
 from echo.train.sharding import Ranks
 from echo.weights.delta import CodedBlock, WordBytes, code_block, decode_block, word_bytes_of
@@ -80,8 +80,7 @@ class RowSpan:
 
     def write(self, place: Tensor, tensor: Tensor) -> None:
         """Round this rank's rows of a tensor into their room, uint8 [stop - start]."""
-        rows = sharding.local(tensor).detach()
-        place.view(torch_dtype(self.spec.dtype)).view(rows.shape).copy_(rows)
+        round_into(place, self.spec.dtype, sharding.local(tensor).detach())
 
 
 def spans_of(specs: Sequence[TensorSpec], tensors: Weights, rank: int, size: int) -> list[RowSpan]:
@@ -286,7 +285,7 @@ class LeadImages:
                     receive_rows(rank, spans, image, self._last)
             self._ranks.add_up(0.0)  # until all of them have written theirs
         self._last = image
-        return VersionImage(self._specs, image, None)
+        return VersionImage(self._specs, image)
 
     def _make_piece(self, num_bytes: int) -> Bytes:
         descriptor, piece = new_memory(num_bytes)

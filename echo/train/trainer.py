@@ -377,6 +377,11 @@ class Trainer:
         if not 0.0 < temperature < math.inf:
             raise ValueError(f"temperature = {temperature}: must be positive and finite")
         self.device = compute.device
+        self.copy_stream: torch.cuda.Stream | None = None
+        """On which others copy the weights beside the next gradient: what changes them waits for
+        it. None on a CPU, where a copy is over when it has been made."""
+        if self.device.type == "cuda":
+            self.copy_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         torch.manual_seed(compute.seed)
         self._policy = Policy(source, compute)
         self._loss = loss
@@ -496,6 +501,7 @@ class Trainer:
                 settings.max_grad_norm,
                 torch.full((), norm, device=self.device),  # a copy of it would wait for a GPU
             )
+            self._wait_for_copies()
             with self._memory_of_adamw():
                 self._optimizer.step(
                     learning_rate=settings.learning_rate_at(self._step_count + 1),
@@ -508,6 +514,11 @@ class Trainer:
         finally:
             self._drop_gradients()
         return norm
+
+    def _wait_for_copies(self) -> None:
+        """Have the device change the weights after they have been copied."""
+        if self.copy_stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.copy_stream)
 
     @contextmanager
     def _memory_of_adamw(self) -> Iterator[None]:
@@ -652,6 +663,7 @@ class Trainer:
             DataError: if they belong to another model.
         """
         own = self._policy.tensors()
+        self._wait_for_copies()
         if self._ranks is None:
             state = load(directory, self.device)
             self._policy.load(state.weights)

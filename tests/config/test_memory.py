@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +126,25 @@ def test_bfloat16_halves_products_and_holds_weights_rounded() -> None:
     assert "rounded weights" not in found
 
 
-def test_a_gpu_keeps_the_last_version_where_deltas_are_made() -> None:
-    size = 2 * QWEN3_600M.num_params
-    assert sizes(budget_of("learner", 64 * GIB, 64 * GIB))["last version"] == size
-    exact = budget_of("learner", 64 * GIB, 64 * GIB, "model.dtype=float32")
-    assert sizes(exact)["last version"] == 2 * size
-    full = budget_of("learner", 64 * GIB, 64 * GIB, "network.codec=full")
-    assert "last version" not in sizes(full)
-    assert "last version" not in sizes(budget_of("learner", 64 * GIB, None))
+def test_a_gpu_keeps_versions_where_deltas_are_made_and_there_is_room() -> None:
+    def versions_of(gpu: int | None, *overrides: str) -> int:
+        budget = budget_of("learner", 64 * GIB, gpu, *overrides)
+        size = sizes(budget).get("2 versions beside the model", 0)
+        assert budget.has_versions_on_gpu is (size > 0)
+        assert ("the last version on the GPU" in budget.line) is (size > 0)
+        return size
+
+    size = 2 * 2 * QWEN3_600M.num_params
+    assert versions_of(96 * GIB) == size
+    assert versions_of(96 * GIB, "model.dtype=float32") == 2 * size
+    assert versions_of(96 * GIB, "network.codec=full") == 0
+    assert versions_of(None) == 0
+    short = budget_of("learner", 64 * GIB, 96 * GIB).needed_bytes - size
+    assert versions_of(short) == 0
+    line = budget_of("learner", 64 * GIB, short).line
+    assert "bfloat16 weights, float32 moments, the last version in host memory (largest" in line
+    adapters = budget_of("learner", 64 * GIB, short, "lora.rank=8")
+    assert adapters.has_versions_on_gpu
 
 
 def test_moments_are_where_and_as_large_as_they_are_said_to_be() -> None:
@@ -189,6 +201,18 @@ def test_checkpointing_keeps_inputs_and_one_layer() -> None:
     )
 
 
+def test_offloaded_inputs_are_on_the_host() -> None:
+    overrides = ["learner.micro_batch_tokens=100", "sampling.max_completion_tokens=30"]
+    config = config_of(*overrides, "learner.gradient_checkpointing=offload")
+    facts = replace(TINY, num_layers=5)
+    on_gpu = Machine(host_bytes=GIB, gpu_bytes=2 * GIB)
+    budget = memory_budget(config, "learner", facts, on_gpu, prompt_tokens=10)
+    assert sizes(budget)["activations"] == 2 * 2 * 8 * 100
+    (inputs,) = [item for item in budget.items if item.name == "layer inputs"]
+    assert (inputs.num_bytes, inputs.is_on_gpu) == (2 * 5 * 8 * 100, False)
+    assert "the GPU and gradient checkpointing with offloaded inputs (largest" in budget.line
+
+
 @pytest.mark.parametrize(("gib", "is_chosen"), [(16, True), (24, True), (96, False)])
 def test_checkpointing_is_chosen_where_activations_would_not_fit(
     gib: int, *, is_chosen: bool
@@ -198,7 +222,7 @@ def test_checkpointing_is_chosen_where_activations_would_not_fit(
         "learner", gib * GIB, None, f"learner.gradient_checkpointing={str(is_chosen).lower()}"
     )
     assert budget == told
-    assert budget.has_checkpointing is is_chosen
+    assert budget.gradient_checkpointing is is_chosen
     assert "learner.gradient_checkpointing" not in str(budget.remedies)
 
 
@@ -272,20 +296,42 @@ def test_qwen3_4b_fits_80_gb_as_the_dry_run_proposes() -> None:
     assert not budget.fits
     ways = budget.line.partition("; set ")[2].partition(" (largest")[0].split(" or ")
     settings = [way.partition(" (saves")[0] for way in ways]
-    assert settings == ["optimizer.state=8bit", "optimizer.state=offloaded"]
+    assert settings == [
+        "learner.micro_batch_tokens=8192",
+        "optimizer.state=8bit",
+        "optimizer.state=offloaded",
+    ]
     for setting in settings:
         after = memory_budget(config_of(*EIGHT_THOUSAND, setting), "learner", QWEN3_4B, machine)
         assert after.fits
-        assert after.has_checkpointing
+        assert after.gradient_checkpointing is not False
     on_two = memory_budget(config_of(*EIGHT_THOUSAND), "learner", QWEN3_4B, machine, num_ranks=2)
     assert on_two.fits
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "words"),
+    [
+        (8192, True, "host memory and gradient checkpointing"),
+        (16384, "offload", "host memory and gradient checkpointing with offloaded inputs"),
+    ],
+)
+def test_qwen3_4b_fits_what_a_card_of_80_gb_has_free_with_float32_moments(
+    tokens: int, chosen: bool | str, words: str
+) -> None:
+    machine = Machine(host_bytes=200 * GIB, gpu_bytes=83 * 10**9)
+    config = config_of(*EIGHT_THOUSAND, f"learner.micro_batch_tokens={tokens}")
+    budget = memory_budget(config, "learner", QWEN3_4B, machine)
+    assert budget.fits
+    assert budget.gradient_checkpointing == chosen
+    assert f"float32 moments, the last version in {words} (" in budget.line
 
 
 def test_qwen3_600m_fits_24_gb_as_it_is() -> None:
     machine = Machine(host_bytes=64 * GIB, gpu_bytes=24 * 10**9)
     budget = memory_budget(config_of(*EIGHT_THOUSAND), "learner", QWEN3_600M, machine)
     assert budget.fits
-    assert "bfloat16 weights, float32 moments and gradient checkpointing" in budget.line
+    assert "moments, the last version on the GPU and gradient checkpointing (" in budget.line
 
 
 def test_two_settings_are_proposed_where_one_is_not_enough() -> None:
@@ -315,8 +361,8 @@ def test_main_memory_beside_a_gpu_can_be_what_is_short() -> None:
     budget = budget_of("learner", 1 * GIB, 80 * GIB)
     assert not budget.fits
     assert budget.remedies == ()
-    said = "learner needs 3.33 GiB, has 1 GiB with bfloat16 weights, float32 moments; 2.33 GiB are"
-    assert said in budget.line
+    assert "learner needs 3.33 GiB, has 1 GiB with bfloat16 weights, float32 moments" in budget.line
+    assert "; 2.33 GiB are missing: take a machine" in budget.line
     assert "(largest part: 3 versions" in budget.line
     worker = budget_of("worker", 1 * GIB, 80 * GIB)
     assert (worker.fits, worker.max_concurrent_rollouts) == (False, 0)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -62,6 +63,26 @@ def test_checkpointing_follows_the_memory_unless_it_is_told(
     assert chosen(model_dir, 2**20) is True
     assert chosen(model_dir, 2**20, gradient_checkpointing=False) is False
     assert chosen(tmp_path, 2**20) is False, "no dimensions to go by"
+
+
+def test_versions_stay_on_a_gpu_that_has_room(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def has_room(directory: Path, gpu_bytes: int) -> bool:
+        machine = Machine(host_bytes=2**40, gpu_bytes=gpu_bytes)
+        monkeypatch.setattr(setup, "read_machine", lambda *_: machine)
+        data = mock.Mock(model_dir=directory, lora=None)
+        return setup.has_room_for_versions(make_config(directory), data)
+
+    assert has_room(model_dir, 2**40)
+    assert not has_room(model_dir, 2**20)
+    assert has_room(tmp_path, 2**20), "as long as it fits"
+
+
+def test_offloading_needs_a_gpu(model_dir: Path) -> None:
+    config = make_config(model_dir, learner={"device": "cpu", "gradient_checkpointing": "offload"})
+    with pytest.raises(ConfigError, match=r"computes on the CPU: set .*checkpointing = true"):
+        build_trainer(config, model_dir, START)
 
 
 def test_there_is_no_reference_unless_it_is_asked_for(model_dir: Path) -> None:

@@ -3,7 +3,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 from unittest import mock
 
@@ -17,7 +19,13 @@ from torch import Tensor
 
 from echo.config.load import parse_config
 from echo.core.rollout import PolicyVersion
-from echo.engine.weights import DeviceDelta, VersionImages, Weights, tensors_from_image
+from echo.engine.weights import (
+    DeviceDelta,
+    VersionImages,
+    Weights,
+    host_bytes,
+    tensors_from_image,
+)
 from echo.runtime.learner import publish as encoded_versions
 from echo.runtime.learner.publish import (
     CodedSegment,
@@ -541,8 +549,8 @@ DEVICE_CHUNK_BYTES = 1 << 16
 BLOCK_BYTES = 4 << 20
 
 
-def publish(images: VersionImages, weights: Weights, step: int) -> Publication:
-    made = make_publication(
+def unsealed(images: VersionImages, weights: Weights, step: int) -> Publication:
+    return make_publication(
         weights,
         PolicyVersion(1, step),
         run_id="run",
@@ -550,7 +558,10 @@ def publish(images: VersionImages, weights: Weights, step: int) -> Publication:
         images=images,
         chunk_bytes=DEVICE_CHUNK_BYTES,
     )
-    return sealed(made, KEY)
+
+
+def publish(images: VersionImages, weights: Weights, step: int) -> Publication:
+    return sealed(unsealed(images, weights, step), KEY)
 
 
 class Learner:
@@ -705,8 +716,61 @@ def test_a_device_without_room_is_left_alone(caplog: pytest.LogCaptureFixture) -
     assert len(caplog.records) == 1
 
 
+@pytest.mark.slow
+def test_weights_may_change_while_a_version_on_the_device_is_looked_at() -> None:
+    learner, gate = Learner(), threading.Event()
+    images = VersionImages("bfloat16", block_bytes=BLOCK_BYTES, is_on_device=True)
+    publish(images, learner.weights, 0)
+    learner.step(1.0, 1e-4)
+    expected = publish(VersionImages("bfloat16", block_bytes=1), learner.weights, 1)
+    changed_share = DeviceDelta.changed_share
+
+    def late(delta: DeviceDelta, *arguments: Any) -> float:
+        gate.wait(10)
+        return changed_share(delta, *arguments)
+
+    with mock.patch.object(DeviceDelta, "changed_share", late):
+        made = unsealed(images, learner.weights, 1)
+        learner.step(1.0, 1e-4)
+        assert made.arrival is not None
+        assert not made.arrival.done()
+        gate.set()
+        assert_same(sealed(made, KEY), expected)
+    assert made.coded is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("is_on_device", [None, False])
+def test_a_version_comes_down_from_a_gpu_beside_the_training(is_on_device: bool | None) -> None:
+    learner, stream = Learner("cuda"), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    images = VersionImages(
+        "bfloat16", block_bytes=BLOCK_BYTES, is_on_device=is_on_device, copy_stream=stream
+    )
+    here = VersionImages("bfloat16", block_bytes=BLOCK_BYTES, is_on_device=False)
+    for step in range(4):
+        expected = publish(here, learner.weights, step)
+        made = unsealed(images, learner.weights, step)
+        assert host_bytes(made.memory).is_pinned()
+        torch.cuda.current_stream().wait_stream(stream)
+        learner.step(1.0, 1e-4)
+        assert_same(sealed(made, KEY), expected)
+
+
+def test_the_loop_waits_for_no_version() -> None:
+    class OfThreads(Future[None]):
+        def result(self, timeout: float | None = None) -> None:
+            assert threading.current_thread() is not threading.main_thread()
+
+    images = moving_images(2, share=0.01)
+    first, second = publication_of(0, images[0]), unsealed_of(1, images[1])
+    late = Publication(None, second.manifest, second.memory, OfThreads())
+    assert play("delta", first, late).arrived == [version(0), version(1)]
+
+
 def test_only_cuda_is_a_device_and_only_where_deltas_are_wanted() -> None:
     fake = mock.Mock(device=torch.device("cuda", 1))
+    assert make_images(parse_config({}), has_room_on_gpu=False)._device({"w": fake}) is None
     for codec, device in (("auto", fake.device), ("delta", fake.device), ("full", None)):
         images = make_images(parse_config({}, [f"network.codec={codec}"]))
         assert images._device({"w": fake}) == device

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
@@ -20,7 +25,10 @@ from transformers import AutoModelForCausalLM
 from echo.algo.advantages import group_advantages
 from echo.algo.losses import GrpoLoss
 from echo.core.errors import DataError, StorageError
-from echo.core.rollout import Group, Rollout
+from echo.core.rollout import Group, PolicyVersion, Rollout
+from echo.engine import weights
+from echo.engine.weights import write_image
+from echo.train import policy
 from echo.train.batch import AdvantageSettings
 from echo.train.step import StepError
 from echo.train.trainer import OptimizerSettings, Trainer
@@ -249,6 +257,89 @@ def test_gradient_checkpointing_changes_nothing(make_trainer: MakeTrainer) -> No
     groups = make_groups()
     checkpointed = make_trainer(gradient_checkpointing=True)
     assert_close(gradients(checkpointed, groups), gradients(make_trainer(), groups))
+
+
+def test_offloaded_inputs_change_no_bit(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = make_groups()
+    expected = gradients(make_trainer(gradient_checkpointing=True), groups)
+    assert equal(gradients(make_trainer(gradient_checkpointing="offload"), groups), expected)
+    kept: list[torch.Size] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    monkeypatch.setattr(
+        policy, "save_on_cpu", lambda **_: saved_tensors_hooks(pack, lambda tensor: tensor)
+    )
+    trainer = make_trainer(gradient_checkpointing="offload")
+    assert equal(gradients(trainer, groups), expected)
+    config = trainer._policy.model.config
+    (shape,) = set(kept)
+    assert shape[2] == config.hidden_size
+    assert len(kept) % config.num_hidden_layers == 0, "what goes into each layer, and nothing else"
+
+
+class LateStream:
+    """In place of a GPU's stream: it does nothing before the training or the test waits for it."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._queue: list[Callable[[], None]] = []
+        self._has_run = threading.Event()
+        self._sees_training = False
+        training = SimpleNamespace(wait_stream=lambda other: other.run())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: training)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+        monkeypatch.setattr(weights, "write_image", self._write_image)
+
+    def _write_image(self, *arguments: Any, is_beside: bool = False) -> None:
+        write = partial(write_image, *arguments)
+        if is_beside:
+            assert self._sees_training
+            self._queue.append(write)
+        else:
+            write()
+
+    def wait_stream(self, _: object) -> None:
+        self._sees_training = True
+
+    def record_event(self) -> Any:
+        return SimpleNamespace(synchronize=self._wait)
+
+    def _wait(self) -> None:
+        assert self._has_run.wait(10)
+
+    def run(self) -> None:
+        for each in self._queue:
+            each()
+        self._queue.clear()
+        self._has_run.set()
+
+
+def test_a_version_that_comes_down_late_has_the_weights_of_its_step(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, stream = make_trainer(), LateStream(monkeypatch)
+    trainer.copy_stream = stream  # type: ignore[assignment]
+    images = weights.VersionImages(
+        "bfloat16",
+        block_bytes=1 << 16,
+        copy_stream=stream,  # type: ignore[arg-type]
+    )
+    _, before = weights.publish_image(trainer.tensors(), "bfloat16")
+    made = images.make(trainer.tensors(), PolicyVersion(1, 0))
+    assert made.arrival is not None
+    assert not made.arrival.done()
+    trainer.step(make_groups())
+    stream.run()  # at last, had nobody waited for it
+    assert made.arrival.result() is None
+    assert made.memory == before
+    assert weights.publish_image(trainer.tensors(), "bfloat16")[1] != before
 
 
 # --------------------------------------------------------------------------------------- update

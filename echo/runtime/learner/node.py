@@ -841,10 +841,10 @@ class LearnerNode(Node):
 
     async def _evaluate(self, publication: Publication) -> None:
         assert self._opened.evaluations is not None
-        version, tensors = publication.manifest.version, publication.tensors()
-        evaluate = self._opened.evaluations.evaluate
+        version, evaluate = publication.manifest.version, self._opened.evaluations.evaluate
         result = await self._eval_pool.run(
-            lambda: evaluate(version, tensors, EvaluationWatcher(self)),
+            # There, because the weights may still be on their way.
+            lambda: evaluate(version, publication.tensors(), EvaluationWatcher(self)),
         )
         if result is None:
             return

@@ -59,7 +59,7 @@ from echo.weights.store import Transfer
 from echo.wire.messages import Form
 
 if TYPE_CHECKING:
-    from echo.engine.weights import CodedDelta, VersionImage, VersionImages, Weights
+    from echo.engine.weights import CodedDelta, CopyStream, VersionImage, VersionImages, Weights
     from echo.train.attribution import Attribution
 
 
@@ -74,10 +74,21 @@ class Publication:
     """None until it is sealed."""
     manifest: Manifest
     """Without any hash until then."""
-    image: bytearray | memoryview
-    """Not changed any more, as long as anybody holds it."""
-    coded: CodedDelta | None = None
-    """Its delta against the version before, where making the image has made it too."""
+    memory: bytearray | memoryview
+    """Its image, once that has arrived; not changed any more, as long as anybody holds it."""
+    arrival: Future[CodedDelta | None] | None = None
+    """As in `VersionImage`."""
+
+    @property
+    def image(self) -> bytearray | memoryview:
+        """Its bytes; whoever asks waits until they have come from a GPU."""
+        _ = self.coded
+        return self.memory
+
+    @property
+    def coded(self) -> CodedDelta | None:
+        """Its delta against the version before, where making the image has made it too."""
+        return None if self.arrival is None else self.arrival.result()
 
     def tensors(self) -> Weights:
         """Return the weights, as views of the image."""
@@ -109,16 +120,30 @@ def sealed(publication: Publication, key: Ed25519PrivateKey, chunk_key: bytes = 
     return replace(publication, signed=sign(manifest, key, chunk_key), manifest=manifest)
 
 
-def make_images(config: Config, unrounded: Set[str] = frozenset()) -> VersionImages:
-    """Return what makes the images of a run; without deltas there is nothing to find on a GPU."""
+def make_images(
+    config: Config,
+    unrounded: Set[str] = frozenset(),
+    *,
+    has_room_on_gpu: bool = True,
+    copy_stream: CopyStream | None = None,
+) -> VersionImages:
+    """Return what makes the images of a run; without deltas there is nothing to find on a GPU.
+
+    Args:
+        config: of the run.
+        unrounded: names of tensors that are published in their own dtype.
+        has_room_on_gpu: whether the last version may stay there.
+        copy_stream: the trainer's.
+    """
     # Only here, as below: a simulated learner has no torch.
     from echo.engine.weights import VersionImages
 
     return VersionImages(
         config.model.dtype,
         block_bytes=block_bytes_of(config.network.chunk_bytes),
-        is_on_device=False if config.network.codec == "full" else None,
+        is_on_device=None if has_room_on_gpu and config.network.codec != "full" else False,
         unrounded=unrounded,
+        copy_stream=copy_stream,
     )
 
 
@@ -138,12 +163,12 @@ def make_publication(
         version=version,
         model_digest=model_digest,
         tensors=made.specs,
-        num_bytes=len(made.image),
+        num_bytes=len(made.memory),
         chunk_bytes=chunk_bytes,
         chunk_hashes=b"",
         image_hash=b"",
     )
-    return Publication(None, manifest, made.image, made.coded)
+    return Publication(None, manifest, made.memory, made.arrival)
 
 
 class BlockCoder(Protocol):
@@ -381,6 +406,10 @@ class Coder:
         return CodedSegment(table, frame, payload.toreadonly())
 
 
+def _has_changed_little(base: Transfer, publication: Publication) -> bool:
+    return has_changed_little(memoryview(base.storage), memoryview(publication.image))
+
+
 class VersionEncoder:
     """Publishes versions in the forms that are worth it."""
 
@@ -457,8 +486,7 @@ class VersionEncoder:
     async def _code(self, publication: Publication, base: Transfer | None) -> None:
         version = publication.manifest.version
         if base is not None:
-            image = memoryview(publication.image)
-            if not await self._pool.run(has_changed_little, memoryview(base.storage), image):
+            if not await self._pool.run(_has_changed_little, base, publication):
                 publication = await self._pool.run(self._coder.seal, publication)
             num_bytes = await self._send(publication, base)
             publication = await self._seal(publication)

@@ -13,7 +13,13 @@ from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss
 from echo.config.load import inherited_settings, save_resolved
-from echo.config.memory import memory_budget, read_machine, read_model_facts
+from echo.config.memory import (
+    CHECKPOINTING,
+    Budget,
+    memory_budget,
+    read_machine,
+    read_model_facts,
+)
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import ConfigError, DataError
@@ -254,19 +260,24 @@ def with_checkpointing(config: Config, model_dir: Path, crew: Crew | None = None
     """
     if config.learner.gradient_checkpointing != "auto":
         return config
+    budget = budget_here(config, model_dir, crew)
+    chosen = False if budget is None else budget.gradient_checkpointing
+    if crew is not None:
+        choices = tuple(CHECKPOINTING)
+        chosen = choices[max(crew.ranks.gather(bytes([choices.index(chosen)])))[0]]
+    changed = {"gradient_checkpointing": chosen}
+    return config.model_copy(update={"learner": config.learner.model_copy(update=changed)})
+
+
+def budget_here(config: Config, model_dir: Path, crew: Crew | None = None) -> Budget | None:
+    """Return what the learner's memory is now; None for a model whose dimensions are not known."""
     try:
         facts = read_model_facts(model_dir)
     except DataError:
-        has_checkpointing = False
-    else:
-        machine = read_machine(free_gpu_bytes(config.learner.device))
-        num_ranks = 1 if crew is None else crew.ranks.size
-        budget = memory_budget(config, "learner", facts, machine, num_ranks=num_ranks)
-        has_checkpointing = budget.has_checkpointing
-    if crew is not None:
-        has_checkpointing = crew.ranks.add_up(float(has_checkpointing)) > 0
-    changed = {"gradient_checkpointing": has_checkpointing}
-    return config.model_copy(update={"learner": config.learner.model_copy(update=changed)})
+        return None
+    machine = read_machine(free_gpu_bytes(config.learner.device))
+    num_ranks = 1 if crew is None else crew.ranks.size
+    return memory_budget(config, "learner", facts, machine, num_ranks=num_ranks)
 
 
 def initial_model(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource:
@@ -342,6 +353,7 @@ def open_run(
         saved = SavedRun(ledger, make_checkpoints(config, identity))
         start = saved.find_start(config, identity, resume=resume, log=log)
         spent = spent_before(ledger.records(), now=ledger.now()) if resume else 0.0
+        images = partial(make_images, config, has_room_on_gpu=has_room_for_versions(config, data))
         trainer = build_trainer(config, data.model_dir, start, data.lora, crew)
         log.info("%s", trainer.describe_rows())
         attribution = make_attribution(config, data.model_dir, trainer, data.lora)
@@ -367,7 +379,7 @@ def open_run(
             model_digest=digest,
             images=trainer.images
             if isinstance(trainer, LeadTrainer)
-            else make_images(config, trainer.unrounded),
+            else images(trainer.unrounded, copy_stream=trainer.copy_stream),
             attribution=attribution,
         ),
         buffer=buffer,
@@ -376,6 +388,15 @@ def open_run(
         evaluations=evaluations,
         exporter=DirectoryExporter(config, data),
     )
+
+
+def has_room_for_versions(config: Config, data: Data) -> bool:
+    """Return whether the last version may stay on the GPU, before the trainer takes what is free.
+
+    Where nothing is known it may, for as long as it fits.
+    """
+    budget = budget_here(config, data.model_dir if data.lora is None else data.lora.base_dir)
+    return budget is None or budget.has_versions_on_gpu
 
 
 def learner_rewards(config: Config, data: Data) -> LearnerRewards | None:
