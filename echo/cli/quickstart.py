@@ -196,15 +196,17 @@ def run_nodes(
     if code:
         for end in failed.values():  # the learner's view has covered what was told meanwhile
             console.print(f"[yellow]{end}[/]", soft_wrap=True)
-    if interrupts.is_interruption(code):
+        is_killed = code == 128 + signal.SIGKILL
+        if not interrupts.is_interruption(code):
+            how = "was killed" if is_killed else f"ended with code {code}"
+            console.print(f"[red]the learner {how}[/]; its log: {run_dir}/logs")
+            if not is_killed:
+                return code
         if (run_dir / "config.json").exists():
             command = f"{PROGRAMS}echo-rl quickstart --resume {run_dir}"
             console.print(f"stopped before the end; to go on: {command}", soft_wrap=True)
         has_worker = any(node.role == "worker" and node not in failed for node in nodes)
         return code if has_worker else 1
-    if code:
-        console.print(f"[red]the learner ended with code {code}[/]; its log: {run_dir}/logs")
-        return code
     show_summary(run_dir, console, commands=next_commands(arguments.task, run_dir))
     return 0
 
