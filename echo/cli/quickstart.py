@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -29,6 +30,7 @@ from echo.config.load import load_config
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, EchoError
 from echo.core.extras import PROGRAMS, find_config
+from echo.core.units import one_line
 from echo.runtime.identity import ECHO_JOIN, join_address, load_or_create_keys, write_join
 from echo.tasks.builtin import AdditionTask, CountdownTask
 from echo.tasks.task import GeneratedTask
@@ -44,6 +46,9 @@ class NodeProcess:
 
     name: str
     process: subprocess.Popen[bytes]
+    role: str = "worker"
+    output: Path | None = None
+    """Where it writes what would be on its terminal."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -172,38 +177,48 @@ def run_nodes(
             extra = ["--no-report", *(["--resume"] if arguments.resume is not None else [])]
             learner = start_node("learner", "learner", config_path, overrides, extra=extra)
             nodes.append(learner)
-            own = [*overrides, "relay.name=relay"]
-            nodes.append(start_node("relay", "relay", config_path, own, environment=environment))
-            for number in range(1, arguments.workers + 1):
-                name = f"w{number}"
-                own = [*overrides, f"worker.name={name}"]
-                nodes.append(start_node(name, "worker", config_path, own, environment=environment))
+            logs = config.run_dir / "logs"
+            names = {"relay": "relay"}
+            names |= {f"w{number}": "worker" for number in range(1, arguments.workers + 1)}
+            for name, role in names.items():
+                own = [*overrides, f"{role}.name={name}"]
+                output = logs / f"{name}.stderr"
+                nodes.append(
+                    start_node(name, role, config_path, own, environment=environment, output=output)
+                )
             code = wait_for(learner, nodes[1:], console)
+            failed = {node: end for node in nodes[1:] if (end := describe_end(node))}
         finally:
             # After the last step every node ends by itself; otherwise they would wait for the
             # learner.
             stop(nodes, grace_s=GRACE_S if final.exists() else 0.0)
     run_dir = config.run_dir
-    if interrupts.is_interruption(code):
+    if code:
+        for end in failed.values():  # the learner's view has covered what was told meanwhile
+            console.print(f"[yellow]{end}[/]", soft_wrap=True)
+        is_killed = code == 128 + signal.SIGKILL
+        if not interrupts.is_interruption(code):
+            how = "was killed" if is_killed else f"ended with code {code}"
+            console.print(f"[red]the learner {how}[/]; its log: {run_dir}/logs")
+            if not is_killed:
+                return code
         if (run_dir / "config.json").exists():
             command = f"{PROGRAMS}echo-rl quickstart --resume {run_dir}"
             console.print(f"stopped before the end; to go on: {command}", soft_wrap=True)
-        return code
-    if code:
-        console.print(f"[red]the learner ended with code {code}[/]; its log: {run_dir}/logs")
-        return code
-    show_summary(run_dir, console, commands=next_commands(arguments.task))
+        has_worker = any(node.role == "worker" and node not in failed for node in nodes)
+        return code if has_worker else 1
+    show_summary(run_dir, console, commands=next_commands(arguments.task, run_dir))
     return 0
 
 
-def next_commands(task: str) -> list[str]:
+def next_commands(task: str, run_dir: Path) -> list[str]:
     """Return three things to try after this."""
     other = "countdown" if task == "addition" else "addition"
     quickstart, node = f"{PROGRAMS}echo-rl quickstart", f"{PROGRAMS}echo-rl node"
     return [
         f"{quickstart} --task {task} --set sync.max_staleness=0   # on-policy, to compare",
         f"{quickstart} --task {other}   # another task",
-        f"{node} --role learner --config {find_config(CONFIGS[task])} --dry-run   # all settings",
+        f"{node} --role learner --config {run_dir / 'config.json'} --dry-run   # all settings",
     ]
 
 
@@ -224,23 +239,28 @@ def start_node(
     *,
     extra: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    output: Path | None = None,
 ) -> NodeProcess:
-    """Start one node; all but the learner write to their log files only."""
-    quiet = role != "learner"
+    """Start one node; with an output, in a session of its own."""
     command = [sys.executable, "-m", "echo.cli.node", "--role", role, "--config", str(config_path)]
     command += [part for item in overrides for part in ("--set", item)]
     command += extra
-    output = subprocess.DEVNULL if quiet else None
+    file: IO[bytes] | None = None
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        file = output.open("ab")
     # A session of its own: Ctrl-C in the terminal reaches the learner, which drains, and not the
     # workers that it drains into; they are told when it has ended.
     process = subprocess.Popen(
         command,
         env={**os.environ, **(environment or {})},
-        stdout=output,
-        stderr=output,
-        start_new_session=quiet,
+        stdout=file,
+        stderr=file,
+        start_new_session=file is not None,
     )
-    return NodeProcess(name, process)
+    if file is not None:
+        file.close()
+    return NodeProcess(name, process, role, output)
 
 
 def pass_on(number: int, nodes: Sequence[NodeProcess]) -> None:
@@ -256,16 +276,35 @@ def pass_on(number: int, nodes: Sequence[NodeProcess]) -> None:
 
 
 def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Console) -> int:
-    """Wait for the learner to end and return its exit code."""
-    reported = set()
+    """Wait for the learner to end and return its exit code.
+
+    Without a worker it would wait for hours; so it is told to end, saved, once all have failed.
+    """
+    reported: set[str] = set()
+    workers = {node.name for node in nodes if node.role == "worker"}
+    is_alone = False
     while (code := learner.process.poll()) is None:
         for node in nodes:
-            ended = node.process.poll()
-            if ended and node.name not in reported:
+            if node.name not in reported and (end := describe_end(node)):
                 reported.add(node.name)
-                console.print(f"[yellow]{node.name} ended with code {ended}; see its log[/]")
+                console.print(f"[yellow]{end}[/]", soft_wrap=True)
+        if not is_alone and workers <= reported:
+            is_alone = True
+            learner.process.terminate()
         time.sleep(0.1)
     return code if code >= 0 else interrupts.signal_exit_code(-code)
+
+
+def describe_end(node: NodeProcess) -> str:
+    """Say how a node failed, with its last words; nothing while it runs or if it is done."""
+    code = node.process.poll()
+    if not code:
+        return ""
+    if node.output is None:
+        return f"{node.name} ended with code {code}"
+    lines = node.output.read_text(encoding="utf-8", errors="replace").splitlines()
+    words = next((one_line(line.strip()) for line in reversed(lines) if line.strip()), "")
+    return f"{node.name} ended with code {code}{words and ': '}{words}; see {node.output.parent}"
 
 
 def stop(nodes: Sequence[NodeProcess], *, grace_s: float) -> None:

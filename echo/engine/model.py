@@ -502,10 +502,25 @@ def free_bytes(device: torch.device) -> int:
 
 
 def pick_device(name: str) -> str:
-    """Return torch's name of a device; "auto" is the first GPU where there is one."""
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """Return torch's name of a device; "auto" is the first GPU where there is one.
+
+    Raises:
+        ConfigError: if torch knows no such device, or it is not on this machine.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return "cuda" if num_gpus else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device = {name!r} is unknown: use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        here = "no GPU" if not num_gpus else f"{num_gpus} GPUs, numbered from 0"
+        raise ConfigError(
+            f"device = {name!r}: PyTorch {torch.__version__} finds {here} on this machine; use "
+            "auto, cpu, or one that is here"
+        )
+    return name
 
 
 def set_num_threads(num_threads: int) -> None:
@@ -515,11 +530,13 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def free_gpu_bytes(name: str) -> int | None:
-    """Return the free memory of a device, bytes; None if it is a CPU, or a GPU that is not here."""
+    """Return the free memory of a device, bytes; None if it is a CPU.
+
+    Raises:
+        ConfigError: if it is not on this machine.
+    """
     device = torch.device(pick_device(name))
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    return free_bytes(device)
+    return free_bytes(device) if device.type == "cuda" else None
 
 
 def pick_dtype(name: str, device: str) -> torch.dtype:

@@ -270,7 +270,7 @@ async def bound_socket(
     return bound
 
 
-def listen_on(bound: socket.socket, address: str) -> None:
+def listen_on(bound: socket.socket) -> None:
     """Let others connect.
 
     Raises:
@@ -279,7 +279,7 @@ def listen_on(bound: socket.socket, address: str) -> None:
     try:
         bound.listen(_BACKLOG)
     except OSError as error:
-        raise _refusal(address, error) from error
+        raise _refusal(format_address(*bound.getsockname()[:2]), error) from error
 
 
 def _refusal(address: str, error: OSError) -> TransportError:
@@ -1482,11 +1482,13 @@ class ZmqTransport(Transport):
         if self._bound is not None:
             bound, self._bound = self._bound, None
             with bound:
+                listen_on(bound)
                 self._listener = Listener(self, Gate(bound))
                 self._listen(self._listener, bound)
         if self._bulk_bound is not None:
             bound, self._bulk_bound = self._bulk_bound, None
             with bound:
+                listen_on(bound)
                 self._bulk_port = bound.getsockname()[1]
                 self._bulk_listener = BulkListener(self, Gate(bound))
                 self._listen(self._bulk_listener, bound)
@@ -1690,7 +1692,6 @@ class ZmqTransport(Transport):
 
     def _listen(self, listener: Listener, bound: socket.socket) -> None:
         host, port = bound.getsockname()[:2]
-        listen_on(bound, format_address(host, port))
         channel = ZmqChannel(
             self.context,
             zmq.ROUTER,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,9 @@ def test_a_directory_without_a_run_cannot_be_resumed(
 def test_every_task_has_its_configuration_and_next_steps(task: str) -> None:
     config = load_config(find_config(CONFIGS[task]), ["model.name=x"], "learner")
     assert config.task.kind == task
-    assert len(next_commands(task)) == 3
+    commands = next_commands(task, Path("runs") / "x")
+    assert len(commands) == 3
+    assert "--config runs/x/config.json --dry-run" in commands[-1]
 
 
 def test_a_run_name_and_ports_that_are_free_are_chosen(tmp_path: Path) -> None:
@@ -104,6 +107,7 @@ def test_nodes_end_by_themselves_are_asked_and_then_made_to() -> None:
 
 def test_who_ends_the_quickstart_ends_its_learner() -> None:
     learner, node = start("learner", PATIENT), start("w1", "import sys\nprint()\nsys.exit(3)")
+    other = start("w2", PATIENT)
     node.process.wait()
 
     def terminate() -> None:
@@ -115,6 +119,18 @@ def test_who_ends_the_quickstart_ends_its_learner() -> None:
     console = Console(record=True, width=80, quiet=False, stderr=True)
     threading.Thread(target=terminate, daemon=True).start()
     with interrupts.handled(lambda number: pass_on(number, [learner, node])):
-        assert wait_for(learner, [node], console) == 7
+        assert wait_for(learner, [node, other], console) == 7
     assert time.monotonic() - began < 30
     assert "w1 ended with code 3" in console.export_text()
+    stop([other], grace_s=0.1)
+
+
+def test_a_learner_whose_workers_have_all_failed_is_ended(tmp_path: Path) -> None:
+    output = tmp_path / "w1.stderr"
+    output.write_text("Traceback\nModuleNotFoundError: No module named 'x'\n")
+    learner, failing = start("learner", PATIENT), start("w1", "import sys\nprint()\nsys.exit(3)")
+    node = replace(failing, output=output)
+    console = Console(record=True, width=80, stderr=True)
+    assert wait_for(learner, [node], console) == 7
+    told = console.export_text()
+    assert f"w1 ended with code 3: ModuleNotFoundError: No module named 'x'; see {tmp_path}" in told

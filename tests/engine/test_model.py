@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from echo.core.errors import ConfigError
 from echo.engine.model import (
     CHARACTERS,
     EOS_ID,
@@ -79,8 +80,20 @@ def test_the_tokenizer_has_no_chat_template_and_maps_the_unknown_to_pad(director
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "cuda:1"])
-def test_a_device_that_is_named_is_taken(name: str) -> None:
+def test_a_device_that_is_named_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert pick_device(name) == name
+    with pytest.raises(ConfigError, match=r"'cuda:2': PyTorch .* finds 2 GPUs, numbered from 0"):
+        pick_device("cuda:2")
+
+
+def test_a_device_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"'cuda': PyTorch .* finds no GPU on this machine; use"):
+        pick_device("cuda")
+    with pytest.raises(ConfigError, match="'gpu' is unknown: use auto, cpu, cuda or cuda:N"):
+        pick_device("gpu")
 
 
 def test_auto_takes_a_gpu_where_there_is_one() -> None:
@@ -89,11 +102,6 @@ def test_auto_takes_a_gpu_where_there_is_one() -> None:
 
 def test_a_cpu_has_no_gpu_memory() -> None:
     assert free_gpu_bytes("cpu") is None
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_a_gpu_that_is_not_here_has_no_memory() -> None:
-    assert free_gpu_bytes("cuda:0") is None
 
 
 def test_zero_threads_leave_the_setting_alone() -> None:

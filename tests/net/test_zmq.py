@@ -117,6 +117,23 @@ def test_an_address_of_another_machine_cannot_be_bound(run: Run, address: str) -
     run(scenario())
 
 
+def test_of_two_that_bind_a_port_the_one_that_listens_later_is_told(run: Run) -> None:
+    async def scenario() -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        first, other = (ZmqTransport(address, OPTIONS) for _ in range(2))
+        await first.bind()
+        await other.bind()
+        first.listen()
+        with pytest.raises(TransportError, match=f"cannot listen on {address}: .*choose another"):
+            other.listen()
+        await other.close()
+        await first.close()
+
+    run(scenario())
+
+
 def test_ipv6_and_names_can_be_dialled(run: Run) -> None:
     async def scenario(listen: str, dial: str) -> None:
         async with opened(listen) as listener, opened() as dialler:

@@ -55,7 +55,7 @@ from echo.engine.weights import round_tensors, save_hf, torch_dtype
 from echo.leases.book import LeaseBook
 from echo.leases.scheduler import LeaseSettings, RunState
 from echo.net.curve import CurveKeys
-from echo.net.transport import Transport
+from echo.net.transport import Transport, is_loopback
 from echo.records.ledger import Ledger
 from echo.roles.joining import AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
@@ -590,7 +590,8 @@ def invite(
     address = join_address(str(transport.listen_address), config.learner.advertise)
     write_join(config.run_dir, address, keys, secret)
     log.info(
-        "others join with the line in %s: ECHO_JOIN=THAT_LINE %secho-rl node --role worker",
+        "%s join with the line in %s: ECHO_JOIN=THAT_LINE %secho-rl node --role worker",
+        "others on this machine" if is_loopback(address) else "others",
         config.run_dir / "keys" / "join",
         PROGRAMS,
     )
