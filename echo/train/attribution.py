@@ -218,6 +218,7 @@ class MismatchProbe:
         kept: dict[int, Floats] = {}
         for indices, micro in self._policy.micro_batches(samples, score_all=True):
             inv_temperature = 1.0 / self._sampling.temperature
+            micro = micro.to(self._policy.device)
             rows, _ = self._policy.logprobs(micro, inv_temperature=inv_temperature)
             masses = torch.zeros_like(rows)
             if self._sampling.top_p < 1 or self._sampling.top_k:

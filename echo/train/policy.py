@@ -193,8 +193,6 @@ class Policy:
         # Its bars would be drawn across the live view.
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.compute = compute
-        self.last_micro_batch = (0, 0)
-        """Rows and tokens, padding included, of the newest one."""
         self.device = compute.device
         model_dir = source.model_dir if lora is None else lora.base_dir
         is_given = lora is None and (source.tensors is not None or source.weights_dir is not None)
@@ -290,7 +288,7 @@ class Policy:
         whole_groups: bool = False,
         score_all: bool = False,
     ) -> Iterator[tuple[list[int], MicroBatch]]:
-        """Yield indices of `rows` and their micro-batch, on this policy's device.
+        """Yield indices of `rows` and their micro-batch, on the CPU.
 
         Of several ranks each gets others, and equally many: where there are not enough rows, one
         without an index and of a single token, which must go through the model and count nothing.
@@ -308,8 +306,16 @@ class Policy:
                 is_packed=self.is_packed,
                 shares_prompts=shares_prompts,
             )
-            self.last_micro_batch = len(indices), batch.input_ids.numel()
-            yield indices, batch.to(self.device)
+            yield indices, batch
+
+    def no_micro_batch(self) -> MicroBatch:
+        """Return what `micro_batches` yields where there are not enough rows."""
+        return collate([NO_ROW], is_packed=self.is_packed)
+
+    def abandon(self) -> None:
+        """Let go of what a forward or backward that has failed in the middle has left behind."""
+        if self._root is not None:
+            sharding.abandon(self._root)
 
     def _bins(
         self, rows: Sequence[TrainingRow], *, whole_groups: bool

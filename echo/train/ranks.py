@@ -9,7 +9,8 @@ others what it is about to do, then does it too. Two process groups keep apart w
 and what may not. In the control group ranks wait for the next command, for hours if no rollouts
 come. Everything else is the default group's, where nobody waits for longer than COLLECTIVE_S.
 
-A rank that fails ends the job, and the leader says which one and why. Each rank beats, once a
+A rank that fails ends the job, and the leader says which one and why. (Memory that is short in a
+pass is no such failure: trainer.py.) Each rank beats, once a
 second, in the store through which they found each other, and leaves its last words there:
 
     it raised                 last words; its peers notice at once (gloo) or by torchrun's SIGTERM
@@ -267,6 +268,7 @@ _decoder = msgspec.msgpack.Decoder(RankCommand)
 AGREED: dict[str, type[EchoError]] = {
     "step": StepError,
     "find_faulty": StepError,
+    "forward": StepError,
     "save_state": StorageError,
 }
 """What a command may raise on all ranks alike; whatever else one raises is its own failure."""

@@ -30,7 +30,8 @@ above that (config/losses.py).
 
 Several processes may train one model (sharding.py): each has a trainer, and all make the same calls
 with the same arguments. What they return is the same on each, and so is what they raise, unless a
-process fails by itself; the weights of `snapshot` are put together on the first one.
+process fails by itself. One that runs out of memory in a pass does not: all make the pass again in
+smaller micro-batches, or refuse the batch. The weights of `snapshot` are put together on the first.
 
 `save_state` holds everything the next step depends on. A trainer that loads it continues bit by bit
 on a CPU, on the same hardware and number of threads. On a GPU it continues from the same state and
@@ -44,11 +45,12 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -72,7 +74,7 @@ from echo.train.passes import Pass, gather_passes, pass_metrics
 from echo.train.policy import Compute, ModelSource, Policy, padded
 from echo.train.sharding import Ranks
 from echo.train.speed import Speedometer
-from echo.train.step import StepError, StepResult
+from echo.train.step import MemoryShortageError, StepError, StepResult
 
 # --- settings -------------------------------------------------------------------------------------
 
@@ -320,6 +322,8 @@ class _Scored:
         return 0.0 * (self.logprobs if self.tokens is None else self.tokens.losses).sum()
 
 
+T = TypeVar("T")
+
 FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 """What no group is to blame for: settings, a machine that is too small, a device that failed."""
 
@@ -449,10 +453,13 @@ class Trainer:
         Raises:
             StepError: if it cannot be computed; the gradient of earlier calls is gone too.
         """
+        has_gradient = any(tensor.grad is not None for tensor in self._parameters.values())
         try:
-            if self._ranks is not None:  # a rank cannot do part of it again by itself
-                return self._accumulate_gradients(batch, loss)
-            return self._accumulate_in_memory(batch, loss)
+            return self._in_memory(
+                batch.samples,
+                partial(self._accumulate_gradients, batch, loss),
+                can_begin_again=not has_gradient,
+            )
         except BaseException:
             self._drop_gradients()
             raise
@@ -463,13 +470,16 @@ class Trainer:
 
         Returns:
             For each group and rollout, [T] nats at the sampling temperature.
+
+        Raises:
+            StepError: if the memory does not hold one of them.
         """
         rows = [
             TrainingRow(prompt_ids=group.prompt_ids, rollout=rollout, advantage=0.0)
             for group in groups
             for rollout in group.rollouts
         ]
-        scores = iter(self._score_rows(rows))
+        scores = iter(self._in_memory(rows, partial(self._score_rows, rows)))
         return [[next(scores) for _ in group.rollouts] for group in groups]
 
     def optim_step(self, settings: OptimizerSettings) -> float:
@@ -543,7 +553,6 @@ class Trainer:
             StepError: if the batch cannot be trained on; nothing was changed.
         """
         self._speed.begin()
-        self._notices.clear()
         try:
             metrics = self._train(groups)
         except StepError as error:
@@ -552,10 +561,11 @@ class Trainer:
         metrics["lr"] = self._settings.learning_rate_at(self._step_count + 1)
         metrics["optimizer/skipped_nonfinite"] = self._num_skipped_nonfinite
         self._step_count += 1
+        notices, self._notices = tuple(self._notices), []
         return StepResult(
             metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
             speed=self._speed.metrics(),
-            notices=tuple(self._notices),
+            notices=notices,
         )
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
@@ -716,43 +726,33 @@ class Trainer:
             return list(batches)
         later = []
         for batch in batches[1:]:
-            scores = self._score_in_memory(batch.samples)
-            rows = [
+            rows = batch.samples
+            scores = self._in_memory(rows, partial(self._score_rows, rows))
+            scored = [
                 replace(row, proximal_logprobs=score)
-                for row, score in zip(batch.samples, scores, strict=True)
+                for row, score in zip(rows, scores, strict=True)
             ]
-            later.append(replace(batch, samples=rows))
+            later.append(replace(batch, samples=scored))
         return [*batches[:1], *later]
 
-    def _score_in_memory(self, rows: Sequence[TrainingRow]) -> list[npt.NDArray[np.float32]]:
-        """Return what `_score_rows` does, in smaller micro-batches if the memory is too small."""
-        if self._ranks is not None:
-            return self._score_rows(rows)
-        while True:
-            try:
-                with _blaming_the_batch():
-                    return self._score_rows(rows)
-            except torch.OutOfMemoryError as error:
-                text = str(error)
-            self._take_smaller_micro_batches(rows, text)
-
-    def _take_smaller_micro_batches(self, rows: Sequence[TrainingRow], cause: str) -> None:
+    def _take_smaller_micro_batches(
+        self, rows: Sequence[TrainingRow], shortage: MemoryShortageError
+    ) -> None:
         """Halve the budget below what the memory did not hold, and note it.
 
         Raises:
             StepError: if that was what cannot be cut.
         """
-        num_rows, num_tokens = self._policy.last_micro_batch
+        num_tokens = shortage.num_tokens
         size = sum(row.num_inputs for row in rows)
         what = (
             f"step {self._step_count + 1}, {len(rows)} rollouts of {size} tokens, ran out of "
             f"memory with {num_tokens} tokens in a micro-batch"
         )
-        cause = cause.partition("\n")[0]
-        if num_rows == 1 or num_tokens > self.compute.micro_batch_tokens:
+        if shortage.num_rows == 1 or num_tokens > self.compute.micro_batch_tokens:
             text = (
                 f"{what}, which cannot be cut: set learner.gradient_checkpointing = true, or lower "
-                f"sampling.max_completion_tokens ({cause})"
+                f"sampling.max_completion_tokens ({shortage})"
             )
             raise StepError(text, reason="out_of_memory")
         smaller = num_tokens // 2
@@ -760,7 +760,7 @@ class Trainer:
         self._speed.micro_batch_tokens = smaller
         self._notices.append(
             f"{what}; it goes on with learner.micro_batch_tokens = {smaller}: set that, or "
-            f"learner.gradient_checkpointing = true, before the next start ({cause})"
+            f"learner.gradient_checkpointing = true, before the next start ({shortage})"
         )
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -804,59 +804,136 @@ class Trainer:
 
     # --- parts of a pass -------------------------------------------------------------------------
 
-    def _accumulate_in_memory(self, batch: StepBatch, loss: Loss) -> Pass:
-        """Do what `_accumulate_gradients` does, in smaller micro-batches if the memory is short."""
-        has_gradient = any(tensor.grad is not None for tensor in self._parameters.values())
+    #
+    # Where there are several ranks all of them make a pass together, in rounds of a micro-batch
+    # each: what is called within a round is called by all of them, as often and in the same order,
+    # whatever becomes of one's own micro-batch.
+
+    def _in_memory(
+        self, rows: Sequence[TrainingRow], make: Callable[[], T], *, can_begin_again: bool = True
+    ) -> T:
+        """Make a pass, again in smaller micro-batches if the memory of any rank is too small.
+
+        Args:
+            rows: that go through the model.
+            make: the pass.
+            can_begin_again: whether it may be made again without its caller.
+
+        Raises:
+            StepError: if it cannot be made, or not again.
+        """
+        # What happens to one of several ranks alone is no batch's fault, and ends the job.
+        blaming = _blaming_the_batch if self._ranks is None else nullcontext
         while True:
             try:
-                with _blaming_the_batch():
-                    return self._accumulate_gradients(batch, loss)
-            except torch.OutOfMemoryError as error:
-                text = str(error)
-            # Here the error is gone, and with it what its frames held.
-            self._drop_gradients()
-            self._take_smaller_micro_batches(batch.samples, text)
-            if has_gradient:
+                with blaming():
+                    return make()
+            except MemoryShortageError as error:
+                shortage = error
+            self._take_smaller_micro_batches(rows, shortage)
+            if not can_begin_again:
                 text = "the gradients of earlier calls were lost when the memory ran out"
                 raise StepError(text, reason="out_of_memory")
 
-    def _accumulate_gradients(self, batch: StepBatch, loss: Loss) -> Pass:
-        """Run forward and backward over the micro-batches of a batch.
+    def _make_rounds(
+        self,
+        micro_batches: Iterable[tuple[Sequence[int], MicroBatch]],
+        make: Callable[[Sequence[int], MicroBatch], StepError | None],
+    ) -> None:
+        """Make the rounds of a pass, and find out what all ranks have to know of it.
 
-        Where there are several ranks they do so together: what is called here is called by all of
-        them, as often and in the same order, whatever becomes of one's own micro-batch.
+        A rank that runs out of memory makes the rest of that round, and the rounds to come, with
+        nothing: so no other rank waits for it, and at the end of the pass all of them are told.
+
+        Args:
+            micro_batches: of this rank, on the CPU.
+            make: makes a round, and returns what it has failed with if that is this rank's affair
+                alone.
+
+        Raises:
+            MemoryShortageError: on all ranks, if the memory of one was too small.
+            StepError: on all ranks, if `make` returned one on any.
         """
+        failure: StepError | None = None
+        for indices, micro in micro_batches:
+            if isinstance(failure, MemoryShortageError):
+                self._make_empty_round(make)
+                continue
+            if self._ranks is not None:
+                self._ranks.collectives.begin_round()
+            try:
+                failure = make(indices, micro.to(self.device)) or failure
+                continue
+            except torch.OutOfMemoryError as error:
+                if not indices:
+                    raise  # not even a token
+                failure = MemoryShortageError(
+                    str(error).partition("\n")[0],
+                    num_rows=len(indices),
+                    num_tokens=micro.input_ids.numel(),
+                )
+            # Here the error is gone, and with it what its frames held.
+            if self._ranks is None:
+                raise failure
+            self._make_rest_of_round(self._ranks, make)
+        if self._ranks is not None:
+            self._ranks.raise_together(failure)
+
+    def _make_rest_of_round(
+        self, ranks: Ranks, make: Callable[[Sequence[int], MicroBatch], StepError | None]
+    ) -> None:
+        for policy in (self._policy, self._reference):
+            if policy is not None:
+                policy.abandon()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        ranks.collectives.begin_round_again()
+        self._make_empty_round(make)
+
+    def _make_empty_round(
+        self, make: Callable[[Sequence[int], MicroBatch], StepError | None]
+    ) -> None:
+        make((), self._policy.no_micro_batch().to(self.device))
+
+    def _accumulate_gradients(self, batch: StepBatch, loss: Loss) -> Pass:
+        """Run forward and backward over the micro-batches of a batch."""
         needs = needs_of(loss)
         scores = self._score_batch(batch.samples, needs) if needs.batch_scores else None
-        found, passed = [], []
-        failure: StepError | None = None
-        micro_batches = self._policy.micro_batches(batch.samples, whole_groups=needs.whole_groups)
-        while True:
-            with self._speed.part("pack"):
-                indices, micro = next(micro_batches, ((), None))
-            if micro is None:
-                break
+        found: list[Pass] = []
+        passed: list[tuple[list[tuple[int, int]], int]] = []
+        has_failed = False
+
+        def make_round(indices: Sequence[int], micro: MicroBatch) -> StepError | None:
+            nonlocal has_failed
+            failure: StepError | None = None
+            objective: Tensor | None = None
             scored = self._scored(micro, loss)
             reference = self._reference_logprobs(micro)
-            objective: Tensor | None = None
-            try:
-                if indices and failure is None:
+            if indices and not has_failed:
+                try:
                     with _blaming_the_batch():
                         objective, part = self._part(scored, micro, reference, batch, loss, scores)
                     found.append(part)
-            except StepError as error:
-                if self._ranks is None:
-                    raise
-                failure = error
+                except StepError as error:
+                    if self._ranks is None:
+                        raise
+                    has_failed, failure = True, error
             objective = scored.no_loss if objective is None else objective
             objective.backward()  # type: ignore[no-untyped-call]
             rows = [batch.samples[index] for index in indices]
             passed.append((micro.spans(rows), sum(row.num_trained for row in rows)))
+            return failure
+
+        micro_batches = self._policy.micro_batches(batch.samples, whole_groups=needs.whole_groups)
+        try:
+            self._make_rounds(self._speed.packing(micro_batches), make_round)
+        except MemoryShortageError:
+            self._drop_gradients()
+            raise
         for spans, num_scored in passed:
             self._speed.passed(spans, num_scored, is_packed=self._policy.is_packed)
         if self._ranks is None:
             return Pass.joined(found)
-        self._ranks.raise_together(failure)
         return gather_passes(found, self._ranks, self.device)
 
     def _logprobs(self, micro: MicroBatch, *, entropy: EntropyMode) -> tuple[Tensor, Tensor]:
@@ -942,12 +1019,17 @@ class Trainer:
         """Return every trained token's log-ratio and advantage, by a pass without gradient."""
         log_ratios = [torch.empty(0, device=self.device)]
         advantages = [torch.empty(0, device=self.device)]
-        for indices, micro in self._policy.micro_batches(samples, whole_groups=needs.whole_groups):
+
+        def make_round(indices: Sequence[int], micro: MicroBatch) -> None:
             mask = micro.completion_mask
             logprobs, _ = self._logprobs(micro, entropy="none")
             if indices:
                 log_ratios.append((logprobs - micro.sampler_logprobs)[mask])
                 advantages.append(micro.advantages[:, None].expand(mask.shape)[mask])
+
+        self._make_rounds(
+            self._policy.micro_batches(samples, whole_groups=needs.whole_groups), make_round
+        )
         own = {"log_ratios": torch.cat(log_ratios), "advantages": torch.cat(advantages)}
         if self._ranks is None:
             return BatchScores(**own)
@@ -960,10 +1042,13 @@ class Trainer:
     def _score_rows(self, rows: Sequence[TrainingRow]) -> list[npt.NDArray[np.float32]]:
         """Return [T] log-probabilities of every token of each row, by a pass without gradient."""
         own: dict[str, Tensor] = {}
-        for indices, micro in self._policy.micro_batches(rows, score_all=True):
+
+        def make_round(indices: Sequence[int], micro: MicroBatch) -> None:
             logprobs, _ = self._logprobs(micro, entropy="none")
             for index, values in zip(indices, logprobs.cpu(), strict=False):
                 own[str(index)] = values[: rows[index].rollout.num_tokens].clone()
+
+        self._make_rounds(self._policy.micro_batches(rows, score_all=True), make_round)
         parts = [own] if self._ranks is None else self._ranks.gather_tensors(own)
         scores = {name: values.numpy() for part in parts for name, values in part.items()}
         return [scores[str(index)] for index in range(len(rows))]

@@ -5,6 +5,7 @@ What it returns is of JSON, and that of rank 0 counts.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -113,7 +114,9 @@ class Pair:
 
     def compare(self, *batches: Sequence[Group]) -> dict[str, float]:
         """Return how far they are apart, relative where a number may be of any size."""
-        found = [self.together.step(groups).metrics for groups in batches]
+        results = [self.together.step(groups) for groups in batches]
+        found = [result.metrics for result in results]
+        self.notices = [notice for result in results for notice in result.notices]
         scores, weights = self.together.forward(batches[0][:1]), self.together.snapshot()
         assert bool(weights) == (self.alone is not None), "only the first rank has them"
         off: dict[str, float] = {}
@@ -195,6 +198,73 @@ def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
     trainer._num_skipped_nonfinite = 0
     pair.restart(Touchy())
     found["next"] = pair.compare(groups)
+    return found
+
+
+SHORTAGES: dict[str, dict[str, Any]] = {
+    "layer": {
+        "loss": LOSSES["decoupled_ppo"],
+        "minibatches_per_step": 2,
+    },  # scores before it trains
+    "backward": {"gradient_checkpointing": True},
+    "reference": {"loss": REFERENCE_LOSS},
+}
+"""Where a rank may run out of memory, and what has it pass there."""
+
+
+class Memory:
+    """Of a rank's device: for so many tokens at a time, wherever they are looked at."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+
+    def take(self, per_token: torch.Tensor) -> None:
+        if per_token.numel() > self._num_tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB.\nDetails")
+
+    def limit(self, trainer: Trainer, where: str) -> None:
+        """Look in the middle of a unit of the model."""
+        policy = trainer._policy if where != "reference" else trainer._reference
+        assert policy is not None
+        layer = policy.model.model.layers[0].mlp
+
+        def look_later(_: Any, __: Any, output: torch.Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda gradient: self.take(gradient[..., 0]))
+
+        if where == "backward":
+            layer.register_forward_hook(look_later)
+        else:
+            layer.register_forward_pre_hook(lambda _, given: self.take(given[0][..., 0]))
+
+
+def short_of_memory(crew: Crew, model_dir: str, reference_dir: str) -> dict[str, Any]:
+    """Steps of ranks of which the last has less memory, or all have too little for one group."""
+    ranks, groups = crew.ranks, make_groups(6)
+    found: dict[str, Any] = {}
+    for where, options in SHORTAGES.items():
+        reference = ModelSource(model_dir=Path(reference_dir))
+        given = {"reference": reference} if where == "reference" else {}
+        pair = Pair(model_dir, ranks, **options, **given)
+        if ranks.rank == ranks.size - 1:
+            Memory(30).limit(pair.together, where)
+        off = pair.compare(groups)
+        said = [pair.together.compute.micro_batch_tokens, *pair.notices]
+        told = [json.loads(each) for each in ranks.gather(json.dumps(said).encode())]
+        found[where] = {"off": off, "told": told}
+    short, long = make_group([1, 0], 0), make_group([1, 0, 0, 1], 5)
+    pair = Pair(model_dir, ranks)
+    Memory(max(len(long.prompt_ids) + r.num_tokens - 1 for r in long.rollouts) - 1).limit(
+        pair.together, "layer"
+    )
+    reason = ""
+    try:
+        pair.together.step([short, long])
+    except StepError as error:
+        reason = f"{error.reason}: {error}"
+    found["reasons"] = [each.decode() for each in ranks.gather(reason.encode())]
+    found["faulty"] = list(pair.together.find_faulty([short, long]))
+    found["next"] = pair.compare([short])
     return found
 
 

@@ -57,6 +57,7 @@ def answers(
         "variants": ("variants", size, {"model_dir": tiny, "untied_dir": untied}),
         "trouble": ("trouble", size, {"model_dir": tiny}),
         "bfloat16": ("in_bfloat16", size, {"model_dir": tiny}),
+        "memory": ("short_of_memory", size, {"model_dir": tiny, "reference_dir": other}),
     }
     led = tmp_path_factory.mktemp("led")
     asked["led"] = ("lead", size, {"model_dir": tiny, "directory": str(led)})
@@ -172,6 +173,30 @@ def test_what_fails_on_one_rank_is_skipped_by_all(kind: str, reason: str, answer
 def test_nothing_is_left_of_a_failure(answers: Answers) -> None:
     assert_near(answers["trouble"]["next"])
     assert answers["trouble"]["faulty"] == [3]
+
+
+@pytest.mark.parametrize("where", rank_cases.SHORTAGES)
+def test_all_ranks_go_on_with_what_the_memory_of_one_holds(
+    where: str, answers: Answers, request: pytest.FixtureRequest
+) -> None:
+    found = answers["memory"][where]
+    assert_near(found["off"])
+    first, *others = found["told"]
+    assert all(told == first for told in others)
+    smaller, *notices = first
+    assert 15 <= smaller <= 40
+    assert f"learner.micro_batch_tokens = {smaller}: set that" in notices[-1]
+    cause = f"(rank {last_rank(request)}: CUDA out of memory. Tried to allocate 7 GiB.)"
+    assert all(notice.endswith(cause) for notice in notices)
+
+
+def test_a_rollout_that_no_rank_holds_ends_its_group_on_all(answers: Answers) -> None:
+    found = answers["memory"]
+    assert len(set(found["reasons"])) == 1
+    assert found["reasons"][0].startswith("out_of_memory: step 1, 6 rollouts of 66 tokens, ran out")
+    assert ", which cannot be cut: " in found["reasons"][0]
+    assert found["faulty"] == [5]
+    assert_near(found["next"])
 
 
 def test_a_state_that_would_lie_on_several_disks_is_refused(answers: Answers) -> None:
