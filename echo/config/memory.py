@@ -123,8 +123,8 @@ class Footprint:
 
         Masters and gradients are float32. A model that computes in bfloat16 has the rounded weights
         besides, and what is not trained (the base of an adapter, a reference) in bfloat16 alone.
-        Ranks divide all of these, in float32, and round what they put together instead. Attribution
-        scores with a float32 model, on one rank. A GPU keeps the last version to find what changed
+        Attribution scores with a float32 model. Ranks divide all of these, in float32, and round
+        what they put together instead. A GPU keeps the last version to find what changed
         (engine/weights.py). Before a step of several updates weights and moments are copied to the
         host, so that a step that fails changes nothing.
         """
@@ -141,11 +141,11 @@ class Footprint:
             "Adam moments": 0 if is_offloaded else moments,
             # Taken to be as large as the model that is trained.
             "reference": frozen if config.reference.kl_coef else 0,
+            "attribution": 4 * num_params if config.metrics.attribution_steps else 0,
         }
         sizes = {name: -(-size // self.num_ranks) for name, size in divided.items()} | {
             "rounded weights": 2 * num_trained if self._is_alone and is_rounded else 0,
             "layers put together": 0 if self._is_alone else self._unsharded_bytes(),
-            "attribution": 4 * num_params if config.metrics.attribution_steps else 0,
             "last version": self._bytes_per_version if keeps_version else 0,
             "activations": self._activation_bytes(),
             "one layer or head": self._working_bytes(),

@@ -475,6 +475,13 @@ class Policy:
             return compute(*arguments)
         return sharding.call(self._root, compute, *arguments)
 
+    def from_predictors(
+        self, batch: MicroBatch, compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Return what a function makes of `predictors`, which has the LM head only meanwhile."""
+        found: tuple[Tensor] = self._compute(lambda: (compute(*self.predictors(batch)),))
+        return found[0]
+
     def predictors(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the states [N, D] that predict the scored tokens, and the LM head."""
         dtype = self.compute.dtype
@@ -599,6 +606,8 @@ def float32_attention(attn_implementation: str) -> str:
 def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
     """Return a model that only scores, in float32, for weights that are loaded into it.
 
+    It is cut up as `compute` says.
+
     Flash attention knows no float32, and sdpa is the same function: it takes its place.
 
     Raises:
@@ -607,7 +616,6 @@ def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
     compute = replace(
         compute,
         dtype=torch.float32,
-        ranks=None,  # whoever scores with it does so alone
         attn_implementation=float32_attention(compute.attn_implementation),
         gradient_checkpointing=False,
         compile_layers=False,

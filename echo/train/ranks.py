@@ -251,7 +251,7 @@ class RankCommand(msgspec.Struct, frozen=True):
     name: str
     """build, write_rows (of an image), stop, or a method of the trainer."""
     path: str | None = None
-    """Of a checkpoint, or a directory."""
+    """Of a checkpoint, a version, or a directory."""
     groups: tuple[tuple[bytes, bytes], ...] = ()
     """As on the wire."""
     dtype: str = ""
@@ -265,11 +265,12 @@ class RankCommand(msgspec.Struct, frozen=True):
 
 _decoder = msgspec.msgpack.Decoder(RankCommand)
 
-AGREED: dict[str, type[EchoError]] = {
-    "step": StepError,
-    "find_faulty": StepError,
-    "forward": StepError,
-    "save_state": StorageError,
+AGREED: dict[str, tuple[type[EchoError], ...]] = {
+    "step": (StepError,),
+    "find_faulty": (StepError,),
+    "forward": (StepError,),
+    "rescore": (StepError, StorageError),
+    "save_state": (StorageError,),
 }
 """What a command may raise on all ranks alike; whatever else one raises is its own failure."""
 
@@ -449,6 +450,14 @@ class LeadTrainer:
         with self._crew.together(_with_groups("forward", groups)):
             return self._trainer.forward(groups)
 
+    def rescore(
+        self, groups: Sequence[Group], version: Path | None
+    ) -> list[list[npt.NDArray[np.float32]]]:
+        """See `Trainer`; the file is on a disk that all ranks share."""
+        path = None if version is None else str(version.absolute())
+        with self._crew.together(_with_groups("rescore", groups, path)):
+            return self._trainer.rescore(groups, version)
+
     @property
     def unrounded(self) -> frozenset[str]:
         """Names of tensors that are published in their own dtype."""
@@ -473,8 +482,8 @@ AnyTrainer = Trainer | LeadTrainer
 """What a learner trains with."""
 
 
-def _with_groups(name: str, groups: Sequence[Group]) -> RankCommand:
-    return RankCommand(name, groups=tuple(encode_group(group) for group in groups))
+def _with_groups(name: str, groups: Sequence[Group], path: str | None = None) -> RankCommand:
+    return RankCommand(name, path, groups=tuple(encode_group(group) for group in groups))
 
 
 def end_at_once(words: str) -> None:
@@ -522,13 +531,15 @@ def _obey(
     trainer: Trainer, images: FollowImages, command: RankCommand, log: logging.Logger
 ) -> None:
     """Carry out a command; what all ranks fail with alike is the leader's to decide on."""
+    path = None if command.path is None else Path(command.path)
     calls: dict[str, Callable[[], object]] = {
         "step": lambda: trainer.step(command.batch),
         "find_faulty": lambda: trainer.find_faulty(command.batch),
         "forward": lambda: trainer.forward(command.batch),
+        "rescore": lambda: trainer.rescore(command.batch, path),
         "write_rows": lambda: images.write(trainer.tensors()),
         "snapshot": trainer.snapshot,
-        "save_state": lambda: trainer.save_state(Path(command.path or "")),
+        "save_state": lambda: trainer.save_state(path or Path()),
     }
     try:
         calls[command.name]()

@@ -285,8 +285,10 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_local(tensor: Tensor, given: Tensor) -> None:
-    """Copy the values of a whole tensor, or this rank's rows of them if it is cut, into one."""
-    if isinstance(tensor, DTensor):
+    """Copy values into a tensor; of a whole one this rank's rows, if only the first is cut."""
+    if isinstance(given, DTensor):
+        given = local(given)
+    elif isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         given = given[slice(*rows_of(tensor.shape[0], mesh.get_local_rank(), mesh.size()))]
     local(tensor).copy_(given)

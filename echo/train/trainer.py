@@ -72,6 +72,7 @@ from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare
 from echo.train.optimizer import KINDS, STEP
 from echo.train.passes import Pass, gather_passes, pass_metrics
 from echo.train.policy import Compute, ModelSource, Policy, padded
+from echo.train.rescoring import Rescorer, Rescoring, read_version
 from echo.train.sharding import Ranks
 from echo.train.speed import Speedometer
 from echo.train.step import MemoryShortageError, StepError, StepResult
@@ -324,6 +325,9 @@ class _Scored:
 
 T = TypeVar("T")
 
+MakeRound = Callable[[Sequence[int], MicroBatch], StepError | None]
+"""Puts a micro-batch through the model, of these rows, or of none where it only keeps step."""
+
 FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 """What no group is to blame for: settings, a machine that is too small, a device that failed."""
 
@@ -359,6 +363,7 @@ class Trainer:
         advantages: AdvantageSettings | None = None,
         reference: ModelSource | None = None,
         minibatches_per_step: int = 1,
+        rescoring: Rescoring | None = None,
     ) -> None:
         """Load the model and start its optimizer.
 
@@ -373,6 +378,7 @@ class Trainer:
             reference: the frozen policy that the loss pulls towards, if it does. It never changes,
                 so no state holds it.
             minibatches_per_step: updates that a step makes, each of its share of the groups.
+            rescoring: what `rescore` is asked for, if it is.
 
         Raises:
             DataError: if the model cannot be loaded.
@@ -396,6 +402,7 @@ class Trainer:
         }
         """What this rank has of each parameter, in the same memory; all of it, if it is alone."""
         self._reference = self._load_reference(reference)
+        self._rescorer = None if rescoring is None else Rescorer(source, compute, rescoring)
         with self._memory_of_adamw():
             self._optimizer = KINDS[compute.optimizer_state](self._shards)
         self._speed = Speedometer(
@@ -412,6 +419,16 @@ class Trainer:
     def compute(self) -> Compute:
         """Where and how it computes; micro-batches may have become smaller than they were."""
         return self._policy.compute
+
+    @property
+    def _policies(self) -> list[Policy]:
+        """Every model that a micro-batch goes through."""
+        policies = [self._policy]
+        if self._reference is not None:
+            policies.append(self._reference)
+        if self._rescorer is not None:
+            policies.append(self._rescorer.policy)
+        return policies
 
     def _load_reference(self, reference: ModelSource | None) -> Policy | None:
         """Return the reference policy if the loss needs one.
@@ -474,12 +491,44 @@ class Trainer:
         Raises:
             StepError: if the memory does not hold one of them.
         """
+        return self._score_groups(groups, self._policy, self._own_logprobs)
+
+    @torch.no_grad()
+    def rescore(
+        self, groups: Sequence[Group], version: Path | None
+    ) -> list[list[npt.NDArray[np.float32]]]:
+        """Return what published weights say of every completion token.
+
+        Args:
+            groups: any, with tokens of any version.
+            version: the safetensors file of the weights; None for those that these would be
+                published as.
+
+        Returns:
+            For each group and rollout, [T, 2] nats: log-probabilities at the sampling temperature,
+            and the log of the mass that top_k and top_p leave.
+
+        Raises:
+            StorageError: if the file cannot be read.
+            StepError: if the memory does not hold one of them.
+        """
+        assert self._rescorer is not None, "it takes a model of its own, and none was asked for"
+        if version is None:
+            self._rescorer.take(self._policy.tensors())
+        else:
+            self._rescorer.policy.load(read_version(version, self._ranks))
+        return self._score_groups(groups, self._rescorer.policy, self._rescorer.score)
+
+    def _score_groups(
+        self, groups: Sequence[Group], policy: Policy, score: Callable[[MicroBatch], Tensor]
+    ) -> list[list[npt.NDArray[np.float32]]]:
+        """Return the scores of each group and rollout; arguments as for `_score_rows`."""
         rows = [
             TrainingRow(prompt_ids=group.prompt_ids, rollout=rollout, advantage=0.0)
             for group in groups
             for rollout in group.rollouts
         ]
-        scores = iter(self._in_memory(rows, partial(self._score_rows, rows)))
+        scores = iter(self._in_memory(rows, partial(self._score_rows, rows, policy, score)))
         return [[next(scores) for _ in group.rollouts] for group in groups]
 
     def optim_step(self, settings: OptimizerSettings) -> float:
@@ -727,7 +776,8 @@ class Trainer:
         later = []
         for batch in batches[1:]:
             rows = batch.samples
-            scores = self._in_memory(rows, partial(self._score_rows, rows))
+            make = partial(self._score_rows, rows, self._policy, self._own_logprobs)
+            scores = self._in_memory(rows, make)
             scored = [
                 replace(row, proximal_logprobs=score)
                 for row, score in zip(rows, scores, strict=True)
@@ -756,14 +806,14 @@ class Trainer:
             )
             raise StepError(text, reason="out_of_memory")
         smaller = num_tokens // 2
-        self._policy.compute = replace(self.compute, micro_batch_tokens=smaller)
+        for policy in self._policies:
+            policy.compute = replace(policy.compute, micro_batch_tokens=smaller)
         self._speed.micro_batch_tokens = smaller
         self._notices.append(
             f"{what}; it goes on with learner.micro_batch_tokens = {smaller}: set that, or "
             f"learner.gradient_checkpointing = true, before the next start ({shortage})"
         )
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._free_memory()
 
     def _take_gradient(self, batch: StepBatch) -> Pass:
         """Add the gradient of a batch under the step's own loss.
@@ -803,7 +853,6 @@ class Trainer:
         self._optimizer.load(undo.moments)
 
     # --- parts of a pass -------------------------------------------------------------------------
-
     #
     # Where there are several ranks all of them make a pass together, in rounds of a micro-batch
     # each: what is called within a round is called by all of them, as often and in the same order,
@@ -837,8 +886,9 @@ class Trainer:
 
     def _make_rounds(
         self,
+        policy: Policy,
         micro_batches: Iterable[tuple[Sequence[int], MicroBatch]],
-        make: Callable[[Sequence[int], MicroBatch], StepError | None],
+        make: MakeRound,
     ) -> None:
         """Make the rounds of a pass, and find out what all ranks have to know of it.
 
@@ -846,6 +896,7 @@ class Trainer:
         nothing: so no other rank waits for it, and at the end of the pass all of them are told.
 
         Args:
+            policy: whose micro-batches they are.
             micro_batches: of this rank, on the CPU.
             make: makes a round, and returns what it has failed with if that is this rank's affair
                 alone.
@@ -854,13 +905,13 @@ class Trainer:
             MemoryShortageError: on all ranks, if the memory of one was too small.
             StepError: on all ranks, if `make` returned one on any.
         """
-        failure: StepError | None = None
+        ranks, failure = self._ranks, None
         for indices, micro in micro_batches:
             if isinstance(failure, MemoryShortageError):
-                self._make_empty_round(make)
+                make((), policy.no_micro_batch().to(self.device))
                 continue
-            if self._ranks is not None:
-                self._ranks.collectives.begin_round()
+            if ranks is not None:
+                ranks.collectives.begin_round()
             try:
                 failure = make(indices, micro.to(self.device)) or failure
                 continue
@@ -873,27 +924,20 @@ class Trainer:
                     num_tokens=micro.input_ids.numel(),
                 )
             # Here the error is gone, and with it what its frames held.
-            if self._ranks is None:
+            if ranks is None:
                 raise failure
-            self._make_rest_of_round(self._ranks, make)
-        if self._ranks is not None:
-            self._ranks.raise_together(failure)
+            for each in self._policies:
+                each.abandon()
+            self._free_memory()
+            ranks.collectives.begin_round_again()
+            make((), policy.no_micro_batch().to(self.device))
+        if ranks is not None:
+            ranks.raise_together(failure)
 
-    def _make_rest_of_round(
-        self, ranks: Ranks, make: Callable[[Sequence[int], MicroBatch], StepError | None]
-    ) -> None:
-        for policy in (self._policy, self._reference):
-            if policy is not None:
-                policy.abandon()
+    def _free_memory(self) -> None:
+        """Let others have the memory that nothing lies in."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        ranks.collectives.begin_round_again()
-        self._make_empty_round(make)
-
-    def _make_empty_round(
-        self, make: Callable[[Sequence[int], MicroBatch], StepError | None]
-    ) -> None:
-        make((), self._policy.no_micro_batch().to(self.device))
 
     def _accumulate_gradients(self, batch: StepBatch, loss: Loss) -> Pass:
         """Run forward and backward over the micro-batches of a batch."""
@@ -926,7 +970,7 @@ class Trainer:
 
         micro_batches = self._policy.micro_batches(batch.samples, whole_groups=needs.whole_groups)
         try:
-            self._make_rounds(self._speed.packing(micro_batches), make_round)
+            self._make_rounds(self._policy, self._speed.packing(micro_batches), make_round)
         except MemoryShortageError:
             self._drop_gradients()
             raise
@@ -938,6 +982,9 @@ class Trainer:
 
     def _logprobs(self, micro: MicroBatch, *, entropy: EntropyMode) -> tuple[Tensor, Tensor]:
         return self._policy.logprobs(micro, inv_temperature=self._inv_temperature, entropy=entropy)
+
+    def _own_logprobs(self, micro: MicroBatch) -> Tensor:
+        return self._logprobs(micro, entropy="none")[0]
 
     def _scored(self, micro: MicroBatch, loss: Loss) -> _Scored:
         """Put a micro-batch through the model, as the loss needs it."""
@@ -1027,9 +1074,8 @@ class Trainer:
                 log_ratios.append((logprobs - micro.sampler_logprobs)[mask])
                 advantages.append(micro.advantages[:, None].expand(mask.shape)[mask])
 
-        self._make_rounds(
-            self._policy.micro_batches(samples, whole_groups=needs.whole_groups), make_round
-        )
+        micro_batches = self._policy.micro_batches(samples, whole_groups=needs.whole_groups)
+        self._make_rounds(self._policy, micro_batches, make_round)
         own = {"log_ratios": torch.cat(log_ratios), "advantages": torch.cat(advantages)}
         if self._ranks is None:
             return BatchScores(**own)
@@ -1039,16 +1085,26 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def _score_rows(self, rows: Sequence[TrainingRow]) -> list[npt.NDArray[np.float32]]:
-        """Return [T] log-probabilities of every token of each row, by a pass without gradient."""
+    def _score_rows(
+        self,
+        rows: Sequence[TrainingRow],
+        policy: Policy,
+        score: Callable[[MicroBatch], Tensor],
+    ) -> list[npt.NDArray[np.float32]]:
+        """Return [T, ...] scores of every token of each row, by a pass without gradient.
+
+        Args:
+            rows: any.
+            policy: that they go through.
+            score: returns the scores of a micro-batch, [B, T, ...].
+        """
         own: dict[str, Tensor] = {}
 
         def make_round(indices: Sequence[int], micro: MicroBatch) -> None:
-            logprobs, _ = self._logprobs(micro, entropy="none")
-            for index, values in zip(indices, logprobs.cpu(), strict=False):
+            for index, values in zip(indices, score(micro).cpu(), strict=False):
                 own[str(index)] = values[: rows[index].rollout.num_tokens].clone()
 
-        self._make_rounds(self._policy.micro_batches(rows, score_all=True), make_round)
+        self._make_rounds(policy, policy.micro_batches(rows, score_all=True), make_round)
         parts = [own] if self._ranks is None else self._ranks.gather_tensors(own)
         scores = {name: values.numpy() for part in parts for name, values in part.items()}
         return [scores[str(index)] for index in range(len(rows))]
