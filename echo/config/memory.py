@@ -131,11 +131,11 @@ class Footprint:
 
         Masters and gradients are float32. A model that computes in bfloat16 has the rounded weights
         besides, and what is not trained (the base of an adapter, a reference) in bfloat16 alone.
-        Ranks divide all of these, in float32, and round what they put together instead. Attribution
-        scores with a float32 model, on one rank. A GPU that has the room keeps the last version,
-        and compares the next one with it beside a step (engine/weights.py). Before a step of
-        several updates weights and moments are copied to the host, so that a step that fails
-        changes nothing.
+        Attribution scores with a float32 model. Ranks divide all of these, in float32, and round
+        what they put together instead. A GPU that has the room keeps the last version, and
+        compares the next one with it beside a step (engine/weights.py). Before a step of several
+        updates weights and moments are copied to the host, so that a step that fails changes
+        nothing.
         """
         config, num_params, num_trained = self.config, self.facts.num_params, self._num_trained
         frozen = num_params * (self._compute_bytes if self._is_alone else 4)
@@ -149,11 +149,11 @@ class Footprint:
             "Adam moments": 0 if is_offloaded else moments,
             # Taken to be as large as the model that is trained.
             "reference": frozen if config.reference.kl_coef else 0,
+            "attribution": 4 * num_params if config.metrics.attribution_steps else 0,
         }
         sizes = {name: -(-size // self.num_ranks) for name, size in divided.items()} | {
             "rounded weights": 2 * num_trained if self._is_alone and is_rounded else 0,
             "layers put together": 0 if self._is_alone else self._unsharded_bytes(),
-            "attribution": 4 * num_params if config.metrics.attribution_steps else 0,
             "2 versions beside the model": 2 * self._bytes_per_version
             if self.has_versions_on_gpu and self.may_keep_versions
             else 0,

@@ -25,24 +25,18 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
 
-from echo.algo.batching import TrainingRow
 from echo.config.schema import Config
 from echo.core.errors import StorageError
 from echo.core.rollout import Group, PolicyVersion
-from echo.engine.engine import Sampling
-from echo.engine.hf.batch import sampling_logprobs
-from echo.engine.lora import Lora
 from echo.engine.model import make_sampling
-from echo.engine.weights import round_tensors, tensors_from_image, torch_dtype
+from echo.engine.weights import tensors_from_image, torch_dtype
 from echo.tasks import tokenization
-from echo.train.policy import ModelSource, Policy, frozen_policy
 from echo.train.ranks import AnyTrainer
-from echo.train.step import StepResult
+from echo.train.rescoring import Rescoring
+from echo.train.step import StepError, StepResult
 from echo.weights.manifest import Manifest
 
 # --- variance by cause ----------------------------------------------------------------------------
@@ -84,9 +78,6 @@ def split_variance(parts: Mapping[str, npt.NDArray[np.floating]]) -> dict[str, f
     return {"variance": variance, **shares}
 
 
-ROWS_AT_ONCE = 256
-"""Tokens whose full logits exist at one time, where truncation has to be looked at."""
-
 Floats = npt.NDArray[np.float64]
 
 
@@ -108,35 +99,21 @@ class RoundTrip:
 
 
 class MismatchProbe:
-    """A frozen model into which versions are loaded to score what they sampled."""
+    """Has rollouts scored under the versions that sampled them."""
 
     def __init__(
-        self,
-        policy: Policy,
-        versions: VersionRetention,
-        text: RoundTrip,
-        *,
-        sampling: Sampling,
-        published_dtype: torch.dtype,
-        num_rollouts: int,
-        seed: int,
+        self, versions: VersionRetention, text: RoundTrip, *, num_rollouts: int, seed: int
     ) -> None:
-        """Take the model and where versions come from.
+        """Take where versions come from.
 
         Args:
-            policy: a frozen model of its own; its weights are overwritten.
-            versions: those that can still be loaded.
+            versions: those that can still be read.
             text: tells which completions would survive a way through text.
-            sampling: how workers sample.
-            published_dtype: that versions are rounded to.
             num_rollouts: sampled for each measurement.
             seed: of the choice of rollouts.
         """
-        self._policy = policy
         self._versions = versions
         self._text = text
-        self._sampling = sampling
-        self._published_dtype = published_dtype
         self._num_rollouts = num_rollouts
         self._chance = random.Random(seed)
 
@@ -145,21 +122,29 @@ class MismatchProbe:
 
         Args:
             groups: what the next step is made of.
-            trainer: the learner's, before that step.
+            trainer: the learner's, before that step; it has what `rescore` needs.
+
+        Raises:
+            StepError: if the memory does not hold one of the rollouts.
         """
         chosen = self._choose(groups)
         tokens = sum(int(group.rollouts[0].completion_mask.sum()) for group in chosen)
         if not tokens:
             return {}
         now = [rows[0].astype(np.float64) for rows in trainer.forward(chosen)]
-        rounded, _ = self._score(chosen, self._round(trainer.snapshot()))
+        rounded, _ = _columns(trainer.rescore(chosen, None))
         parts: dict[str, list[Floats]] = {"staleness": [], "truncation": [], "numerics": []}
         for version in sorted({version for group in chosen for version in group.versions}):
-            tensors = self._versions.load(version)
-            if tensors is None:
+            path = self._versions.find(version)
+            if path is None:
                 continue
             members = [index for index, group in enumerate(chosen) if version in group.versions]
-            then, kept = self._score([chosen[index] for index in members], tensors)
+            try:
+                scores = trainer.rescore([chosen[index] for index in members], path)
+            except StorageError:
+                self._versions.forget(version)
+                continue
+            then, kept = _columns(scores)
             for index, own, log_kept in zip(members, then, kept, strict=True):
                 rollout = chosen[index].rollouts[0]
                 is_its = rollout.completion_mask & (
@@ -201,52 +186,11 @@ class MismatchProbe:
         ]
         return self._chance.sample(rollouts, min(self._num_rollouts, len(rollouts)))
 
-    def _round(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return round_tensors(weights, self._published_dtype, self._policy.unrounded)
 
-    @torch.no_grad()
-    def _score(
-        self, groups: Sequence[Group], tensors: Mapping[str, Tensor]
-    ) -> tuple[list[Floats], list[Floats]]:
-        """Return log-probabilities, and the log of the mass that truncation keeps, per token."""
-        self._policy.load(tensors)
-        samples = [
-            TrainingRow(prompt_ids=group.prompt_ids, rollout=group.rollouts[0], advantage=0.0)
-            for group in groups
-        ]
-        logprobs: dict[int, Floats] = {}
-        kept: dict[int, Floats] = {}
-        for indices, micro in self._policy.micro_batches(samples, score_all=True):
-            inv_temperature = 1.0 / self._sampling.temperature
-            rows, _ = self._policy.logprobs(micro, inv_temperature=inv_temperature)
-            masses = torch.zeros_like(rows)
-            if self._sampling.top_p < 1 or self._sampling.top_k:
-                states, head = self._policy.predictors(micro)
-                ids = micro.pick(micro.token_ids)
-                masses = micro.spread(_log_kept_mass(states, head, ids, self._sampling))
-            for row, index in enumerate(indices):
-                size = samples[index].rollout.num_tokens
-                logprobs[index] = rows[row, :size].double().cpu().numpy()
-                kept[index] = masses[row, :size].double().cpu().numpy()
-        order = range(len(samples))
-        return [logprobs[index] for index in order], [kept[index] for index in order]
-
-
-def _log_kept_mass(states: Tensor, head: Tensor, token_ids: Tensor, sampling: Sampling) -> Tensor:
-    """Return [N] the log of the probability that top_k and top_p leave, at most 0.
-
-    The token itself counts as kept: it was drawn, whatever rounding says about it here.
-    """
-    masses = []
-    whole = replace(sampling, top_k=0, top_p=1.0)
-    for start in range(0, len(states), ROWS_AT_ONCE):
-        rows = slice(start, start + ROWS_AT_ONCE)
-        logits = states[rows].float() @ head.float().T
-        is_kept = sampling_logprobs(logits, sampling).isfinite()
-        is_kept.scatter_(1, token_ids[rows, None], value=True)
-        full = sampling_logprobs(logits, whole)
-        masses.append(full.masked_fill(~is_kept, -torch.inf).logsumexp(1).clamp(max=0.0))
-    return torch.cat(masses)
+def _columns(scores: list[list[npt.NDArray[np.float32]]]) -> tuple[list[Floats], list[Floats]]:
+    """Return log-probabilities and the log of the kept mass, of each group's one rollout."""
+    pairs = [rollouts[0].astype(np.float64) for rollouts in scores]
+    return [pair[:, 0] for pair in pairs], [pair[:, 1] for pair in pairs]
 
 
 # --- version retention ----------------------------------------------------------------------------
@@ -322,26 +266,21 @@ class VersionRetention:
             ) from error
         return True
 
-    def load(self, version: PolicyVersion) -> Mapping[str, Tensor] | None:
-        """Return the weights of a version, or None if it is not held (any more)."""
-        if version not in self._sizes:
-            return None
-        try:
-            return load_file(self._path(version))
-        except (OSError, SafetensorError):
-            self._forget(version)
-            return None
+    def find(self, version: PolicyVersion) -> Path | None:
+        """Return the file of a version, or None if it is not held (any more)."""
+        return self._path(version) if version in self._sizes else None
+
+    def forget(self, version: PolicyVersion) -> None:
+        """Let go of a version."""
+        del self._sizes[version]
+        self._path(version).unlink(missing_ok=True)
 
     def _make_space(self, num_bytes: int) -> None:
         while self._sizes and (
             sum(self._sizes.values()) + num_bytes > self._max_bytes
             or len(self._sizes) >= self._max_versions
         ):
-            self._forget(min(self._sizes))
-
-    def _forget(self, version: PolicyVersion) -> None:
-        del self._sizes[version]
-        self._path(version).unlink(missing_ok=True)
+            self.forget(min(self._sizes))
 
     def _path(self, version: PolicyVersion) -> Path:
         return self._directory / f"v{version.lineage}_{version.step}.safetensors"
@@ -382,23 +321,29 @@ class Attribution:
         self._interval_steps = interval_steps
 
     def step(self, groups: Sequence[Group]) -> StepResult:
-        """Train on a batch, after a measurement if one is due."""
+        """Train on a batch, after a measurement if one is due; a step that has none is told."""
         trainer = self._trainer
         measured: dict[str, float] = {}
+        notices: list[str] = []
         if trainer.step_count % self._interval_steps == 0:
-            measured = self._probe.measure(groups, trainer)
+            try:
+                measured = self._probe.measure(groups, trainer)
+            except StepError as error:
+                notices.append(f"no attribution at step {trainer.step_count + 1}: {error}")
         result = trainer.step(groups)
-        return replace(result, metrics=result.metrics | measured)
+        return replace(
+            result,
+            metrics=result.metrics | measured,
+            notices=(*notices, *result.notices),
+        )
 
     def keep(self, manifest: Manifest, image: bytearray | memoryview) -> None:
         """Keep a version that is published, to score with it later."""
         self._retention.keep(manifest, image)
 
 
-def make_attribution(
-    config: Config, model_dir: Path, trainer: AnyTrainer, lora: Lora | None = None
-) -> Attribution | None:
-    """Return the measurement, or None if it is off.
+def make_attribution(config: Config, model_dir: Path, trainer: AnyTrainer) -> Attribution | None:
+    """Return the measurement, or None if it is off; the trainer has `make_rescoring`'s.
 
     Raises:
         StorageError: if the directory for versions cannot be made.
@@ -413,13 +358,14 @@ def make_attribution(
         max_versions=config.sync.max_staleness + 2,
     )
     text = RoundTrip(model_dir)
-    probe = MismatchProbe(
-        frozen_policy(ModelSource(model_dir=model_dir, lora=lora), trainer.compute),
-        retention,
-        text,
-        sampling=make_sampling(config, text.stop_ids),
-        published_dtype=torch_dtype(config.model.dtype),
-        num_rollouts=NUM_ROLLOUTS,
-        seed=config.run.seed,
-    )
+    probe = MismatchProbe(retention, text, num_rollouts=NUM_ROLLOUTS, seed=config.run.seed)
     return Attribution(trainer, probe, retention, interval_steps=interval_steps)
+
+
+def make_rescoring(config: Config) -> Rescoring | None:
+    """Return what a trainer needs for the measurement, or None if it is off."""
+    if not config.metrics.attribution_steps:
+        return None
+    return Rescoring(
+        sampling=make_sampling(config, []), published_dtype=torch_dtype(config.model.dtype)
+    )

@@ -204,8 +204,6 @@ class Policy:
         # Its bars would be drawn across the live view.
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.compute = compute
-        self.last_micro_batch = (0, 0)
-        """Rows and tokens, padding included, of the newest one."""
         self.device = compute.device
         model_dir = source.model_dir if lora is None else lora.base_dir
         is_given = lora is None and (source.tensors is not None or source.weights_dir is not None)
@@ -301,7 +299,7 @@ class Policy:
         whole_groups: bool = False,
         score_all: bool = False,
     ) -> Iterator[tuple[list[int], MicroBatch]]:
-        """Yield indices of `rows` and their micro-batch, on this policy's device.
+        """Yield indices of `rows` and their micro-batch, on the CPU.
 
         Of several ranks each gets others, and equally many: where there are not enough rows, one
         without an index and of a single token, which must go through the model and count nothing.
@@ -319,8 +317,16 @@ class Policy:
                 is_packed=self.is_packed,
                 shares_prompts=shares_prompts,
             )
-            self.last_micro_batch = len(indices), batch.input_ids.numel()
-            yield indices, batch.to(self.device)
+            yield indices, batch
+
+    def no_micro_batch(self) -> MicroBatch:
+        """Return what `micro_batches` yields where there are not enough rows."""
+        return collate([NO_ROW], is_packed=self.is_packed)
+
+    def abandon(self) -> None:
+        """Let go of what a forward or backward that has failed in the middle has left behind."""
+        if self._root is not None:
+            sharding.abandon(self._root)
 
     def _bins(
         self, rows: Sequence[TrainingRow], *, whole_groups: bool
@@ -478,6 +484,13 @@ class Policy:
             return compute(*arguments)
         return sharding.call(self._root, compute, *arguments)
 
+    def from_predictors(
+        self, batch: MicroBatch, compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Return what a function makes of `predictors`, which has the LM head only meanwhile."""
+        found: tuple[Tensor] = self._compute(lambda: (compute(*self.predictors(batch)),))
+        return found[0]
+
     def predictors(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the states [N, D] that predict the scored tokens, and the LM head."""
         dtype = self.compute.dtype
@@ -609,6 +622,8 @@ def float32_attention(attn_implementation: str) -> str:
 def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
     """Return a model that only scores, in float32, for weights that are loaded into it.
 
+    It is cut up as `compute` says.
+
     Flash attention knows no float32, and sdpa is the same function: it takes its place.
 
     Raises:
@@ -617,7 +632,6 @@ def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
     compute = replace(
         compute,
         dtype=torch.float32,
-        ranks=None,  # whoever scores with it does so alone
         attn_implementation=float32_attention(compute.attn_implementation),
         gradient_checkpointing=False,
         compile_layers=False,

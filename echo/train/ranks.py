@@ -9,7 +9,8 @@ others what it is about to do, then does it too. Two process groups keep apart w
 and what may not. In the control group ranks wait for the next command, for hours if no rollouts
 come. Everything else is the default group's, where nobody waits for longer than COLLECTIVE_S.
 
-A rank that fails ends the job, and the leader says which one and why. Each rank beats, once a
+A rank that fails ends the job, and the leader says which one and why. (Memory that is short in a
+pass is no such failure: trainer.py.) Each rank beats, once a
 second, in the store through which they found each other, and leaves its last words there:
 
     it raised                 last words; its peers notice at once (gloo) or by torchrun's SIGTERM
@@ -250,7 +251,7 @@ class RankCommand(msgspec.Struct, frozen=True):
     name: str
     """build, write_rows (of an image), stop, or a method of the trainer."""
     path: str | None = None
-    """Of a checkpoint, or a directory."""
+    """Of a checkpoint, a version, or a directory."""
     groups: tuple[tuple[bytes, bytes], ...] = ()
     """As on the wire."""
     dtype: str = ""
@@ -264,10 +265,12 @@ class RankCommand(msgspec.Struct, frozen=True):
 
 _decoder = msgspec.msgpack.Decoder(RankCommand)
 
-AGREED: dict[str, type[EchoError]] = {
-    "step": StepError,
-    "find_faulty": StepError,
-    "save_state": StorageError,
+AGREED: dict[str, tuple[type[EchoError], ...]] = {
+    "step": (StepError,),
+    "find_faulty": (StepError,),
+    "forward": (StepError,),
+    "rescore": (StepError, StorageError),
+    "save_state": (StorageError,),
 }
 """What a command may raise on all ranks alike; whatever else one raises is its own failure."""
 
@@ -447,6 +450,14 @@ class LeadTrainer:
         with self._crew.together(_with_groups("forward", groups)):
             return self._trainer.forward(groups)
 
+    def rescore(
+        self, groups: Sequence[Group], version: Path | None
+    ) -> list[list[npt.NDArray[np.float32]]]:
+        """See `Trainer`; the file is on a disk that all ranks share."""
+        path = None if version is None else str(version.absolute())
+        with self._crew.together(_with_groups("rescore", groups, path)):
+            return self._trainer.rescore(groups, version)
+
     @property
     def unrounded(self) -> frozenset[str]:
         """Names of tensors that are published in their own dtype."""
@@ -471,8 +482,8 @@ AnyTrainer = Trainer | LeadTrainer
 """What a learner trains with."""
 
 
-def _with_groups(name: str, groups: Sequence[Group]) -> RankCommand:
-    return RankCommand(name, groups=tuple(encode_group(group) for group in groups))
+def _with_groups(name: str, groups: Sequence[Group], path: str | None = None) -> RankCommand:
+    return RankCommand(name, path, groups=tuple(encode_group(group) for group in groups))
 
 
 def end_at_once(words: str) -> None:
@@ -520,13 +531,15 @@ def _obey(
     trainer: Trainer, images: FollowImages, command: RankCommand, log: logging.Logger
 ) -> None:
     """Carry out a command; what all ranks fail with alike is the leader's to decide on."""
+    path = None if command.path is None else Path(command.path)
     calls: dict[str, Callable[[], object]] = {
         "step": lambda: trainer.step(command.batch),
         "find_faulty": lambda: trainer.find_faulty(command.batch),
         "forward": lambda: trainer.forward(command.batch),
+        "rescore": lambda: trainer.rescore(command.batch, path),
         "write_rows": lambda: images.write(trainer.tensors()),
         "snapshot": trainer.snapshot,
-        "save_state": lambda: trainer.save_state(Path(command.path or "")),
+        "save_state": lambda: trainer.save_state(path or Path()),
     }
     try:
         calls[command.name]()

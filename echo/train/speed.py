@@ -14,11 +14,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from typing import TypeVar
 
 import torch
 
 from echo.train.flops import ModelFlops, peak_flops
 from echo.train.sharding import Ranks
+
+T = TypeVar("T")
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 """Bytes in what the system counts memory in."""
@@ -82,6 +85,15 @@ class Speedometer:
         finally:
             spent_s = time.perf_counter() - began_at
             self._totals.part_s[name] = self._totals.part_s.get(name, 0.0) + spent_s
+
+    def packing(self, packed: Iterator[T]) -> Iterator[T]:
+        """Yield what comes, and count the seconds that it takes to come as those of packing."""
+        while True:
+            with self.part("pack"):
+                found = next(packed, None)
+            if found is None:
+                return
+            yield found
 
     def passed(self, spans: Sequence[tuple[int, int]], num_scored: int, *, is_packed: bool) -> None:
         """Count a micro-batch that went forward and backward.

@@ -27,3 +27,12 @@ class StepError(DataError):
         super().__init__(text)
         self.reason = reason
         """bad_group, step_error (the computation raised), nonfinite_gradient or out_of_memory."""
+
+
+class MemoryShortageError(StepError):
+    """A micro-batch that the memory did not hold."""
+
+    def __init__(self, text: str, *, num_rows: int, num_tokens: int) -> None:
+        """Say what it had; padding is counted, too."""
+        super().__init__(text, reason="out_of_memory")
+        self.num_rows, self.num_tokens = num_rows, num_tokens

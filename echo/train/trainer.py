@@ -30,7 +30,8 @@ above that (config/losses.py).
 
 Several processes may train one model (sharding.py): each has a trainer, and all make the same calls
 with the same arguments. What they return is the same on each, and so is what they raise, unless a
-process fails by itself; the weights of `snapshot` are put together on the first one.
+process fails by itself. One that runs out of memory in a pass does not: all make the pass again in
+smaller micro-batches, or refuse the batch. The weights of `snapshot` are put together on the first.
 
 `save_state` holds everything the next step depends on. A trainer that loads it continues bit by bit
 on a CPU, on the same hardware and number of threads. On a GPU it continues from the same state and
@@ -44,11 +45,12 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -70,9 +72,10 @@ from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare
 from echo.train.optimizer import KINDS, STEP
 from echo.train.passes import Pass, gather_passes, pass_metrics
 from echo.train.policy import Compute, ModelSource, Policy
+from echo.train.rescoring import Rescorer, Rescoring, read_version
 from echo.train.sharding import Ranks
 from echo.train.speed import Speedometer
-from echo.train.step import StepError, StepResult
+from echo.train.step import MemoryShortageError, StepError, StepResult
 
 # --- settings -------------------------------------------------------------------------------------
 
@@ -320,6 +323,11 @@ class _Scored:
         return 0.0 * (self.logprobs if self.tokens is None else self.tokens.losses).sum()
 
 
+T = TypeVar("T")
+
+MakeRound = Callable[[Sequence[int], MicroBatch], StepError | None]
+"""Puts a micro-batch through the model, of these rows, or of none where it only keeps step."""
+
 FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 """What no group is to blame for: settings, a machine that is too small, a device that failed."""
 
@@ -355,6 +363,7 @@ class Trainer:
         advantages: AdvantageSettings | None = None,
         reference: ModelSource | None = None,
         minibatches_per_step: int = 1,
+        rescoring: Rescoring | None = None,
     ) -> None:
         """Load the model and start its optimizer.
 
@@ -369,6 +378,7 @@ class Trainer:
             reference: the frozen policy that the loss pulls towards, if it does. It never changes,
                 so no state holds it.
             minibatches_per_step: updates that a step makes, each of its share of the groups.
+            rescoring: what `rescore` is asked for, if it is.
 
         Raises:
             DataError: if the model cannot be loaded.
@@ -397,6 +407,7 @@ class Trainer:
         }
         """What this rank has of each parameter, in the same memory; all of it, if it is alone."""
         self._reference = self._load_reference(reference)
+        self._rescorer = None if rescoring is None else Rescorer(source, compute, rescoring)
         with self._memory_of_adamw():
             self._optimizer = KINDS[compute.optimizer_state](self._shards)
         self._speed = Speedometer(
@@ -413,6 +424,16 @@ class Trainer:
     def compute(self) -> Compute:
         """Where and how it computes; micro-batches may have become smaller than they were."""
         return self._policy.compute
+
+    @property
+    def _policies(self) -> list[Policy]:
+        """Every model that a micro-batch goes through."""
+        policies = [self._policy]
+        if self._reference is not None:
+            policies.append(self._reference)
+        if self._rescorer is not None:
+            policies.append(self._rescorer.policy)
+        return policies
 
     def _load_reference(self, reference: ModelSource | None) -> Policy | None:
         """Return the reference policy if the loss needs one.
@@ -454,10 +475,13 @@ class Trainer:
         Raises:
             StepError: if it cannot be computed; the gradient of earlier calls is gone too.
         """
+        has_gradient = any(tensor.grad is not None for tensor in self._parameters.values())
         try:
-            if self._ranks is not None:  # a rank cannot do part of it again by itself
-                return self._accumulate_gradients(batch, loss)
-            return self._accumulate_in_memory(batch, loss)
+            return self._in_memory(
+                batch.samples,
+                partial(self._accumulate_gradients, batch, loss),
+                can_begin_again=not has_gradient,
+            )
         except BaseException:
             self._drop_gradients()
             raise
@@ -468,13 +492,48 @@ class Trainer:
 
         Returns:
             For each group and rollout, [T] nats at the sampling temperature.
+
+        Raises:
+            StepError: if the memory does not hold one of them.
         """
+        return self._score_groups(groups, self._policy, self._own_logprobs)
+
+    @torch.no_grad()
+    def rescore(
+        self, groups: Sequence[Group], version: Path | None
+    ) -> list[list[npt.NDArray[np.float32]]]:
+        """Return what published weights say of every completion token.
+
+        Args:
+            groups: any, with tokens of any version.
+            version: the safetensors file of the weights; None for those that these would be
+                published as.
+
+        Returns:
+            For each group and rollout, [T, 2] nats: log-probabilities at the sampling temperature,
+            and the log of the mass that top_k and top_p leave.
+
+        Raises:
+            StorageError: if the file cannot be read.
+            StepError: if the memory does not hold one of them.
+        """
+        assert self._rescorer is not None, "it takes a model of its own, and none was asked for"
+        if version is None:
+            self._rescorer.take(self._policy.tensors())
+        else:
+            self._rescorer.policy.load(read_version(version, self._ranks))
+        return self._score_groups(groups, self._rescorer.policy, self._rescorer.score)
+
+    def _score_groups(
+        self, groups: Sequence[Group], policy: Policy, score: Callable[[MicroBatch], Tensor]
+    ) -> list[list[npt.NDArray[np.float32]]]:
+        """Return the scores of each group and rollout; arguments as for `_score_rows`."""
         rows = [
             TrainingRow(prompt_ids=group.prompt_ids, rollout=rollout, advantage=0.0)
             for group in groups
             for rollout in group.rollouts
         ]
-        scores = iter(self._score_rows(rows))
+        scores = iter(self._in_memory(rows, partial(self._score_rows, rows, policy, score)))
         return [[next(scores) for _ in group.rollouts] for group in groups]
 
     def optim_step(self, settings: OptimizerSettings) -> float:
@@ -554,7 +613,6 @@ class Trainer:
             StepError: if the batch cannot be trained on; nothing was changed.
         """
         self._speed.begin()
-        self._notices.clear()
         try:
             metrics = self._train(groups)
         except StepError as error:
@@ -563,10 +621,11 @@ class Trainer:
         metrics["lr"] = self._settings.learning_rate_at(self._step_count + 1)
         metrics["optimizer/skipped_nonfinite"] = self._num_skipped_nonfinite
         self._step_count += 1
+        notices, self._notices = tuple(self._notices), []
         return StepResult(
             metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
             speed=self._speed.metrics(),
-            notices=tuple(self._notices),
+            notices=notices,
         )
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
@@ -728,54 +787,45 @@ class Trainer:
             return list(batches)
         later = []
         for batch in batches[1:]:
-            scores = self._score_in_memory(batch.samples)
-            rows = [
+            rows = batch.samples
+            make = partial(self._score_rows, rows, self._policy, self._own_logprobs)
+            scores = self._in_memory(rows, make)
+            scored = [
                 replace(row, proximal_logprobs=score)
-                for row, score in zip(batch.samples, scores, strict=True)
+                for row, score in zip(rows, scores, strict=True)
             ]
-            later.append(replace(batch, samples=rows))
+            later.append(replace(batch, samples=scored))
         return [*batches[:1], *later]
 
-    def _score_in_memory(self, rows: Sequence[TrainingRow]) -> list[npt.NDArray[np.float32]]:
-        """Return what `_score_rows` does, in smaller micro-batches if the memory is too small."""
-        if self._ranks is not None:
-            return self._score_rows(rows)
-        while True:
-            try:
-                with _blaming_the_batch():
-                    return self._score_rows(rows)
-            except torch.OutOfMemoryError as error:
-                text = str(error)
-            self._take_smaller_micro_batches(rows, text)
-
-    def _take_smaller_micro_batches(self, rows: Sequence[TrainingRow], cause: str) -> None:
+    def _take_smaller_micro_batches(
+        self, rows: Sequence[TrainingRow], shortage: MemoryShortageError
+    ) -> None:
         """Halve the budget below what the memory did not hold, and note it.
 
         Raises:
             StepError: if that was what cannot be cut.
         """
-        num_rows, num_tokens = self._policy.last_micro_batch
+        num_tokens = shortage.num_tokens
         size = sum(row.num_inputs for row in rows)
         what = (
             f"step {self._step_count + 1}, {len(rows)} rollouts of {size} tokens, ran out of "
             f"memory with {num_tokens} tokens in a micro-batch"
         )
-        cause = cause.partition("\n")[0]
-        if num_rows == 1 or num_tokens > self.compute.micro_batch_tokens:
+        if shortage.num_rows == 1 or num_tokens > self.compute.micro_batch_tokens:
             text = (
                 f"{what}, which cannot be cut: set learner.gradient_checkpointing = true, or lower "
-                f"sampling.max_completion_tokens ({cause})"
+                f"sampling.max_completion_tokens ({shortage})"
             )
             raise StepError(text, reason="out_of_memory")
         smaller = num_tokens // 2
-        self._policy.compute = replace(self.compute, micro_batch_tokens=smaller)
+        for policy in self._policies:
+            policy.compute = replace(policy.compute, micro_batch_tokens=smaller)
         self._speed.micro_batch_tokens = smaller
         self._notices.append(
             f"{what}; it goes on with learner.micro_batch_tokens = {smaller}: set that, or "
-            f"learner.gradient_checkpointing = true, before the next start ({cause})"
+            f"learner.gradient_checkpointing = true, before the next start ({shortage})"
         )
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._free_memory()
 
     def _take_gradient(self, batch: StepBatch) -> Pass:
         """Add the gradient of a batch under the step's own loss.
@@ -815,64 +865,138 @@ class Trainer:
         self._optimizer.load(undo.moments)
 
     # --- parts of a pass -------------------------------------------------------------------------
+    #
+    # Where there are several ranks all of them make a pass together, in rounds of a micro-batch
+    # each: what is called within a round is called by all of them, as often and in the same order,
+    # whatever becomes of one's own micro-batch.
 
-    def _accumulate_in_memory(self, batch: StepBatch, loss: Loss) -> Pass:
-        """Do what `_accumulate_gradients` does, in smaller micro-batches if the memory is short."""
-        has_gradient = any(tensor.grad is not None for tensor in self._parameters.values())
+    def _in_memory(
+        self, rows: Sequence[TrainingRow], make: Callable[[], T], *, can_begin_again: bool = True
+    ) -> T:
+        """Make a pass, again in smaller micro-batches if the memory of any rank is too small.
+
+        Args:
+            rows: that go through the model.
+            make: the pass.
+            can_begin_again: whether it may be made again without its caller.
+
+        Raises:
+            StepError: if it cannot be made, or not again.
+        """
+        # What happens to one of several ranks alone is no batch's fault, and ends the job.
+        blaming = _blaming_the_batch if self._ranks is None else nullcontext
         while True:
             try:
-                with _blaming_the_batch():
-                    return self._accumulate_gradients(batch, loss)
-            except torch.OutOfMemoryError as error:
-                text = str(error)
-            # Here the error is gone, and with it what its frames held.
-            self._drop_gradients()
-            self._take_smaller_micro_batches(batch.samples, text)
-            if has_gradient:
+                with blaming():
+                    return make()
+            except MemoryShortageError as error:
+                shortage = error
+            self._take_smaller_micro_batches(rows, shortage)
+            if not can_begin_again:
                 text = "the gradients of earlier calls were lost when the memory ran out"
                 raise StepError(text, reason="out_of_memory")
 
-    def _accumulate_gradients(self, batch: StepBatch, loss: Loss) -> Pass:
-        """Run forward and backward over the micro-batches of a batch.
+    def _make_rounds(
+        self,
+        policy: Policy,
+        micro_batches: Iterable[tuple[Sequence[int], MicroBatch]],
+        make: MakeRound,
+    ) -> None:
+        """Make the rounds of a pass, and find out what all ranks have to know of it.
 
-        Where there are several ranks they do so together: what is called here is called by all of
-        them, as often and in the same order, whatever becomes of one's own micro-batch.
+        A rank that runs out of memory makes the rest of that round, and the rounds to come, with
+        nothing: so no other rank waits for it, and at the end of the pass all of them are told.
+
+        Args:
+            policy: whose micro-batches they are.
+            micro_batches: of this rank, on the CPU.
+            make: makes a round, and returns what it has failed with if that is this rank's affair
+                alone.
+
+        Raises:
+            MemoryShortageError: on all ranks, if the memory of one was too small.
+            StepError: on all ranks, if `make` returned one on any.
         """
+        ranks, failure = self._ranks, None
+        for indices, micro in micro_batches:
+            if isinstance(failure, MemoryShortageError):
+                make((), policy.no_micro_batch().to(self.device))
+                continue
+            if ranks is not None:
+                ranks.collectives.begin_round()
+            try:
+                failure = make(indices, micro.to(self.device)) or failure
+                continue
+            except torch.OutOfMemoryError as error:
+                if not indices:
+                    raise  # not even a token
+                failure = MemoryShortageError(
+                    str(error).partition("\n")[0],
+                    num_rows=len(indices),
+                    num_tokens=micro.input_ids.numel(),
+                )
+            # Here the error is gone, and with it what its frames held.
+            if ranks is None:
+                raise failure
+            for each in self._policies:
+                each.abandon()
+            self._free_memory()
+            ranks.collectives.begin_round_again()
+            make((), policy.no_micro_batch().to(self.device))
+        if ranks is not None:
+            ranks.raise_together(failure)
+
+    def _free_memory(self) -> None:
+        """Let others have the memory that nothing lies in."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _accumulate_gradients(self, batch: StepBatch, loss: Loss) -> Pass:
+        """Run forward and backward over the micro-batches of a batch."""
         needs = needs_of(loss)
         scores = self._score_batch(batch.samples, needs) if needs.batch_scores else None
-        found, passed = [], []
-        failure: StepError | None = None
-        micro_batches = self._policy.micro_batches(batch.samples, whole_groups=needs.whole_groups)
-        while True:
-            with self._speed.part("pack"):
-                indices, micro = next(micro_batches, ((), None))
-            if micro is None:
-                break
+        found: list[Pass] = []
+        passed: list[tuple[list[tuple[int, int]], int]] = []
+        has_failed = False
+
+        def make_round(indices: Sequence[int], micro: MicroBatch) -> StepError | None:
+            nonlocal has_failed
+            failure: StepError | None = None
+            objective: Tensor | None = None
             scored = self._scored(micro, loss)
             reference = self._reference_logprobs(micro)
-            objective: Tensor | None = None
-            try:
-                if indices and failure is None:
+            if indices and not has_failed:
+                try:
                     with _blaming_the_batch():
                         objective, part = self._part(scored, micro, reference, batch, loss, scores)
                     found.append(part)
-            except StepError as error:
-                if self._ranks is None:
-                    raise
-                failure = error
+                except StepError as error:
+                    if self._ranks is None:
+                        raise
+                    has_failed, failure = True, error
             objective = scored.no_loss if objective is None else objective
             objective.backward()  # type: ignore[no-untyped-call]
             rows = [batch.samples[index] for index in indices]
             passed.append((micro.spans(rows), sum(row.num_trained for row in rows)))
+            return failure
+
+        micro_batches = self._policy.micro_batches(batch.samples, whole_groups=needs.whole_groups)
+        try:
+            self._make_rounds(self._policy, self._speed.packing(micro_batches), make_round)
+        except MemoryShortageError:
+            self._drop_gradients()
+            raise
         for spans, num_scored in passed:
             self._speed.passed(spans, num_scored, is_packed=self._policy.is_packed)
         if self._ranks is None:
             return Pass.joined(found)
-        self._ranks.raise_together(failure)
         return gather_passes(found, self._ranks, self.device)
 
     def _logprobs(self, micro: MicroBatch, *, entropy: EntropyMode) -> tuple[Tensor, Tensor]:
         return self._policy.logprobs(micro, inv_temperature=self._inv_temperature, entropy=entropy)
+
+    def _own_logprobs(self, micro: MicroBatch) -> Tensor:
+        return self._logprobs(micro, entropy="none")[0]
 
     def _scored(self, micro: MicroBatch, loss: Loss) -> _Scored:
         """Put a micro-batch through the model, as the loss needs it."""
@@ -953,11 +1077,15 @@ class Trainer:
         """Return every trained token's log-ratio and advantage, by a pass without gradient."""
         log_ratios = [torch.empty(0, device=self.device)]
         advantages = [torch.empty(0, device=self.device)]
-        for indices, micro in self._policy.micro_batches(samples, whole_groups=needs.whole_groups):
+
+        def make_round(indices: Sequence[int], micro: MicroBatch) -> None:
             logprobs, _ = self._logprobs(micro, entropy="none")
             if indices:
                 log_ratios.append(micro.pick(logprobs - micro.sampler_logprobs))
                 advantages.append(micro.pick(micro.advantages[:, None].expand_as(logprobs)))
+
+        micro_batches = self._policy.micro_batches(samples, whole_groups=needs.whole_groups)
+        self._make_rounds(self._policy, micro_batches, make_round)
         own = {"log_ratios": torch.cat(log_ratios), "advantages": torch.cat(advantages)}
         if self._ranks is None:
             return BatchScores(**own)
@@ -967,13 +1095,26 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def _score_rows(self, rows: Sequence[TrainingRow]) -> list[npt.NDArray[np.float32]]:
-        """Return [T] log-probabilities of every token of each row, by a pass without gradient."""
+    def _score_rows(
+        self,
+        rows: Sequence[TrainingRow],
+        policy: Policy,
+        score: Callable[[MicroBatch], Tensor],
+    ) -> list[npt.NDArray[np.float32]]:
+        """Return [T, ...] scores of every token of each row, by a pass without gradient.
+
+        Args:
+            rows: any.
+            policy: that they go through.
+            score: returns the scores of a micro-batch, [B, T, ...].
+        """
         own: dict[str, Tensor] = {}
-        for indices, micro in self._policy.micro_batches(rows, score_all=True):
-            logprobs, _ = self._logprobs(micro, entropy="none")
-            for index, values in zip(indices, logprobs.cpu(), strict=False):
+
+        def make_round(indices: Sequence[int], micro: MicroBatch) -> None:
+            for index, values in zip(indices, score(micro).cpu(), strict=False):
                 own[str(index)] = values[: rows[index].rollout.num_tokens].clone()
+
+        self._make_rounds(policy, policy.micro_batches(rows, score_all=True), make_round)
         parts = [own] if self._ranks is None else self._ranks.gather_tensors(own)
         scores = {name: values.numpy() for part in parts for name, values in part.items()}
         return [scores[str(index)] for index in range(len(rows))]

@@ -173,10 +173,12 @@ def test_a_reference_takes_its_weights() -> None:
 
 def test_ranks_divide_what_is_not_for_the_moment() -> None:
     machine = Machine(host_bytes=64 * GIB, gpu_bytes=64 * GIB)
-    config = config_of("learner.gradient_checkpointing=true", "reference.kl_coef=0.1")
+    held = ("reference.kl_coef=0.1", "metrics.attribution_steps=10")
+    config = config_of("learner.gradient_checkpointing=true", *held)
     budget = memory_budget(config, "learner", QWEN3_600M, machine, num_ranks=8)
     found, size = sizes(budget), QWEN3_600M.num_params
     assert found["masters"] == found["gradients"] == found["reference"] == size // 2
+    assert found["attribution"] == size // 2
     assert found["Adam moments"] == size
     assert "rounded weights" not in found
     # Embedding, a layer and the next, in bfloat16.

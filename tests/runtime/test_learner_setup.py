@@ -6,9 +6,11 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from echo.config.memory import Machine
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError
 from echo.core.rollout import Lineage
+from echo.engine.engine import Request
 from echo.engine.lora import (
     base_settings,
     export_adapter,
@@ -25,7 +28,8 @@ from echo.engine.lora import (
     learner_lora,
     worker_lora,
 )
-from echo.engine.model import build_model, save_tiny_model
+from echo.engine.model import build_model, make_sampling, save_tiny_model
+from echo.engine.weights import publish_image, tensors_from_image
 from echo.runtime.learner import setup
 from echo.runtime.learner.resume import StartingPoint
 from echo.runtime.learner.setup import build_loss, build_trainer
@@ -261,3 +265,20 @@ def test_the_reference_is_the_base(tiny_model_dir: Path, tmp_path: Path) -> None
     pulls = [trainer.step([make_group([1, 0], 2)]).metrics["kl/reference"] for _ in range(3)]
     assert pulls[0] == pytest.approx(0.0, abs=1e-7)
     assert pulls[2] > 1e-6
+
+
+def test_the_evaluation_of_several_ranks_has_no_weights_of_its_own(model_dir: Path) -> None:
+    config = make_config(model_dir)
+    weights = build_model(seed=1).state_dict()
+    specs, image = publish_image(weights, config.model.dtype)
+    given: Any = SimpleNamespace(model_dir=model_dir, lora=None)
+    crew: Any = object()
+    engine = setup.evaluation_engine(config, given, crew)
+    engine.load(tensors_from_image(specs, memoryview(image).toreadonly()))
+    start = np.frombuffer(image, np.uint8).ctypes.data
+    parameters = list(engine._model.parameters())
+    assert all(start <= each.data_ptr() < start + len(image) for each in parameters)
+    sampling = make_sampling(config, [])
+    request = Request("eval.0", np.array([1, 4], np.int32), seed=0)
+    [found] = engine.generate([request], dataclasses.replace(sampling, max_completion_tokens=2))
+    assert len(found.token_ids) == 2

@@ -5,6 +5,7 @@ What it returns is of JSON, and that of rank 0 counts.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -27,6 +28,7 @@ from echo.algo.loss import Loss, LossInputs, LossNeeds, LossOutput, needs_of
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
 from echo.core.errors import RankError, StorageError
 from echo.core.rollout import Group, PolicyVersion
+from echo.engine.engine import Sampling
 from echo.engine.lora import Lora
 from echo.engine.weights import VersionImages, Weights
 from echo.runtime.learner import publish as publish_module
@@ -35,8 +37,9 @@ from echo.train import sharded_images, sharding
 from echo.train.batch import AdvantageSettings
 from echo.train.policy import Compute, ModelSource, Policy
 from echo.train.ranks import Build, Crew, LeadTrainer, follow
+from echo.train.rescoring import Rescoring
 from echo.train.sharding import Ranks
-from echo.train.step import StepError, StepResult
+from echo.train.step import StepError
 from echo.train.trainer import Trainer
 from echo.weights import delta
 from echo.weights.delta import block_bytes_of
@@ -113,7 +116,9 @@ class Pair:
 
     def compare(self, *batches: Sequence[Group]) -> dict[str, float]:
         """Return how far they are apart, relative where a number may be of any size."""
-        found = [self.together.step(groups).metrics for groups in batches]
+        results = [self.together.step(groups) for groups in batches]
+        found = [result.metrics for result in results]
+        self.notices = [notice for result in results for notice in result.notices]
         scores, weights = self.together.forward(batches[0][:1]), self.together.snapshot()
         assert bool(weights) == (self.alone is not None), "only the first rank has them"
         off: dict[str, float] = {}
@@ -195,6 +200,70 @@ def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
     trainer._num_skipped_nonfinite = 0
     pair.restart(Touchy())
     found["next"] = pair.compare(groups)
+    return found
+
+
+SHORTAGES: dict[str, dict[str, Any]] = {
+    "backward": {"gradient_checkpointing": True},
+    "reference": {"loss": REFERENCE_LOSS},
+    # Before the update of a second minibatch its rows are scored.
+    "layer": {"loss": LOSSES["decoupled_ppo"], "minibatches_per_step": 2},
+}
+"""Where a rank may run out of memory, and what has it pass there."""
+
+
+class Memory:
+    """Of a rank's device: for so many tokens at a time, wherever they are looked at."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+    def take(self, per_token: torch.Tensor) -> None:
+        if per_token.numel() > self.num_tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB.\nDetails")
+
+    def limit(self, trainer: Trainer, where: str) -> None:
+        """Look in the middle of a unit of the model."""
+        policy = trainer._policy if where != "reference" else trainer._reference
+        assert policy is not None
+        layer = policy.model.model.layers[0].mlp
+
+        def look_later(_: Any, __: Any, output: torch.Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda gradient: self.take(gradient[..., 0]))
+
+        if where == "backward":
+            layer.register_forward_hook(look_later)
+        else:
+            layer.register_forward_pre_hook(lambda _, given: self.take(given[0][..., 0]))
+
+
+def short_of_memory(crew: Crew, model_dir: str, reference_dir: str) -> dict[str, Any]:
+    """Steps of ranks of which the last has less memory, or all have too little for one group."""
+    ranks, groups = crew.ranks, make_groups(6)
+    found: dict[str, Any] = {}
+    for where, options in SHORTAGES.items():
+        reference = ModelSource(model_dir=Path(reference_dir))
+        given = {"reference": reference} if where == "reference" else {}
+        pair = Pair(model_dir, ranks, **options, **given)
+        memory = Memory(30 if ranks.rank == ranks.size - 1 else 1000)
+        memory.limit(pair.together, where)
+        off = pair.compare(groups)
+        said = [pair.together.compute.micro_batch_tokens, *pair.notices]
+        told = [json.loads(each) for each in ranks.gather(json.dumps(said).encode())]
+        found[where] = {"off": off, "told": told}
+    # The last pair goes on.
+    short, long = make_group([1, 0], 0), make_group([1, 0, 0, 1], 5)
+    longest = max(rollout.num_tokens for rollout in long.rollouts)
+    memory.num_tokens = len(long.prompt_ids) + longest - 2
+    reason = ""
+    try:
+        pair.together.step([short, long])
+    except StepError as error:
+        reason = f"{error.reason}: {error}"
+    found["reasons"] = [each.decode() for each in ranks.gather(reason.encode())]
+    found["faulty"] = list(pair.together.find_faulty([short, long]))
+    found["next"] = pair.compare([short])
     return found
 
 
@@ -296,9 +365,15 @@ def state_trainer(
 # ------------------------------------------------------------------------------ a leader and others
 
 
+RESCORING = Rescoring(
+    sampling=Sampling(temperature=1, top_p=1, top_k=4, max_completion_tokens=9, stop_ids=()),
+    published_dtype=torch.bfloat16,
+)
+
+
 def build_for(ranks: Ranks, model_dir: str) -> Build:
     def build(checkpoint: Path | None) -> Trainer:
-        trainer = make_trainer(model_dir, ranks, loss=Touchy())
+        trainer = make_trainer(model_dir, ranks, loss=Touchy(), rescoring=RESCORING)
         if checkpoint is not None:
             trainer.load_state(checkpoint)
         return trainer
@@ -314,7 +389,9 @@ def lead(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
         return {}
     groups, bad = make_groups(5), make_group([1, 1e9], 7)
     led = LeadTrainer(crew, build, None, published_dtype="bfloat16")
-    alone = make_trainer(model_dir, None, loss=Touchy())
+    alone = make_trainer(model_dir, None, loss=Touchy(), rescoring=RESCORING)
+    version = Path(directory).with_name("version")
+    save_file(alone.snapshot(), version)
     reason = ""
     try:
         led.step([*groups, bad])
@@ -324,13 +401,28 @@ def lead(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
     off = {"loss": led.step(groups).metrics["loss/policy"]}
     off["loss"] -= alone.step(groups).metrics["loss/policy"]
     led.save_state(Path(directory))
-    pairs = zip(led.forward(groups[:1])[0], alone.forward(groups[:1])[0], strict=True)
-    off["scores"] = max(float(abs(mine - want).max()) for mine, want in pairs)
+    for name, ask in {
+        "scores": lambda trainer: trainer.forward(groups[:1]),
+        "as published": lambda trainer: trainer.rescore(groups[:2], None),
+        "of a version": lambda trainer: trainer.rescore(groups[:2], version),
+    }.items():
+        pairs = [zip(*each, strict=True) for each in zip(ask(led), ask(alone), strict=True)]
+        off[name] = max(float(abs(mine - want).max()) for each in pairs for mine, want in each)
+    version.write_bytes(b"half of it")
+    with suppress(StorageError):
+        led.rescore(groups, version)
+        off["of no version"] = 1.0
     weights, wanted = led.snapshot(), alone.tensors()
     off["weights"] = max(float((weights[n] - t.detach()).abs().max()) for n, t in wanted.items())
     crew.dismiss()
     off = {name: abs(value) for name, value in off.items()}
-    return {"reason": reason, "faulty": list(faulty), "off": off, "step": led.step_count}
+    rescorer = led._trainer._rescorer
+    assert rescorer is not None
+    tensors = rescorer.policy.tensors().values()
+    held = sum(sharding.local(each).numel() for each in tensors) / sum(t.numel() for t in tensors)
+    return {"reason": reason, "faulty": list(faulty), "off": off, "step": led.step_count} | {
+        "held": held
+    }
 
 
 # ------------------------------------------------------------------------------------- publication
@@ -412,21 +504,26 @@ def no_connection(*_: object) -> None:
 
 
 def lose_one(crew: Crew, model_dir: str, how: str) -> dict[str, Any]:
-    """Lose the last rank within a step, in one way or another; return what the leader says."""
+    """Lose the last rank, in one way or another; return what the leader says.
+
+    The others are in the middle of a step, or score under a version.
+    """
+    is_scoring = how in {"killed", "hangs"}
 
     def build(checkpoint: Path | None) -> Trainer:
         trainer = build_for(crew.ranks, model_dir)(checkpoint)
         if crew.ranks.rank == crew.ranks.size - 1:
-            trainer.step = fail  # type: ignore[method-assign]
+            if how == "has no memory":
+                Memory(0).limit(trainer, "layer")
+            assert trainer._rescorer is not None
+            policy = trainer._rescorer.policy if is_scoring else trainer._policy
+            policy.model.model.layers[0].mlp.register_forward_pre_hook(fail)
         return trainer
 
-    def fail(groups: Sequence[Group]) -> StepResult:
-        if how == "raises":
-            raise MemoryError("of 80 GB, 81 are taken")
+    def fail(*_: object) -> None:
         if how == "hangs":
             time.sleep(60)
         os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[how])
-        raise AssertionError("it has been killed")
 
     if crew.ranks.rank:
         follow(crew, build, logging.getLogger())
@@ -436,7 +533,10 @@ def lose_one(crew: Crew, model_dir: str, how: str) -> dict[str, Any]:
     crew.beats.on_silence = silent.append
     began = time.monotonic()
     try:
-        led.step(make_groups(3))
+        if is_scoring:
+            led.rescore(make_groups(3), None)
+        else:
+            led.step(make_groups(3))
     except RankError as error:
         return {"says": str(error), "after_s": time.monotonic() - began, "silent": silent}
     return {}

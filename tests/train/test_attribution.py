@@ -14,13 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import Sampling
 from echo.engine.hf.batch import sampling_logprobs
 from echo.engine.weights import Weights
-from echo.train.attribution import MismatchProbe
+from echo.train.attribution import Attribution, MismatchProbe
 from echo.train.policy import Policy, frozen_policy
+from echo.train.rescoring import Rescorer, Rescoring
+from echo.train.step import StepError, StepResult
 from echo.train.trainer import Trainer
 from tests.train.test_trainer import (
     MakeTrainer,
@@ -58,23 +61,28 @@ def frozen(model_dir: Path, **options: Any) -> Policy:
 
 
 @pytest.fixture
-def measure(tiny_model_dir: Path) -> Measure:
+def measure(tiny_model_dir: Path, tmp_path: Path) -> Measure:
     def run(
         trainer: Trainer,
         groups: Sequence[Group],
-        versions: dict[PolicyVersion, Weights],
+        versions: dict[PolicyVersion, Weights | bytes],
         *,
         dtype: torch.dtype = torch.float32,
         keeps: Callable[[Sequence[int]], bool] = lambda _: True,
         num_rollouts: int = 100,
         **changes: Any,
     ) -> dict[str, float]:
+        paths = {version: tmp_path / f"{version.step}" for version in versions}
+        for version, weights in versions.items():
+            data = weights if isinstance(weights, bytes) else save(dict(weights))
+            paths[version].write_bytes(data)
+        trainer._rescorer = Rescorer(
+            *split(tiny_model_dir, {"micro_batch_tokens": 40, "vocab_chunk": 16}),
+            Rescoring(sampling=sampling(**changes), published_dtype=dtype),
+        )
         probe = MismatchProbe(
-            frozen(tiny_model_dir, micro_batch_tokens=40, vocab_chunk=16),
-            SimpleNamespace(load=versions.get),
+            SimpleNamespace(find=paths.get, forget=paths.pop),
             SimpleNamespace(keeps=keeps),
-            sampling=sampling(**changes),
-            published_dtype=dtype,
             num_rollouts=num_rollouts,
             seed=0,
         )
@@ -214,7 +222,8 @@ def test_versions_that_are_gone_are_skipped_and_counted(
         for rollout in new.rollouts
     )
     new = dataclasses.replace(new, rollouts=newer)
-    found = measure(trainer, [old, new], {V1: trainer.snapshot()})
+    # What is no safetensors file counts as gone, too.
+    found = measure(trainer, [old, new], {V0: b"half a version", V1: trainer.snapshot()})
     assert found["tokens"] == new.num_tokens
     assert found["skipped"] == pytest.approx(old.num_tokens / (old.num_tokens + new.num_tokens))
     nothing = measure(trainer, [old, new], {})
@@ -237,3 +246,15 @@ def test_the_sample_is_small_and_texts_that_encode_otherwise_are_counted(
     assert len(seen) == 8
     assert found["retokenised"] == 0.25
     assert found["tokens"] == sum(map(len, seen))
+
+
+def test_a_step_is_made_without_a_measurement_that_fails() -> None:
+    def measure(*_: object) -> dict[str, float]:
+        raise StepError("too long", reason="out_of_memory")
+
+    result = StepResult(metrics={"lr": 1.0}, notices=("slow",))
+    trainer: Any = SimpleNamespace(step_count=4, step=lambda _: result)
+    probe: Any = SimpleNamespace(measure=measure)
+    found = Attribution(trainer, probe, SimpleNamespace(), interval_steps=2).step([])
+    assert found.metrics == {"lr": 1.0}
+    assert found.notices == ("no attribution at step 5: too long", "slow")

@@ -23,10 +23,10 @@ A_STEP = 3e-4
 """By how much a step moves a weight, at most."""
 
 DEATHS = {
-    "killed": "rank {} gives no sign of life",
-    "raises": "rank {}: step: MemoryError: of 80 GB, 81 are taken",
-    "stopped": "rank {} gives no sign of life",
-    "hangs": "rank {} does not answer, and is alive: it hangs",
+    "killed": "with rescore: rank {} gives no sign of life",
+    "has no memory": "with step: rank {}: step: OutOfMemoryError: CUDA out of memory",
+    "stopped": "with step: rank {} gives no sign of life",
+    "hangs": "with rescore: rank {} does not answer, and is alive: it hangs",
 }
 """Ways of a rank to fail, and what the leader says of it."""
 
@@ -57,6 +57,7 @@ def answers(
         "variants": ("variants", size, {"model_dir": tiny, "untied_dir": untied}),
         "trouble": ("trouble", size, {"model_dir": tiny}),
         "bfloat16": ("in_bfloat16", size, {"model_dir": tiny}),
+        "memory": ("short_of_memory", size, {"model_dir": tiny, "reference_dir": other}),
     }
     led = tmp_path_factory.mktemp("led")
     asked["led"] = ("lead", size, {"model_dir": tiny, "directory": str(led)})
@@ -174,6 +175,30 @@ def test_nothing_is_left_of_a_failure(answers: Answers) -> None:
     assert answers["trouble"]["faulty"] == [3]
 
 
+@pytest.mark.parametrize("where", rank_cases.SHORTAGES)
+def test_all_ranks_go_on_with_what_the_memory_of_one_holds(
+    where: str, answers: Answers, request: pytest.FixtureRequest
+) -> None:
+    found = answers["memory"][where]
+    assert_near(found["off"])
+    first, *others = found["told"]
+    assert all(told == first for told in others)
+    smaller, *notices = first
+    assert 15 <= smaller <= 40
+    assert f"learner.micro_batch_tokens = {smaller}: set that" in notices[-1]
+    cause = f"(rank {last_rank(request)}: CUDA out of memory. Tried to allocate 7 GiB.)"
+    assert all(notice.endswith(cause) for notice in notices)
+
+
+def test_a_rollout_that_no_rank_holds_ends_its_group_on_all(answers: Answers) -> None:
+    found = answers["memory"]
+    assert len(set(found["reasons"])) == 1
+    assert found["reasons"][0].startswith("out_of_memory: step 2, 4 rollouts of ")
+    assert ", which cannot be cut: " in found["reasons"][0]
+    assert found["faulty"] == [5]
+    assert_near(found["next"])
+
+
 def test_a_state_that_would_lie_on_several_disks_is_refused(answers: Answers) -> None:
     said = "HERE of rank 0 on THIS is not there for rank 1 on THIS"
     assert answers["trouble"]["apart"].startswith(said)
@@ -195,11 +220,14 @@ def test_a_state_is_continued_by_any_number_of_ranks(kind: str, answers: Answers
         assert 0 <= after < 1e-3 * A_STEP
 
 
-def test_the_first_rank_leads_the_others(answers: Answers, tiny_model_dir: Path) -> None:
+def test_the_first_rank_leads_the_others(
+    answers: Answers, tiny_model_dir: Path, request: pytest.FixtureRequest
+) -> None:
     led = answers["led"]
     assert led["reason"] == "bad_group"
     assert led["faulty"] == [7]
     assert led["step"] == 1
+    assert led["held"] < 1 / (1 + last_rank(request)) + 0.01  # to score under other weights
     assert led["off"].pop("weights") < 0.01 * A_STEP
     assert all(far < 1e-6 for far in led["off"].values())
     trainer = make_trainer(str(tiny_model_dir), None)
@@ -232,7 +260,7 @@ def test_a_rank_that_fails_ends_the_job_with_its_name(
     assert number >= 1
     said = answer.found["says"]
     assert DEATHS[how].format(last_rank(request)) in said
-    assert "cannot go on with step" in said
+    assert "cannot go on" in said
     # A collective's time, which is 5 s here, and what explaining takes.
     assert answer.found["after_s"] < 15
     if how != "killed":  # which shows at once, and as silence after a while

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -81,7 +82,7 @@ from echo.runtime.threads import Threads
 from echo.tasks import tokenization
 from echo.tasks.rewards import TaskHost
 from echo.tasks.task import Task, load_task, task_digests
-from echo.train.attribution import make_attribution
+from echo.train.attribution import make_attribution, make_rescoring
 from echo.train.batch import AdvantageSettings
 from echo.train.policy import ModelSource, float32_attention, learner_compute
 from echo.train.ranks import AnyTrainer, Crew, LeadTrainer, follow
@@ -247,6 +248,7 @@ def make_trainer(
         ),
         reference=find_reference(config, model_dir, lora),
         minibatches_per_step=config.batch.minibatches_per_step,
+        rescoring=make_rescoring(config),
     )
     if checkpoint is not None:
         trainer.load_state(checkpoint)
@@ -356,7 +358,7 @@ def open_run(
         images = partial(make_images, config, has_room_on_gpu=has_room_for_versions(config, data))
         trainer = build_trainer(config, data.model_dir, start, data.lora, crew)
         log.info("%s", trainer.describe_rows())
-        attribution = make_attribution(config, data.model_dir, trainer, data.lora)
+        attribution = make_attribution(config, data.model_dir, trainer)
         buffer = fill_buffer(config, start, trainer, events=events)
         session = build_session(
             config, identity, data, start, buffer, advertise=advertise, events=events
@@ -612,7 +614,7 @@ def assemble_learner(
 ) -> LearnerNode:
     """Join a learner on a transport that has been started; otherwise as `build_learner`."""
     # Before the run begins: where nothing can be evaluated it leaves no trace.
-    evaluations = build_evaluations(config, data, log=log)
+    evaluations = build_evaluations(config, data, log=log, crew=crew)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     identity = load_or_create_identity(config.run_dir, run_name=config.run.name)
     advertise = wiring.advertised(transport.listen_address, config.learner.advertise) or ""
@@ -639,7 +641,9 @@ def assemble_learner(
     return node
 
 
-def build_evaluations(config: Config, data: Data, *, log: logging.Logger) -> Evaluations | None:
+def build_evaluations(
+    config: Config, data: Data, *, log: logging.Logger, crew: Crew | None = None
+) -> Evaluations | None:
     """Return the held-out evaluation, or None if it is off.
 
     Raises:
@@ -661,12 +665,7 @@ def build_evaluations(config: Config, data: Data, *, log: logging.Logger) -> Eva
             f"the task {config.task.kind} has no held-out prompt of at most {max_tokens} tokens to "
             "evaluate on; give it some, or set eval.interval_steps=0"
         )
-    engine = TransformersEngine(
-        data.model_dir,
-        device=pick_device(config.learner.device),
-        attn_implementation=float32_attention(config.model.attn_implementation),
-        lora=data.lora,
-    )
+    engine = evaluation_engine(config, data, crew)
     evaluator = Evaluator(
         engine,
         data.host,
@@ -678,6 +677,29 @@ def build_evaluations(config: Config, data: Data, *, log: logging.Logger) -> Eva
     )
     return Evaluations(
         evaluator, interval_steps=section.interval_steps, max_steps=config.run.max_steps
+    )
+
+
+def evaluation_engine(config: Config, data: Data, crew: Crew | None) -> TransformersEngine:
+    """Return what held-out prompts are sampled with.
+
+    A process alone has a float32 model of its own for it, where it trains. Several ranks would all
+    wait for the GPU of the first, which need not hold the model. So that one samples on its CPU, in
+    the type that is published: its model is the image of the version, in place (engine/hf).
+    """
+    learner = config.learner
+    device, dtype, num_threads = pick_device(learner.device), "float32", 0
+    if crew is not None:
+        device, dtype = "cpu", config.model.dtype
+        # torchrun has left one to each process.
+        num_threads = learner.num_threads or max(1, (os.cpu_count() or 1) // 2)
+    return TransformersEngine(
+        data.model_dir,
+        device=device,
+        dtype=dtype,
+        attn_implementation=float32_attention(config.model.attn_implementation),
+        num_threads=num_threads,
+        lora=data.lora,
     )
 
 

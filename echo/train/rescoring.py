@@ -1,0 +1,119 @@
+"""Scores of rollouts under published weights, by a frozen model beside the one that is trained.
+
+It computes in float32, and is cut up over the ranks as the other one is. Its weights are those of
+the trainer as they would be published, or a version's from a file, of which each rank reads its own
+rows: no rank has the model whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from echo.algo.batching import MicroBatch
+from echo.core.errors import StorageError
+from echo.engine.engine import Sampling
+from echo.engine.hf.batch import sampling_logprobs
+from echo.train import sharding
+from echo.train.policy import Compute, ModelSource, frozen_policy
+
+ROWS_AT_ONCE = 256
+"""Tokens whose full logits exist at one time, where truncation has to be looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rescoring:
+    """What scores are relative to."""
+
+    sampling: Sampling
+    """How workers sample."""
+    published_dtype: torch.dtype
+    """That versions are rounded to."""
+
+
+class Rescorer:
+    """A frozen model that takes one version's weights after the other's."""
+
+    def __init__(self, source: ModelSource, compute: Compute, rescoring: Rescoring) -> None:
+        """Build it; whose weights it has at first does not matter.
+
+        Args:
+            source: of the model that is trained.
+            compute: likewise.
+            rescoring: what scores are relative to.
+        """
+        source = ModelSource(model_dir=source.model_dir, lora=source.lora)
+        self.policy = frozen_policy(source, compute)
+        self._rescoring = rescoring
+
+    @torch.no_grad()
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Take the trainer's weights, cut up as this model is, and round them like a version."""
+        self.policy.load(weights)
+        for name, tensor in self.policy.tensors().items():
+            if tensor.is_floating_point() and name not in self.policy.unrounded:
+                part = sharding.local(tensor)
+                part.copy_(part.to(self._rescoring.published_dtype))
+
+    def score(self, micro: MicroBatch) -> Tensor:
+        """Return [B, T, 2]: a token's log-probability, and the log of what truncation leaves.
+
+        Args:
+            micro: on this model's device; it goes through the model, in step with the other ranks.
+        """
+        sampling = self._rescoring.sampling
+        inv_temperature = 1.0 / sampling.temperature
+        rows, _ = self.policy.logprobs(micro, inv_temperature=inv_temperature, entropy="none")
+        masses = torch.zeros_like(rows)
+        if sampling.top_p < 1 or sampling.top_k:
+            token_ids = micro.pick(micro.token_ids)
+            kept = self.policy.from_predictors(
+                micro, lambda states, head: log_kept_mass(states, head, token_ids, sampling)
+            )
+            masses = micro.spread(kept)
+        return torch.stack([rows, masses], dim=-1)
+
+
+def read_version(path: Path, ranks: sharding.Ranks | None) -> dict[str, Tensor]:
+    """Return a version's weights from a file, whose bytes are read when they are used.
+
+    Args:
+        path: of a safetensors file.
+        ranks: those that call this together; None for a process alone.
+
+    Raises:
+        StorageError: on all ranks, if one of them cannot read it.
+    """
+    found: dict[str, Tensor] = {}
+    failure: StorageError | None = None
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as error:
+        failure = StorageError(f"{path}: cannot read this version: {error}")
+    num_failures = float(failure is not None)
+    if (ranks is None and failure) or (ranks is not None and ranks.add_up(num_failures)):
+        raise failure or StorageError(f"{path}: another rank cannot read this version")
+    return found
+
+
+def log_kept_mass(states: Tensor, head: Tensor, token_ids: Tensor, sampling: Sampling) -> Tensor:
+    """Return [N] the log of the probability that top_k and top_p leave, at most 0.
+
+    The token itself counts as kept: it was drawn, whatever rounding says about it here.
+    """
+    masses = []
+    whole = replace(sampling, top_k=0, top_p=1.0)
+    for start in range(0, len(states), ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        logits = states[rows].float() @ head.float().T
+        is_kept = sampling_logprobs(logits, sampling).isfinite()
+        is_kept.scatter_(1, token_ids[rows, None], value=True)
+        full = sampling_logprobs(logits, whole)
+        masses.append(full.masked_fill(~is_kept, -torch.inf).logsumexp(1).clamp(max=0.0))
+    return torch.cat(masses)
