@@ -5,6 +5,7 @@
               and TRL's own loss with its own optimizer, if TRL is installed; in turns in one
               process: tokens per second and per CPU second, model FLOPs utilization, seconds by
               part, peak memory
+    profile   where the time of the trainer's step on packed rows goes on a CPU, by kind of work
     exact     log-probabilities of packed and of padded rows against padded rows in float32,
               family by family
     balance   share of all ranks' time that is used, by way of making micro-batches; a calculation
@@ -196,7 +197,7 @@ def result_name(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> st
         return f"learner_balance_{arguments.rows}x{arguments.tokens}"
     if arguments.part == "exact":
         return "learner_exact"
-    name = f"learner_step_{arguments.model}_{arguments.lengths}".lower()
+    name = f"learner_{arguments.part}_{arguments.model}_{arguments.lengths}".lower()
     others = {
         f"p{arguments.prompt_tokens}": arguments.prompt_tokens != PROMPT_TOKENS,
         "checkpointed": arguments.checkpointing is True,
@@ -582,6 +583,43 @@ def _timed(
     return rows
 
 
+# --- where a step's time goes ---------------------------------------------------------------------
+
+
+KINDS_OF_WORK = {
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
+    "attention": ("aten::_scaled_dot_product",),
+    "copies and gathers": ("aten::copy_", "aten::cat", "aten::index", "aten::embedding"),
+    "elementwise and sums": ("aten::",),
+    "autograd": ("",),
+}
+"""By how the names of operations begin; the first that fits."""
+
+
+def profile_step(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Tell the share of each kind of operation in the time of a step; what is left is Python's."""
+    vocab_size = MODELS[arguments.model]["vocab_size"]
+    batches = [make_groups(arguments, vocab_size, seed) for seed in range(2)]
+    step = trainer_step(arguments, "packed", share_prompts=True)
+    for groups in batches:
+        step(groups)
+    began_at = time.perf_counter()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for number in range(arguments.steps):
+            step(batches[number % len(batches)])
+        spent_s = time.perf_counter() - began_at
+    seconds = dict.fromkeys([*KINDS_OF_WORK, "python and numpy"], 0.0)
+    for event in profile.key_averages():
+        kinds = KINDS_OF_WORK.items()
+        kind = next(kind for kind, begins in kinds if event.key.startswith(begins))
+        seconds[kind] += event.self_cpu_time_total / 1e6
+    seconds["python and numpy"] = spent_s - sum(seconds.values())
+    return [
+        {"kind": kind, "ms_per_step": 1e3 * each / arguments.steps, "share": each / spent_s}
+        for kind, each in seconds.items()
+    ]
+
+
 # --- exactness ------------------------------------------------------------------------------------
 
 
@@ -955,6 +993,7 @@ def budget_of(arguments: argparse.Namespace, config: Any, num_params: int, state
 
 PARTS: Mapping[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
     "step": time_steps,
+    "profile": profile_step,
     "exact": compare_families,
     "balance": use_of_ranks,
     "memory": compare_memory,
