@@ -66,7 +66,7 @@ def test_an_episode_with_tools() -> None:
         (call("add", '{"a": 4}') + call("divide", '{"a": 1, "b": 2}'), ["5", "0.5"]),
         (
             call("ad", "{}"),
-            ["error: no tool 'ad'; did you mean 'add'?; there are add, divide, con"],
+            ["error: no tool 'ad' (did you mean 'add'?); there are add, divide, con"],
         ),
         (call("add", '{"c": 4}'), ["error: add: missing a required argument: 'a'"]),
         (call("divide", '{"a": 1, "b": 0}'), ["error: ZeroDivisionError: division by zero"]),
