@@ -20,6 +20,7 @@ from echo.config.fleet_file import JobRow, SimRow
 from echo.config.load import load_config
 from echo.config.reference import configuration_page, fleet_page
 from echo.config.schema import find_leaf, sections
+from echo.records.ledger import Record
 from echo.tasks.environment import Environment
 from echo.tasks.task import Example, load_task
 from echo.ui import metrics_reference
@@ -282,6 +283,17 @@ def test_exit_codes_are_those_of_the_commands() -> None:
         for code in cell.split(",")
     }
     assert told == {int(code) for code in re.findall(r"\b\d+\b", parsers.EXIT_CODES_HELP)}
+
+
+def test_the_records_of_the_ledger_are_those_of_the_code() -> None:
+    section = text_of(DOCS / "operations.md").partition("## The ledger")[2]
+    rows = [row.split("|")[1:3] for row in re.findall(r"^\| `.*", section, re.M)]
+    told = {kind: spans(fields) for kinds, fields in rows for kind in spans(kinds)}
+    written = {str(kind.__struct_config__.tag): kind for kind in Record.__subclasses__()}
+    assert told.keys() - {"kind"} == written.keys()
+    for kind, fields in told.items():
+        if fields:
+            assert {*fields, "at"} == {*written[kind].__struct_fields__}, kind
 
 
 # --- messages -------------------------------------------------------------------------------------

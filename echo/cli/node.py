@@ -479,6 +479,8 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
         # First, so that --set goes before it.
         overrides.insert(0, f"security.join={Join.parse(join, source=ECHO_JOIN)}")
     if arguments.config is not None:
+        if role != "learner" and not join:
+            overrides[:0] = find_own_join(arguments.config, overrides, role)
         config = read_run_file(arguments.config, overrides, role)
     elif join:
         config = parse_config({}, overrides, role)
@@ -490,6 +492,18 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
     if goes_on and os.environ.get("RANK", "0") == "0":  # of several processes one tells
         _check_changes(config, accept_unsafe=arguments.yes)
     return config
+
+
+def find_own_join(path: Path, overrides: Sequence[str], role: str) -> list[str]:
+    """Return an override with the join string that a learner has left here, if one is needed."""
+    try:
+        config = read_run_file(path, overrides, None)
+    except ConfigError:
+        return []  # is told with what is wrong for the role
+    own = config.run_dir / "keys" / "join"
+    is_told = getattr(config, role).connect or config.security.join is not None
+    needs_it = config.security.curve and not is_told and own.exists()
+    return [f"security.join={own}"] if needs_it else []
 
 
 def read_run_file(path: Path, overrides: Sequence[str], role: Role | None) -> Config:

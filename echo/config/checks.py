@@ -317,7 +317,8 @@ def _check_role(config: Config, role: Role | None) -> Iterator[Problem]:
         yield _problem(
             f"the {role} needs at least one address of the learner or a relay, tried in order, "
             f"such as {show(['tcp://10.0.0.5:7700'])} (--set {role}.connect=tcp://10.0.0.5:7700), "
-            "or the join string of the run in the environment's ECHO_JOIN",
+            "or the join string of the run in the environment's ECHO_JOIN; beside the learner, in "
+            "its directory, neither is needed once it has started",
             f"{role}.connect",
         )
     for own in (node.listen, node.advertise):

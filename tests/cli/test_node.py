@@ -161,6 +161,22 @@ def test_a_worker_without_a_join_string_is_told_where_it_is(
     assert "security.join" in err
 
 
+def test_beside_its_learner_a_worker_needs_neither_address_nor_join_string(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--role", "worker", "--config", config, "--dry-run"]
+    line += ["--set", "worker.connect=[]", "--set", "model.name=none"]
+    assert run(*line) == 2
+    assert "in its directory, neither is needed once it has started" in capsys.readouterr().err
+    keys = config.parent / "run" / "keys"
+    keys.mkdir(parents=True)
+    (keys / "join").write_text(JOIN)
+    assert run(*line) == 0
+    out = capsys.readouterr().out
+    assert "would start: a worker that connects to the address of its join string" in out
+    assert "s" * 22 not in out
+
+
 def test_a_damaged_join_string_is_not_repeated(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -427,9 +427,11 @@ class TransformersEngine(Engine):
         self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache
     ) -> Tensor:
         """Run the model over new tokens and return the logits [B, V] of the last of each row."""
+        # transformers 5.24 renames it, and warns of the old name.
+        cache_name = "cache" if "cache" in self._forward_arguments else "past_key_values"
         arguments: dict[str, Any] = {
             "input_ids": ids.to(self._device),
-            "past_key_values": cache,
+            cache_name: cache,
             "use_cache": True,
         }
         if mask is not None:
