@@ -218,6 +218,8 @@ def one_stall(what: str) -> float:
     ):
         echo.deliver(4 * MIB, MIB // 4)
         wanted = echo.prepare(32 * MIB, MIB // 4)
+        for receiver in echo.receivers:
+            receiver.say("watch")
         started_at = echo.publish()
         victim, *living = echo.receivers
         time.sleep(max(0.0, started_at + 1.2 - time.monotonic()))  # of 2.8 s

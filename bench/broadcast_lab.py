@@ -168,10 +168,7 @@ class Echo(Variant):
         """Have the next version made; return its hash."""
         self.step += 1
         command = f"prepare {self.step} {num_bytes} {chunk_bytes} {self.codec}"
-        wanted = self.learner.ask(command)["hash"]
-        for receiver in self.receivers:
-            receiver.say("watch")
-        return str(wanted)
+        return str(self.learner.ask(command)["hash"])
 
     def publish(self) -> float:
         """Publish it; return when that was."""

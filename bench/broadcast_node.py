@@ -43,8 +43,10 @@ from echo.runtime.learner.publish import Coder, Publication, VersionEncoder
 from echo.runtime.node import Node, tune_malloc
 from echo.runtime.relay import RelayNode
 from echo.weights.cipher import KEY_BYTES
+from echo.weights.delta import fill
 from echo.weights.manifest import TensorSpec, build_manifest, sign
 from echo.weights.receiver import VersionArrived
+from echo.weights.store import RecycledMemory
 from echo.wire.actions import Action
 from echo.wire.messages import LEARNER_ID
 
@@ -52,6 +54,8 @@ LOG = logging.getLogger("bench")
 
 CHANGED_SHARE = 0.0141
 """Of bf16 weights in one Adam step at learning rate 1e-6."""
+IMAGES = 3
+"""Of versions that a learner's memory is kept for, as in a run: two that are held, and the next."""
 TILE_WEIGHTS = 32 << 20
 """Weights of the first version that are drawn; the rest repeats them."""
 
@@ -75,6 +79,7 @@ class Publisher(Node):
         self._identity = identity
         self._join = join
         self._next: Publication | None = None
+        self._images = RecycledMemory(IMAGES)
         self._codec = "full"
         self._encrypts = encrypts
         self._coder = Coder(identity.key, encrypts=encrypts)
@@ -90,12 +95,12 @@ class Publisher(Node):
                     await self._until(lambda count=int(count): is_planned(self.session, count))
                     tell(parents=parents(self.session))
                 case ["prepare", step, num_bytes, chunk_bytes, codec]:
-                    sizes = int(num_bytes), int(chunk_bytes)
                     base = None if codec == "full" or self._next is None else self._next.image
                     key = secrets.token_bytes(KEY_BYTES) if self._encrypts else b""
+                    image = self._images.take(int(num_bytes))
                     make = functools.partial(make_publication, self._identity, key, codec, base)
                     self._next, self._codec = None, codec
-                    self._next = await asyncio.to_thread(make, int(step), *sizes)
+                    self._next = await asyncio.to_thread(make, image, int(step), int(chunk_bytes))
                     tell(hash=self._next.manifest.image_hash.hex())
                 case ["publish"]:
                     tell(at=time.monotonic())
@@ -132,6 +137,8 @@ class Publisher(Node):
 class Receiver(RelayNode):
     """A relay that tells when a version has arrived."""
 
+    _is_watching = False
+    """Whether gaps are asked for: to look after each message costs as much as some of it."""
     _received_at: float | None = None
     _longest_gap_s = 0.0
     _num_received = 0
@@ -142,6 +149,8 @@ class Receiver(RelayNode):
 
     def _note_gap(self) -> None:
         """Keep the longest time without weight bytes between two chunks of a version."""
+        if not self._is_watching:
+            return
         broadcast = self.session.broadcast
         if broadcast.bytes_received != self._num_received:
             if self._received_at is not None:
@@ -156,6 +165,7 @@ class Receiver(RelayNode):
                 case ["cpu"]:
                     tell_cpu()
                 case ["watch"]:
+                    self._is_watching = True
                     self._received_at, self._longest_gap_s = None, 0.0
                 case ["hash"]:
                     broadcast = self.session.broadcast
@@ -250,22 +260,21 @@ def make_publication(
     identity: Identity,
     chunk_key: bytes,
     codec: str,
-    base: bytearray | None,
+    base: bytearray | memoryview | None,
+    image: memoryview,
     step: int,
-    num_bytes: int,
     chunk_bytes: int,
 ) -> Publication:
-    """Return a version of random bytes, or one that is an optimizer step away from `base`."""
-    chance = np.random.default_rng(step)
+    """Make of `image` random bytes, or what is an optimizer step away from `base`."""
+    chance, num_bytes = np.random.default_rng(step), len(image)
+    words = np.frombuffer(image, np.uint16)
     if codec == "full":
-        image = bytearray(chance.bytes(num_bytes))
+        fill(image, chance.bytes(num_bytes))
     elif base is None:
         weights = (chance.standard_normal(TILE_WEIGHTS, dtype=np.float32) * 0.02).view(np.uint32)
-        tile = (weights >> 16).astype(np.uint16).tobytes()
-        image = bytearray(tile * (num_bytes // len(tile) + 1))[:num_bytes]
+        words[:] = np.resize((weights >> 16).astype(np.uint16), len(words))
     else:
-        image = bytearray(base)
-        words = np.frombuffer(image, np.uint16)
+        fill(image, base)
         # Few weights move, and most by one unit in the last place: bench_delta.py simulates it.
         where = chance.integers(0, len(words), int(CHANGED_SHARE * len(words)))
         words[where] += chance.choice(np.array([1, 0xFFFF], np.uint16), len(where))

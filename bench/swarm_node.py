@@ -31,7 +31,7 @@ from echo.net.zmq import Inbound, ZmqTransport
 from echo.runtime.disk_store import open_store
 from echo.runtime.identity import Identity
 from echo.runtime.node import tune_malloc
-from echo.weights.store import ItemStore, Transfer, TrustedManifests
+from echo.weights.store import ItemStore, Transfer, TrustedManifests, allocate
 from echo.wire.actions import Action, Note, Send, Work
 from echo.wire.codec import encode
 from echo.wire.messages import FULL, Announce, Greet, ItemId
@@ -123,9 +123,9 @@ class SwarmNode:
             case ["met"]:
                 tell(met=len(self._met), bulk=len(self._bulk))
             case ["prepare", step, num_bytes, chunk_bytes]:
-                identity = Identity(RUN_ID, KEY)
+                identity, image = Identity(RUN_ID, KEY), allocate(int(num_bytes))
                 self._next = make_publication(
-                    identity, b"", "full", None, int(step), int(num_bytes), int(chunk_bytes)
+                    identity, b"", "full", None, image, int(step), int(chunk_bytes)
                 )
                 tell(hash=self._next.manifest.image_hash.hex())
             case ["publish"]:

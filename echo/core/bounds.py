@@ -16,7 +16,9 @@ from msgspec import Meta
 
 # --- sizes ---------------------------------------------------------------------------------------
 
-MAX_FRAMES = 4
+MAX_CHUNKS = 8
+"""Chunks of the weights in one message, a frame each."""
+MAX_FRAMES = 1 + MAX_CHUNKS
 """Frames of a message, its header included."""
 MAX_HEADER_BYTES = 8 << 20
 """Of the header frame; the largest honest ones are grants and a Welcome with its settings."""

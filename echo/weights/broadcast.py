@@ -9,7 +9,7 @@ the learner has no parent and gets its versions from `publish`. A node keeps a *
                               <-  Announce  what can be had, and again whenever that changes
       Fetch(missing, credit)  ->            one item at a time, one Fetch per link
                               <-  Segment   the tables of an encoded version, as they are signed
-                              <-  Chunk     ascending, as soon as the parent holds it
+                              <-  Chunk     ascending, as soon as the parent holds it, or some
       Credit(bytes)           ->            every quarter of the window
                               <-  Waiting   "I live, but wait for that chunk (or version) myself"
                               <-  Gone      the parent has that item no more

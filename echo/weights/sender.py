@@ -11,6 +11,9 @@ credit reaches and as soon as a chunk is held.
   slower than its link, is not waited for; nor is one that waits for a chunk which is not here. The
   time in which a child was held back does not count for its rate, or all siblings would seem to be
   as slow as the slowest.
+* **Together.** Chunks that take a child less than TOGETHER_S go in one message, each in a frame of
+  its own: on a fast link what a message costs beside its bytes is most of what Python does. On a
+  slow one each goes alone, so that the child can pass it on when it is there.
 * **Waiting.** A child that waits for a sibling, or for something that this node does not hold
   itself, is told so again and again, so that one stall does not blame everybody below it. What is
   not here may be long in coming: each time the child is told to expect twice as long a silence, up
@@ -26,12 +29,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from echo.core.bounds import MAX_CHUNKS
 from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
-from echo.weights.link import UplinkEstimate
+from echo.weights.link import SAMPLE_S, UplinkEstimate
 from echo.weights.store import Chunked, EncodedVersion, ItemStore
 from echo.wire.actions import Action, Send
 from echo.wire.codec import Frame, encode
@@ -58,6 +63,11 @@ from echo.wire.messages import (
 MAX_LINKS = 1024
 PACE_S = 10.0
 """How far back the pace of a child goes: once to twice so long."""
+TOGETHER_S = 0.005
+"""Chunks that take no longer than that go in one message: those of a megabyte above 3 Gbit/s. The
+first of them comes so much later at most, at each hop."""
+TOGETHER_BYTES = 4 << 20
+"""And no more than that, unless it is one chunk: what caches do not hold is no faster."""
 
 
 class Pace:
@@ -97,16 +107,25 @@ class Pace:
         self._look(now)
         self._runs_since = None
 
-    def sent(self, now: float) -> None:
-        """Note that it was sent a chunk."""
+    def sent(self, num_chunks: int, now: float) -> None:
+        """Note that it was sent some chunks."""
         self.run(now)
-        self._num_sent += 1
+        self._num_sent += num_chunks
 
     def rate(self, now: float) -> float:
         """Return the chunks per second."""
         self._look(now)
+        return self._rate(1e-3)
+
+    def at_once(self, now: float) -> int:
+        """Return how many chunks it takes in TOGETHER_S, at least one: so many may go together."""
+        self._look(now)
+        return min(MAX_CHUNKS, max(1, int(self._rate(SAMPLE_S) * TOGETHER_S)))
+
+    def _rate(self, least_s: float) -> float:
+        """Return the chunks per second, as if they had taken so long at least."""
         num_sent, busy_s = self._before
-        return (num_sent + self._num_sent) / max(busy_s + self._busy_s, 1e-3)
+        return (num_sent + self._num_sent) / max(busy_s + self._busy_s, least_s)
 
 
 @dataclass(slots=True)
@@ -187,11 +206,19 @@ class Child:
             self.held_at, self.waiting_s = now, 0.0
             self.pace.rest(now)
 
-    def sent(self, num_bytes: int, now: float) -> None:
-        """Note that it was sent a chunk."""
+    def can_take(self, item: Chunked) -> bool:
+        """Return whether the next chunk that it wants is here, and it has credit for it."""
+        return bool(self.wanted) and self.credit_bytes > 0 and bool(item.has_chunk[self.wanted[0]])
+
+    def take_next(self, num_bytes: int) -> None:
+        """Note that it is to be sent the next chunk that it wants."""
+        self.wanted.popleft()
         self.credit_bytes -= num_bytes
         self.lead += self.num_links
-        self.pace.sent(now)
+
+    def sent(self, num_chunks: int, now: float) -> None:
+        """Note that it was sent some chunks."""
+        self.pace.sent(num_chunks, now)
         self.told_waiting_at, self.waiting_s = now, 0.0
         self.held_at = None
 
@@ -413,33 +440,48 @@ class Sender:
         version, form = child.fetching
         item = self.store.get(child.fetching)
         assert item is not None
-        while child.wanted and child.credit_bytes > 0 and item.has_chunk[child.wanted[0]]:
-            if limit is not None and child.lead >= limit:
-                child.hold_back(now)
-                break
-            index = child.wanted.popleft()
-            try:
-                chunk = item.chunk(index)
-            except StorageError:
-                child.stop(now)
-                return [*actions, *self._lacks(peer, child, (version, form), now)]
-            child.sent(len(chunk), now)
-            self.bytes_sent += len(chunk)
-            message = Chunk(version=version, index=index, form=form)
-            frames = encode(message, [chunk], source=self.node_id)
-            actions.append(Send(peer, frames, is_public=item.is_encrypted))
+        most = max(1, TOGETHER_BYTES // self.store.chunk_bytes(child.fetching))
+        most = min(most, child.pace.at_once(now))
+        try:
+            while found := self._next_chunks(child, item, limit, most):
+                first, *others = found
+                message = Chunk(version=version, index=first, form=form, others=tuple(others))
+                frames = encode(message, list(found.values()), source=self.node_id)
+                actions.append(Send(peer, frames, is_public=item.is_encrypted))
+                child.sent(len(found), now)
+        except StorageError:
+            child.stop(now)
+            return [*actions, *self._lacks(peer, child, (version, form), now)]
+        if child.can_take(item):
+            child.hold_back(now)
         if not child.wanted and not child.is_open:
             child.stop(now)
         if all(other.fetching is None for other in self.children.values()):
             self.rate.pause()
         return actions
 
-    def forward(self, item: ItemId, index: int, now: float) -> list[Action]:
-        """Send on a chunk that has just arrived, to the children that wait for it."""
+    def _next_chunks(
+        self, child: Child, item: Chunked, limit: int | None, most: int
+    ) -> dict[int, Frame]:
+        """Return, by index, what a child is sent next in one message: `most` chunks at most.
+
+        Raises:
+            StorageError: if one is not what the learner signed any more.
+        """
+        found: dict[int, Frame] = {}
+        while len(found) < most and child.can_take(item) and (limit is None or child.lead < limit):
+            index = child.wanted[0]
+            found[index] = item.chunk(index)
+            child.take_next(len(found[index]))
+            self.bytes_sent += len(found[index])
+        return found
+
+    def forward(self, item: ItemId, indices: Collection[int], now: float) -> list[Action]:
+        """Send on chunks that have just arrived, to the children that wait for them."""
         actions = [
             action
             for peer, child in tuple(self.children.items())
-            if child.fetching == item and child.wanted and child.wanted[0] == index
+            if child.fetching == item and child.wanted and child.wanted[0] in indices
             for action in self._serve(peer, child, now)
         ]
         self._note_load(now)

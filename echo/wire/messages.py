@@ -30,6 +30,7 @@ import msgspec
 from msgspec import Meta
 
 from echo.core.bounds import (
+    MAX_CHUNKS,
     MAX_LEASES,
     MAX_NAMES,
     MAX_NODES,
@@ -183,11 +184,13 @@ class Segment(Message, frozen=True):
 
 
 class Chunk(Message, frozen=True):
-    """Parent to child: one chunk; its bytes are the payload frame, encrypted (`cipher.py`)."""
+    """Parent to child: a chunk, or some; the bytes of each are a payload frame (`cipher.py`)."""
 
     version: PolicyVersion
     index: Place
     form: Form = FULL
+    others: Annotated[tuple[Place, ...], Meta(max_length=MAX_CHUNKS - 1)] = ()
+    """Of the chunks that come with it, in the order of their frames."""
 
 
 class Waiting(Message, frozen=True):
@@ -211,7 +214,7 @@ Names = Annotated[dict[Word, Word], Meta(max_length=MAX_NAMES)]
 Counts = Annotated[dict[Word, Count], Meta(max_length=MAX_NAMES)]
 FileSize = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised by every change that an older node would misunderstand."""
 
 LEARNER_ID = "learner"

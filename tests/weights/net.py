@@ -283,8 +283,8 @@ class Net:
         payload = [bytes(frame) for frame in action.frames[1:]]
         assert action.is_public == isinstance(message, Chunk)
         if isinstance(message, Chunk):
-            right = right_chunks(message.version, message.form)[message.index]
-            assert payload == [right], f"{name} sent chunk {message.index} of {message.version}"
+            right = right_chunks(message.version, message.form)
+            assert payload == [right[index] for index in (message.index, *message.others)], message
         if isinstance(message, Fetch):
             self._check_fetch(name, message)
         self.sent.append((name, action.peer, message))

@@ -51,9 +51,8 @@ class Mesh:
                     message = message_of(action.frames)
                     payload = [bytes(frame) for frame in action.frames[1:]]
                     if isinstance(message, Chunk):
-                        start = message.index * CHUNK_BYTES
-                        image = make_image(message.version)
-                        assert payload == [bytes(image[start : start + CHUNK_BYTES])]
+                        image, indices = make_image(message.version), all_of(message)
+                        assert payload == [right_chunk(image, index) for index in indices]
                     self.log.append((name, action.peer, message))
                     self.queues.setdefault((name, action.peer), deque()).append((message, payload))
                 case ParentFailed():
@@ -102,6 +101,14 @@ class Mesh:
     def holds(self, name: str, version: PolicyVersion) -> bool:
         item = self.nodes[name].store.get(version)
         return item is not None and item.is_complete and item.storage == make_image(version)
+
+
+def all_of(message: Chunk) -> tuple[int, ...]:
+    return message.index, *message.others
+
+
+def right_chunk(image: bytes | bytearray, index: int) -> bytes:
+    return bytes(image[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES])
 
 
 def chain(*names: str, **overrides: Any) -> Mesh:
@@ -174,6 +181,21 @@ def test_one_chunk_of_wrong_bytes_or_length_is_forgiven(index: int, data: bytes)
     assert "asking again" in mesh.notes[-1]
     mesh.settle()
     assert mesh.holds("b", V1)
+    assert not mesh.failed
+
+
+def test_of_chunks_that_come_together_only_the_wrong_one_is_asked_for_again() -> None:
+    mesh = chain("a", "b", "c")
+    mesh.publish(1, 1)
+    partial(mesh, "b", "a", 1)
+    image = make_image(V1)
+    data = [right_chunk(image, 1), bytes(CHUNK_BYTES), right_chunk(image, 0), right_chunk(image, 4)]
+    mesh.deliver("a", "b", (Chunk(version=V1, index=1, others=(2, 0, 4)), data))
+    assert mesh.nodes["b"].progress() == (V1, 3, 6)
+    assert mesh.nodes["b"].num_bad_chunks == mesh.nodes["b"].num_duplicate_chunks == 1
+    assert mesh.sent(Fetch, "b")[-1].ranges == ((2, 4), (5, 6))
+    mesh.settle()
+    assert mesh.holds("c", V1)
     assert not mesh.failed
 
 
@@ -330,6 +352,8 @@ def test_what_was_not_asked_for_is_ignored() -> None:
         (Chunk(version=V1, index=6), [b"x"], "bad index or without its bytes"),
         (Chunk(version=V1, index=-1), [b"x"], "bad index or without its bytes"),
         (Chunk(version=V1, index=0), [], "bad index or without its bytes"),
+        (Chunk(version=V1, index=1, others=(2,)), [b"x"], "bad index or without its bytes"),
+        (Chunk(version=V1, index=1, others=(6,)), [b"x", b"y"], "bad index or without its bytes"),
         (Finish(reason=""), [], "Finish does not belong to the weights plane"),
     ],
 )

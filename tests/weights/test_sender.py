@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from echo.core.errors import RemoteProtocolError
+from echo.weights import sender
 from echo.weights.link import RISE_S
 from echo.weights.sender import FORGET_STALLS, MAX_LEAD_CHUNKS, PIN_STALLS, WAITING_PERIOD_S, Sender
 from echo.weights.store import EncodedVersion, ItemStore, Transfer
@@ -47,7 +48,12 @@ def say(actions: Sequence[Action]) -> list[tuple[str, Any]]:
 
 
 def chunks(actions: Sequence[Action], peer: str) -> list[int]:
-    return [m.index for to, m in say(actions) if to == peer and isinstance(m, Chunk)]
+    return [index for message in messages(actions, peer) for index in message]
+
+
+def messages(actions: Sequence[Action], peer: str) -> list[tuple[int, ...]]:
+    """Return the chunks of each message."""
+    return [(m.index, *m.others) for to, m in say(actions) if to == peer and isinstance(m, Chunk)]
 
 
 def fetch(serving: Sender, peer: str, *, now: float = 0.0, **fields: Any) -> list[Action]:
@@ -65,7 +71,7 @@ def hold(serving: Sender, index: int, now: float = 0.0) -> list[Action]:
     image = serving.store.images[v(1)]
     image.has_chunk[index] = 1
     image.num_held += 1
-    return serving.forward((v(1), FULL), index, now)
+    return serving.forward((v(1), FULL), [index], now)
 
 
 def acknowledge(serving: Sender, peer: str, num_chunks: int, now: float, *, more: int = 0) -> None:
@@ -125,6 +131,33 @@ def test_all_counts_that_a_child_has_had_since_it_came() -> None:
     share = 1 - math.exp(-5 / RISE_S)
     expected = (1 + share * (14 / 5 - 1)) * CHUNK_BYTES
     assert serving.rate.bytes_per_s == pytest.approx(expected, rel=0.01)
+
+
+# --- what goes in one message --------------------------------------------------------------------
+
+
+def test_what_takes_no_time_goes_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    serving = make()
+    alone = fetch(serving, "b")
+    assert messages(alone, "b") == [(index,) for index in range(NUM_CHUNKS)]
+    for _ in range(4):  # so many in no time
+        fetch(serving, "b")
+    together = fetch(serving, "b", credit_bytes=20 * CHUNK_BYTES)
+    assert messages(together, "b") == [(*range(8),), (*range(8, 16),), (*range(16, 20),)]
+    sends = [action.frames for action in together if isinstance(action, Send)]
+    image = serving.store.images[v(1)]
+    assert [f for _, *data in sends for f in data] == [image.chunk(index) for index in range(20)]
+    monkeypatch.setattr(sender, "TOGETHER_BYTES", 2 * CHUNK_BYTES)
+    two = fetch(serving, "b", credit_bytes=4 * CHUNK_BYTES)
+    assert messages(two, "b") == [(0, 1), (2, 3)]
+
+
+def test_on_a_slow_link_each_chunk_goes_alone() -> None:
+    serving = make()
+    fetch(serving, "b", credit_bytes=CHUNK_BYTES)
+    for tenth in range(1, 20):
+        credit(serving, "b", 1, now=tenth / 10)
+    assert messages(credit(serving, "b", 3, now=2.0), "b") == [(20,), (21,), (22,)]
 
 
 # --- links ---------------------------------------------------------------------------------------
