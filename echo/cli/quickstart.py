@@ -29,7 +29,7 @@ from echo.cli.parsers import CONFIGS, quickstart_parser
 from echo.config.load import load_config
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, EchoError
-from echo.core.extras import PROGRAMS, find_config
+from echo.core.extras import find_config, program
 from echo.core.units import one_line
 from echo.runtime.identity import ECHO_JOIN, join_address, load_or_create_keys, write_join
 from echo.tasks.builtin import AdditionTask, CountdownTask
@@ -203,7 +203,7 @@ def run_nodes(
             if not is_killed:
                 return code
         if (run_dir / "config.json").exists():
-            command = f"{PROGRAMS}echo-rl quickstart --resume {run_dir}"
+            command = f"{program('echo-rl')} quickstart --resume {run_dir}"
             console.print(f"stopped before the end; to go on: {command}", soft_wrap=True)
         has_worker = any(node.role == "worker" and node not in failed for node in nodes)
         return code if has_worker else 1
@@ -214,7 +214,8 @@ def run_nodes(
 def next_commands(task: str, run_dir: Path) -> list[str]:
     """Return three things to try after this."""
     other = "countdown" if task == "addition" else "addition"
-    quickstart, node = f"{PROGRAMS}echo-rl quickstart", f"{PROGRAMS}echo-rl node"
+    own = program("echo-rl")
+    quickstart, node = f"{own} quickstart", f"{own} node"
     return [
         f"{quickstart} --task {task} --set sync.max_staleness=0   # on-policy, to compare",
         f"{quickstart} --task {other}   # another task",

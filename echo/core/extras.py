@@ -20,7 +20,7 @@ from echo.core.errors import ConfigError
 DISTRIBUTION = "echo-rl"
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROGRAMS = "bin/" if (CHECKOUT / "bin" / "echo-setup").exists() else ""
-"""What stands before the names of our programs in a command to copy."""
+"""What stands before the names of our programs in a command to copy to another machine."""
 ROLES = ("learner", "worker", "relay")
 """Extras that are roles, too."""
 STAMP = ".echo-setup"
@@ -37,6 +37,14 @@ def version() -> str:
     from echo import __version__
 
     return f"{DISTRIBUTION} {__version__}"
+
+
+def program(name: str) -> str:
+    """Return one of our programs as it is called from this directory."""
+    own, near = CHECKOUT / "bin" / name, Path("bin") / name
+    if not own.exists():
+        return name
+    return str(near if near.exists() and near.samefile(own) else own)
 
 
 def find_config(name: str) -> Path:
@@ -80,7 +88,7 @@ def install_command(*extras: str) -> str:
     if (Path(sys.prefix) / STAMP).exists() or not wanted:
         roles = [f"--role {extra}" for extra in extras if extra in ROLES]
         others = [f"--extra {extra}" for extra in extras if extra not in ROLES]
-        return " ".join(["bin/echo-setup", *roles, *others])
+        return " ".join([program("echo-setup"), *roles, *others])
     missing = [one for one in wanted if not _is_installed(one)]
     return shlex.join(["pip", "install", *(missing or wanted)])
 

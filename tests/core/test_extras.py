@@ -35,6 +35,15 @@ def test_a_broken_package_shows_its_cause(tmp_path, monkeypatch) -> None:
         import_extra("half_installed", extra="wandb", wanted_by="metrics.wandb")
 
 
+def test_a_program_is_named_as_it_can_be_called_from_here(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(extras.CHECKOUT)
+    assert extras.program("echo-rl") == "bin/echo-rl"
+    monkeypatch.chdir(tmp_path)
+    assert extras.program("echo-rl") == str(extras.CHECKOUT / "bin" / "echo-rl")
+    monkeypatch.setattr(extras, "CHECKOUT", tmp_path)
+    assert extras.program("echo-rl") == "echo-rl"
+
+
 METADATA = """Metadata-Version: 2.1
 Name: echo-rl
 Version: 9.8.7
@@ -61,7 +70,10 @@ def test_what_is_missing_is_named_by_package(installed: Path) -> None:
     expected = "pip install 'no-such-plots>=3.9' 'no-such-torch[cpu]>=2.13'"
     assert install_command("learner") == expected
     (installed / ".echo-setup").touch()
-    assert install_command("worker", "lora") == "bin/echo-setup --role worker --extra lora"
+    setup = installed / "bin" / "echo-setup"
+    setup.parent.mkdir()
+    setup.touch()
+    assert install_command("worker", "lora") == f"{setup} --role worker --extra lora"
 
 
 def test_without_metadata_the_checkouts_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
