@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo.core.errors import ConfigError
 from echo.engine.weights import INDEX_FILE
 from echo.train.ranks import Launch
-from tests.runtime.families import save_family
+from tests.runtime.families import SMALL, save_family
 from tests.train import rank_cases
 from tests.train.forked_ranks import run_on_ranks
 from tests.train.rank_cases import make_trainer
@@ -106,11 +106,18 @@ def model_sources(directory: Path, tiny: Path, other: Path) -> dict[str, dict[st
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16)
     model.save_pretrained(directory / "cut", max_shard_size="80KB")
     assert (directory / "cut" / INDEX_FILE).exists()
+    joined = AutoConfig.for_model("hrm_text", **SMALL)  # gate and up are rows of one tensor there
+    AutoModelForCausalLM.from_config(joined).save_pretrained(directory / "joined")
+    one = {"num_experts": 1, "num_experts_per_tok": 1}
     return {
         "several files in bfloat16": {"model_dir": str(directory / "cut")},
         "experts that are joined": {
             "model_dir": str(save_family(directory / "experts", "qwen3_moe"))
         },
+        "more ranks than experts": {
+            "model_dir": str(save_family(directory / "expert", "qwen3_moe", one))
+        },
+        "rows of one tensor that become several": {"model_dir": str(directory / "joined")},
         "a tower that is left out": {
             "model_dir": str(save_family(directory / "tower", "qwen2_5_vl"))
         },
@@ -239,7 +246,7 @@ def test_each_rank_reads_its_own_rows(answers: Answers, request: pytest.FixtureR
     found = dict(answers["read"])
     shares = found.pop("shares")
     assert all(found.values()), found
-    assert len(found) == 4
+    assert len(found) == 6
     # Its shard, a layer more, and what transformers has as Python objects.
     assert max(shares) < 1 / (1 + last_rank(request)) + 0.25, shares
 
