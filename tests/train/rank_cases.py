@@ -24,6 +24,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load_file, save_file
 
+from echo.algo import batching
 from echo.algo.loss import Loss, LossInputs, LossNeeds, LossOutput, needs_of
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
 from echo.core.errors import RankError, StorageError
@@ -33,6 +34,7 @@ from echo.engine.lora import Lora
 from echo.engine.weights import VersionImages, Weights
 from echo.runtime.learner import publish as publish_module
 from echo.runtime.learner.publish import Coder, Images, make_publication
+from echo.train import policy as policy_module
 from echo.train import sharded_images, sharding
 from echo.train.batch import AdvantageSettings
 from echo.train.policy import Compute, ModelSource, Policy
@@ -77,7 +79,7 @@ class Touchy:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "padded": {"packing": "padded"},
-    "checkpointing": {"gradient_checkpointing": True},
+    "offloading": {"gradient_checkpointing": "offload", "optimizer_state": "offloaded"},
     "minibatches": {"minibatches_per_step": 2, "loss": LOSSES["decoupled_ppo"]},
     "whole groups": {"loss": Touchy()},
 }
@@ -164,6 +166,12 @@ def variants(crew: Crew, model_dir: str, untied_dir: str) -> dict[str, dict[str,
     found["untied"] = Pair(untied_dir, ranks).compare(*batches)
     # Of one row the other ranks have nothing, ever.
     found["few rows"] = Pair(model_dir, ranks).compare([make_group([1, 0], 0)])
+    batching.MIN_SHARED, policy_module.MIN_SAVED = 1, 0.0  # or it would take long prompts
+    pair = Pair(model_dir, ranks)
+    rows = pair.together._prepare(batches[0]).samples
+    _, shares_prompts = pair.together._policy._bins(rows, whole_groups=False)
+    assert shares_prompts
+    found["shared prompts"] = pair.compare(*batches)
     return found
 
 

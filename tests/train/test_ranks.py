@@ -30,6 +30,8 @@ DEATHS = {
 }
 """Ways of a rank to fail, and what the leader says of it."""
 
+MORE_VARIANTS = ("lora", "untied", "few rows", "shared prompts")
+
 PUBLICATIONS: dict[str, dict[str, bool]] = {
     "published here": {"far": False},
     "published from afar": {"far": True},
@@ -147,7 +149,7 @@ def test_ranks_make_the_step_of_one_process(loss: str, answers: Answers) -> None
     assert_near(answers["losses"][loss])
 
 
-@pytest.mark.parametrize("variant", [*rank_cases.VARIANTS, "lora", "untied", "few rows"])
+@pytest.mark.parametrize("variant", [*rank_cases.VARIANTS, *MORE_VARIANTS])
 def test_they_do_whatever_is_set(variant: str, answers: Answers) -> None:
     assert_near(answers["variants"][variant])
 
