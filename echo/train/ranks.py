@@ -467,11 +467,6 @@ class LeadTrainer:
         """Return this rank's part of the weights; see `Trainer`."""
         return self._trainer.tensors()
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """See `Trainer`."""
-        with self._crew.together(RankCommand("snapshot")):
-            return self._trainer.snapshot()
-
     def save_state(self, directory: Path) -> None:
         """See `Trainer`; the directory is on a disk that all ranks share."""
         with self._crew.together(RankCommand("save_state", str(directory.absolute()))):
@@ -538,7 +533,6 @@ def _obey(
         "forward": lambda: trainer.forward(command.batch),
         "rescore": lambda: trainer.rescore(command.batch, path),
         "write_rows": lambda: images.write(trainer.tensors()),
-        "snapshot": trainer.snapshot,
         "save_state": lambda: trainer.save_state(path or Path()),
     }
     try:

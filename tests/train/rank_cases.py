@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 from echo.algo import batching
 from echo.algo.loss import Loss, LossInputs, LossNeeds, LossOutput, needs_of
@@ -121,8 +122,7 @@ class Pair:
         results = [self.together.step(groups) for groups in batches]
         found = [result.metrics for result in results]
         self.notices = [notice for result in results for notice in result.notices]
-        scores, weights = self.together.forward(batches[0][:1]), self.together.snapshot()
-        assert bool(weights) == (self.alone is not None), "only the first rank has them"
+        scores, weights = self.together.forward(batches[0][:1]), weights_of(self.together)
         off: dict[str, float] = {}
         if self.alone is None:
             return off
@@ -181,7 +181,7 @@ def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
     groups = [make_group([5 if n == 3 else 1, 0, 0, 1], n) for n in range(4)]
     pair = Pair(model_dir, ranks)
     trainer = pair.together
-    before = trainer.snapshot()
+    before = weights_of(trainer)
     found: dict[str, Any] = {}
     # Of two minibatches the second fails, and the update of the first has to be taken back.
     for kind, num_minibatches in (("raises", 1), ("nan", 1), ("raises", 2)):
@@ -192,7 +192,7 @@ def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
             trainer.step(groups)
         except StepError as error:
             reason = f"{error.reason}: {error}"
-        after = trainer.snapshot()
+        after = weights_of(trainer)
         found[f"{kind} {num_minibatches}"] = {
             "reasons": [each.decode() for each in ranks.gather(reason.encode())],
             "is_kept": all(torch.equal(after[name], tensor) for name, tensor in before.items()),
@@ -286,9 +286,9 @@ def read_models(crew: Crew, sources: dict[str, dict[str, str]], large_dir: str) 
     for name, given in sources.items():
         source = ModelSource(**{key: Path(path) for key, path in given.items()})
         compute = Compute(device=CPU, ranks=crew.ranks)
-        weights = snapshot(Policy(source, compute))
+        weights = weights_of(Policy(source, compute))
         if not crew.ranks.rank:
-            wanted = snapshot(Policy(source, replace(compute, ranks=None)))
+            wanted = weights_of(Policy(source, replace(compute, ranks=None)))
             same = {key: torch.equal(tensor, weights[key]) for key, tensor in wanted.items()}
             found[name] = weights.keys() == wanted.keys() and all(same.values())
     whole_bytes = 0
@@ -305,8 +305,13 @@ def read_models(crew: Crew, sources: dict[str, dict[str, str]], large_dir: str) 
     return {**found, "shares": [float(share) for share in shares]}
 
 
-def snapshot(policy: Policy) -> dict[str, torch.Tensor]:
-    return {name: sharding.whole(tensor).clone() for name, tensor in policy.tensors().items()}
+@torch.no_grad()
+def weights_of(model: Policy | Trainer) -> dict[str, torch.Tensor]:
+    """Return a copy of all weights; all ranks call this together."""
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+        for name, tensor in model.tensors().items()
+    }
 
 
 @contextmanager
@@ -338,8 +343,8 @@ def save_and_go_on(crew: Crew | None, directory: str, **options: Any) -> None:
         trainer.step(make_groups(5, seed=seed))
     trainer.save_state(Path(directory))
     for name in ("then", "after"):
-        weights = trainer.snapshot()
-        if weights:  # the first rank has them
+        weights = weights_of(trainer)
+        if ranks is None or not ranks.rank:
             save_file(weights, Path(directory).with_name(f"{name}.safetensors"))
         trainer.step(make_groups(5, seed=2))
 
@@ -355,10 +360,9 @@ def load_and_go_on(
     found = {"step": float(trainer.step_count)}
     for name in ("then", "after"):
         expected = load_file(Path(wanted) / f"{name}.safetensors")
-        weights = trainer.snapshot()
-        assert not weights or weights.keys() == expected.keys()
-        off = [float((expected[name] - tensor).abs().max()) for name, tensor in weights.items()]
-        found[name] = max(off, default=0.0)
+        weights = weights_of(trainer)
+        assert weights.keys() == expected.keys()
+        found[name] = max(float((expected[n] - t).abs().max()) for n, t in weights.items())
         trainer.step(make_groups(5, seed=2))
     return found
 
@@ -420,9 +424,11 @@ def lead(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
     with suppress(StorageError):
         led.rescore(groups, version)
         off["of no version"] = 1.0
-    weights, wanted = led.snapshot(), alone.tensors()
-    off["weights"] = max(float((weights[n] - t.detach()).abs().max()) for n, t in wanted.items())
     crew.dismiss()
+    saved = make_trainer(model_dir, None)
+    saved.load_state(Path(directory))
+    weights, wanted = saved.snapshot(), alone.snapshot()
+    off["weights"] = max(float((weights[n] - tensor).abs().max()) for n, tensor in wanted.items())
     off = {name: abs(value) for name, value in off.items()}
     rescorer = led._trainer._rescorer
     assert rescorer is not None
@@ -486,7 +492,10 @@ def publish(
     delta.BLOCK_BYTES = sharded_images.PIECE_BYTES = 2 * CHUNK_BYTES
 
     def build(checkpoint: Path | None) -> Trainer:
-        return make_trainer(model_dir, crew.ranks)
+        trainer = make_trainer(model_dir, crew.ranks)
+        # There is no command that puts the weights together, so one takes another's name.
+        trainer.forward = lambda _: weights_of(trainer)  # type: ignore[method-assign, assignment]
+        return trainer
 
     if crew.ranks.rank:
         follow(crew, build, logging.getLogger())
@@ -499,7 +508,8 @@ def publish(
     found = []
     for step in range(4):
         version = PolicyVersion(1, step)
-        wanted = alone.publish(led.snapshot(), version)
+        weights: Any = led.forward([])
+        wanted = alone.publish(weights, version)
         made = together.publish(led.tensors(), version)
         found.append((len(wanted), wanted == made))
         led.step(make_groups(5, seed=step))
