@@ -267,6 +267,29 @@ def test_the_reference_is_the_base(tiny_model_dir: Path, tmp_path: Path) -> None
     assert pulls[2] > 1e-6
 
 
+def test_the_evaluation_computes_in_what_is_published_on_a_gpu(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Any] = []
+    monkeypatch.setattr(setup, "TransformersEngine", lambda _, **given: built.append(given))
+    given: Any = SimpleNamespace(model_dir=model_dir, lora=None)
+    config = make_config(model_dir, learner={"device": "auto"})
+    for device in ("cuda", "cpu"):
+        monkeypatch.setattr(setup, "pick_device", lambda _, device=device: device)
+        setup.evaluation_engine(config, given, None)
+    assert [(each["device"], each["dtype"]) for each in built] == [
+        ("cuda", "bfloat16"),
+        ("cpu", "float32"),
+    ]
+
+
+def test_what_is_free_is_without_the_evaluation(model_dir: Path) -> None:
+    """Which is built before the trainer."""
+    budget = setup.budget_here(make_config(model_dir), model_dir)
+    assert budget is not None
+    assert "evaluation" not in {item.name for item in budget.items}
+
+
 def test_the_evaluation_of_several_ranks_has_no_weights_of_its_own(model_dir: Path) -> None:
     config = make_config(model_dir)
     weights = build_model(seed=1).state_dict()

@@ -272,7 +272,13 @@ def with_checkpointing(config: Config, model_dir: Path, crew: Crew | None = None
 
 
 def budget_here(config: Config, model_dir: Path, crew: Crew | None = None) -> Budget | None:
-    """Return what the learner's memory is now; None for a model whose dimensions are not known."""
+    """Return what the learner's memory is now; None for a model whose dimensions are not known.
+
+    The evaluation, which is built first, has taken its own.
+    """
+    config = config.model_copy(
+        update={"eval": config.eval.model_copy(update={"interval_steps": 0})}
+    )
     try:
         facts = read_model_facts(model_dir)
     except DataError:
@@ -683,12 +689,15 @@ def build_evaluations(
 def evaluation_engine(config: Config, data: Data, crew: Crew | None) -> TransformersEngine:
     """Return what held-out prompts are sampled with.
 
-    A process alone has a float32 model of its own for it, where it trains. Several ranks would all
-    wait for the GPU of the first, which need not hold the model. So that one samples on its CPU, in
-    the type that is published: its model is the image of the version, in place (engine/hf).
+    A process alone has a model of its own for it, where it trains: on a GPU in the type that is
+    published, on a CPU in float32, as workers do. Several ranks would all wait for the GPU
+    of the first, which need not hold the model. So that one samples on its CPU, in the type that is
+    published: its model is the image of the version, in place (engine/hf). The memory of all three
+    is counted (config/memory.py).
     """
     learner = config.learner
-    device, dtype, num_threads = pick_device(learner.device), "float32", 0
+    device, num_threads = pick_device(learner.device), 0
+    dtype = "float32" if device == "cpu" else config.model.dtype
     if crew is not None:
         device, dtype = "cpu", config.model.dtype
         # torchrun has left one to each process.
