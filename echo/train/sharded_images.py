@@ -209,7 +209,9 @@ class Link:
 def accept(ranks: Ranks) -> dict[int, Link]:
     """Return the ranks of this machine with their links; rank 0 calls this, the others `reach`."""
     found: dict[int, dict[str, _Socket]] = {}
-    with tempfile.TemporaryDirectory(prefix="echo-") as directory:
+    # The system takes names of some 100 bytes, and schedulers of clusters make longer ones.
+    place = tempfile.gettempdir() if len(tempfile.gettempdir()) < 64 else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="echo-", dir=place) as directory:
         address = str(Path(directory) / "ranks")
         with Listener(address, "AF_UNIX", backlog=2 * ranks.size) as listener:
             ranks.gather(address.encode())

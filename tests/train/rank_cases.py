@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -488,6 +489,7 @@ def publish(
     if helper_dies and is_last:
         sharded_images.code_block = None  # type: ignore[assignment]
         threading.excepthook = lambda _: None
+    tempfile.tempdir = "/" + 100 * "x"  # as a scheduler makes them; too long for a socket's name
     publish_module.SEGMENT_BYTES = 16 * CHUNK_BYTES  # several segments of several blocks
     delta.BLOCK_BYTES = sharded_images.PIECE_BYTES = 2 * CHUNK_BYTES
 
