@@ -82,8 +82,15 @@ class Launch:
         """Read the environment.
 
         Raises:
-            ConfigError: if a restart could not work.
+            ConfigError: if torchrun has not made it, or a restart could not work.
         """
+        needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+        if missing := [name for name in needed if name not in environment]:
+            raise ConfigError(
+                f"WORLD_SIZE = {environment['WORLD_SIZE']} says that this is one of several "
+                f"processes of a learner, and {', '.join(missing)} is not set: start them with "
+                "torchrun, or unset WORLD_SIZE for a learner of one process"
+            )
         prefix = ""
         if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # The launcher's store still has the addresses of the life before, by the same names.
@@ -112,10 +119,17 @@ def join(launch: Launch, device_type: str) -> Crew:
         device_type: "cpu" or "cuda".
 
     Raises:
+        ConfigError: if there is no GPU for this rank.
         RankError: if they do not come.
     """
     device = torch.device(device_type)
     if device_type == "cuda":
+        if launch.local_rank >= (num_gpus := torch.cuda.device_count()):
+            raise ConfigError(
+                f"rank {launch.rank} would compute on GPU {launch.local_rank}, counted from 0, and "
+                f"PyTorch finds {num_gpus} on this machine: set torchrun's --nproc-per-node to "
+                f"{num_gpus}, or see what CUDA_VISIBLE_DEVICES leaves out"
+            )
         device = torch.device("cuda", launch.local_rank)
         torch.cuda.set_device(device)
     try:
@@ -219,7 +233,8 @@ class Beats:
         while not words and not self._is_over.wait(BEAT_S):
             try:
                 self._store.add(f"beat of {self._rank}", 1)
-                silent = self._find_silent(heard)
+                # While models are built a rank may be busy for longer than a beat is waited for.
+                silent = None if self.on_silence is None else self._find_silent(heard)
             except RuntimeError:
                 words = "the store through which the ranks know of each other is gone"
             else:

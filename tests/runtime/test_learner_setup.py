@@ -267,6 +267,20 @@ def test_the_reference_is_the_base(tiny_model_dir: Path, tmp_path: Path) -> None
     assert pulls[2] > 1e-6
 
 
+def test_ranks_with_other_settings_are_told_which(model_dir: Path) -> None:
+    configs = [
+        make_config(model_dir, learner={"device": "cpu", "micro_batch_tokens": size})
+        for size in (512, 512, 256)
+    ]
+    told: list[bytes] = []
+    ranks: Any = SimpleNamespace(gather=lambda own: told.append(own) or told)
+    for config in configs[:2]:
+        setup.check_alike(config, ranks)
+    said = "rank 2 was .* than rank 0: learner.micro_batch_tokens = 256 and not 512; all processes"
+    with pytest.raises(ConfigError, match=said):
+        setup.check_alike(configs[2], ranks)
+
+
 def test_the_evaluation_computes_in_what_is_published_on_a_gpu(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

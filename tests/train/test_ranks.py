@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo.core.errors import ConfigError
 from echo.engine.weights import INDEX_FILE
-from echo.train.ranks import Launch
+from echo.train import ranks
+from echo.train.ranks import Beats, Launch, join
 from tests.runtime.families import SMALL, save_family
 from tests.train import rank_cases
 from tests.train.forked_ranks import run_on_ranks
 from tests.train.rank_cases import make_trainer
 
+TOLD = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 CASES = "tests.train.rank_cases"
 A_STEP = 3e-4
 """By how much a step moves a weight, at most."""
@@ -128,7 +132,7 @@ def model_sources(directory: Path, tiny: Path, other: Path) -> dict[str, dict[st
 
 
 def test_a_restart_of_several_machines_needs_a_store_of_its_own() -> None:
-    told = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+    told = {**TOLD, "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "2"}
     assert Launch.of(told) == Launch(rank=3, size=4, local_rank=1, prefix="")
     shared = {**told, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"}
     assert Launch.of(shared).prefix == "life 0"
@@ -136,6 +140,30 @@ def test_a_restart_of_several_machines_needs_a_store_of_its_own() -> None:
     assert Launch.of({**restarted, "GROUP_WORLD_SIZE": "1"}).prefix == "life 1"
     with pytest.raises(ConfigError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         Launch.of(restarted)
+
+
+def test_what_torchrun_has_not_made_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE = 4 .* RANK, MASTER_PORT is not"):
+        Launch.of({"WORLD_SIZE": "4", "MASTER_ADDR": "localhost"})
+
+
+def test_a_rank_without_a_gpu_is_told_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    launch = Launch.of({**TOLD, "LOCAL_RANK": "2"})
+    with pytest.raises(ConfigError, match=r"rank 3 would .* on GPU 2, .* PyTorch finds 2"):
+        join(launch, "cuda")
+
+
+def test_a_rank_that_is_busy_before_all_stand_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "BEAT_S", 0.001)
+    store, silent = torch.distributed.HashStore(), threading.Event()
+    beats = Beats(store, 0, 2, silent_s=0.0)  # and rank 1 has none
+    give_up_at = time.monotonic() + 10
+    while store.add("beat of 0", 0) < 10:
+        assert time.monotonic() < give_up_at, "it has stopped, and will seem to be gone itself"
+    beats.on_silence = lambda _: silent.set()
+    assert silent.wait(10)
+    beats.close()
 
 
 def assert_near(off: dict[str, float]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from pathlib import Path
 from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss
-from echo.config.load import inherited_settings, save_resolved
+from echo.config.load import flatten, inherited_settings, resolved, save_resolved
 from echo.config.memory import (
     CHECKPOINTING,
     Budget,
@@ -86,6 +87,7 @@ from echo.train.attribution import make_attribution, make_rescoring
 from echo.train.batch import AdvantageSettings
 from echo.train.policy import ModelSource, float32_attention, learner_compute
 from echo.train.ranks import AnyTrainer, Crew, LeadTrainer, follow
+from echo.train.sharding import Ranks
 from echo.train.trainer import OptimizerSettings, Trainer, load_loss
 from echo.weights.topology.sites import Site
 from echo.wire.messages import LEARNER_ID
@@ -212,7 +214,13 @@ def make_trainer(
     lora: Lora | None = None,
     crew: Crew | None = None,
 ) -> Trainer:
-    """Return this process's trainer, that continues from a checkpoint if there is one."""
+    """Return this process's trainer, that continues from a checkpoint if there is one.
+
+    Raises:
+        ConfigError: if it is one of several, and they were started with different settings.
+    """
+    if crew is not None:
+        check_alike(config, crew.ranks)
     config = with_checkpointing(config, model_dir if lora is None else lora.base_dir, crew)
     learner, optimizer, loss = config.learner, config.optimizer, config.loss
     max_tokens = config.sampling.max_completion_tokens
@@ -253,6 +261,24 @@ def make_trainer(
     if checkpoint is not None:
         trainer.load_state(checkpoint)
     return trainer
+
+
+def check_alike(config: Config, ranks: Ranks) -> None:
+    """Raise on all ranks if one has other settings than the first: they would part in a step.
+
+    Raises:
+        ConfigError: naming the rank and the keys.
+    """
+    own = {".".join(path): value for path, value in flatten(resolved(config))}
+    first, *others = map(json.loads, ranks.gather(json.dumps(own).encode()))
+    for rank, told in enumerate(others, 1):
+        keys = sorted(key for key in first.keys() | told.keys() if told.get(key) != first.get(key))
+        if keys:
+            apart = [f"{key} = {told.get(key)!r} and not {first.get(key)!r}" for key in keys]
+            raise ConfigError(
+                f"rank {rank} was started with other settings than rank 0: {', '.join(apart[:5])}; "
+                "all processes of a learner need the same file and the same options"
+            )
 
 
 def with_checkpointing(config: Config, model_dir: Path, crew: Crew | None = None) -> Config:
