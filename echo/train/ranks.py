@@ -242,6 +242,7 @@ class Beats:
                     words = f"rank {silent} has given no sign of life for {self._silent_s:.0f} s: "
                     words += "it was stopped, or its machine is gone"
         if words and not self._is_over.is_set() and self.on_silence is not None:
+            self.leave("")  # or this rank, which ends now, would seem to be gone itself
             self.on_silence(words)
 
     def _find_silent(self, heard: dict[int, tuple[int, float]]) -> int | None:

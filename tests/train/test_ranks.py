@@ -163,6 +163,7 @@ def test_a_rank_that_is_busy_before_all_stand_is_not_gone(monkeypatch: pytest.Mo
         assert time.monotonic() < give_up_at, "it has stopped, and will seem to be gone itself"
     beats.on_silence = lambda _: silent.set()
     assert silent.wait(10)
+    assert store.add("has left words: 0", 0), "where a third rank would take it for gone, too"
     beats.close()
 
 
