@@ -330,6 +330,10 @@ class Crew:
         dist.broadcast(data, src=0, group=self._control)
         return _decoder.decode(data.numpy().data)
 
+    def wait_for_all(self) -> None:
+        """Wait until all ranks call this, however long one of them takes to get there."""
+        dist.barrier(group=self._control)
+
     @contextmanager
     def together(self, command: RankCommand) -> Iterator[None]:
         """Carry out a command on all ranks, of which this is the one that leads.

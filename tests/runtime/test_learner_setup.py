@@ -281,6 +281,22 @@ def test_ranks_with_other_settings_are_told_which(model_dir: Path) -> None:
         setup.check_alike(configs[2], ranks)
 
 
+def test_ranks_wait_for_one_whose_model_is_under_way(model_dir: Path) -> None:
+    """In the group without a limit of time, and before they meet in any other."""
+    called: list[str] = []
+
+    def gather(own: bytes) -> list[bytes]:
+        called.append("gather")
+        raise InterruptedError
+
+    crew: Any = SimpleNamespace(
+        wait_for_all=lambda: called.append("wait"), ranks=SimpleNamespace(gather=gather)
+    )
+    with pytest.raises(InterruptedError):
+        setup.make_trainer(make_config(model_dir), model_dir, None, crew=crew)
+    assert called == ["wait", "gather"]
+
+
 def test_the_evaluation_computes_in_what_is_published_on_a_gpu(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -282,6 +283,15 @@ def in_bfloat16(crew: Crew, model_dir: str) -> dict[str, float]:
     return Pair(model_dir, crew.ranks, **options).compare(make_groups(5))
 
 
+def compiled(crew: Crew, model_dir: str) -> dict[str, float]:
+    """Have torch compile the layers, by its front end alone: that is what meets FSDP2's hooks."""
+    compile_layer = partialmethod(torch.nn.Module.compile, backend="eager")
+    torch.nn.Module.compile = compile_layer  # type: ignore[method-assign, assignment]
+    off = Pair(model_dir, crew.ranks, compile_layers=True).compare(make_groups(2))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    return off
+
+
 def read_models(crew: Crew, sources: dict[str, dict[str, str]], large_dir: str) -> dict[str, Any]:
     """Return which models are those of one process, bit by bit, and the memory that one takes."""
     found: dict[str, Any] = {}
@@ -522,6 +532,17 @@ def publish(
 
 def no_connection(*_: object) -> None:
     raise ConnectionRefusedError("another machine")
+
+
+def be_late(crew: Crew) -> float:
+    """Come later than any collective waits for, where all others wait."""
+    if crew.ranks.rank:
+        time.sleep(be_late.times["collective_s"] + 1)  # type: ignore[attr-defined]
+    crew.wait_for_all()
+    return crew.ranks.add_up(1.0)
+
+
+be_late.times = {"collective_s": 3.0, "silent_s": 60.0}  # type: ignore[attr-defined]
 
 
 def lose_one(crew: Crew, model_dir: str, how: str) -> dict[str, Any]:

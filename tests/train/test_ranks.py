@@ -187,6 +187,16 @@ def test_in_bfloat16_they_round_what_one_process_does(answers: Answers) -> None:
     assert_near(answers["bfloat16"])
 
 
+@pytest.mark.matrix
+def test_they_do_with_compiled_layers_and_wait_for_one_that_is_late(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    compiled = (f"{CASES}:compiled", 2, {"model_dir": str(tiny_model_dir)})
+    found, late = run_on_ranks([compiled, (f"{CASES}:be_late", 2, {})], tmp_path)
+    assert_near(found.value)
+    assert late.value == 2.0
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [

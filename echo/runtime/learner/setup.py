@@ -220,6 +220,7 @@ def make_trainer(
         ConfigError: if it is one of several, and they were started with different settings.
     """
     if crew is not None:
+        crew.wait_for_all()  # on another machine the model may still be on its way from the hub
         check_alike(config, crew.ranks)
     config = with_checkpointing(config, model_dir if lora is None else lora.base_dir, crew)
     learner, optimizer, loss = config.learner, config.optimizer, config.loss
