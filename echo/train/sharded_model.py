@@ -12,7 +12,7 @@ result comes from the same row of each source. Other tensors every rank reads wh
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
@@ -26,7 +26,6 @@ from transformers.core_model_loading import (
     Chunk,
     Concatenate,
     ConversionOps,
-    Interleave,
     MergeModulelist,
     Transpose,
     WeightConverter,
@@ -64,7 +63,7 @@ def read(weights_dir: Path, model_dir: Path, model: Any) -> None:
                 for path in weight_files(weights_dir)
             ]
             slices = {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118
-            _cut(shapes, own, read_whole=_names_read_whole(slices, shapes, mapping))
+            _cut(shapes, own, read_whole=_names_read_whole(slices, shapes))
             missing = shapes.state_dict().keys() & own.keys()
             for _, keys in groupby(sorted(slices, key=_layer), _layer):
                 found, _ = convert_and_load_state_dict_in_model(
@@ -105,8 +104,9 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
     return dict(named.values())
 
 
-def _names_read_whole(keys: Iterable[str], shapes: Any, mapping: Sequence[Any]) -> set[str]:
+def _names_read_whole(keys: Iterable[str], shapes: Any) -> set[str]:
     """Return the names of tensors whose rows come from other rows of the files."""
+    mapping = get_model_conversion_mapping(shapes)  # of its own: some remember what they have seen
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -124,7 +124,7 @@ def _keeps_rows(operation: ConversionOps) -> bool:
     match operation:
         case MergeModulelist(dim=dim):
             return dim == 0  # each tensor is a row
-        case Concatenate(dim=dim) | Chunk(dim=dim) | Interleave(dim=dim):
+        case Concatenate(dim=dim) | Chunk(dim=dim):
             return dim > 0
         case Transpose(dim0=one, dim1=other):
             return min(one, other) > 0
