@@ -967,6 +967,7 @@ def budget_of(arguments: argparse.Namespace, config: Any, num_params: int, state
                 f"learner.micro_batch_tokens={arguments.tokens}",
                 f"optimizer.state={state}",
                 "network.codec=full",  # no version is kept
+                "eval.interval_steps=0",
                 f"sampling.max_completion_tokens={arguments.tokens - PROMPT_TOKENS}",
             ],
         ),

@@ -358,7 +358,7 @@ class DecoupledPpoLoss:
     importance_weight: ImportanceWeight = "token_tis"
     """How prox / mu is bounded."""
     importance_cap: float = 2.0
-    """Ratio at which a truncating weight stops and above which a masking one drops, > 0."""
+    """Ratio at which a truncating weight stops and above which a masking one drops, >= 1."""
 
     def __post_init__(self) -> None:
         check_clips(self.clip_low, self.clip_high)

@@ -274,15 +274,21 @@ def run_rank(
     The first is the learner as everybody knows it; the others follow it.
 
     Raises:
-        EchoError: if the processes do not find each other.
+        EchoError: if the processes do not find each other, or would share one GPU.
     """
+    device = config.learner.device
+    if ":" in device:
+        raise ConfigError(
+            f'learner.device = "{device}" names one GPU for {os.environ["WORLD_SIZE"]} processes, '
+            'each of which takes that of its own number: set learner.device = "auto"'
+        )
     # Imported here: a relay's machine has no torch.
     from echo.engine.model import pick_device
     from echo.runtime.learner.setup import follow_leader
     from echo.train.ranks import Launch, join
 
     launch = Launch.of(os.environ)
-    crew = join(launch, pick_device(config.learner.device).partition(":")[0])
+    crew = join(launch, pick_device(device))
     if not launch.rank:
         code = run_learner(
             config, resume=resume, has_report=has_report, log_events=log_events, crew=crew

@@ -132,10 +132,12 @@ class Footprint:
         Masters and gradients are float32. A model that computes in bfloat16 has the rounded weights
         besides, and what is not trained (the base of an adapter, a reference) in bfloat16 alone.
         Attribution scores with a float32 model. Ranks divide all of these, in float32, and round
-        what they put together instead. A GPU that has the room keeps the last version, and
-        compares the next one with it beside a step (engine/weights.py). Before a step of several
-        updates weights and moments are copied to the host, so that a step that fails changes
-        nothing.
+        what they put together instead. Held-out prompts are sampled with a model of their own where
+        a version's image cannot be it (runtime/learner/setup.py), by ranks in the host's memory;
+        its keys and values, fewer where memory is short, are not reckoned. A GPU that has the room
+        keeps the last version, and compares the next one with it beside a step (engine/weights.py).
+        Before a step of several updates weights and moments are copied to the host, so that a step
+        that fails changes nothing.
         """
         config, num_params, num_trained = self.config, self.facts.num_params, self._num_trained
         frozen = num_params * (self._compute_bytes if self._is_alone else 4)
@@ -157,6 +159,7 @@ class Footprint:
             "2 versions beside the model": 2 * self._bytes_per_version
             if self.has_versions_on_gpu and self.may_keep_versions
             else 0,
+            "evaluation": self._evaluation_bytes if self._is_alone else 0,
             "activations": self._activation_bytes(),
             "one layer or head": self._working_bytes(),
         }
@@ -169,6 +172,7 @@ class Footprint:
             "offloaded moments": moments if is_offloaded else 0,
             "layer inputs": self._input_bytes if self._offloads_inputs else 0,
             "undo of a step": 4 * num_trained + moments if has_undo else 0,
+            "evaluation": 0 if self._is_alone else self._evaluation_bytes,
         }
         items = [
             Item(name=name, num_bytes=size, is_on_gpu=is_on_gpu)
@@ -232,6 +236,17 @@ class Footprint:
         }
         names = sizes if lora.target_modules == ("all-linear",) else lora.target_modules
         return lora.rank * facts.num_layers * sum(sizes.get(name, mlp) for name in names)
+
+    @property
+    def _evaluation_bytes(self) -> int:
+        """Bytes of the weights that held-out prompts are sampled with, beside all versions."""
+        config = self.config
+        is_on_gpu = self.has_gpu and self._is_alone
+        published = DTYPE_BYTES[config.model.dtype]
+        width = published if is_on_gpu or not self._is_alone else 4
+        is_in_place = width == published and not is_on_gpu and not config.lora.rank
+        has_none = is_in_place or not config.eval.interval_steps
+        return 0 if has_none else width * self.facts.num_params
 
     def _activation_bytes(self) -> int:
         """Return the bytes of the tensors kept for one micro-batch's backward pass.
@@ -504,6 +519,7 @@ def _learner_changes(footprint: Footprint, available: int) -> list[tuple[str, An
             break
     return [
         ("learner.micro_batch_tokens", tokens),
+        ("eval.interval_steps", 0),
         ("learner.gradient_checkpointing", True),
         *([("learner.gradient_checkpointing", "offload")] if footprint.has_gpu else []),
         ("optimizer.state", "8bit"),

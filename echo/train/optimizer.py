@@ -114,7 +114,8 @@ class AdamW:
         own = self._tensors()
         for value in own.values():
             value.zero_()
-        for key, value in _converted(tensors, own).items():
+        held = {key: value for key, value in tensors.items() if not self._is_empty(key)}
+        for key, value in _converted(held, own).items():
             if key not in own or own[key].shape != value.shape:
                 raise DataError(
                     f"optimizer state {key} of shape {list(value.shape)} fits no parameter of this "
@@ -128,8 +129,13 @@ class AdamW:
             f"{name}/{key}": value
             for name, moments in self._moments.items()
             for key, value in moments.items()
-            if key != STEP or self._shards[name].numel()  # what is empty is never updated
+            if key != STEP or not self._is_empty(f"{name}/{key}")  # which is never updated
         }
+
+    def _is_empty(self, key: str) -> bool:
+        """Return whether a part is that of a parameter of which other ranks alone have rows."""
+        shard = self._shards.get(key.rpartition("/")[0])
+        return shard is not None and not shard.numel()
 
 
 def _update(
@@ -266,7 +272,7 @@ def _converted(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict
     for key, value in tensors.items():
         plain = key.removesuffix(CODES).removesuffix(SCALES)
         moment = plain.rpartition("/")[2]
-        if key in own or not value.numel():
+        if key in own:
             found[key] = value
         elif key + CODES in own and own[key + CODES].shape == value.shape:
             codes = found[key + CODES] = torch.empty_like(value, dtype=torch.uint8)
@@ -277,7 +283,7 @@ def _converted(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict
             found[plain] = _coded(moment, value, tensors[plain + SCALES]).dequantize()
         elif plain not in own:
             found[key] = value
-    return {key: value for key, value in found.items() if value.numel()}
+    return found
 
 
 KINDS: Mapping[OptimizerState, type[AdamW]] = {

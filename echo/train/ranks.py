@@ -82,8 +82,15 @@ class Launch:
         """Read the environment.
 
         Raises:
-            ConfigError: if a restart could not work.
+            ConfigError: if torchrun has not made it, or a restart could not work.
         """
+        needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+        if missing := [name for name in needed if name not in environment]:
+            raise ConfigError(
+                f"WORLD_SIZE = {environment['WORLD_SIZE']} says that this is one of several "
+                f"processes of a learner, and {', '.join(missing)} is not set: start them with "
+                "torchrun, or unset WORLD_SIZE for a learner of one process"
+            )
         prefix = ""
         if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # The launcher's store still has the addresses of the life before, by the same names.
@@ -112,10 +119,17 @@ def join(launch: Launch, device_type: str) -> Crew:
         device_type: "cpu" or "cuda".
 
     Raises:
+        ConfigError: if there is no GPU for this rank.
         RankError: if they do not come.
     """
     device = torch.device(device_type)
     if device_type == "cuda":
+        if launch.local_rank >= (num_gpus := torch.cuda.device_count()):
+            raise ConfigError(
+                f"rank {launch.rank} would compute on GPU {launch.local_rank}, counted from 0, and "
+                f"PyTorch finds {num_gpus} on this machine: set torchrun's --nproc-per-node to "
+                f"{num_gpus}, or see what CUDA_VISIBLE_DEVICES leaves out"
+            )
         device = torch.device("cuda", launch.local_rank)
         torch.cuda.set_device(device)
     try:
@@ -219,7 +233,8 @@ class Beats:
         while not words and not self._is_over.wait(BEAT_S):
             try:
                 self._store.add(f"beat of {self._rank}", 1)
-                silent = self._find_silent(heard)
+                # While models are built a rank may be busy for longer than a beat is waited for.
+                silent = None if self.on_silence is None else self._find_silent(heard)
             except RuntimeError:
                 words = "the store through which the ranks know of each other is gone"
             else:
@@ -227,6 +242,7 @@ class Beats:
                     words = f"rank {silent} has given no sign of life for {self._silent_s:.0f} s: "
                     words += "it was stopped, or its machine is gone"
         if words and not self._is_over.is_set() and self.on_silence is not None:
+            self.leave("")  # or this rank, which ends now, would seem to be gone itself
             self.on_silence(words)
 
     def _find_silent(self, heard: dict[int, tuple[int, float]]) -> int | None:
@@ -313,6 +329,10 @@ class Crew:
         data = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(data, src=0, group=self._control)
         return _decoder.decode(data.numpy().data)
+
+    def wait_for_all(self) -> None:
+        """Wait until all ranks call this, however long one of them takes to get there."""
+        dist.barrier(group=self._control)
 
     @contextmanager
     def together(self, command: RankCommand) -> Iterator[None]:
@@ -467,11 +487,6 @@ class LeadTrainer:
         """Return this rank's part of the weights; see `Trainer`."""
         return self._trainer.tensors()
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """See `Trainer`."""
-        with self._crew.together(RankCommand("snapshot")):
-            return self._trainer.snapshot()
-
     def save_state(self, directory: Path) -> None:
         """See `Trainer`; the directory is on a disk that all ranks share."""
         with self._crew.together(RankCommand("save_state", str(directory.absolute()))):
@@ -538,7 +553,6 @@ def _obey(
         "forward": lambda: trainer.forward(command.batch),
         "rescore": lambda: trainer.rescore(command.batch, path),
         "write_rows": lambda: images.write(trainer.tensors()),
-        "snapshot": trainer.snapshot,
         "save_state": lambda: trainer.save_state(path or Path()),
     }
     try:

@@ -15,6 +15,11 @@ one. Two connections stay until a process ends. In the first rank 0 hands over t
 which has no name and goes with the last process that maps it; in the second it asks for coded
 blocks. For a rank that is gone rank 0 codes itself: that the job ends is said elsewhere (ranks.py).
 
+A process alone on a GPU has its image written beside the next step; here the step waits for it.
+That the last row is written is known when all ranks have said so, and rows from another machine
+come in the process group that the next step needs: both would take groups and threads of their own,
+to save what each of N ranks takes to copy the N-th part of a version.
+
 Memory: two images on rank 0's machine, one more while somebody still reads an older one
 (`RecycledMemory`), and the coded blocks of a segment or two. On another machine two copies of each
 rank's own rows, and one piece. In each rank a piece of 64 MiB, rounded, where the weights are on a
@@ -209,7 +214,9 @@ class Link:
 def accept(ranks: Ranks) -> dict[int, Link]:
     """Return the ranks of this machine with their links; rank 0 calls this, the others `reach`."""
     found: dict[int, dict[str, _Socket]] = {}
-    with tempfile.TemporaryDirectory(prefix="echo-") as directory:
+    # The system takes names of some 100 bytes, and schedulers of clusters make longer ones.
+    place = tempfile.gettempdir() if len(tempfile.gettempdir()) < 64 else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="echo-", dir=place) as directory:
         address = str(Path(directory) / "ranks")
         with Listener(address, "AF_UNIX", backlog=2 * ranks.size) as listener:
             ranks.gather(address.encode())

@@ -1,8 +1,12 @@
 """Weights of a model directory, read into a model that is cut up: each rank its own rows.
 
 Nobody has the model whole. transformers finds which tensor of the files becomes which of the model,
-joins what it joins (experts, a layer's at a time), and reads of each what this rank has. What it
-has read is copied into the shards, one decoder layer after the other.
+joins what it joins (experts, a layer's at a time), and reads of each what this rank has: nothing,
+if it has no rows of it, as where ranks outnumber experts. What it has read is copied into the
+shards, one decoder layer after the other.
+
+transformers joins and divides what each rank has cut out, so that is right only where a row of the
+result comes from the same row of each source. Other tensors every rank reads whole.
 """
 
 from __future__ import annotations
@@ -18,7 +22,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
 from transformers.modeling_utils import LoadStateDictConfig
 
 from echo.core.errors import DataError
@@ -38,10 +52,10 @@ def read(weights_dir: Path, model_dir: Path, model: Any) -> None:
         DataError: if a file cannot be read, or the files do not make the model up.
     """
     own = {name.replace(".base_layer", ""): tensor for name, tensor in _named(model).items()}
-    shapes = _cut_shapes(model_dir, own)
+    shapes = build_shapes(model_dir)
+    assert shapes is not None, "the model was built from it"
     mapping: list[Any] = get_model_conversion_mapping(shapes)
     config = LoadStateDictConfig(weight_mapping=mapping, dtype=torch.float32)
-    missing = shapes.state_dict().keys() & own.keys()
     try:
         with ExitStack() as opened:
             files = [
@@ -49,6 +63,8 @@ def read(weights_dir: Path, model_dir: Path, model: Any) -> None:
                 for path in weight_files(weights_dir)
             ]
             slices = {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118
+            _cut(shapes, own, read_whole=_names_read_whole(slices, shapes))
+            missing = shapes.state_dict().keys() & own.keys()
             for _, keys in groupby(sorted(slices, key=_layer), _layer):
                 found, _ = convert_and_load_state_dict_in_model(
                     shapes, {key: slices[key] for key in keys}, config
@@ -88,29 +104,65 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
     return dict(named.values())
 
 
-def _cut_shapes(model_dir: Path, own: Mapping[str, Tensor]) -> Any:
-    """Return the model without memory, cut up like the given tensors."""
-    shapes = build_shapes(model_dir)
-    assert shapes is not None, "the model was built from it"
+def _names_read_whole(keys: Iterable[str], shapes: Any) -> set[str]:
+    """Return the names of tensors whose rows come from other rows of the files."""
+    mapping = get_model_conversion_mapping(shapes)  # of its own: some remember what they have seen
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    own, found = shapes.state_dict(), set()
+    for key in keys:
+        name, pattern = rename_source_key(key, renamings, converters, shapes.base_model_prefix, own)
+        if pattern is not None and not all(map(_keeps_rows, by_pattern[pattern].operations)):
+            first, *_ = targets = by_pattern[pattern].target_patterns
+            found |= {name.replace(first, target) for target in targets}
+    return found
+
+
+def _keeps_rows(operation: ConversionOps) -> bool:
+    """Return whether a row of what an operation makes comes from the same row of what it takes."""
+    match operation:
+        case MergeModulelist(dim=dim):
+            return dim == 0  # each tensor is a row
+        case Concatenate(dim=dim) | Chunk(dim=dim):
+            return dim > 0
+        case Transpose(dim0=one, dim1=other):
+            return min(one, other) > 0
+    return False
+
+
+def _cut(shapes: nn.Module, own: Mapping[str, Tensor], *, read_whole: set[str]) -> None:
+    """Let a model without memory have what this rank reads of each tensor."""
     for name in _named(shapes):
-        _empty(shapes, name, own[name])
-    return shapes
+        tensor = own[name]
+        if name in read_whole and isinstance(tensor, nn.Parameter):  # buffers are whole anyway
+            form = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            _empty(shapes, name, nn.Parameter(form))
+        elif sharding.local(tensor).numel():
+            _empty(shapes, name, tensor)
+        else:
+            module, last = _place(shapes, name)
+            delattr(module, last)
 
 
 def _take(shapes: nn.Module, own: Mapping[str, Tensor]) -> set[str]:
     """Move what has been read into the shards; return its names."""
     found = {name: t for name, t in _named(shapes).items() if not t.is_meta and name in own}
     for name, tensor in found.items():
-        with torch.no_grad():
-            sharding.local(own[name]).copy_(sharding.local(tensor))
+        sharding.copy_local(own[name], tensor)
         _empty(shapes, name, own[name])
     return set(found)
 
 
 def _empty(shapes: nn.Module, name: str, own: Tensor) -> None:
-    """Let go of a tensor's memory; it keeps the form of this rank's own."""
+    """Let go of a tensor's memory; it keeps the form of another one."""
     part = sharding.like(torch.empty_like(sharding.local(own), device="meta"), own)
-    path, _, last = name.rpartition(".")
+    module, last = _place(shapes, name)
     is_parameter = isinstance(own, nn.Parameter)
-    new = nn.Parameter(part, requires_grad=False) if is_parameter else part
-    setattr(shapes.get_submodule(path), last, new)
+    setattr(module, last, nn.Parameter(part, requires_grad=False) if is_parameter else part)
+
+
+def _place(shapes: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that has a tensor, and what it calls it."""
+    path, _, last = name.rpartition(".")
+    return shapes.get_submodule(path), last

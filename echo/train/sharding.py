@@ -305,12 +305,6 @@ def local_parameter(tensor: Tensor) -> Tensor:
     return nn.Parameter(local(tensor)) if isinstance(tensor, DTensor) else tensor
 
 
-@torch.no_grad()
-def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor, on its device; all ranks call this together if it is cut."""
-    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def like(part: Tensor, tensor: Tensor) -> Tensor:
     """Return a part of this rank as a tensor that is cut as another one is, if that is cut.
 

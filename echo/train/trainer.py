@@ -31,7 +31,7 @@ above that (config/losses.py).
 Several processes may train one model (sharding.py): each has a trainer, and all make the same calls
 with the same arguments. What they return is the same on each, and so is what they raise, unless a
 process fails by itself. One that runs out of memory in a pass does not: all make the pass again in
-smaller micro-batches, or refuse the batch. The weights of `snapshot` are put together on the first.
+smaller micro-batches, or refuse the batch.
 
 `save_state` holds everything the next step depends on. A trainer that loads it continues bit by bit
 on a CPU, on the same hardware and number of threads. On a GPU it continues from the same state and
@@ -677,16 +677,10 @@ class Trainer:
         return self._policy.unrounded
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return a copy of the weights on the CPU by name, tied ones once.
-
-        The first of several ranks has it, and the others nothing.
-        """
-        found = {}
-        for name, tensor in self._policy.tensors().items():
-            full = sharding.whole(tensor)  # one after the other: a device need not hold them all
-            if self._ranks is None or self._ranks.rank == 0:
-                found[name] = full.to("cpu", copy=True)
-        return found
+        """Return a copy of the weights on the CPU by name, tied ones once; of a process alone."""
+        return {
+            name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors().items()
+        }
 
     def save_state(self, directory: Path) -> None:
         """Write everything the next step depends on into an existing directory.

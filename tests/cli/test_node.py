@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 import echo.engine.model  # noqa: F401 -- torch, or whichever dry run comes first is charged with it
-from echo.cli.node import main
+from echo.cli.node import main, run_rank
 from echo.cli.output import make_log
 from echo.config.load import load_config, save_resolved
+from echo.core.errors import ConfigError
 from echo.net.curve import CurveKeys, KeyPair
 from echo.net.transport import with_key, without_key
 from echo.net.zmq import ZmqTransport
@@ -76,6 +77,15 @@ def test_a_directory_that_is_no_model_is_named(
     line = ["--role", "learner", "--config", config, "--set", f"model.name={config.parent}"]
     assert run(*line) == 3
     assert f"{config.parent} has no config.json; name the dir" in capsys.readouterr().err
+
+
+def test_one_gpu_for_several_processes_is_refused(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    given = load_config(config, ["learner.device=cuda:1"])
+    with pytest.raises(ConfigError, match='"cuda:1" names one GPU for 2 processes'):
+        run_rank(given, resume=False, has_report=False)
 
 
 @pytest.mark.slow

@@ -98,6 +98,7 @@ def test_the_learner_by_hand() -> None:
         "activations": 2 * 672 * 100,
         # Three chunks of logits, states in float32 and their gradient; the gradient of the head.
         "one layer or head": 100 * (3 * 4 * 32 + 2 * 4 * 8) + 4 * 32 * 8,
+        "evaluation": 4000,
         "3 versions": 3 * 2 * 1000,
     }
     assert budget.needed_bytes == sum(sizes(budget).values())
@@ -169,6 +170,29 @@ def test_a_reference_takes_its_weights() -> None:
     assert budgets[1].needed_bytes - budgets[0].needed_bytes == 4 * QWEN3_600M.num_params
     on_gpu = budget_of("learner", 64 * GIB, 64 * GIB, "reference.kl_coef=0.1", "lora.rank=8")
     assert sizes(on_gpu)["reference"] == sizes(on_gpu)["base"] == 2 * QWEN3_600M.num_params
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu", "num_ranks", "width", "is_on_gpu"),
+    [
+        ((), 64 * GIB, 1, 2, True),
+        ((), None, 1, 4, True),  # which is the host
+        (("model.dtype=float32",), 64 * GIB, 1, 4, True),
+        (("model.dtype=float32",), None, 1, 0, True),  # in the image itself
+        ((), 64 * GIB, 8, 0, False),
+        (("lora.rank=8",), 64 * GIB, 8, 2, False),  # the base
+        (("eval.interval_steps=0",), 64 * GIB, 1, 0, True),
+    ],
+)
+def test_the_evaluation_has_weights_where_no_image_can_be_them(
+    overrides: tuple[str, ...], gpu: int | None, num_ranks: int, width: int, *, is_on_gpu: bool
+) -> None:
+    machine = Machine(host_bytes=64 * GIB, gpu_bytes=gpu)
+    config = config_of(*overrides)
+    budget = memory_budget(config, "learner", QWEN3_600M, machine, num_ranks=num_ranks)
+    found = [item for item in budget.items if item.name == "evaluation"]
+    assert [item.num_bytes for item in found] == [width * QWEN3_600M.num_params] * bool(width)
+    assert all(item.is_on_gpu is is_on_gpu for item in found)
 
 
 def test_ranks_divide_what_is_not_for_the_moment() -> None:
@@ -298,11 +322,7 @@ def test_qwen3_4b_fits_80_gb_as_the_dry_run_proposes() -> None:
     assert not budget.fits
     ways = budget.line.partition("; set ")[2].partition(" (largest")[0].split(" or ")
     settings = [way.partition(" (saves")[0] for way in ways]
-    assert settings == [
-        "learner.micro_batch_tokens=8192",
-        "optimizer.state=8bit",
-        "optimizer.state=offloaded",
-    ]
+    assert settings == ["optimizer.state=8bit", "optimizer.state=offloaded"]
     for setting in settings:
         after = memory_budget(config_of(*EIGHT_THOUSAND, setting), "learner", QWEN3_4B, machine)
         assert after.fits
@@ -322,7 +342,10 @@ def test_qwen3_4b_fits_what_a_card_of_80_gb_has_free_with_float32_moments(
     tokens: int, chosen: bool | str, words: str
 ) -> None:
     machine = Machine(host_bytes=200 * GIB, gpu_bytes=83 * 10**9)
-    config = config_of(*EIGHT_THOUSAND, f"learner.micro_batch_tokens={tokens}")
+    overrides = (*EIGHT_THOUSAND, f"learner.micro_batch_tokens={tokens}")
+    with_evaluation = memory_budget(config_of(*overrides), "learner", QWEN3_4B, machine)
+    assert "; set eval.interval_steps=0 (saves 7.87 GiB) or " in with_evaluation.line
+    config = config_of(*overrides, "eval.interval_steps=0")
     budget = memory_budget(config, "learner", QWEN3_4B, machine)
     assert budget.fits
     assert budget.gradient_checkpointing == chosen

@@ -267,6 +267,59 @@ def test_the_reference_is_the_base(tiny_model_dir: Path, tmp_path: Path) -> None
     assert pulls[2] > 1e-6
 
 
+def test_ranks_with_other_settings_are_told_which(model_dir: Path) -> None:
+    configs = [
+        make_config(model_dir, learner={"device": "cpu", "micro_batch_tokens": size})
+        for size in (512, 512, 256)
+    ]
+    told: list[bytes] = []
+    ranks: Any = SimpleNamespace(gather=lambda own: told.append(own) or told)
+    for config in configs[:2]:
+        setup.check_alike(config, ranks)
+    said = "rank 2 was .* than rank 0: learner.micro_batch_tokens = 256 and not 512; all processes"
+    with pytest.raises(ConfigError, match=said):
+        setup.check_alike(configs[2], ranks)
+
+
+def test_ranks_wait_for_one_whose_model_is_under_way(model_dir: Path) -> None:
+    """In the group without a limit of time, and before they meet in any other."""
+    called: list[str] = []
+
+    def gather(own: bytes) -> list[bytes]:
+        called.append("gather")
+        raise InterruptedError
+
+    crew: Any = SimpleNamespace(
+        wait_for_all=lambda: called.append("wait"), ranks=SimpleNamespace(gather=gather)
+    )
+    with pytest.raises(InterruptedError):
+        setup.make_trainer(make_config(model_dir), model_dir, None, crew=crew)
+    assert called == ["wait", "gather"]
+
+
+def test_the_evaluation_computes_in_what_is_published_on_a_gpu(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Any] = []
+    monkeypatch.setattr(setup, "TransformersEngine", lambda _, **given: built.append(given))
+    given: Any = SimpleNamespace(model_dir=model_dir, lora=None)
+    config = make_config(model_dir, learner={"device": "auto"})
+    for device in ("cuda", "cpu"):
+        monkeypatch.setattr(setup, "pick_device", lambda _, device=device: device)
+        setup.evaluation_engine(config, given, None)
+    assert [(each["device"], each["dtype"]) for each in built] == [
+        ("cuda", "bfloat16"),
+        ("cpu", "float32"),
+    ]
+
+
+def test_what_is_free_is_without_the_evaluation(model_dir: Path) -> None:
+    """Which is built before the trainer."""
+    budget = setup.budget_here(make_config(model_dir), model_dir)
+    assert budget is not None
+    assert "evaluation" not in {item.name for item in budget.items}
+
+
 def test_the_evaluation_of_several_ranks_has_no_weights_of_its_own(model_dir: Path) -> None:
     config = make_config(model_dir)
     weights = build_model(seed=1).state_dict()

@@ -11,11 +11,13 @@ import math
 import os
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +25,9 @@ from typing import Any
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
+from echo.algo import batching
 from echo.algo.loss import Loss, LossInputs, LossNeeds, LossOutput, needs_of
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
 from echo.core.errors import RankError, StorageError
@@ -33,6 +37,7 @@ from echo.engine.lora import Lora
 from echo.engine.weights import VersionImages, Weights
 from echo.runtime.learner import publish as publish_module
 from echo.runtime.learner.publish import Coder, Images, make_publication
+from echo.train import policy as policy_module
 from echo.train import sharded_images, sharding
 from echo.train.batch import AdvantageSettings
 from echo.train.policy import Compute, ModelSource, Policy
@@ -77,7 +82,7 @@ class Touchy:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "padded": {"packing": "padded"},
-    "checkpointing": {"gradient_checkpointing": True},
+    "offloading": {"gradient_checkpointing": "offload", "optimizer_state": "offloaded"},
     "minibatches": {"minibatches_per_step": 2, "loss": LOSSES["decoupled_ppo"]},
     "whole groups": {"loss": Touchy()},
 }
@@ -119,8 +124,7 @@ class Pair:
         results = [self.together.step(groups) for groups in batches]
         found = [result.metrics for result in results]
         self.notices = [notice for result in results for notice in result.notices]
-        scores, weights = self.together.forward(batches[0][:1]), self.together.snapshot()
-        assert bool(weights) == (self.alone is not None), "only the first rank has them"
+        scores, weights = self.together.forward(batches[0][:1]), weights_of(self.together)
         off: dict[str, float] = {}
         if self.alone is None:
             return off
@@ -164,6 +168,12 @@ def variants(crew: Crew, model_dir: str, untied_dir: str) -> dict[str, dict[str,
     found["untied"] = Pair(untied_dir, ranks).compare(*batches)
     # Of one row the other ranks have nothing, ever.
     found["few rows"] = Pair(model_dir, ranks).compare([make_group([1, 0], 0)])
+    batching.MIN_SHARED, policy_module.MIN_SAVED = 1, 0.0  # or it would take long prompts
+    pair = Pair(model_dir, ranks)
+    rows = pair.together._prepare(batches[0]).samples
+    _, shares_prompts = pair.together._policy._bins(rows, whole_groups=False)
+    assert shares_prompts
+    found["shared prompts"] = pair.compare(*batches)
     return found
 
 
@@ -173,7 +183,7 @@ def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
     groups = [make_group([5 if n == 3 else 1, 0, 0, 1], n) for n in range(4)]
     pair = Pair(model_dir, ranks)
     trainer = pair.together
-    before = trainer.snapshot()
+    before = weights_of(trainer)
     found: dict[str, Any] = {}
     # Of two minibatches the second fails, and the update of the first has to be taken back.
     for kind, num_minibatches in (("raises", 1), ("nan", 1), ("raises", 2)):
@@ -184,7 +194,7 @@ def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
             trainer.step(groups)
         except StepError as error:
             reason = f"{error.reason}: {error}"
-        after = trainer.snapshot()
+        after = weights_of(trainer)
         found[f"{kind} {num_minibatches}"] = {
             "reasons": [each.decode() for each in ranks.gather(reason.encode())],
             "is_kept": all(torch.equal(after[name], tensor) for name, tensor in before.items()),
@@ -268,8 +278,18 @@ def short_of_memory(crew: Crew, model_dir: str, reference_dir: str) -> dict[str,
 
 
 def in_bfloat16(crew: Crew, model_dir: str) -> dict[str, float]:
-    ranks = crew.ranks
-    return Pair(model_dir, ranks, dtype=torch.bfloat16).compare(make_groups(5))
+    # Six micro-batches, the same for one, two and three ranks: each rounds its own gradient.
+    options = {"dtype": torch.bfloat16, "micro_batch_tokens": 25}
+    return Pair(model_dir, crew.ranks, **options).compare(make_groups(5))
+
+
+def compiled(crew: Crew, model_dir: str) -> dict[str, float]:
+    """Have torch compile the layers, by its front end alone: that is what meets FSDP2's hooks."""
+    compile_layer = partialmethod(torch.nn.Module.compile, backend="eager")
+    torch.nn.Module.compile = compile_layer  # type: ignore[method-assign, assignment]
+    off = Pair(model_dir, crew.ranks, compile_layers=True).compare(make_groups(2))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    return off
 
 
 def read_models(crew: Crew, sources: dict[str, dict[str, str]], large_dir: str) -> dict[str, Any]:
@@ -278,9 +298,9 @@ def read_models(crew: Crew, sources: dict[str, dict[str, str]], large_dir: str) 
     for name, given in sources.items():
         source = ModelSource(**{key: Path(path) for key, path in given.items()})
         compute = Compute(device=CPU, ranks=crew.ranks)
-        weights = snapshot(Policy(source, compute))
+        weights = weights_of(Policy(source, compute))
         if not crew.ranks.rank:
-            wanted = snapshot(Policy(source, replace(compute, ranks=None)))
+            wanted = weights_of(Policy(source, replace(compute, ranks=None)))
             same = {key: torch.equal(tensor, weights[key]) for key, tensor in wanted.items()}
             found[name] = weights.keys() == wanted.keys() and all(same.values())
     whole_bytes = 0
@@ -297,8 +317,13 @@ def read_models(crew: Crew, sources: dict[str, dict[str, str]], large_dir: str) 
     return {**found, "shares": [float(share) for share in shares]}
 
 
-def snapshot(policy: Policy) -> dict[str, torch.Tensor]:
-    return {name: sharding.whole(tensor).clone() for name, tensor in policy.tensors().items()}
+@torch.no_grad()
+def weights_of(model: Policy | Trainer) -> dict[str, torch.Tensor]:
+    """Return a copy of all weights; all ranks call this together."""
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+        for name, tensor in model.tensors().items()
+    }
 
 
 @contextmanager
@@ -330,8 +355,8 @@ def save_and_go_on(crew: Crew | None, directory: str, **options: Any) -> None:
         trainer.step(make_groups(5, seed=seed))
     trainer.save_state(Path(directory))
     for name in ("then", "after"):
-        weights = trainer.snapshot()
-        if weights:  # the first rank has them
+        weights = weights_of(trainer)
+        if ranks is None or not ranks.rank:
             save_file(weights, Path(directory).with_name(f"{name}.safetensors"))
         trainer.step(make_groups(5, seed=2))
 
@@ -347,10 +372,9 @@ def load_and_go_on(
     found = {"step": float(trainer.step_count)}
     for name in ("then", "after"):
         expected = load_file(Path(wanted) / f"{name}.safetensors")
-        weights = trainer.snapshot()
-        assert not weights or weights.keys() == expected.keys()
-        off = [float((expected[name] - tensor).abs().max()) for name, tensor in weights.items()]
-        found[name] = max(off, default=0.0)
+        weights = weights_of(trainer)
+        assert weights.keys() == expected.keys()
+        found[name] = max(float((expected[n] - t).abs().max()) for n, t in weights.items())
         trainer.step(make_groups(5, seed=2))
     return found
 
@@ -412,9 +436,11 @@ def lead(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
     with suppress(StorageError):
         led.rescore(groups, version)
         off["of no version"] = 1.0
-    weights, wanted = led.snapshot(), alone.tensors()
-    off["weights"] = max(float((weights[n] - t.detach()).abs().max()) for n, t in wanted.items())
     crew.dismiss()
+    saved = make_trainer(model_dir, None)
+    saved.load_state(Path(directory))
+    weights, wanted = saved.snapshot(), alone.snapshot()
+    off["weights"] = max(float((weights[n] - tensor).abs().max()) for n, tensor in wanted.items())
     off = {name: abs(value) for name, value in off.items()}
     rescorer = led._trainer._rescorer
     assert rescorer is not None
@@ -474,11 +500,15 @@ def publish(
     if helper_dies and is_last:
         sharded_images.code_block = None  # type: ignore[assignment]
         threading.excepthook = lambda _: None
+    tempfile.tempdir = "/" + 100 * "x"  # as a scheduler makes them; too long for a socket's name
     publish_module.SEGMENT_BYTES = 16 * CHUNK_BYTES  # several segments of several blocks
     delta.BLOCK_BYTES = sharded_images.PIECE_BYTES = 2 * CHUNK_BYTES
 
     def build(checkpoint: Path | None) -> Trainer:
-        return make_trainer(model_dir, crew.ranks)
+        trainer = make_trainer(model_dir, crew.ranks)
+        # There is no command that puts the weights together, so one takes another's name.
+        trainer.forward = lambda _: weights_of(trainer)  # type: ignore[method-assign, assignment]
+        return trainer
 
     if crew.ranks.rank:
         follow(crew, build, logging.getLogger())
@@ -491,7 +521,8 @@ def publish(
     found = []
     for step in range(4):
         version = PolicyVersion(1, step)
-        wanted = alone.publish(led.snapshot(), version)
+        weights: Any = led.forward([])
+        wanted = alone.publish(weights, version)
         made = together.publish(led.tensors(), version)
         found.append((len(wanted), wanted == made))
         led.step(make_groups(5, seed=step))
@@ -501,6 +532,17 @@ def publish(
 
 def no_connection(*_: object) -> None:
     raise ConnectionRefusedError("another machine")
+
+
+def be_late(crew: Crew) -> float:
+    """Come later than any collective waits for, where all others wait."""
+    if crew.ranks.rank:
+        time.sleep(be_late.times["collective_s"] + 1)  # type: ignore[attr-defined]
+    crew.wait_for_all()
+    return crew.ranks.add_up(1.0)
+
+
+be_late.times = {"collective_s": 3.0, "silent_s": 60.0}  # type: ignore[attr-defined]
 
 
 def lose_one(crew: Crew, model_dir: str, how: str) -> dict[str, Any]:

@@ -123,6 +123,7 @@ def test_the_budget_is_the_peak_of_a_real_step(
         "learner.micro_batch_tokens": MICRO_BATCH_TOKENS,
         "optimizer.state": state,
         "sampling.max_completion_tokens": COMPLETION_TOKENS,
+        "eval.interval_steps": 0,
     }
     names = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
     names |= {"num_kv_heads": "num_key_value_heads"}

@@ -64,6 +64,7 @@ def continued(kind: OptimizerState, made_by: OptimizerState) -> tuple[Shards, Sh
     optimizer = KINDS[made_by](whole)
     take_steps(optimizer, whole, 0, 5)
     state = {name: value.clone() for name, value in optimizer.tensors().items()}
+    state["empty/step"] = torch.tensor(5.0)  # of a rank that has rows of it
     for name, shard in cut.items():
         shard.data.copy_(whole[name])
     take_steps(optimizer, whole, 5, 10)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo.core.errors import ConfigError
 from echo.engine.weights import INDEX_FILE
-from echo.train.ranks import Launch
-from tests.runtime.families import save_family
+from echo.train import ranks
+from echo.train.ranks import Beats, Launch, join
+from tests.runtime.families import SMALL, save_family
 from tests.train import rank_cases
 from tests.train.forked_ranks import run_on_ranks
 from tests.train.rank_cases import make_trainer
 
+TOLD = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 CASES = "tests.train.rank_cases"
 A_STEP = 3e-4
 """By how much a step moves a weight, at most."""
@@ -29,6 +33,8 @@ DEATHS = {
     "hangs": "with rescore: rank {} does not answer, and is alive: it hangs",
 }
 """Ways of a rank to fail, and what the leader says of it."""
+
+MORE_VARIANTS = ("lora", "untied", "few rows", "shared prompts")
 
 PUBLICATIONS: dict[str, dict[str, bool]] = {
     "published here": {"far": False},
@@ -106,11 +112,18 @@ def model_sources(directory: Path, tiny: Path, other: Path) -> dict[str, dict[st
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16)
     model.save_pretrained(directory / "cut", max_shard_size="80KB")
     assert (directory / "cut" / INDEX_FILE).exists()
+    joined = AutoConfig.for_model("hrm_text", **SMALL)  # gate and up are rows of one tensor there
+    AutoModelForCausalLM.from_config(joined).save_pretrained(directory / "joined")
+    one = {"num_experts": 1, "num_experts_per_tok": 1}
     return {
         "several files in bfloat16": {"model_dir": str(directory / "cut")},
         "experts that are joined": {
             "model_dir": str(save_family(directory / "experts", "qwen3_moe"))
         },
+        "more ranks than experts": {
+            "model_dir": str(save_family(directory / "expert", "qwen3_moe", one))
+        },
+        "rows of one tensor that become several": {"model_dir": str(directory / "joined")},
         "a tower that is left out": {
             "model_dir": str(save_family(directory / "tower", "qwen2_5_vl"))
         },
@@ -119,7 +132,7 @@ def model_sources(directory: Path, tiny: Path, other: Path) -> dict[str, dict[st
 
 
 def test_a_restart_of_several_machines_needs_a_store_of_its_own() -> None:
-    told = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+    told = {**TOLD, "LOCAL_RANK": "1", "GROUP_WORLD_SIZE": "2"}
     assert Launch.of(told) == Launch(rank=3, size=4, local_rank=1, prefix="")
     shared = {**told, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"}
     assert Launch.of(shared).prefix == "life 0"
@@ -127,6 +140,31 @@ def test_a_restart_of_several_machines_needs_a_store_of_its_own() -> None:
     assert Launch.of({**restarted, "GROUP_WORLD_SIZE": "1"}).prefix == "life 1"
     with pytest.raises(ConfigError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         Launch.of(restarted)
+
+
+def test_what_torchrun_has_not_made_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE = 4 .* RANK, MASTER_PORT is not"):
+        Launch.of({"WORLD_SIZE": "4", "MASTER_ADDR": "localhost"})
+
+
+def test_a_rank_without_a_gpu_is_told_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    launch = Launch.of({**TOLD, "LOCAL_RANK": "2"})
+    with pytest.raises(ConfigError, match=r"rank 3 would .* on GPU 2, .* PyTorch finds 2"):
+        join(launch, "cuda")
+
+
+def test_a_rank_that_is_busy_before_all_stand_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "BEAT_S", 0.001)
+    store, silent = torch.distributed.HashStore(), threading.Event()
+    beats = Beats(store, 0, 2, silent_s=0.0)  # and rank 1 has none
+    give_up_at = time.monotonic() + 10
+    while store.add("beat of 0", 0) < 10:
+        assert time.monotonic() < give_up_at, "it has stopped, and will seem to be gone itself"
+    beats.on_silence = lambda _: silent.set()
+    assert silent.wait(10)
+    assert store.add("has left words: 0", 0), "where a third rank would take it for gone, too"
+    beats.close()
 
 
 def assert_near(off: dict[str, float]) -> None:
@@ -140,13 +178,23 @@ def test_ranks_make_the_step_of_one_process(loss: str, answers: Answers) -> None
     assert_near(answers["losses"][loss])
 
 
-@pytest.mark.parametrize("variant", [*rank_cases.VARIANTS, "lora", "untied", "few rows"])
+@pytest.mark.parametrize("variant", [*rank_cases.VARIANTS, *MORE_VARIANTS])
 def test_they_do_whatever_is_set(variant: str, answers: Answers) -> None:
     assert_near(answers["variants"][variant])
 
 
 def test_in_bfloat16_they_round_what_one_process_does(answers: Answers) -> None:
     assert_near(answers["bfloat16"])
+
+
+@pytest.mark.matrix
+def test_they_do_with_compiled_layers_and_wait_for_one_that_is_late(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    compiled = (f"{CASES}:compiled", 2, {"model_dir": str(tiny_model_dir)})
+    found, late = run_on_ranks([compiled, (f"{CASES}:be_late", 2, {})], tmp_path)
+    assert_near(found.value)
+    assert late.value == 2.0
 
 
 @pytest.mark.parametrize(
@@ -239,7 +287,7 @@ def test_each_rank_reads_its_own_rows(answers: Answers, request: pytest.FixtureR
     found = dict(answers["read"])
     shares = found.pop("shares")
     assert all(found.values()), found
-    assert len(found) == 4
+    assert len(found) == 6
     # Its shard, a layer more, and what transformers has as Python objects.
     assert max(shares) < 1 / (1 + last_rank(request)) + 0.25, shares
 

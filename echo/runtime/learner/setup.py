@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from pathlib import Path
 from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss
-from echo.config.load import inherited_settings, save_resolved
+from echo.config.load import flatten, inherited_settings, resolved, save_resolved
 from echo.config.memory import (
     CHECKPOINTING,
     Budget,
@@ -86,6 +87,7 @@ from echo.train.attribution import make_attribution, make_rescoring
 from echo.train.batch import AdvantageSettings
 from echo.train.policy import ModelSource, float32_attention, learner_compute
 from echo.train.ranks import AnyTrainer, Crew, LeadTrainer, follow
+from echo.train.sharding import Ranks
 from echo.train.trainer import OptimizerSettings, Trainer, load_loss
 from echo.weights.topology.sites import Site
 from echo.wire.messages import LEARNER_ID
@@ -212,7 +214,14 @@ def make_trainer(
     lora: Lora | None = None,
     crew: Crew | None = None,
 ) -> Trainer:
-    """Return this process's trainer, that continues from a checkpoint if there is one."""
+    """Return this process's trainer, that continues from a checkpoint if there is one.
+
+    Raises:
+        ConfigError: if it is one of several, and they were started with different settings.
+    """
+    if crew is not None:
+        crew.wait_for_all()  # on another machine the model may still be on its way from the hub
+        check_alike(config, crew.ranks)
     config = with_checkpointing(config, model_dir if lora is None else lora.base_dir, crew)
     learner, optimizer, loss = config.learner, config.optimizer, config.loss
     max_tokens = config.sampling.max_completion_tokens
@@ -255,6 +264,24 @@ def make_trainer(
     return trainer
 
 
+def check_alike(config: Config, ranks: Ranks) -> None:
+    """Raise on all ranks if one has other settings than the first: they would part in a step.
+
+    Raises:
+        ConfigError: naming the rank and the keys.
+    """
+    own = {".".join(path): value for path, value in flatten(resolved(config))}
+    first, *others = map(json.loads, ranks.gather(json.dumps(own).encode()))
+    for rank, told in enumerate(others, 1):
+        keys = sorted(key for key in first.keys() | told.keys() if told.get(key) != first.get(key))
+        if keys:
+            apart = [f"{key} = {told.get(key)!r} and not {first.get(key)!r}" for key in keys]
+            raise ConfigError(
+                f"rank {rank} was started with other settings than rank 0: {', '.join(apart[:5])}; "
+                "all processes of a learner need the same file and the same options"
+            )
+
+
 def with_checkpointing(config: Config, model_dir: Path, crew: Crew | None = None) -> Config:
     """Return the configuration with what `gradient_checkpointing = "auto"` means here and now.
 
@@ -272,7 +299,13 @@ def with_checkpointing(config: Config, model_dir: Path, crew: Crew | None = None
 
 
 def budget_here(config: Config, model_dir: Path, crew: Crew | None = None) -> Budget | None:
-    """Return what the learner's memory is now; None for a model whose dimensions are not known."""
+    """Return what the learner's memory is now; None for a model whose dimensions are not known.
+
+    The evaluation, which is built first, has taken its own.
+    """
+    config = config.model_copy(
+        update={"eval": config.eval.model_copy(update={"interval_steps": 0})}
+    )
     try:
         facts = read_model_facts(model_dir)
     except DataError:
@@ -683,12 +716,15 @@ def build_evaluations(
 def evaluation_engine(config: Config, data: Data, crew: Crew | None) -> TransformersEngine:
     """Return what held-out prompts are sampled with.
 
-    A process alone has a float32 model of its own for it, where it trains. Several ranks would all
-    wait for the GPU of the first, which need not hold the model. So that one samples on its CPU, in
-    the type that is published: its model is the image of the version, in place (engine/hf).
+    A process alone has a model of its own for it, where it trains: on a GPU in the type that is
+    published, on a CPU in float32, as workers do. Several ranks would all wait for the GPU
+    of the first, which need not hold the model. So that one samples on its CPU, in the type that is
+    published: its model is the image of the version, in place (engine/hf). The memory of all three
+    is counted (config/memory.py).
     """
     learner = config.learner
-    device, dtype, num_threads = pick_device(learner.device), "float32", 0
+    device, num_threads = pick_device(learner.device), 0
+    dtype = "float32" if device == "cpu" else config.model.dtype
     if crew is not None:
         device, dtype = "cpu", config.model.dtype
         # torchrun has left one to each process.
