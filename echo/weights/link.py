@@ -120,7 +120,7 @@ class RateEstimate:
         if self._last_at is None:
             self._last_at = self._began_at = now
             return
-        if since < self._began_at < now:
+        if since < self._began_at <= now:
             # Of many children's lumps all but one would count whole, as if sent since then.
             num_bytes *= (now - self._began_at) / (now - since)
         self._busy_s += max(0.0, now - self._last_at)

@@ -305,16 +305,16 @@ def test_only_several_low_samples_in_a_row_lower_an_uplink_and_to_the_best_of_th
     assert rate.bytes_per_s == pytest.approx(6 * MIB, rel=0.05)
 
 
-def test_what_was_sent_before_the_clock_began_does_not_count() -> None:
-    """Eight children say at nearly the same time what they have received since a second ago."""
+@pytest.mark.parametrize("apart_s", [0.001, 0.0])
+def test_what_was_sent_before_the_clock_began_does_not_count(apart_s: float) -> None:
+    """Eight children say at the same time, or nearly so, what they have received in a second."""
     rate = UplinkEstimate()
-    for child in range(8):
-        rate.add(MIB, now=1.0 + child * 0.001, since=0.0)
-    share = 8 * MIB / 8
-    for second in range(2, 30):
-        for child in range(8):
-            now = second + child * 0.001
-            rate.add(share, now=now, since=now - 1)
+    for version in range(10):
+        for second in range(4):
+            for child in range(8):
+                now = 10.0 * version + second + 1.0 + child * apart_s
+                rate.add(MIB, now=now, since=now - 1)
+        rate.pause()
     assert rate.bytes_per_s == pytest.approx(8 * MIB, rel=0.02)
 
 
