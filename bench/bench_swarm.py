@@ -7,6 +7,10 @@ Sixteen receivers and the three fleets of `broadcast_figures.py` ("unequal-16"):
 one and then through the other: version 1 on cold connections, the others on warm ones. Both have
 touched the memory of their images beforehand.
 
+As in a run whose model lies on every machine, there is a version 0 that nobody has to fetch. So the
+nodes of the planned plane are told the size of a version when they join, and show their uplinks by
+probes. The swarm has neither probes nor, but at its source, a use for them.
+
 Prints the share of the fluid optimum min(u0, (u0 + sum of the uplinks) / receivers) that the
 slowest receiver gets, duplicates and control as shares of what is delivered, and CPU seconds per GB
 delivered. `--settings tuned` gives TCP buffers of 64 MiB and takes its slow start after idle away.
@@ -118,7 +122,7 @@ def on_the_wan(links: Links, size: int, versions: int) -> list[dict[str, Any]]:
             path.set(index, "up", rate or 4)
         planes = (
             SwarmFleet(path, 16, leaves=leaves, options=(f"--kept-bytes={size}",)),
-            Echo(path, Topology("auto", 16), leaves=leaves, kept_bytes=size),
+            Echo(path, Topology("auto", 16), leaves=leaves, model=(size, CHUNK)),
         )
         for plane in planes:
             stack.callback(plane.close)
