@@ -19,6 +19,7 @@ from echo.weights.link import (
     MAX_WINDOW_BYTES,
     MIN_PATIENCE_S,
     MOST_BYTES_PER_S,
+    UNANSWERED_S,
     UPLINK_SAMPLE_S,
     RateEstimate,
     StripeLink,
@@ -410,6 +411,16 @@ def test_a_link_that_was_lost_is_not_waited_for() -> None:
     assert uplink.bytes_per_s is None
     probing.acknowledged("new", now=6.0)
     assert uplink.bytes_per_s == pytest.approx(FIRST_BYTES)
+
+
+def test_no_other_is_asked_while_an_answer_may_still_come() -> None:
+    probing, uplink = make_probing()
+    assert probing.begin("slow", payload_bytes=GIB, now=0.0)
+    assert probing.begin("other", payload_bytes=GIB, now=UNANSWERED_S - 0.1) == []
+    probing.acknowledged("slow", now=UNANSWERED_S - 0.1)
+    assert uplink.bytes_per_s is not None
+    assert probing.begin("mute", payload_bytes=GIB, now=10.0)
+    assert probing.begin("other", payload_bytes=GIB, now=10.0 + UNANSWERED_S)
 
 
 def test_there_is_no_probe_where_it_would_not_pay() -> None:
