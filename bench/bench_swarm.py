@@ -7,12 +7,17 @@ Sixteen receivers and the three fleets of `broadcast_figures.py` ("unequal-16"):
 one and then through the other: version 1 on cold connections, the others on warm ones. Both have
 touched the memory of their images beforehand.
 
+As in a run whose model lies on every machine, there is a version 0 that nobody has to fetch. So the
+nodes of the planned plane are told the size of a version when they join, and show their uplinks by
+probes. The swarm has neither probes nor, but at its source, a use for them.
+
 Prints the share of the fluid optimum min(u0, (u0 + sum of the uplinks) / receivers) that the
 slowest receiver gets, duplicates and control as shares of what is delivered, and CPU seconds per GB
 delivered. `--settings tuned` gives TCP buffers of 64 MiB and takes its slow start after idle away.
 `--rates 0.25` has all links at a quarter of that: nodes and emulator need some 20 CPU seconds per
 GB, so two cores are full before the links are, and both planes are then as fast as the CPU.
-First the rules alone, on links of paper (`swarm_paper.py`), rates exact.
+First the rules alone, on links of paper (`swarm_paper.py`), rates exact; there also 64 receivers,
+each with 16 neighbours that are chosen by chance.
 
 Needs root, and a machine that is quiet: the nodes take a core, and what others take is missing.
 """
@@ -52,6 +57,8 @@ def main() -> None:
     parser.add_argument("--note", default="", help="what else the machine did")
     arguments = harness.parse(parser, draws=["half NAT"], versions=2, mib=16)
     paper = [on_paper(draw, seed) for draw in arguments.draws for seed in range(3)]
+    draws = [*arguments.draws, "equal"]
+    paper += [on_paper(draw, 0, count=64, degree=16, versions=1) for draw in draws]
     result: dict[str, Any] = {
         "note": arguments.note,
         "rates": arguments.rates,
@@ -73,25 +80,38 @@ def optimum(mbit: list[float]) -> float:
     return fluid_rate(rates[0], rates[1:], [float("inf")] * (len(rates) - 1))
 
 
-def on_paper(draw: str, seed: int) -> dict[str, Any]:
-    """Return the shares that the rules reach where neither TCP nor the CPU costs anything."""
-    mbit = [SOURCE_MBIT, *uplinks_mbit(draw, random.Random(1))]
+def on_paper(
+    draw: str, seed: int, *, count: int = 16, degree: int | None = None, versions: int = 3
+) -> dict[str, Any]:
+    """Return the shares that the rules reach where neither TCP nor the CPU costs anything.
+
+    Args:
+        draw: the fleet.
+        seed: of all that is left to chance.
+        count: receivers.
+        degree: neighbours of each; None for all others.
+        versions: how many go out, one after the other.
+    """
+    mbit = [SOURCE_MBIT, *uplinks_mbit(draw, random.Random(1), count=count)]
     rates = [rate * 1e6 / 8 * PAYLOAD_SHARE / PAPER_SCALE for rate in mbit]
-    fleet = PaperFleet(rates, latency_s=LATENCY_MS / 1e3, seed=seed)
+    fleet = PaperFleet(rates, latency_s=LATENCY_MS / 1e3, degree=degree, seed=seed)
     size, shares = 64 * MIB, []
-    for step in range(1, 4):
+    for step in range(1, versions + 1):
         seconds = fleet.deliver(step, size // PAPER_SCALE, CHUNK // PAPER_SCALE)
         shares.append(size / optimum(mbit) / seconds)
-    delivered = len(shares) * size * (len(rates) - 1)
+    delivered = len(shares) * size * count
     nodes = fleet.nodes.values()
     row = {
         "uplinks": draw,
+        "receivers": count,
+        "neighbours": degree,
         "seed": str(seed),
         "shares": shares,
         "duplicates": sum(n.swarm.num_duplicate_chunks for n in nodes) * CHUNK / delivered,
         "control": sum(n.control_bytes for n in nodes) / delivered,
     }
-    print(f"paper {draw:>10}: {', '.join(f'{share:.3f}' for share in shares)}", flush=True)
+    text = ", ".join(f"{share:.3f}" for share in shares)
+    print(f"paper {draw:>10}, {count} receivers: {text}", flush=True)
     return row
 
 
@@ -118,7 +138,7 @@ def on_the_wan(links: Links, size: int, versions: int) -> list[dict[str, Any]]:
             path.set(index, "up", rate or 4)
         planes = (
             SwarmFleet(path, 16, leaves=leaves, options=(f"--kept-bytes={size}",)),
-            Echo(path, Topology("auto", 16), leaves=leaves, kept_bytes=size),
+            Echo(path, Topology("auto", 16), leaves=leaves, model=(size, CHUNK)),
         )
         for plane in planes:
             stack.callback(plane.close)

@@ -339,7 +339,7 @@ class JoinedFleet(Fleet):
         self._members = []
         self._probes = {
             name_of(index): UplinkProbe(self._nodes[name_of(index)].uplink, node_id=name_of(index))
-            for index in order
+            for index in (0, *order)
             if has_probes and rates[index]
         }
         for index in order:
@@ -350,7 +350,8 @@ class JoinedFleet(Fleet):
     def welcome(self, version_bytes: int) -> None:
         """Have everybody probe who can serve, as the learner's Welcome makes them."""
         for name, probe in self._probes.items():
-            self._probe(name, probe.begin(CONTROL, payload_bytes=version_bytes, now=self.now))
+            if name != LEARNER_ID:
+                self._probe(name, probe.begin(CONTROL, payload_bytes=version_bytes, now=self.now))
 
     def replan(self, *, is_between: bool = False) -> None:
         """Have the learner plan, by what heartbeats have told it."""
@@ -378,6 +379,8 @@ class JoinedFleet(Fleet):
                 fetching=node.fetching,
             )
             self.planning.learn(stats, former=member.stats)
+            if member.stats.uplink_bytes_per_s is not None:
+                self._probe_own(member.node_id)
             member.stats = stats
 
     def _holds(self, name: str, version: PolicyVersion) -> None:
@@ -386,13 +389,25 @@ class JoinedFleet(Fleet):
             begun = self._probes[name].begin(CONTROL, payload_bytes=size, now=self.now)
             self._probe(name, begun)
 
+    def _probe_own(self, to: str) -> None:
+        """Have the learner show its own uplink, where nobody takes anything from it."""
+        probe = self._probes.get(LEARNER_ID)
+        if probe is not None and not self._nodes[LEARNER_ID].is_serving:
+            size = self.planning.payload_bytes
+            begun = probe.begin(f"{CONTROL} of {to}", payload_bytes=size, now=self.now)
+            self._probe(LEARNER_ID, begun)
+
     def _probe(self, name: str, actions: Iterable[Any]) -> None:
         for action in actions:
             payload = [bytes(one) for one in action.frames[1:]]
-            self._carry(name, action, payload, lambda: self._at(self.now + LATENCY_S, answered))
 
-        def answered() -> None:
-            self._probe(name, self._probes[name].acknowledged(CONTROL, now=self.now))
+            def answered(peer: str = action.peer) -> None:
+                self._probe(name, self._probes[name].acknowledged(peer, now=self.now))
+                self.planning.has_news |= name == LEARNER_ID
+
+            self._carry(
+                name, action, payload, lambda act=answered: self._at(self.now + LATENCY_S, act)
+            )
 
     def _look(self) -> None:
         self.beat()

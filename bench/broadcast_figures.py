@@ -136,15 +136,23 @@ def chain_of_five(bench: Bench) -> dict[str, float]:
     return {"x size/rate": seconds / (size / (200e6 / 8 * PAYLOAD_SHARE))}
 
 
-def uplinks_mbit(draw: str, chance: random.Random) -> list[float]:
-    """Return 16 uplinks, 20 Mbit/s in the median; 0 is behind a NAT that nobody reaches."""
+def uplinks_mbit(draw: str, chance: random.Random, *, count: int = 16) -> list[float]:
+    """Return uplinks of a fleet, 0 behind a NAT that nobody reaches.
+
+    Args:
+        draw: "log-normal" with 20 Mbit/s in the median, "80/20", "half NAT" or "equal".
+        chance: of the log-normal ones.
+        count: how many.
+    """
     match draw:
         case "log-normal":
-            return [20 * chance.lognormvariate(0, 1) for _ in range(16)]
+            return [20 * chance.lognormvariate(0, 1) for _ in range(count)]
         case "80/20":
-            return [200.0 if index % 5 == 0 else 4.0 for index in range(16)]
+            return [200.0 if index % 5 == 0 else 4.0 for index in range(count)]
+        case "half NAT":
+            return [0.0 if index % 2 else 100.0 for index in range(count)]
         case _:
-            return [0.0 if index % 2 else 100.0 for index in range(16)]
+            return [100.0] * count
 
 
 def unequal_uplinks(bench: Bench) -> dict[str, float]:

@@ -111,7 +111,7 @@ class Echo(Variant):
         codec: str = "full",
         sockets: str = "auto",
         leaves: frozenset[int] = frozenset(),
-        kept_bytes: int = 0,
+        model: tuple[int, int] | None = None,
     ) -> None:
         """Start the processes and wait until everybody has the parent of the plan.
 
@@ -122,7 +122,9 @@ class Echo(Variant):
             codec: full or delta.
             sockets: connections to each parent, or auto.
             leaves: receivers that nobody can reach, counted from 1.
-            kept_bytes: size of the images for which receivers keep memory; 0 to allocate anew.
+            model: bytes and chunk bytes of the model that all nodes have before they join, as where
+                it lies in a directory of each machine: it is version 0, and receivers keep memory
+                for images of its size. None for no version before the first that is delivered.
         """
         self.topology, self.codec = topology, codec
         self._wire_bytes = 0
@@ -130,13 +132,16 @@ class Echo(Variant):
         self.name = " ".join(filter(None, parts))
         self._options = [f"--sockets={sockets}"]
         self._options += ["--curve"] * curve
-        self._options += [f"--kept-bytes={kept_bytes}"] * (kept_bytes > 0)
+        self._options += [] if model is None else [f"--model-bytes={model[0]}"]
         self._path = path
         forced = topology.kind + (f":{topology.ways}" if topology.ways else "")
         self.learner = self._start(0, "learner", path.listen(0), f"--topology={forced}")
         self._processes = [self.learner]
         address = self.learner.hear(JOIN_S)["address"]
         self.address = address
+        if model is not None:
+            self.learner.ask("prepare 0 {} {} full".format(*model))
+            self.publish()
         receivers: dict[str, Process] = {}
         for index in range(1, topology.num_receivers + 1):
             where = None if index in leaves else path.listen(index)
@@ -148,6 +153,8 @@ class Echo(Variant):
         try:
             for receiver in receivers.values():
                 receiver.hear(JOIN_S)
+                if model is not None:
+                    receiver.hear(JOIN_S)  # it has version 0
             self.learner.say(f"plan {topology.num_receivers}")
             parents = self.learner.hear(JOIN_S)["parents"]
         except BaseException:

@@ -213,8 +213,12 @@ async def run_receiver(config: Config, arguments: argparse.Namespace) -> None:
     )
     if arguments.sockets != "auto":
         settings = dataclasses.replace(settings, sockets_per_link=int(arguments.sockets))
-    store = KeptStore(arguments.kept_bytes) if arguments.kept_bytes else open_store(None, None)
+    size = arguments.model_bytes
+    store = KeptStore(size) if size else open_store(None, None)
     broadcast = node.make_broadcast(settings.node_id, config.network, store)
+    if size:
+        image = bytearray(random_bytes(0, size))
+        broadcast.offer(image, blake3(image).digest())
     session = Relay(settings, broadcast, now=asyncio.get_running_loop().time())
     await Receiver(session, transport, log=LOG).run()
 
@@ -256,6 +260,11 @@ def parents(session: Learner) -> dict[str, str]:
     return {member.node_id: member.stats.parent.partition(",")[0] for member in members}
 
 
+def random_bytes(step: int, num_bytes: int) -> bytes:
+    """Return the image of a version in full, the same in each process."""
+    return np.random.default_rng(step).bytes(num_bytes)
+
+
 def make_publication(
     identity: Identity,
     chunk_key: bytes,
@@ -269,7 +278,7 @@ def make_publication(
     chance, num_bytes = np.random.default_rng(step), len(image)
     words = np.frombuffer(image, np.uint16)
     if codec == "full":
-        fill(image, chance.bytes(num_bytes))
+        fill(image, random_bytes(step, num_bytes))
     elif base is None:
         weights = (chance.standard_normal(TILE_WEIGHTS, dtype=np.float32) * 0.02).view(np.uint32)
         words[:] = np.resize((weights >> 16).astype(np.uint16), len(words))
@@ -308,7 +317,7 @@ def main() -> None:
     parser.add_argument("--sockets", default="auto", help="connections to each parent")
     parser.add_argument("--name", help="node id of a receiver")
     parser.add_argument("--curve", action="store_true", help="encrypt all links")
-    parser.add_argument("--kept-bytes", type=int, default=0, help="size of images in kept memory")
+    parser.add_argument("--model-bytes", type=int, default=0, help="of version 0, if it is here")
     arguments = parser.parse_args()
     tune_malloc()
     run = run_learner if arguments.role == "learner" else run_receiver

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from swarm import ItemArrived, NeighbourFailed, Swarm, message_of
+from swarm import Have, ItemArrived, NeighbourFailed, Swarm, Tables, message_of
 
 from echo.core.rollout import PolicyVersion
 from echo.weights.manifest import SignedManifest, TensorSpec, build_manifest, sign
 from echo.weights.store import ItemStore, Transfer
 from echo.wire.actions import Action, Note, Send, Work
+from echo.wire.codec import encode
 from echo.wire.messages import FULL, Announce, Chunk, ItemId
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
@@ -212,6 +213,10 @@ class PaperFleet:
                 node.store.begin_image(*signed)
                 self._perform(node, node.swarm.want((message.version, FULL), now=self.now))
             return
+        if isinstance(message, Have) and message.version not in node.store.images:
+            # As the plane around it would: who is no neighbour of the source asks its own.
+            ask = Tables(version=message.version, form=message.form, num_segments=0)
+            self._send(node, Send(sender, encode(ask, source=node.name)))
         actions = node.swarm.receive(sender, message, payload, now=self.now)
         self._perform(node, actions)
 

@@ -36,7 +36,7 @@ from echo.leases.scheduler import (
 from echo.roles.joining import Admission, AdmissionSettings
 from echo.roles.members import Member, Roster, Shutdown
 from echo.weights.broadcast import Broadcast
-from echo.weights.link import ParentFailed, acknowledge
+from echo.weights.link import ParentFailed, UplinkProbe, acknowledge
 from echo.weights.topology.plan import PLAN_S, Planner
 from echo.weights.topology.sites import Site
 from echo.wire.actions import Action, Complaints, HangUp, Note, Routes, Send, Work
@@ -65,6 +65,7 @@ from echo.wire.messages import (
     Message,
     Partial,
     Probe,
+    ProbeAck,
     Pulse,
     Ready,
     Refuse,
@@ -141,6 +142,7 @@ class Learner:
         self._has_set_aside = False
         self._shutdown = Shutdown(self.roster, self._routes)
         self.planning = Planner(learner=settings.site, chunk_bytes=settings.chunk_bytes)
+        self._probing = UplinkProbe(broadcast.uplink, node_id=LEARNER_ID)
 
     @property
     def step(self) -> int:
@@ -226,6 +228,8 @@ class Learner:
             return [Send(peer, encode(answer, source=LEARNER_ID))]
         if isinstance(message, Probe):
             return acknowledge(peer, source=LEARNER_ID)
+        if isinstance(message, ProbeAck):
+            return self._on_probe_ack(peer, now)
         results = self.broadcast.receive(peer, message, payload, now=now)
         return [action for action in results if not isinstance(action, ParentFailed)]
 
@@ -276,6 +280,24 @@ class Learner:
         )
         return [action for name, plan in moved for action in self._routes.to(name, plan)]
 
+    def _probe(self, member: Member, now: float) -> list[Action]:
+        """Show this node's own uplink to one that showed its own a heartbeat ago, and is done.
+
+        Not beside weights: it would show what they leave of it.
+        """
+        peer = self._routes.peer_of(member.node_id)
+        is_shown = member.stats.uplink_bytes_per_s is not None
+        if peer is None or not is_shown or self.broadcast.is_serving:
+            return []
+        return self._probing.begin(peer, payload_bytes=self.version_bytes, now=now)
+
+    def _on_probe_ack(self, peer: str, now: float) -> list[Action]:
+        was_known = self.broadcast.uplink_bytes_per_s is not None
+        actions = self._probing.acknowledged(peer, now=now)
+        if not was_known and self.broadcast.uplink_bytes_per_s is not None:
+            self.planning.has_news = True
+        return actions
+
     def make_way(self, *, now: float) -> list[Action]:
         """Plan for a version that is about to go out, if a plan is due."""
         is_due = self.planning.is_due(now=now, is_between=True)
@@ -293,12 +315,14 @@ class Learner:
             return self._routes.to(member.node_id, Finish(reason=self.finish_reason))
         has_new_suspects = message.stats.suspects != member.stats.suspects
         self.planning.learn(message.stats, former=member.stats)
+        probe = self._probe(member, now)
         has_progress = member.beat(message, now=now)
         if message.stats.uplink_bytes_per_s:
             self.roster.uplinks[member.node_id] = message.stats.uplink_bytes_per_s
         actions = self._routes.to(
             member.node_id, Pulse(step=self.step, newest=self.broadcast.newest_complete)
         )
+        actions += probe
         plan = member.node.plan
         # A lost plan shows as a parent that is not the planned one; repeating it is harmless.
         if plan is not None and message.stats.parent != plan.first_parents:

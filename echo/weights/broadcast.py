@@ -156,6 +156,11 @@ class Broadcast:
         return self._sender.children
 
     @property
+    def is_serving(self) -> bool:
+        """Whether anybody is taking something from this node."""
+        return any(child.fetching is not None for child in self.children.values())
+
+    @property
     def bytes_sent(self) -> int:
         """Weight bytes sent to children."""
         return self._sender.bytes_sent

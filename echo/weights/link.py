@@ -120,7 +120,7 @@ class RateEstimate:
         if self._last_at is None:
             self._last_at = self._began_at = now
             return
-        if since < self._began_at < now:
+        if since < self._began_at <= now:
             # Of many children's lumps all but one would count whole, as if sent since then.
             num_bytes *= (now - self._began_at) / (now - since)
         self._busy_s += max(0.0, now - self._last_at)
@@ -432,12 +432,14 @@ class StripeLink:
 # probes.
 #
 # So a node that can serve, and has not been the limit of a transfer yet, sends a message up its
-# control link when the learner welcomes it, and when it holds a version. If that has come within
-# QUICK_S, one four times as long follows, up to MAX_PROBE_BYTES: on a slow link the first says
-# enough, and what the node has to say besides waits for a second at most. The time counts whole,
-# with the round trip and the start of a connection, so a probe never shows too much; of a fast link
-# it shows less than all, and transfers raise it. It is repeated after the next versions, MAX_PROBES
-# times in all: what others sent at the same time makes the first one tell less than the truth.
+# control link when the learner welcomes it, and when it holds a version; and the learner sends one
+# down a heartbeat after a node has told what came of that, so that they never meet. If one comes
+# within QUICK_S, one four times as long follows, up to MAX_PROBE_BYTES: on a slow link the first
+# says enough, and what the node has to say besides waits for a second at most. The time counts
+# whole, with the round trip and the start of a connection, so a probe never shows too much; of a
+# fast link it shows less than all, and transfers raise it. It is repeated after the next versions,
+# MAX_PROBES times in all: what others sent at the same time makes the first one tell less than the
+# truth.
 
 FIRST_BYTES, MAX_PROBE_BYTES = 256 << 10, 4 << 20
 GROWTH = 4
@@ -445,6 +447,8 @@ QUICK_S = 0.25
 PAYLOAD_SHARE = 1 / 8
 """What a message may have at most, in relation to the version that it is to speed up."""
 MAX_PROBES = 3
+UNANSWERED_S = 3.0
+"""After which another may be asked, whatever the first was waiting for."""
 
 
 class UplinkProbe:
@@ -468,7 +472,9 @@ class UplinkProbe:
             now: the present.
         """
         self._most_bytes = min(MAX_PROBE_BYTES, int(PAYLOAD_SHARE * payload_bytes))
-        is_under_way = self._awaited is not None and self._awaited[0] == peer
+        is_under_way = self._awaited is not None and (
+            self._awaited[0] == peer or now < self._awaited[2] + UNANSWERED_S
+        )
         is_known = self._uplink.is_measured or self._num_probes >= MAX_PROBES
         if is_under_way or is_known or self._most_bytes < FIRST_BYTES:
             return []

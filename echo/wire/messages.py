@@ -10,8 +10,8 @@ are two kinds:
 
 Who may send what:
 
-    any node  -> its parent    Greet, Probe, Subscribe, Fetch, Credit
-    parent    -> its child     Greeted, ProbeAck, Announce, Segment, Chunk, Waiting, Gone
+    any node  -> its parent    Greet, Probe, ProbeAck, Subscribe, Fetch, Credit
+    parent    -> its child     Greeted, Probe, ProbeAck, Announce, Segment, Chunk, Waiting, Gone
     node      -> learner       Hello, AssetRequest, Ready, Heartbeat, Deliver, Partial, Failed,
                                Goodbye
     learner   -> node          Welcome, Asset, Admitted, Refuse, Rehello, TopologyPlan, Pulse,
@@ -111,11 +111,11 @@ class Greeted(Message, frozen=True):
 
 
 class Probe(Message, frozen=True):
-    """Child to parent: bytes of nothing, to see how fast they come through (`weights/link.py`)."""
+    """Bytes of nothing, to see how fast they come through (`weights/link.py`)."""
 
 
 class ProbeAck(Message, frozen=True):
-    """Parent to child: they have come."""
+    """They have come."""
 
 
 class Subscribe(Message, frozen=True):

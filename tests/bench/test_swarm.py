@@ -100,6 +100,13 @@ def test_every_node_gets_the_same_bytes(seed: int) -> None:
         assert image_at(fleet, node.name, 1) == right
 
 
+def test_it_reaches_those_who_are_no_neighbours_of_the_source() -> None:
+    fleet = PaperFleet([5e4] * 9, degree=2, seed=3)
+    fleet.deliver(1, SIZE, CHUNK)
+    right = bytes(random_image(1, SIZE, CHUNK)[1])
+    assert all(image_at(fleet, name, 1) == right for name in fleet.nodes)
+
+
 def test_no_chunk_that_is_held_is_asked_for_again() -> None:
     fleet = PaperFleet([5e4] * 6, seed=3)
     item_id = fleet.publish(1, SIZE, CHUNK)

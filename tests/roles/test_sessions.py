@@ -15,11 +15,12 @@ import pytest
 from echo.core.errors import RefusedError
 from echo.core.rollout import PolicyVersion
 from echo.weights.link import FIRST_BYTES
-from echo.weights.sender import SLOW_AFTER_S, WAITING_PERIOD_S
+from echo.weights.sender import SLOW_AFTER_S, WAITING_PERIOD_S, Child
 from echo.wire import codec
 from echo.wire.actions import Action, Send, Stop
 from echo.wire.codec import encode
 from echo.wire.messages import (
+    FULL,
     Ack,
     Chunk,
     Deliver,
@@ -302,6 +303,24 @@ def test_who_can_serve_shows_its_uplink_before_it_is_given_a_place(
         assert node.session._probing._num_probes == num_probes, name
     learner = world.node("learner").session
     world.run_until(lambda: learner.uplinks().get("r1"), within_s=5.0)
+
+
+def test_a_learner_shows_its_uplink_once_a_node_has_shown_its_own(make_world: MakeWorld) -> None:
+    world = make_world(image_bytes=8 * FIRST_BYTES)
+    world.learner()
+    world.relay("r1")
+    learner = world.node("learner").session
+    world.run_until(lambda: learner.uplinks().get("r1"), within_s=5.0)
+    learner.planning.has_news = False
+    two_beats_s = 2 * learner.settings.admission.heartbeat_s
+    # Beside weights it would show what they leave of it.
+    taker = Child(fetching=(learner.broadcast.newest_complete, FULL))
+    learner.broadcast.children["taker"] = taker
+    world.run(two_beats_s)
+    assert "learner" not in learner.uplinks()
+    del learner.broadcast.children["taker"]
+    world.run_until(lambda: learner.uplinks().get("learner"), within_s=two_beats_s)
+    assert learner.planning.has_news
 
 
 def test_a_relay_without_route_or_uplink_drops_and_counts(make_world: MakeWorld) -> None:

@@ -19,6 +19,7 @@ from echo.weights.link import (
     MAX_WINDOW_BYTES,
     MIN_PATIENCE_S,
     MOST_BYTES_PER_S,
+    UNANSWERED_S,
     UPLINK_SAMPLE_S,
     RateEstimate,
     StripeLink,
@@ -305,16 +306,16 @@ def test_only_several_low_samples_in_a_row_lower_an_uplink_and_to_the_best_of_th
     assert rate.bytes_per_s == pytest.approx(6 * MIB, rel=0.05)
 
 
-def test_what_was_sent_before_the_clock_began_does_not_count() -> None:
-    """Eight children say at nearly the same time what they have received since a second ago."""
+@pytest.mark.parametrize("apart_s", [0.001, 0.0])
+def test_what_was_sent_before_the_clock_began_does_not_count(apart_s: float) -> None:
+    """Eight children say at the same time, or nearly so, what they have received in a second."""
     rate = UplinkEstimate()
-    for child in range(8):
-        rate.add(MIB, now=1.0 + child * 0.001, since=0.0)
-    share = 8 * MIB / 8
-    for second in range(2, 30):
-        for child in range(8):
-            now = second + child * 0.001
-            rate.add(share, now=now, since=now - 1)
+    for version in range(10):
+        for second in range(4):
+            for child in range(8):
+                now = 10.0 * version + second + 1.0 + child * apart_s
+                rate.add(MIB, now=now, since=now - 1)
+        rate.pause()
     assert rate.bytes_per_s == pytest.approx(8 * MIB, rel=0.02)
 
 
@@ -410,6 +411,16 @@ def test_a_link_that_was_lost_is_not_waited_for() -> None:
     assert uplink.bytes_per_s is None
     probing.acknowledged("new", now=6.0)
     assert uplink.bytes_per_s == pytest.approx(FIRST_BYTES)
+
+
+def test_no_other_is_asked_while_an_answer_may_still_come() -> None:
+    probing, uplink = make_probing()
+    assert probing.begin("slow", payload_bytes=GIB, now=0.0)
+    assert probing.begin("other", payload_bytes=GIB, now=UNANSWERED_S - 0.1) == []
+    probing.acknowledged("slow", now=UNANSWERED_S - 0.1)
+    assert uplink.bytes_per_s is not None
+    assert probing.begin("mute", payload_bytes=GIB, now=10.0)
+    assert probing.begin("other", payload_bytes=GIB, now=10.0 + UNANSWERED_S)
 
 
 def test_there_is_no_probe_where_it_would_not_pay() -> None:

@@ -580,7 +580,8 @@ class Planner:
         self.downlink_limits: dict[str, float] = {}
         """Bytes per second that nodes can take which are limited by themselves, as last seen."""
         self._planned_at, self._rested_at, self._num_nodes = 0.0, 0.0, 0
-        self._has_news = False
+        self.has_news = False
+        """Whether an uplink has been shown for the first time since the plan was made."""
         self._listening: tuple[str, ...] = ()
 
     def expect(self, payload: Chunked | None) -> None:
@@ -597,17 +598,17 @@ class Planner:
         """
         if self.topology is None or self.topology.predicted_s < WORTHWHILE_S:
             return False
-        if self._has_news and is_between:
+        if self.has_news and is_between:
             return True
         # A plan costs in proportion to the fleet: larger ones are looked at less often.
-        period_s = NEWS_S if self._has_news else REPLAN_S
+        period_s = NEWS_S if self.has_news else REPLAN_S
         period_s *= max(1.0, self._num_nodes / MANY_NODES)
         return now >= (self._rested_at if is_between else self._planned_at) + period_s
 
     def learn(self, stats: NodeStats, *, former: NodeStats) -> None:
         """Note what a node says of its links, beside what it said before."""
         if stats.uplink_bytes_per_s is not None and former.uplink_bytes_per_s is None:
-            self._has_news = True
+            self.has_news = True
 
     def plan(
         self,
@@ -629,7 +630,7 @@ class Planner:
             now: the present.
             is_between: whether one version has been sent and the next is about to be.
         """
-        self._planned_at, self._num_nodes, self._has_news = now, len(nodes), False
+        self._planned_at, self._num_nodes, self.has_news = now, len(nodes), False
         receivers = [node for node in nodes if not node.is_standby]
         view = self._survey(receivers, uplink_bytes_per_s)
         if not self.learner.address:
