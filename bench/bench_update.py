@@ -20,6 +20,7 @@ processes together; the emulator may use all.
 
     python bench/bench_update.py
     python bench/bench_update.py --quick            128 MiB, some minutes, writes nothing
+    python bench/bench_update.py --before COMMIT    the stages of that commit as well, in turns
 
 NOT RUN, for want of a GPU (8 GB of bf16, eight cores or more; rows have wall seconds, too):
 
@@ -87,6 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=2, help="processes of each kind, in turns")
     add("--rates-mbit", nargs="+", type=float, default=[100.0, 1000.0, 0.0], help="0: loopback")
     add("--cores", nargs="+", type=int, default=[1, 2], help="of learner and receiver together")
+    add("--before", metavar="COMMIT", help="take the stages of this one, too, in turns")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="of the weights, for the stages")
     arguments = harness.parse(parser, shape="128MiB", updates=4, rounds=1)
     if arguments.updates < WARM:
@@ -97,16 +99,21 @@ def parse_arguments() -> argparse.Namespace:
 # --- stages ---------------------------------------------------------------------------------------
 
 
-def stages_of(kind: str, share: float, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the updates of one process."""
+def stages_of(
+    kind: str, share: float, tree: Path, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Return the updates of one process of a tree."""
     path, engine = KINDS[kind]
-    command = [sys.executable, str(HERE / "update_stages.py"), path, f"--engine={engine}"]
+    script = tree / "bench" / "update_stages.py"
+    command = [sys.executable, str(script), path, f"--engine={engine}"]
     command += [f"--shape={arguments.shape}", f"--share={share}", f"--device={arguments.device}"]
     command += [f"--updates={arguments.updates}"]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=HERE.parent)
+    own = os.environ | {"PYTHONPATH": str(tree)}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=tree, env=own)
     updates = [json.loads(line) for line in done.stdout.splitlines()]
     ends = [sum(end_s(update, end) for end in CRITICAL) for update in updates]
-    print(f"{kind}, {share:.1%}: {', '.join(f'{each:.3f}' for each in ends)} CPU s/GB", flush=True)
+    taken = ", ".join(f"{each:.3f}" for each in ends)
+    print(f"{kind}, {share:.1%}, {tree.name}: {taken} CPU s/GB", flush=True)
     return updates
 
 
@@ -169,20 +176,24 @@ def pause_of(stages: list[dict[str, float]]) -> dict[str, float]:
 def measure_stages(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure all kinds at all shares, in turns."""
     rows = []
-    for share in arguments.shares:
-        processes: dict[str, list[list[dict[str, Any]]]] = {kind: [] for kind in arguments.kinds}
-        for _, kind in itertools.product(range(arguments.rounds), arguments.kinds):
-            processes[kind].append(stages_of(kind, share, arguments))
-        for kind in arguments.kinds:
-            rows.append(row_of(kind, share, processes[kind]))
-            show_stages(rows[-1])
+    with harness.trees(arguments.before) as sides:
+        for share in arguments.shares:
+            cases = list(itertools.product(arguments.kinds, sides))
+            processes: dict[tuple[str, str], list[list[dict[str, Any]]]] = {}
+            for _, (kind, side) in itertools.product(range(arguments.rounds), cases):
+                updates = stages_of(kind, share, sides[side], arguments)
+                processes.setdefault((kind, side), []).append(updates)
+            for kind, side in cases:
+                row = row_of(kind, share, processes[kind, side])
+                rows.append({"side": side, **row} if arguments.before else row)
+                show_stages(rows[-1])
     return rows
 
 
 def show_stages(row: dict[str, Any]) -> None:
     print(
-        f"{row['kind']}, {row['share']} changed, 1/{row['ratio']:.0f}: CPU s/GB, "
-        "cold / warm (wall), page faults"
+        f"{row['kind']}, {row.get('side', 'now')}, {row['share']} changed, 1/{row['ratio']:.0f}: "
+        "CPU s/GB, cold / warm (wall), page faults"
     )
     for name, stage in row["stages"].items():
         print(
@@ -311,7 +322,8 @@ def aims(stages: list[dict[str, Any]], wire: list[dict[str, Any]]) -> list[dict[
         rows.append({"aim": name, "at_most": most, "figure": value, "is_met": value <= most})
 
     for row in stages:
-        if (row["kind"], row["share"]) == ("changes, views", "1.4%"):
+        case = row.get("side", "now"), row["kind"], row["share"]
+        if case == ("now", "changes, views", "1.4%"):
             pause = row["stages"]["worker: write (the pause)"]
             add("both ends, CPU s/GB", 0.65, row["warm"]["both"])
             add("worker, CPU s/GB", 0.12, row["warm"]["worker"])
