@@ -182,7 +182,7 @@ Indices = npt.NDArray[np.int64]
 
 _COUNTS = struct.Struct("<III")
 _PIECE_BYTES = 1 << 20
-_SAMPLE_STRIDE = 1 << 10
+_SAMPLE_STRIDE = 1 << 13
 _SKIP = 255
 _ESCAPE = 15
 
