@@ -15,10 +15,8 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ from real_nodes import run_nodes
 
 from echo.engine.model import VLLM_HEAD_DIM, build_model, save_tiny_model
 
-HERE = Path(__file__).resolve().parent
 GROUPS, SIZE, TOKENS = 24, 4, 96
 MAX_STALENESS = 3
 WARM_UP = 3
@@ -55,7 +52,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     arguments = harness.parse(parser, versions=6)
     rounds: dict[str, list[Run]] = {}
-    with trees(arguments.before) as sides:
+    with harness.trees(arguments.before) as sides:
         for _ in range(arguments.rounds):
             for side, tree in sides.items():
                 with tempfile.TemporaryDirectory() as scratch:
@@ -65,22 +62,6 @@ def main() -> None:
     rows = [{"side": side, **summary(runs)} for side, runs in rounds.items()]
     result = {"before": arguments.before, "options": vars(arguments), "rows": rows}
     print(f"wrote {harness.save('adapters', {**result, 'settings': rounds})}")
-
-
-@contextmanager
-def trees(before: str | None) -> Iterator[dict[str, Path]]:
-    """Yield the trees whose nodes are measured, by side."""
-    root = HERE.parent
-    if before is None:
-        yield {"now": root}
-        return
-    with tempfile.TemporaryDirectory() as scratch:
-        tree, git = Path(scratch) / "before", ["git", "-C", str(root), "worktree"]
-        subprocess.run([*git, "add", "--quiet", "--detach", str(tree), before], check=True)
-        try:
-            yield {"before": tree, "now": root}
-        finally:
-            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 
 
 def run(tree: Path, where: Path, arguments: argparse.Namespace) -> Run:

@@ -9,8 +9,9 @@ which a step changes a given share of the bf16 words. Kinds take turns:
               joiners, for float32, and where much has changed
     memory    the image alone, in new memory for each version instead of that of an older one
 
-The first update of a process is cold, the median from the third on is warm. What the nodes do in
-the background (the seal of a version, its audit) is told apart.
+The first update of a process is cold, the median from the third on is warm. The sum of the least
+that each stage took of these differs less between runs on a machine with other work. What the nodes
+do in the background (the seal of a version, its audit) is told apart.
 
 **Wire.** Seconds from the end of the step until the version is installed, by a learner and a node
 that writes it in place as soon as it is there, two processes that talk over the project's
@@ -20,6 +21,7 @@ processes together; the emulator may use all.
 
     python bench/bench_update.py
     python bench/bench_update.py --quick            128 MiB, some minutes, writes nothing
+    python bench/bench_update.py --before COMMIT    the stages of that commit as well, in turns
 
 NOT RUN, for want of a GPU (8 GB of bf16, eight cores or more; rows have wall seconds, too):
 
@@ -87,6 +89,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=2, help="processes of each kind, in turns")
     add("--rates-mbit", nargs="+", type=float, default=[100.0, 1000.0, 0.0], help="0: loopback")
     add("--cores", nargs="+", type=int, default=[1, 2], help="of learner and receiver together")
+    add("--before", metavar="COMMIT", help="take the stages of this one, too, in turns")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="of the weights, for the stages")
     arguments = harness.parse(parser, shape="128MiB", updates=4, rounds=1)
     if arguments.updates < WARM:
@@ -97,16 +100,21 @@ def parse_arguments() -> argparse.Namespace:
 # --- stages ---------------------------------------------------------------------------------------
 
 
-def stages_of(kind: str, share: float, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the updates of one process."""
+def stages_of(
+    kind: str, share: float, tree: Path, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Return the updates of one process of a tree."""
     path, engine = KINDS[kind]
-    command = [sys.executable, str(HERE / "update_stages.py"), path, f"--engine={engine}"]
+    script = tree / "bench" / "update_stages.py"
+    command = [sys.executable, str(script), path, f"--engine={engine}"]
     command += [f"--shape={arguments.shape}", f"--share={share}", f"--device={arguments.device}"]
     command += [f"--updates={arguments.updates}"]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=HERE.parent)
+    own = os.environ | {"PYTHONPATH": str(tree)}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=tree, env=own)
     updates = [json.loads(line) for line in done.stdout.splitlines()]
     ends = [sum(end_s(update, end) for end in CRITICAL) for update in updates]
-    print(f"{kind}, {share:.1%}: {', '.join(f'{each:.3f}' for each in ends)} CPU s/GB", flush=True)
+    taken = ", ".join(f"{each:.3f}" for each in ends)
+    print(f"{kind}, {share:.1%}, {tree.name}: {taken} CPU s/GB", flush=True)
     return updates
 
 
@@ -123,10 +131,12 @@ def row_of(kind: str, share: float, processes: list[list[dict[str, Any]]]) -> di
         "stages": {},
     }
     for name in warm[0]["stages"]:
+        taken = [cpu_s(update, name) for update in warm]
         row["stages"][name] = {
             "cold": statistics.median(cpu_s(update, name) for update in cold),
-            "warm": statistics.median(cpu_s(update, name) for update in warm),
-            "warm_all": [round(cpu_s(update, name), 4) for update in warm],
+            "warm": statistics.median(taken),
+            "least": min(taken),
+            "warm_all": [round(each, 4) for each in taken],
             "warm_wall": statistics.median(wall_s(update, name) for update in warm),
             "faults": statistics.median(update["stages"][name]["faults"] for update in warm),
         }
@@ -136,7 +146,11 @@ def row_of(kind: str, share: float, processes: list[list[dict[str, Any]]]) -> di
         ends = [{end: end_s(update, end) for end in CRITICAL} for update in updates]
         row[when] = {end: statistics.median(each[end] for each in ends) for end in CRITICAL}
         row[when]["both"] = statistics.median(sum(each.values()) for each in ends)
-    return row
+    own = row["stages"]
+    least = {
+        end: sum(own[each]["least"] for each in CRITICAL[end] if each in own) for end in CRITICAL
+    }
+    return {**row, "least": {**least, "both": sum(least.values())}}
 
 
 def cpu_s(update: dict[str, Any], name: str) -> float:
@@ -169,24 +183,28 @@ def pause_of(stages: list[dict[str, float]]) -> dict[str, float]:
 def measure_stages(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure all kinds at all shares, in turns."""
     rows = []
-    for share in arguments.shares:
-        processes: dict[str, list[list[dict[str, Any]]]] = {kind: [] for kind in arguments.kinds}
-        for _, kind in itertools.product(range(arguments.rounds), arguments.kinds):
-            processes[kind].append(stages_of(kind, share, arguments))
-        for kind in arguments.kinds:
-            rows.append(row_of(kind, share, processes[kind]))
-            show_stages(rows[-1])
+    with harness.trees(arguments.before) as sides:
+        for share in arguments.shares:
+            cases = list(itertools.product(arguments.kinds, sides))
+            processes: dict[tuple[str, str], list[list[dict[str, Any]]]] = {}
+            for _, (kind, side) in itertools.product(range(arguments.rounds), cases):
+                updates = stages_of(kind, share, sides[side], arguments)
+                processes.setdefault((kind, side), []).append(updates)
+            for kind, side in cases:
+                row = row_of(kind, share, processes[kind, side])
+                rows.append({"side": side, **row} if arguments.before else row)
+                show_stages(rows[-1])
     return rows
 
 
 def show_stages(row: dict[str, Any]) -> None:
     print(
-        f"{row['kind']}, {row['share']} changed, 1/{row['ratio']:.0f}: CPU s/GB, "
-        "cold / warm (wall), page faults"
+        f"{row['kind']}, {row.get('side', 'now')}, {row['share']} changed, 1/{row['ratio']:.0f}: "
+        "CPU s/GB, cold / warm / least (wall), page faults"
     )
     for name, stage in row["stages"].items():
         print(
-            f"    {name:<34} {stage['cold']:7.3f} {stage['warm']:7.3f} "
+            f"    {name:<34} {stage['cold']:7.3f} {stage['warm']:7.3f} {stage['least']:7.3f} "
             f"({stage['warm_wall']:.3f}) {stage['faults']:9.0f}",
             f"{stage['cpu_ns_per_word']:.2f} ns of CPU a word, {stage['wall_ns_per_word']:.2f} "
             f"(least {stage['least_wall_ns_per_word']:.2f}) ns"
@@ -194,7 +212,8 @@ def show_stages(row: dict[str, Any]) -> None:
             else "",
         )
     for end in ("learner", "worker", "both"):
-        print(f"    {end.upper():<34} {row['cold'][end]:7.3f} {row['warm'][end]:7.3f}", flush=True)
+        figures = " ".join(f"{row[when][end]:7.3f}" for when in ("cold", "warm", "least"))
+        print(f"    {end.upper():<34} {figures}", flush=True)
 
 
 # --- wire -----------------------------------------------------------------------------------------
@@ -311,7 +330,8 @@ def aims(stages: list[dict[str, Any]], wire: list[dict[str, Any]]) -> list[dict[
         rows.append({"aim": name, "at_most": most, "figure": value, "is_met": value <= most})
 
     for row in stages:
-        if (row["kind"], row["share"]) == ("changes, views", "1.4%"):
+        case = row.get("side", "now"), row["kind"], row["share"]
+        if case == ("now", "changes, views", "1.4%"):
             pause = row["stages"]["worker: write (the pause)"]
             add("both ends, CPU s/GB", 0.65, row["warm"]["both"])
             add("worker, CPU s/GB", 0.12, row["warm"]["worker"])

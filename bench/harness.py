@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -18,7 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-RESULTS = KEPT = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = KEPT = ROOT / "bench" / "results"
 NO_FIGURES = {"environment", "options", "settings"}
 NO_NAMES = {"commit", "plan"}
 """Texts that are no names of their rows, since another commit has others."""
@@ -60,6 +62,25 @@ def use_scratch() -> None:
     global RESULTS  # noqa: PLW0603 -- of this process
     RESULTS = Path(tempfile.mkdtemp(prefix="echo-bench-"))
     atexit.register(shutil.rmtree, RESULTS, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def trees(before: str | None) -> Iterator[dict[str, Path]]:
+    """Yield the trees that are measured in turns: "now", and "before" of a commit if one is given.
+
+    Args:
+        before: what git knows the commit by; None for ours alone.
+    """
+    if before is None:
+        yield {"now": ROOT}
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        tree, git = Path(scratch) / "before", ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", str(tree), before], check=True)
+        try:
+            yield {"before": tree, "now": ROOT}
+        finally:
+            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 
 
 def is_quick() -> bool:

@@ -73,22 +73,27 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 )
 
 
-def pack_stream(data: Bytes) -> list[bytes]:
-    """Return `data`, a contiguous array, as a stream: its length and its bytes."""
+def pack_streams(*streams: Bytes) -> list[bytes]:
+    """Return contiguous arrays as streams, one after the other: each its length and its bytes."""
     # A compressor of its own costs 10 us, and nothing is shared between threads.
-    packed = zstandard.ZstdCompressor(compression_params=_PARAMETERS).compress(data.data)
-    stored = packed if len(packed) < data.size else data.tobytes()
-    return [_LENGTH.pack(len(stored)), stored]
+    compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
+    parts = []
+    for data in streams:
+        packed = compressor.compress(data.data)
+        stored = packed if len(packed) < data.size else data.tobytes()
+        parts += [_LENGTH.pack(len(stored)), stored]
+    return parts
+
+
+def planes_of(words: Words) -> list[Bytes]:
+    """Return one array per byte of a word, the least significant first."""
+    planes = words.view(np.uint8).reshape(-1, words.itemsize)
+    return [np.ascontiguousarray(planes[:, plane]) for plane in range(words.itemsize)]
 
 
 def pack_planes(words: Words) -> list[bytes]:
-    """Return words as one stream per byte of a word, the least significant first."""
-    planes = words.view(np.uint8).reshape(-1, words.itemsize)
-    return [
-        part
-        for plane in range(words.itemsize)
-        for part in pack_stream(np.ascontiguousarray(planes[:, plane]))
-    ]
+    """Return words as one stream per byte of a word."""
+    return pack_streams(*planes_of(words))
 
 
 def fill(out: memoryview, data: bytes | bytearray | memoryview) -> None:
@@ -106,6 +111,7 @@ class BlockReader:
     def __init__(self, coded: memoryview) -> None:
         """Read `coded` from its beginning."""
         self._rest = coded
+        self._decompressor = zstandard.ZstdDecompressor()
 
     def take(self, size: int) -> memoryview:
         """Return the next `size` bytes."""
@@ -124,7 +130,9 @@ class BlockReader:
         if length > size:
             raise RemoteProtocolError("a coded block with a stream that is longer than promised")
         stored = self.take(length)
-        return np.frombuffer(stored if length == size else _unpacked(stored, size), np.uint8)
+        if length < size:
+            return np.frombuffer(_unpacked(stored, size, self._decompressor), np.uint8)
+        return np.frombuffer(stored, np.uint8)
 
     def planes(self, count: int, word_bytes: int) -> Words:
         """Return `count` words that lie in planes."""
@@ -139,7 +147,7 @@ class BlockReader:
             raise RemoteProtocolError("a coded block with bytes left over")
 
 
-def _unpacked(frame: memoryview, size: int) -> bytes:
+def _unpacked(frame: memoryview, size: int, decompressor: zstandard.ZstdDecompressor) -> bytes:
     """Return what a zstd frame holds, which must be `size` bytes."""
     try:
         # Of skippable frames and dictionaries, which zstd knows too, there are none.
@@ -148,9 +156,7 @@ def _unpacked(frame: memoryview, size: int) -> bytes:
         claims = zstandard.get_frame_parameters(frame)
         if claims.content_size != size or claims.window_size > size or claims.dict_id:
             raise RemoteProtocolError("a coded block whose zstd frame is not of the promised size")
-        data = zstandard.ZstdDecompressor().decompress(
-            frame, max_output_size=size, allow_extra_data=False
-        )
+        data = decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise RemoteProtocolError(f"a coded block with a damaged zstd frame: {error}") from error
     if len(data) != size:
@@ -182,7 +188,7 @@ Indices = npt.NDArray[np.int64]
 
 _COUNTS = struct.Struct("<III")
 _PIECE_BYTES = 1 << 20
-_SAMPLE_STRIDE = 1 << 10
+_SAMPLE_STRIDE = 1 << 13
 _SKIP = 255
 _ESCAPE = 15
 
@@ -236,14 +242,19 @@ def find_changes(old: Words, new: Words) -> tuple[Indices, Words, Words]:
         np.not_equal(old_piece, new_piece, out=differs[: new_piece.size])
         differs[new_piece.size :] = False
         hits = np.flatnonzero(eights != 0)
-        inside = np.flatnonzero(np.take(eights, hits).view(np.bool_))
-        where = np.take(hits << 3, inside >> 3)
+        inside = np.flatnonzero(gather(eights, hits).view(np.bool_))
+        where = gather(hits << 3, inside >> 3)
         where += inside & 7
-        replaced.append(np.take(old_piece, where))
-        steps.append(np.take(new_piece, where) - replaced[-1])
+        replaced.append(gather(old_piece, where))
+        steps.append(gather(new_piece, where) - replaced[-1])
         where += start
         indices.append(where)
     return np.concatenate(indices), np.concatenate(steps), np.concatenate(replaced)
+
+
+def gather(values: npt.NDArray[Any], where: Indices) -> npt.NDArray[Any]:
+    """Return the values at places that are known to lie inside: clipping is the cheapest check."""
+    return np.take(values, where, mode="clip")
 
 
 def zigzag(difference: Words) -> Words:
@@ -272,15 +283,16 @@ def pack_changes(where: Indices, difference: Words) -> list[bytes]:
     """
     gaps = _pack_gaps(where)
     number = zigzag(difference) - 1
+    escaped = np.flatnonzero(number >= _ESCAPE)
     nibbles = np.zeros(-(-number.size // 2) * 2, np.uint8)
-    np.minimum(number, _ESCAPE, out=nibbles[: number.size], casting="unsafe")
-    pairs: Bytes = np.bitwise_or(nibbles[0::2], nibbles[1::2] << 4, dtype=np.uint8)
-    escapes = number[nibbles[: number.size] == _ESCAPE] - _ESCAPE
+    nibbles[: number.size] = number
+    nibbles[escaped] = _ESCAPE
+    both = nibbles.view("<u2")
+    pairs = (both | both >> 4).astype(np.uint8)
+    escapes = number[escaped] - _ESCAPE
     return [
         _COUNTS.pack(where.size, gaps.size, escapes.size),
-        *pack_stream(gaps),
-        *pack_stream(pairs),
-        *pack_planes(escapes),
+        *pack_streams(gaps, pairs, *planes_of(escapes)),
     ]
 
 
@@ -303,35 +315,34 @@ def read_changes(reader: BlockReader, num_words: int, word_bytes: int) -> tuple[
         raise RemoteProtocolError("a coded block whose changes lie outside it")
     steps = np.take(_STEPS[word_bytes], reader.stream(-(-count // 2)))
     difference: Words = steps.view(f"<u{word_bytes}")[:count]
-    escaped = np.flatnonzero(difference == 0)
-    if escaped.size != num_escapes:
+    if count - np.count_nonzero(difference) != num_escapes:
         raise RemoteProtocolError("a coded block whose escapes do not fit its changes")
-    difference[escaped] = unzigzag(reader.planes(num_escapes, word_bytes) + (_ESCAPE + 1))
+    escapes = reader.planes(num_escapes, word_bytes)
+    if num_escapes:
+        difference[difference == 0] = unzigzag(escapes + (_ESCAPE + 1))
     return where, difference
 
 
 def _pack_gaps(where: Indices) -> Bytes:
     """Return the gaps before each change, one byte each, and escapes where one is too large."""
     gaps = where.copy()
-    gaps[1:] -= where[:-1] + 1
+    np.subtract(where[1:], where[:-1], out=gaps[1:])
+    gaps[1:] -= 1
+    packed = gaps.astype(np.uint8)
     large = np.flatnonzero(gaps >= _SKIP)
     if not large.size:
-        return gaps.astype(np.uint8)
-    skips, rest = np.divmod(gaps[large], _SKIP)
-    gaps[large] = rest
-    shift = np.zeros(gaps.size, np.int64)
-    shift[large] = skips
-    packed = np.full(gaps.size + int(skips.sum()), _SKIP, np.uint8)
-    packed[np.arange(gaps.size) + np.cumsum(shift)] = gaps
-    return packed
+        return packed
+    skips, packed[large] = np.divmod(gaps[large], _SKIP)
+    return np.insert(packed, np.repeat(large, skips), _SKIP)
 
 
 def _unpack_gaps(packed: Bytes) -> Indices:
     """Return the indices of the changes."""
     is_change = packed != _SKIP
-    where = np.cumsum(packed + is_change, dtype=np.int64)  # 254 + 1 still is a byte
-    where -= 1
-    return where if is_change.all() else where[is_change]
+    steps = packed + is_change  # 254 + 1 still is a byte
+    steps[:1] -= 1  # before the first change lies its gap alone
+    where: Indices = np.cumsum(steps, dtype=np.int64)[is_change]
+    return where
 
 
 def _step_table(word_bytes: int) -> npt.NDArray[np.unsignedinteger[Any]]:
@@ -518,7 +529,7 @@ def open_block(coded: memoryview, base: memoryview, old_hash: bytes) -> BlockPat
         word_bytes = _word_bytes(reader)
         words, old_tail = _split(base, word_bytes)
         where, difference = read_changes(reader, words.size, word_bytes)
-        old: Words = np.take(words, where)
+        old: Words = gather(words, where)
         new_tail = bytes(reader.take(len(old_tail)))
         reader.finish()
         patch = BlockPatch(where, old, old + difference, bytes(old_tail), new_tail)
@@ -571,7 +582,7 @@ def _decode_difference(codec: int, reader: BlockReader, base: memoryview, out: m
     if codec == CHANGES:
         where, difference = read_changes(reader, words.size, word_bytes)
         np.copyto(words, old)
-        words[where] = np.take(old, where) + difference
+        words[where] = gather(old, where) + difference
     elif codec == DIFFERENCE:
         np.add(old, unzigzag(reader.planes(words.size, word_bytes)), out=words)
     else:

@@ -208,6 +208,25 @@ def test_words_that_cannot_be_scattered_are_taken_back_everywhere(
     assert_equal(parameters(engine), parameters(fresh(directory, "float32", second)))
 
 
+@pytest.mark.parametrize(("computed", "is_view"), [("float32", False), ("bfloat16", True)])
+def test_sampling_stands_still_for_what_is_sampled_from_alone(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, computed: str, is_view: bool
+) -> None:
+    first, second = versions(directory, "bfloat16", 2)
+    there = Version(first.specs, bytearray(first.image))
+    engine = begun(directory, computed, there)
+    at_pause = []
+
+    def paused(job: Callable[[], None]) -> None:
+        at_pause.append(bytes(there.image))
+        job()
+
+    monkeypatch.setattr(engine._mailbox, "do", paused)
+    engine.patch(first.to(second), memoryview(there.image), there.specs)
+    assert at_pause == [first.image if is_view else second.image]
+    assert there.image == second.image
+
+
 @pytest.mark.slow
 def test_an_adapter_takes_whole_versions(tiny_model_dir: Path) -> None:
     """It has few weights, and what is published are not the parameters that it computes in."""

@@ -241,15 +241,26 @@ class TransformersEngine(Engine):
             places[name].copy_(tensor)
 
     def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
-        """Write what changed, between two tokens."""
+        """Write what changed; between two tokens what is sampled from, and not the image if not."""
         with self._barrier.swap(patch.version):
+            if not self._is_view:
+                with self._whole_or_not_at_all(patch, image):
+                    patch.write(image)
             self._mailbox.do(lambda: self._patch(patch, image, specs))
 
     def _patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
-        try:
-            patch.write(image)
-            if not self._is_view:
+        with self._whole_or_not_at_all(patch, image):
+            if self._is_view:
+                patch.write(image)
+            else:
                 scatter(patch, image, specs, self._loadable())
+        self._version = patch.version
+
+    @contextmanager
+    def _whole_or_not_at_all(self, patch: Patch, image: memoryview) -> Iterator[None]:
+        """Have image and parameters as they were before the patch if the body fails."""
+        try:
+            yield
         except Exception as error:  # PyTorch, and the memory behind the tensors, raise anything
             patch.take_back(image)
             if not self._is_view:
@@ -258,7 +269,6 @@ class TransformersEngine(Engine):
                 f"{patch.version} could not be written in place: {describe_error(error)}; rolled "
                 f"back, version: {self._barrier.installed or 'none'}"
             ) from error
-        self._version = patch.version
 
     def generate(
         self,
