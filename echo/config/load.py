@@ -8,12 +8,14 @@ default, and the rules that join several keys are checked on the rest.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import textwrap
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, time
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,8 +72,10 @@ def read_layer(table: Mapping[str, Any], source: str) -> Layer:
         setting = Setting(value, source)
         if path[0] in sections() and len(path) == 1 and value == {}:
             continue  # an empty section sets nothing
-        if find_leaf(path) is None:
-            layer.problems.append(Problem((path,), _say_unknown(path), setting))
+        leaf = find_leaf(path)
+        text = _say_unknown(path) if leaf is None else _say_altered(value, in_table=leaf.is_table)
+        if text:
+            layer.problems.append(Problem((path,), text, setting))
         else:
             layer.settings[path] = setting
     return layer
@@ -145,6 +149,25 @@ def _say_unknown(path: KeyPath) -> str:
     kind = "key" if names or len(path) == 1 else "section"
     known = f"[{section}] has {', '.join(names)}" if names else f"there are {_list_sections()}"
     return f"unknown {kind}; {known}; {OTHER_NAMES}"
+
+
+def _say_altered(value: Any, *, in_table: bool) -> str | None:
+    """Say what neither a message to a worker nor config.json holds as it is written, or None.
+
+    Args:
+        value: of a key, or within it.
+        in_table: whether it is the user's own, so that no type of ours will refuse it.
+    """
+    if isinstance(value, Mapping | list):
+        inner = value.values() if isinstance(value, Mapping) else value
+        return next(filter(None, (_say_altered(part, in_table=in_table) for part in inner)), None)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return f"{_brief(value)} has more than 64 bits; write a smaller number, or text in quotes"
+    if in_table and isinstance(value, float) and not math.isfinite(value):
+        return f"{value} is no number that a worker could be told; write a finite one, or text"
+    if in_table and isinstance(value, date | time):
+        return f"{value} is a date or time, which workers would get as text; put it in quotes"
+    return None
 
 
 OTHER_NAMES = (
@@ -432,7 +455,7 @@ def _describe(problem: Problem, settings: Mapping[KeyPath, Setting], file_name: 
     setting = problem.setting or settings.get(path) or Setting(None, file_name)
     source = setting.source
     is_default = source == _FROM_DEFAULT or source.startswith("profile ")
-    value = "" if setting.value is None else f" = {show(setting.value)}"
+    value = "" if setting.value is None else f" = {_brief(setting.value)}"
     if is_default and value:
         value += f" ({source})"
     prefix = file_name if is_default else source

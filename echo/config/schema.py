@@ -738,6 +738,8 @@ def show(value: object) -> str:
         return "[" + ", ".join(show(item) for item in value) + "]"
     if isinstance(value, bool | str):
         return without_secrets(json.dumps(value, ensure_ascii=False))
+    if isinstance(value, int) and value.bit_length() > 1024:
+        return hex(value)  # Python refuses to write thousands of decimal digits
     return str(value)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -428,6 +431,33 @@ def test_an_unknown_key_finds_its_match(table: dict[str, Any], text: str) -> Non
     (problem,) = layer.problems
     assert text in problem.text
     assert not layer.settings
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "text"),
+    [
+        ("sync", {"max_staleness": 2**63}, "= 9223372036854775808: 9223372036854775808 has more"),
+        ("task", {"options": {"a": [{"b": -(2**63) - 1}]}}, "-9223372036854775809 has more than"),
+        ("task", {"options": {"a": 16**5000}}, "000... has more than 64 bits; write a smaller"),
+        ("task", {"options": {"a": math.nan}}, "nan is no number that a worker could be told"),
+        ("model", {"chat_template_kwargs": {"a": [-math.inf]}}, "-inf is no number"),
+        ("task", {"options": {"a": date(2026, 1, 2)}}, "2026-01-02 is a date or time, which"),
+    ],
+)
+def test_what_would_not_reach_a_worker_as_written(
+    section: str, value: dict[str, Any], text: str
+) -> None:
+    (name,) = value
+    problems = problems_of({section: value})
+    assert f"run.toml: {section}.{name}" in problems
+    assert text in problems
+
+
+def test_numbers_of_64_bits_reach_a_worker() -> None:
+    options = {"least": -(2**63), "most": 2**63 - 1, "share": 1e300}
+    config = config_of({"task": {"options": options}, "sync": {"max_staleness": 2**63 - 1}})
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(inherited_settings(config)))
+    assert apply_inherited(config_of({}), told).task.options == options
 
 
 def test_an_empty_section_is_fine_and_an_unknown_one_is_not() -> None:
