@@ -94,7 +94,7 @@ def check_start(config: Config, role: Role) -> None:
     Raises:
         ConfigError: listing everything that is wrong.
     """
-    problems = [*_data_problems(config, role), *_port_problems(config, role)]
+    problems = [*_data_problems(config, role), *map(str, _taken_addresses(config, role))]
     try:
         check_model(config, role)
     except DataError as error:
@@ -142,17 +142,18 @@ def _data_problems(config: Config, role: Role) -> list[str]:
     return [problem for part in task.parts() or [task] for problem in part.data_problems()]
 
 
-def _port_problems(config: Config, role: Role) -> list[str]:
+def _taken_addresses(config: Config, role: str) -> list[EchoError]:
+    """Return why a node cannot listen where it is to, one error for each such address."""
     addresses = [getattr(config, role).listen]
     if role == "worker":
         addresses.append(config.agent.listen)
-    problems = []
+    errors = []
     for address in filter(None, addresses):
         try:
             asyncio.run(bound_socket(address, None)).close()
         except EchoError as error:
-            problems.append(str(error))
-    return problems
+            errors.append(error)
+    return errors
 
 
 def _gpu_bytes(config: Config, role: Role) -> int | None:
@@ -541,8 +542,15 @@ def run_role(
     has_report: bool = True,
     log_events: Path | None = None,
 ) -> int:
-    """Run one node until it ends; return the exit code."""
+    """Run one node until it ends; return the exit code.
+
+    Raises:
+        EchoError: if it cannot begin; nothing has been written then, not even a log.
+    """
     check_model(config, role)  # packages that take seconds to import come after it
+    if os.environ.get("RANK", "0") == "0":  # of several processes one listens
+        for error in _taken_addresses(config, role):
+            raise error
     if role == "learner":
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             return run_rank(config, resume=resume, has_report=has_report, log_events=log_events)

@@ -216,7 +216,9 @@ def descriptor_limit() -> int:
 # --- listening socket, made here to choose its congestion control ---------------------------------
 #
 # It is bound first and listens later: the address is taken before a node has opened its files, and
-# strangers cannot take the descriptors that it opens them with.
+# strangers cannot take the descriptors that it opens them with. Two learners may start on one port
+# within the minutes that a model takes, and Linux lets both bind it until one listens. So a socket
+# listens for an instant, and then no longer lets others share its port (`_hold`).
 #
 # Accepted connections inherit the setting, and it rules the direction that carries the weights:
 # from the parent, who binds, to its children. BBR keeps its rate under loss where cubic collapses.
@@ -260,6 +262,8 @@ async def bound_socket(
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(where)
+            if port:
+                _hold(bound)
             _set_congestion_control(bound, congestion_control, warns=warns)
             bound.setblocking(False)
         except OSError:
@@ -270,13 +274,27 @@ async def bound_socket(
     return bound
 
 
+def _hold(bound: socket.socket) -> None:
+    """Have the kernel refuse the port to whoever binds it from now on; newcomers are refused, too.
+
+    Raises:
+        OSError: if somebody else listens there already.
+    """
+    if sys.platform == "linux":  # others refuse a port that is bound
+        bound.listen(1)
+        bound.shutdown(socket.SHUT_RDWR)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+
+
 def listen_on(bound: socket.socket) -> None:
     """Let others connect.
 
     Raises:
-        TransportError: if somebody else has bound the same port, and listened first.
+        TransportError: if the kernel refuses.
     """
     try:
+        # Connections of a process before this one may linger at the port.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.listen(_BACKLOG)
     except OSError as error:
         raise _refusal(format_address(*bound.getsockname()[:2]), error) from error
@@ -1477,7 +1495,7 @@ class ZmqTransport(Transport):
         """Let others connect to the address that `bind` took.
 
         Raises:
-            TransportError: if somebody else took it, too, and listened first.
+            TransportError: if the kernel refuses.
         """
         if self._bound is not None:
             bound, self._bound = self._bound, None

@@ -78,27 +78,24 @@ def test_a_directory_that_is_no_model_is_named(
     assert f"{config.parent} has no config.json; name the dir" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("role", ["relay", "learner"])
-def test_a_port_in_use_is_named_before_a_run_is_begun(
-    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, role: str
+@pytest.mark.parametrize("key", ["relay.listen", "learner.listen", "agent.listen"])
+def test_a_port_in_use_is_named_before_anything_is_touched(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    from echo.engine.model import build_model, save_tiny_model
-
     monkeypatch.setenv("ECHO_JOIN", JOIN)
     model = config.parent / "model"
-    save_tiny_model(model, build_model(seed=0))
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    role = key.partition(".")[0].replace("agent", "worker")
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         code = run("--role", role, "--config", config, "--set", f"model.name={model}",
-                   "--set", "task.kind=addition", "--set", "ui.live=off",
-                   "--set", "sampling.max_completion_tokens=8",
-                   "--set", f"{role}.listen={address}")  # fmt: skip
+                   "--set", f"{key}={address}")  # fmt: skip
     said = capsys.readouterr().err
     assert code == 4, said
-    assert address in said
-    assert "already in use" in said
-    assert not (config.parent / "run" / "ledger.sqlite").exists(), "a lineage was opened"
+    assert f"cannot listen on {address}: " in said
+    assert "already in use: another process listens there; stop it or choose another port" in said
+    assert not (config.parent / "run").exists()
 
 
 def test_a_dry_run_starts_nothing(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
