@@ -472,7 +472,7 @@ class NetworkSection(Section):
     """Patience, and bounds on what is under way between processes."""
 
     roles = ROLES
-    heartbeat_s: Seconds = Field(gt=0)
+    heartbeat_s: Seconds = Field(ge=0.001)
     """Seconds between heartbeats."""
     dead_after_s: Seconds = Field(gt=0)
     """Seconds of silence after which a peer counts as dead."""

@@ -1085,8 +1085,12 @@ _NEWS: dict[int, News] = {
 }
 
 
+_MAX_MS = 6_553_599
+"""What libzmq takes for a time to live, which has 16 bits; for other times it takes more."""
+
+
 def _ms(seconds: float) -> int:
-    return max(1, round(seconds * 1000)) if seconds > 0 else 0
+    return min(max(1, round(seconds * 1000)), _MAX_MS) if seconds > 0 else 0
 
 
 class ZmqOutbox:

@@ -140,6 +140,15 @@ def test_a_port_is_refused_to_others_before_its_owner_listens(run: Run, host: st
     run(scenario())
 
 
+def test_patience_beyond_what_the_library_counts_is_taken(run: Run) -> None:
+    async def scenario() -> None:
+        patient = dataclasses.replace(OPTIONS, heartbeat_s=8e8, dead_after_s=8e8)
+        async with opened("tcp://127.0.0.1:0", patient):
+            pass
+
+    run(scenario())
+
+
 def test_a_port_can_be_taken_again_while_old_connections_linger(run: Run) -> None:
     async def scenario() -> None:
         address = "tcp://127.0.0.1:0"
