@@ -223,7 +223,7 @@ class SimRow(Row):
     """Optimizer steps."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Fixes everything that is drawn."""
-    chunks_per_version: Count = 64
+    chunks_per_version: Annotated[int, Field(ge=1, le=4096)] = 64
     """Grain of a version: few chunks are fast to simulate, many are closer to the truth."""
     image_bytes: Annotated[Bytes, Field(gt=0)] | None = None
     """Of a version in full, where job.version_bytes is a delta's; unset: all are sent in full."""
