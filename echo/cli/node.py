@@ -118,17 +118,17 @@ def _model_facts(name: str, model: ModelSection) -> ModelFacts:
     if path is not None:
         return read_model_facts(path)
     hub = import_extra("huggingface_hub", extra="worker", wanted_by=f"reading {name} on the hub")
-    found = hub.try_to_load_from_cache(name, "config.json", revision=model.revision)
-    if not isinstance(found, str):
-        try:
+    try:
+        found = hub.try_to_load_from_cache(name, "config.json", revision=model.revision)
+        if not isinstance(found, str):
             found = hub.hf_hub_download(name, "config.json", revision=model.revision)
-        except (OSError, ValueError) as error:  # what the hub raises is one of the two
-            raise DataError(
-                f"{name} is neither a directory here nor in the hub's cache, and the hub cannot "
-                f"be asked ({type(error).__name__}: {str(error).splitlines()[0]}); fetch the "
-                "model's config.json, a few kB, from its page into a directory D, and run this "
-                "with --set model.name=D"
-            ) from error
+    except (OSError, ValueError) as error:  # what the hub raises is one of the two
+        raise DataError(
+            f"{name} is neither a directory here nor in the hub's cache, and the hub cannot "
+            f"be asked ({type(error).__name__}: {str(error).splitlines()[0]}); fetch the "
+            "model's config.json, a few kB, from its page into a directory D, and run this "
+            "with --set model.name=D"
+        ) from error
     return read_model_facts(Path(found).parent)
 
 
@@ -437,8 +437,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = configuration_of(arguments)
         if arguments.dry_run:
             if os.environ.get("RANK", "0") == "0":
-                num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-                tell([dry_run(config, arguments.role, num_ranks=num_ranks)])
+                tell([dry_run(config, arguments.role, num_ranks=_num_ranks())])
                 check_start(config, arguments.role)
             return 0
         code = run_role(
@@ -552,7 +551,7 @@ def run_role(
         for error in _taken_addresses(config, role):
             raise error
     if role == "learner":
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if _num_ranks() > 1:
             return run_rank(config, resume=resume, has_report=has_report, log_events=log_events)
         return run_learner(config, resume=resume, has_report=has_report, log_events=log_events)
     section = config.relay if role == "relay" else config.worker
@@ -560,6 +559,14 @@ def run_role(
     config = config.model_copy(update={role: section.model_copy(update={"name": name})})
     log = make_log(name, to_file=config.run_dir / "logs" / f"{name}.log", to_terminal=True)
     return run_loop(_run_dialing(config, role, EventLog(log_events, log=log), log), log)
+
+
+def _num_ranks() -> int:
+    """Return the processes of a learner, as torchrun tells each of them."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal():
+        raise ConfigError(f"WORLD_SIZE = {text!r} in the environment is no number; unset it")
+    return int(text)
 
 
 async def _run_dialing(config: Config, role: str, events: EventLog, log: logging.Logger) -> str:

@@ -269,7 +269,7 @@ async def bound_socket(
         except OSError:
             bound.close()
             raise
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for what cannot be a host's name
         raise _refusal(address, error) from error
     return bound
 
@@ -300,8 +300,8 @@ def listen_on(bound: socket.socket) -> None:
         raise _refusal(format_address(*bound.getsockname()[:2]), error) from error
 
 
-def _refusal(address: str, error: OSError) -> TransportError:
-    remedy = _REMEDIES.get(error.errno or 0, "check the host and the port")
+def _refusal(address: str, error: OSError | UnicodeError) -> TransportError:
+    remedy = _REMEDIES.get(getattr(error, "errno", None) or 0, "check the host and the port")
     return TransportError(f"cannot listen on {address}: {error}: {remedy}")
 
 
@@ -908,8 +908,8 @@ class DialledLink:
             found = await self._host.loop.getaddrinfo(
                 self._name, self._port, type=socket.SOCK_STREAM
             )
-        except OSError as error:
-            why = error.strerror or str(error)
+        except (OSError, UnicodeError) as error:  # the latter for what cannot be a host's name
+            why = getattr(error, "strerror", None) or str(error)
             self._redial(f"the host name of {without_key(self.address)} is not known: {why}")
             return
         ip_address = str(found[self._num_attempts % len(found)][4][0])

@@ -78,6 +78,35 @@ def test_a_directory_that_is_no_model_is_named(
     assert f"{config.parent} has no config.json; name the dir" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        (f"model.name={'x' * 5000}", "cannot be looked at: File name too long"),
+        ("model.name=~nobody-of-this-name/x", "no such directory (looked at "),
+        (
+            "model.name=a\u202e",
+            "neither a directory here nor in the hub's cache, and the hub cannot be",
+        ),
+        ("learner.listen=tcp://" + "a" * 64 + ":1", "check the host and the port"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_told(
+    config: Path, capsys: pytest.CaptureFixture[str], override: str, complaint: str
+) -> None:
+    line = ["--role", "learner", "--config", config, "--dry-run", "--set", override]
+    assert run(*line, "--set", "task.kind=addition") == (0 if "hub" in complaint else 2)
+    out, err = capsys.readouterr()
+    assert complaint in out + err
+
+
+def test_a_number_of_processes_is_one(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    assert run("--role", "learner", "--config", config, "--dry-run") == 2
+    assert "WORLD_SIZE = 'many' in the environment is no number" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("key", ["relay.listen", "learner.listen", "agent.listen"])
 def test_a_port_in_use_is_named_before_anything_is_touched(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str

@@ -422,6 +422,8 @@ def test_why_nobody_is_reached_is_told_apart(run: Run, monkeypatch: pytest.Monke
             assert "is no node, or a tunnel whose other end is closed" in reason
             assert not is_refused
             server.close()
+            reason, _ = await first_failure(dialler, f"tcp://{'a' * 64}:7700")
+            assert "is not known: encoding with 'idna' codec failed" in reason
             unknown = socket.gaierror(-2, "Name or service not known")
             monkeypatch.setattr(socket, "getaddrinfo", raising(unknown))
             reason, _ = await first_failure(dialler, "tcp://lerner:7700")
