@@ -94,7 +94,7 @@ def check_start(config: Config, role: Role) -> None:
     Raises:
         ConfigError: listing everything that is wrong.
     """
-    problems = [*_data_problems(config, role), *_port_problems(config, role)]
+    problems = [*_data_problems(config, role), *map(str, _taken_addresses(config, role))]
     try:
         check_model(config, role)
     except DataError as error:
@@ -118,17 +118,17 @@ def _model_facts(name: str, model: ModelSection) -> ModelFacts:
     if path is not None:
         return read_model_facts(path)
     hub = import_extra("huggingface_hub", extra="worker", wanted_by=f"reading {name} on the hub")
-    found = hub.try_to_load_from_cache(name, "config.json", revision=model.revision)
-    if not isinstance(found, str):
-        try:
+    try:
+        found = hub.try_to_load_from_cache(name, "config.json", revision=model.revision)
+        if not isinstance(found, str):
             found = hub.hf_hub_download(name, "config.json", revision=model.revision)
-        except (OSError, ValueError) as error:  # what the hub raises is one of the two
-            raise DataError(
-                f"{name} is neither a directory here nor in the hub's cache, and the hub cannot "
-                f"be asked ({type(error).__name__}: {str(error).splitlines()[0]}); fetch the "
-                "model's config.json, a few kB, from its page into a directory D, and run this "
-                "with --set model.name=D"
-            ) from error
+    except (OSError, ValueError) as error:  # what the hub raises is one of the two
+        raise DataError(
+            f"{name} is neither a directory here nor in the hub's cache, and the hub cannot "
+            f"be asked ({type(error).__name__}: {str(error).splitlines()[0]}); fetch the "
+            "model's config.json, a few kB, from its page into a directory D, and run this "
+            "with --set model.name=D"
+        ) from error
     return read_model_facts(Path(found).parent)
 
 
@@ -142,17 +142,18 @@ def _data_problems(config: Config, role: Role) -> list[str]:
     return [problem for part in task.parts() or [task] for problem in part.data_problems()]
 
 
-def _port_problems(config: Config, role: Role) -> list[str]:
+def _taken_addresses(config: Config, role: str) -> list[EchoError]:
+    """Return why a node cannot listen where it is to, one error for each such address."""
     addresses = [getattr(config, role).listen]
     if role == "worker":
         addresses.append(config.agent.listen)
-    problems = []
+    errors = []
     for address in filter(None, addresses):
         try:
             asyncio.run(bound_socket(address, None)).close()
         except EchoError as error:
-            problems.append(str(error))
-    return problems
+            errors.append(error)
+    return errors
 
 
 def _gpu_bytes(config: Config, role: Role) -> int | None:
@@ -442,8 +443,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = configuration_of(arguments)
         if arguments.dry_run:
             if os.environ.get("RANK", "0") == "0":
-                num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-                tell([dry_run(config, arguments.role, num_ranks=num_ranks)])
+                tell([dry_run(config, arguments.role, num_ranks=_num_ranks())])
                 check_start(config, arguments.role)
             return 0
         code = run_role(
@@ -547,10 +547,17 @@ def run_role(
     has_report: bool = True,
     log_events: Path | None = None,
 ) -> int:
-    """Run one node until it ends; return the exit code."""
+    """Run one node until it ends; return the exit code.
+
+    Raises:
+        EchoError: if it cannot begin; nothing has been written then, not even a log.
+    """
     check_model(config, role)  # packages that take seconds to import come after it
+    if os.environ.get("RANK", "0") == "0":  # of several processes one listens
+        for error in _taken_addresses(config, role):
+            raise error
     if role == "learner":
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if _num_ranks() > 1:
             return run_rank(config, resume=resume, has_report=has_report, log_events=log_events)
         return run_learner(config, resume=resume, has_report=has_report, log_events=log_events)
     section = config.relay if role == "relay" else config.worker
@@ -558,6 +565,14 @@ def run_role(
     config = config.model_copy(update={role: section.model_copy(update={"name": name})})
     log = make_log(name, to_file=config.run_dir / "logs" / f"{name}.log", to_terminal=True)
     return run_loop(_run_dialing(config, role, EventLog(log_events, log=log), log), log)
+
+
+def _num_ranks() -> int:
+    """Return the processes of a learner, as torchrun tells each of them."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal():
+        raise ConfigError(f"WORLD_SIZE = {text!r} in the environment is no number; unset it")
+    return int(text)
 
 
 async def _run_dialing(config: Config, role: str, events: EventLog, log: logging.Logger) -> str:

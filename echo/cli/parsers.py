@@ -7,6 +7,7 @@ after its line has been found right.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from echo.core.extras import version
@@ -31,9 +32,27 @@ def _parser(command: str, description: str, epilog: str) -> argparse.ArgumentPar
     return parser
 
 
+def _text(argument: str) -> str:
+    """Return an argument that is text; of other bytes Python has made half surrogate pairs."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"{argument!r} is not UTF-8 text") from error
+    return argument
+
+
+def _path(argument: str) -> Path:
+    """Return the path of a file or directory, if a disk could hold it."""
+    path = Path(argument)
+    if any(len(os.fsencode(part)) > 255 for part in path.parts):
+        raise argparse.ArgumentTypeError("a name of more than 255 bytes, which no disk takes")
+    return path
+
+
 def _add_set(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
+        type=_text,
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
@@ -51,7 +70,7 @@ def node_parser() -> argparse.ArgumentParser:
     parser.add_argument("--role", choices=ROLES, required=True, help="what this node does")
     parser.add_argument(
         "--config",
-        type=Path,
+        type=_path,
         metavar="FILE",
         help="TOML, the same for all roles; or a run's config.json; a worker or relay with the "
         "run's join string in the environment's ECHO_JOIN needs none",
@@ -87,7 +106,7 @@ def node_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--log-events",
-        type=Path,
+        type=_path,
         metavar="FILE",
         help="record what this node's role is fed in a new file, for `echo-rl debug`",
     )
@@ -103,7 +122,7 @@ def debug_parser() -> argparse.ArgumentParser:
         "Exit codes: 0 all actions are the same; 1 one differs, and which; 2 wrong command "
         "line; 3 the file is damaged, or of another version of Echo.",
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="what the node wrote")
+    parser.add_argument("file", type=_path, metavar="FILE", help="what the node wrote")
     return parser
 
 
@@ -115,12 +134,12 @@ def plan_parser() -> argparse.ArgumentParser:
         f"A file to start from: configs/fleet-example.toml. {EXIT_CODES_HELP}",
     )
     parser.add_argument(
-        "files", nargs="*", type=Path, metavar="FILE", help="TOML: the fleet and the job"
+        "files", nargs="*", type=_path, metavar="FILE", help="TOML: the fleet and the job"
     )
     parser.add_argument(
         "--from",
         dest="run",
-        type=Path,
+        type=_path,
         metavar="RUN",
         help="take rates and times from what this run recorded; without FILE, show them",
     )
@@ -142,10 +161,11 @@ def sim_parser() -> argparse.ArgumentParser:
         f"{EXIT_CODES_HELP}",
     )
     parser.add_argument(
-        "files", nargs="*", type=Path, metavar="SCENARIO", help="TOML: fleet, job, what goes wrong"
+        "files", nargs="*", type=_path, metavar="SCENARIO", help="TOML: fleet, job, what goes wrong"
     )
     parser.add_argument(
         "--set",
+        type=_text,
         action="append",
         default=[],
         metavar="KEY=VALUE",
@@ -153,18 +173,19 @@ def sim_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--plan",
-        type=Path,
+        type=_path,
         metavar="PLAN",
         help="rent what this plan.json of `echo-rl plan` says, at its publish period",
     )
     parser.add_argument(
         "--replay",
-        type=Path,
+        type=_path,
         metavar="RUN",
         help="simulate this recorded run from its inputs, and compare",
     )
     parser.add_argument(
         "--sweep",
+        type=_text,
         action="append",
         default=[],
         metavar="KEY=V1,V2,...",
@@ -188,7 +209,7 @@ def quickstart_parser() -> argparse.ArgumentParser:
     parser.add_argument("--task", choices=CONFIGS, default="addition", help="what to learn")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes")
     parser.add_argument(
-        "--resume", type=Path, metavar="DIR", help="continue a run, for example runs/quickstart"
+        "--resume", type=_path, metavar="DIR", help="continue a run, for example runs/quickstart"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the run")
     _add_set(parser)
@@ -203,11 +224,11 @@ def ledger_parser() -> argparse.ArgumentParser:
         "first, each with the bytes that were written. A run that goes on may be read.",
         EXIT_CODES_HELP,
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    parser.add_argument("run", type=_path, metavar="RUN", help="the run's directory")
     return parser
 
 
 def _add_output(parser: argparse.ArgumentParser, *, out: Path, files: str) -> None:
     parser.add_argument(
-        "--out", type=Path, default=out, metavar="DIR", help=f"where {files} go (default: {out})"
+        "--out", type=_path, default=out, metavar="DIR", help=f"where {files} go (default: {out})"
     )

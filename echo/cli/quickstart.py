@@ -26,7 +26,7 @@ from echo.cli import interrupts
 from echo.cli.node import read_run_file, show_summary
 from echo.cli.output import fail
 from echo.cli.parsers import CONFIGS, quickstart_parser
-from echo.config.load import load_config
+from echo.config.load import OVERRIDE, load_config
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, EchoError
 from echo.core.extras import find_config, program
@@ -66,9 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "name the directory of one, such as runs/quickstart"
                 )
             config = read_run_file(config_path, arguments.set, "learner")
+            check_addresses(config)
             return run_nodes(config_path, config, arguments.set, arguments, console)
         config_path = find_config(CONFIGS[arguments.task])
         config = load_config(config_path, arguments.set, "learner")
+        check_addresses(config)
         with interrupts.unwinding():
             model = make_model(arguments.task, console, for_vllm=config.engine.kind == "vllm")
         overrides = [f"model.name={model}", f"run.seed={arguments.seed}", *arguments.set]
@@ -120,6 +122,31 @@ def make_model(name: str, console: Console, *, for_vllm: bool) -> Path:
         f"(sampled), {model.pass_rate_greedy:.0%} greedily"
     )
     return model.path
+
+
+OWN_ADDRESSES = (
+    "learner.listen",
+    "learner.advertise",
+    "relay.connect",
+    "relay.listen",
+    "worker.connect",
+)
+"""What joins the four processes."""
+
+
+def check_addresses(config: Config) -> None:
+    """Refuse addresses from the command line.
+
+    Raises:
+        ConfigError: if there are any.
+    """
+    given = [key for key in OWN_ADDRESSES if config.sources[key] == OVERRIDE]
+    if given:
+        raise ConfigError(
+            f"--set {', '.join(given)}: the quickstart joins its processes itself, at free ports "
+            f"of this machine; leave it out, or start each process with {program('echo-rl')} node "
+            "at addresses of your own (docs/two-machines.md)"
+        )
 
 
 def free_settings(config: Config) -> list[str]:

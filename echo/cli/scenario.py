@@ -25,10 +25,14 @@ from echo.config.fleet_file import (
 )
 from echo.config.schema import PROFILES, ActivationSection, preset_publish_period
 from echo.core.errors import ConfigError, in_one
+from echo.core.units import format_bytes
 from echo.sim.scenario import LEARNER_REGION, ActivationRule, Scenario, Settings
+from echo.sim.versions import CHUNK_BYTES
 
 SIM_TABLES = ("sim", "activation", *SIM_LISTS)
 """What a fleet file has not."""
+MAX_IMAGE_BYTES = 16 << 20
+"""Of a simulated version in memory, and the most that one chunk may have."""
 MIN_DELTA_GAIN = 1.25
 """Image to delta below which a run would send the image: `weights/schedule.py`."""
 
@@ -94,13 +98,22 @@ class ScenarioRows(Rows):
             )
 
     def check_sizes(self, sim: SimRow, request: FleetRequest, source: str) -> None:
-        """Note an image that is hardly larger than a delta."""
+        """Note an image that is hardly larger than a delta, or too large for memory."""
         delta_bytes = request.job.version_bytes
-        if sim.image_bytes is not None and sim.image_bytes < MIN_DELTA_GAIN * delta_bytes:
+        if sim.image_bytes is None:
+            return
+        start = f"{source}: [sim]: image_bytes = {sim.image_bytes:g} must be at"
+        times = f"times job.version_bytes = {delta_bytes:g}, the size of a delta"
+        if sim.image_bytes < MIN_DELTA_GAIN * delta_bytes:
             self.problems.append(
-                f"{source}: [sim]: image_bytes = {sim.image_bytes:g} must be at least "
-                f"{MIN_DELTA_GAIN:g} times job.version_bytes = {delta_bytes:g}, the size of a "
-                "delta; leave it out where versions are sent in full"
+                f"{start} least {MIN_DELTA_GAIN:g} {times}; leave it out where versions are sent "
+                "in full"
+            )
+        most = MAX_IMAGE_BYTES // (sim.chunks_per_version * CHUNK_BYTES)
+        if sim.image_bytes > most * delta_bytes:
+            self.problems.append(
+                f"{start} most {most} {times}, with chunks_per_version = {sim.chunks_per_version}: "
+                f"an image takes {format_bytes(MAX_IMAGE_BYTES)} here; lower one of the two"
             )
 
 

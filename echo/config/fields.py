@@ -25,6 +25,7 @@ from echo.core.units import JOIN_SECRET, parse_duration, parse_size
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 MAX_NAME_LENGTH = 64
 """Characters of the name of a node, a run or a region; messages hold words of 128."""
+MAX_FILE_NAME_BYTES = 255
 _KEY = re.compile(r"[A-Za-z0-9_-]{43}")
 _SECRET = re.compile(r"[A-Za-z0-9_-]{22}(?P<fingerprint>\.[A-Za-z0-9_-]{22})?")
 OLD_JOIN = (
@@ -37,11 +38,16 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _TASK_KIND = re.compile(r"[a-z][a-z0-9_]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
+UNREADABLE = (ValueError, RecursionError)
+"""What the standard library raises on TOML or JSON that is wrong, has numbers of thousands of
+digits, or is nested hundreds deep."""
+
+
 def toml_or_text(text: str) -> Any:
     """Read what a command line sets as TOML; what is not TOML is text, and needs no quotes."""
     try:
         table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except UNREADABLE:
         return text
     value = table["value"]
     is_plain = len(table) == 1 and isinstance(value, str | int | float | list | dict)
@@ -157,6 +163,12 @@ def _check_run_name(name: str) -> str:
     return name
 
 
+def _check_directory(name: str) -> str:
+    if any(len(part.encode()) > MAX_FILE_NAME_BYTES for part in name.split("/")):
+        raise ValueError(f"a name of more than {MAX_FILE_NAME_BYTES} bytes, which no disk takes")
+    return name
+
+
 Seconds = Annotated[float, BeforeValidator(parse_duration)]
 """A duration: a number of seconds or text such as "30s"."""
 
@@ -207,6 +219,9 @@ Device = Annotated[str, AfterValidator(_check_device)]
 
 TaskKind = Annotated[str, AfterValidator(_check_task_kind)]
 """A built-in task's name or the import path of a class."""
+
+Directory = Annotated[str, AfterValidator(_check_directory)]
+"""The path of a directory, which may be still to be made."""
 
 RunName = Annotated[str, AfterValidator(_check_run_name)]
 """One path component."""

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from echo.config.fields import Bytes, Seconds, toml_or_text
+from echo.config.fields import UNREADABLE, Bytes, Seconds, toml_or_text
 from echo.config.schema import show
 from echo.core.errors import ConfigError, in_one, nearest
 from echo.fleet.gpus import (
@@ -40,7 +40,7 @@ from echo.fleet.market import Offer, Region, RentedFleet
 
 Positive = Annotated[float, Field(gt=0)]
 Amount = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**63)]
 Name = Annotated[str, Field(min_length=1)]
 Instant = Annotated[Seconds, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -149,7 +149,7 @@ class OfferRow(Row):
     """GPUs of one node, used together."""
     region: Name
     """One of [[regions]]."""
-    count: Count
+    count: Annotated[int, Field(ge=1, le=100_000)]
     """How many can be had."""
     price_per_h: Amount
     """$ per hour for one node; 0 for one's own."""
@@ -223,7 +223,7 @@ class SimRow(Row):
     """Optimizer steps."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Fixes everything that is drawn."""
-    chunks_per_version: Count = 64
+    chunks_per_version: Annotated[int, Field(ge=1, le=4096)] = 64
     """Grain of a version: few chunks are fast to simulate, many are closer to the truth."""
     image_bytes: Annotated[Bytes, Field(gt=0)] | None = None
     """Of a version in full, where job.version_bytes is a delta's; unset: all are sent in full."""
@@ -415,7 +415,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     except OSError as error:
         remedy = "configs/ has fleet-example.toml and scenario-example.toml to start from"
@@ -846,7 +846,7 @@ def read_plan(path: Path, request: FleetRequest) -> tuple[dict[str, int], int]:
         period = int(record["job"]["publish_period"])
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (*UNREADABLE, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path}: is not a plan.json as echo-rl plan writes it: {error!r}"
         ) from error

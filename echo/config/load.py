@@ -8,19 +8,21 @@ default, and the rules that join several keys are checked on the rest.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import textwrap
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, time
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
 
 from echo.config.checks import Problem, Setting, check_config
-from echo.config.fields import OWN_KIND, ROLES, Role, toml_or_text
+from echo.config.fields import OWN_KIND, ROLES, UNREADABLE, Role, toml_or_text
 from echo.config.memory import Budget
 from echo.config.reference import default_text
 from echo.config.schema import (
@@ -40,7 +42,7 @@ from echo.config.schema import (
     show,
 )
 from echo.core.errors import ConfigError, in_one, nearest
-from echo.core.units import format_bytes, without_secrets
+from echo.core.units import format_bytes, one_line, without_secrets
 
 # --- layers ---------------------------------------------------------------------------------------
 #
@@ -70,8 +72,13 @@ def read_layer(table: Mapping[str, Any], source: str) -> Layer:
         setting = Setting(value, source)
         if path[0] in sections() and len(path) == 1 and value == {}:
             continue  # an empty section sets nothing
-        if find_leaf(path) is None:
-            layer.problems.append(Problem((path,), _say_unknown(path), setting))
+        leaf = find_leaf(path)
+        if leaf is None:
+            text: str | None = _say_unknown(path)
+        else:
+            text = _say_altered([*path[2:], value], in_table=leaf.is_table)
+        if text:
+            layer.problems.append(Problem((path,), text, setting))
         else:
             layer.settings[path] = setting
     return layer
@@ -98,10 +105,13 @@ def read_override(text: str) -> Layer:
 
 
 def flatten(table: Mapping[str, Any], parent: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
-    """Yield every value of nested tables with its path; an empty table is a value."""
+    """Yield every value of nested tables with its path; an empty table is a value.
+
+    So is one that stands so deep that it will be refused.
+    """
     for key, value in table.items():
         path = (*parent, key)
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and value and len(path) < MAX_DEPTH:
             yield from flatten(value, path)
         else:
             yield path, value
@@ -147,6 +157,36 @@ def _say_unknown(path: KeyPath) -> str:
     return f"unknown {kind}; {known}; {OTHER_NAMES}"
 
 
+_NO_UTF8 = re.compile("[\ud800-\udfff]")
+MAX_DEPTH = 32
+"""Tables and lists within each other, in a value."""
+
+
+def _say_altered(value: Any, *, in_table: bool, depth: int = 0) -> str | None:
+    """Say what neither a message to a worker nor config.json holds as it is written, or None.
+
+    Args:
+        value: of a key, or within it.
+        in_table: whether it is the user's own, so that no type of ours will refuse it.
+        depth: of tables and lists that it stands in.
+    """
+    if isinstance(value, Mapping | list):
+        if depth == MAX_DEPTH:
+            return f"more than {MAX_DEPTH} tables and lists stand within each other"
+        inner = (*value, *value.values()) if isinstance(value, Mapping) else value
+        found = (_say_altered(part, in_table=in_table, depth=depth + 1) for part in inner)
+        return next(filter(None, found), None)
+    if isinstance(value, str) and (_NO_UTF8.search(value) or ("\0" in value and not in_table)):
+        return f"{_brief(one_line(value))} has a character that UTF-8 or file names cannot hold"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return f"{_brief(value)} has more than 64 bits; write a smaller number, or text in quotes"
+    if in_table and isinstance(value, float) and not math.isfinite(value):
+        return f"{value} is no number that a worker could be told; write a finite one, or text"
+    if in_table and isinstance(value, date | time):
+        return f"{value} is a date or time, which workers would get as text; put it in quotes"
+    return None
+
+
 OTHER_NAMES = (
     "docs/coming-from-other-frameworks.md has the names that TRL, verl, prime-rl and slime use"
 )
@@ -176,7 +216,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), role: str | Non
     """
     try:
         table = tomllib.loads(_read_text(Path(path)))
-    except tomllib.TOMLDecodeError as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     return parse_config(table, overrides, role, source=str(path))
 
@@ -337,7 +377,7 @@ def load_resolved(path: Path, overrides: Sequence[str] = (), role: str | None = 
     """
     try:
         table = json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: holds no configuration but {show(table)[:60]}")
@@ -432,7 +472,7 @@ def _describe(problem: Problem, settings: Mapping[KeyPath, Setting], file_name: 
     setting = problem.setting or settings.get(path) or Setting(None, file_name)
     source = setting.source
     is_default = source == _FROM_DEFAULT or source.startswith("profile ")
-    value = "" if setting.value is None else f" = {show(setting.value)}"
+    value = "" if setting.value is None else f" = {_brief(setting.value)}"
     if is_default and value:
         value += f" ({source})"
     prefix = file_name if is_default else source

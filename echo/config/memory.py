@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from echo.config.fields import Role
+from echo.config.fields import UNREADABLE, Role
 from echo.config.schema import Config, show
 from echo.core.errors import DataError
 from echo.core.rollout import KEEP_VERSIONS
@@ -632,16 +633,25 @@ def _memories(items: Iterable[Item], machine: Machine) -> list[_Memory]:
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
+def local_path(name: str | Path) -> Path:
+    """Return where a name leads on this machine; `~user` stays where no such user is known."""
+    return Path(os.path.expanduser(name))  # noqa: PTH111 -- pathlib's raises there
+
+
 def find_model(name: str) -> Path | None:
     """Return the directory that `model.name` names; None if that is the id of a model on the hub.
 
     Raises:
         DataError: if there is no such directory, or no model in it.
     """
-    path = Path(name).expanduser()
-    if (path / "config.json").is_file():
-        return path
-    if path.is_dir():
+    path = local_path(name)
+    try:
+        if (path / "config.json").is_file():
+            return path
+        is_directory = path.is_dir()
+    except OSError as error:
+        raise DataError(f"model.name = {name!r}: cannot be looked at: {error.strerror}") from error
+    if is_directory:
         raise DataError(
             f"model.name = {name!r}: {path.absolute()} has no config.json; name the directory of a "
             "Hugging Face model, with config.json, tokenizer and safetensors, or its id on the hub"
@@ -663,7 +673,7 @@ def read_model_facts(directory: Path) -> ModelFacts:
     path = directory / "config.json"
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise DataError(f"{path}: no readable model configuration: {reason}") from error
     # A multimodal model keeps the dimensions of its language part one level down.

@@ -29,6 +29,7 @@ from echo.config.fields import (
     Bytes,
     Device,
     DialAddresses,
+    Directory,
     Inherited,
     JoinString,
     ListenAddress,
@@ -110,7 +111,7 @@ class RunSection(Section):
     roles = ROLES
     name: RunName = "run"
     """Directory of this run inside `dir`."""
-    dir: str = "runs"
+    dir: Directory = "runs"
     """Directory that holds the runs."""
     seed: Inherited[int] = Field(default=0, ge=0, lt=2**63)
     """Seed of prompt order, sampling and initialisation."""
@@ -472,7 +473,7 @@ class NetworkSection(Section):
     """Patience, and bounds on what is under way between processes."""
 
     roles = ROLES
-    heartbeat_s: Seconds = Field(gt=0)
+    heartbeat_s: Seconds = Field(ge=0.001)
     """Seconds between heartbeats."""
     dead_after_s: Seconds = Field(gt=0)
     """Seconds of silence after which a peer counts as dead."""
@@ -724,20 +725,28 @@ def inherited_keys() -> tuple[str, ...]:
     return tuple(leaf.key for leaf in _paths().values() if leaf.is_inherited)
 
 
-def show(value: object) -> str:
+SHOWN_DEPTH = 64
+"""Tables and lists within each other that are written; more are refused (`load.MAX_DEPTH`)."""
+
+
+def show(value: object, depth: int = SHOWN_DEPTH) -> str:
     """Return a value as it is written in TOML; `None`, which TOML lacks, as "unset".
 
     The secrets of join strings are left out, since what is shown ends up in logs.
     """
     if value is None:
         return "unset"
+    if not depth:
+        return "..."
     if isinstance(value, Mapping):
-        items = (f"{_show_key(str(key))} = {show(item)}" for key, item in value.items())
+        items = (f"{_show_key(str(key))} = {show(item, depth - 1)}" for key, item in value.items())
         return "{" + ", ".join(items) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(show(item) for item in value) + "]"
+        return "[" + ", ".join(show(item, depth - 1) for item in value) + "]"
     if isinstance(value, bool | str):
         return without_secrets(json.dumps(value, ensure_ascii=False))
+    if isinstance(value, int) and value.bit_length() > 1024:
+        return hex(value)  # Python refuses to write thousands of decimal digits
     return str(value)
 
 

@@ -39,6 +39,11 @@ SIZE_UNITS: dict[str, int] = {
 }
 """Bytes per unit."""
 
+MAX_DURATION_S = 10_000 * 86400.0
+"""Some 27 years, which every clock, timer and message can hold."""
+MAX_SIZE_BYTES = 10**6 * 2**40
+"""More than any disk, and what system calls, messages and databases can hold."""
+
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _QUANTITY = re.compile(r"(?P<number>\d{1,18}(?:\.\d{1,18})?)\s*(?P<unit>[A-Za-z]+)")
 
@@ -50,14 +55,19 @@ def parse_duration(value: object) -> float:
         value: seconds as a number, or text with a unit: "100ms", "30s", "5min", "2h", "1d".
 
     Raises:
-        ValueError: if it is neither, negative or not finite; the message lists the units.
+        ValueError: if it is neither, negative, not finite or above `MAX_DURATION_S`.
     """
+    seconds: Fraction | float | None = None
     if isinstance(value, str):
         match = _QUANTITY.fullmatch(value.strip())
         if match and match["unit"] in DURATION_UNITS:
-            return float(Fraction(match["number"]) * DURATION_UNITS[match["unit"]])
+            seconds = Fraction(match["number"]) * DURATION_UNITS[match["unit"]]
     elif _is_amount(value):
-        return float(value)
+        seconds = value
+    if seconds is not None and seconds <= MAX_DURATION_S:
+        return float(seconds)
+    if seconds is not None:
+        raise ValueError(f'{_show(value)} is too long; a duration may have "10000d" at most')
     raise ValueError(
         f"{_show(value)} is not a duration; write a number of seconds, or a number with one of "
         f'{", ".join(DURATION_UNITS)}, such as "30s" or "5min"'
@@ -72,14 +82,19 @@ def parse_size(value: object) -> int:
             a byte are cut off.
 
     Raises:
-        ValueError: if it is neither or negative; the message lists the units.
+        ValueError: if it is neither, negative or above `MAX_SIZE_BYTES`.
     """
+    num_bytes: int | None = None
     if isinstance(value, str):
         match = _QUANTITY.fullmatch(value.strip())
         if match and match["unit"] in SIZE_UNITS:
-            return int(Fraction(match["number"]) * SIZE_UNITS[match["unit"]])
+            num_bytes = int(Fraction(match["number"]) * SIZE_UNITS[match["unit"]])
     elif _is_amount(value) and isinstance(value, int):
-        return value
+        num_bytes = value
+    if num_bytes is not None and num_bytes <= MAX_SIZE_BYTES:
+        return num_bytes
+    if num_bytes is not None:
+        raise ValueError(f'{_show(value)} is too much; a size may have "1000000TiB" at most')
     raise ValueError(
         f"{_show(value)} is not a size; write a whole number of bytes, or a number with one of "
         f'{", ".join(SIZE_UNITS)}, such as "8GiB" or "200MB"'

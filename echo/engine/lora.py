@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from echo.config.memory import local_path
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError
 from echo.core.extras import install_command
@@ -317,7 +318,7 @@ def initial_adapter(config: Config) -> Path | None:
 def base_name(config: Config, lora: Lora) -> str:
     """Return under which name others find the base: an absolute directory, or a hub id."""
     name = str(config.model.name)
-    is_hub_id = not Path(name).expanduser().is_dir() and _is_models(config, lora)
+    is_hub_id = not local_path(name).is_dir() and _is_models(config, lora)
     return name if is_hub_id else str(lora.base_dir.absolute())
 
 
@@ -383,7 +384,7 @@ def worker_lora(config: Config, settings: Mapping[str, Any]) -> Lora | None:
 
 def _initial_directory(config: Config) -> Path | None:
     start = config.learner.init_from
-    return None if start is None else Path(start).expanduser()
+    return None if start is None else local_path(start)
 
 
 def _is_models(config: Config, lora: Lora) -> bool:

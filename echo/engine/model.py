@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from echo.config.load import OVERRIDE
-from echo.config.memory import find_model
+from echo.config.memory import find_model, local_path
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError, EngineError
 from echo.engine.engine import Sampling
@@ -486,7 +486,7 @@ def has_own_model(config: Config) -> bool:
     """
     name = config.model.name
     return name is not None and (
-        Path(name).expanduser().is_dir() or config.sources.get("model.name") == OVERRIDE
+        local_path(name).is_dir() or config.sources.get("model.name") == OVERRIDE
     )
 
 

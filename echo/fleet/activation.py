@@ -286,10 +286,11 @@ def _degrade(roll: Roll, job: Job, preferred: Collection[str]) -> Choice:
 # * *hysteresis*: what is active counts as enough with half the margin, and where the learner has
 #   not waited lately whatever the estimates say; a cheaper set must save `min_saving`, and one with
 #   other workers that much against the best that those which are active can do by themselves:
-#   estimates differ from one question to the next, equal workers by chance; * *small steps*: a
-#   quarter of the workers at most is dropped at a time, the worst first: that which costs most for
-#   each rollout it adds. And only while those that hold weights are enough without it, so that one
-#   that is activated in another's place has caught up before the other is dropped.
+#   estimates differ from one question to the next, equal workers by chance;
+# * *small steps*: a quarter of the workers at most is dropped at a time, the worst first: that
+#   which costs most for each rollout it adds. And only while those that hold weights are enough
+#   without it, so that one that is activated in another's place has caught up before the other is
+#   dropped.
 #
 # A budget goes before all that. Where nothing satisfies rule and budget, the answer is the cheapest
 # set for the least longer step.

@@ -4,7 +4,8 @@ A lease is (group, attempt) given to one worker for a time; progress renews it. 
 returns its group to the front of the queue and the next attempt is granted to whoever asks; the
 first valid result of a group wins, whatever its attempt, so a late one is a benign duplicate. An
 expired lease is remembered until its group ends, so that a worker which still lists it does not
-get it back.
+get it back. Who was granted which attempt is remembered as long, and by the ledger for a restart:
+nobody else has a say in it.
 
 Admission (DESIGN.md 5): a lease is granted to a worker with installed step w while
 
@@ -18,7 +19,7 @@ w. A group that two workers run counts once.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from echo.core.rollout import Lineage, PolicyVersion, is_surviving
@@ -134,6 +135,7 @@ class LeaseBook:
         self._by_group: dict[int, list[LeaseRecord]] = {}
         self._by_worker: dict[str, list[LeaseRecord]] = {}
         self._attempts: dict[int, int] = {}
+        self._holders: dict[int, dict[int, str]] = {}
         self._returned: list[int] = []
         self._expired: dict[int, set[tuple[int, str]]] = {}
         self._deadlines: Deadlines[LeaseRecord] = Deadlines(self)
@@ -224,10 +226,28 @@ class LeaseBook:
         self._deadlines.add(record)
         self._changed(worker_id)
         self._attempts[group_id] = max(self._attempts.get(group_id, 0), attempt + 1)
+        self._holders.setdefault(group_id, {})[attempt] = worker_id
         if group_id in self._returned:
             self._returned.remove(group_id)
             heapq.heapify(self._returned)
         return record
+
+    def restore(
+        self, group_id: int, holders: Mapping[int, str], worker_id: str, *, now: float
+    ) -> None:
+        """Enter the attempts of a group, by number, from before a restart of the learner.
+
+        The newest is out to `worker_id`, who is nobody, until its holder claims it or it expires.
+        """
+        self.adopt(group_id, max(holders), worker_id, now=now)
+        self._holders[group_id] = dict(holders)
+
+    def was_granted(self, group_id: int, attempt: int, worker_id: str) -> bool:
+        """Return whether an open group was granted to this worker, as this attempt.
+
+        It may have expired since, or its worker been gone: its result is welcome all the same.
+        """
+        return self._holders.get(group_id, {}).get(attempt) == worker_id
 
     def num_attempts(self, group_id: int) -> int:
         """Return how often a group has been granted."""
@@ -255,6 +275,7 @@ class LeaseBook:
             self._returned.remove(group_id)
             heapq.heapify(self._returned)
         self._attempts.pop(group_id, None)
+        self._holders.pop(group_id, None)
         self._expired.pop(group_id, None)
         return records
 

@@ -602,7 +602,8 @@ class Scheduler:
         worker.num_unknown = 0
         for (group_id, attempt), state in listed.items():
             is_given_up = state.is_waiting and self.leases.newest_attempt(group_id) > attempt
-            if not self.is_open(group_id) or is_given_up:
+            is_theirs = self.leases.was_granted(group_id, attempt, worker.node_id)
+            if not self.is_open(group_id) or is_given_up or not is_theirs:
                 unwanted.append((group_id, attempt))
             elif not self.leases.has_expired(group_id, attempt, worker.node_id):
                 record = self.leases.adopt(group_id, attempt, worker.node_id, now=now)
@@ -621,6 +622,8 @@ class Scheduler:
     #        | +-- expired, worker gone, refused: granted again   (any later result: "duplicate")
     #        +--Failed--> ended with the worker's reason; or granted again, where others can do it
     #
+    # * What ends a group comes from a worker that was granted the attempt it speaks of, now or
+    #   before; of anybody else it is refused, and the lease stays as it is.
     # * A group is acknowledged only after `stored`: the ledger holds it.
     # * A group's content is checked against what was asked: prompt, group size, finite numbers.
     # * A result whose samples are too old or from an abandoned lineage is refused with that reason
@@ -661,6 +664,8 @@ class Scheduler:
         if message.group_id in self.finished:
             self.counters.add("duplicates")
             return self._ack(node_id, message, "duplicate")
+        if not self._may_end(node_id, message):
+            return self._disown(node_id, message, now)
         try:
             group = decode_group(payload[0], payload[1])
         except RemoteProtocolError as error:
@@ -725,6 +730,18 @@ class Scheduler:
             if fault is not None:
                 return fault
         return None
+
+    def _may_end(self, node_id: str, message: Deliver | Failed) -> bool:
+        """Return whether a worker has a say in an attempt: it was granted, or the group is none."""
+        group_id, attempt = message.group_id, message.attempt
+        return not self.is_open(group_id) or self.leases.was_granted(group_id, attempt, node_id)
+
+    def _disown(self, node_id: str, message: Deliver | Failed, now: float) -> list[Action]:
+        """Refuse what a worker says of somebody else's lease, which stays as it is."""
+        self.counters.add("refused/not_leased")
+        text = f"{node_id} was not granted attempt {message.attempt} of group {message.group_id}"
+        notes = self._complaints.note(node_id, "not_leased", text, now=now)
+        return [*notes, *self._ack(node_id, message, "refused", "not_leased")]
 
     def _refuse(self, node_id: str, message: Deliver, reason: str) -> list[Action]:
         """Tell the worker to forget this result; the group is granted again."""
@@ -815,6 +832,8 @@ class Scheduler:
         """End a group that a worker could not finish, with its reason."""
         if message.group_id in self._storing or not self.is_open(message.group_id):
             return self._ack(node_id, message, "duplicate")
+        if not self._may_end(node_id, message):
+            return self._disown(node_id, message, now)
         if message.is_elsewhere:
             return self._on_given_back(node_id, message, now)
         reason = known_reason(message.reason)

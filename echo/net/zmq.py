@@ -216,7 +216,9 @@ def descriptor_limit() -> int:
 # --- listening socket, made here to choose its congestion control ---------------------------------
 #
 # It is bound first and listens later: the address is taken before a node has opened its files, and
-# strangers cannot take the descriptors that it opens them with.
+# strangers cannot take the descriptors that it opens them with. Two learners may start on one port
+# within the minutes that a model takes, and Linux lets both bind it until one listens. So a socket
+# listens for an instant, and then no longer lets others share its port (`_hold`).
 #
 # Accepted connections inherit the setting, and it rules the direction that carries the weights:
 # from the parent, who binds, to its children. BBR keeps its rate under loss where cubic collapses.
@@ -260,30 +262,46 @@ async def bound_socket(
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(where)
+            if port:
+                _hold(bound)
             _set_congestion_control(bound, congestion_control, warns=warns)
             bound.setblocking(False)
         except OSError:
             bound.close()
             raise
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for what cannot be a host's name
         raise _refusal(address, error) from error
     return bound
+
+
+def _hold(bound: socket.socket) -> None:
+    """Have the kernel refuse the port to whoever binds it from now on; newcomers are refused, too.
+
+    Raises:
+        OSError: if somebody else listens there already.
+    """
+    if sys.platform == "linux":  # others refuse a port that is bound
+        bound.listen(1)
+        bound.shutdown(socket.SHUT_RDWR)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
 
 
 def listen_on(bound: socket.socket) -> None:
     """Let others connect.
 
     Raises:
-        TransportError: if somebody else has bound the same port, and listened first.
+        TransportError: if the kernel refuses.
     """
     try:
+        # Connections of a process before this one may linger at the port.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.listen(_BACKLOG)
     except OSError as error:
         raise _refusal(format_address(*bound.getsockname()[:2]), error) from error
 
 
-def _refusal(address: str, error: OSError) -> TransportError:
-    remedy = _REMEDIES.get(error.errno or 0, "check the host and the port")
+def _refusal(address: str, error: OSError | UnicodeError) -> TransportError:
+    remedy = _REMEDIES.get(getattr(error, "errno", None) or 0, "check the host and the port")
     return TransportError(f"cannot listen on {address}: {error}: {remedy}")
 
 
@@ -890,8 +908,8 @@ class DialledLink:
             found = await self._host.loop.getaddrinfo(
                 self._name, self._port, type=socket.SOCK_STREAM
             )
-        except OSError as error:
-            why = error.strerror or str(error)
+        except (OSError, UnicodeError) as error:  # the latter for what cannot be a host's name
+            why = getattr(error, "strerror", None) or str(error)
             self._redial(f"the host name of {without_key(self.address)} is not known: {why}")
             return
         ip_address = str(found[self._num_attempts % len(found)][4][0])
@@ -1067,8 +1085,12 @@ _NEWS: dict[int, News] = {
 }
 
 
+_MAX_MS = 6_553_599
+"""What libzmq takes for a time to live, which has 16 bits; for other times it takes more."""
+
+
 def _ms(seconds: float) -> int:
-    return max(1, round(seconds * 1000)) if seconds > 0 else 0
+    return min(max(1, round(seconds * 1000)), _MAX_MS) if seconds > 0 else 0
 
 
 class ZmqOutbox:
@@ -1477,7 +1499,7 @@ class ZmqTransport(Transport):
         """Let others connect to the address that `bind` took.
 
         Raises:
-            TransportError: if somebody else took it, too, and listened first.
+            TransportError: if the kernel refuses.
         """
         if self._bound is not None:
             bound, self._bound = self._bound, None

@@ -914,8 +914,8 @@ class LedgerState:
     next_group_id: int = 0
     finished: set[int] = field(default_factory=set)
     """Groups that were accepted or ended."""
-    granted: dict[int, int] = field(default_factory=dict)
-    """Open groups that were granted: id -> number of attempts."""
+    granted: dict[int, dict[int, str]] = field(default_factory=dict)
+    """Open groups that were granted: id -> attempt -> worker."""
     waiting: dict[int, Place] = field(default_factory=dict)
     """Accepted groups without an end: where they lie."""
     staleness_tokens: dict[int, int] = field(default_factory=dict)
@@ -943,8 +943,7 @@ def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> Ledg
             case Began():
                 lineages.append(Lineage(record.lineage, record.fork_step))
             case Granted():
-                attempts = max(state.granted.get(record.group, 0), record.attempt + 1)
-                state.granted[record.group] = attempts
+                state.granted.setdefault(record.group, {})[record.attempt] = record.worker
                 state.next_group_id = max(state.next_group_id, record.group + 1)
             case Accepted():
                 accepted[record.group] = record.place

@@ -130,7 +130,7 @@ def read_metrics(run_dir: Path) -> MetricsHistory:
 def _json_object(text: bytes, where: str) -> MetricsRow:
     try:
         value = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise StorageError(f"{where}: not JSON ({error}); the file is damaged") from error
     if not isinstance(value, dict):
         raise StorageError(f"{where}: not a JSON object; the file is damaged")

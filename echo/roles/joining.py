@@ -756,6 +756,19 @@ class Admission:
             )
         return self._take(source, self._classify(source, message, now), payload, now)
 
+    def is_missing_hello(self, source: str, message: Message) -> bool:
+        """Return whether a known node speaks of work: over a new link it says hello first."""
+        is_joining = isinstance(message, Hello | Ready | AssetRequest)
+        return source in self.roster.nodes and not is_joining
+
+    def bears_name(self, source: str, message: Message) -> bool:
+        """Return whether a message shows that it is of the process that has its name, if any."""
+        member = self.roster.nodes.get(source)
+        match message:
+            case Hello() | Ready() if member is not None:
+                return message.incarnation == member.incarnation
+        return member is None
+
     def take_silent(self, *, now: float) -> list[Member]:
         """Forget the nodes that have been silent for too long, and return them."""
         silent = self.roster.take_silent(now=now)

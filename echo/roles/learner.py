@@ -69,6 +69,7 @@ from echo.wire.messages import (
     Pulse,
     Ready,
     Refuse,
+    Rehello,
 )
 
 MAX_NAMES_TOLD = 3
@@ -195,7 +196,7 @@ class Learner:
         source, target, _ = describe(frames)
         if target != LEARNER_ID:
             return [*decided, HangUp(peer), *self.disconnected(peer, now=now)]
-        if self._admission.expel(source, now=now):
+        if self._routes.peer_of(source) == peer and self._admission.expel(source, now=now):
             self.leases.drop_worker(source)
             self._plans.deadline = self._grants.deadline = now
         return decided
@@ -205,8 +206,6 @@ class Learner:
     ) -> list[Action]:
         if envelope.target not in ("", LEARNER_ID):
             raise RemoteProtocolError(f"a message for {envelope.target!r} sent to the learner")
-        if envelope.target == LEARNER_ID:
-            self._routes.learn(envelope.source, peer)
         fault = other_protocol(envelope)
         if fault is not None:
             # Answered in our version: the envelope alone tells the other what is wrong.
@@ -218,7 +217,7 @@ class Learner:
         message = decode_message(envelope)
         if not envelope.target:
             return self._on_link_message(peer, message, payload, now)
-        return self._on_routed(envelope.source, message, payload, now)
+        return self._on_routed(peer, envelope.source, message, payload, now)
 
     def _on_link_message(
         self, peer: str, message: Message, payload: list[Frame], now: float
@@ -234,6 +233,25 @@ class Learner:
         return [action for action in results if not isinstance(action, ParentFailed)]
 
     def _on_routed(
+        self, peer: str, source: str, message: Message, payload: list[Frame], now: float
+    ) -> list[Action]:
+        """Handle what comes under the name of a node.
+
+        A node is heard over the link on which its process has said hello, and answered there.
+        What comes under its name over another link is answered on that one, and changes nothing
+        unless it shows the process's incarnation, which nobody knows who is not on its way here.
+        """
+        former = self._routes.peer_of(source)
+        self._routes.learn(source, peer)
+        try:
+            if peer != former and self._admission.is_missing_hello(source, message):
+                return self._routes.to(source, Rehello())
+            return self._on_heard(source, message, payload, now)
+        finally:
+            if peer != former and not self._admission.bears_name(source, message):
+                self._routes.restore(source, former)
+
+    def _on_heard(
         self, source: str, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
         is_joining = isinstance(message, Hello | AssetRequest | Ready)

@@ -14,6 +14,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.config.fields import OLD_JOIN, has_secret
+from echo.config.memory import local_path
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, StorageError, TransportError
 from echo.net.curve import KEY_BYTES, SECRET_BYTES, CurveKeys, KeyPair
@@ -207,7 +208,7 @@ def find_join(config: Config, role: str) -> Join | None:
     if given is not None and has_secret(given):
         return Join.parse(given, source="security.join")
     if given is not None:
-        path, key = Path(given).expanduser(), "security.join = "
+        path, key = local_path(given), "security.join = "
     else:
         path, key = config.run_dir / "keys" / "join", ""
         if not path.exists():

@@ -386,12 +386,12 @@ class Network:
         num_bytes: float = FRAMING_BYTES + len(frames[0])
         if len(frames) == 1:
             return "control", num_bytes
+        if isinstance(frames[1], memoryview):  # chunks, one or several together
+            return "weights", num_bytes + self.weight_scale * sum(map(len, frames[1:]))
         if len(frames) == 3:
             if self._group_sizes is not None:
                 return "rollouts", num_bytes + self._group_sizes.num_bytes(frames[1])
             return "rollouts", num_bytes + len(frames[1]) + len(frames[2])
-        if isinstance(frames[1], memoryview):
-            return "weights", num_bytes + self.weight_scale * len(frames[1])
         return "control", num_bytes + sum(map(len, frames[1:]))
 
     def _luck(self, end: LinkEnd, chance: random.Random, *, is_bulk: bool) -> float:

@@ -154,9 +154,12 @@ def dataset_files(path: str) -> list[Path]:
     """
     if path.startswith(HUB_PREFIX):
         return _download(path)
-    place = Path(path).expanduser()
-    if not place.is_dir():
-        return [place]
+    try:
+        place = Path(path).expanduser()
+        if not place.is_dir():
+            return [place]
+    except (OSError, RuntimeError) as error:  # too long for a name, or an unknown user's home
+        raise DataError(f"{path}: cannot read the dataset: {error}; name a file here") from error
     state = place / "state.json"
     if state.is_file():
         try:

@@ -1,5 +1,8 @@
 """Metric sinks: metrics.jsonl always, TensorBoard and wandb where configured.
 
+metrics.jsonl has every number, and a run ends that cannot write it. The others are for convenience:
+one that is not installed is refused at the start, and one that fails is left out with a warning.
+
 metrics.jsonl is only ever appended to. A resumed learner makes some steps again: their rows follow
 those of the abandoned ones under a higher `lineage`, and readers let the later ones count
 (`echo.records.run_files`).
@@ -11,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +22,7 @@ import msgspec
 
 from echo.core.errors import StorageError
 from echo.core.extras import import_extra
+from echo.core.units import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +31,13 @@ Metric = float | Mapping[str, float]
 
 
 class _Mirror(Protocol):
-    """A further place that metrics are shown at."""
+    """A further place that metrics are shown at; its library may raise anything."""
+
+    remedy: str
+    """What to do where it fails."""
+
+    def start(self) -> None:
+        """Open it."""
 
     def write(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         """Add the metrics of one row."""
@@ -61,11 +71,11 @@ class MetricsWriter:
             StorageError: if the file cannot be opened or repaired.
         """
         # The mirrors first: a refusal must not leave an open file behind.
-        self._mirrors: list[_Mirror] = []
+        self._mirrors: dict[str, _Mirror] = {}
         if "tensorboard" in sinks:
-            self._mirrors.append(_TensorBoard(run_dir / "tensorboard"))
+            self._mirrors["tensorboard"] = _TensorBoard(run_dir / "tensorboard")
         if "wandb" in sinks:
-            self._mirrors.append(_Wandb(run_dir, wandb_project, config or {}))
+            self._mirrors["wandb"] = _Wandb(run_dir, wandb_project, config or {})
         self.path = run_dir / "metrics.jsonl"
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -73,6 +83,8 @@ class MetricsWriter:
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise StorageError(f"{self.path}: cannot be written: {error.strerror}") from error
+        for name, mirror in list(self._mirrors.items()):
+            self._try(name, mirror.start)
 
     def write(self, step: int, metrics: Mapping[str, Metric], *, at: float | None = None) -> None:
         """Append one row.
@@ -98,14 +110,26 @@ class MetricsWriter:
         if written != len(row):
             raise StorageError(f"{self.path}: the disk is full at step {step}; free some space")
         flat = {n: value for n, value in numbers.items() if not isinstance(value, dict)}
-        for mirror in self._mirrors:
-            mirror.write(step, flat, at)
+        for name, mirror in list(self._mirrors.items()):
+            self._try(name, mirror.write, step, flat, at)
 
     def close(self) -> None:
         """Close the file and the mirrors."""
         self._file.close()
-        for mirror in self._mirrors:
-            mirror.close()
+        for name, mirror in list(self._mirrors.items()):
+            self._try(name, mirror.close)
+
+    def _try(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
+        """Call a mirror; one that fails is told once, and left out from then on."""
+        try:
+            call(*arguments)
+        except Exception as error:  # noqa: BLE001 -- a disk, a login, a network: training goes on
+            remedy = self._mirrors.pop(name).remedy
+            logger.warning(
+                'metrics.sinks = "%s" fails and is left out, training goes on: %s: %s; %s. %s has '
+                "every number",
+                name, type(error).__name__, one_line(str(error)), remedy, self.path,
+            )  # fmt: skip
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -149,11 +173,17 @@ def _number(value: float) -> float:
 class _TensorBoard:
     """Event files through TensorBoard's own writer, which needs no torch."""
 
+    remedy = "free some disk space, and resume the run to have it back"
+
     def __init__(self, directory: Path) -> None:
-        summary: Any = import_extra(
+        self._summary: Any = import_extra(
             "tensorboard.summary", extra="tensorboard", wanted_by='metrics.sinks = "tensorboard"'
         )
-        self._writer = summary.Writer(str(directory))
+        self._directory = directory
+
+    def start(self) -> None:
+        """Make the directory and its event file."""
+        self._writer = self._summary.Writer(str(self._directory))
 
     def write(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         """Add one scalar per metric."""
@@ -169,16 +199,24 @@ class _TensorBoard:
 class _Wandb:
     """A wandb run; the same run again after a resume."""
 
+    remedy = (
+        "set WANDB_API_KEY or call `wandb login`, or keep it here with WANDB_MODE=offline, and "
+        "resume the run to have it back"
+    )
+
     def __init__(self, run_dir: Path, project: str, config: Mapping[str, object]) -> None:
-        wandb: Any = import_extra("wandb", extra="wandb", wanted_by='metrics.sinks = "wandb"')
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=project,
-            name=run_dir.name,
-            dir=str(run_dir),
-            id=_wandb_id(run_dir),
+        self._wandb: Any = import_extra("wandb", extra="wandb", wanted_by='metrics.sinks = "wandb"')
+        self._run_dir, self._project, self._config = run_dir, project, config
+
+    def start(self) -> None:
+        """Begin the run, or go on with it."""
+        self._run = self._wandb.init(
+            project=self._project,
+            name=self._run_dir.name,
+            dir=str(self._run_dir),
+            id=_wandb_id(self._run_dir),
             resume="allow",
-            config=dict(config),
+            config=dict(self._config),
         )
         # wandb's own step may only grow, a resumed learner goes back: steps are plotted by ours.
         self._run.define_metric("*", step_metric="step")

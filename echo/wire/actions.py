@@ -94,6 +94,13 @@ class Routes:
         """Note over which link a node has spoken."""
         self._peers[node_id] = peer
 
+    def restore(self, node_id: str, peer: str | None) -> None:
+        """Answer a node where it was answered before, after a word of somebody else."""
+        if peer is None:
+            self._peers.discard(node_id)
+        else:
+            self._peers[node_id] = peer
+
     def peer_of(self, node_id: str) -> str | None:
         """Return the link over which a node was last heard; None if there is none."""
         return self._peers.get(node_id)

@@ -459,9 +459,9 @@ SUPERSEDED = "version_replaced"
 REASONS = frozenset(
     {
         # why the learner refuses a group
-        "malformed", "mislabelled", "unknown_group", "another_prompt", "bad_token_ids",
-        "group_size", "mixed_versions", "too_long", "bad_logprobs", "no_trainable_token",
-        "abandoned_version", "version_from_the_future", "stale",
+        "malformed", "mislabelled", "unknown_group", "not_leased", "another_prompt",
+        "bad_token_ids", "group_size", "mixed_versions", "too_long", "bad_logprobs",
+        "no_trainable_token", "abandoned_version", "version_from_the_future", "stale",
         # why a worker gives one up
         "prompt_too_long", "group_too_large", "reward_error", "reward_too_large", "reward_timeout",
         "reward_memory", "reward_lost", "reward_retries", "agent_error", "agent_failed",

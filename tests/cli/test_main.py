@@ -43,6 +43,24 @@ def test_an_unknown_command_is_refused(
     assert capsys.readouterr().err == f"error: no command {name!r}; {remedy}\n"
 
 
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        (["node", "--role", "relay", "--set", "run.dir=\udcff"], "'run.dir=\\udcff' is not UTF-8"),
+        (["sim", "--sweep", "job.model=\udcff"], "'job.model=\\udcff' is not UTF-8 text"),
+        (["ledger", "x" * 256], "a name of more than 255 bytes, which no disk takes"),
+        (["quickstart", "--resume", "x" * 256], "a name of more than 255 bytes"),
+    ],
+)
+def test_an_argument_that_nothing_could_hold_is_refused(
+    line: list[str], remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(line)
+    assert ended.value.code == 2
+    assert remedy in capsys.readouterr().err
+
+
 def test_every_command_exists() -> None:
     assert all(callable(find_command(name)) for name in COMMANDS)
 

@@ -88,27 +88,53 @@ def test_one_gpu_for_several_processes_is_refused(
         run_rank(given, resume=False, has_report=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("role", ["relay", "learner"])
-def test_a_port_in_use_is_named_before_a_run_is_begun(
-    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, role: str
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        (f"model.name={'x' * 5000}", "cannot be looked at: File name too long"),
+        ("model.name=~nobody-of-this-name/x", "no such directory (looked at "),
+        (
+            "model.name=a\u202e",
+            "neither a directory here nor in the hub's cache, and the hub cannot be",
+        ),
+        ("learner.listen=tcp://" + "a" * 64 + ":1", "check the host and the port"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_told(
+    config: Path, capsys: pytest.CaptureFixture[str], override: str, complaint: str
 ) -> None:
-    from echo.engine.model import build_model, save_tiny_model
+    line = ["--role", "learner", "--config", config, "--dry-run", "--set", override]
+    assert run(*line, "--set", "task.kind=addition") == (0 if "hub" in complaint else 2)
+    out, err = capsys.readouterr()
+    assert complaint in out + err
 
+
+def test_a_number_of_processes_is_one(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    assert run("--role", "learner", "--config", config, "--dry-run") == 2
+    assert "WORLD_SIZE = 'many' in the environment is no number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["relay.listen", "learner.listen", "agent.listen"])
+def test_a_port_in_use_is_named_before_anything_is_touched(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
     monkeypatch.setenv("ECHO_JOIN", JOIN)
     model = config.parent / "model"
-    save_tiny_model(model, build_model(seed=0))
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    role = key.partition(".")[0].replace("agent", "worker")
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         code = run("--role", role, "--config", config, "--set", f"model.name={model}",
-                   "--set", "task.kind=addition", "--set", "ui.live=off",
-                   "--set", "sampling.max_completion_tokens=8",
-                   "--set", f"{role}.listen={address}")  # fmt: skip
+                   "--set", f"{key}={address}")  # fmt: skip
     said = capsys.readouterr().err
     assert code == 4, said
-    assert address in said
-    assert "already in use" in said
-    assert not (config.parent / "run" / "ledger.sqlite").exists(), "a lineage was opened"
+    assert f"cannot listen on {address}: " in said
+    assert "already in use: another process listens there; stop it or choose another port" in said
+    assert not (config.parent / "run").exists()
 
 
 def test_a_dry_run_starts_nothing(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from echo.cli.quickstart import (
     stop,
     wait_for,
 )
-from echo.config.load import load_config, parse_config
+from echo.config.load import load_config, parse_config, save_resolved
 from echo.core.extras import find_config
 from echo.runtime.identity import Join
 
@@ -56,6 +56,27 @@ def test_a_directory_without_a_run_cannot_be_resumed(
 ) -> None:
     assert main(["--resume", str(tmp_path / "none")]) == 2
     assert "none: no run is there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "learner.listen=tcp://127.0.0.1:7900",
+        "learner.advertise=tcp://10.0.0.5:7900",
+        "relay.listen=tcp://127.0.0.1:7901",
+        "relay.connect=tcp://127.0.0.1:7900",
+        "worker.connect=tcp://127.0.0.1:7901",
+    ],
+)
+def test_addresses_are_refused_since_it_joins_its_processes_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str
+) -> None:
+    config = tmp_path / "config.json"
+    save_resolved(parse_config({"model": {"name": "x"}}, role="learner"), config)
+    for line in ([], ["--resume", str(tmp_path)]):
+        assert main([*line, "--set", override]) == 2
+        said = capsys.readouterr().err
+        assert f"--set {override.partition('=')[0]}: the quickstart joins its processes" in said
 
 
 @pytest.mark.parametrize("task", TASKS)

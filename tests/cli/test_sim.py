@@ -172,6 +172,9 @@ def test_the_examples_are_scenarios(name: str) -> None:
         ({"activation": {"mod": "on"}}, "did you mean mode?"),
         ({"activation": {"budget_per_h": -1}}, "budget_per_h = -1"),
         ({"sim": {"image_bytes": "81MB"}}, "must be at least 1.25 times job.version_bytes"),
+        ({"sim": {"image_bytes": "80TiB"}}, "must be at most 256 times job.version_bytes = 8e+07"),
+        ({"offers": [{"name": "gpu", "count": 10**9}]}, "must be less than or equal to 100000"),
+        ({"sim": {"chunks_per_version": 4097}}, "must be less than or equal to 4096"),
     ],
 )
 def test_bad_rows_are_named(change: dict[str, Any], complaint: str) -> None:

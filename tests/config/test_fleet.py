@@ -225,11 +225,12 @@ def test_an_override_of_what_is_not_there_says_so(text: str, message: str) -> No
 
 def test_every_unreadable_file_is_named(tmp_path: Path) -> None:
     paths = [tmp_path / "one.toml", tmp_path / "two.toml"]
-    paths[0].write_text("[job", encoding="utf-8")
-    with pytest.raises(ConfigError) as caught:
-        load_fleet(paths)
-    assert "one.toml: not valid TOML" in str(caught.value)
-    assert "two.toml: cannot be read" in str(caught.value)
+    for text in ("[job", f"a = {'[' * 5000}", f"a = {'9' * 5000}"):
+        paths[0].write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError) as caught:
+            load_fleet(paths)
+        assert "one.toml: not valid TOML" in str(caught.value)
+        assert "two.toml: cannot be read" in str(caught.value)
 
 
 def test_ones_own_machines_cost_nothing() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -428,6 +431,69 @@ def test_an_unknown_key_finds_its_match(table: dict[str, Any], text: str) -> Non
     (problem,) = layer.problems
     assert text in problem.text
     assert not layer.settings
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "text"),
+    [
+        ("sync", {"max_staleness": 2**63}, "= 9223372036854775808: 9223372036854775808 has more"),
+        ("task", {"options": {"a": [{"b": -(2**63) - 1}]}}, "-9223372036854775809 has more than"),
+        ("task", {"options": {"a": 16**5000}}, "000... has more than 64 bits; write a smaller"),
+        ("task", {"options": {"a": math.nan}}, "nan is no number that a worker could be told"),
+        ("model", {"chat_template_kwargs": {"a": [-math.inf]}}, "-inf is no number"),
+        ("task", {"options": {"a": date(2026, 1, 2)}}, "2026-01-02 is a date or time, which"),
+        ("task", {"options": {"a": "\ud800"}}, '"\\\\ud800" has a character that UTF-8'),
+        ("task", {"options": {"a": {"\udfff": 1}}}, '"\\\\udfff" has a character that UTF-8'),
+        ("run", {"dir": "a\0b"}, '"a\\\\x00b" has a character that UTF-8 or file names'),
+        ("run", {"dir": "x" * 256}, "a name of more than 255 bytes, which no disk takes"),
+    ],
+)
+def test_what_would_not_reach_a_worker_as_written(
+    section: str, value: dict[str, Any], text: str
+) -> None:
+    (name,) = value
+    problems = problems_of({section: value})
+    assert f"run.toml: {section}.{name}" in problems
+    assert text in problems
+
+
+DEEP = "[" * 5000
+MANY_DIGITS = "9" * 5000
+
+
+@pytest.mark.parametrize("text", [DEEP, "{a=" * 500, MANY_DIGITS])
+def test_an_override_that_python_cannot_read_is_text(text: str) -> None:
+    assert config_of({}, f"task.options.a={text}").task.options == {"a": text}
+    assert "max_steps = " in problems_of({}, f"run.max_steps={text}")
+
+
+@pytest.mark.parametrize("text", [f"a = {DEEP}", f"a = {MANY_DIGITS}"])
+def test_a_file_that_python_cannot_read_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.toml").write_text(text)
+    (tmp_path / "a.json").write_text(text.partition("= ")[2])
+    with pytest.raises(ConfigError, match=r"a\.toml: not valid TOML"):
+        load_config(tmp_path / "a.toml")
+    with pytest.raises(ConfigError, match=r"a\.json: not valid JSON"):
+        load_resolved(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("key", ["task.options", "model.chat_template_kwargs", "nothing"])
+def test_tables_within_tables_have_a_bound(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "a.toml"
+    for depth, is_right in ((25, key != "nothing"), (2000, False)):
+        path.write_text(f"{key}{'.a' * depth} = 1")
+        if is_right:
+            load_config(path)
+            continue
+        with pytest.raises(ConfigError, match=r"more than 32 tables and lists|unknown"):
+            load_config(path)
+
+
+def test_numbers_of_64_bits_reach_a_worker() -> None:
+    options = {"least": -(2**63), "most": 2**63 - 1, "share": 1e300}
+    config = config_of({"task": {"options": options}, "sync": {"max_staleness": 2**63 - 1}})
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(inherited_settings(config)))
+    assert apply_inherited(config_of({}), told).task.options == options
 
 
 def test_an_empty_section_is_fine_and_an_unknown_one_is_not() -> None:

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from echo.core.units import (
     DURATION_UNITS,
+    MAX_DURATION_S,
+    MAX_SIZE_BYTES,
     SIZE_UNITS,
     format_bytes,
     format_duration,
@@ -63,6 +65,7 @@ def test_sizes(text: object, num_bytes: int) -> None:
         "",
         "-3s",
         "9" * 400 + "s",
+        "1e30h",
         -1,
         True,
         None,
@@ -83,12 +86,26 @@ def test_not_a_size_says_what_to_write(value: object) -> None:
         parse_size(value)
 
 
+@pytest.mark.parametrize("value", ["10001d", "9" * 18 + "h", "240000.1h", 864_000_001, 1e18])
+def test_a_duration_has_a_bound(value: object) -> None:
+    assert parse_duration("10000d") == MAX_DURATION_S
+    with pytest.raises(ValueError, match=r'is too long; a duration may have "10000d" at most'):
+        parse_duration(value)
+
+
+@pytest.mark.parametrize("value", ["1000001TiB", "9" * 18 + "MiB", 2**62])
+def test_a_size_has_a_bound(value: object) -> None:
+    assert parse_size("1000000TiB") == MAX_SIZE_BYTES
+    with pytest.raises(ValueError, match=r'is too much; a size may have "1000000TiB" at most'):
+        parse_size(value)
+
+
 @given(st.integers(0, 10**6), st.sampled_from(sorted(SIZE_UNITS)))
 def test_a_size_with_a_unit_is_exact(number: int, unit: str) -> None:
     assert parse_size(f"{number}{unit}") == number * SIZE_UNITS[unit]
 
 
-@given(st.integers(0, 10**6), st.sampled_from(sorted(DURATION_UNITS)))
+@given(st.integers(0, 10**4), st.sampled_from(sorted(DURATION_UNITS)))
 def test_a_duration_with_a_unit_is_exact(number: int, unit: str) -> None:
     assert parse_duration(f"{number}{unit}") == float(number * DURATION_UNITS[unit])
 

@@ -257,6 +257,7 @@ def test_what_the_worker_lacks_is_sent_again_and_what_the_book_lacks_is_entered(
     granting, worker = make_granting(), make_worker("w1", (2, 3), 2)
     assert granted(granting, worker) == {"w1": [12, 13]}
     granting.next_group_id = 30
+    granting.leases.restore(25, {0: "w2", 3: "w1"}, "(before the restart)", now=0.0)
 
     def reconcile(now: float, *leases: tuple[int, int, int]) -> tuple[list[int], Any]:
         lost, unwanted = granting.reconcile(
@@ -269,7 +270,7 @@ def test_what_the_worker_lacks_is_sent_again_and_what_the_book_lacks_is_entered(
     assert reconcile(3.0, (12, 0, 0), (13, 0, 0)) == ([], [])
     assert reconcile(4.0, (12, 0, 0)) == ([13], [])  # it had it, and lost it
     assert reconcile(4.1, (12, 0, 0), (13, 0, 0), (25, 3, 9)) == ([], [])
-    assert granting.leases.workers_of(25) == ["w1"]
+    assert granting.leases.workers_of(25)[-1] == "w1"
     assert reconcile(4.2, (12, 0, 0), (13, 0, 0), (25, 3, 9), (4, 0, 0)) == ([], [(4, 0)])
     assert (worker.num_unknown, worker.is_stuck) == (1, False)  # 25 made progress
     assert reconcile(4.3, (12, 0, 0), (13, 0, 0), (25, 3, 9), (4, 0, 0)) == ([], [(4, 0)])
@@ -290,11 +291,39 @@ def test_an_expired_lease_is_not_entered_again_and_binds_its_worker_until_it_is_
     assert granted(granting, worker) == {"w1": [12]}
 
 
+def test_nobody_but_its_holder_has_a_say_in_a_lease() -> None:
+    granting, worker = make_granting(), make_worker("w1", (2, 3), 2)
+    assert granted(granting, worker) == {"w1": [12, 13]}
+    rival = make_worker("w2", (2, 3), 2)
+
+    def say(name: str, group_id: int, reason: str) -> list[Any]:
+        if reason:
+            failed = Failed(group_id=group_id, attempt=0, reason=reason, detail="")
+            return granting.on_failed(name, failed, now=0.1)
+        group = make_group(group_id, PolicyVersion(2, 3), worker=name)
+        message = Deliver(group_id=group_id, attempt=0)
+        return granting.on_deliver(name, message, list(encode_group(group)), now=0.1)
+
+    for reason in ("", "reward_error"):
+        assert all(isinstance(each, Note) for each in say("w2", 12, reason))
+    assert granting.counters["refused/not_leased"] == 2
+    unwanted = granting.reconcile(
+        rival, listing((12, 0, 5)), has_progress=True, resend_after_s=2.0, now=0.1
+    )[1]
+    assert unwanted == [(12, 0)]
+    assert granting.leases.num_leases("w1") == 2
+    assert granting.leases.num_leases("w2") == 0
+    # The holder itself is heard, also when it was taken for dead.
+    granting.leases.drop_worker("w1")
+    assert [type(each) for each in say("w1", 12, "")] == [StoreGroup]
+    assert any(isinstance(each, RecordEnd) for each in say("w1", 13, "reward_error"))
+
+
 @pytest.mark.parametrize("is_listed", [True, False], ids=["listed first", "delivered first"])
 def test_a_lease_from_before_a_restart_is_no_rival_of_whoever_claims_it(is_listed: bool) -> None:
     granting, worker = make_granting(next_group_id=14), make_worker("w1", (2, 3), 2)
     for group_id in (12, 13):
-        granting.leases.adopt(group_id, 1, "(before the restart)", now=0.0)
+        granting.leases.restore(group_id, {0: "w2", 1: "w1"}, "(before the restart)", now=0.0)
     if is_listed:
         beat = listing((12, 1, 5), (13, 1, 5))
         granting.reconcile(worker, beat, has_progress=True, resend_after_s=2.0, now=0.1)

@@ -117,19 +117,47 @@ def test_an_address_of_another_machine_cannot_be_bound(run: Run, address: str) -
     run(scenario())
 
 
-def test_of_two_that_bind_a_port_the_one_that_listens_later_is_told(run: Run) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels refuse a port that is bound")
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_is_refused_to_others_before_its_owner_listens(run: Run, host: str) -> None:
     async def scenario() -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-        first, other = (ZmqTransport(address, OPTIONS) for _ in range(2))
-        await first.bind()
-        await other.bind()
-        first.listen()
-        with pytest.raises(TransportError, match=f"cannot listen on {address}: .*choose another"):
-            other.listen()
-        await other.close()
-        await first.close()
+            port = free.getsockname()[1]
+        owner = ZmqTransport(f"tcp://127.0.0.1:{port}", OPTIONS)
+        await owner.bind()
+        other = ZmqTransport(f"tcp://{host}:{port}", OPTIONS)
+        with pytest.raises(TransportError, match=f"on tcp://{host}:{port}: .*choose another port"):
+            await other.bind()
+        with pytest.raises(ConnectionRefusedError), socket.socket() as early:
+            early.connect(("127.0.0.1", port))
+        owner.listen()
+        async with opened() as dialler:
+            dialler.dial(f"tcp://127.0.0.1:{port}")
+            assert isinstance(await one(dialler), Connected)
+        await owner.close()
+
+    run(scenario())
+
+
+def test_patience_beyond_what_the_library_counts_is_taken(run: Run) -> None:
+    async def scenario() -> None:
+        patient = dataclasses.replace(OPTIONS, heartbeat_s=8e8, dead_after_s=8e8)
+        async with opened("tcp://127.0.0.1:0", patient):
+            pass
+
+    run(scenario())
+
+
+def test_a_port_can_be_taken_again_while_old_connections_linger(run: Run) -> None:
+    async def scenario() -> None:
+        address = "tcp://127.0.0.1:0"
+        for _ in range(2):
+            listener = ZmqTransport(address, OPTIONS)
+            await listener.start()
+            address = f"tcp://127.0.0.1:{port_of(listener)}"
+            with socket.create_connection(("127.0.0.1", port_of(listener))):
+                await listener.close()  # who closes first leaves the port to TIME_WAIT
 
     run(scenario())
 
@@ -394,6 +422,8 @@ def test_why_nobody_is_reached_is_told_apart(run: Run, monkeypatch: pytest.Monke
             assert "is no node, or a tunnel whose other end is closed" in reason
             assert not is_refused
             server.close()
+            reason, _ = await first_failure(dialler, f"tcp://{'a' * 64}:7700")
+            assert "is not known: encoding with 'idna' codec failed" in reason
             unknown = socket.gaierror(-2, "Name or service not known")
             monkeypatch.setattr(socket, "getaddrinfo", raising(unknown))
             reason, _ = await first_failure(dialler, "tcp://lerner:7700")

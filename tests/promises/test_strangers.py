@@ -71,3 +71,22 @@ def test_39b_results_that_cannot_be_true_are_refused_with_their_reason(
     world.run_until(lambda: 0 in world.leased("w1"))
     assert world.deliver(0, **change) == ("refused", reason)  # type: ignore[arg-type]
     assert world.deliver(0)[0] == "stored"
+
+
+def test_39c_nobody_delivers_under_the_lease_or_the_name_of_another(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.learner()
+    world.worker("w1")
+    world.hang_engine("w1")
+    world.run_until(lambda: 0 in world.leased("w1"))
+    world.worker("w2")
+    world.hang_engine("w2")
+    world.run_until(lambda: world.is_admitted("w2"))
+    links = world.peer_of("w1"), world.peer_of("w2")
+    assert world.deliver(0, worker="w2") == ("refused", "not_leased")
+    assert world.deliver(0, worker="w1", over="w2") == ("ignored", "")
+    world.claim("w1", over="w2")
+    world.leave("w1", over="w2")
+    assert (world.peer_of("w1"), world.peer_of("w2")) == links
+    assert 0 in world.leased("w1")
+    assert world.deliver(0)[0] == "stored"

@@ -64,7 +64,7 @@ from echo.weights.manifest import TensorSpec, build_manifest, sign
 from echo.weights.store import Patch
 from echo.wire import codec
 from echo.wire.actions import Send
-from echo.wire.messages import FULL, Ack, Deliver, Fetch
+from echo.wire.messages import FULL, Ack, Deliver, Fetch, Goodbye, Hello, Message
 from tests.e2e.audit import audit, read_ledger
 from tests.roles.harness import make_group, message_of
 
@@ -991,6 +991,10 @@ class World:
             answers += sum(isinstance(action, Send) for action in actions)
         return answers
 
+    def peer_of(self, node: str) -> str:
+        """Return the learner's link over which a node has said hello."""
+        return self.node(LEARNER).session._routes.peer_of(node) or "none"
+
     def deliver(
         self,
         group: int,
@@ -1000,10 +1004,12 @@ class World:
         version: Version = (1, 0),
         size: int = 2,
         change: dict[str, Any] | None = None,
+        over: str | None = None,
     ) -> tuple[str, str]:
         """Hand the learner a result as from a worker; return (outcome, reason) of its answer.
 
-        The outcome is "stored" where the learner keeps it and acknowledges it later.
+        The outcome is "stored" where the learner keeps it and acknowledges it later. It comes over
+        the link of the worker, or `over` that of another node.
         """
         content = make_group(
             group, PolicyVersion(*version), attempt=attempt, worker=worker, size=size
@@ -1014,13 +1020,29 @@ class World:
         message = Deliver(group_id=group, attempt=attempt)
         frames = codec.encode(message, codec.encode_group(content), source=worker, target=LEARNER)
         session = self.node(LEARNER).session
-        actions = session.receive("in0", frames, now=self.now)
+        actions = session.receive(self.peer_of(over or worker), frames, now=self.now)
         self.perform(LEARNER, actions)
         for action in actions:
             if isinstance(action, Send) and isinstance(ack := message_of(action.frames), Ack):
                 return ack.outcome, ack.reason
         is_stored = any(type(action).__name__ == "StoreGroup" for action in actions)
         return ("stored", "") if is_stored else ("ignored", "")
+
+    def claim(self, name: str, *, over: str) -> None:
+        """Say hello to the learner as another process of this name, over the link of a node."""
+        hello = Hello(
+            node_id=name, role="worker", incarnation="other", echo_version="", advertise=None,
+            digests={},
+        )  # fmt: skip
+        self._say(hello, name, over)
+
+    def leave(self, name: str, *, over: str) -> None:
+        """Say goodbye to the learner under this name, over the link of a node."""
+        self._say(Goodbye(reason="forged"), name, over)
+
+    def _say(self, message: Message, name: str, over: str) -> None:
+        frames = codec.encode(message, source=name, target=LEARNER)
+        self.node(LEARNER).session.receive(self.peer_of(over), frames, now=self.now)
 
     def publish_forged(self, *, run: str | None = None, is_foreign: bool = False) -> None:
         """Have the learner offer a version of a run, signed with its own key or a foreign one."""

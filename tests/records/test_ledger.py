@@ -810,7 +810,7 @@ def test_groups_are_finished_waiting_or_granted() -> None:
     assert found.next_group_id == 6
     assert found.finished == {0, 1, 2, 5}
     assert found.waiting == {1: place(1)}
-    assert found.granted == {3: 2, 4: 1}
+    assert found.granted == {3: {0: "w1", 1: "w1"}, 4: {0: "w1"}}
     assert found.staleness_tokens == {0: 10, 1: 1}
     assert found.lineages == (Lineage(1, 0),)
 

@@ -252,7 +252,7 @@ def test_a_member_that_is_ready_with_other_hashes_is_refused_and_loses_its_lease
     member = session.roster.nodes["w1"]
     ready = messages.Ready(incarnation=member.incarnation, digests={"model": "other"})
     assert session.leases.num_leases("w1") == 2
-    session.receive("in0", encode(ready, source="w1", target="learner"), now=3.0)
+    session.receive(hung_world.peer_of("w1"), encode(ready, source="w1", target="learner"), now=3.0)
     assert "w1" not in session.roster.nodes
     assert session.counters["refused/digest_mismatch"] == 1
     assert not session.leases.num_leases("w1"), "they are granted again, and not after a timeout"
@@ -277,12 +277,13 @@ def test_a_group_that_was_taken_is_stored_though_granting_fails(
     group = make_group(0, PolicyVersion(1, 0))
     message = Deliver(group_id=0, attempt=0)
     frames = encode(message, encode_group(group), source="w1", target="learner")
+    peer = hung_world.peer_of("w1")
     monkeypatch.setattr(session, "grant", lambda *, now: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        session.receive("in1", frames, now=3.0)
-    [action] = session.expel("in1", frames, now=3.0)
+        session.receive(peer, frames, now=3.0)
+    [action] = session.expel(peer, frames, now=3.0)
     assert isinstance(action, StoreGroup)
-    assert session.expel("in1", frames, now=3.0) == []
+    assert session.expel(peer, frames, now=3.0) == []
 
 
 def test_leases_of_a_round_that_fails_are_not_out(
@@ -318,7 +319,9 @@ def test_a_message_is_described_as_far_as_it_can_be_read() -> None:
 def test_no_word_of_a_peer_names_a_metric(hung_world: World) -> None:
     session = hung_world.node("learner").session
     failed = Failed(group_id=0, attempt=0, reason="loss_mean", detail="x")
-    session.receive("in1", encode(failed, source="w1", target="learner"), now=3.0)
+    session.receive(
+        hung_world.peer_of("w1"), encode(failed, source="w1", target="learner"), now=3.0
+    )
     assert session.counters["discarded/other"] == 1
     worker = hung_world.node("w1").session
     peer = worker._control.peer

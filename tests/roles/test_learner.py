@@ -175,7 +175,7 @@ def test_what_cannot_have_been_sampled_is_refused(
 ) -> None:
     learner = hung_world.node("learner").session
     for now in (3.0, 64.0):  # said once a minute
-        notes = learner.receive("in0", frames_of(members), now=now)
+        notes = learner.receive(hung_world.peer_of("w1"), frames_of(members), now=now)
         assert complaint in notes[0].text
     assert learner.counters["protocol_errors"] == 2
     assert 0 not in learner._scheduler.shipped
@@ -183,9 +183,11 @@ def test_what_cannot_have_been_sampled_is_refused(
 
 def test_partials_of_others_groups_are_not_believed(hung_world: World) -> None:
     learner = hung_world.node("learner").session
-    learner.receive("in0", frames_of([partial(3), partial(3)], group_id=77), now=3.0)
+    learner.receive(
+        hung_world.peer_of("w1"), frames_of([partial(3), partial(3)], group_id=77), now=3.0
+    )
     assert learner.counters["partials/late"] == 1
-    learner.receive("in0", frames_of([])[:1], now=3.0)
+    learner.receive(hung_world.peer_of("w1"), frames_of([])[:1], now=3.0)
     assert learner.counters["protocol_errors"] == 1
 
 

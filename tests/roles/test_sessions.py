@@ -361,7 +361,7 @@ def deliver(world: World, group_id: int, **changes: Any) -> tuple[Any, list[Any]
     header, arrays = codec.encode_group(changes.pop("group", None) or make_group(group_id, V0))
     payload = header, changes.pop("arrays", arrays)
     frames = encode(Deliver(**label), payload, source="w1", target="learner")
-    actions = world.node("learner").session.receive("in0", frames, now=world.now)
+    actions = world.node("learner").session.receive(world.peer_of("w1"), frames, now=world.now)
     messages = [message_of(a.frames) for a in actions if isinstance(a, Send)]
     acks = [message for message in messages if isinstance(message, Ack)]
     return (acks[0] if acks else None), actions

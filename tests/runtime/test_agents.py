@@ -29,6 +29,7 @@ from echo.runtime.agents.endpoint import (
 from echo.runtime.agents.sessions import (
     ANY_VERSION,
     MAX_EPISODE_ATTEMPTS,
+    MAX_SESSION_CALLS,
     SEGMENT_TOKENS,
     Agents,
     CallBounds,
@@ -260,6 +261,30 @@ def test_episodes_that_fall_silent_together_give_their_lease_up_once(episodes: E
     assert lease.group_id == 3
     assert why == f"{MAX_EPISODE_ATTEMPTS} agents did not finish episode 0"
     assert not episodes.leases
+
+
+def test_a_session_makes_so_many_calls_and_is_not_kept_alive_by_more(episodes: Episodes) -> None:
+    episodes.add(lease_of(3), now=0.0)
+    session = begin(episodes)
+    turn = turn_of([1, 5], [8])
+    session.turns = [turn] * (MAX_SESSION_CALLS - 1)
+    assert episodes.find_for_call(session.session_id) is session
+    episodes.begin_call(session, now=5.0)
+    for now in (6.0, 14.0, 15.1):
+        with pytest.raises(SessionError, match=r"3-0-0-1 has made 1024 calls, .*sessions/3-0-0-1/"):
+            episodes.find_for_call(session.session_id)
+        assert episodes.expire(now=now) == []
+        if now == 6.0:
+            session.num_running, session.turns = 0, [*session.turns, turn]
+    with pytest.raises(SessionError, match="no open session '3-0-0-1'"):
+        episodes.find(session.session_id, now=16.0)
+
+
+def test_a_session_that_has_made_its_calls_is_rewarded(episodes: Episodes) -> None:
+    episodes.add(lease_of(3), now=0.0)
+    session = begin(episodes)
+    session.turns = [turn_of([1, 5], [8])] * MAX_SESSION_CALLS
+    assert episodes.finish(episodes.find(session.session_id, now=1.0), 1.0) is None
 
 
 def test_a_chain_may_be_longer_than_a_stack_of_calls() -> None:

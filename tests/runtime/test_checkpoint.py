@@ -330,7 +330,7 @@ def test_what_was_trained_after_the_checkpoint_waits_again(run_dir: Path) -> Non
     assert [group.group_id for group in start.buffered] == [1, 2]
     # Sampled by weights that are gone.
     assert start.ends == {3: "abandoned_version"}
-    assert start.open_attempts == {4: 2}
+    assert start.open_attempts == {4: {1: "w1"}}
     assert start.finished == {0, 1, 2, 3, 5}
     assert start.next_group_id == 6
     assert start.staleness_tokens == {0: 4}

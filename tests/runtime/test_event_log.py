@@ -113,7 +113,7 @@ def test_a_replay_starts_from_what_a_learner_was_resumed_with(world: World) -> N
     entries = [msgspec.msgpack.decode(frame) for frame in read_frames(resumed)]
     built = next(i for i, entry in enumerate(entries) if entry[:2] == ["build", "role"])
     before = [entry[1:3] for entry in entries[:built]]
-    assert ["leases", "adopt"] in before
+    assert ["leases", "restore"] in before
     assert ["buffer", "put"] in before
 
 

@@ -21,10 +21,14 @@ LOG = logging.getLogger("resume")
 
 
 def test_a_lease_that_was_out_is_granted_again_if_nobody_claims_it() -> None:
-    start = StartingPoint(lineages=(Lineage(1, 0), Lineage(2, 3)), open_attempts={5: 1, 7: 2})
+    start = StartingPoint(
+        lineages=(Lineage(1, 0), Lineage(2, 3)),
+        open_attempts={5: {0: "w1"}, 7: {0: "w1", 1: "w2"}},
+    )
     book = LeaseBook(timeout_s=60.0)
     start.enter_leases(book, now=10.0)
     assert [(r.group_id, r.attempt) for r in book.worker_leases(LOST_WORKER)] == [(5, 0), (7, 1)]
+    assert [book.was_granted(7, attempt, "w1") for attempt in (0, 1)] == [True, False]
     assert book.next_returned() is None
     book.expire(now=70.0)
     assert [book.next_returned(), book.next_returned()] == [5, 7]

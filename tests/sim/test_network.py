@@ -140,10 +140,12 @@ def test_true_sizes_are_counted_by_kind_and_link() -> None:
     net = Net()
     node = net.node("a")
     end = net.link(node)
-    net.network.send(end, [b"header", memoryview(b"x" * 100)])
+    chunk = memoryview(b"x" * 100)
+    for num_chunks in (1, 2, 3):  # as many go together as the receiver takes in an instant
+        net.network.send(end, [b"header", *[chunk] * num_chunks])
     net.network.send(end, [b"header", b"group", b"arrays"])
     overhead = FRAMING_BYTES + 6
-    assert net.network.traffic["far", "home", "weights"] == 100_000 + overhead
+    assert net.network.traffic["far", "home", "weights"] == 600_000 + 3 * overhead
     assert net.network.traffic["far", "home", "rollouts"] == 5e6 + overhead
 
 

@@ -6,6 +6,8 @@ import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,6 +106,50 @@ def test_a_sink_that_is_not_installed_is_refused(
     with pytest.raises(ConfigError, match=expected):
         MetricsWriter(tmp_path / "run", sinks=[name])
     assert not (tmp_path / "run").exists()
+
+
+class FailingRun:
+    """What wandb.init and tensorboard.summary.Writer return, on a disk that is full."""
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: object, **__: object) -> None:
+            if name in ("log", "flush", "close", "finish"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        return call
+
+
+def no_login(**_: object) -> FailingRun:
+    raise LookupError("api_key not configured (no-tty)\ncall wandb.login(key=[your_api_key])")
+
+
+@pytest.mark.parametrize(
+    ("sink", "init", "texts"),
+    [
+        ("wandb", no_login, ["api_key not configured (no-tty)\\ncall", "WANDB_MODE=offline"]),
+        ("wandb", lambda **_: FailingRun(), ["No space left", "WANDB_API_KEY"]),
+        ("tensorboard", lambda _: FailingRun(), ["No space left", "free some disk space"]),
+    ],
+)
+def test_a_sink_that_fails_is_told_once_and_training_goes_on(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    sink: str,
+    init: Any,
+    texts: list[str],
+) -> None:
+    library = SimpleNamespace(init=init, summary=SimpleNamespace(Writer=init))
+    monkeypatch.setitem(sys.modules, sink, library)
+    monkeypatch.setitem(sys.modules, f"{sink}.summary", library.summary)
+    with MetricsWriter(tmp_path, sinks=[sink]) as writer:
+        for step in (1, 2):
+            writer.write(step, {"reward/mean": 0.5})
+    assert [row["step"] for row in rows(writer.path)] == [1, 2]
+    [said] = caplog.messages
+    assert said.startswith(f'metrics.sinks = "{sink}" fails and is left out, training goes on: ')
+    assert said.endswith(f"{writer.path} has every number")
+    assert all(text in said for text in texts)
 
 
 @pytest.mark.filterwarnings("ignore")

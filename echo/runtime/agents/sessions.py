@@ -141,6 +141,8 @@ class CallSampler:
 
 MAX_EPISODE_ATTEMPTS = 3
 """How often one episode is handed out before its group is given up."""
+MAX_SESSION_CALLS = 1024
+"""Calls that a session keeps, each with its whole context: an agent in a loop ends here."""
 
 Ids = npt.NDArray[np.int32]
 
@@ -284,14 +286,32 @@ class Episodes:
         Raises:
             SessionError: if there is none of that name.
         """
-        session = self._sessions.get(session_id)
-        if session is None:
-            raise SessionError(
-                f"there is no open session {session_id!r}: it was rewarded, given up, or timed "
-                "out; begin another with POST /v1/echo/sessions"
-            )
+        session = self._open(session_id)
         self._touch(session, now)
         return session
+
+    def find_for_call(self, session_id: str) -> Session:
+        """Return an open session that may make one more call.
+
+        Raises:
+            SessionError: if there is none of that name, or it has made as many as one may.
+        """
+        session = self._open(session_id)
+        if len(session.turns) + session.num_running >= MAX_SESSION_CALLS:
+            raise SessionError(
+                f"session {session_id} has made {MAX_SESSION_CALLS} calls, as many as one may: "
+                f"end it with POST /v1/echo/sessions/{session_id}/reward, or give it up with DELETE"
+            )
+        return session
+
+    def begin_call(self, session: Session, *, now: float) -> None:
+        """Note that a call is being sampled, and its agent lives.
+
+        One that is refused is no such sign: an agent that repeats it for ever times out.
+        """
+        self._touch(session, now)
+        session.num_running += 1
+        session.num_calls += 1
 
     def leaf_of(self, session: Session) -> Turn:
         """Return the end of the chain of calls that becomes a session's rollout.
@@ -350,6 +370,15 @@ class Episodes:
                 self._drop(hand)
                 given_up.append((hand.lease, f"no agent came within {2 * self._timeout_s:g} s"))
         return given_up
+
+    def _open(self, session_id: str) -> Session:
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise SessionError(
+                f"there is no open session {session_id!r}: it was rewarded, given up, or timed "
+                "out; begin another with POST /v1/echo/sessions"
+            )
+        return session
 
     def _touch(self, session: Session, now: float) -> None:
         session.touched_at = self._hands[key_of(session.lease)].touched_at = now
@@ -733,7 +762,8 @@ class Agents:
             reader: is given what was sampled so far, every few tokens.
 
         Raises:
-            SessionError: if the session is over, there is no space, or nothing can be sampled now.
+            SessionError: if the session is over or has made its calls, there is no space, or
+                nothing can be sampled now.
             VersionError: if another version is installed than is asked for.
             EchoError: if the prompt or the engine fails.
         """
@@ -743,7 +773,7 @@ class Agents:
             await self._await_version(options.bounds, options.version_wait_s)
         session = None
         if session_id is not None:
-            session = self._episodes.find(session_id, now=self._node.now)
+            session = self._episodes.find_for_call(session_id)
         try:
             ids, parent, text = self._tokens(
                 prompt, options.tools, [] if session is None else session.turns
@@ -753,8 +783,7 @@ class Agents:
         sampling = self._sampling(options, len(ids), is_recorded=session is not None)
         seed = self._seed(options, session)
         if session is not None:
-            session.num_running += 1
-            session.num_calls += 1
+            self._episodes.begin_call(session, now=self._node.now)
         try:
             completion = await self._sample(ids, sampling, seed, options.bounds, reader)
         except VersionError:

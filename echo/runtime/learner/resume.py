@@ -45,8 +45,8 @@ class StartingPoint:
     """Trainer state to load; None for the initial weights."""
     next_group_id: int = 0
     finished: set[int] = field(default_factory=set)
-    open_attempts: dict[int, int] = field(default_factory=dict)
-    """Granted groups without a result: id -> attempts so far."""
+    open_attempts: dict[int, dict[int, str]] = field(default_factory=dict)
+    """Granted groups without a result: id -> attempt -> worker."""
     buffered: list[Group] = field(default_factory=list)
     staleness_tokens: dict[int, int] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)
@@ -65,8 +65,8 @@ class StartingPoint:
 
     def enter_leases(self, leases: LeaseBook, *, now: float) -> None:
         """Enter the leases that were out, until their workers claim them or they expire."""
-        for group_id, num_attempts in sorted(self.open_attempts.items()):
-            leases.adopt(group_id, num_attempts - 1, LOST_WORKER, now=now)
+        for group_id, holders in sorted(self.open_attempts.items()):
+            leases.restore(group_id, holders, LOST_WORKER, now=now)
 
 
 class SavedRun:

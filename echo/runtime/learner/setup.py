@@ -18,6 +18,7 @@ from echo.config.load import flatten, inherited_settings, resolved, save_resolve
 from echo.config.memory import (
     CHECKPOINTING,
     Budget,
+    local_path,
     memory_budget,
     read_machine,
     read_model_facts,
@@ -322,7 +323,7 @@ def initial_model(config: Config, model_dir: Path, lora: Lora | None) -> ModelSo
     return ModelSource(
         model_dir=model_dir,
         tensors=None if adapter is None else load_adapter(adapter),
-        weights_dir=Path(given).expanduser() if given is not None and lora is None else None,
+        weights_dir=local_path(given) if given is not None and lora is None else None,
         lora=lora,
     )
 
@@ -752,7 +753,7 @@ class DirectoryExporter:
         config, data, weights = self._config, self._data, publication.tensors()
         assets = tokenization.asset_files(data.model_dir)
         if data.lora is None:
-            start = Path(config.learner.init_from or data.model_dir).expanduser()
+            start = local_path(config.learner.init_from or data.model_dir)
             model, dtype = build_shapes(data.model_dir), torch_dtype(config.model.dtype)
             towers = round_tensors(load_towers(start), dtype, unrounded_names(model))
             save_hf(directory, assets, names_on_disk(model, {**weights, **towers}))
