@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import random
 import sys
-from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,11 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.core.errors import RemoteProtocolError
 from echo.core.rollout import PolicyVersion
-from echo.weights.store import EncodedVersion, ItemStore, Transfer
+from echo.weights.store import EncodedVersion, ItemStore
 from echo.wire.actions import Send
-from echo.wire.messages import FULL, Chunk, Form, Segment
+from echo.wire.messages import Chunk, Form, Segment
 from tests.weights.encoded_versions import coded, v
 
 
@@ -33,7 +31,7 @@ def load(name: str) -> ModuleType:
 
 swarms, paper = load("swarm"), load("swarm_paper")
 PaperFleet, random_image = paper.PaperFleet, paper.random_image
-Have, Turn, Want = swarms.Have, swarms.Turn, swarms.Want
+Want = swarms.Want
 
 CHUNK = 1 << 10
 SIZE = 24 * CHUNK - 100
@@ -41,46 +39,6 @@ SIZE = 24 * CHUNK - 100
 
 def image_at(fleet: Any, name: str, step: int) -> bytes:
     return bytes(fleet.nodes[name].store.images[PolicyVersion(1, step)].storage)
-
-
-def messages(actions: Any) -> list[Any]:
-    sent = [each for each in actions if isinstance(each, Send)]
-    return [swarms.message_of(each.frames) for each in sent]
-
-
-# --- sets of chunks -------------------------------------------------------------------------------
-
-
-@given(st.sets(st.integers(0, 300)))
-def test_runs_name_a_set(chunks: set[int]) -> None:
-    bits = sum(1 << index for index in chunks)
-    assert set(swarms.indices(bits)) == chunks
-    assert swarms.set_of(swarms.runs_of(bits)) == bits
-
-
-@pytest.mark.parametrize("runs", [(1,), (2, 2), (3, 1), (0, 4, 2, 6)])
-def test_runs_that_are_no_ascending_pairs_are_refused(runs: tuple[int, ...]) -> None:
-    with pytest.raises(RemoteProtocolError, match="ascending"):
-        swarms.set_of(runs)
-
-
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 255)), max_size=20))
-def test_the_rarest_have_the_fewest_holders(told: list[tuple[int, int]]) -> None:
-    rarity, theirs = swarms.Rarity(), [0] * 5
-    for holder, bits in told:
-        if theirs[holder] & bits:  # it leaves
-            rarity.remove(theirs[holder])
-            theirs[holder] = 0
-        else:
-            rarity.add(bits)
-            theirs[holder] |= bits
-    copies = Counter(index for bits in theirs for index in swarms.indices(bits))
-    among = sum(1 << index for index in copies)
-    rarest = set(swarms.indices(rarity.rarest(among))) if among else set()
-    assert rarest == {index for index, count in copies.items() if count == min(copies.values())}
-
-
-# --- whole fleets ---------------------------------------------------------------------------------
 
 
 def rates_of(chance: random.Random, count: int) -> list[float]:
@@ -162,103 +120,6 @@ def test_wrong_chunks_are_never_held_and_their_sender_is_left() -> None:
     right = bytes(random_image(1, SIZE, CHUNK)[1])
     assert all(image_at(fleet, name, 1) == right for name in fleet.nodes)
     assert {each.peer for each in fleet.failed} == {"n2"}
-
-
-# --- single nodes ---------------------------------------------------------------------------------
-
-
-def node_with(step: int, num_held: int | None = None) -> Any:
-    """Return a node that holds the first chunks of an image, or all, and its store."""
-    store = ItemStore()
-    signed, image = random_image(step, SIZE, CHUNK)
-    count = signed[1].num_chunks
-    num_held = count if num_held is None else num_held
-    has_chunk = bytearray(b"\1") * num_held + bytearray(count - num_held)
-    storage = bytearray(image)
-    store.images[signed[1].version] = Transfer(*signed, storage, has_chunk, num_held)
-    return swarms.Swarm(store, node_id="here"), store
-
-
-ITEM = (PolicyVersion(1, 9), FULL)
-
-
-def have(runs: tuple[int, ...], *, is_wanting: bool) -> Have:
-    return Have(version=ITEM[0], form=FULL, runs=runs, is_wanting=is_wanting)
-
-
-def test_the_source_sends_each_chunk_once_before_any_twice() -> None:
-    swarm, _ = node_with(9)
-    for name in ("a", "b", "c"):
-        swarm.meet(name, name, name + "/bulk", now=0.0)
-        swarm.receive(name, have((), is_wanting=True), [], now=0.0)
-    named: list[int] = []
-    actions, now = swarm.publish(ITEM, now=0.0), 0.0
-    for _ in range(200):
-        if len(named) >= 24:
-            break
-        now += 0.01
-        answers = []
-        for action in actions:
-            [message] = messages([action])
-            if isinstance(message, Turn):
-                named += message.named
-                chunks = message.named
-                answer = Want(version=ITEM[0], form=FULL, number=message.number, chunks=chunks)
-                answers.append((action.peer, answer))
-        actions = []
-        for peer, answer in answers:
-            actions += swarm.receive(peer, answer, [], now=now)
-        for link in swarm.links_in_use:
-            actions += swarm.left(link, 0, now=now)
-    assert len(named[:24]) == len(set(named[:24])) == 24
-
-
-def test_what_was_not_offered_is_refused() -> None:
-    swarm, _ = node_with(9, num_held=3)
-    swarm.want(ITEM, now=0.0)
-    swarm.meet("a", "a", "a/bulk", now=0.0)
-    wanted = Want(version=ITEM[0], form=FULL, number=0, chunks=(5,))
-    with pytest.raises(RemoteProtocolError, match="not offered"):
-        swarm.receive("a", wanted, [], now=0.0)
-
-
-def test_a_turn_without_an_answer_is_taken_back_and_its_neighbour_left_alone() -> None:
-    swarm, _ = node_with(9)
-    swarm.publish(ITEM, now=0.0)
-    for name in ("a", "b"):
-        swarm.meet(name, name, name + "/bulk", now=0.0)
-        swarm.receive(name, have((), is_wanting=True), [], now=0.0)
-    later = [each for each in swarm.expire(now=3.0) if isinstance(each, Send)]
-    assert swarm.num_expired_turns > 0
-    turns = [each for each in later if isinstance(messages([each])[0], Turn)]
-    assert {each.peer for each in turns} == {"b"}
-    swarm.expire(now=6.0)
-    back = swarm.receive("a", have((), is_wanting=True), [], now=6.1)
-    turns = [each for each in back if isinstance(messages([each])[0], Turn)]
-    assert {each.peer for each in turns} == {"a"}
-
-
-def test_a_full_queue_of_the_uplink_shrinks_the_slots() -> None:
-    """Answers that come late beyond the least ever: turns wait behind chunks."""
-    slots = []
-    for wait_s in (0.0, 0.2):
-        swarm, _ = node_with(9)
-        swarm.meet("a", "a", "a/bulk", now=0.0)
-        actions = swarm.publish(ITEM, now=0.0)
-        actions = swarm.receive("a", have((), is_wanting=True), [], now=0.0)
-        now = 0.0
-        for round_ in range(40):
-            now += 0.06 + (wait_s if round_ else 0.0)
-            turns = [each for each in messages(actions) if isinstance(each, Turn)]
-            actions = []
-            for turn in turns:
-                answer = Want(version=ITEM[0], form=FULL, number=turn.number, chunks=turn.named)
-                actions += swarm.receive("a", answer, [], now=now)
-            for link in swarm.links_in_use:
-                actions += swarm.left(link, 0, now=now + 0.01)
-        slots.append(swarm.slots)
-    assert slots[0] > slots[1]
-    assert max(slots) <= swarms.MAX_SLOTS
 
 
 def test_an_open_item_spreads_as_its_tables_become_known() -> None:

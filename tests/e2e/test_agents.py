@@ -13,7 +13,8 @@ import pytest
 
 from tests.e2e.cluster import Cluster
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+# In one process tests/runtime/test_agent_http.py shows it, with the agent of the documentation.
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
 AGENT = '''"""Ask twice, and be rewarded for digits; told nothing but an address and a token."""
 

@@ -55,8 +55,6 @@ def resumed(make_cluster: Callable[[], Cluster]) -> Resumed:
     assert worker.is_running
     cluster.audit(is_finished=False)
 
-    start("anew", **endless)
-    has_ended("anew")
     start("unsafe", "--resume", **{"batch.group_size": 8, "optimizer.learning_rate": 5e-3})
     has_ended("unsafe")
     start("safe", "--resume", **{"run.max_steps": step + 4, "optimizer.learning_rate": 5e-3})
@@ -89,12 +87,6 @@ def test_an_unsafe_change_is_refused_and_leaves_no_trace(resumed: Resumed) -> No
     assert "batch.group_size is not safe for this run" in said
     assert "--yes" in said
     assert resumed.num_records["unsafe"] == resumed.num_records["interrupted"]
-
-
-def test_an_existing_run_is_not_overwritten_by_accident(resumed: Resumed) -> None:
-    assert resumed.nodes["anew"].process.returncode == 2
-    assert "holds a run already; continue it with --resume" in resumed.nodes["anew"].output
-    assert resumed.num_records["anew"] == resumed.num_records["interrupted"]
 
 
 def test_an_unsafe_change_is_made_where_it_is_insisted_on(resumed: Resumed) -> None:

@@ -96,20 +96,6 @@ def test_drop_begins_unfinished_members_anew_under_new_weights_and_keeps_finishe
     assert too_old.members[0].num_tokens == 0
 
 
-def test_mask_trains_on_what_the_newest_version_sampled_once_it_is_finished() -> None:
-    [member] = fresh(partial((1, 4), (1, 5)), step=5, stale_tokens="mask").members
-    finished = member.extended(
-        np.array([9], np.int32), np.array([-1], np.float32), np.array([[1, 5]], np.int32),
-        finish_reason="stop",
-    )  # fmt: skip
-    assert finished.rollout(1.0, stale_tokens="mask").completion_mask.tolist() == [
-        False, True, True,
-    ]  # fmt: skip
-    assert finished.rollout(1.0, stale_tokens="keep").completion_mask.all()
-    single = partial((1, 4), (1, 4), reason="length").rollout(0.0, stale_tokens="mask")
-    assert single.completion_mask.all()
-
-
 def test_tokens_of_a_lineage_that_was_left_are_of_no_use() -> None:
     lineages = (Lineage(1, 0), Lineage(2, 4))
     result = fresh(partial((1, 4), (1, 5)), partial((1, 4), (2, 5)), step=5, lineages=lineages)
@@ -148,14 +134,6 @@ def assert_equal(found: PartialRollout, expected: PartialRollout) -> None:
     assert (found.finish_reason, found.num_segments) == (
         expected.finish_reason, expected.num_segments,
     )  # fmt: skip
-
-
-def test_members_come_back_from_bytes() -> None:
-    frame = encode_members(MEMBERS)
-    for found, expected in zip(decode_members(frame), MEMBERS, strict=True):
-        assert_equal(found, expected)
-    long = partial(*[(1, 7)] * 5000)
-    assert len(encode_members([long])) < 5000 * 9 + 50
 
 
 @pytest.mark.parametrize("cut", [0, 3, 5, -1])

@@ -102,21 +102,6 @@ def test_a_closed_admission_does_not_keep_from_copies() -> None:
     assert not granting.is_closed(PolicyVersion(2, 3))
 
 
-def test_a_lease_names_the_oldest_version_that_admission_lets_through() -> None:
-    granting = make_granting()
-    _, leases = granting.grant([make_worker("w1", (2, 3), 100)], now=0.0)
-    # The batch of step 4 may hold what v2 sampled, the next one only what v3 did; both versions
-    # are of the first lineage, too, which the second left at step 3.
-    wanted = {lease.group_id: lease.min_version for lease in leases["w1"]}
-    assert wanted == {n: PolicyVersion(1, 2 if n < 16 else 3) for n in range(12, 20)}
-    [record] = [r for r in granting.leases.worker_leases("w1") if r.group_id == 18]
-    record.is_confirmed = True
-    lost, _ = granting.reconcile(
-        make_worker("w1", (2, 3)), listing(), has_progress=False, resend_after_s=1.0, now=0.1
-    )
-    assert [lease.min_version for lease in lost] == [PolicyVersion(1, 3)]
-
-
 def test_a_lease_names_the_exact_version_of_its_worker_where_groups_must_not_mix() -> None:
     granting = make_granting(of={"exact_version": True})
     here = PolicyVersion(2, 3)
@@ -173,18 +158,6 @@ def test_prompts_none_of_which_can_be_had_end_the_run() -> None:
         make_granting(prompts=prompts).grant([make_worker("w1", (2, 3), 3)], now=0.0)
 
 
-def test_a_lower_bound_gates_new_leases_only_and_the_hard_one_is_never_passed() -> None:
-    granting = make_granting()
-    buffer = granting.buffer
-    buffer.admission_staleness = 0
-    # (0 + w + 1) * B = 16 for w = 3.
-    assert granted(granting, make_worker("w1", (2, 3), 100)) == {"w1": list(range(12, 16))}
-    assert granted(granting, make_worker("w2", (2, 3), 100)) == {}
-    assert granting.leases.num_running == 4
-    buffer.admission_staleness = 9
-    assert granted(granting, make_worker("w2", (2, 3), 100)) == {"w2": list(range(16, 20))}
-
-
 def with_places(name: str, installed: tuple[int, int], num_places: int) -> LeasedWorker:
     """Return a worker that holds eight groups and samples so many of them at one time."""
     worker = make_worker(name, installed)
@@ -224,12 +197,6 @@ def test_what_a_worker_can_do_once_it_has_newer_weights_is_left_to_it_if_that_is
     newest_at = now if lag_s is not None else now - 20.0
     granting.forecast.installed("new", PolicyVersion(2, 3), now=newest_at)
     assert granted(granting, new, old, now=now) == expected
-
-
-def test_who_is_set_aside_gets_nothing() -> None:
-    workers = make_worker("w1", (2, 3)), make_worker("w2", (2, 3))
-    workers[0].is_set_aside = True
-    assert [*granted(make_granting(), *workers)] == ["w2"]
 
 
 def test_returned_groups_are_granted_before_new_ones_and_settled_ones_never() -> None:

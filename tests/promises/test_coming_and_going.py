@@ -63,7 +63,7 @@ def test_34_a_late_joiner_is_granted_nothing_before_it_is_admitted_and_has_weigh
     world.audit()
 
 
-@pytest.mark.parametrize("silently", [False, True])
+@pytest.mark.parametrize("silently", [pytest.param(False, marks=pytest.mark.matrix), True])
 def test_35_workers_of_a_dead_relay_find_the_learner_and_return(
     make_world: MakeWorld, silently: bool
 ) -> None:

@@ -21,9 +21,11 @@ def finish(world: World) -> None:
 
 
 def test_07_a_grant_is_on_record_before_it_is_sent(make_world: MakeWorld) -> None:
+    """So is a version before it is announced."""
     world = make_world(checkpoint={"interval_steps": 1})
     world.learner()
     seen: list[int] = []
+    announced: set[tuple[int, int]] = set()
 
     def look(sender: str, receiver: str, message: Any) -> None:
         if type(message).__name__ == "Grant":
@@ -31,11 +33,16 @@ def test_07_a_grant_is_on_record_before_it_is_sent(make_world: MakeWorld) -> Non
             for lease in message.leases:
                 assert (lease.group_id, lease.attempt) in known
                 seen.append(lease.group_id)
+        if type(message).__name__ == "Announce" and sender == "learner":
+            version = message.version.lineage, message.version.step
+            assert version in world.published(), "announced before it was on record"
+            announced.add(version)
 
     with world.watch(look):
         world.worker("w1")
         world.run(5.0)
     assert seen
+    assert len(announced) > 1
     # Killed after the record and before anything came of it: its result is an honest one, and
     # where the group was granted again meanwhile, a benign duplicate.
     world.hang_engine("w1")

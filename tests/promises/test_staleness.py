@@ -11,7 +11,7 @@ from tests.promises.conftest import MakeWorld
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("bound", [0, 3, 6])
+@pytest.mark.parametrize("bound", [0, pytest.param(3, marks=pytest.mark.matrix), 6])
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.matrix)])
 def test_01_no_token_older_than_the_bound_is_trained(
     make_world: MakeWorld, bound: int, seed: int
@@ -56,7 +56,7 @@ def test_01b_a_group_held_by_a_frozen_worker_is_not_trained_beyond_the_bound(
     world.audit()
 
 
-@pytest.mark.parametrize("bound", [0, 1, 4])
+@pytest.mark.parametrize("bound", [0, pytest.param(1, marks=pytest.mark.matrix), 4])
 def test_02_honest_workers_lose_nothing_to_age(make_world: MakeWorld, bound: int) -> None:
     # Weights take a while, so that workers hold older ones than the learner's.
     world = make_world(

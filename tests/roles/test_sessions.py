@@ -225,16 +225,6 @@ def test_a_lost_finish_is_repeated_with_the_next_heartbeat(make_world: MakeWorld
 # --- deaths --------------------------------------------------------------------------------------
 
 
-def test_after_a_hiccup_of_the_planned_parent_a_node_returns_to_it(make_world: MakeWorld) -> None:
-    world = fleet(make_world, "w1")
-    world.run_until(lambda: world.parent("w1") == "r1")
-    session = world.node("w1").session
-    peer = session._weights._links[0].current.peer
-    world.perform("w1", session.disconnected(peer, "reset", now=world.now))
-    world.run_until(lambda: world.parent("w1") == "learner", within_s=3.0)
-    world.run_until(lambda: world.parent("w1") == "r1", within_s=10.0)
-
-
 @pytest.mark.slow
 def test_a_hung_engine_loses_its_leases_and_is_given_no_more(make_world: MakeWorld) -> None:
     world = make_world(network={"lease_timeout_s": 6.0}, leases={"hedge_factor": False})
@@ -521,15 +511,6 @@ def test_the_children_of_a_worker_that_is_put_on_standby_get_other_parents(
     for name in {*names} - {parent}:
         assert world.parent(name) not in ("-", parent)
         assert newest[1] - (world.installed(name) or (0, -9))[1] <= 1
-
-
-@pytest.mark.slow
-def test_a_lost_plan_is_repeated_until_the_worker_stands_by(make_world: MakeWorld) -> None:
-    world = serving(make_world, "w1", "w2")
-    lost = world.drop("TopologyPlan", source="learner", target="w2", times=3)
-    world.stand_by("w2")
-    world.run_until(lambda: world.is_on_standby("w2"), within_s=10.0)
-    assert len(lost) == 3
 
 
 @pytest.mark.slow

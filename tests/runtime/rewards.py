@@ -8,24 +8,17 @@ from collections import Counter
 from echo.tasks.task import Example, Task
 
 
-class AlwaysRight(Task):
-    """Every answer is right: nothing can be learned."""
+class SometimesEqual(Task):
+    """Rewards differ within every third group; the others are all right and all wrong in turn."""
 
     is_bounded = True
-
-    def example(self, index: int, *, split: str) -> Example:
-        return Example(index=index, split=split, prompt=f"{index % 10}+1=")
-
-    def reward(self, example: Example, completion: str) -> float:
-        return 1.0
-
-
-class SometimesEqual(AlwaysRight):
-    """Rewards differ within every third group; the others are all right and all wrong in turn."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_scored: Counter[int] = Counter()
+
+    def example(self, index: int, *, split: str) -> Example:
+        return Example(index=index, split=split, prompt=f"{index % 10}+1=")
 
     def reward(self, example: Example, completion: str) -> float:
         if example.index % 3:

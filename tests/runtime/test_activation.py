@@ -190,7 +190,7 @@ def test_a_dead_worker_is_made_up_for_at_once(make_world: MakeWorld) -> None:
     world.run_until(lambda: not standby(world), within_s=30.0)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_questions_that_change_nothing_come_more_and_more_seldom(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -304,15 +304,6 @@ def test_an_interrupt_drains_once() -> None:
     play(scenario)
 
 
-def test_waiting_gives_up() -> None:
-    async def scenario(node: Node, script: Script, network: Network) -> None:
-        assert await node.wait_until(lambda: True, within_s=0.0)
-        assert not await node.wait_until(lambda: False, within_s=0.0)
-        await node.transport.close()
-
-    play(scenario)
-
-
 async def two_messages(node: Node, network: Network) -> None:
     """Have another node send the same message twice, and let them arrive."""
     other = SimTransport(network, Port("other"))

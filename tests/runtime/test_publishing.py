@@ -178,7 +178,7 @@ def publications_of(images: Iterable[bytearray]) -> list[Publication]:
     return [publication_of(step, image) for step, image in enumerate(images)]
 
 
-@pytest.mark.parametrize("codec", ["auto", "delta", "full"])
+@pytest.mark.parametrize("codec", [pytest.param("auto", marks=pytest.mark.matrix), "delta", "full"])
 @pytest.mark.slow
 def test_versions_arrive_bit_for_bit_in_whatever_form(codec: str) -> None:
     images = moving_images(3, share=0.01)
@@ -647,7 +647,7 @@ def compare(device: str, dtype: str, share: float, scale: float) -> list[bool]:
     ("dtype", "share", "scale", "coded"),
     [
         ("bfloat16", 1.0, 1e-4, [False, True, True, True]),
-        ("bfloat16", 0.0, 0.0, [False, True, True, True]),
+        pytest.param("bfloat16", 0.0, 0.0, [False, True, True, True], marks=pytest.mark.matrix),
         ("float32", 0.05, 1e-2, [False, True, True, True]),
         # Nearly all words change: the image crosses whole.
         pytest.param("float32", 1.0, 1e-2, [False] * 4, marks=pytest.mark.matrix),

@@ -19,7 +19,6 @@ from echo.runtime.learner import report
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.runtime.learner.report import (
     IDLE_WINDOW_STEPS,
-    RATE_WINDOW_S,
     Progress,
     TaskMetrics,
 )
@@ -86,19 +85,6 @@ def test_a_useful_group_ends_a_zero_signal_stretch() -> None:
     assert progress.zero_signal.num_groups == 0
     progress.left_out(rewarded(3, 1, 1), "zero_variance", now=1.0)
     assert "the task is solved, and the run ends at step 3" in progress.describe_zero_signal(3)
-
-
-def test_only_recent_groups_count_for_the_rate() -> None:
-    progress = Progress(staleness_tokens={}, now=0.0)
-    for second in range(100):
-        progress.accepted(make_group(second), now=float(second))
-    assert len(progress._accepted) == RATE_WINDOW_S + 1
-
-
-def test_nothing_waited_for_is_no_idling() -> None:
-    progress = Progress(staleness_tokens={}, now=0.0)
-    assert progress.idle_ratio == 0.0
-    assert progress.recent_idle_ratio(0.0) == 0.0
 
 
 def run_steps(

@@ -155,18 +155,14 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_traceback(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["worker", "learner"])
 def test_a_hanging_reward_is_named_as_such_and_not_as_an_expired_lease(
-    play: Play,
-    write_task: Callable[[str, str], None],
-    where: str,
+    play: Play, write_task: Callable[[str, str], None]
 ) -> None:
     write_task("broken_task", BROKEN)
 
     async def scenario(run: Run) -> None:
         learner = await run.learner(
             task={"kind": "broken_task:Hangs", "reward_timeout_s": 1.5},
-            reward={"where": where},
             batch={"max_zero_signal_batches": 1},
             network={"lease_timeout_s": 0.5},
         )

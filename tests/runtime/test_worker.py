@@ -33,28 +33,6 @@ def test_a_contradiction_ends_it_with_the_configuration_code(play: Play) -> None
 
 
 @pytest.mark.slow
-def test_weights_are_installed_in_flight(play: Play) -> None:
-    """No rollout ends for a new version, and each token tells which one sampled it."""
-
-    async def scenario(run: Run) -> None:
-        learner = await run.learner(
-            run={"max_steps": 8},
-            sampling={"max_completion_tokens": 100},
-            sync={"max_staleness": 8},
-            batch={"groups_per_step": 1},
-        )
-        workers = [await run.worker(f"w{n}") for n in range(2)]
-        async with running(learner, *workers) as (learning, *_):
-            assert await learning == "finished"
-        accepted = run.ledger("accepted")
-        assert any(len(record["versions"]) > 1 for record in accepted)
-        for record in accepted:
-            assert record["versions"] == sorted(record["versions"])
-
-    play(scenario)
-
-
-@pytest.mark.slow
 def test_groups_of_an_exact_version_do_not_mix_versions(play: Play) -> None:
     """The same run, but newer weights wait for what is under way, and no group is lost."""
 
@@ -184,20 +162,3 @@ def test_an_interrupted_worker_delivers_and_says_goodbye(make_world: MakeWorld) 
     assert not learner.roster.nodes
     assert learner.leases.num_leases("w1") == 0
     assert "w1 left: stopped by its operator" in world.notes("learner"), "it was missed instead"
-
-
-def test_a_worker_keeps_its_results_while_the_learner_is_away(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.learner()
-    world.worker("w1")
-    world.run_until(lambda: world.step >= 2)
-    world.kill("learner")
-    world.run(2.0)
-    assert world.is_alive("w1")
-    held = {group for group, _ in world.node("w1").session.outbox.keys}
-    assert held
-    world.learner()
-    world.run_until(lambda: world.step >= 5)
-    assert held <= set(world.stored())
-    assert {lineage for lineage, _ in world.audited("w1")} == {1, 2}
-    world.audit()

@@ -91,8 +91,8 @@ def peak_of_a_step(trainer: Trainer) -> int:
 @pytest.mark.parametrize(
     ("dtype", "has_checkpointing", "state", "is_tied"),
     [
-        ("float32", False, "float32", True),
         ("bfloat16", True, "float32", True),
+        pytest.param("float32", False, "float32", True, marks=pytest.mark.matrix),
         pytest.param("float32", True, "float32", False, marks=pytest.mark.matrix),
         pytest.param("bfloat16", False, "float32", True, marks=pytest.mark.matrix),
         pytest.param("bfloat16", False, "8bit", True, marks=pytest.mark.matrix),

@@ -24,7 +24,6 @@ from echo.ui.live import (
     RemainingTime,
     StatusLine,
     WorkerStatus,
-    _newest_whole,
     line_chart,
     render_live,
     show_status,
@@ -114,15 +113,6 @@ def test_a_command_in_a_notice_is_shown_whole(make_snapshot, width: int, height:
     assert "…" not in "".join(rows[-4:])
 
 
-def test_older_notices_are_left_out_as_a_whole(make_snapshot) -> None:
-    told = live.notices(["old " * 30, "new " * 30], 60)
-    assert [len(rows) for rows in told] == [3, 3]
-    for num_rows, expected in [(6, 6), (5, 3), (3, 3), (2, 2), (0, 0)]:
-        shown = _newest_whole(told, num_rows)
-        assert len(shown) == expected
-        assert all("new" in row.plain for row in shown[-3:])
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     width=st.integers(1, 220),
@@ -152,13 +142,6 @@ def test_any_size_and_content_can_be_drawn(
     rows = console.render_lines(view, pad=False)
     assert len(rows) <= height
     assert all(Segment.get_line_length(row) <= width for row in rows)
-
-
-def test_first_snapshot_of_a_run_can_be_drawn(make_snapshot) -> None:
-    snapshot = make_snapshot(
-        step=0, max_steps=0, nodes=(), reward_history=(), eval_history=(), staleness_tokens={}
-    )
-    assert "reward -" in "\n".join(lines_of(render_live(snapshot, 60), 60))
 
 
 def test_live_view_draws_and_gives_the_terminal_back(make_snapshot) -> None:
@@ -307,13 +290,6 @@ def test_value_range(values: list[float], expected: tuple[float, float]) -> None
 def test_what_is_drawn_in_ascii_is_as_wide() -> None:
     assert to_ascii("ab│⠉⣿ ● ◆ █▌ ◂ S …") == "ab|** o x ## < S ~"
     assert to_ascii("wörker 中文 ✓") == "w?rker ???? ?"
-
-
-@pytest.mark.parametrize("height", [4, 9, 19])
-def test_the_axis_begins_at_its_lowest_value(height: int) -> None:
-    rows = line_chart([], [], width=40, height=height, x_range=(0, 1), y_range=(0.0, 0.1))
-    labels = [row.plain.split("│")[0].strip() for row in rows if "│" in row.plain]
-    assert (labels[0], labels[-1]) == ("0.1", "0")
 
 
 # --- sections -------------------------------------------------------------------------------------

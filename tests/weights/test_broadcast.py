@@ -373,14 +373,6 @@ def test_an_image_of_another_size_is_a_mistake_of_ours() -> None:
         node.publish(signed, manifest, image + b"x", now=0.0)
 
 
-@pytest.mark.parametrize(
-    "numbers", [{"window_bytes": 0}, {"keep_versions": 0}, {"stall_s": 0.0}, {"stall_s": -1.0}]
-)
-def test_settings_must_be_positive(numbers: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        make_broadcast("a", **numbers)
-
-
 def test_the_frames_of_a_chunk_are_views_of_the_store() -> None:
     node = make_broadcast("a")
     node.publish(*make_version(1, 1), now=0.0)
