@@ -150,8 +150,10 @@ class Pair:
 
     async def publish(self, *publications: Publication) -> None:
         for publication in publications:
-            await self.encoded_versions.publish(publication)
+            coding = await self.encoded_versions.publish(publication)
             await self.encoded_versions.wait()
+            if coding is not None:
+                coding.result()
 
 
 def play(
@@ -760,11 +762,14 @@ def test_a_version_comes_down_from_a_gpu_beside_the_training(is_on_device: bool 
 def test_the_loop_waits_for_no_version() -> None:
     class OfThreads(Future[None]):
         def result(self, timeout: float | None = None) -> None:
-            assert threading.current_thread() is not threading.main_thread()
+            assert self.done() or threading.current_thread() is not threading.main_thread()
+            super().result(timeout)
 
     images = moving_images(2, share=0.01)
     first, second = publication_of(0, images[0]), unsealed_of(1, images[1])
-    late = Publication(None, second.manifest, second.memory, OfThreads())
+    arrival = OfThreads()
+    threading.Timer(0.05, arrival.set_result, [None]).start()
+    late = Publication(None, second.manifest, second.memory, arrival)
     assert play("delta", first, late).arrived == [version(0), version(1)]
 
 
