@@ -151,7 +151,9 @@ def _say_unknown(path: KeyPath) -> str:
     alike = nearest(name, [path[-1] for path in paths])
     elsewhere = [".".join(path) for path in paths if path[-1] == alike]
     if len(elsewhere) == 1:
-        return f"unknown key; did you mean {elsewhere[0]}?"
+        # Of another section a name that is only alike is a guess, and may be another framework's.
+        others = "" if alike == name else f"; {OTHER_NAMES}"
+        return f"unknown key; did you mean {elsewhere[0]}?{others}"
     kind = "key" if names or len(path) == 1 else "section"
     known = f"[{section}] has {', '.join(names)}" if names else f"there are {_list_sections()}"
     return f"unknown {kind}; {known}; {OTHER_NAMES}"
