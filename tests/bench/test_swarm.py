@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo.core.errors import RemoteProtocolError
 from echo.core.rollout import PolicyVersion
-from echo.weights.store import EncodedVersion, ItemStore
+from echo.weights.store import EncodedVersion, ItemStore, Transfer
 from echo.wire.actions import Send
-from echo.wire.messages import Chunk, Form, Segment
+from echo.wire.messages import FULL, Chunk, Form, Segment
 from tests.weights.encoded_versions import coded, v
 
 
@@ -35,6 +37,55 @@ Want = swarms.Want
 
 CHUNK = 1 << 10
 SIZE = 24 * CHUNK - 100
+
+
+# --- sets of chunks -------------------------------------------------------------------------------
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_runs_name_a_set(chunks: set[int]) -> None:
+    bits = sum(1 << index for index in chunks)
+    assert set(swarms.indices(bits)) == chunks
+    assert swarms.set_of(swarms.runs_of(bits)) == bits
+
+
+@pytest.mark.parametrize("runs", [(1,), (2, 2), (3, 1), (0, 4, 2, 6)])
+def test_runs_that_are_no_ascending_pairs_are_refused(runs: tuple[int, ...]) -> None:
+    with pytest.raises(RemoteProtocolError, match="ascending"):
+        swarms.set_of(runs)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 255)), max_size=20))
+def test_the_rarest_have_the_fewest_holders(told: list[tuple[int, int]]) -> None:
+    rarity, theirs = swarms.Rarity(), [0] * 5
+    for holder, bits in told:
+        if theirs[holder] & bits:  # it leaves
+            rarity.remove(theirs[holder])
+            theirs[holder] = 0
+        else:
+            rarity.add(bits)
+            theirs[holder] |= bits
+    copies = Counter(index for bits in theirs for index in swarms.indices(bits))
+    among = sum(1 << index for index in copies)
+    rarest = set(swarms.indices(rarity.rarest(among))) if among else set()
+    assert rarest == {index for index, count in copies.items() if count == min(copies.values())}
+
+
+def test_what_was_not_offered_is_refused() -> None:
+    signed, image = random_image(9, SIZE, CHUNK)
+    item, num_chunks = (signed[1].version, FULL), signed[1].num_chunks
+    has_chunk = bytearray(b"\1" * 3) + bytearray(num_chunks - 3)
+    store = ItemStore()
+    store.images[item[0]] = Transfer(*signed, bytearray(image), has_chunk, 3)
+    swarm = swarms.Swarm(store, node_id="here")
+    swarm.want(item, now=0.0)
+    swarm.meet("a", "a", "a/bulk", now=0.0)
+    wanted = Want(version=item[0], form=FULL, number=0, chunks=(5,))
+    with pytest.raises(RemoteProtocolError, match="not offered"):
+        swarm.receive("a", wanted, [], now=0.0)
+
+
+# --- whole fleets ---------------------------------------------------------------------------------
 
 
 def image_at(fleet: Any, name: str, step: int) -> bytes:
