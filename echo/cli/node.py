@@ -280,7 +280,7 @@ def run_rank(
     device = config.learner.device
     if ":" in device:
         raise ConfigError(
-            f'learner.device = "{device}" names one GPU for {os.environ["WORLD_SIZE"]} processes, '
+            f'learner.device = "{device}" names one GPU for {_num_ranks()} processes, '
             'each of which takes that of its own number: set learner.device = "auto"'
         )
     # Imported here: a relay's machine has no torch.

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from echo.core.extras import version
+from echo.core.units import MAX_FILE_NAME_BYTES
 
 ROLES = ("learner", "worker", "relay")
 CONFIGS = {"addition": "quickstart.toml", "countdown": "countdown.toml"}
@@ -44,8 +45,10 @@ def _text(argument: str) -> str:
 def _path(argument: str) -> Path:
     """Return the path of a file or directory, if a disk could hold it."""
     path = Path(argument)
-    if any(len(os.fsencode(part)) > 255 for part in path.parts):
-        raise argparse.ArgumentTypeError("a name of more than 255 bytes, which no disk takes")
+    if any(len(os.fsencode(part)) > MAX_FILE_NAME_BYTES for part in path.parts):
+        raise argparse.ArgumentTypeError(
+            f"a name of more than {MAX_FILE_NAME_BYTES} bytes, which no disk takes"
+        )
     return path
 
 

@@ -6,9 +6,11 @@ key and the value to that.
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -20,12 +22,11 @@ from pydantic import (
     PlainSerializer,
 )
 
-from echo.core.units import JOIN_SECRET, parse_duration, parse_size
+from echo.core.units import JOIN_SECRET, MAX_FILE_NAME_BYTES, parse_duration, parse_size
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 MAX_NAME_LENGTH = 64
 """Characters of the name of a node, a run or a region; messages hold words of 128."""
-MAX_FILE_NAME_BYTES = 255
 _KEY = re.compile(r"[A-Za-z0-9_-]{43}")
 _SECRET = re.compile(r"[A-Za-z0-9_-]{22}(?P<fingerprint>\.[A-Za-z0-9_-]{22})?")
 OLD_JOIN = (
@@ -161,6 +162,11 @@ def _check_run_name(name: str) -> str:
     if len(name) > MAX_NAME_LENGTH:
         raise ValueError(f"has {len(name)} characters; messages hold names of {MAX_NAME_LENGTH}")
     return name
+
+
+def local_path(name: str | Path) -> Path:
+    """Return where a name leads on this machine; `~user` stays where no such user is known."""
+    return Path(os.path.expanduser(name))  # noqa: PTH111 -- pathlib's raises there
 
 
 def _check_directory(name: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from echo.config.fields import UNREADABLE, Role
+from echo.config.fields import UNREADABLE, Role, local_path
 from echo.config.schema import Config, show
 from echo.core.errors import DataError
 from echo.core.rollout import KEEP_VERSIONS
@@ -631,11 +630,6 @@ def _memories(items: Iterable[Item], machine: Machine) -> list[_Memory]:
 
 
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
-
-
-def local_path(name: str | Path) -> Path:
-    """Return where a name leads on this machine; `~user` stays where no such user is known."""
-    return Path(os.path.expanduser(name))  # noqa: PTH111 -- pathlib's raises there
 
 
 def find_model(name: str) -> Path | None:

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from echo.config.memory import local_path
+from echo.config.fields import local_path
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError
 from echo.core.extras import install_command

@@ -29,8 +29,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
+from echo.config.fields import local_path
 from echo.config.load import OVERRIDE
-from echo.config.memory import find_model, local_path
+from echo.config.memory import find_model
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError, EngineError
 from echo.engine.engine import Sampling

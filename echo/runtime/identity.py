@@ -13,8 +13,7 @@ from pathlib import Path
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.config.fields import OLD_JOIN, has_secret
-from echo.config.memory import local_path
+from echo.config.fields import OLD_JOIN, has_secret, local_path
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, StorageError, TransportError
 from echo.net.curve import KEY_BYTES, SECRET_BYTES, CurveKeys, KeyPair

@@ -14,11 +14,11 @@ from pathlib import Path
 from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss
+from echo.config.fields import local_path
 from echo.config.load import flatten, inherited_settings, resolved, save_resolved
 from echo.config.memory import (
     CHECKPOINTING,
     Budget,
-    local_path,
     memory_budget,
     read_machine,
     read_model_facts,
