@@ -340,6 +340,11 @@ class Cluster:
         path = self.run_dir / "workers" / worker / "installed.jsonl"
         return read_jsonl(path) if path.exists() else []
 
+    def has_newest(self, worker: str) -> bool:
+        """Return whether a worker has installed the version that was sealed last."""
+        sealed, installed = self.records("sealed"), self.installed(worker)
+        return bool(sealed and installed) and installed[-1]["version"] == sealed[-1]["version"]
+
     def open_groups(self, worker: str) -> set[int]:
         """Return the groups that a worker was granted and that have not come to an end."""
         ended = {record["group"] for record in self.records() if _is_result(record)}

@@ -47,6 +47,10 @@ def deaths(make_cluster: Callable[[], Cluster]) -> Deaths:
         alive=learner,
     )
     cluster.wait_for_step(3, learner)
+    for node in workers:  # one that has nothing yet, and a dead parent, asks the learner for all
+        cluster.wait_for(
+            lambda name=node.name: cluster.has_newest(name), f"{node.name} samples", alive=learner
+        )
     lost = cluster.open_groups("killed")
     killed.kill()
     cluster.wait_for(

@@ -35,7 +35,7 @@ class Sums(Task):
             re.fullmatch(r"(a+)+b", "a" * 60)
         if example.split == "train" and example.index == 2:
             raise ConnectionError("the judge is away")
-        return float(len(completion))
+        return 1.0 + len(completion)  # a rollout may be empty
 """
 
 
