@@ -16,6 +16,7 @@ slowest receiver gets, duplicates and control as shares of what is delivered, an
 delivered. `--settings tuned` gives TCP buffers of 64 MiB and takes its slow start after idle away.
 `--rates 0.25` has all links at a quarter of that: nodes and emulator need some 20 CPU seconds per
 GB, so two cores are full before the links are, and both planes are then as fast as the CPU.
+`--drift 0.3` draws every uplink anew before each version but the first, so what is known is wrong.
 First the rules alone, on links of paper (`swarm_paper.py`), rates exact; there also 64 receivers,
 each with 16 neighbours that are chosen by chance.
 
@@ -52,23 +53,28 @@ def main() -> None:
     parser.add_argument("--draws", nargs="+", choices=DRAWS, default=list(DRAWS))
     parser.add_argument("--versions", type=int, default=5)
     parser.add_argument("--rates", type=float, default=1.0, help="of the links, as a share")
+    parser.add_argument("--drift", type=float, default=0.0, help="log-normal, of each uplink")
     parser.add_argument("--mib", type=int, default=64, help="size of a version")
+    parser.add_argument("--planes", nargs="+", choices=("swarm", "echo"), default=["swarm", "echo"])
     parser.add_argument("--settings", nargs="+", choices=("default", "tuned"), default=["default"])
     parser.add_argument("--note", default="", help="what else the machine did")
     arguments = harness.parse(parser, draws=["half NAT"], versions=2, mib=16)
-    paper = [on_paper(draw, seed) for draw in arguments.draws for seed in range(3)]
-    draws = [*arguments.draws, "equal"]
-    paper += [on_paper(draw, 0, count=64, degree=16, versions=1) for draw in draws]
+    paper = []
+    if "swarm" in arguments.planes:
+        paper = [on_paper(draw, seed) for draw in arguments.draws for seed in range(3)]
+        draws = [*arguments.draws, "equal"]
+        paper += [on_paper(draw, 0, count=64, degree=16, versions=1) for draw in draws]
     result: dict[str, Any] = {
         "note": arguments.note,
         "rates": arguments.rates,
+        "drift": arguments.drift,
         "paper": paper,
         "rows": [],
     }
     for settings, draw in itertools.product(arguments.settings, arguments.draws):
         size = arguments.mib * MIB
-        links = Links(draw, settings, arguments.rates)
-        result["rows"] += on_the_wan(links, size, arguments.versions)
+        links = Links(draw, settings, arguments.rates, arguments.drift)
+        result["rows"] += on_the_wan(links, arguments.planes, size, arguments.versions)
     result["summary"] = summary(result["rows"])
     name = "swarm" if "default" in arguments.settings else "swarm_tuned"
     print(f"wrote {harness.save(name, result)}")
@@ -121,11 +127,12 @@ class Links(NamedTuple):
     draw: str
     settings: str
     rates: float
+    drift: float
 
 
-def on_the_wan(links: Links, size: int, versions: int) -> list[dict[str, Any]]:
+def on_the_wan(links: Links, names: list[str], size: int, versions: int) -> list[dict[str, Any]]:
     """Return a row for each version and plane."""
-    draw, settings, scale = links
+    draw, settings, scale, _ = links
     source = SOURCE_MBIT * scale
     uplinks = [rate * scale for rate in uplinks_mbit(draw, random.Random(1))]
     best = optimum([source, *uplinks])
@@ -136,13 +143,21 @@ def on_the_wan(links: Links, size: int, versions: int) -> list[dict[str, Any]]:
         path = stack.enter_context(contextlib.closing(Wan(17, **options)))
         for index, rate in enumerate(uplinks, start=1):
             path.set(index, "up", rate or 4)
-        planes = (
-            SwarmFleet(path, 16, leaves=leaves, options=(f"--kept-bytes={size}",)),
-            Echo(path, Topology("auto", 16), leaves=leaves, model=(size, CHUNK)),
-        )
-        for plane in planes:
-            stack.callback(plane.close)
+        planes: list[SwarmFleet | Echo] = []
+        if "swarm" in names:
+            kept = f"--kept-bytes={size}"
+            planes.append(SwarmFleet(path, 16, leaves=leaves, options=(kept,)))
+            stack.callback(planes[-1].close)
+        if "echo" in names:
+            planes.append(Echo(path, Topology("auto", 16), leaves=leaves, model=(size, CHUNK)))
+            stack.callback(planes[-1].close)
+        chance = random.Random(1)
         for version in range(1, versions + 1):
+            if links.drift and version > 1:
+                now = [rate * chance.lognormvariate(0, links.drift) for rate in uplinks]
+                best = optimum([source, *now])
+                for index, rate in enumerate(now, start=1):
+                    path.set(index, "up", rate or 4)
             for plane in planes:
                 before = path.status()
                 got = plane.deliver(size, CHUNK)
@@ -155,9 +170,10 @@ def on_the_wan(links: Links, size: int, versions: int) -> list[dict[str, Any]]:
                     "share": size / best / got["seconds"],
                     "seconds": got["seconds"],
                     "cpu_s_per_gb": got["cpu_s"] / (delivered / 1e9),
+                    "kernel_s_per_gb": got["kernel_s"] / (delivered / 1e9),
                     "num_right": got["num_right"],
-                    "duplicates": got.get("duplicates"),
-                    "control": got.get("control"),
+                    "duplicates": got["duplicates"],
+                    "control": got["control"],
                     "load": os.getloadavg()[0],
                     "emulator": work_of(before, path.status()),
                 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,17 +185,26 @@ class Echo(Variant):
     def deliver(self, num_bytes: int, chunk_bytes: int) -> dict[str, Any]:
         """Publish a version and wait for the last receiver."""
         wanted = self.prepare(num_bytes, chunk_bytes)
-        cpu_s = self.cpu_s()
+        before = self._used()
         started_at = self.publish()
         arrived_at = max(receiver.hear()["at"] for receiver in self.receivers)
-        cpu_s = self.cpu_s() - cpu_s
-        before, self._wire_bytes = self._wire_bytes, self.wire_bytes()
+        used = self._used()
+        used.subtract(before)
+        wire_bytes, self._wire_bytes = self._wire_bytes, self.wire_bytes()
+        delivered = num_bytes * len(self.receivers)
         return {
             "seconds": arrived_at - started_at,
-            "cpu_s": cpu_s,
+            "cpu_s": used["cpu_s"],
+            "kernel_s": used["kernel_s"],
             "num_right": self.num_right(self.receivers, wanted),
-            "wire_bytes": self._wire_bytes - before,
+            "wire_bytes": self._wire_bytes - wire_bytes,
+            "duplicates": used["num_duplicates"] * chunk_bytes / delivered,
+            "control": used["control_bytes"] / delivered,
         }
+
+    def _used(self) -> Counter[str]:
+        """Return CPU seconds, control bytes, and chunks that came twice, of all processes."""
+        return sum((Counter(process.ask("cpu")) for process in self._processes), Counter())
 
     def wire_bytes(self) -> int:
         """Return the weight bytes that the receivers have received, on the average."""

@@ -13,10 +13,11 @@ import asyncio
 import dataclasses
 import functools
 import logging
+import os
 import secrets
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from kept_store import KeptStore
 from publishing import ForcedPlanning, publishing_session
-from stream_node import commands, tell, tell_cpu
+from stream_node import commands, tell
 
 from echo.config.load import parse_config
 from echo.config.schema import Config
@@ -47,7 +48,7 @@ from echo.weights.delta import fill
 from echo.weights.manifest import TensorSpec, build_manifest, sign
 from echo.weights.receiver import VersionArrived
 from echo.weights.store import RecycledMemory
-from echo.wire.actions import Action
+from echo.wire.actions import Action, Send
 from echo.wire.messages import LEARNER_ID
 
 LOG = logging.getLogger("bench")
@@ -58,6 +59,30 @@ IMAGES = 3
 """Of versions that a learner's memory is kept for, as in a run: two that are held, and the next."""
 TILE_WEIGHTS = 32 << 20
 """Weights of the first version that are drawn; the rest repeats them."""
+
+
+SMALLEST_CHUNK = 1 << 16
+"""Bytes; a message that carries less is control."""
+
+
+class Control:
+    """Bytes of all messages that carry no chunk."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def counted(self, actions: Iterable[Action]) -> Iterator[Action]:
+        """Pass actions on, and count what they send."""
+        for action in actions:
+            if isinstance(action, Send):
+                num_bytes = sum(memoryview(frame).nbytes for frame in action.frames)
+                self.num_bytes += num_bytes * (num_bytes < SMALLEST_CHUNK)
+            yield action
+
+
+def cpu() -> dict[str, float]:
+    """Return the CPU seconds of this process, and those of them that the kernel has taken."""
+    return {"cpu_s": time.process_time(), "kernel_s": os.times().system}
 
 
 class Publisher(Node):
@@ -83,9 +108,13 @@ class Publisher(Node):
         self._codec = "full"
         self._encrypts = encrypts
         self._coder = Coder(identity.key, encrypts=encrypts)
+        self._control = Control()
 
     def disconnected(self, peer: str, reason: str) -> list[Action]:
         return self.session.disconnected(peer, now=self.now)
+
+    def perform(self, actions: Iterable[Action]) -> None:
+        super().perform(self._control.counted(actions))
 
     async def work(self) -> None:
         tell(address=self._join)
@@ -120,7 +149,7 @@ class Publisher(Node):
                     self.perform(self.session.finish("the benchmark is over"))
                     await self.wait_until(lambda: not self.session.roster.nodes, within_s=5)
                 case ["cpu"]:
-                    tell_cpu()
+                    tell(**cpu(), control_bytes=self._control.num_bytes)
         self.stop("the benchmark is over")
 
     def _encoded_versions(self, codec: str) -> VersionEncoder:
@@ -143,9 +172,13 @@ class Receiver(RelayNode):
     _longest_gap_s = 0.0
     _num_received = 0
 
+    def __init__(self, *words: Any, **options: Any) -> None:
+        super().__init__(*words, **options)
+        self._control = Control()
+
     def perform(self, actions: Iterable[Action]) -> None:
         self._note_gap()
-        super().perform(actions)
+        super().perform(self._control.counted(actions))
 
     def _note_gap(self) -> None:
         """Keep the longest time without weight bytes between two chunks of a version."""
@@ -163,7 +196,11 @@ class Receiver(RelayNode):
         async for command in commands():
             match command:
                 case ["cpu"]:
-                    tell_cpu()
+                    tell(
+                        **cpu(),
+                        control_bytes=self._control.num_bytes,
+                        num_duplicates=self.session.broadcast.num_duplicate_chunks,
+                    )
                 case ["watch"]:
                     self._is_watching = True
                     self._received_at, self._longest_gap_s = None, 0.0
@@ -171,11 +208,7 @@ class Receiver(RelayNode):
                     broadcast = self.session.broadcast
                     image = broadcast.store[broadcast.newest_complete].storage
                     digest = await asyncio.to_thread(lambda image=image: blake3(image).hexdigest())
-                    tell(
-                        hash=digest,
-                        num_duplicates=broadcast.num_duplicate_chunks,
-                        wire_bytes=broadcast.bytes_received,
-                    )
+                    tell(hash=digest, wire_bytes=broadcast.bytes_received)
                 case ["gap"]:
                     tell(longest_gap_s=self._longest_gap_s)
         self.stop("the benchmark is over")

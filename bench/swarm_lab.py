@@ -77,7 +77,7 @@ class SwarmFleet(Variant):
         cpu_s = self.cpu_s() - cpu_s
         after = self.counts()
 
-        def grown(what: str) -> int:
+        def grown(what: str) -> float:
             return sum(b[what] - a[what] for a, b in zip(before, after, strict=True))
 
         delivered = num_bytes * len(self.receivers)
@@ -85,6 +85,7 @@ class SwarmFleet(Variant):
             "seconds": max(each["at"] for each in arrived) - started_at,
             "arrived_s": sorted(round(each["at"] - started_at, 2) for each in arrived),
             "cpu_s": cpu_s,
+            "kernel_s": grown("system_s"),
             "num_right": sum(each.ask("hash")["hash"] == wanted for each in self.receivers),
             "duplicates": grown("num_duplicates") * chunk_bytes / delivered,
             "control": grown("control_bytes") / delivered,
