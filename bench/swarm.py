@@ -82,6 +82,7 @@ from echo.wire.codec import DECODE_ERRORS, Frame, decode_envelope, encode
 from echo.wire.messages import (
     Announce,
     AnyMessage,
+    Cancel,
     Chunk,
     Form,
     Gone,
@@ -142,14 +143,6 @@ class Want(Message, frozen=True, omit_defaults=True, rename=_SHORT):
     chunks: ChunkIndices
 
 
-class Cancel(Message, frozen=True, omit_defaults=True, rename=_SHORT):
-    """Receiver to server: these chunks have come from others; do not begin to send them."""
-
-    version: PolicyVersion
-    form: Form
-    chunks: ChunkIndices
-
-
 class Tables(Message, frozen=True, omit_defaults=True, rename=_SHORT):
     """Neighbour to neighbour: send me the item's manifest, or its signed tables from here on."""
 
@@ -158,7 +151,7 @@ class Tables(Message, frozen=True, omit_defaults=True, rename=_SHORT):
     num_segments: ChunkIndex
 
 
-_decoder = msgspec.msgpack.Decoder(AnyMessage | Have | Turn | Want | Cancel | Tables)
+_decoder = msgspec.msgpack.Decoder(AnyMessage | Have | Turn | Want | Tables)
 
 
 def message_of(frames: Sequence[Frame]) -> Message:

@@ -267,7 +267,7 @@ class ParentFailed:
     """Whether it sent chunks that are not what the learner signed."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StripeLink:
     """The child's half of one connection of the weights plane."""
 
@@ -294,6 +294,8 @@ class StripeLink:
     """Whether chunks are awaited."""
     is_fresh: bool = False
     """Whether nothing has been heard since they were asked for."""
+    helping: set[int] = field(default_factory=set)
+    """Chunks of a slower link that are awaited: this one has all of its own."""
     is_asking: bool = False
     """Whether an answer to Subscribe is awaited."""
     is_waiting: bool = False
@@ -319,6 +321,7 @@ class StripeLink:
         self.longest_gap_s = 0.0
         self.is_silent = self.is_asking = self.is_pulling = self.is_waiting = False
         self.is_denied, self.promised_s = False, 0.0
+        self.helping.clear()
 
     def begin(self, *, now: float) -> int:
         """Note that chunks are asked for; return the credit to give with it.
@@ -327,6 +330,7 @@ class StripeLink:
         """
         self.window = self.window or self.first_window_bytes
         self.unspent_bytes = 0
+        self.helping.clear()
         self.is_pulling, self.is_fresh, self.is_waiting = True, True, False
         self.progress_at, self.promised_s = now, 0.0
         self.rate.pause()
@@ -388,6 +392,7 @@ class StripeLink:
     def finish(self) -> None:
         """Note that nothing more is awaited of the item."""
         self.is_pulling = self.is_silent = self.is_waiting = False
+        self.helping.clear()
         self.rate.pause()
 
     def patience_s(self, chunk_bytes: int) -> float:
@@ -428,7 +433,7 @@ class StripeLink:
 # Transfers show the rate of whoever serves others, and only as much of it as its children could
 # take. A fleet that has just joined is planned as if all were equal, so the slow hold up the fast,
 # which then never show what they have: on paper (bench/bench_uplink_errors.py) three such fleets
-# ended at 0.67, 0.55 and 0.89 of the rate that their uplinks allow, and at 0.84, 0.86 and 0.89 with
+# ended at 0.66, 0.38 and 0.89 of the rate that their uplinks allow, and at 0.84, 0.86 and 0.89 with
 # probes.
 #
 # So a node that can serve, and has not been the limit of a transfer yet, sends a message up its

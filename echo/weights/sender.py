@@ -44,6 +44,7 @@ from echo.wire.messages import (
     FULL,
     OPEN_END,
     Announce,
+    Cancel,
     Chunk,
     Credit,
     Fetch,
@@ -142,6 +143,8 @@ class Child:
     fetching: ItemId | None = None
     awaiting: ItemId | None = None
     """What it asked for before it was known here."""
+    is_help: bool = False
+    """Whether another of its links is to bring the same, so that no sibling waits for it."""
     link: int = 0
     num_links: int = 1
     ranges: tuple[tuple[int, int], ...] = ()
@@ -178,12 +181,14 @@ class Child:
         """Return whether it fetches chunks of an item that another child fetches as well."""
         common = math.gcd(self.num_links, other.num_links)
         is_same_item = self.fetching is not None and self.fetching == other.fetching
-        return is_same_item and (self.link - other.link) % common == 0
+        are_own = not (self.is_help or other.is_help)
+        return is_same_item and are_own and (self.link - other.link) % common == 0
 
     def begin(self, message: Fetch, *, now: float) -> None:
         """Take down what it asks for, which is here or on its way."""
         self.fetching = (message.version, message.form)
         self.link, self.num_links, self.ranges = message.link, message.num_links, message.ranges
+        self.is_help = message.is_help
         self.num_segments = max(0, message.num_segments)
         self.credit_bytes = max(0, message.credit_bytes)
         self.acked_at = self.told_waiting_at = now
@@ -281,7 +286,9 @@ class Sender:
 
     # --- messages --------------------------------------------------------------------------------
 
-    def receive(self, peer: str, message: Subscribe | Fetch | Credit, now: float) -> list[Action]:
+    def receive(
+        self, peer: str, message: Subscribe | Fetch | Credit | Cancel, now: float
+    ) -> list[Action]:
         """Handle one message of a child.
 
         Raises:
@@ -290,6 +297,8 @@ class Sender:
         child = self.children.get(peer)
         if isinstance(message, Credit):
             return self._on_credit(peer, child, message, now)
+        if isinstance(message, Cancel):
+            return self._on_cancel(peer, child, message, now)
         child = self.children.setdefault(peer, Child()) if child is None else child
         child.heard_at, child.unanswered_since = now, None
         if isinstance(message, Fetch):
@@ -364,6 +373,14 @@ class Sender:
         self._note_load(now)
         return sent
 
+    def _on_cancel(
+        self, peer: str, child: Child | None, message: Cancel, now: float
+    ) -> list[Action]:
+        if child is None or child.fetching != (message.version, message.form):
+            return []
+        child.wanted = deque(index for index in child.wanted if index not in message.chunks)
+        return self._serve(peer, child, now)
+
     def _note_load(self, now: float) -> None:
         """Tell the estimate how many children have been sent all that is here.
 
@@ -372,6 +389,8 @@ class Sender:
         if not self.children and self.rate.is_paused:
             return
         fetching = [child for child in self.children.values() if child.fetching is not None]
+        # What helps may wait for long, and says nothing of the uplink.
+        fetching = [child for child in fetching if not child.is_help] or fetching
         num_waiting = sum(map(self._lacks_next, fetching))
         share = num_waiting / len(fetching) if len(fetching) > 1 else 1.0
         self.rate.wait(share, now=now)
