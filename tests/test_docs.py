@@ -301,10 +301,17 @@ def test_the_records_of_the_ledger_are_those_of_the_code() -> None:
 
 @cache
 def texts_in_code() -> str:
-    """Return every text in echo/ and in bin/echo-setup, with a gap for what is inserted."""
+    """Return every text in echo/ and in bin/echo-setup, with a gap for what is inserted.
+
+    Docstrings reach nobody who runs it.
+    """
     texts = [(ROOT / "bin" / "echo-setup").read_text(encoding="utf-8")]
     for path in (ROOT / "echo").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if id(node) in docstrings:
+                continue
             if isinstance(node, ast.JoinedStr):
                 texts.append(
                     "".join(
@@ -324,6 +331,17 @@ def test_every_message_that_it_explains_is_one_of_ours() -> None:
     assert len(messages) > 40
     parts = {part.strip(" ;:.") for message in messages for part in message.split("…")}
     assert [part for part in sorted(parts) if part not in texts_in_code()] == []
+
+
+@pytest.mark.slow
+def test_every_key_that_a_message_names_exists() -> None:
+    others = {"learner.key", "learner.rank", "task.code"}  # a file, a log, a setting of the wire's
+    others |= {"task.completed", "task.description", "task.total"}  # of a bar of rich's
+    files = re.compile(r".*\.(json|jsonl|log|png|safetensors|toml|txt)")
+    pattern = rf"(?<![\w./])(?:{'|'.join(sections())}|job|sim)(?:\.[a-z_0-9]+)+"
+    keys = {key for key in re.findall(pattern, texts_in_code()) if not files.fullmatch(key)}
+    assert len(keys) > 90
+    assert sorted(key for key in keys - others if not is_key(key)) == []
 
 
 def test_the_reasons_that_it_explains_are_those_that_there_are() -> None:

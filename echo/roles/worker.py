@@ -744,7 +744,7 @@ class Worker(DialingRole):
         if (num_bytes := payload_bytes(payload)) > MAX_PAYLOAD_BYTES:
             detail = (
                 f"it has {num_bytes} bytes, a message holds {MAX_PAYLOAD_BYTES}; lower "
-                "rollout.group_size or sampling.max_completion_tokens"
+                "batch.group_size or sampling.max_completion_tokens"
             )
             return self.failed(partial.lease, "group_too_large", detail, now=now)
         self._end(key)

@@ -213,7 +213,7 @@ def test_a_group_that_no_message_holds_fails_with_its_reason(
     failed = paper.role.outbox._deliveries[0, 0].message
     assert isinstance(failed, Failed)
     assert failed.reason == "group_too_large"
-    assert "a message holds 200; lower rollout.group_size" in failed.detail
+    assert "a message holds 200; lower batch.group_size" in failed.detail
     assert len(paper.role.outbox) == 1
 
 
