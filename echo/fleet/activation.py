@@ -405,7 +405,7 @@ class ActivationDecision:
     step: int
     cause: str
     activated: tuple[str, ...]
-    interrupted: tuple[str, ...]
+    deactivated: tuple[str, ...]
     num_active: int
     num_standby: int
     before: Outlook
@@ -420,7 +420,7 @@ class ActivationDecision:
     def __str__(self) -> str:
         """Say what was decided, in one line."""
         parts = [f"{self.num_active} of {self.num_active + self.num_standby} workers active"]
-        for verb, names in (("activated", self.activated), ("put on standby", self.interrupted)):
+        for verb, names in (("activated", self.activated), ("put on standby", self.deactivated)):
             if names:
                 shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
                 parts.append(f"{verb} {shown}")

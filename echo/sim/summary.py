@@ -132,7 +132,7 @@ class History:
                     step=record.step,
                     cause=record.cause,
                     activated=tuple(record.activated),
-                    interrupted=tuple(record.deactivated),
+                    deactivated=tuple(record.deactivated),
                     **numbers,
                 )
                 self.decisions.append((record.at, made))

@@ -318,7 +318,7 @@ def test_workers_that_are_not_needed_stand_by_all_the_dear_ones(
     assert summary.num_standby >= 2
     standby: set[str] = set()
     for _, made in history.decisions:
-        standby = (standby - set(made.activated)) | set(made.interrupted)
+        standby = (standby - set(made.activated)) | set(made.deactivated)
     assert len(standby) == summary.num_standby
     assert standby >= {"dear-1", "dear-2"}
     assert summary.idle_share < 0.1

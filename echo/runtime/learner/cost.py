@@ -350,21 +350,21 @@ class Activation:
         self.outlook = answer.after
         members = {m.node_id: m for m in session.roster.members("worker")}
         known = {worker.name for worker in question.workers} & members.keys()
-        interrupted = sorted(n for n in known - answer.active if not members[n].is_standby)
+        deactivated = sorted(n for n in known - answer.active if not members[n].is_standby)
         activated = sorted(n for n in known & answer.active if members[n].is_standby)
         self._is_pending = answer.is_pending
-        if not interrupted and not activated:
+        if not deactivated and not activated:
             self._num_idle_answers += 1
             return [], None
         self._num_idle_answers = 0
         standby = {n for n, m in members.items() if m.is_standby} - set(activated) | set(
-            interrupted
+            deactivated
         )
         decision = ActivationDecision(
             step=session.step,
             cause=answer.cause,
             activated=tuple(activated),
-            interrupted=tuple(interrupted),
+            deactivated=tuple(deactivated),
             num_active=len(members) - len(standby),
             num_standby=len(standby),
             before=answer.before,
@@ -374,7 +374,7 @@ class Activation:
             slowdown=answer.choice.slowdown,
             is_exact=answer.choice.is_exact,
         )
-        for name in [*interrupted, *activated]:
+        for name in [*deactivated, *activated]:
             state = self._states[name]
             if name in activated and now < state.since + 2 * self.settings.min_dwell_s:
                 # It was dropped and is missed already: not so soon again.
@@ -678,7 +678,7 @@ class CostControl:
                 step=fields.pop("step"),
                 cause=fields.pop("cause"),
                 activated=fields.pop("activated"),
-                deactivated=fields.pop("interrupted"),
+                deactivated=fields.pop("deactivated"),
                 numbers=fields,
             )
         )
