@@ -20,6 +20,7 @@ from echo.config.fleet_file import JobRow, SimRow
 from echo.config.load import load_config
 from echo.config.reference import configuration_page, fleet_page
 from echo.config.schema import find_leaf, sections
+from echo.core.extras import ROLES
 from echo.records.ledger import Record
 from echo.tasks.environment import Environment
 from echo.tasks.task import Example, load_task
@@ -227,7 +228,7 @@ def check_node(words: list[str]) -> None:
 
 
 def check_setup(words: list[str]) -> None:
-    known = {"--role": {*parsers.ROLES}, "--extra": {*EXTRAS, "NAME"}, "--force": {""}}
+    known = {"--role": {*ROLES}, "--extra": {*EXTRAS, "NAME"}, "--force": {""}}
     while words:
         option = words.pop(0)
         assert (words.pop(0) if option != "--force" else "") in known[option]

@@ -10,10 +10,9 @@ import argparse
 import os
 from pathlib import Path
 
-from echo.core.extras import version
+from echo.core.extras import ROLES, version
 from echo.core.units import MAX_FILE_NAME_BYTES
 
-ROLES = ("learner", "worker", "relay")
 CONFIGS = {"addition": "quickstart.toml", "countdown": "countdown.toml"}
 """What the quickstart can learn, and the configuration of each."""
 EXIT_CODES_HELP = (

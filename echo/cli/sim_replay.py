@@ -16,7 +16,7 @@ from statistics import fmean
 from echo.cli.plan import read_rates
 from echo.config.schema import PROFILES
 from echo.core.units import format_duration
-from echo.fleet.market import Offer, Region, RentedFleet
+from echo.fleet.market import UNLIMITED, Offer, Region, RentedFleet
 from echo.records.ledger import deliveries_of, read_records, totals_of
 from echo.records.run_files import (
     MetricsRow,
@@ -32,8 +32,6 @@ from echo.sim.summary import RUN_IN, Summary
 REGION = "recorded"
 REPLAY_CHUNKS = 8
 """Grain of the versions of a replayed run: its broadcasts take what was recorded anyway."""
-UNLIMITED = 1e12
-"""Bytes per second of links that the run's broadcasts did not show to be slower."""
 
 
 def recorded_scenario(run_dir: Path) -> Scenario:

@@ -20,7 +20,7 @@ import psutil
 from echo.config.fields import UNREADABLE, Role, local_path
 from echo.config.schema import Config, show
 from echo.core.errors import DataError
-from echo.core.rollout import KEEP_VERSIONS
+from echo.core.rollout import KEEP_VERSIONS, MAX_UNACKED_GROUPS
 from echo.core.units import format_bytes
 
 # --- footprint ------------------------------------------------------------------------------------
@@ -36,8 +36,6 @@ DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BYTES_PER_SAMPLED_TOKEN = 17  # a rollout's id (4), log-prob (4), version (8) and mask (1)
 VOCAB_CHUNK = 8192
 """Columns of logits that exist at one time; as in kernels/logprob.py, which loads torch."""
-MAX_UNACKED_GROUPS = 64
-"""Groups that a relay holds until the learner has them; as in leases/outbox.py."""
 
 MOMENT_BYTES: Mapping[str, float] = {"float32": 8, "8bit": 2 * (1 + 4 / 64), "offloaded": 8}
 """Bytes per trained parameter of AdamW's two moments, by optimizer.state: 8 bits each, with a scale

@@ -21,6 +21,11 @@ KEEP_VERSIONS = 2
 """Whole versions that a node keeps: the one in use, and the one before, which children may still be
 taking and deltas are coded against."""
 
+MAX_UNACKED_GROUPS = 64
+"""Finished groups that a worker keeps until the learner has them, and a relay holds on their way: a
+full engine's a few times over. So sampling does not pause for a slow disk, and what they take (2 MB
+each at 16 rollouts of 8192 tokens) stays small."""
+
 
 class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
     """Name one set of weights: an unbroken learner history and a step within it.

@@ -12,10 +12,6 @@ from dataclasses import dataclass
 from echo.wire.codec import Frame
 from echo.wire.messages import Message
 
-MAX_UNACKED_GROUPS = 64
-"""A full engine's groups, a few times over: so sampling does not pause for a slow disk, and what a
-relay or worker holds of them (2 MB each at 16 rollouts of 8192 tokens) stays small."""
-
 
 @dataclass(slots=True)
 class Unacknowledged:

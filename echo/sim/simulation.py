@@ -20,8 +20,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.errors import EchoError
 from echo.core.price import Price
+from echo.core.rollout import MAX_UNACKED_GROUPS
 from echo.fleet.market import Offer
-from echo.leases.outbox import MAX_UNACKED_GROUPS, Outbox
+from echo.leases.outbox import Outbox
 from echo.leases.partials import PartialRules
 from echo.net.transport import TransportOptions
 from echo.roles.joining import NodeSettings

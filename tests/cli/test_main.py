@@ -8,10 +8,9 @@ import pytest
 
 import echo.cli.main
 from echo import __version__
-from echo.cli import parsers
 from echo.cli.main import COMMANDS, find_command, main
-from echo.config.fields import ROLES
-from echo.core.extras import install_command
+from echo.config import fields
+from echo.core.extras import ROLES, install_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,7 +89,7 @@ for name in COMMANDS:
 
 
 def test_roles_are_those_of_the_configuration() -> None:
-    assert parsers.ROLES == ROLES
+    assert fields.ROLES == ROLES
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from echo.config.load import apply_inherited, check_inherited, keys_set_by_user
 from echo.config.memory import read_machine
 from echo.config.schema import Config, VllmSection
 from echo.core.errors import ConfigError, StorageError
+from echo.core.rollout import MAX_UNACKED_GROUPS
 from echo.engine.engine import Engine
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import Lora, worker_lora
@@ -32,7 +33,7 @@ from echo.engine.model import (
 )
 from echo.engine.vllm.arguments import Process
 from echo.engine.weights import publish_image
-from echo.leases.outbox import MAX_UNACKED_GROUPS, Outbox
+from echo.leases.outbox import Outbox
 from echo.leases.partials import PartialRules
 from echo.net.transport import Transport
 from echo.roles.worker import Worker
