@@ -199,7 +199,7 @@ class Receiver(RelayNode):
                     tell(
                         **cpu(),
                         control_bytes=self._control.num_bytes,
-                        num_duplicates=self.session.broadcast.num_duplicate_chunks,
+                        num_duplicates=self.session.broadcast.receiver.num_duplicate_chunks,
                     )
                 case ["watch"]:
                     self._is_watching = True

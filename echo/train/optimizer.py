@@ -66,16 +66,6 @@ class AdamW:
         """Return the state of one parameter before the first update."""
         return {key: torch.zeros_like(shard) for key in MOMENTS} | {STEP: shard.new_zeros(())}
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of the moments that lie where the weights do."""
-        return sum(
-            value.nbytes
-            for name, moments in self._moments.items()
-            for value in moments.values()
-            if value.device == self._shards[name].device
-        )
-
     @torch.no_grad()
     def step(
         self, *, learning_rate: float, betas: tuple[float, float], weight_decay: float

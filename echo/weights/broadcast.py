@@ -148,11 +148,6 @@ class Broadcast:
         return None if self.receiver.item is None else self.receiver.item[0]
 
     @property
-    def parent(self) -> str | None:
-        """The parent of the first link."""
-        return self.receiver.links[0].peer
-
-    @property
     def children(self) -> dict[str, Child]:
         """Who takes weights from this node, by peer."""
         return self._sender.children
@@ -200,16 +195,6 @@ class Broadcast:
             *(image for version, image in self.store.items() if version == newest),
         ]
         return min(forms, key=lambda item: item.num_bytes, default=None)
-
-    @property
-    def num_bad_chunks(self) -> int:
-        """Chunks received whose hash did not match."""
-        return self.receiver.num_bad_chunks
-
-    @property
-    def num_duplicate_chunks(self) -> int:
-        """Chunks received that were held already."""
-        return self.receiver.num_duplicate_chunks
 
     @property
     def deadline(self) -> float | None:

@@ -114,12 +114,22 @@ def test_a_weight_without_a_gradient_rests() -> None:
     assert float(optimizer.tensors()["norm/step"]) == 1
 
 
+def device_bytes(optimizer: AdamW) -> int:
+    """Return the bytes of the moments that lie where the weights do."""
+    return sum(
+        value.nbytes
+        for name, moments in optimizer._moments.items()
+        for value in moments.values()
+        if value.device == optimizer._shards[name].device
+    )
+
+
 def test_moments_lie_where_they_are_said_to() -> None:
     numbers = sum(shard.numel() for shard in make_shards().values())
     meta = {name: shard.to("meta") for name, shard in make_shards().items()}
-    assert 8 * numbers <= KINDS["float32"](meta).device_bytes < 8.1 * numbers
+    assert 8 * numbers <= device_bytes(KINDS["float32"](meta)) < 8.1 * numbers
     offloaded = KINDS["offloaded"](meta)
-    assert offloaded.device_bytes == 0
+    assert device_bytes(offloaded) == 0
     assert {value.device.type for value in offloaded._tensors().values()} == {"cpu"}
 
 
@@ -127,7 +137,7 @@ def test_moments_lie_where_they_are_said_to() -> None:
 def test_moments_of_8_bits_take_a_quarter() -> None:
     needs_torchao()
     shards = {"matrix": torch.nn.Parameter(torch.zeros(64, 2 * BLOCK))}
-    assert KINDS["8bit"](shards).device_bytes == pytest.approx(2.125 * 64 * 2 * BLOCK, abs=4)
+    assert device_bytes(KINDS["8bit"](shards)) == pytest.approx(2.125 * 64 * 2 * BLOCK, abs=4)
 
 
 # --------------------------------------------------------------------------------------- its state

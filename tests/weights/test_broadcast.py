@@ -165,7 +165,7 @@ def test_a_parent_that_was_restarted_does_not_make_its_children_start_anew() -> 
     mesh.wait(0.5)
     mesh.settle()
     assert mesh.holds("c", V1)
-    assert mesh.nodes["c"].num_duplicate_chunks == 0
+    assert mesh.nodes["c"].receiver.num_duplicate_chunks == 0
     assert not mesh.failed
 
 
@@ -177,7 +177,7 @@ def test_one_chunk_of_wrong_bytes_or_length_is_forgiven(index: int, data: bytes)
     mesh.publish(1, 1)
     partial(mesh, "b", "a", 1)
     mesh.deliver("a", "b", (Chunk(version=V1, index=index), [bytes(data)]))
-    assert mesh.nodes["b"].num_bad_chunks == 1
+    assert mesh.nodes["b"].receiver.num_bad_chunks == 1
     assert "asking again" in mesh.notes[-1]
     mesh.settle()
     assert mesh.holds("b", V1)
@@ -192,7 +192,8 @@ def test_of_chunks_that_come_together_only_the_wrong_one_is_asked_for_again() ->
     data = [right_chunk(image, 1), bytes(CHUNK_BYTES), right_chunk(image, 0), right_chunk(image, 4)]
     mesh.deliver("a", "b", (Chunk(version=V1, index=1, others=(2, 0, 4)), data))
     assert mesh.nodes["b"].progress() == (V1, 3, 6)
-    assert mesh.nodes["b"].num_bad_chunks == mesh.nodes["b"].num_duplicate_chunks == 1
+    receiver = mesh.nodes["b"].receiver
+    assert receiver.num_bad_chunks == receiver.num_duplicate_chunks == 1
     assert mesh.sent(Fetch, "b")[-1].ranges == ((2, 4), (5, 6))
     mesh.settle()
     assert mesh.holds("c", V1)
@@ -330,7 +331,7 @@ def test_what_was_not_asked_for_is_ignored() -> None:
     mesh.deliver("a", "b", (Gone(version=V3), []))
     mesh.deliver("x", "a", (Credit(version=V1, credit_bytes=10), []))
     assert not mesh.nodes["b"].store
-    assert mesh.nodes["b"].num_bad_chunks == 0
+    assert mesh.nodes["b"].receiver.num_bad_chunks == 0
     mesh.publish(1, 1)
     mesh.settle()
     mesh.publish(1, 2)

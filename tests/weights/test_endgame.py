@@ -92,7 +92,7 @@ def test_what_a_helper_brings_is_cancelled_and_more_is_asked_for_until_all_is_he
     assert 0 < len(left) <= 8
     here.bring("slow", *left)
     assert here.arrived == [here.manifest.version]
-    assert here.node.num_duplicate_chunks == 0
+    assert here.node.receiver.num_duplicate_chunks == 0
 
 
 def test_what_the_slow_one_brings_first_is_not_awaited_of_the_helper() -> None:

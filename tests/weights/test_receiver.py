@@ -359,7 +359,7 @@ def test_a_parent_that_takes_over_while_chunks_are_written_brings_none_of_them_a
     net.settle()
     assert net.holds("b", 0)
     # Copies would have used up its credit without ever giving any back.
-    assert net.nodes["b"].num_duplicate_chunks == 0
+    assert net.nodes["b"].receiver.num_duplicate_chunks == 0
     assert net.now == 0.0
 
 
@@ -383,7 +383,7 @@ def test_wrong_chunks_are_never_written_and_end_their_parent() -> None:
         work = net.writes[0]
         assert work.run() == WRONG_HASH
         net.decode()
-        assert node.num_bad_chunks == number
+        assert node.receiver.num_bad_chunks == number
     assert [(each.peer, each.is_corrupt) for each in net.failures] == [(link, True)]
     assert bytes(node.store[v(0)].storage) == before
     # The last of its chunks is found to be wrong when another parent has been asked already.
