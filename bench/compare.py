@@ -34,18 +34,6 @@ ROOT = Path(__file__).resolve().parents[1]
 WORSE = 0.05
 QUICK = ("april", "broadcast", "delta", "dispatch", "ledger", "overlap", "quickstart", "rule",
          "sim", "staleness", "topology", "update", "uplink_errors")  # fmt: skip
-BEFORE = {  # the same for scripts that know no --quick
-    "april": "--seeds 0 --steps 4 --medians 6000",
-    "broadcast": "--sizes 16MiB --chunks 256KiB --repeats 3 --topologies chain:2 star:2",
-    "delta": "--weights 1048576 --steps 6 --image 16MiB --block 1MiB --repeats 3",
-    "dispatch": "--seeds 1 --steps 8 --staleness 1",
-    "overlap": "--steps 8 --rates 1.0",
-    "quickstart": "--seeds 0 --set run.max_steps=10 --set eval.num_prompts=64",
-    "sim": "30x6x8 --limit 60",
-    "staleness": "--experiments delays --losses grpo --seeds 0 --steps 6 --prompts 64",
-    "topology": "--nodes 16 --draws 3 --time-nodes 16 64 --repeats 2",
-    "uplink_errors": "--errors 0.0 0.1 --repeats 1 --chunk 1048576",
-}
 GAINS = ("per_s", "gb_s", "ratio", "promised", "got", "sampled", "greedy", "speed", "is_complete")
 """In names of figures of which more is better."""
 COSTS = ("_s", "_ms", "_mib", "bytes", "idle", "wasted", "stale", "worst", "_step", "_tokens")
@@ -155,10 +143,9 @@ def run(name: str, options: str | None, limit_s: float, tree: Path) -> dict[str,
         RuntimeError: if there are none, with the reason.
     """
     if options is None:
-        has_quick = "--quick" in (tree / "bench" / "harness.py").read_text()
-        options = "--quick" if has_quick else BEFORE.get(name)
-    if options is None:
-        raise RuntimeError("its script has no quick form")
+        if "--quick" not in (tree / "bench" / "harness.py").read_text():
+            raise RuntimeError("its script has no quick form")
+        options = "--quick"
     command = [sys.executable, f"bench/bench_{name}.py", *shlex.split(options)]
     began_at = time.time()
     process = subprocess.Popen(
