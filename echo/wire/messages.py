@@ -4,7 +4,7 @@ A message on the wire is one header frame followed by raw payload frames (`wire/
 are two kinds:
 
 * **Link messages** concern the two ends of one connection only: greeting, and the weights plane,
-  which is pulled hop by hop (`broadcast.py`).
+  which is pulled hop by hop (`weights/broadcast.py`).
 * **Routed messages** go between one node and the learner, however many relays lie between; a relay
   forwards them by the node id in the envelope and never looks inside.
 
@@ -194,7 +194,7 @@ class Segment(Message, frozen=True):
 
 
 class Chunk(Message, frozen=True):
-    """Parent to child: a chunk, or some; the bytes of each are a payload frame (`cipher.py`)."""
+    """Parent to child: a chunk, or some; the bytes of each are a frame (`weights/cipher.py`)."""
 
     version: PolicyVersion
     index: Place
