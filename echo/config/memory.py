@@ -692,7 +692,7 @@ def read_machine(gpu_bytes: int | None = None) -> Machine:
         gpu_bytes: free bytes of the GPU that the model will run on; None on a CPU.
     """
     available = int(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
+    group = Path("/sys/fs/cgroup")  # psutil knows no limit of a container
     limit, used = group / "memory.max", group / "memory.current"
     if limit.exists() and used.exists():
         text = limit.read_text(encoding="ascii").strip()

@@ -208,7 +208,7 @@ class DiskThread:
 def _report(future: Future[None]) -> None:
     error = future.exception()
     if error is not None:
-        _log.error("internal error", exc_info=error)
+        _log.error("internal error; please report this", exc_info=error)
 
 
 # --- Journals of keyframes, which a restarted node reads again ---

@@ -260,7 +260,7 @@ class Node:
         except EchoError as error:
             self.stop("failed", error)
         except Exception as error:
-            self.log.exception("internal error")
+            self.log.exception("internal error; please report this")
             self.stop("failed", error)
 
     async def _read(self) -> None:
@@ -469,7 +469,7 @@ def _can_choose(name: str) -> bool:
     return True
 
 
-# --- The relay role: a session and a transport; it needs two ports, no GPU and no torch ---
+# --- Nodes that dial out: what they have found on their disk, and their links ---
 
 
 class DialingNode(Node):

@@ -18,6 +18,9 @@ back in time, or dies, takes its process with it, whatever that has started itse
 in there: they end as lost, and the next call starts a new process. Should this process die first,
 an idle child sees its end of the socket close; a busy one is killed by an alarm of the kernel's
 that it set before it began.
+
+A library's pool (pebble) does not do: it unpickles in this process what a user's code sends, bounds
+neither memory nor the size of an answer, and leaves alive what a killed process has started.
 """
 
 from __future__ import annotations

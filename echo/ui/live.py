@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 # --- curves in braille ----------------------------------------------------------------------------
 #
-# Pure functions from numbers to rich `Text` rows of an exact size. Values that are not finite are
-# left out, so that a diverged run can still be looked at.
+# Pure functions from numbers to rich `Text` rows of an exact size; rich has no curves. Values
+# that are not finite are left out, so that a diverged run can still be looked at.
 
 
 Point = tuple[float, float]
