@@ -3,7 +3,7 @@
     python bench/bench_adapters.py [--versions 30] [--before COMMIT --rounds 3]
 
 A learner that trains an adapter and three workers with vLLM are real processes that talk over
-sockets on loopback, encrypted, journalled, acknowledged; the model is tiny and its weights random.
+sockets on loopback, encrypted, recorded, acknowledged; the model is tiny and its weights random.
 The clock starts when the optimizer's step is done and ends with the first token under the new
 version at the last of the workers, which sample groups all the time (adapter_node.py). `--before`
 has the nodes of another commit do the same in turns.

@@ -2,7 +2,7 @@
 
     python bench/bench_overlap.py [--steps 30] [--rates 0.8 1.0 1.2] [--real RUN]
 
-A learner and workers talk over sockets on loopback, encrypted, journalled, acknowledged. Only the
+A learner and workers talk over sockets on loopback, encrypted, recorded, acknowledged. Only the
 model work takes a given time (timed_node.py), so that the rate of the workers is known: these
 shares of the rate that the rule asks for. The first fifth of the steps is run-in. `--real` names
 the directory of a finished run with real models: its idle share is compared with the one that is

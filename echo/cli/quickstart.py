@@ -324,7 +324,7 @@ def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Consol
 
 
 def describe_end(node: NodeProcess) -> str:
-    """Say how a node failed, with its last words; nothing while it runs or if it is done."""
+    """Say how a node failed, with its last line; nothing while it runs or if it is done."""
     code = node.process.poll()
     if not code:
         return ""

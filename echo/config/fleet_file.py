@@ -259,7 +259,7 @@ class SimRow(Row):
     """Until new weights are in an engine."""
     publish_s: Instant = 0.0
     """In which the learner makes a version, and nothing else."""
-    journal_s: Instant = 0.01
+    ledger_s: Instant = 0.01
     """Until a group is on the learner's disk."""
     join_within_s: Instant = 5.0
     """In which the workers start, one after the other."""

@@ -64,7 +64,7 @@ class StalenessBuffer:
         return len(self._groups) + (self._num_taken if self._taken_at == step else 0)
 
     def put(self, group: Group) -> None:
-        """Add a group that the journal holds and that is not here yet."""
+        """Add a group that the ledger holds and that is not here yet."""
         if group.group_id in self._groups:
             raise ValueError(f"group {group.group_id} is in the buffer already")
         self._groups[group.group_id] = group

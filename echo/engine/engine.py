@@ -381,7 +381,7 @@ class VersionBarrier:
 
     @contextmanager
     def swap(self, version: PolicyVersion) -> Iterator[None]:
-        """Hold the fence while `version` is installed; it counts unless the body raises."""
+        """Hold the barrier while `version` is installed; it counts unless the body raises."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_swapping)
             self._is_swapping = True
@@ -398,7 +398,7 @@ class VersionBarrier:
     def request(
         self, min_version: PolicyVersion | None, exact_version: PolicyVersion | None
     ) -> Iterator[None]:
-        """Hold the fence, where an exact version is wanted, while a request runs.
+        """Hold the barrier, where an exact version is wanted, while a request runs.
 
         Raises:
             EngineError: if nothing is installed at all.

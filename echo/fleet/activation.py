@@ -83,7 +83,7 @@ class Roll:
         """Take the workers there are; their names differ."""
         self.workers = tuple(workers)
         self.links = links
-        self.kinds = gather(workers)
+        self.kinds = by_kind(workers)
         self._alone_s = [links.broadcast_s([kind[0].name]) for kind in self.kinds]
         """Seconds of a broadcast to one worker of each kind: what any set with it needs."""
 
@@ -174,7 +174,7 @@ class Roll:
         return sorted(names, key=lambda name: (-value[name], name))
 
 
-def gather(workers: Sequence[Offer]) -> list[list[Offer]]:
+def by_kind(workers: Sequence[Offer]) -> list[list[Offer]]:
     """Return the workers by kind, with at most MAX_OFFERS kinds if what they cost allows it."""
     kinds: list[list[Offer]] = []
     for width in _WIDTHS:

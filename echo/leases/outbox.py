@@ -1,6 +1,6 @@
 """Outbox of finished groups: kept and retried until the learner acknowledges them.
 
-At-least-once: a group stays in the outbox until the learner acknowledges that its journal holds
+At-least-once: a group stays in the outbox until the learner acknowledges that its ledger holds
 it, and is sent again while that has not happened. The learner removes duplicates by group id. The
 outbox is bounded: a worker whose outbox is full stops sampling, it does not drop.
 """

@@ -195,7 +195,7 @@ def _refresh_one(
 #                      |   ^
 #                   park   take            parked groups go before fresh ones, oldest first
 #                      v   |
-#                      parked
+#                   interrupted
 #
 # A lease is in one of the three places until it is delivered, has failed, or is not wanted any
 # more; all of them are listed in each heartbeat, so the learner counts them all. What a place holds

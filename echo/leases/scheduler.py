@@ -1,8 +1,8 @@
 """Scheduler of leases: grant, reconcile, accept, expire, settle.
 
-Every grant is journalled before it is sent (`RecordGrant`), so that after a crash no honest result
+Every grant is recorded before it is sent (`RecordGrant`), so that after a crash no honest result
 is unknown. Workers list their leases in each heartbeat; `reconcile` compares that list with the
-book: what the worker lacks is sent again, what the book lacks is entered, what is settled is told.
+book: what the worker lacks is sent again, what the book lacks is entered, what has ended is told.
 
 How many groups may be granted is decided by the admission rule (`leases/book.py`); who gets them,
 and whether a late group is hedged on another worker, by `leases/dispatch.py`.
@@ -85,7 +85,7 @@ Bounds = Mapping[PolicyVersion | None, int]
 
 @dataclass(frozen=True, slots=True)
 class RecordGrant(Action):
-    """Journal that a lease was granted, before the Grant that follows is sent."""
+    """Record that a lease was granted, before the Grant that follows is sent."""
 
     lease: Lease
     worker_id: str
@@ -96,7 +96,7 @@ class RecordGrant(Action):
 
 @dataclass(frozen=True, slots=True)
 class RecordCancel(Action):
-    """Journal that a lease was ended because another worker was first with its group."""
+    """Record that a lease was ended because another worker was first with its group."""
 
     group_id: int
     attempt: int
@@ -107,7 +107,7 @@ class RecordCancel(Action):
 
 @dataclass(frozen=True, slots=True)
 class RecordRefusal(Action):
-    """Journal that the result of a lease was refused; its group is granted again."""
+    """Record that the result of a lease was refused; its group is granted again."""
 
     group_id: int
     attempt: int
@@ -126,7 +126,7 @@ class StoreGroup(Action):
 
 @dataclass(frozen=True, slots=True)
 class RecordEnd(Action):
-    """Journal that a group that was never accepted has come to an end, with its reason."""
+    """Record that a group that was never accepted has come to an end, with its reason."""
 
     group_id: int
     reason: str
@@ -236,7 +236,7 @@ class Scheduler:
         self.finished = FinishedGroups(run.finished)
         self.counters = counters
         self.shipped = ShippedPartials(counters)
-        self.forecast = FinishTimes(
+        self.finish_times = FinishTimes(
             max_tokens=settings.max_completion_tokens,
             group_size=settings.group_size,
             heartbeat_s=settings.heartbeat_s,
@@ -297,17 +297,17 @@ class Scheduler:
     def grant(
         self, workers: Sequence[LeasedWorker], *, now: float
     ) -> tuple[list[Action], dict[str, list[Lease]]]:
-        """Hand out groups; return the records to journal, and the new leases of each worker."""
+        """Hand out groups; return the records to be made, and the new leases of each worker."""
         records, self._unreturned = self._unreturned, []
         granted: dict[str, list[Lease]] = {}
         made: list[LeaseRecord] = []
         try:
             self._grant(workers, records, granted, made, now)
         except Exception:
-            # None of them will be journalled, and so none may be out.
+            # None of them will be recorded, and so none may be out.
             for record in made:
                 self.leases.revoke(record)
-            # Those that have ended are settled, and will be journalled.
+            # Groups that have ended stay so, and their ends will be recorded.
             self._unreturned = [each for each in records if not isinstance(each, RecordGrant)]
             raise
         return records, granted
@@ -325,7 +325,7 @@ class Scheduler:
         is_hedging = self._is_hedging
         if not is_hedging and not self._has_use(able.values(), bounds):
             return
-        self.forecast.refresh(list(able))
+        self.finish_times.refresh(list(able))
         loads = self._loads(able.values(), bounds, now)
         foreseen = [self._outlook_of(worker, now) for worker in workers] if is_hedging else []
         num_promised = self._num_promised
@@ -422,7 +422,7 @@ class Scheduler:
         for worker in able:
             name, installed, capacity = worker.node_id, worker.installed, worker.capacity
             free_at = self._outlook_of(worker, now).free_at
-            speed = self.forecast.of(name)
+            speed = self.finish_times.of(name)
             if speed.measured is None:
                 capacity = min(capacity, len(free_at))  # no queue before it shows its speed
             own = bounds[installed]
@@ -438,7 +438,7 @@ class Scheduler:
                     own,
                     soon,
                     alone_s,
-                    alone_s / self.forecast.hope(speed, now=now),
+                    alone_s / self.finish_times.hope(speed, now=now),
                     [at if at > soon_at else soon_at for at in free_at],
                 )
             )
@@ -453,7 +453,7 @@ class Scheduler:
         now: float,
     ) -> tuple[int, float]:
         """Return how many groups may be promised with the version it has soon, and from when on."""
-        at = self.forecast.installs_at(worker.node_id, newest, now=now)
+        at = self.finish_times.installs_at(worker.node_id, newest, now=now)
         if at is None:
             return own, now
         return own + (newest.step - installed.step) * self.settings.groups_per_step, at
@@ -461,7 +461,7 @@ class Scheduler:
     def _alone_s(self, speed: Speed, num_places: int) -> float:
         """Return how long a group would take in the empty engine, from what the load has cost."""
         load = slowdown(speed.load, num_places)
-        return self.forecast.lengths.mean / self.forecast.known_speed(speed) / load
+        return self.finish_times.lengths.mean / self.finish_times.known_speed(speed) / load
 
     def _outlook_of(self, worker: LeasedWorker, now: float) -> _Outlook:
         """Return when a worker will be done with what it has; a little old, if nothing changed."""
@@ -481,15 +481,15 @@ class Scheduler:
         records = self.leases.worker_leases(worker.node_id)
         records.sort(key=lambda record: (not record.running_s, record.group_id))
         for index, record in enumerate(records):
-            num_tokens, rest_s = self.forecast.outlook(
+            num_tokens, rest_s = self.finish_times.outlook(
                 record, is_running=index < num_places, now=now
             )
             done_at = outlook.free_at[0] + rest_s
             heapq.heapreplace(outlook.free_at, done_at)
             outlook.running.append(RunningGroup(record, done_at, num_tokens))
         for _ in range(num_unknown):
-            speed = self.forecast.speed(worker.node_id, now=now)
-            done_at = outlook.free_at[0] + self.forecast.lengths.mean / speed
+            speed = self.finish_times.speed(worker.node_id, now=now)
+            done_at = outlook.free_at[0] + self.finish_times.lengths.mean / speed
             heapq.heapreplace(outlook.free_at, done_at)
         return outlook
 
@@ -499,10 +499,10 @@ class Scheduler:
         """Return which leases to copy to workers that have nothing else to do."""
         assert self.settings.hedge_factor is not None
         helpers = [
-            Helper(node_id, self.forecast.speed(node_id, now=now), num_free)
+            Helper(node_id, self.finish_times.speed(node_id, now=now), num_free)
             for node_id, worker in able.items()
             if (num_free := (worker.num_places or worker.capacity) - self._num_held(worker)) > 0
-            and self.forecast.has_made_a_group(node_id)
+            and self.finish_times.has_made_a_group(node_id)
             # What it makes must be as fresh as what was promised.
             and bounds[worker.installed] >= self._num_promised
         ]
@@ -577,7 +577,7 @@ class Scheduler:
             state = listed.pop((record.group_id, record.attempt), None)
             if state is not None:
                 record.is_confirmed = True
-                self.forecast.heard(record, state, now=now)
+                self.finish_times.heard(record, state, now=now)
                 is_idle = state.num_tokens <= 0 or state.is_waiting
                 if state.num_tokens > record.num_tokens or (has_progress and is_idle):
                     num_tokens = max(state.num_tokens, record.num_tokens)
@@ -586,9 +586,9 @@ class Scheduler:
                 # The Grant was lost, or the worker was restarted under the same incarnation.
                 record.sent_at, record.is_confirmed = now, False
                 lost.append(self._lease_of(record, worker))
-        self.forecast.seen(worker.node_id, records, now=now)
+        self.finish_times.seen(worker.node_id, records, now=now)
         if worker.installed is not None:
-            self.forecast.installed(worker.node_id, worker.installed, now=now)
+            self.finish_times.installed(worker.node_id, worker.installed, now=now)
         self._outlooks.discard(worker.node_id)
         unwanted = self._take_in(worker, listed, now=now)
         worker.is_stuck = worker.num_unknown > 0 and not has_progress
@@ -687,7 +687,7 @@ class Scheduler:
             return self._refuse(node_id, message, reason)
         self._storing[group.group_id] = (node_id, group.attempt)
         self.leases.deliver(group.group_id, group.attempt, node_id)
-        self.forecast.made(
+        self.finish_times.made(
             node_id,
             num_tokens=max(rollout.num_tokens for rollout in group.rollouts),
             seconds=message.seconds,
@@ -765,7 +765,7 @@ class Scheduler:
         return self._routes.to(node_id, ack)
 
     def stored(self, group_id: int) -> list[Action]:
-        """Acknowledge a group that the journal now holds."""
+        """Acknowledge a group that the ledger now holds."""
         node_id, attempt = self._storing.pop(group_id)
         leases = self.leases.leases_of(group_id)
         self.settle(group_id)

@@ -407,7 +407,7 @@ class Learner:
         return [a for grant, payload in messages for a in self._routes.to(node_id, grant, *payload)]
 
     def stored(self, group_id: int, *, now: float) -> list[Action]:
-        """Acknowledge a group that the journal now holds; the caller has put it into the buffer."""
+        """Acknowledge a group that the ledger now holds; the caller has put it into the buffer."""
         return [*self._scheduler.stored(group_id), *self.grant(now=now)]
 
     # --- whose groups teach something ------------------------------------------------------------

@@ -36,7 +36,7 @@ class Relay(DialingRole):
             self._routes[envelope.source] = peer
             link = self._control
             if link is None or not link.node_id:
-                self.counters.add("dropped/no_uplink")
+                self.counters.add("dropped/no_link")
                 return []
             self.counters.add("forwarded/up")
             return [Send(link.peer, onward)]

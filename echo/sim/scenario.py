@@ -61,7 +61,7 @@ class Settings:
     """Until new weights are in the engine."""
     publish_s: float = 0.0
     """In which the learner makes a version, and does nothing else."""
-    journal_s: float = 0.01
+    ledger_s: float = 0.01
     """Until a group is on the learner's disk."""
     join_within_s: float = 5.0
     """In which the workers start, one after the other."""

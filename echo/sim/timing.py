@@ -386,4 +386,4 @@ class LearnerThreads(InlineThreads):
             return self._trainer.step_s()
         if what is LearnerNode.make_version:
             return self._settings.publish_s
-        return self._settings.journal_s if what is MemoryLedger.sync else 0.0
+        return self._settings.ledger_s if what is MemoryLedger.sync else 0.0

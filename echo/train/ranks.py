@@ -10,11 +10,11 @@ and what may not. In the control group ranks wait for the next command, for hour
 come. Everything else is the default group's, where nobody waits for longer than COLLECTIVE_S.
 
 A rank that fails ends the job, and the leader says which one and why. (Memory that is short in a
-pass is no such failure: trainer.py.) Each rank beats, once a
-second, in the store through which they found each other, and leaves its last words there:
+pass is no such failure: trainer.py.) Each rank beats, once a second, in the store through which
+they found each other, and leaves its crash reason there:
 
-    it raised                 last words; its peers notice at once (gloo) or by torchrun's SIGTERM
-    it was killed             no last words and no beat; noticed likewise
+    it raised                 a reason; its peers notice at once (gloo) or by torchrun's SIGTERM
+    it was killed             no reason and no beat; noticed likewise
     its machine is gone       no beat for SILENT_S: the leader ends by itself
     it hangs                  it beats, and the others' collective runs out of time: COLLECTIVE_S
 
@@ -59,7 +59,7 @@ SILENT_S = 120.0
 """Without a beat a rank counts as gone."""
 BEAT_S = 1.0
 SETTLE_S = 3.0
-"""What last words may take, once something has failed."""
+"""What a crash reason may take, once something has failed."""
 IDLE = timedelta(days=365)
 """How long ranks wait for a command: there is no limit, and gloo wants one."""
 
@@ -172,7 +172,7 @@ def form(
 
 
 class Beats:
-    """Signs of life and last words of all ranks, in their store."""
+    """Signs of life and crash reasons of all ranks, in their store."""
 
     def __init__(self, store: Store, rank: int, size: int, *, silent_s: float) -> None:
         """Begin to beat, in a thread of its own, until `close`."""

@@ -1,4 +1,4 @@
-"""Who should generate: against brute force, and what becomes of it where nothing suffices."""
+"""The choice of who generates: against brute force, and where nothing suffices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.random_fleets import choose_by_brute_force, random_workers
-from echo.fleet.activation import MAX_OFFERS, Links, Question, Roll, choose, gather
+from echo.fleet.activation import MAX_OFFERS, Links, Question, Roll, by_kind, choose
 from echo.fleet.job import Job
 from echo.fleet.market import Offer
 
@@ -122,7 +122,7 @@ def test_a_worker_without_a_rate_is_no_reason_to_fail() -> None:
 
 def test_many_different_workers_are_put_together_and_the_slowest_stands_for_its_kind() -> None:
     workers = [worker(f"w{n:03}", 1 + n / 1000, 1.0 + n / 500) for n in range(300)]
-    kinds = gather(workers)
+    kinds = by_kind(workers)
     assert len(kinds) <= MAX_OFFERS
     assert sorted(w.name for kind in kinds for w in kind) == [w.name for w in workers]
     big = replace(JOB, groups_per_step=100)

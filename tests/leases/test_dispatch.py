@@ -1,4 +1,4 @@
-"""Who is given which group, when a copy pays, and what is expected of lengths and speeds."""
+"""Dispatch of groups: copies that pay, expected lengths and speeds."""
 
 from __future__ import annotations
 
@@ -424,11 +424,11 @@ def test_copies_pay_and_fit(
 # --- in the learner's session ---------------------------------------------------------------------
 
 
-def test_a_copy_is_journalled_counts_once_and_has_the_seed_of_its_original() -> None:
+def test_a_copy_is_recorded_counts_once_and_has_the_seed_of_its_original() -> None:
     granting = make_granting(of={"max_staleness": 0, "hedge_factor": 2.0})
     slow, fast = make_worker("slow", (2, 3), 4), make_worker("fast", (2, 3), 4)
     for name, seconds in (("slow", 100.0), ("fast", 1.0)):
-        granting.forecast.made(name, num_tokens=10, seconds=seconds, now=0.0)
+        granting.finish_times.made(name, num_tokens=10, seconds=seconds, now=0.0)
     granting.grant([slow], now=0.0)
     assert granting.leases.num_running == 4
     records, leases = granting.grant([slow, fast], now=1.0)
@@ -456,14 +456,14 @@ def test_nothing_is_copied_without_need(change: str) -> None:
     num_running = 4 if change == "batch" else 8
     slow = make_worker("slow", (2, 3), num_running)
     fast = make_worker("fast", (1, 2) if old else (2, 3), 8)
-    granting.forecast.made("slow", num_tokens=10, seconds=100.0, now=0.0)
+    granting.finish_times.made("slow", num_tokens=10, seconds=100.0, now=0.0)
     if change == "helper in its first group":
         # Its sampling alone: how long its rewards take has not been seen.
         sampled = LeaseRecord(99, 0, "fast", 0.0, 0.0, running_s=0.1, num_tokens=20)
-        granting.forecast.seen("fast", [sampled], now=0.0)
-        assert granting.forecast.speed("fast", now=0.0) == pytest.approx(100)
+        granting.finish_times.seen("fast", [sampled], now=0.0)
+        assert granting.finish_times.speed("fast", now=0.0) == pytest.approx(100)
     elif change != "unmeasured helper":
-        granting.forecast.made("fast", num_tokens=10, seconds=1.0, now=0.0)
+        granting.finish_times.made("fast", num_tokens=10, seconds=1.0, now=0.0)
     granting.grant([slow], now=0.0)
     if change == "batch":
         granting.buffer.num_unspent = lambda *, step: 4  # type: ignore[method-assign]

@@ -139,7 +139,7 @@ def test_prompts_that_cannot_be_had_are_left_out_and_counted() -> None:
     assert granting.counters["discarded/prompt_error"] == 2
 
 
-def test_an_end_that_was_decided_before_granting_failed_is_journalled_by_the_next() -> None:
+def test_an_end_that_was_decided_before_granting_failed_is_recorded_by_the_next() -> None:
     faults: dict[int, Exception] = {12: DataError("no chat template"), 14: ZeroDivisionError()}
     granting, worker = make_granting(prompts=Prompts(faults)), make_worker("w1", (2, 3), 3)
     with pytest.raises(ZeroDivisionError):
@@ -169,7 +169,7 @@ def test_nothing_waits_at_a_worker_before_it_has_shown_its_speed() -> None:
     granting, worker = make_granting(), with_places("w1", (2, 3), 2)
     assert granted(granting, worker) == {"w1": [12, 13]}
     assert granted(granting, worker) == {}
-    granting.forecast.made("w1", num_tokens=10, seconds=1.0, now=0.0)
+    granting.finish_times.made("w1", num_tokens=10, seconds=1.0, now=0.0)
     assert granted(granting, worker) == {"w1": list(range(14, 20))}
 
 
@@ -191,11 +191,11 @@ def test_what_a_worker_can_do_once_it_has_newer_weights_is_left_to_it_if_that_is
     new, old = with_places("new", (2, 3), 1), with_places("old", (1, 2), 1)
     now = 100.0
     for name in ("new", "old"):
-        granting.forecast.made(name, num_tokens=10, seconds=1.0, now=now)
-    granting.forecast.installed("new", PolicyVersion(1, 2), now=50.0)
-    granting.forecast.installed("old", PolicyVersion(1, 2), now=50.0 + 2 * (lag_s or 0.0))
+        granting.finish_times.made(name, num_tokens=10, seconds=1.0, now=now)
+    granting.finish_times.installed("new", PolicyVersion(1, 2), now=50.0)
+    granting.finish_times.installed("old", PolicyVersion(1, 2), now=50.0 + 2 * (lag_s or 0.0))
     newest_at = now if lag_s is not None else now - 20.0
-    granting.forecast.installed("new", PolicyVersion(2, 3), now=newest_at)
+    granting.finish_times.installed("new", PolicyVersion(2, 3), now=newest_at)
     assert granted(granting, new, old, now=now) == expected
 
 

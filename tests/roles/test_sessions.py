@@ -313,7 +313,7 @@ def test_a_learner_shows_its_uplink_once_a_node_has_shown_its_own(make_world: Ma
     assert learner.planning.has_news
 
 
-def test_a_relay_without_route_or_uplink_drops_and_counts(make_world: MakeWorld) -> None:
+def test_a_relay_without_route_or_link_drops_and_counts(make_world: MakeWorld) -> None:
     world = fleet(make_world)
     relay = world.node("r1").session
     down = encode(Finish(reason="x"), source="learner", target="w9")
@@ -323,7 +323,7 @@ def test_a_relay_without_route_or_uplink_drops_and_counts(make_world: MakeWorld)
     world.run(1.0)
     up = encode(Finish(reason="x"), source="w9", target="learner")
     assert relay.receive("in98", up, now=world.now) == []
-    assert relay.counters["dropped/no_uplink"] == 1
+    assert relay.counters["dropped/no_link"] == 1
 
 
 def test_a_restarted_node_is_told_what_it_could_send(make_world: MakeWorld) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from echo.engine.engine import describe_error
 
-VARIABLE = "ECHO_VLLM_LAST_WORDS"
+VARIABLE = "ECHO_VLLM_CRASH_REASON"
 """Names the file, to vLLM's processes."""
 
 LOGGER = "vllm.v1.engine.core"
@@ -32,7 +32,7 @@ class _Writer(logging.Handler):
 
 
 def listen() -> None:
-    """Leave the last words of this process where it is told to; may be called more than once."""
+    """Leave this process's crash reason where it is told to; may be called more than once."""
     logger = logging.getLogger(LOGGER)
     if not any(isinstance(handler, _Writer) for handler in logger.handlers):
         logger.addHandler(_Writer())

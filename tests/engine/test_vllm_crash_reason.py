@@ -1,4 +1,4 @@
-"""Why another process has died: from its log, or from the kernel."""
+"""The reason of another process's death: from its log, or from the kernel."""
 
 from __future__ import annotations
 
