@@ -1,4 +1,4 @@
-"""What README.md, AGENTS.md, CONTRIBUTING.md and docs/ tell must be true of this checkout."""
+"""README.md, AGENTS.md, CONTRIBUTING.md and docs/ tell the truth about this checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an installation brings: entry points that exist, one version, sound scripts."""
+"""An installation: entry points that exist, one version, sound scripts."""
 
 from __future__ import annotations
 

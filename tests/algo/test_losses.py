@@ -1,4 +1,4 @@
-"""What holds for every loss: its paper's formula, finite differences, invariances, refusals.
+"""Every loss: its paper's formula, finite differences, invariances, refusals.
 
 "Every loss" is every one of the registry with the options that change its formula, behind each mask
 and with each pull towards a reference.

@@ -1,4 +1,4 @@
-"""What results are judged by: intervals, theory of a topology, aims; by hand."""
+"""Figures that judge results: intervals, theory of a topology, aims; by hand."""
 
 from __future__ import annotations
 

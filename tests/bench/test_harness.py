@@ -1,4 +1,4 @@
-"""What benchmarks have in common: the trees that are measured in turns."""
+"""The harness of the benchmarks: the trees that are measured in turns."""
 
 from __future__ import annotations
 

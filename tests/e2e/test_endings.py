@@ -1,4 +1,4 @@
-"""How nodes are stopped on purpose, and how a run goes on afterwards."""
+"""Nodes that are stopped on purpose, and the run that goes on afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of four processes promises on policy: bit-exact weights, and no token of age.
+"""Promises of four processes on policy: bit-exact weights, and no token of age.
 
 With max_staleness 3 it is in test_deaths.py.
 """

@@ -1,4 +1,4 @@
-"""What every engine must do, as one suite: a test file inherits it and says how to make an engine.
+"""The contract of engines as one suite: a test file inherits it and makes the engine.
 
 Log-probabilities are compared with the learner's own model (transformers, float32, no cache, no
 batch), so what is shown here is the agreement that training relies on.

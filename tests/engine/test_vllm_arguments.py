@@ -1,4 +1,4 @@
-"""What is refused before vLLM is started; most of it needs no vLLM."""
+"""Arguments that are refused before vLLM is started; most of it needs no vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where vLLM would find what changes, in models that load their weights in many ways."""
+"""Places where vLLM would find changes, in models that load their weights in many ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a probe expects, and what it finds wrong; needs no vLLM."""
+"""The probe: its expectations and its findings; needs no vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels are compared with: the obvious way, and the policy kernel by itself."""
+"""References for the kernels: the obvious way, and the policy kernel by itself."""
 
 from __future__ import annotations
 

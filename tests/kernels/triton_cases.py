@@ -1,4 +1,4 @@
-"""What the Triton backend has to get right, on a GPU or under Triton's interpreter.
+"""Cases that the Triton backend has to get right, on a GPU or in Triton's interpreter.
 
 test_triton_kernels.py runs this file in a process of its own: whether kernels are interpreted is
 decided when triton is imported. By hand:

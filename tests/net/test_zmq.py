@@ -1,4 +1,4 @@
-"""What only the real sockets can show: kernels, killed processes, garbage, memory."""
+"""The real sockets: kernels, killed processes, garbage, memory."""
 
 from __future__ import annotations
 

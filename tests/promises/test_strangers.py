@@ -1,4 +1,4 @@
-"""Who is not admitted, or talks nonsense, is refused, counted and logged; others are served."""
+"""Strangers are refused, counted and logged, nonsense too; others are served."""
 
 from __future__ import annotations
 

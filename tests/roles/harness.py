@@ -1,4 +1,4 @@
-"""What tests of sessions are made of: keys, versions, leases, groups, messages."""
+"""Parts of tests of roles: keys, versions, leases, groups, messages."""
 
 from __future__ import annotations
 

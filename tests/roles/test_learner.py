@@ -1,4 +1,4 @@
-"""What the learner keeps of unfinished groups, and who gets it."""
+"""The learner's unfinished groups, and who gets them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker's role decides, on plain time: an engine on paper samples what it asks for."""
+"""Decisions of a worker's role, on plain time: an engine on paper samples for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in files is found again by the next process, and a full disk is an error in time."""
+"""The disk store: the next process finds its files, and a full disk is an error in time."""
 
 from __future__ import annotations
 

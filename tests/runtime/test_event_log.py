@@ -1,4 +1,4 @@
-"""What a node recorded replays: on real nodes, files and messages in virtual time."""
+"""Recorded nodes replay: real nodes, files and messages in virtual time."""
 
 from __future__ import annotations
 

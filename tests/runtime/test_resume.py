@@ -1,4 +1,4 @@
-"""What a learner takes up again that another one has left."""
+"""A learner takes up what another one has left."""
 
 from __future__ import annotations
 

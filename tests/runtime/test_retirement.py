@@ -1,4 +1,4 @@
-"""When a worker leaves by itself, and how its machine is given back."""
+"""A worker leaves by itself, and its machine is given back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a learner without a batch does by time, on a virtual clock."""
+"""A learner without a batch acts by time, on a virtual clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a worker: contradictions, bad rewards, long prompts, interrupts."""
+"""Faults of a worker: contradictions, bad rewards, long prompts, interrupts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker builds from what it inherits: its own code only, and the learner's model."""
+"""A worker's parts from what it inherits: its own code only, and the learner's model."""
 
 from __future__ import annotations
 

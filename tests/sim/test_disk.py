@@ -1,4 +1,4 @@
-"""What survives the simulated learner: nothing is lost, doubled, or trained beyond the bound."""
+"""The simulated disk outlives the learner: nothing is lost, doubled, or trained too old."""
 
 from __future__ import annotations
 

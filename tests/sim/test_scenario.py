@@ -1,4 +1,4 @@
-"""What a scenario says of an instant, and of what may happen."""
+"""Scenarios: prices at an instant, and whether the learner dies."""
 
 from __future__ import annotations
 

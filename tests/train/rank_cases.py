@@ -1,4 +1,4 @@
-"""What several ranks do in tests/train/test_ranks.py: each function is called on all of them.
+"""Cases for tests/train/test_ranks.py: each function is called on all ranks.
 
 What it returns is of JSON, and that of rank 0 counts.
 """

@@ -1,4 +1,4 @@
-"""What a step trains on: advantages and counts of groups."""
+"""Training batches: advantages and counts of groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which item is fetched next, from whom, how it is written, and what is done without space."""
+"""The receiver: the next item, its parent, how it is written, and what is done without space."""
 
 from __future__ import annotations
 

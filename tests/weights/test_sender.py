@@ -1,4 +1,4 @@
-"""What a parent sends, to whom, in which order, and what it says while it has nothing to send."""
+"""The sender: chunks in order, to whom, and its words while it has nothing to send."""
 
 from __future__ import annotations
 

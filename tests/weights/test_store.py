@@ -1,4 +1,4 @@
-"""What a node keeps and drops, and how encoded versions are put together."""
+"""The store: what is kept and dropped, and how encoded versions are put together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is assumed of unknown sites, and who is limited by its own downlink."""
+"""Sites: assumptions about unknown ones, and who is limited by its own downlink."""
 
 from __future__ import annotations
 
