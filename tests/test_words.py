@@ -38,6 +38,7 @@ INSTEAD = {
     "prompting": "prompt source",
     "reception": "admission",
     "retirement": "release of the machine",
+    "room": "space",
     "settled": "finished groups",
     "skeleton": "meta-device model",
     "stray": "unknown leases",

@@ -76,7 +76,7 @@ def test_versions_stay_on_a_gpu_that_has_room(
         machine = Machine(host_bytes=2**40, gpu_bytes=gpu_bytes)
         monkeypatch.setattr(setup, "read_machine", lambda *_: machine)
         data = mock.Mock(model_dir=directory, lora=None)
-        return setup.has_room_for_versions(make_config(directory), data)
+        return setup.versions_fit_on_gpu(make_config(directory), data)
 
     assert has_room(model_dir, 2**40)
     assert not has_room(model_dir, 2**20)

@@ -124,7 +124,7 @@ def make_images(
     config: Config,
     unrounded: Set[str] = frozenset(),
     *,
-    has_room_on_gpu: bool = True,
+    fits_on_gpu: bool = True,
     copy_stream: CopyStream | None = None,
 ) -> VersionImages:
     """Return what makes the images of a run; without deltas there is nothing to find on a GPU.
@@ -132,7 +132,7 @@ def make_images(
     Args:
         config: of the run.
         unrounded: names of tensors that are published in their own dtype.
-        has_room_on_gpu: whether the last version may stay there.
+        fits_on_gpu: whether the last version may stay there.
         copy_stream: the trainer's.
     """
     # Only here, as below: a simulated learner has no torch.
@@ -141,7 +141,7 @@ def make_images(
     return VersionImages(
         config.model.dtype,
         block_bytes=block_bytes_of(config.network.chunk_bytes),
-        is_on_device=None if has_room_on_gpu and config.network.codec != "full" else False,
+        is_on_device=None if fits_on_gpu and config.network.codec != "full" else False,
         unrounded=unrounded,
         copy_stream=copy_stream,
     )

@@ -389,7 +389,7 @@ def open_run(
         saved = SavedRun(ledger, make_checkpoints(config, identity))
         start = saved.find_start(config, identity, resume=resume, log=log)
         spent = spent_before(ledger.records(), now=ledger.now()) if resume else 0.0
-        images = partial(make_images, config, has_room_on_gpu=has_room_for_versions(config, data))
+        images = partial(make_images, config, fits_on_gpu=versions_fit_on_gpu(config, data))
         trainer = build_trainer(config, data.model_dir, start, data.lora, crew)
         log.info("%s", trainer.describe_rows())
         attribution = make_attribution(config, data.model_dir, trainer)
@@ -426,7 +426,7 @@ def open_run(
     )
 
 
-def has_room_for_versions(config: Config, data: Data) -> bool:
+def versions_fit_on_gpu(config: Config, data: Data) -> bool:
     """Return whether the last version may stay on the GPU, before the trainer takes what is free.
 
     Where nothing is known it may, for as long as it fits.
