@@ -126,7 +126,7 @@ def run(mode: str, seed: int, where: Path, arguments: argparse.Namespace) -> dic
     if mode != "colocated":
         # The modes differ by their own settings, not by the quickstart's bound.
         pull = ["sync.max_staleness=0", "sync.publish_period=1"] if mode == "pull" else []
-        command = [sys.executable, "-m", "echo.cli.quickstart", "--task", arguments.task]
+        command = [sys.executable, "-m", "echo.cli.main", "quickstart", "--task", arguments.task]
         overrides += [f"sync.mode={mode}", *pull]
         start([*command, "--seed", str(seed)], overrides, arguments.timeout_s)
         evaluations = read_evaluations(where / name / "metrics.jsonl")

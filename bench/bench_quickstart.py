@@ -47,7 +47,7 @@ def main() -> None:
 def run(where: Path, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run one seed and return its figures."""
     started_at = time.monotonic()
-    command = [sys.executable, "-m", "echo.cli.quickstart", "--task", arguments.task]
+    command = [sys.executable, "-m", "echo.cli.main", "quickstart", "--task", arguments.task]
     command += ["--seed", str(seed)]
     own = ["ui.live=off", f"run.dir={where}", f"run.name=seed-{seed}"]
     for setting in (*arguments.set, *own):

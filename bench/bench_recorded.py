@@ -64,7 +64,8 @@ def main() -> None:
 def run(task: str, rate: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Train once and return the figures of its versions."""
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "echo.cli.quickstart", "--task", task, "--seed", "0"]
+        command = [sys.executable, "-m", "echo.cli.main", "quickstart"]
+        command += ["--task", task, "--seed", "0"]
         for setting in (
             f"run.dir={scratch}", "run.name=run", f"run.max_steps={arguments.steps}", "ui.live=off",
             f"optimizer.learning_rate={rate}", "checkpoint.interval_steps=1",

@@ -80,7 +80,7 @@ run learner learner-4B 90 \
 run learner learner-memory 50 "$python" bench/bench_learner.py memory --tokens 8192 --checkpointing \
     --optimizer float32 8bit offloaded
 run vllm vllm-tests 160 "$python" -m pytest -q -m gpu tests/engine/test_vllm_gpu.py
-run vllm vllm-quickstart 120 "$python" -m echo.cli.quickstart --set engine.kind=vllm \
+run vllm vllm-quickstart 120 "$python" -m echo.cli.main quickstart --set engine.kind=vllm \
     --set run.name=gpu-all --set ui.live=off
 run vllm vllm-swap 60 "$python" bench/bench_swap.py build/models/addition-* runs/gpu-all/final \
     --device cuda --dtype bfloat16 --process engine

@@ -588,7 +588,3 @@ async def _run_dialing(config: Config, role: str, events: EventLog, log: logging
         for line in (line for line in log.handlers if isinstance(line, StatusLine)):
             node.spawn(show_status(worker, log, line), name="status")
     return await run_node(node)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import math
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
@@ -579,7 +578,3 @@ def write_json(path: Path, record: Any) -> None:
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
-
-
-if __name__ == "__main__":
-    sys.exit(main())

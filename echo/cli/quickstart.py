@@ -270,7 +270,8 @@ def start_node(
     output: Path | None = None,
 ) -> NodeProcess:
     """Start one node; with an output, in a session of its own."""
-    command = [sys.executable, "-m", "echo.cli.node", "--role", role, "--config", str(config_path)]
+    command = [sys.executable, "-m", "echo.cli.main", "node", "--role", role]
+    command += ["--config", str(config_path)]
     command += [part for item in overrides for part in ("--set", item)]
     command += extra
     file: IO[bytes] | None = None
@@ -349,7 +350,3 @@ def stop(nodes: Sequence[NodeProcess], *, grace_s: float) -> None:
         except subprocess.TimeoutExpired:
             node.process.kill()
             node.process.wait()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -398,7 +397,3 @@ def write(
     written = write_run(scenario, summary, history, out)
     print(f"wrote {out / 'sim.json'}, {', '.join(map(str, written))}")
     return 0 if summary.is_complete else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -29,7 +29,6 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 IMPORTS = (
     "echo.cli.node",
-    "echo.cli.node",
     "echo.runtime.relay",
     "echo.runtime.worker.setup",
     "tests.e2e.node",

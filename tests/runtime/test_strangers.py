@@ -178,7 +178,7 @@ def test_a_node_survives_more_strangers_than_it_may_have_files(
             'task = {kind = "addition"}\nsampling = {max_completion_tokens = 6}\n',
         }[role]
     )
-    command = f"{sys.executable} -m echo.cli.node --role {role} --config {config}"
+    command = f"{sys.executable} -m echo.cli.main node --role {role} --config {config}"
     process = subprocess.Popen(
         ["sh", "-c", f"ulimit -Sn {soft}; ulimit -Hn {hard}; exec {command}"],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
