@@ -3,7 +3,8 @@
 A message is a list of frames. A transport listens at one address at most, dials any number of
 others, and reports everything as events, in the order in which it happened to each peer:
 
-    Connected  Received*  Disconnected      and for a dialled peer the same again after each redial
+    Connected  Received*  Disconnected      and for a dialled peer the same again after each redial,
+                                            with a DialFailed for each attempt that came to nothing
 
 Who is a peer: a *dialled* peer is the link that `dial` opened; it keeps its id through every loss
 and redial until `hang_up`. An *inbound* peer is one connection that somebody else opened; when it
@@ -32,7 +33,7 @@ import abc
 import base64
 import ipaddress
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -80,11 +81,19 @@ class Received:
     """Whether it came over a bulk connection: somebody on the way may have read or made it."""
 
 
-TransportEvent: TypeAlias = Connected | Disconnected | Received
+@dataclass(frozen=True, slots=True)
+class DialFailed:
+    """An attempt to dial did not come to a connection; another one follows."""
 
-OnDialFailed: TypeAlias = Callable[[PeerId, str, bool], None]
-"""(peer, reason for the user, whether it was refused: something is there and its keys or ours are
-not those that they should be, so that another attempt cannot help)."""
+    peer: PeerId
+    reason: str
+    """For the user."""
+    is_refused: bool
+    """Whether something is there, and its keys or ours are not those that they should be: then
+    another attempt cannot help."""
+
+
+TransportEvent: TypeAlias = Connected | Disconnected | DialFailed | Received
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +166,6 @@ class Transport(abc.ABC):
 
     options: TransportOptions
     """Bounds and timings."""
-
-    on_dial_failed: OnDialFailed | None = None
-    """Told of every attempt to dial that did not come to a connection; another one follows."""
 
     @property
     @abc.abstractmethod

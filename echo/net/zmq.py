@@ -87,6 +87,7 @@ from echo.net.curve import CurveKeys, KeyPair
 from echo.net.transport import (
     MESSAGE_OVERHEAD_BYTES,
     Connected,
+    DialFailed,
     Disconnected,
     Frame,
     PeerId,
@@ -470,9 +471,6 @@ class LinkHost(Protocol):
     def mint(self, prefix: str) -> PeerId:
         """Return a fresh id."""
 
-    def dial_failed(self, peer: PeerId, reason: str, *, is_refused: bool) -> None:
-        """Pass on that an attempt to dial failed."""
-
     def adopt(self, inbound: Inbound) -> None:
         """Enter an inbound peer."""
 
@@ -801,10 +799,15 @@ class DialledLink:
         self._redial_s = host.options.min_redial_s
         self._timer: asyncio.TimerHandle | None = None
         self._attempt: asyncio.Task[None] | None = None
+        self._failure: DialFailed | None = None
+        """The last attempt, if it came to nothing and nobody has been told."""
         self._begin()
 
     def drain(self, burst: Burst) -> bool:
         """Move news and messages into the burst; return whether all have been taken."""
+        if self._failure is not None:
+            burst.events.append(self._failure)
+            self._failure = None
         if self._channel is not None:
             self._channel.read_news()  # a message may have overtaken the news of its connection
         channel = self._channel
@@ -1025,7 +1028,8 @@ class DialledLink:
         self._timer = loop.call_later(pause_s, self._begin)
         self._log(f"{reason}; next attempt in {pause_s:.1f} s", is_refused=is_refused)
         if not was_up:
-            self._host.dial_failed(self.peer, reason, is_refused=is_refused)
+            self._failure = DialFailed(self.peer, reason, is_refused)
+            self._host.note(self)
 
     def _log(self, text: str, *, is_refused: bool) -> None:
         """Say why there will be another attempt; what only the user can mend is a warning."""
@@ -1608,11 +1612,6 @@ class ZmqTransport(Transport):
     def mint(self, prefix: str) -> PeerId:
         """Return a fresh id."""
         return f"{prefix}-{next(self._ids)}"
-
-    def dial_failed(self, peer: PeerId, reason: str, *, is_refused: bool) -> None:
-        """Pass on that an attempt to dial failed."""
-        if self.on_dial_failed is not None and not self._is_closed:
-            self.on_dial_failed(peer, reason, is_refused)
 
     def adopt(self, inbound: Inbound) -> None:
         """Enter an inbound peer."""

@@ -42,6 +42,7 @@ from echo.core.units import one_line
 from echo.net.curve import CurveKeys
 from echo.net.transport import (
     Connected,
+    DialFailed,
     Disconnected,
     Received,
     Transport,
@@ -137,7 +138,6 @@ class Node:
         self.log = log
         self._session = session
         self._topics = Topics(log)
-        transport.on_dial_failed = self._on_dial_failed
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0
         self._is_reading = False
@@ -278,6 +278,8 @@ class Node:
                             self.perform(self.connected(event.peer))
                     case Disconnected():
                         self.perform(self.disconnected(event.peer, event.reason))
+                    case DialFailed(peer, reason, is_refused):
+                        self.perform(self.dial_failed(peer, reason, is_refused=is_refused))
             self._is_reading = False
             self._settle()
 
@@ -300,9 +302,6 @@ class Node:
             if line is not None:
                 self.log.exception("%s", line)
             return self._session.expel(peer, frames, now=self.now)
-
-    def _on_dial_failed(self, peer: str, reason: str, is_refused: bool) -> None:
-        self.perform(self.dial_failed(peer, reason, is_refused=is_refused))
 
     # --- acting ----------------------------------------------------------------------------------
 

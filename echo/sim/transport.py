@@ -21,6 +21,7 @@ from echo.core.errors import TransportError
 from echo.net.transport import (
     MESSAGE_OVERHEAD_BYTES,
     Connected,
+    DialFailed,
     Disconnected,
     Frame,
     PeerId,
@@ -153,8 +154,8 @@ class SimTransport(Transport):
 
     def on_refused(self, end: LinkEnd, reason: str) -> None:
         """Dial again later."""
-        if self.on_dial_failed is not None:
-            self.on_dial_failed(end.peer, reason, False)
+        if end.peer in self._dials:
+            self._put(DialFailed(end.peer, reason, is_refused=False), end)
         self._redial(end.peer)
 
     def on_disconnected(self, end: LinkEnd, reason: str) -> None:

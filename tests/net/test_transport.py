@@ -15,6 +15,7 @@ from echo.net.curve import CurveKeys
 from echo.net.transport import (
     MESSAGE_OVERHEAD_BYTES,
     Connected,
+    DialFailed,
     Disconnected,
     Received,
     Transport,
@@ -362,9 +363,12 @@ def test_a_dial_waits_for_a_listener_that_comes_later(run: Run) -> None:
         await early.transport.close()
         dialler = await world.node()
         up = dialler.transport.dial(address)
-        await asyncio.sleep(0.1)
+        failure = await dialler.expect(DialFailed)
+        assert (failure.peer, failure.is_refused) == (up, False)
         await world.node(address)
-        assert await dialler.event() == Connected(up, address)
+        while isinstance(event := await dialler.event(), DialFailed):
+            pass
+        assert event == Connected(up, address)
 
     run(scenario)
 
