@@ -442,14 +442,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = configuration_of(arguments)
         if arguments.dry_run:
-            if os.environ.get("RANK", "0") == "0":
+            if _is_first_rank():
                 tell([dry_run(config, arguments.role, num_ranks=_num_ranks())])
                 check_start(config, arguments.role)
             return 0
         code = run_role(
             config,
             arguments.role,
-            resume=arguments.resume or (arguments.resume_or_begin and has_begun(config.run_dir)),
+            resume=_goes_on(arguments, config),
             has_report=not arguments.no_report,
             log_events=arguments.log_events,
         )
@@ -494,10 +494,14 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
         example = find_config("gsm8k.toml" if role == "learner" else "two-machines.toml")
         alone = "" if role == "learner" else f" Without one a {role} needs the run's {ECHO_JOIN}."
         raise ConfigError(f"--config FILE is missing; {example} is one to start from.{alone}")
-    goes_on = arguments.resume or (arguments.resume_or_begin and has_begun(config.run_dir))
-    if goes_on and os.environ.get("RANK", "0") == "0":  # of several processes one tells
+    if _goes_on(arguments, config) and _is_first_rank():
         _check_changes(config, accept_unsafe=arguments.yes)
     return config
+
+
+def _goes_on(arguments: argparse.Namespace, config: Config) -> bool:
+    """Return whether a run is to be resumed."""
+    return bool(arguments.resume or (arguments.resume_or_begin and has_begun(config.run_dir)))
 
 
 def find_own_join(path: Path, overrides: Sequence[str], role: str) -> list[str]:
@@ -553,7 +557,7 @@ def run_role(
         EchoError: if it cannot begin; nothing has been written then, not even a log.
     """
     check_model(config, role)  # packages that take seconds to import come after it
-    if os.environ.get("RANK", "0") == "0":  # of several processes one listens
+    if _is_first_rank():
         for error in _taken_addresses(config, role):
             raise error
     if role == "learner":
@@ -565,6 +569,11 @@ def run_role(
     config = config.model_copy(update={role: section.model_copy(update={"name": name})})
     log = make_log(name, to_file=config.run_dir / "logs" / f"{name}.log", to_terminal=True)
     return run_loop(_run_dialing(config, role, EventLog(log_events, log=log), log), log)
+
+
+def _is_first_rank() -> bool:
+    """Return whether this is the one of a learner's processes that tells and listens."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _num_ranks() -> int:
