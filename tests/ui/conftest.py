@@ -122,7 +122,3 @@ def step_records(lineage: int, step: int) -> list[dict[str, Any]]:
             "staleness": {"0": 30, "1": 10},
         },
     ]
-
-
-def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))

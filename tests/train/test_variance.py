@@ -1,4 +1,4 @@
-"""The shares of a variance: by hand, and that they are complete."""
+"""Shares of a variance in a mismatch: by hand, and that they are complete."""
 
 from __future__ import annotations
 
