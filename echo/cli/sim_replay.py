@@ -84,7 +84,6 @@ def recorded_scenario(run_dir: Path) -> Scenario:
             group_size=job.group_size,
             useful_share=totals.num_accepted
             / max(1, totals.num_accepted + totals.num_without_signal),
-            seed=0,
         ),
         train_times=values_of(rows, "time/train"),
     )

@@ -85,18 +85,15 @@ class LogNormalLengths:
 class RecordedLengths:
     """Groups as a run recorded them, drawn again and again."""
 
-    def __init__(
-        self, groups: Sequence[int], *, group_size: int, useful_share: float, seed: int
-    ) -> None:
+    def __init__(self, groups: Sequence[int], *, group_size: int, useful_share: float) -> None:
         """Take the recorded totals of groups, tokens."""
         self._groups = sorted(groups)
         self._group_size = group_size
         self._useful_share = useful_share
-        self._seed = seed
         self.of = lru_cache(maxsize=REMEMBERED)(self._draw)
 
     def _draw(self, group_id: int) -> GroupLength:
-        chance = random.Random(f"{self._seed}/group/{group_id}")
+        chance = random.Random(f"recorded group {group_id}")
         total = chance.choice(self._groups)
         # Nothing is known of the longest: the recorded pace of groups contains what it costs.
         longest = max(1, total // self._group_size)

@@ -22,7 +22,7 @@ class Trainer:
 
 
 RUN = "r"
-LENGTHS = RecordedLengths([100], group_size=2, useful_share=1.0, seed=0)
+LENGTHS = RecordedLengths([100], group_size=2, useful_share=1.0)
 
 
 def group_of(group_id: int, step: int) -> Group:

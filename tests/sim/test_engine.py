@@ -82,5 +82,5 @@ def test_lengths_are_a_matter_of_the_group_alone_and_have_their_mean() -> None:
 
 
 def test_recorded_lengths_are_drawn_from_what_was_recorded() -> None:
-    lengths = RecordedLengths([10, 20, 30], group_size=2, useful_share=1.0, seed=0)
+    lengths = RecordedLengths([10, 20, 30], group_size=2, useful_share=1.0)
     assert {lengths.of(number).num_tokens for number in range(100)} == {10, 20, 30}
