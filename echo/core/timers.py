@@ -5,7 +5,7 @@
   proportion to its size, so that what it costs per second does not depend on the size.
 * `Deadlines`: the first of many instants that move, without looking at all of them.
 * `OncePerMinute`: what is logged about peers that misbehave.
-* `earliest`: of a few instants; sessions ask for it after every message.
+* `earliest`: of a few instants; roles ask for it after every message.
 """
 
 from __future__ import annotations

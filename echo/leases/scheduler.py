@@ -117,7 +117,7 @@ class RecordRefusal(Action):
 
 @dataclass(frozen=True, slots=True)
 class StoreGroup(Action):
-    """Put this group on the disk, then call the session's `stored`."""
+    """Put this group on the disk, then call the role's `stored`."""
 
     group: Group
     header: Frame

@@ -194,7 +194,7 @@ def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Configure(Action):
-    """Build task and engine from what the learner said, then call the session's `configured`."""
+    """Build task and engine from what the learner said, then call the role's `configured`."""
 
     settings: dict[str, Any]
     assets: dict[str, bytes]

@@ -308,7 +308,7 @@ class DialingRole:
         return self._perform(self.broadcast.receive(peer, message, payload, now=now), now)
 
     def _perform(self, actions: Iterable[Action | ParentFailed], now: float) -> list[Action]:
-        """Carry out what concerns this session in the broadcast's actions; pass on the rest."""
+        """Carry out what concerns this role in the broadcast's actions; pass on the rest."""
         rest: list[Action] = []
         for action in actions:
             if isinstance(action, ParentFailed):

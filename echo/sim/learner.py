@@ -202,7 +202,7 @@ def make_buffer(scenario: Scenario, start: StartingPoint) -> StalenessBuffer:
     job = scenario.job
     buffer = StalenessBuffer(max_staleness=job.max_staleness, lineages=start.lineages)
     if not scenario.settings.is_paced:
-        # Without pacing the session knows no bound; the buffer keeps the real one all the same.
+        # Without pacing the role knows no bound; the buffer keeps the real one all the same.
         buffer.admission_staleness = UNBOUNDED
     for group in start.buffered:
         buffer.put(group)
@@ -219,7 +219,7 @@ def make_session(
     scale: float,
     now: float,
 ) -> Learner:
-    """Return the learner's session with its leases as they were."""
+    """Return the learner's role with its leases as they were."""
     job, settings = scenario.job, scenario.settings
     leases = LeaseBook(timeout_s=settings.lease_timeout_s)
     start.enter_leases(leases, now=now)

@@ -103,7 +103,7 @@ class History:
     ended_at: float = 0.0
     num_events: int = 0
     counters: Mapping[str, float] = field(default_factory=dict)
-    """The learner's session's own."""
+    """The learner's role's own."""
 
     def stepped(self, record: StepRecord) -> None:
         """Take down a step."""

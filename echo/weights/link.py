@@ -259,7 +259,7 @@ def count_links(num_stripes: int, num_sockets: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ParentFailed:
-    """The parent of a link does not deliver; the session must choose another."""
+    """The parent of a link does not deliver; the role must choose another."""
 
     peer: str
     reason: str

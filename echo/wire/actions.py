@@ -17,13 +17,13 @@ from echo.wire.messages import LEARNER_ID, Message
 
 
 class Action:
-    """What a session asks for; each plane's own actions stand beside who asks for them."""
+    """What a role asks for; each plane's own actions stand beside who asks for them."""
 
     __slots__ = ()
 
 
 class Work(Action):
-    """Something to be done in a thread, and then told to the session with its result (`worked`)."""
+    """Something to be done in a thread, and then told to the role with its result (`worked`)."""
 
     __slots__ = ()
 
@@ -44,7 +44,7 @@ class Send(Action):
 
 @dataclass(frozen=True, slots=True)
 class Dial(Action):
-    """Connect to `address` and report the new peer with the session's `dialled`."""
+    """Connect to `address` and report the new peer with the role's `dialled`."""
 
     address: str
     purpose: str

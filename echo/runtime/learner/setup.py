@@ -359,7 +359,7 @@ def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ModelS
     return ModelSource(model_dir=resolve_model(section.name))
 
 
-# --- Open a run: its ledger, its trainer, and its session ---
+# --- Open a run: its ledger, its trainer, and its role ---
 #
 # All of it is opened before anything is written: a run that cannot begin leaves no trace.
 
@@ -377,7 +377,7 @@ def open_run(
     evaluations: Evaluations | None,
     crew: Crew | None = None,
 ) -> OpenedRun:
-    """Open the ledger, build trainer and session, and enter the new lineage.
+    """Open the ledger, build trainer and role, and enter the new lineage.
 
     Raises:
         EchoError: if something is missing or does not fit.
@@ -497,7 +497,7 @@ def build_session(
     advertise: str,
     events: EventLog,
 ) -> Learner:
-    """Return the learner's session with its leases as they were."""
+    """Return the learner's role with its leases as they were."""
     network = config.network
     leases = events.build("leases", LeaseBook, timeout_s=network.lease_timeout_s)
     start.enter_leases(leases, now=asyncio.get_running_loop().time())
