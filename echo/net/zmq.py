@@ -4,6 +4,7 @@ Parents bind one ROUTER, and every dial is a DEALER. A `ZmqChannel` is one raw s
 a `Listener` shares one channel among all inbound peers, a `DialledLink` owns at most one at a time.
 
     dialled    looking up -> connecting -> up (Connected) -> over (Disconnected) -> backoff -> again
+               looking up, or connecting, in vain (DialFailed) -> backoff -> again
     inbound    accepted -> known with its first message (Connected) -> over (Disconnected)
 
 **One connection, one channel, one identity.** For a dialled link a new channel is opened for each
