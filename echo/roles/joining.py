@@ -7,7 +7,9 @@ The node's end (`Joining.TABLE`):
                             +------------------ Rehello ----------------+----------------------+
 
 From any of these states `Lost` leads back to dialling; Refuse, Finish and `GaveUp` end the node.
-A node that has built its engine before passes from Welcome to readying at once.
+A node that has built its engine before passes from Welcome to readying at once. A Welcome that
+comes later may be of a learner that was restarted: its lineages count, and other settings end the
+node.
 
 The learner's end (`Admission.TABLE`), for each node:
 
@@ -482,8 +484,7 @@ class Joining:
 
     def _on_welcome(self, message: Welcome, payload: list[Frame], now: float) -> list[Action]:
         self.run_id, self._learner_key = message.run_id, message.public_key
-        self.lineages = message.lineages
-        self.heartbeat_s, self.dead_after_s = message.heartbeat_s, message.dead_after_s
+        self._on_welcome_again(message, payload, now)
         if message.uplink_bytes_per_s:
             self.broadcast.uplink.show(message.uplink_bytes_per_s)
         self.broadcast.trust(
@@ -495,6 +496,12 @@ class Joining:
             *self._prepare(message, now),
             *self._role.on_welcome(message.version_bytes, now=now),
         ]
+
+    def _on_welcome_again(self, message: Welcome, payload: list[Frame], now: float) -> list[Action]:
+        """Keep up with a learner that was restarted: of that no link tells behind a relay."""
+        self.lineages = message.lineages
+        self.heartbeat_s, self.dead_after_s = message.heartbeat_s, message.dead_after_s
+        return []
 
     def _prepare(self, message: Welcome, now: float) -> list[Action]:
         """Fetch what is missing, then have task and engine built; they may be already."""
@@ -536,10 +543,10 @@ class Joining:
             )
         old, new = _comparable(self._assets.settings), _comparable(message.settings)
         # A relay inherits nothing.
-        is_built = self.settings.role != "relay" and (
-            self._is_building or self._digests is not None
+        has_taken_them = self.settings.role != "relay" and (
+            self.state is NodeState.CONFIGURING or self._is_building or self._digests is not None
         )
-        if is_built and old != new:
+        if has_taken_them and old != new:
             keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
             return (
                 "settings_changed",
@@ -619,14 +626,19 @@ class Joining:
             **_ALWAYS,
             Asset: Step(_on_asset),
             Built: Step(_on_built, NodeState.READYING),
-            # Hello is only said here so that both sides know of each other.
-            **_each((Linked, Welcome, UnfitWelcome, Admitted, Rehello), IGNORED),
+            # Hello goes on being said here, so that both sides know of each other.
+            Welcome: Step(_on_welcome_again),
+            UnfitWelcome: Step(_on_fault, NodeState.STOPPED),
+            **_each((Linked, Admitted, Rehello), IGNORED),
         },
         NodeState.READYING: {
             **_ALWAYS,
             Admitted: Step(_on_admitted, NodeState.ADMITTED),
             Rehello: Step(_begin, NodeState.JOINING),
-            **_each((Linked, Built, Welcome, UnfitWelcome, Asset), IGNORED),
+            # The answer to a Hello that was said before.
+            Welcome: Step(_on_welcome_again),
+            UnfitWelcome: Step(_on_fault, NodeState.STOPPED),
+            **_each((Linked, Built, Asset), IGNORED),
         },
         NodeState.ADMITTED: {
             **_ALWAYS,

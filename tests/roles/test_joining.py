@@ -422,6 +422,19 @@ def test_from_any_two_states_the_ends_come_to_agree(state: NodeState, presence: 
     assert end.work
 
 
+@pytest.mark.parametrize("state", [NodeState.CONFIGURING, NodeState.READYING])
+def test_a_learner_that_is_restarted_meanwhile_is_heard(state: NodeState) -> None:
+    """A relay keeps the link: only the answer to a Hello tells of the new learner."""
+    node, lineages = node_in(state), (Lineage(1, 0), Lineage(2, 3))
+    again = sign_welcome(msgspec.structs.replace(WELCOME, lineages=lineages), KEY)
+    assert node.joining.receive(again, [], now=2.0) == []
+    assert (node.joining.lineages, node.joining.state) == (lineages, state)
+    other = sign_welcome(msgspec.structs.replace(again, settings={"seed": 2}), KEY)
+    [stop] = node.joining.receive(other, [], now=3.0)
+    assert isinstance(stop, Stop)
+    assert stop.reason == "settings_changed"
+
+
 def test_a_node_that_has_built_before_is_ready_at_once() -> None:
     node = node_in(NodeState.ADMITTED)
     feed(node.joining, joining.Lost)
