@@ -242,6 +242,19 @@ class PartialGroups:
             (partial.key, partial) for partial in partials if partial.key not in self
         )
 
+    def limit_tokens(self, max_tokens: int) -> int:
+        """Have members begin anew that are longer than a completion may be; return their tokens.
+
+        So they are once a former process has left them and the run was resumed with a lower limit.
+        """
+        num_dropped = 0
+        for partial in self.interrupted.values():
+            for index, member in enumerate(partial.members):
+                if member.num_tokens + (not member.is_finished) > max_tokens:
+                    partial.members[index] = member.anew()
+                    num_dropped += member.num_tokens
+        return num_dropped
+
     def take(
         self,
         max_groups: int,

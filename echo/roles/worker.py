@@ -489,6 +489,8 @@ class Worker(DialingRole):
         self.engine = engine
         self.broadcast.patch_mode = "on_install" if engine.takes_patches else "copy"
         self.max_groups = engine.max_groups
+        num_dropped = self.partials.limit_tokens(engine.max_completion_tokens)
+        self.partial_counts["wasted_tokens"] += num_dropped
         return [*self.configured(digests, now=now), *self._next(now)]
 
     def _next(self, now: float) -> list[Action]:

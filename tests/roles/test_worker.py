@@ -11,7 +11,7 @@ import pytest
 from echo.core.errors import EngineError
 from echo.core.rollout import Lineage, PartialRollout, PolicyVersion
 from echo.leases.outbox import Outbox
-from echo.leases.partials import PartialGroup, PartialRules, decode_groups
+from echo.leases.partials import PartialGroup, PartialRules, decode_groups, encode_groups
 from echo.roles.joining import NodeSettings
 from echo.roles.worker import (
     DRAIN_S,
@@ -689,6 +689,18 @@ def test_a_damaged_file_is_dropped_and_a_full_disk_survived() -> None:
     [note] = paper.role.saved("/run/partials.bin: no space left", now=0.0)
     assert "cannot keep unfinished rollouts: /run/partials.bin: no space left" in note.text
     assert paper.role.counters["partials_unsaved"] == 1
+
+
+def test_what_was_left_here_and_is_longer_than_allowed_by_now_begins_anew() -> None:
+    """An engine refuses to continue it, and the learner to take it."""
+    lengths = [(9, "abort"), (8, "abort"), (9, "stop"), (8, "length"), (7, "abort")]
+    members = [make_partial([(1, 0)] * number, reason) for number, reason in lengths]
+    role = make_role()
+    role.restore(encode_groups("", [PartialGroup(make_lease(0), members)]))
+    role.built(EngineFacts(group_size=5, groups_per_batch=1, max_completion_tokens=8), {}, now=0.0)
+    [group] = role.partials.interrupted.values()
+    assert [member.num_tokens for member in group.members] == [0, 0, 0, 8, 7]
+    assert role.partial_counts["wasted_tokens"] == 9 + 8 + 9
 
 
 @pytest.mark.parametrize("why", ["on standby for", "without the learner for"])
