@@ -33,7 +33,7 @@ from echo.config.fields import local_path
 from echo.config.load import OVERRIDE
 from echo.config.memory import find_model
 from echo.config.schema import Config
-from echo.core.errors import ConfigError, DataError, EngineError
+from echo.core.errors import ConfigError, DataError, EngineError, StorageError
 from echo.engine.engine import Sampling
 from echo.engine.weights import INDEX_FILE, WEIGHTS_FILE, save_safetensors, torch_dtype
 from echo.tasks import tokenization
@@ -457,13 +457,24 @@ def vocab_size(model_dir: Path) -> int:
 
 
 def model_directory(config: Config, asset_dir: Path, assets: Mapping[str, bytes]) -> Path:
-    """Return the worker's own model directory, or one made of the inherited files."""
+    """Return the worker's own model directory, or one made of the inherited files.
+
+    Raises:
+        DataError: if its own cannot be found, or an inherited one is not what its name says.
+        StorageError: if they cannot be written.
+    """
     own = own_model(config)
     if own is not None:
         return own
-    asset_dir.mkdir(parents=True, exist_ok=True)
-    for name, data in assets.items():
-        (asset_dir / name).write_bytes(tokenization.without_code(name, data))
+    try:
+        asset_dir.mkdir(parents=True, exist_ok=True)
+        for name, data in assets.items():
+            (asset_dir / name).write_bytes(tokenization.without_code(name, data))
+    except OSError as error:
+        raise StorageError(
+            f"cannot write what this worker inherits: {error}; free disk space, or set run.dir "
+            "elsewhere"
+        ) from error
     return asset_dir
 
 

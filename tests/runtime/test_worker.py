@@ -147,6 +147,22 @@ def test_what_an_engine_counts_is_told_though_no_group_is_finished(
     world.run_until(lambda: "w1" in nodes and nodes["w1"].stats.refused.get("engine/out_of_memory"))
 
 
+def test_a_disk_that_takes_no_note_of_what_is_installed_is_told_and_survived(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("echo.runtime.worker.node.record_installed", refuse)
+    world = make_world()
+    world.learner()
+    world.worker("w1")
+    world.run_until(lambda: world.step >= 2)
+    assert not world.has_failed("w1")
+    [note] = [note for note in world.notes("w1") if "cannot note in " in note]
+    assert "installed.jsonl that v0 is installed: [Errno 28] No space left on device" in note
+
+
 def test_an_interrupted_worker_delivers_and_says_goodbye(make_world: MakeWorld) -> None:
     world = make_world()
     world.learner()

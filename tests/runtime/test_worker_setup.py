@@ -11,9 +11,9 @@ import pytest
 from blake3 import blake3
 
 from echo.config.load import inherited_settings, parse_config
-from echo.core.errors import ConfigError, RefusedError
+from echo.core.errors import ConfigError, RefusedError, StorageError
 from echo.engine import model
-from echo.engine.model import own_model
+from echo.engine.model import model_directory, own_model
 from echo.roles.relay import Relay
 from echo.runtime import relay
 from echo.runtime.episodes import code_settings
@@ -159,3 +159,9 @@ def test_inherited_files_cannot_ask_for_code(model_dir: Path, tmp_path: Path) ->
         assert "auto_map" not in text
         assert "trust_remote_code" not in text
         assert json.loads(text)["parts"] == {"kept": 1}
+
+
+def test_a_disk_that_takes_no_inherited_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"what this worker inherits: .*file.*; free disk space"):
+        model_directory(parse_config({}), tmp_path / "file" / "model", {"config.json": b"{}"})

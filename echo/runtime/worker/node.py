@@ -49,7 +49,7 @@ from echo.tasks.task import Example
 from echo.weights.manifest import TensorSpec
 from echo.weights.receiver import VersionArrived, VersionAudited, VersionDamaged
 from echo.weights.store import ApplyPatch, Transfer
-from echo.wire.actions import Action
+from echo.wire.actions import Action, Note
 from echo.wire.messages import Lease
 
 # --- The parts of a worker, and its few steps that need no node ---
@@ -149,13 +149,14 @@ class WorkerParts:
 
 
 def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> None:
-    """Append which bytes are installed, so that anyone can compare them with the published ones."""
+    """Append which bytes are installed, so that anyone can compare them with the published ones.
+
+    Raises:
+        OSError: if the disk refuses it.
+    """
     record = {"version": [version.lineage, version.step], "image_hash": image_hash}
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error}; free some disk space") from error
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 class NodeWatcher(Watcher):
@@ -454,7 +455,7 @@ class WorkerNode(DialingNode):
                 self.perform(self.session.install_missed(now=self.now))
                 return
         if digest is not None:
-            record_installed(parts.installed_path, version, digest)
+            self._record(version, digest)
         self._is_damaged = False
         self.perform(self.session.installed(version, now=self.now))
 
@@ -463,8 +464,16 @@ class WorkerNode(DialingNode):
             self._is_damaged = True
             self.perform(self.session.damaged(now=self.now))
         elif self.session.installed_version == result.version:
-            path, digest = self.parts.installed_path, result.image_hash.hex()
-            record_installed(path, result.version, digest)
+            self._record(result.version, result.image_hash.hex())
+
+    def _record(self, version: PolicyVersion, image_hash: str) -> None:
+        """Record what is installed; a disk that is full is told of, and no reason to end."""
+        path = self.parts.installed_path
+        try:
+            record_installed(path, version, image_hash)
+        except OSError as error:
+            text = f"cannot note in {path} that {version} is installed: {error}; free disk space"
+            self.perform([Note("warning", text, "installed")])
 
     async def _save(self, data: bytes) -> None:
         path, fault = self.parts.partials_path, ""
