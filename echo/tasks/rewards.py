@@ -453,6 +453,9 @@ class PoolHost(TaskHost):
 
     def _take_any(self) -> TaskProcess | None:
         """Return the free process with the fewest episodes, unless a new one would have fewer."""
+        for dead in [process for process in self._free if not process.is_alive]:
+            self._free.remove(dead)  # such as one that the system has killed for its memory
+            self._bury(dead)
         process = min(self._free, key=lambda process: process.num_episodes, default=None)
         if process is None or (process.num_episodes and self._may_start):
             return None
@@ -494,10 +497,15 @@ class PoolHost(TaskHost):
                     del self._homes[call.episode]
                     process.num_episodes -= 1
             else:
-                self._homes = {
-                    episode: home for episode, home in self._homes.items() if home is not process
-                }
+                self._bury(process)
             self._changed.notify_all()
+
+    def _bury(self, process: TaskProcess) -> None:
+        """Forget a process that has ended, and the episodes in it."""
+        process.discard()
+        self._homes = {
+            episode: home for episode, home in self._homes.items() if home is not process
+        }
 
 
 class TaskProcess:
@@ -510,18 +518,13 @@ class TaskProcess:
             RewardError: if it cannot.
         """
         self.num_episodes = 0
-        own, theirs = socket.socketpair()
-        self._pipe = Pipe(own)
-        with theirs:
-            search_path = json.dumps([os.fspath(path) for path in sys.path])
-            self._child = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, search_path, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno() if _has_stderr() else subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                env={"OMP_NUM_THREADS": "1", **os.environ},
-            )
+        try:
+            self._child, self._pipe = _start_child()
+        except OSError as error:  # no more processes, descriptors or memory can be had just now
+            raise RewardError(
+                f"the process of the task {spec.kind} cannot be started: {error}",
+                reason="reward_lost",
+            ) from error
         try:
             self._pipe.send(spec, within_s=START_TIMEOUT_S)
             answer = self._pipe.receive(CallAnswer, within_s=START_TIMEOUT_S)
@@ -579,6 +582,26 @@ class TaskProcess:
         if code < 0:
             return f"signal {signal.Signals(-code).name}"
         return f"it ended by itself with code {code}"
+
+
+def _start_child() -> tuple[subprocess.Popen[bytes], Pipe]:
+    """Return a new process, and our end of the socket pair."""
+    own, theirs = socket.socketpair()
+    search_path = json.dumps([os.fspath(path) for path in sys.path])
+    with theirs:
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, search_path, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr.fileno() if _has_stderr() else subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+            )
+        except OSError:
+            own.close()
+            raise
+    return child, Pipe(own)
 
 
 def _has_stderr() -> bool:

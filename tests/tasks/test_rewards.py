@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -336,6 +337,29 @@ def test_who_stops_early_cancels_the_rest_and_who_waits_is_told_of_the_end(
     assert caught.value.reason == "reward_lost"
     with pytest.raises(RewardError, match="is being closed"):
         next(pool.score_all(EXAMPLE, ["number 1"]))
+
+
+def test_a_process_that_cannot_be_started_fails_its_group_alone(
+    make_pool: Pools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("echo.tasks.rewards.subprocess.Popen", refuse)
+    pool = make_pool()
+    for _ in range(2):
+        with pytest.raises(RewardError, match=r"cannot be started: .*Resource temp") as caught:
+            pool.score(EXAMPLE, "number 1")
+        assert caught.value.reason == "reward_lost"
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_while_it_is_idle_costs_no_reward(make_pool: Pools) -> None:
+    pool = make_pool()
+    pid = int(pool.score(EXAMPLE, "pid"))
+    os.kill(pid, signal.SIGKILL)
+    assert wait_until(lambda: not is_running(pid))
+    assert pool.score(EXAMPLE, "number 1") == 1.0
 
 
 @pytest.mark.slow
