@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from echo.core.errors import EngineError
 from echo.core.metrics import Counters
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import NOBODY, Completion, Request, Sampling, VersionError
@@ -151,6 +152,44 @@ def test_each_request_is_sampled_within_its_own_bounds(tiny_model_dir: Path) -> 
     assert isinstance(fourth, VersionError)
     assert "exactly v2 is wanted" in str(fourth)
     engine.close()
+
+
+def test_a_call_is_sampled_whatever_others_ask_for_and_not_once_its_caller_has_gone() -> None:
+    asked: list[list[str]] = []
+
+    def generate(requests: list[Request], *_: object, **__: object) -> list[Completion]:
+        asked.append([request.request_id for request in requests])
+        if "bad" in asked[-1]:
+            raise EngineError("its prompt has tokens that the model does not know")
+        none = np.empty(0, np.int32)
+        return [Completion(name, none, none, "stop", none) for name in asked[-1]]
+
+    engine: Any = SimpleNamespace(is_continuous=False, num_versions=1, generate=generate)
+
+    async def main() -> list[Completion | BaseException]:
+        threads = ThreadPools()
+        sampler = CallSampler(engine, NOBODY, threads=threads)
+        calls = [
+            asyncio.create_task(sampler.sample(Request(name, np.array([1]), 0), HOW, ANY_VERSION))
+            for name in ("good", "bad", "gone", "fine")
+        ]
+        await asyncio.sleep(0)
+        calls.pop(2).cancel()
+        await asyncio.sleep(0)
+        running = asyncio.create_task(sampler.run())
+        async with asyncio.timeout(60):
+            found = await asyncio.gather(*calls, return_exceptions=True)
+        running.cancel()
+        threads.close()
+        return found
+
+    good, bad, fine = asyncio.run(main())
+    assert asked == [["good", "bad", "fine"], ["good"], ["bad"], ["fine"]]
+    assert isinstance(bad, EngineError)
+    assert [one.request_id for one in (good, fine) if isinstance(one, Completion)] == [
+        "good",
+        "fine",
+    ]
 
 
 # --- sessions -------------------------------------------------------------------------------------

@@ -54,6 +54,8 @@ def test_a_first_call_is_encoded(dialogue: Dialogue) -> None:
     ids, call = dialogue.continue_text(text, [], is_rendered=True)
     assert ids.tolist() == ids_of("<u>", "12", "+", "3", "<eos>", "<a>").tolist()
     assert call is None
+    with pytest.raises(DataError, match="the prompt has no tokens; a prompt needs at least one"):
+        dialogue.continue_text("", [], is_rendered=True)
 
 
 def test_what_was_sampled_stays_as_it_was_sampled(dialogue: Dialogue) -> None:

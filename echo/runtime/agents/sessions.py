@@ -94,6 +94,9 @@ class CallSampler:
                 waiting.append(await self._queue.get())
             while not self._queue.empty():
                 waiting.append(self._queue.get_nowait())
+            waiting = [one for one in waiting if not one.answer.done()]  # its caller has hung up
+            if not waiting:
+                continue
             how = waiting[0].sampling, waiting[0].bounds
             batch = [one for one in waiting if (one.sampling, one.bounds) == how]
             waiting = [one for one in waiting if (one.sampling, one.bounds) != how]
@@ -105,6 +108,11 @@ class CallSampler:
         try:
             completions = await self._generate([one.request for one in batch], sampling, bounds)
         except EchoError as error:
+            if len(batch) > 1 and not isinstance(error, VersionError):
+                # It may be the fault of one of them.
+                for one in batch:
+                    await self._answer([one], sampling, bounds)
+                return
             for one in batch:
                 if not one.answer.done():
                     one.answer.set_exception(error)
@@ -512,10 +520,15 @@ class Dialogue:
             text: the whole context.
             known: earlier calls.
             is_rendered: whether a template wrote it, special tokens included.
+
+        Raises:
+            DataError: if it has no tokens.
         """
         begun = [call for call in known if text.startswith(call.text)]
         if not begun:
             ids = self._tokenizer(text, add_special_tokens=not is_rendered)["input_ids"]
+            if not ids:
+                raise DataError("the prompt has no tokens; a prompt needs at least one")
             return np.array(ids, np.int32), None
         call = max(begun, key=lambda call: len(call.text))
         rest = text[len(call.text) :]
