@@ -159,7 +159,7 @@ def dataset_files(path: str) -> list[Path]:
         if not place.is_dir():
             return [place]
     except (OSError, RuntimeError) as error:  # too long for a name, or an unknown user's home
-        raise DataError(f"{path}: cannot read the dataset: {error}; name a file here") from error
+        raise DataError(f"{path}: cannot read the dataset: {error}; see task.options") from error
     state = place / "state.json"
     if state.is_file():
         try:
@@ -267,6 +267,8 @@ def _import_pyarrow(path: Path) -> Any:
 
 def _open(path: Path) -> Any:
     try:
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path}: is a device or pipe, and no dataset; see task.options")
         return path.open("rb")
     except OSError as error:
         raise DataError(

@@ -297,7 +297,7 @@ def drop_code(value: Any) -> Any:
 
 
 def _existing(directory: str | Path) -> Path:
-    path = Path(directory).expanduser()
+    path = Path(directory)
     if not path.is_dir():
         raise DataError(f"{path}: no such model directory")
     return path

@@ -62,6 +62,8 @@ class VerifiersTask(Environment):
     def example(self, index: int, *, split: str) -> Example:
         """Return a row of the environment's dataset; its evaluation dataset is held out."""
         rows = self._rows[split]
+        if not rows:
+            raise DataError(f"the environment {self._name} has no {split} rows")
         row = rows[index % len(rows)]
         prompt = row["prompt"]
         return Example(

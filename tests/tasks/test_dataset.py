@@ -104,6 +104,14 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty: no dataset files in this directory; a dataset is"):
         list(read_rows(str(tmp_path / "empty")))
+    with pytest.raises(
+        DataError, match=r"/dev/null: is a device or pipe, and no dataset; see task"
+    ):
+        list(read_rows("/dev/null"))
+    with pytest.raises(
+        DataError, match=r"~nobody-here/x\.jsonl: cannot read .*; see task\.options"
+    ):
+        list(read_rows("~nobody-here/x.jsonl"))
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

@@ -256,6 +256,7 @@ def test_packages_around_a_module_count_and_pythons_own_library_does_not(
     [
         ("absent.py", "/home/them/absent.py", "absent.py"),
         ("absent", "/home/them/absent.py", "absent.py"),
+        ("~nobody-here/a.py", "/home/nobody-here/a.py", "~nobody-here/a.py"),
         ("deep.absent", "/home/them/deep/absent/__init__.py", "deep/absent/__init__.py"),
     ],
 )
@@ -305,6 +306,7 @@ def test_a_file_is_run_once(user_directory: Path) -> None:
         ("my_rewards.py:LIMIT", "no function 'LIMIT'"),
         ("my_reward:correct", r"no module 'my_reward' in .*did you mean 'my_rewards'\?"),
         ("absent.py:correct", r"no file 'absent\.py' in "),
+        ("~nobody-here/a.py:correct", r"x: no file '~nobody-here/a\.py' in "),
         ("broken.py:correct", "importing 'broken.py' failed: ZeroDivisionError"),
     ],
 )
@@ -334,6 +336,16 @@ def test_code_is_found_where_it_would_be_imported_from(
     monkeypatch.delitem(sys.modules, "found_twice")
 
 
-@pytest.mark.parametrize("name", ["no_such_module", "no.such.module", "absent.py", "sys", "json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "no_such_module",
+        "no.such.module",
+        "absent.py",
+        "~nobody-here/a.py",
+        "sys",
+        "json",
+    ],
+)
 def test_what_is_not_here_or_pythons_own_has_no_files(name: str) -> None:
     assert find_code(name) == []

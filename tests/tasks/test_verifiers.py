@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from echo.core.errors import ConfigError
+from echo.core.errors import ConfigError, DataError
 from echo.core.extras import install_command
 from echo.tasks.environment import Environment
 from echo.tasks.rewards import Limits, PoolHost, RewardError
 from echo.tasks.task import load_task
+from echo.tasks.verifiers import VerifiersTask
 
 ENV = "tests.tasks.verifiers_envs"
 
@@ -100,6 +101,13 @@ def test_it_runs_in_a_process_of_its_own() -> None:
             episodes[1].outcome()
     finally:
         pool.close()
+
+
+def test_a_split_without_rows_is_named() -> None:
+    task = VerifiersTask(env="x")
+    task._rows = {"train": [{"prompt": "1"}], "heldout": []}
+    with pytest.raises(DataError, match="the environment x has no heldout rows"):
+        task.example(0, split="heldout")
 
 
 @needs_verifiers
