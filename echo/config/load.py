@@ -132,6 +132,10 @@ def nest(settings: Mapping[KeyPath, Setting]) -> dict[str, Any]:
     return root
 
 
+MAX_GUESSES = 3
+"""Keys of other sections that are named in place of one that is unknown."""
+
+
 def _say_unknown(path: KeyPath) -> str:
     """Say why `path` is no key, and which one was probably meant."""
     section, name = path[0], path[-1]
@@ -150,10 +154,13 @@ def _say_unknown(path: KeyPath) -> str:
             return f"unknown section; did you mean [{near}]?"
     alike = nearest(name, [path[-1] for path in paths])
     elsewhere = [".".join(path) for path in paths if path[-1] == alike]
-    if len(elsewhere) == 1:
+    with_unit = [".".join(path) for path in paths if path[-1].startswith(f"{name}_")]
+    if alike != name and 0 < len(with_unit) <= MAX_GUESSES:
+        elsewhere = with_unit  # it may stand for any of them
+    if len(elsewhere) == 1 or elsewhere is with_unit:
         # Of another section a name that is only alike is a guess, and may be another framework's.
         others = "" if alike == name else f"; {OTHER_NAMES}"
-        return f"unknown key; did you mean {elsewhere[0]}?{others}"
+        return f"unknown key; did you mean {' or '.join(elsewhere)}?{others}"
     kind = "key" if names or len(path) == 1 else "section"
     known = f"[{section}] has {', '.join(names)}" if names else f"there are {_list_sections()}"
     return f"unknown {kind}; {known}; {OTHER_NAMES}"

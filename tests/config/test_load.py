@@ -421,6 +421,11 @@ def test_every_key_is_known_to_its_layer() -> None:
         ({"zebra": {"x": 8}}, "unknown section; there are [run], [model], [task]"),
         ({"zebra": 8}, "unknown key; there are [run], [model], [task]"),
         ({"batch": {"num_generations": 8}}, "; docs/coming-from-other-frameworks.md has the names"),
+        (
+            {"ckpt": {"interval": 8}},
+            "did you mean checkpoint.interval_steps or checkpoint.interval_s or "
+            "eval.interval_steps?; docs/coming-from-other-frameworks.md has",
+        ),
         ({"sampling": {"max_new_tokens": 8}}, "?; docs/coming-from-other-frameworks.md has the"),
         ({"batch": 8}, "this is a section, not a key; write [batch]"),
         ({"batch": {"group_size": {"x": 8}}}, "this key takes a plain value, not a table"),
