@@ -6,6 +6,7 @@ key and the value to that.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import tomllib
@@ -167,6 +168,23 @@ def _check_run_name(name: str) -> str:
 def local_path(name: str | Path) -> Path:
     """Return where a name leads on this machine; `~user` stays where no such user is known."""
     return Path(os.path.expanduser(name))  # noqa: PTH111 -- pathlib's raises there
+
+
+MAX_FILE_LENGTH = 16 << 20
+"""Characters of a file with settings: what travels of them has to fit into one message."""
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file with settings, which may be a pipe but not be without end.
+
+    Raises:
+        OSError, UnicodeDecodeError: if it cannot be read, is too large, or is no text.
+    """
+    with path.open(encoding="utf-8") as file:
+        text = file.read(MAX_FILE_LENGTH + 1)
+    if len(text) > MAX_FILE_LENGTH:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return text
 
 
 def _check_directory(name: str) -> str:

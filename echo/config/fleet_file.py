@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from echo.config.fields import UNREADABLE, Bytes, Seconds, toml_or_text
+from echo.config.fields import UNREADABLE, Bytes, Seconds, read_text, toml_or_text
 from echo.config.schema import show
 from echo.core.errors import ConfigError, in_one, nearest
 from echo.fleet.gpus import (
@@ -414,7 +414,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: if it cannot be read.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(path))
     except UNREADABLE as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     except OSError as error:
@@ -841,7 +841,7 @@ def read_plan(path: Path, request: FleetRequest) -> tuple[dict[str, int], int]:
         ConfigError: if it cannot be read or is not a plan for this fleet.
     """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(read_text(path))
         rent = {row["offer"]: int(row["count"]) for row in record["rent"]}
         period = int(record["job"]["publish_period"])
     except OSError as error:

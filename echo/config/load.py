@@ -22,7 +22,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from echo.config.checks import Problem, Setting, check_config
-from echo.config.fields import OWN_KIND, ROLES, UNREADABLE, Role, toml_or_text
+from echo.config.fields import OWN_KIND, ROLES, UNREADABLE, Role, read_text, toml_or_text
 from echo.config.memory import Budget
 from echo.config.reference import default_text
 from echo.config.schema import (
@@ -404,7 +404,7 @@ def keys_set_by_user(config: Config) -> frozenset[str]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text: {error}") from error
     except OSError as error:
@@ -795,7 +795,7 @@ def _template_text(config: Config) -> str | None:
         return None
     path = Path(config.model.chat_template)
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{config.sources.get(_TEMPLATE, 'configuration')}: {_TEMPLATE} = "

@@ -13,7 +13,7 @@ from pathlib import Path
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.config.fields import OLD_JOIN, has_secret, local_path
+from echo.config.fields import OLD_JOIN, has_secret, local_path, read_text
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, StorageError, TransportError
 from echo.net.curve import KEY_BYTES, SECRET_BYTES, CurveKeys, KeyPair
@@ -213,7 +213,7 @@ def find_join(config: Config, role: str) -> Join | None:
         if not path.exists():
             return None
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{key}{str(path)!r}: cannot be read: {error}; copy the learner's "

@@ -256,6 +256,19 @@ def test_a_missing_file(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
+def test_a_file_that_does_not_end_in_time_is_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as /dev/zero, which would take all memory."""
+    path = tmp_path / "run.toml"
+    path.write_text("[batch]\n")
+    monkeypatch.setattr("echo.config.fields.MAX_FILE_LENGTH", 8)
+    load_config(path)
+    monkeypatch.setattr("echo.config.fields.MAX_FILE_LENGTH", 7)
+    with pytest.raises(ConfigError, match=r"run\.toml: cannot be read: File too large; give"):
+        load_config(path)
+
+
 def test_an_unknown_role() -> None:
     with pytest.raises(ConfigError, match=r'"trainer" .* learner, worker, relay'):
         parse_config({}, role="trainer")
