@@ -950,6 +950,8 @@ class VllmEngine(Engine):
         if self._is_closed:
             raise EngineError("the engine is closed")
         self._num_restarts += 1
+        # It may have died while it was probed: what it has sampled meanwhile waits for a verdict.
+        self._versions.setdefault(self._tag, None)
         backend = self._backend
         backend.close()
         if backend.death is not None:
