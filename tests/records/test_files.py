@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -24,6 +25,20 @@ def test_what_cannot_be_written_keeps_what_was_there(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         write_file(path, b"second")
     assert path.read_bytes() == b"first"
+
+
+def test_a_full_disk_is_not_made_fuller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_file(path, b"first")
+
+    def refuse(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        write_file(path, b"second")
+    assert path.read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_syncing_what_is_missing_is_an_error(tmp_path: Path) -> None:
