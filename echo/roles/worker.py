@@ -66,7 +66,7 @@ from echo.core.rollout import (
     is_surviving,
 )
 from echo.core.timers import earliest
-from echo.core.units import format_duration
+from echo.core.units import format_duration, one_line
 from echo.leases.outbox import Outbox
 from echo.leases.partials import (
     LeaseKey,
@@ -270,6 +270,8 @@ class Release(Action):
     reason: str
 
 
+MAX_DETAIL_LENGTH = 500
+"""Characters that are told of a group that cannot be finished."""
 DRAIN_S = 30.0
 """Seconds that a worker that leaves waits for its engine, then for its last rewards and acks."""
 INSTALL_AGAIN_S = 30.0
@@ -789,13 +791,15 @@ class Worker(DialingRole):
             group_id=lease.group_id,
             attempt=lease.attempt,
             reason=reason,
-            detail=detail[:500],
+            detail=detail[:MAX_DETAIL_LENGTH],
             is_elsewhere=is_elsewhere,
             traceback=traceback,
         )
         self.outbox.put(key_of(lease), message)
         level = "info" if reason == SUPERSEDED else "warning"
-        return [Note(level, f"group {lease.group_id}: {reason}: {detail}", reason)]
+        # It may be what a task's code says of what the model said.
+        text = one_line(detail[:MAX_DETAIL_LENGTH])
+        return [Note(level, f"group {lease.group_id}: {reason}: {text}", reason)]
 
     def _refuse(self, lease: Lease, reason: str, detail: str) -> list[Action]:
         """Give a lease back whose version is not the one that samples here."""

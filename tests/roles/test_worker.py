@@ -334,6 +334,16 @@ def test_what_came_whole_is_scored_and_a_prompt_beyond_the_window_fails() -> Non
     )
 
 
+def test_what_a_tasks_code_says_takes_one_short_line() -> None:
+    paper = Paper({0: (3, 3)})
+    paper.grant(make_lease(0), members=members(0, 0, reason="stop"))
+    text = "it raised ValueError: \x1b[2J\n" + "x" * 100_000
+    paper.do(paper.role.failed(make_lease(0), "reward_error", text, now=1.0))
+    [note] = paper.take(Note)
+    assert note.text.startswith("group 0: reward_error: it raised ValueError: \\x1b[2J\\nxx")
+    assert len(note.text) < 600
+
+
 def test_nothing_is_sampled_while_the_outbox_is_full_or_there_are_no_weights() -> None:
     paper = Paper({0: (1, 1), 1: (1, 1)}, groups_per_batch=1, version=None)
     paper.grant()
