@@ -140,6 +140,7 @@ class Node:
         self._topics = Topics(log)
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0
+        self._is_catching_up = False
         self._is_reading = False
         self._stopped: asyncio.Future[str] | None = None
         self._num_interrupts = 0
@@ -369,11 +370,15 @@ class Node:
 
     def _on_timer(self) -> None:
         self._timer = None
-        if self.now - self._timer_at > STALL_S:
+        is_late = self.now - self._timer_at > STALL_S
+        if is_late and not self._is_catching_up:
             # The loop was held up (a heavy import, a suspended laptop): what has arrived meanwhile
-            # is read first, or this node would take its own absence for that of the others.
+            # is read first, or this node would take its own absence for that of the others. It is
+            # given one such pause: on a machine that starves it, it would never say that it lives.
+            self._is_catching_up = True
             self._set_timer(self.now + CATCH_UP_S)
             return
+        self._is_catching_up = False
         with self._ending_at_failure():
             self.before_expire()
             self.perform(self._session.expire(now=self.now))

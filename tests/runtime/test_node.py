@@ -12,7 +12,7 @@ from echo.core.errors import StorageError
 from echo.core.rollout import PolicyVersion
 from echo.net.transport import Received
 from echo.roles.worker import Drained
-from echo.runtime.node import Node, Topics
+from echo.runtime.node import STALL_S, Node, Topics
 from echo.sim.clock import InlineThreads
 from echo.sim.network import Network, Port
 from echo.sim.transport import SimTransport
@@ -377,3 +377,17 @@ def test_the_timer_is_armed_anew_only_for_an_earlier_deadline() -> None:
         return fired
 
     assert run_virtual(main()) == [3.0]
+
+
+def test_a_loop_that_is_held_up_again_and_again_comes_to_what_is_due() -> None:
+    async def scenario(node: Node, script: Script, network: Network) -> None:
+        running, fired = await begun(node), []
+        script.on_expire = lambda: fired.append(1) or []
+        for num_fired in (0, 1, 1, 2):
+            node._set_timer(node.now - 2 * STALL_S)
+            node._on_timer()
+            assert len(fired) == num_fired
+        node.stop("done")
+        await running
+
+    play(scenario)
