@@ -195,7 +195,7 @@ class Performer:
         except _Refused as refused:
             return CallAnswer(fault=refused.fault)
         except BaseException as error:  # noqa: BLE001 -- the caller learns of it, whatever it is
-            text = f"{where} raised {type(error).__name__}: {error}{_place(error)}"
+            text = f"{where} raised {type(error).__name__}: {error}{raised_at(error)}"
             is_transient = isinstance(error, TRANSIENT_ERRORS)
             return CallAnswer(
                 fault=CallFault("reward_error", text, is_transient, _traceback(error))
@@ -280,7 +280,7 @@ def _traceback(error: BaseException) -> str:
     return "".join(lines).rstrip()[-MAX_TRACEBACK_LENGTH:]
 
 
-def _place(error: BaseException) -> str:
+def raised_at(error: BaseException) -> str:
     """Return the file and line where a task's code raised an error, where that is known."""
     frames = [
         frame

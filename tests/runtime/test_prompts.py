@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+from pathlib import Path
+
 import pytest
 
 from echo.core.errors import DataError
 from echo.runtime.learner.prompts import CACHED_LEASES, PromptSource
-from echo.tasks.task import Example, Task
+from echo.tasks.dataset import DatasetTask
+from echo.tasks.task import Example, Task, is_heldout
 from echo.tasks.tokenization import TextCodec
 
 
@@ -102,3 +107,29 @@ def test_prompts_that_cannot_be_had_are_found_before_a_run_begins() -> None:
     seen.clear()
     PromptSource(Counting(5), text, seed=0).check()
     assert sorted(seen) == [0, 1, 2, 3, 4]
+
+
+def test_what_a_tasks_code_raises_is_told_of_its_example() -> None:
+    class Gappy(Counting):
+        def example(self, index: int, *, split: str) -> Example:
+            prompts = {0: "one 1", 1: "no number"}
+            return Example(index=index, split=split, prompt=prompts[index])
+
+    source = make(task=Gappy(num_heldout=3))
+    assert source.lease(0, 0).prompt_ids == (1, 1)
+    what = r"example 1: what its prompt passes through raised ValueError: .*test_prompts\.py:\d+"
+    with pytest.raises(DataError, match=what):
+        source.lease(1, 0)
+    what = r"Gappy\.example\(2, split='train'\) raised KeyError: 2 \(test_prompts\.py:\d+\)"
+    with pytest.raises(DataError, match=what):
+        source.lease(2, 0)
+    with pytest.raises(DataError, match="split='heldout'"):
+        source.heldout(3)
+
+
+def test_a_task_without_any_row_says_so_itself(tmp_path: Path) -> None:
+    path = tmp_path / "one.jsonl"
+    rows = (json.dumps({"prompt": str(number), "answer": ""}) for number in itertools.count())
+    path.write_text(next(row for row in rows if is_heldout(row)))
+    with pytest.raises(DataError, match="no train row; a file this small cannot be split by hash"):
+        make(task=DatasetTask(path=str(path), reward="exact")).check()

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import msgspec
 
 from echo.core.bounds import MAX_LEASE_BYTES
-from echo.core.errors import DataError
+from echo.core.errors import DataError, EchoError
 from echo.tasks.environment import Environment
+from echo.tasks.process_main import raised_at
 from echo.tasks.task import Example, Task
 from echo.tasks.tokenization import TextCodec
 from echo.wire.messages import Lease
@@ -56,7 +59,7 @@ class PromptSource:
         """
         lease = self._cache.get(group_id)
         if lease is None:
-            lease = self._make(group_id, attempt, self.example(group_id))
+            lease = self._make(group_id, attempt)
             self._cache[group_id] = lease
             if len(self._cache) > CACHED_LEASES:
                 self._cache.popitem(last=False)
@@ -76,27 +79,36 @@ class PromptSource:
         Raises:
             DataError: as `lease`.
         """
-        num_examples = CHECKED_PROMPTS if self._num_examples is None else self._num_examples
-        for group_id in range(min(CHECKED_PROMPTS, num_examples)):
+        for group_id in range(min(CHECKED_PROMPTS, self._num_examples or CHECKED_PROMPTS)):
             self.lease(group_id, 0)
 
     def example(self, group_id: int) -> Example:
-        """Return the example of a group, with its answer."""
-        return self._task.example(self._index(group_id), split="train")
+        """Return the example of a group, with its answer.
+
+        Raises:
+            DataError: if the task has none, or raises whatever else.
+        """
+        return self._example(self._index(group_id), "train")
+
+    def _example(self, index: int, split: str) -> Example:
+        with _naming(f"{type(self._task).__name__}.example({index}, split={split!r})"):
+            return self._task.example(index, split=split)
 
     def heldout(self, num_prompts: int) -> list[tuple[Example, list[int]]]:
         """Return the held-out examples of an evaluation with their token ids, always the same."""
         num_examples = self._task.num_examples(split="heldout")
         if num_examples is not None:
             num_prompts = min(num_prompts, num_examples)
-        examples = [self._task.example(index, split="heldout") for index in range(num_prompts)]
+        examples = [self._example(index, "heldout") for index in range(num_prompts)]
         return [(example, self._encode(example)) for example in examples]
 
     def _encode(self, example: Example) -> list[int]:
-        tools = self._task.tools(example) if isinstance(self._task, Environment) else ()
-        return self._text.encode_prompt(example.prompt, tools=tools)
+        with _naming("what its prompt passes through"):
+            tools = self._task.tools(example) if isinstance(self._task, Environment) else ()
+            return self._text.encode_prompt(example.prompt, tools=tools)
 
-    def _make(self, group_id: int, attempt: int, example: Example) -> Lease:
+    def _make(self, group_id: int, attempt: int) -> Lease:
+        example = self.example(group_id)
         try:
             prompt_ids = tuple(self._encode(example))
         except DataError as error:
@@ -129,11 +141,23 @@ class PromptSource:
         return random.Random(f"{self._seed}/{group_id}/{attempt}").getrandbits(48)
 
     def _index(self, group_id: int) -> int:
-        if self._num_examples is None:
-            return group_id
+        if not self._num_examples:
+            return group_id  # there is no end, or nothing: then the task says so
         epoch, position = divmod(group_id, self._num_examples)
         if epoch != self._epoch:
             self._order = list(range(self._num_examples))
             random.Random(f"{self._seed}/epoch {epoch}").shuffle(self._order)
             self._epoch = epoch
         return self._order[position]
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Turn whatever a task's code or a chat template raises into an error that says what it was."""
+    try:
+        yield
+    except EchoError:
+        raise
+    except Exception as error:
+        text = f"{what} raised {type(error).__name__}: {error}{raised_at(error)}"
+        raise DataError(text) from error
