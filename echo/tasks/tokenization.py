@@ -150,6 +150,8 @@ class TextCodec:
     """The ids that end a completion."""
     chat_template_kwargs: Mapping[str, Any]
     """Arguments of the chat template."""
+    vocab_size: int = 1 << 31
+    """The model knows the ids below it."""
 
     def encode_prompt(
         self,
@@ -164,7 +166,8 @@ class TextCodec:
         it stands, with the special tokens that the tokenizer itself adds.
 
         Raises:
-            DataError: for messages without a template, a template that fails, or an empty result.
+            DataError: for messages without a template, a template that fails, an empty result, or
+                tokens that the model does not know.
         """
         if self.tokenizer.chat_template is None and isinstance(prompt, str):
             ids = self.tokenizer(prompt)["input_ids"]
@@ -177,7 +180,7 @@ class TextCodec:
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise DataError(f"the prompt {prompt!r} has no tokens; a prompt needs at least one")
-        return [int(token) for token in ids]
+        return self._known(ids)
 
     def encode_turn(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Turn what an environment says after a turn of the policy into token ids.
@@ -188,7 +191,8 @@ class TextCodec:
         Without one they are the messages' contents as they stand.
 
         Raises:
-            DataError: if the template fails, or leaves out or changes what the policy said.
+            DataError: if the template fails, or leaves out or changes what the policy said, or for
+                tokens that the model does not know.
         """
         tokenizer, kwargs = self.tokenizer, self.chat_template_kwargs
         if tokenizer.chat_template is None:
@@ -208,8 +212,17 @@ class TextCodec:
             alone = render_messages(tokenizer, before, kwargs, opens_turn=False)
             closing = alone.partition(TURN)[2]
             text = text[_end_of_turn(tokenizer, closing, self.stop_ids) :]
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return [int(token) for token in ids]
+        return self._known(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _known(self, ids: Iterable[int]) -> list[int]:
+        """Return token ids, all of them the model's: an engine can go on with no others."""
+        found = [int(token) for token in ids]
+        if (highest := max(found, default=0)) >= self.vocab_size:
+            raise DataError(
+                f"the token {self.tokenizer.decode([highest])!r} has the id {highest}, the model "
+                f"knows {self.vocab_size}: the tokenizer has tokens that were never added to it"
+            )
+        return found
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text of a completion up to its first stop token."""

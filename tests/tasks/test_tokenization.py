@@ -75,6 +75,19 @@ def test_what_cannot_be_encoded_is_explained(plain: Path) -> None:
         TextCodec(silent, [], {}).encode_prompt(messages)
 
 
+def test_tokens_that_the_model_does_not_know_are_refused(plain: Path) -> None:
+    """They would end each worker that is asked to sample behind them."""
+    tokenizer = load_tokenizer(plain)
+    [_, token] = TextCodec(tokenizer, [], {}).encode_prompt("+")
+    assert TextCodec(tokenizer, [], {}, token + 1).encode_prompt("+") == [1, token]
+    text = TextCodec(tokenizer, [], {}, token)
+    message = rf"the token '\+' has the id {token}, the model knows {token}: the tokenizer has"
+    with pytest.raises(DataError, match=message):
+        text.encode_prompt("+")
+    with pytest.raises(DataError, match=message):
+        text.encode_turn([{"role": "user", "content": "+"}])
+
+
 def test_decoding_ends_at_the_first_stop_and_keeps_the_rest_as_sampled() -> None:
     tokenizer = build_tokenizer()
     assert decode(tokenizer, [3, 4, 2, 0, 0], [2]) == "01"

@@ -140,7 +140,10 @@ def load_data(config: Config) -> Data:
     template: str | None = settings["model.chat_template"]
     tokenizer = tokenization.load_tokenizer(model_dir, chat_template=template)
     text = tokenization.TextCodec(
-        tokenizer, tokenization.stop_ids(tokenizer, model_dir), model.chat_template_kwargs
+        tokenizer,
+        tokenization.stop_ids(tokenizer, model_dir),
+        model.chat_template_kwargs,
+        vocab_size(model_dir),
     )
     task = load_task(config.task.kind, config.task.options)
 

@@ -168,7 +168,9 @@ def build_parts(
     template: str | None = settings.get("model.chat_template")
     tokenizer = tokenization.load_tokenizer(model_dir, chat_template=template)
     stop_ids = tokenization.stop_ids(tokenizer, model_dir)
-    text = tokenization.TextCodec(tokenizer, stop_ids, config.model.chat_template_kwargs)
+    text = tokenization.TextCodec(
+        tokenizer, stop_ids, config.model.chat_template_kwargs, vocab_size(model_dir)
+    )
     task = make_worker_task(config)
     lora = worker_lora(config, settings)
     engine = make_engine(config, model_dir, lora)
