@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from echo.roles.relay import Relay
 from echo.runtime import relay
 from echo.runtime.episodes import code_settings
 from echo.runtime.identity import load_or_create_keys, write_join
+from echo.runtime.worker import node
 from echo.runtime.worker.setup import build_parts
 from echo.tasks.tokenization import asset_files
 from echo.wire.actions import Action, Send
@@ -165,3 +167,26 @@ def test_a_disk_that_takes_no_inherited_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"what this worker inherits: .*file.*; free disk space"):
         model_directory(parse_config({}), tmp_path / "file" / "model", {"config.json": b"{}"})
+
+
+@pytest.mark.slow
+def test_the_workers_own_weights_are_hashed_beside_the_loop(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed_in: list[str] = []
+
+    def hash_of(image: bytearray) -> bytes:
+        hashed_in.append(threading.current_thread().name)
+        return blake3(image).digest()
+
+    monkeypatch.setattr(node, "_hash_of", hash_of)
+
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(run={"max_steps": 1})
+        worker = await run.worker("w1", model={"name": str(run.model_dir)})
+        async with running(learner, worker) as (learning, _):
+            assert await learning == "finished"
+
+    play(scenario)
+    [name] = hashed_in
+    assert name.startswith("engine")

@@ -298,7 +298,8 @@ class WorkerNode(DialingNode):
         await self.recover()
         image = await self._engine_pool.run(parts.read_local_image)
         if image is not None:
-            self.session.broadcast.offer(image, blake3(image).digest())
+            digest = await self._engine_pool.run(_hash_of, image)
+            self.session.broadcast.offer(image, digest)
         try:
             left = await self._file_pool.run(parts.partials_path.read_bytes)
         except FileNotFoundError:
@@ -499,6 +500,11 @@ class WorkerNode(DialingNode):
                 self._parts.runner.close()
             self._parts.engine.close()
         super().release()
+
+
+def _hash_of(image: bytearray) -> bytes:
+    """Return the hash of an image, which takes seconds where it is large."""
+    return blake3(image, max_threads=blake3.AUTO).digest()
 
 
 def _request(name: str, group: PartialGroup, index: int) -> Request:
