@@ -746,6 +746,7 @@ class Admission:
     ) -> None:
         self.settings = settings
         self.lineages = lineages
+        self._assets = describe_assets(settings.assets)  # once: it hashes all of them
         self.roster = roster
         self.counters = counters
         self._routes = routes
@@ -876,7 +877,7 @@ class Admission:
             public_key=settings.key.public_key().public_bytes_raw(),
             lineages=self.lineages,
             settings=settings.settings,
-            assets=describe_assets(settings.assets),
+            assets=self._assets,
             digests=settings.digests,
             heartbeat_s=settings.heartbeat_s,
             dead_after_s=settings.dead_after_s,

@@ -447,6 +447,16 @@ def test_a_node_that_has_built_before_is_ready_at_once() -> None:
 FILES = {"config.json": b"{}", "tokenizer.json": b"[1, 2]"}
 
 
+def test_files_are_hashed_once_and_not_for_each_hello(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each node that configures repeats its Hello; a tokenizer may have tens of MB."""
+    end = LearnerEnd()
+    monkeypatch.setattr(joining, "blake3", mock.Mock(wraps=blake3))
+    for _ in range(2):
+        [welcome] = said_in(end.hear(HELLO))
+    assert welcome.assets == WELCOME.assets
+    assert all(call.args != (FILE,) for call in joining.blake3.call_args_list)
+
+
 def test_equal_or_missing_hashes_agree() -> None:
     ours = {"model": "aa", "tokenizer": "", "task": "t"}
     theirs = {"model": "aa", "tokenizer": "bb", "dataset": "d"}
