@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +58,7 @@ def make_agents() -> Agents:
     sampler: Any = None
     node: Any = SimpleNamespace(now=0.0, perform=lambda actions: None)
     pool = ThreadPools().pool("reward")
-    return Agents(parts, session, sampler, node=node, reward_pool=pool)  # type: ignore[arg-type]
+    return Agents(parts, session, sampler, node=node, pool=pool)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_held", [0, 1, 2])
@@ -112,6 +113,36 @@ def test_a_call_that_waits_for_a_version_is_refused_once_the_worker_stops(
         assert agents.session.counters["engine/version_refused"] == 1
 
     asyncio.run(main())
+
+
+def test_a_context_becomes_tokens_beside_the_loop_and_its_session_may_end_meanwhile() -> None:
+    agents = make_agents()
+    agents._episodes.add(lease_of(3), now=0.0)
+    session = begin(agents._episodes)
+    threads: list[str] = []
+
+    async def main() -> None:
+        loop, begun, may_end = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+        def encode(*_: object, **__: object) -> tuple[np.ndarray, None]:
+            threads.append(threading.current_thread().name)
+            loop.call_soon_threadsafe(begun.set)
+            assert may_end.wait(60)
+            return np.array([5], np.int32), None
+
+        parts: Any = SimpleNamespace(dialogue=SimpleNamespace(continue_text=encode))
+        agents.parts = parts
+        call = asyncio.create_task(agents.call(session.session_id, "1+1=", CallOptions()))
+        async with asyncio.timeout(60):
+            await begun.wait()
+            agents.abandon(session.session_id)
+            may_end.set()
+            with pytest.raises(SessionError, match="no open session"):
+                await call
+
+    asyncio.run(main())
+    [name] = threads
+    assert name.startswith("reward")
 
 
 # --- sampling for agents --------------------------------------------------------------------------

@@ -636,14 +636,15 @@ class Agents:
         sampler: CallSampler,
         *,
         node: Node,
-        reward_pool: Pool,
+        pool: Pool,
     ) -> None:
         """Join the parts; `watch` has to run beside."""
         self.parts = parts
         self.session = session
         self._sampler = sampler
         self._node = node
-        self._reward_pool = reward_pool
+        self._pool = pool
+        """For tokens and rewards."""
         self._episodes = Episodes(group_size=parts.group_size, timeout_s=parts.session_timeout_s)
         self._num_waiting = 0
         self._num_plain = 0
@@ -727,7 +728,7 @@ class Agents:
         if reward is None:
             text = self.parts.dialogue.answer_of(leaf.completion.token_ids)
             example = Example(**session.lease.example)
-            reward = await self._reward_pool.run(self.parts.reward, example, text)
+            reward = await self._pool.run(self.parts.reward, example, text)
         if not math.isfinite(reward):
             raise SessionError(f"a reward of {reward} is no finite number")
         bound = self.parts.max_abs_reward
@@ -784,15 +785,14 @@ class Agents:
             raise StoppingError("no weights to sample from: this worker starts or stops; try again")
         if options.bounds != ANY_VERSION:
             await self._await_version(options.bounds, options.version_wait_s)
-        session = None
-        if session_id is not None:
-            session = self._episodes.find_for_call(session_id)
+        session = self._session_of(session_id)
+        known = [] if session is None else list(session.turns)
         try:
-            ids, parent, text = self._tokens(
-                prompt, options.tools, [] if session is None else session.turns
-            )
+            # A long context takes a moment, in which others are to be answered.
+            ids, parent, text = await self._pool.run(self._tokens, prompt, options.tools, known)
         except UNUSABLE as error:
             raise DataError(f"the prompt cannot be turned into tokens: {error}") from error
+        session = self._session_of(session_id)  # it may be over by now
         sampling = self._sampling(options, len(ids), is_recorded=session is not None)
         seed = self._seed(options, session)
         if session is not None:
@@ -815,6 +815,14 @@ class Agents:
             session.turns.append(turn)
         return turn
 
+    def _session_of(self, session_id: str | None) -> Session | None:
+        """Return the session that a call belongs to, if it belongs to one.
+
+        Raises:
+            SessionError: if there is no such session, or it has made its calls.
+        """
+        return None if session_id is None else self._episodes.find_for_call(session_id)
+
     async def _await_version(self, bounds: CallBounds, wait_s: float) -> None:
         """Return once a version within the bounds may be installed.
 
@@ -835,7 +843,7 @@ class Agents:
     def _tokens(
         self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], known: Sequence[Turn]
     ) -> tuple[npt.NDArray[np.int32], Turn | None, str]:
-        """Return a context's tokens, the call that it goes on from, and its text."""
+        """Return a context's tokens, the call that it goes on from, and its text; in a thread."""
         dialogue = self.parts.dialogue
         if isinstance(prompt, str):
             return *dialogue.continue_text(prompt, known, is_rendered=False), prompt

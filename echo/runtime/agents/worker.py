@@ -36,7 +36,7 @@ class AgentWorkerNode(WorkerNode):
             self.session,
             sampler,
             node=self,
-            reward_pool=self._reward_pool,
+            pool=self._reward_pool,
         )
         self.spawn(sampler.run(), name="agent-calls")
         self.spawn(self._agents.watch(), name="agent-sessions")
