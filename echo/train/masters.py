@@ -10,6 +10,8 @@ Shards do without (sharding.py): there each layer is rounded whenever it is put 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -27,8 +29,10 @@ class Masters:
         self._masters: dict[Tensor, nn.Parameter] = {}
         for parameter in model.parameters():
             if parameter.requires_grad:
-                self._masters[parameter] = nn.Parameter(parameter.detach())
-                parameter.register_post_accumulate_grad_hook(self._add_up)  # type: ignore[no-untyped-call]
+                master = self._masters[parameter] = nn.Parameter(parameter.detach())
+                # Of the master alone: hooks are out of sight of Python's collector, and one that
+                # knew of all masters would keep them, and itself, for ever.
+                parameter.register_post_accumulate_grad_hook(partial(_add_up, master))  # type: ignore[no-untyped-call]
             parameter.data = parameter.data.to(dtype)
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -41,13 +45,13 @@ class Masters:
         for parameter, master in self._masters.items():
             parameter.copy_(master)
 
-    @torch.no_grad()
-    def _add_up(self, parameter: Tensor) -> None:
-        """Take over the gradient of one backward pass."""
-        gradient, parameter.grad = parameter.grad, None  # or it would stay if memory runs out here
-        assert gradient is not None, "torch calls this when there is one"
-        master = self._masters[parameter]
-        if master.grad is None:
-            master.grad = gradient.to(master.dtype)
-        else:
-            master.grad += gradient
+
+@torch.no_grad()
+def _add_up(master: Tensor, parameter: Tensor) -> None:
+    """Take over the gradient of one backward pass."""
+    gradient, parameter.grad = parameter.grad, None  # or it would stay if memory runs out here
+    assert gradient is not None, "torch calls this when there is one"
+    if master.grad is None:
+        master.grad = gradient.to(master.dtype)
+    else:
+        master.grad += gradient

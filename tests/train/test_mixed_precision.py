@@ -5,6 +5,7 @@ Helpers come from test_trainer.py. The same under Triton: tests/kernels/triton_c
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,15 @@ def test_nothing_is_left_of_a_gradient_for_which_there_was_no_room(
     gradient = masters.of(model.weight).grad
     assert gradient is not None
     assert gradient.tolist() == [[1.0, 1.0]]
+
+
+def test_masters_go_with_their_model() -> None:
+    """The next one would find no room on a GPU."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    masters = Masters(model, torch.bfloat16)
+    gone = [weakref.ref(tensor) for tensor in (model.weight, masters.of(model.weight))]
+    del model, masters
+    assert [each() for each in gone] == [None, None]
 
 
 def test_what_is_not_trained_has_no_master(tiny_model_dir: Path) -> None:
