@@ -23,6 +23,7 @@ in the mean after prompts of --prompt-tokens, `full` fills each micro-batch with
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import math
 import os
@@ -53,9 +54,11 @@ from echo.algo.batching import pack_micro_batches
 from echo.algo.losses import GrpoLoss
 from echo.config.load import parse_config
 from echo.config.memory import Footprint, ModelFacts
+from echo.core.errors import EchoError
 from echo.core.rollout import Group, PolicyVersion, Rollout
+from echo.engine.lora import Lora
 from echo.engine.model import build_tokenizer
-from echo.engine.weights import VersionImages
+from echo.engine.weights import VersionImages, save_safetensors
 from echo.runtime.learner.publish import Coder, Images, Publication, make_publication
 from echo.tasks.task import load_task
 from echo.train.batch import AdvantageSettings
@@ -159,6 +162,7 @@ def main() -> None:
         help="where `publish` keeps it, if the weights are on a GPU",
     )
     parser.add_argument("--optimizer", nargs="+", choices=KINDS, default=["float32"])
+    parser.add_argument("--lora", type=int, default=0, help="rank of an adapter; 0: all weights")
     parser.add_argument("--layers", type=int, help="of the model in memory; all unless given")
     parser.add_argument("--compile", action="store_true", help="the trainer's decoder layers")
     parser.add_argument("--liger", nargs="*", choices=LIGER_PARTS, default=(), help="on a GPU")
@@ -174,6 +178,9 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     arguments.dtype = arguments.dtype or ("bfloat16" if "cuda" in arguments.device else "float32")
     arguments.ranks = arguments.ranks or {"balance": 8}.get(arguments.part, 1)
+    peers = PEERS & set(arguments.ways) if arguments.part == "step" else set()
+    if arguments.lora and (arguments.part == "memory" or peers):
+        parser.error(f"memory and {', '.join(sorted(PEERS))} are of all weights, without --lora")
     if arguments.liger:
         use_liger(arguments.liger)
     rows = PARTS[arguments.part](arguments)
@@ -184,6 +191,8 @@ def main() -> None:
     settings = vars(arguments) | device_of(arguments.device) | versions_of_peers(arguments)
     result = {"settings": settings, "rows": rows}
     print(harness.save(result_name(arguments, rows), result))
+    if any("failed" in row and row.get("way") not in PEERS for row in rows):
+        raise SystemExit(1)
 
 
 def result_name(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
@@ -202,6 +211,7 @@ def result_name(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> st
         f"p{arguments.prompt_tokens}": arguments.prompt_tokens != PROMPT_TOKENS,
         "checkpointed": arguments.checkpointing is True,
         "offloaded": arguments.checkpointing == "offload",
+        f"lora{arguments.lora}": arguments.lora > 0,
         "compiled": arguments.compile,
         "liger": bool(arguments.liger),
         "trl": "trl" in arguments.ways,
@@ -362,8 +372,9 @@ def make_trainer(
     with tempfile.TemporaryDirectory() as directory:
         config = config_in(directory, arguments.model)
         device = torch.device(arguments.device) if crew is None else crew.device
+        weights = RandomWeights(config, str(device))
         return Trainer(
-            ModelSource(model_dir=Path(directory), tensors=RandomWeights(config, str(device))),
+            source_of(arguments, Path(directory), weights),
             Compute(
                 device=device,
                 ranks=None if crew is None else crew.ranks,
@@ -379,6 +390,18 @@ def make_trainer(
             optimizer=OptimizerSettings(learning_rate=1e-6, warmup_steps=0, betas=BETAS),
             advantages=AdvantageSettings(),
         )
+
+
+def source_of(
+    arguments: argparse.Namespace, directory: Path, weights: RandomWeights
+) -> ModelSource:
+    """Return the model of a directory with these weights; beside them an adapter, if it has one."""
+    if not arguments.lora:
+        return ModelSource(model_dir=directory, tensors=weights)
+    # A base is read from files.
+    save_safetensors(directory, {name: weights[name].bfloat16() for name in weights})
+    lora = Lora(base_dir=directory, rank=arguments.lora, alpha=2 * arguments.lora)
+    return ModelSource(model_dir=directory, lora=lora)
 
 
 def plain_step(arguments: argparse.Namespace) -> Step:
@@ -527,6 +550,7 @@ def use_liger(parts: Sequence[str]) -> None:
 
 
 LIGER_PARTS = ("rope", "rms_norm", "swiglu")
+PEERS = {"plain", "trl"}
 WAYS: Mapping[str, Callable[[argparse.Namespace], Step]] = {
     "packed": lambda arguments: trainer_step(arguments, "packed", share_prompts=True),
     "apart": lambda arguments: trainer_step(arguments, "packed"),
@@ -537,16 +561,35 @@ WAYS: Mapping[str, Callable[[argparse.Namespace], Step]] = {
 
 
 def time_steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time each way in turns, on a CPU; on a GPU, where two models may not fit, one by one."""
+    """Time each way in turns, on a CPU; on a GPU, where two models may not fit, one by one.
+
+    One that fails there is a row, and the others go on: whole logits may not fit where chunks do.
+    """
     vocab_size = MODELS[arguments.model]["vocab_size"]
     batches = [make_groups(arguments, vocab_size, seed) for seed in range(2)]
-    if "cuda" in arguments.device:
-        rows = []
-        for way in arguments.ways:
+    if "cuda" not in arguments.device:
+        return _timed(arguments, {way: WAYS[way](arguments) for way in arguments.ways}, batches)
+    rows: list[dict[str, Any]] = []
+    for way in arguments.ways:
+        failed = ""
+        try:
             rows += _timed(arguments, {way: WAYS[way](arguments)}, batches)
-            torch.cuda.empty_cache()
-        return rows
-    return _timed(arguments, {way: WAYS[way](arguments) for way in arguments.ways}, batches)
+        except (EchoError, RuntimeError) as error:  # out of memory is one of these
+            failed = first_line(error)
+        if failed:  # the error, whose frames hold the model, is gone
+            rows.append({"way": way, "failed": failed})
+        free_gpu()
+    return rows
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def free_gpu() -> None:
+    """Let go of the model that was; those of others are found by a collection alone."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _timed(
@@ -910,10 +953,12 @@ def compare_memory(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for state in arguments.optimizer:
         weights = RandomWeights(config, "cpu")
         reckoned = budget_of(arguments, config, weights.num_params, state)
-        row = {"optimizer": state, "on_a_gpu_gb": reckoned.on_gpu / 1e9}
+        row: dict[str, Any] = {"optimizer": state, "on_a_gpu_gb": reckoned.on_gpu / 1e9}
         if is_measured:
             row |= _measured(arguments, state)
-            row["reckoned/reserved"] = row["on_a_gpu_gb"] / row["reserved_gb"]
+            free_gpu()
+            if "reserved_gb" in row:
+                row["reckoned/reserved"] = row["on_a_gpu_gb"] / row["reserved_gb"]
         else:
             tracked = peak_bytes(
                 config,
@@ -930,20 +975,21 @@ def compare_memory(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _measured(arguments: argparse.Namespace, state: str) -> dict[str, float]:
-    """Return what the second step takes of a GPU, without the last version."""
+def _measured(arguments: argparse.Namespace, state: str) -> dict[str, Any]:
+    """Return what the second step takes of a GPU, without the last version; or why it failed."""
     groups = make_groups(arguments, MODELS[arguments.model]["vocab_size"])
-    step = trainer_step(arguments, "packed", state=state)
-    step(groups)
-    torch.cuda.reset_peak_memory_stats()
-    step(groups)
-    found = {
+    try:
+        step = trainer_step(arguments, "packed", state=state)
+        step(groups)
+        free_gpu()  # what the first step alone has needed, such as what is compiled
+        torch.cuda.reset_peak_memory_stats()
+        step(groups)
+    except (EchoError, RuntimeError) as error:
+        return {"failed": first_line(error)}
+    return {
         "allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
         "reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
     }
-    del step
-    torch.cuda.empty_cache()
-    return found
 
 
 class Reckoned(NamedTuple):
