@@ -16,7 +16,7 @@ class StepResult:
     speed: dict[str, float] = field(default_factory=dict, compare=False)
     """Times and rates, which differ from one run of the same step to the next."""
     notices: tuple[str, ...] = field(default=(), compare=False)
-    """What the operator should know of it."""
+    """What the operator should know of it: that the memory ran short. Whoever makes steps saves."""
 
 
 class StepError(DataError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,13 @@ MANY = {"max_steps": 1000}
 
 
 @pytest.mark.slow
-def test_a_run_trains_evaluates_saves_and_ends_everybody(play: Play) -> None:
+def test_a_run_trains_evaluates_saves_and_ends_everybody(
+    play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario(run: Run) -> None:
         learner, worker = await run.learner(), await run.worker("w1")
+        train_on, notices = learner._train_on, iter([("it ran out of memory",)])
+        learner._train_on = lambda groups: replace(train_on(groups), notices=next(notices, ()))
         async with running(learner, worker) as (learning, working):
             assert await learning == "finished"
             assert await working == "the run is finished"
@@ -32,6 +37,9 @@ def test_a_run_trains_evaluates_saves_and_ends_everybody(play: Play) -> None:
         run.audit()
         evals = [row["eval/version"] for _, row in run.rows if "eval/version" in row]
         assert (evals[0], evals[-1]) == (0, 3)
+        # After a step that was short of memory, at the interval, and at the end.
+        assert [row["step"] for row in run.ledger("checkpoint")] == [1, 2, 3]
+        assert "it ran out of memory" in caplog.text
         assert (run.run_dir / "checkpoints" / "latest").read_text() == "step_000003\n"
         AutoModelForCausalLM.from_pretrained(run.run_dir / "final")
         assert run.snapshots[-1].step == 3

@@ -733,7 +733,8 @@ class LearnerNode(Node):
                 groups, waited_s=waited_s, trained_s=trained_s, staleness=staleness
             )
             self._write_step(result.metrics | result.speed, staleness)
-            if self._opened.checkpoints.is_due(session.step, now=self.now):
+            # Where memory ran short it may be gone altogether in the next step.
+            if result.notices or self._opened.checkpoints.is_due(session.step, now=self.now):
                 await self._checkpoint()
 
     async def _set_aside(self, groups: list[Group], error: StepError) -> None:
