@@ -36,6 +36,9 @@ DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BYTES_PER_SAMPLED_TOKEN = 17  # a rollout's id (4), log-prob (4), version (8) and mask (1)
 VOCAB_CHUNK = 8192
 """Columns of logits that exist at one time; as in kernels/logprob.py, which loads torch."""
+DRAWING_BYTES = 32
+"""Of each row of the vocabulary while a rollout's token is drawn; as in engine/hf/engine.py, which
+loads torch, too."""
 
 MOMENT_BYTES: Mapping[str, float] = {"float32": 8, "8bit": 2 * (1 + 4 / 64), "offloaded": 8}
 """Bytes per trained parameter of AdamW's two moments, by optimizer.state: 8 bits each, with a scale
@@ -131,9 +134,10 @@ class Footprint:
         besides, and what is not trained (the base of an adapter, a reference) in bfloat16 alone.
         Attribution scores with a float32 model. Ranks divide all of these, in float32, and round
         what they put together instead. Held-out prompts are sampled with a model of their own where
-        a version's image cannot be it (runtime/learner/setup.py), by ranks in the host's memory;
-        its keys and values, fewer where memory is short, are not reckoned. A GPU that has the room
-        keeps the last version, and compares the next one with it beside a step (engine/weights.py).
+        a version's image cannot be it (runtime/learner/setup.py), by ranks in the host's memory. Of
+        its keys and values those of one rollout are reckoned: more at a time take of what is left.
+        A GPU that has the room keeps the last version, and compares the next one with it beside a
+        step (engine/weights.py).
         Before a step of several updates weights and moments are copied to the host, so that a step
         that fails changes nothing.
         """
@@ -236,15 +240,35 @@ class Footprint:
         return lora.rank * facts.num_layers * sum(sizes.get(name, mlp) for name in names)
 
     @property
+    def evaluated_rollout_bytes(self) -> int:
+        """Bytes of keys and values of a held-out rollout that a process alone samples.
+
+        As the engine reckons them: a layer's are there twice while they grow by a token. None where
+        nothing is evaluated, and none of several ranks, which take of what the host has free.
+        """
+        facts = self.facts
+        if not (self._is_alone and self.config.eval.interval_steps):
+            return 0
+        per_layer = 2 * facts.num_kv_heads * facts.head_dim * self._evaluation_width
+        per_token = (facts.num_layers + 1) * per_layer
+        return per_token * self.rollout_tokens + DRAWING_BYTES * facts.vocab_size
+
+    @property
     def _evaluation_bytes(self) -> int:
-        """Bytes of the weights that held-out prompts are sampled with, beside all versions."""
-        config = self.config
+        """Bytes that held-out prompts are sampled with, beside all versions: weights, a rollout."""
+        config, width = self.config, self._evaluation_width
         is_on_gpu = self.has_gpu and self._is_alone
-        published = DTYPE_BYTES[config.model.dtype]
-        width = published if is_on_gpu or not self._is_alone else 4
-        is_in_place = width == published and not is_on_gpu and not config.lora.rank
+        is_published = width == DTYPE_BYTES[config.model.dtype]
+        is_in_place = is_published and not is_on_gpu and not config.lora.rank
         has_none = is_in_place or not config.eval.interval_steps
-        return 0 if has_none else width * self.facts.num_params
+        weights = 0 if has_none else width * self.facts.num_params
+        return weights + self.evaluated_rollout_bytes
+
+    @property
+    def _evaluation_width(self) -> int:
+        """Bytes per number of the model that held-out prompts are sampled with."""
+        is_exact = self._is_alone and not self.has_gpu
+        return 4 if is_exact else DTYPE_BYTES[self.config.model.dtype]
 
     def _activation_bytes(self) -> int:
         """Return the bytes of the tensors kept for one micro-batch's backward pass.
@@ -375,6 +399,9 @@ class Budget:
     """What a learner does with activations, as it was told or as they fit."""
     has_versions_on_gpu: bool = False
     """Whether a learner keeps the last version on its GPU, where there is room for it."""
+    evaluation_bytes: int = 0
+    """What the held-out rollouts under way may take beside a learner that is one process: half of
+    what all else leaves, and what one of them takes in any case."""
     remedies: tuple[Saving, ...] = ()
     """The largest saving first; empty if it fits or nothing helps."""
 
@@ -409,11 +436,11 @@ def memory_budget(
     if role == "relay":
         machine = replace(machine, gpu_bytes=None)  # it holds bytes, no model
     items = footprint.learner_items() if role == "learner" else footprint.relay_items()
-    memory = _decisive(items, machine)
+    memory, own = _decisive(items, machine), _memories(items, machine)[0]
     fits = memory.missing_bytes <= 0
     remedies: tuple[Saving, ...] = ()
     advice = ""
-    if not fits and role == "learner" and memory == _memories(items, machine)[0]:
+    if not fits and role == "learner" and memory == own:
         remedies, advice = _advise_learner(footprint, memory.missing_bytes)
     elif not fits:
         advice = _too_short(memory.missing_bytes)
@@ -430,6 +457,7 @@ def memory_budget(
         remedies=remedies,
         gradient_checkpointing=footprint.config.learner.gradient_checkpointing,
         has_versions_on_gpu=footprint.may_keep_versions and footprint.has_versions_on_gpu,
+        evaluation_bytes=footprint.evaluated_rollout_bytes + max(0, -own.missing_bytes) // 2,
     )
 
 

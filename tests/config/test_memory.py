@@ -97,7 +97,8 @@ def test_the_learner_by_hand() -> None:
         "activations": 2 * 672 * 100,
         # Three chunks of logits, states in float32 and their gradient; the gradient of the head.
         "one layer or head": 100 * (3 * 4 * 32 + 2 * 4 * 8) + 4 * 32 * 8,
-        "evaluation": 4000,
+        # Keys and values of one rollout, those of a layer twice; and what its token is drawn with.
+        "evaluation": 4000 + 2 * 3 * 1 * 4 * 4 * 40 + 32 * 32,
         "3 versions": 3 * 2 * 1000,
     }
     assert budget.needed_bytes == sum(sizes(budget).values())
@@ -190,8 +191,28 @@ def test_the_evaluation_has_weights_where_no_image_can_be_them(
     config = config_of(*overrides)
     budget = memory_budget(config, "learner", QWEN3_600M, machine, num_ranks=num_ranks)
     found = [item for item in budget.items if item.name == "evaluation"]
-    assert [item.num_bytes for item in found] == [width * QWEN3_600M.num_params] * bool(width)
+    is_alone = num_ranks == 1 and config.eval.interval_steps
+    footprint = Footprint(
+        config=config, facts=QWEN3_600M, prompt_tokens=512, has_gpu=gpu is not None
+    )
+    rollout = footprint.evaluated_rollout_bytes if is_alone else 0
+    assert bool(rollout) is bool(is_alone)
+    needed = width * QWEN3_600M.num_params + rollout
+    assert [item.num_bytes for item in found] == [needed] * bool(needed)
     assert all(item.is_on_gpu is is_on_gpu for item in found)
+
+
+def test_rollouts_of_the_evaluation_take_half_of_what_is_left() -> None:
+    config = config_of("learner.micro_batch_tokens=100", "sampling.max_completion_tokens=30")
+
+    def left_for_it(num_bytes: int) -> int:
+        machine = Machine(host_bytes=num_bytes)
+        return memory_budget(config, "learner", TINY, machine, prompt_tokens=10).evaluation_bytes
+
+    budget = memory_budget(config, "learner", TINY, Machine(host_bytes=GIB), prompt_tokens=10)
+    one = 2 * 3 * 1 * 4 * 4 * 40 + 32 * 32
+    assert left_for_it(budget.needed_bytes) == left_for_it(1) == one
+    assert left_for_it(budget.needed_bytes + 1000) == one + 500
 
 
 def test_ranks_divide_what_is_not_for_the_moment() -> None:
@@ -343,7 +364,7 @@ def test_qwen3_4b_fits_what_a_card_of_80_gb_has_free_with_float32_moments(
     machine = Machine(host_bytes=200 * GIB, gpu_bytes=83 * 10**9)
     overrides = (*EIGHT_THOUSAND, f"learner.micro_batch_tokens={tokens}")
     with_evaluation = memory_budget(config_of(*overrides), "learner", QWEN3_4B, machine)
-    assert "; set eval.interval_steps=0 (saves 7.87 GiB) or " in with_evaluation.line
+    assert "; set eval.interval_steps=0 (saves 9.09 GiB) or " in with_evaluation.line
     config = config_of(*overrides, "eval.interval_steps=0")
     budget = memory_budget(config, "learner", QWEN3_4B, machine)
     assert budget.fits

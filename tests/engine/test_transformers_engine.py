@@ -152,6 +152,16 @@ def test_a_budget_that_holds_nothing_is_refused_with_the_numbers(tiny_model_dir:
         engine.max_concurrent_rollouts(100, 1000)
 
 
+def test_beside_a_trainer_it_holds_what_it_may_have_and_a_rollout_in_any_case(
+    tiny_model_dir: Path,
+) -> None:
+    one = 2 * 3 * 2 * 16 * 4 * (19 + 16) + 32 * 32  # as above
+    for rollout_bytes, number in ((3 * one + 1, 3), (one, 1), (1, 1)):
+        engine = loaded(tiny_model_dir, rollout_bytes=rollout_bytes, is_beside=True)
+        assert engine.max_concurrent_rollouts(19, 16) == number
+    assert all(len(found.token_ids) for found in run(engine, equal_prompts(4), sampling()))
+
+
 def test_a_tied_tensor_may_come_under_either_name(tiny_model_dir: Path) -> None:
     tensors = load_directory(tiny_model_dir, "float32")
     expected = run(loaded(tiny_model_dir), equal_prompts(8), sampling())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ import torch
 
 from echo.algo.losses import ReferenceKlLoss
 from echo.config.load import apply_inherited, inherited_settings, parse_config
-from echo.config.memory import Machine
+from echo.config.memory import Footprint, Machine, read_model_facts
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError
 from echo.core.rollout import Lineage
@@ -35,6 +35,7 @@ from echo.runtime.learner.resume import StartingPoint
 from echo.runtime.learner.setup import build_loss, build_trainer
 from echo.train.trainer import Trainer
 from tests.engine.lora_models import adapted_policy, published
+from tests.runtime.harness import Play, Run, running
 from tests.train.test_trainer import make_group
 
 START = StartingPoint(lineages=(Lineage(1, 0),))
@@ -61,26 +62,13 @@ def test_checkpointing_follows_the_memory_unless_it_is_told(
     def chosen(directory: Path, num_bytes: int, **learner: Any) -> object:
         monkeypatch.setattr(setup, "read_machine", lambda *_: Machine(host_bytes=num_bytes))
         config = make_config(directory, learner={"device": "cpu", **learner})
-        return setup.with_checkpointing(config, directory).learner.gradient_checkpointing
+        budget = setup.budget_here(config, directory)
+        return setup.with_checkpointing(config, budget).learner.gradient_checkpointing
 
     assert chosen(model_dir, 2**40) is False
     assert chosen(model_dir, 2**20) is True
     assert chosen(model_dir, 2**20, gradient_checkpointing=False) is False
     assert chosen(tmp_path, 2**20) is False, "no dimensions to go by"
-
-
-def test_versions_stay_on_a_gpu_that_has_room(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def has_room(directory: Path, gpu_bytes: int) -> bool:
-        machine = Machine(host_bytes=2**40, gpu_bytes=gpu_bytes)
-        monkeypatch.setattr(setup, "read_machine", lambda *_: machine)
-        data = mock.Mock(model_dir=directory, lora=None)
-        return setup.versions_fit_on_gpu(make_config(directory), data)
-
-    assert has_room(model_dir, 2**40)
-    assert not has_room(model_dir, 2**20)
-    assert has_room(tmp_path, 2**20), "as long as it fits"
 
 
 def test_offloading_needs_a_gpu(model_dir: Path) -> None:
@@ -306,18 +294,77 @@ def test_the_evaluation_computes_in_what_is_published_on_a_gpu(
     config = make_config(model_dir, learner={"device": "auto"})
     for device in ("cuda", "cpu"):
         monkeypatch.setattr(setup, "pick_device", lambda _, device=device: device)
-        setup.evaluation_engine(config, given, None)
+        setup.evaluation_engine(config, given, None, None)
     assert [(each["device"], each["dtype"]) for each in built] == [
         ("cuda", "bfloat16"),
         ("cpu", "float32"),
     ]
 
 
-def test_what_is_free_is_without_the_evaluation(model_dir: Path) -> None:
-    """Which is built before the trainer."""
-    budget = setup.budget_here(make_config(model_dir), model_dir)
-    assert budget is not None
-    assert "evaluation" not in {item.name for item in budget.items}
+@pytest.mark.slow
+def test_the_memory_is_divided_before_anything_is_built(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def note(name: str, function: Any) -> Any:
+        def noted(*given: Any, **named: Any) -> Any:
+            seen[name] = given, named
+            return function(*given, **named)
+
+        return noted
+
+    def told(config: Config, *given: Any) -> Any:
+        assert "TransformersEngine" not in seen, "which takes of what is free"
+        budget = setup_budget(config, *given)
+        assert budget is not None
+        return dataclasses.replace(
+            budget, gradient_checkpointing=True, has_versions_on_gpu=False, evaluation_bytes=12_345
+        )
+
+    setup_budget = setup.budget_here
+    monkeypatch.setattr(setup, "budget_here", told)
+    for name in ("TransformersEngine", "Trainer", "make_images"):
+        monkeypatch.setattr(setup, name, note(name, getattr(setup, name)))
+
+    async def scenario(run: Run) -> None:
+        # The trainer's own question comes later, and has its answer.
+        monkeypatch.setattr(setup, "make_trainer", partial(make_trainer_of, setup.make_trainer))
+        async with running(await run.learner()):
+            pass
+
+    def make_trainer_of(make: Any, *given: Any) -> Any:
+        monkeypatch.setattr(setup, "budget_here", lambda *_: None)
+        return make(*given)
+
+    play(scenario)
+    engine = seen["TransformersEngine"][1]
+    assert (engine["rollout_bytes"], engine["is_beside"]) == (12_345, True)
+    assert seen["Trainer"][0][1].gradient_checkpointing is True
+    assert seen["make_images"][1]["fits_on_gpu"] is False
+
+
+def test_a_rollout_of_the_evaluation_is_reckoned_as_its_engine_does(model_dir: Path) -> None:
+    config = make_config(model_dir, learner={"device": "cpu"})
+    given: Any = SimpleNamespace(model_dir=model_dir, lora=None)
+    _, one = setup.evaluation_engine(config, given, None, None)._needs(
+        10, config.sampling.max_completion_tokens
+    )
+    facts = read_model_facts(model_dir)
+    footprint = Footprint(config=config, facts=facts, prompt_tokens=10)
+    assert footprint.evaluated_rollout_bytes == one
+
+
+def test_what_is_free_to_ranks_is_without_the_evaluation(model_dir: Path) -> None:
+    """Which the first of them has built before their trainers."""
+    crew: Any = SimpleNamespace(ranks=SimpleNamespace(size=2))
+    config = make_config(model_dir, lora={"rank": 4})
+    names = [
+        {item.name for item in budget.items}
+        for budget in (setup.budget_here(config, model_dir, each) for each in (None, crew))
+        if budget is not None
+    ]
+    assert ["evaluation" in each for each in names] == [True, False]
 
 
 def test_the_evaluation_of_several_ranks_has_no_weights_of_its_own(model_dir: Path) -> None:
@@ -326,7 +373,7 @@ def test_the_evaluation_of_several_ranks_has_no_weights_of_its_own(model_dir: Pa
     specs, image = publish_image(weights, config.model.dtype)
     given: Any = SimpleNamespace(model_dir=model_dir, lora=None)
     crew: Any = object()
-    engine = setup.evaluation_engine(config, given, crew)
+    engine = setup.evaluation_engine(config, given, None, crew)
     engine.load(tensors_from_image(specs, memoryview(image).toreadonly()))
     start = np.frombuffer(image, np.uint8).ctypes.data
     parameters = list(engine._model.parameters())

@@ -21,7 +21,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,11 @@ class TransformersEngine(Engine):
         dtype: the dtype to compute in: "float32", "bfloat16" or "float16".
         memory_budget_bytes: memory for weights and rollouts together; None for half of what is
             available now.
+        rollout_bytes: memory for rollouts in place of what that leaves them; it holds one in any
+            case. None where nobody else has reckoned with them.
+        is_beside: whether another thread computes on the same device meanwhile. On a GPU this goes
+            on in a stream of its own then: in the other's, each token would wait for all that it
+            has launched.
         attn_implementation: transformers' name of the attention.
         num_threads: CPU threads of one operation; 0 leaves torch's setting alone.
         kv_cache: what becomes of keys and values when weights are swapped in flight.
@@ -141,6 +146,8 @@ class TransformersEngine(Engine):
         device: str = "cpu",
         dtype: str = "float32",
         memory_budget_bytes: int | None = None,
+        rollout_bytes: int | None = None,
+        is_beside: bool = False,
         attn_implementation: str = "sdpa",
         num_threads: int = 0,
         kv_cache: KvCache = "recompute",
@@ -166,9 +173,18 @@ class TransformersEngine(Engine):
             )
         self._model.to(self._device)
         self._forward_arguments = frozenset(inspect.signature(self._model.forward).parameters)
-        self._budget_bytes = (
-            free_bytes(self._device) // 2 if memory_budget_bytes is None else memory_budget_bytes
-        )
+        self._stream: torch.cuda.Stream | None = None
+        if is_beside and self._device.type == "cuda":
+            # Its work is short, and goes first.
+            self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._least_rollouts = 0 if rollout_bytes is None else 1
+        if rollout_bytes is not None:
+            self._budget_bytes = self._weight_bytes() + rollout_bytes
+        elif memory_budget_bytes is not None:
+            self._budget_bytes = memory_budget_bytes
+        else:
+            self._budget_bytes = free_bytes(self._device) // 2
         text_config = self._model.config.get_text_config()
         self._vocab_size = int(text_config.vocab_size)
         window = getattr(text_config, "max_position_embeddings", None)
@@ -187,8 +203,12 @@ class TransformersEngine(Engine):
         which is why the engine holds on to what it was given.
         """
         check_weights(self._loadable(), tensors)
-        with self._barrier.swap(version):
+        with self._barrier.swap(version), self._in_stream():
             self._mailbox.do(lambda: self._install(tensors, version))
+
+    def _in_stream(self) -> AbstractContextManager[object]:
+        """Have a GPU do what the body launches beside others, if it is to."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _loadable(self) -> Mapping[str, Tensor]:
         return self._model.state_dict() if self._adapter is None else self._adapter
@@ -283,7 +303,8 @@ class TransformersEngine(Engine):
 
         A completion also ends with "length" where the model's window does.
         """
-        with self._barrier.request(min_version, exact_version), self._mailbox.opened():
+        request = self._barrier.request(min_version, exact_version)
+        with request, self._in_stream(), self._mailbox.opened():
             return self._generate(requests, sampling, watcher)
 
     def _generate(
@@ -346,12 +367,14 @@ class TransformersEngine(Engine):
 
     def _needs(self, prompt_tokens: int, completion_tokens: int) -> tuple[int, int]:
         """Return the bytes of the weights and of one rollout."""
-        weights = sum(t.numel() * t.element_size() for t in _distinct(self._model.state_dict()))
         one = (
             self._kv_bytes_per_token * (prompt_tokens + completion_tokens)
             + SAMPLING_BYTES_PER_LOGIT * self._vocab_size
         )
-        return weights, one
+        return self._weight_bytes(), one
+
+    def _weight_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in _distinct(self._model.state_dict()))
 
     def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[None]:
         """Keep newer weights out while the body runs."""
@@ -360,7 +383,7 @@ class TransformersEngine(Engine):
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
         """Divide what the weights leave of the memory budget by the need of one rollout."""
         weights, one = self._needs(prompt_tokens, completion_tokens)
-        number = (self._budget_bytes - weights) // one
+        number = max(self._least_rollouts, (self._budget_bytes - weights) // one)
         if number < 1:
             raise EngineError(
                 f"the memory budget of {self._budget_bytes} bytes does not hold the weights "

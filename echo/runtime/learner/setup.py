@@ -226,7 +226,8 @@ def make_trainer(
     if crew is not None:
         crew.wait_for_all()  # on another machine the model may still be on its way from the hub
         check_alike(config, crew.ranks)
-    config = with_checkpointing(config, model_dir if lora is None else lora.base_dir, crew)
+    budget = budget_here(config, model_dir if lora is None else lora.base_dir, crew)
+    config = with_checkpointing(config, budget, crew)
     learner, optimizer, loss = config.learner, config.optimizer, config.loss
     max_tokens = config.sampling.max_completion_tokens
     set_num_threads(learner.num_threads)
@@ -286,14 +287,13 @@ def check_alike(config: Config, ranks: Ranks) -> None:
             )
 
 
-def with_checkpointing(config: Config, model_dir: Path, crew: Crew | None = None) -> Config:
+def with_checkpointing(config: Config, budget: Budget | None, crew: Crew | None = None) -> Config:
     """Return the configuration with what `gradient_checkpointing = "auto"` means here and now.
 
     A model whose dimensions are not known has none. Of several processes all do what one needs.
     """
     if config.learner.gradient_checkpointing != "auto":
         return config
-    budget = budget_here(config, model_dir, crew)
     chosen = False if budget is None else budget.gradient_checkpointing
     if crew is not None:
         choices = tuple(CHECKPOINTING)
@@ -305,11 +305,12 @@ def with_checkpointing(config: Config, model_dir: Path, crew: Crew | None = None
 def budget_here(config: Config, model_dir: Path, crew: Crew | None = None) -> Budget | None:
     """Return what the learner's memory is now; None for a model whose dimensions are not known.
 
-    The evaluation, which is built first, has taken its own.
+    A process alone asks before it builds anything. The first of several has its evaluation by then,
+    which has taken its own.
     """
-    config = config.model_copy(
-        update={"eval": config.eval.model_copy(update={"interval_steps": 0})}
-    )
+    if crew is not None:
+        off = config.eval.model_copy(update={"interval_steps": 0})
+        config = config.model_copy(update={"eval": off})
     try:
         facts = read_model_facts(model_dir)
     except DataError:
@@ -378,9 +379,13 @@ def open_run(
     log: logging.Logger,
     events: EventLog,
     evaluations: Evaluations | None,
+    budget: Budget | None,
     crew: Crew | None = None,
 ) -> OpenedRun:
     """Open the ledger, build trainer and role, and enter the new lineage.
+
+    The budget is that of a process alone, before the evaluation was built; None where nothing is
+    known. Then a GPU keeps the last version for as long as it fits.
 
     Raises:
         EchoError: if something is missing or does not fit.
@@ -392,8 +397,10 @@ def open_run(
         saved = SavedRun(ledger, make_checkpoints(config, identity))
         start = saved.find_start(config, identity, resume=resume, log=log)
         spent = spent_before(ledger.records(), now=ledger.now()) if resume else 0.0
-        images = partial(make_images, config, fits_on_gpu=versions_fit_on_gpu(config, data))
-        trainer = build_trainer(config, data.model_dir, start, data.lora, crew)
+        fits = budget is None or budget.has_versions_on_gpu
+        images = partial(make_images, config, fits_on_gpu=fits)
+        own = config if budget is None else with_checkpointing(config, budget)
+        trainer = build_trainer(own, data.model_dir, start, data.lora, crew)
         log.info("%s", trainer.describe_rows())
         attribution = make_attribution(config, data.model_dir, trainer)
         buffer = fill_buffer(config, start, trainer, events=events)
@@ -427,15 +434,6 @@ def open_run(
         evaluations=evaluations,
         exporter=DirectoryExporter(config, data),
     )
-
-
-def versions_fit_on_gpu(config: Config, data: Data) -> bool:
-    """Return whether the last version may stay on the GPU, before the trainer takes what is free.
-
-    Where nothing is known it may, for as long as it fits.
-    """
-    budget = budget_here(config, data.model_dir if data.lora is None else data.lora.base_dir)
-    return budget is None or budget.has_versions_on_gpu
 
 
 def learner_rewards(config: Config, data: Data) -> LearnerRewards | None:
@@ -650,8 +648,12 @@ def assemble_learner(
     crew: Crew | None = None,
 ) -> LearnerNode:
     """Join a learner on a transport that has been started; otherwise as `build_learner`."""
+    budget = None
+    if crew is None:  # of all that is free, before anything is built that takes of it
+        base_dir = data.model_dir if data.lora is None else data.lora.base_dir
+        budget = budget_here(config, base_dir)
     # Before the run begins: where nothing can be evaluated it leaves no trace.
-    evaluations = build_evaluations(config, data, log=log, crew=crew)
+    evaluations = build_evaluations(config, data, budget, log=log, crew=crew)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     identity = load_or_create_identity(config.run_dir, run_name=config.run.name)
     advertise = wiring.advertised(transport.listen_address, config.learner.advertise) or ""
@@ -671,6 +673,7 @@ def assemble_learner(
         log=log,
         events=events,
         evaluations=evaluations,
+        budget=budget,
         crew=crew,
     )
     node = LearnerNode(run, transport, config, follower, threads=threads, log=log)
@@ -679,9 +682,16 @@ def assemble_learner(
 
 
 def build_evaluations(
-    config: Config, data: Data, *, log: logging.Logger, crew: Crew | None = None
+    config: Config,
+    data: Data,
+    budget: Budget | None = None,
+    *,
+    log: logging.Logger,
+    crew: Crew | None = None,
 ) -> Evaluations | None:
     """Return the held-out evaluation, or None if it is off.
+
+    The budget says what it may take beside a trainer of this process; None where nothing does.
 
     Raises:
         DataError: if there is no held-out prompt that the model can take.
@@ -702,7 +712,7 @@ def build_evaluations(
             f"the task {config.task.kind} has no held-out prompt of at most {max_tokens} tokens to "
             "evaluate on; give it some, or set eval.interval_steps=0"
         )
-    engine = evaluation_engine(config, data, crew)
+    engine = evaluation_engine(config, data, budget, crew)
     evaluator = Evaluator(
         engine,
         data.host,
@@ -717,11 +727,14 @@ def build_evaluations(
     )
 
 
-def evaluation_engine(config: Config, data: Data, crew: Crew | None) -> TransformersEngine:
+def evaluation_engine(
+    config: Config, data: Data, budget: Budget | None, crew: Crew | None
+) -> TransformersEngine:
     """Return what held-out prompts are sampled with.
 
     A process alone has a model of its own for it, where it trains: on a GPU in the type that is
-    published, on a CPU in float32, as workers do. Several ranks would all wait for the GPU
+    published, on a CPU in float32, as workers do. Training needs the rest of that memory, so
+    its rollouts take no more than the budget leaves them. Several ranks would all wait for the GPU
     of the first, which need not hold the model. So that one samples on its CPU, in the type that is
     published: its model is the image of the version, in place (engine/hf). The memory of all three
     is counted (config/memory.py).
@@ -740,6 +753,8 @@ def evaluation_engine(config: Config, data: Data, crew: Crew | None) -> Transfor
         attn_implementation=float32_attention(config.model.attn_implementation),
         num_threads=num_threads,
         lora=data.lora,
+        rollout_bytes=None if budget is None else budget.evaluation_bytes,
+        is_beside=crew is None,
     )
 
 
