@@ -94,6 +94,8 @@ class SpeedView:
     mfu: float | None
     """Share of the device's arithmetic that the model needed; None where that is not known."""
     peak_memory_bytes: float
+    forward_backward_s: float
+    optimizer_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -433,11 +433,12 @@ def status(snapshot: Snapshot, width: int, *, num_wait_rows: int) -> list[Render
 
 
 def speed_row(speed: SpeedView) -> Text:
-    """Return a row with how fast the learner trains."""
-    parts = [f"{short_count(speed.tokens_per_s)} tokens/s trained"]
+    """Return a row with how fast the learner trains, and what takes its time."""
+    parts = [f"{short_count(speed.tokens_per_s)} tokens/s"]
     if speed.mfu is not None:
         parts.append(f"{speed.mfu:.0%} MFU")
     parts.append(f"peak {format_bytes(int(speed.peak_memory_bytes))}")
+    parts.append(f"{speed.forward_backward_s:.2g} s passes, {speed.optimizer_s:.2g} s update")
     return _labelled("trainer", "   ".join(parts))
 
 

@@ -371,12 +371,17 @@ def test_costs_have_a_row_and_the_last_decision_another(make_snapshot) -> None:
 
 def test_the_learners_speed_is_shown_once_it_is_measured(make_snapshot) -> None:
     without = live.status(make_snapshot(), 80, num_wait_rows=1)
-    speed = SpeedView(tokens_per_s=43210.0, mfu=0.403, peak_memory_bytes=61.5 * 2**30)
+    spent = {"forward_backward_s": 1.23, "optimizer_s": 0.104}
+    speed = SpeedView(tokens_per_s=43210.0, mfu=0.403, peak_memory_bytes=61.5 * 2**30, **spent)
     rows = live.status(make_snapshot(speed=speed), 80, num_wait_rows=1)
     assert len(rows) == len(without) + 1
-    assert rows[1].plain.rstrip() == "trainer  43.2k tokens/s trained   40% MFU   peak 61.5 GiB"
-    unknown = live.speed_row(SpeedView(tokens_per_s=7.0, mfu=None, peak_memory_bytes=2**20))
-    assert unknown.plain == "trainer  7 tokens/s trained   peak 1 MiB"
+    assert rows[1].plain.rstrip() == (
+        "trainer  43.2k tokens/s   40% MFU   peak 61.5 GiB   1.2 s passes, 0.1 s update"
+    )
+    unknown = SpeedView(tokens_per_s=7.0, mfu=None, peak_memory_bytes=2**20, **spent)
+    assert live.speed_row(unknown).plain == (
+        "trainer  7 tokens/s   peak 1 MiB   1.2 s passes, 0.1 s update"
+    )
 
 
 # --- remaining time -------------------------------------------------------------------------------

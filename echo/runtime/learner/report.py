@@ -210,6 +210,8 @@ class Progress:
                 tokens_per_s=metrics["perf/tokens_per_s"],
                 mfu=metrics.get("perf/mfu"),
                 peak_memory_bytes=metrics["perf/peak_memory_gb"] * 1e9,
+                forward_backward_s=metrics["time/forward_backward"],
+                optimizer_s=metrics["time/optimizer"],
             )
         self._stepped_at, self._tokens_since_step, self._bytes_reported = now, 0, bytes_sent
         self._published_s = 0.0
