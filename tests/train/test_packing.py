@@ -133,12 +133,12 @@ def test_packed_rows_give_the_padded_rows_loss_gradient_and_metrics(
         assert metrics.keys() == expected_metrics.keys()
         for name, value in expected_metrics.items():
             if not name.startswith(("perf/", "time/")):
-                assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+                assert metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
         expected = expected_metrics["loss/policy"]
         assert metrics["loss/policy"] == pytest.approx(expected, abs=1e-6)
         for name, tensor in expected_gradient.items():
             scale = max(float(tensor.abs().max()), 1e-3)
-            assert float((gradient[name] - tensor).abs().max()) < 5e-6 * scale, name
+            assert float((gradient[name] - tensor).abs().max()) < 3e-6 * scale, name
         num_tokens[shares] = packed._speed._totals.num_tokens
     assert num_tokens[True] < 0.8 * num_tokens[False]
 

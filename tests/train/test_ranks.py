@@ -169,6 +169,7 @@ def test_a_rank_that_is_busy_before_all_stand_is_not_gone(monkeypatch: pytest.Mo
 
 def assert_near(off: dict[str, float]) -> None:
     assert off["weights"] < 0.01 * A_STEP, off["weights"]
+    assert off["loss/policy"] < 1e-7, off["loss/policy"]
     far = {name: value for name, value in off.items() if value > 1e-6}
     assert far.keys() <= {"weights"}, far
 
