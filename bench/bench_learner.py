@@ -231,7 +231,11 @@ def device_of(device: str) -> dict[str, Any]:
 
 def versions_of_peers(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the versions of what this measurement alone needs."""
-    used = {"trl": "trl" in arguments.ways, "liger-kernel": bool(arguments.liger)}
+    used = {
+        "trl": "trl" in arguments.ways,
+        "liger-kernel": bool(arguments.liger),
+        "torchao": "8bit" in arguments.optimizer,
+    }
     return {name: metadata.version(name) for name, is_used in used.items() if is_used}
 
 

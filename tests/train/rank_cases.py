@@ -283,6 +283,12 @@ def in_bfloat16(crew: Crew, model_dir: str) -> dict[str, float]:
     return Pair(model_dir, crew.ranks, **options).compare(make_groups(5))
 
 
+def in_8_bits(crew: Crew, model_dir: str) -> dict[str, float]:
+    """Moments, of which each rank has codes and scales of its rows."""
+    batches = [make_groups(6, seed=seed) for seed in range(2)]
+    return Pair(model_dir, crew.ranks, optimizer_state="8bit").compare(*batches)
+
+
 def compiled(crew: Crew, model_dir: str) -> dict[str, float]:
     """Have torch compile the layers, by its front end alone: that is what meets FSDP2's hooks."""
     compile_layer = partialmethod(torch.nn.Module.compile, backend="eager")

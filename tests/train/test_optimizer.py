@@ -282,3 +282,14 @@ def test_any_number_of_ranks_goes_on(
         after = found.pop("after")
         assert found == {"step": 2.0, "then": 0.0}
         assert 0 <= after < 0.05 * 3e-4
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+def test_ranks_make_the_step_of_one_process_in_8_bits(tiny_model_dir: Path, tmp_path: Path) -> None:
+    needs_torchao()
+    options = {"model_dir": str(tiny_model_dir)}
+    [answer] = run_on_ranks([("tests.train.rank_cases:in_8_bits", 2, options)], tmp_path)
+    off = answer.value
+    assert off.pop("weights") < 0.01 * 3e-4
+    assert max(off.values()) < 1e-6
