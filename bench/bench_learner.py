@@ -201,6 +201,7 @@ def result_name(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> st
         return f"learner_memory_{arguments.model}_{arguments.tokens}x{arguments.ranks}".lower()
     if arguments.part == "publish":
         place = "_host" if arguments.last_version == "host" else ""
+        place = "_sharded" if "RANK" in os.environ and rows[0]["ranks"] == 1 else place
         return f"learner_publish_{arguments.model}_{rows[0]['ranks']}ranks{place}".lower()
     if arguments.part == "balance":
         return f"learner_balance_{arguments.rows}x{arguments.tokens}"

@@ -80,6 +80,7 @@ publish=("$python" bench/bench_learner.py publish --model Qwen3-0.6B --tokens 16
     --micro-batches 2 --steps 2 --last-version)
 
 run kernel kernel-tests 150 "$python" -m pytest -q --all tests/kernels/triton_cases.py
+run learner learner-tests 150 "$python" -m pytest -q -m gpu tests/train/test_trainer_gpu.py
 run learner learner-full 120 "${step[@]}" Qwen3-0.6B --lengths full
 run learner learner-4B 180 "$python" bench/bench_learner.py step --tokens 8192 --model Qwen3-4B \
     --checkpointing --ways packed --optimizer 8bit
@@ -88,6 +89,9 @@ run deltas delta-tests 90 \
     "$python" -m pytest -q -m gpu tests/engine/test_device_delta.py tests/runtime/test_publishing.py
 run learner learner-publish-gpu 90 "${publish[@]}" gpu
 run learner learner-publish-host 90 "${publish[@]}" host
+# As ranks do it, with one of them.
+run learner learner-sharded 100 "$python" -m torch.distributed.run --nproc-per-node 1 \
+    "${publish[@]:1}" gpu
 run learner learner-memory 150 "$python" bench/bench_learner.py memory --tokens 8192 --checkpointing \
     --optimizer float32 8bit offloaded
 run learner learner-lognormal 120 "${step[@]}" Qwen3-0.6B --lengths lognormal
