@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from echo.core.errors import ConfigError, DataError
+from echo.core.errors import ConfigError, DataError, EngineError
 from echo.runtime.learner.resume import read_uplinks
 from echo.wire.messages import Grant
 from tests.e2e.audit import read_ledger
@@ -43,6 +43,26 @@ def test_a_run_trains_evaluates_saves_and_ends_everybody(
         assert (run.run_dir / "checkpoints" / "latest").read_text() == "step_000003\n"
         AutoModelForCausalLM.from_pretrained(run.run_dir / "final")
         assert run.snapshots[-1].step == 3
+
+    play(scenario)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_an_evaluation_that_has_no_memory(
+    play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    def runs_out(*_: Any) -> None:
+        raise EngineError("out of memory with a single rollout under way: numbers")
+
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(run={"max_steps": 1})
+        assert learner._opened.evaluations is not None
+        learner._opened.evaluations.evaluate = runs_out  # type: ignore[assignment]
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            assert await learning == "finished"
+        said = "is not evaluated, the run goes on: out of memory with a single rollout under way"
+        assert caplog.text.count(said) == 2
+        assert not [row for _, row in run.rows if "eval/version" in row]
 
     play(scenario)
 

@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Protocol
 from echo.algo.staleness import BoundDecision, ControlSettings, Signals, StalenessController
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
-from echo.core.errors import LocalProtocolError, StorageError, TransportError
+from echo.core.errors import EngineError, LocalProtocolError, StorageError, TransportError
 from echo.core.metrics import Snapshot
 from echo.core.rollout import Group, PolicyVersion
 from echo.core.units import format_duration
-from echo.engine.engine import Watcher
+from echo.engine.engine import Watcher, is_out_of_memory
 from echo.leases.scheduler import (
     Obstacle,
     RecordCancel,
@@ -843,10 +843,17 @@ class LearnerNode(Node):
     async def _evaluate(self, publication: Publication) -> None:
         assert self._opened.evaluations is not None
         version, evaluate = publication.manifest.version, self._opened.evaluations.evaluate
-        result = await self._eval_pool.run(
-            # There, because the weights may still be on their way.
-            lambda: evaluate(version, publication.tensors(), EvaluationWatcher(self)),
-        )
+        try:
+            result = await self._eval_pool.run(
+                # There, because the weights may still be on their way.
+                lambda: evaluate(version, publication.tensors(), EvaluationWatcher(self)),
+            )
+        except EngineError as error:
+            if not is_out_of_memory(error):
+                raise
+            text = "%s is not evaluated, the run goes on: %s; eval.interval_steps=0 does without"
+            self.log.warning(text, version, error)
+            return
         if result is None:
             return
         if result.has_figure:
