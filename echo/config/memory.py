@@ -146,6 +146,9 @@ class Footprint:
         is_rounded = self._compute_bytes == 2
         moments = round(MOMENT_BYTES[config.optimizer.state] * num_trained)
         is_offloaded = self.has_gpu and config.optimizer.state == "offloaded"
+        # The largest weight, and its gradient; on the way to an update and back.
+        staged = -(-8 * self._largest_trained // self.num_ranks)
+        staged = staged if config.optimizer.state == "offloaded" else 0
         divided = {
             "base": frozen if config.lora.rank else 0,
             "masters": 4 * num_trained,
@@ -164,6 +167,7 @@ class Footprint:
             "evaluation": self._evaluation_bytes if self._is_alone else 0,
             "activations": self._activation_bytes(),
             "one layer or head": self._working_bytes(),
+            "largest weight in an update": 0 if is_offloaded else staged,
         }
         if self.has_gpu:
             taken = sum(sizes.values())
@@ -172,6 +176,7 @@ class Footprint:
         has_undo = config.batch.minibatches_per_step > 1
         beside = {
             "offloaded moments": moments if is_offloaded else 0,
+            "largest weight in an update": staged if is_offloaded else 0,
             "layer inputs": self._input_bytes if self._offloads_inputs else 0,
             "undo of a step": 4 * num_trained + moments if has_undo else 0,
             "evaluation": 0 if self._is_alone else self._evaluation_bytes,
@@ -238,6 +243,13 @@ class Footprint:
         }
         names = sizes if lora.target_modules == ("all-linear",) else lora.target_modules
         return lora.rank * facts.num_layers * sum(sizes.get(name, mlp) for name in names)
+
+    @property
+    def _largest_trained(self) -> int:
+        """Parameters of the largest tensor that is trained; of an adapter's none is large."""
+        facts = self.facts
+        width = max(facts.vocab_size, facts.intermediate_size)
+        return 0 if self.config.lora.rank else width * facts.hidden_size
 
     @property
     def evaluated_rollout_bytes(self) -> int:

@@ -160,6 +160,18 @@ def test_moments_are_where_and_as_large_as_they_are_said_to_be() -> None:
     assert moments_of("8bit") == (round(2.125 * QWEN3_600M.num_params), True)
 
 
+def test_an_update_in_the_hosts_memory_has_room_for_the_largest_weight_and_its_gradient() -> None:
+    def room(gpu: int | None, *overrides: str) -> list[tuple[int, bool]]:
+        items = budget_of("learner", 64 * GIB, gpu, *overrides).items
+        name = "largest weight in an update"
+        return [(item.num_bytes, item.is_on_gpu) for item in items if item.name == name]
+
+    embedding = 2 * 4 * 151_936 * 1024
+    assert room(64 * GIB, "optimizer.state=offloaded") == [(embedding, False)]
+    assert room(None, "optimizer.state=offloaded") == [(embedding, True)]  # the host's, too
+    assert room(64 * GIB) == room(64 * GIB, "optimizer.state=offloaded", "lora.rank=8") == []
+
+
 def test_a_reference_takes_its_weights() -> None:
     budgets = [
         budget_of("learner", 64 * GIB, None, *overrides)
