@@ -169,6 +169,12 @@ class Footprint:
             "one layer or head": self._working_bytes(),
             "largest weight in an update": 0 if is_offloaded else staged,
         }
+        if config.lora.rank and self._is_alone and is_rounded:
+            # Each is tried in float32: first the base, when nothing else is there but what is
+            # evaluated with, and then the reference.
+            before = 4 * num_params + sizes["evaluation"]
+            before += sizes["base"] if sizes["reference"] else 0
+            sizes["base before it is rounded"] = max(0, before - sum(sizes.values()))
         if self.has_gpu:
             taken = sum(sizes.values())
             sizes["reserve"] = round(_RESERVED_SHARE * taken) + _RESERVED_BYTES

@@ -85,6 +85,29 @@ def test_an_adapter_by_hand() -> None:
     assert found["undo of a step"] == 12 * num_trained
 
 
+def test_a_base_is_in_float32_before_it_is_rounded() -> None:
+    large = replace(QWEN3_4B, num_params=14 * 10**9)
+    overrides = ("lora.rank=8", "learner.gradient_checkpointing=true")
+
+    def budget(*more: str) -> Budget:
+        machine = Machine(host_bytes=200 * GIB, gpu_bytes=80 * 10**9)
+        return memory_budget(config_of(*overrides, *more), "learner", large, machine)
+
+    assert not budget().fits
+    assert "; set eval.interval_steps=0 (saves " in budget().line
+    alone = budget("eval.interval_steps=0")
+    assert alone.fits
+    found = sizes(alone)
+    assert found["base"] == 2 * large.num_params
+    assert sum(found.values()) - found["reserve"] - found["3 versions"] == 4 * large.num_params
+    both = sizes(budget("eval.interval_steps=0", "reference.kl_coef=0.1"))
+    assert sum(both.values()) - both["reserve"] - both["3 versions"] == 6 * large.num_params
+    # By the end of which all weights of a model that is trained have their float32 masters anyway.
+    name = "base before it is rounded"
+    assert name not in sizes(budget_of("learner", 200 * GIB, 96 * GIB))
+    assert name not in sizes(budget_of("learner", 200 * GIB, None, "lora.rank=8"))
+
+
 def test_the_learner_by_hand() -> None:
     config = config_of("learner.micro_batch_tokens=100", "sampling.max_completion_tokens=30")
     machine = Machine(host_bytes=GIB)
