@@ -187,13 +187,17 @@ class Footprint:
             "undo of a step": 4 * num_trained + moments if has_undo else 0,
             "evaluation": 0 if self._is_alone else self._evaluation_bytes,
         }
+        versions = self._versions(KEEP_VERSIONS + 1)  # one more is being made
+        if self.has_gpu and self._is_alone:  # in float32, before all of these
+            others = sum(beside.values()) + versions.num_bytes
+            beside["model while it is read"] = max(0, 4 * num_params - others)
         items = [
             Item(name=name, num_bytes=size, is_on_gpu=is_on_gpu)
             for group, is_on_gpu in ((sizes, True), (beside, False))
             for name, size in group.items()
             if size
         ]
-        return (*items, self._versions(KEEP_VERSIONS + 1))  # one more is being made
+        return (*items, versions)
 
     @property
     def may_keep_versions(self) -> bool:
