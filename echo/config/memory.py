@@ -185,6 +185,7 @@ class Footprint:
             "largest weight in an update": staged if is_offloaded else 0,
             "layer inputs": self._input_bytes if self._offloads_inputs else 0,
             "undo of a step": 4 * num_trained + moments if has_undo else 0,
+            "checkpoint under way": self._checkpoint_bytes(4 * num_trained, moments),
             "evaluation": 0 if self._is_alone else self._evaluation_bytes,
         }
         versions = self._versions(KEEP_VERSIONS + 1)  # one more is being made
@@ -253,6 +254,17 @@ class Footprint:
         }
         names = sizes if lora.target_modules == ("all-linear",) else lora.target_modules
         return lora.rank * facts.num_layers * sum(sizes.get(name, mlp) for name in names)
+
+    def _checkpoint_bytes(self, weights: int, moments: int) -> int:
+        """Bytes of a checkpoint that are in the host's memory while it is written.
+
+        A process alone brings the weights down from its GPU for the first file, and then the
+        moments. Ranks bring down both, and put them together once more.
+        """
+        if not self.has_gpu:
+            return 0
+        on_gpu = 0 if self.config.optimizer.state == "offloaded" else moments
+        return max(weights, on_gpu) if self._is_alone else 2 * weights + moments + on_gpu
 
     @property
     def _largest_trained(self) -> int:
