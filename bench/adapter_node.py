@@ -48,7 +48,7 @@ def watch_learner(events: Events) -> None:
     publish = LearnerNode._publish  # noqa: SLF001 -- nothing else is told of it
 
     async def timed(node: LearnerNode) -> None:
-        version = PolicyVersion(1, node.session.step)
+        version = PolicyVersion(1, node.role.step)
         events.tell("publish", version)
         await publish(node)
 

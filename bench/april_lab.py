@@ -1,6 +1,6 @@
-"""Real sessions in virtual time, with a timed engine and no model.
+"""Real roles in virtual time, with a timed engine and no model.
 
-Learner and worker nodes, their sessions, the ledger and the buffer are those of a run, on the
+Learner and worker nodes, their roles, the ledger and the buffer are those of a run, on the
 network of the simulator. The engine computes how long each token takes instead of computing tokens,
 and the trainer waits instead of training.
 """
@@ -173,8 +173,8 @@ class ContentPublisher:
         return Publication(sign(manifest, self._key), manifest, image)
 
 
-def make_session(content: Content, config: Config, key: Ed25519PrivateKey) -> Learner:
-    """Return the learner's session of a new run."""
+def make_role(content: Content, config: Config, key: Ed25519PrivateKey) -> Learner:
+    """Return the learner's role of a new run."""
     setting, network = content.setting, config.network
     buffer = StalenessBuffer(
         max_staleness=setting.max_staleness, lineages=LINEAGES, trims_stale=True
@@ -228,7 +228,7 @@ class Lab:
         self._trainer = TimedTrainer(content, clock)
         trainer: Any = self._trainer
         publisher: Any = ContentPublisher(content, key)
-        session = make_session(content, config, key)
+        role = make_role(content, config, key)
         ledger = Ledger(directory, spool_bytes=config.limits.spool_bytes)
         checkpoints = Checkpoints(
             directory / "checkpoints", run_id="bench", interval_steps=1 << 30, interval_s=None,
@@ -236,13 +236,13 @@ class Lab:
         )  # fmt: skip
         saved = SavedRun(ledger, checkpoints)
         saved.enter(saved.begin())
-        buffer: Any = session.buffer
+        buffer: Any = role.buffer
         self.node = LearnerNode(
             OpenedRun(
                 ledger=ledger, checkpoints=checkpoints, costs=CostTerms(0.0, None),
                 progress=Progress(staleness_tokens={}, now=clock.now),
                 trainer=trainer, attribution=None, publisher=publisher, buffer=buffer,
-                session=session, rewards=None, evaluations=None, exporter=self,
+                role=role, rewards=None, evaluations=None, exporter=self,
             ),
             transport, config, self, log=logging.getLogger("bench.learner"),
         )  # fmt: skip
@@ -275,7 +275,7 @@ async def make_worker(
     settings = node.node_settings(
         config, "worker", node_id=name, advertise=None, max_image_bytes=1 << 20
     )
-    session = Worker(
+    role = Worker(
         settings, node.make_broadcast(name, config.network),
         Outbox(max_deliveries=64, retry_s=10.0), now=asyncio.get_running_loop().time(),
     )  # fmt: skip
@@ -293,7 +293,7 @@ async def make_worker(
         read_local_image=lambda: None,
     )  # fmt: skip
     return WorkerNode(
-        session, transport, build=lambda settings, assets: parts,
+        role, transport, build=lambda settings, assets: parts,
         log=logging.getLogger(f"bench.{name}"),
     )  # fmt: skip
 
@@ -352,7 +352,7 @@ def summarise(lab: Lab, engines: Sequence[TimedEngine]) -> dict[str, Any]:
     # Without staleness nothing is sampled while the learner trains.
     rollout_s = seconds if setting.max_staleness else sum(step["waited_s"] for step in counted)
     num_tokens = sum(step["tokens"] for step in counted)
-    counts = lab.node.session.counters
+    counts = lab.node.role.counters
     num_sampled = sum(use.num_tokens for use in uses)
     return {
         "over_submission": setting.over_submission,

@@ -16,7 +16,7 @@ and the caches of all rows that sample (april_engine.py), with 64 rows; lognorma
     f = 2       the same with over-submission
 
 on an engine that takes requests at any time (vLLM) and on one that samples batches (transformers).
-The engine is timed; worker and learner sessions, leases, admission, parking and continuing are the
+The engine is timed; worker and learner roles, leases, admission, parking and continuing are the
 real ones (april_lab.py). Time is virtual, so the figures do not depend on the machine. The paper
 compares the throughput of rollout phases, in which no step is made: `rollout` below. `whole` counts
 the 20 s of a step, too, in which a synchronous learner's engines stand still.
@@ -114,7 +114,7 @@ def report(runs: Runs) -> None:
         if parts:
             print(f"median {median:g}, {engine:10} {mode:8}: " + ", ".join(parts))
     result = {
-        "what": "timed engine, real sessions, virtual time; the rows of `paper` without sessions",
+        "what": "timed engine, real roles, virtual time; the rows of `paper` without roles",
         "published_gains": PUBLISHED,
         "gains": gains,
         "runs": [

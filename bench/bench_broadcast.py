@@ -1,6 +1,6 @@
 """Measure the broadcast of a version to every receiver, against theory.
 
-Real processes: the learner's session publishes; relays receive, verify, store and pass on. On
+Real processes: the learner's role publishes; relays receive, verify, store and pass on. On
 loopback the figures are ratios to one raw TCP stream of the same run. With --path wan every node is
 a namespace behind an emulated uplink (bench/wan.py, needs root), with --path proxy behind a TCP
 proxy with rate and delay (bench/proxy.py, which says what it leaves out). The theory is

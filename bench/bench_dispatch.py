@@ -132,7 +132,7 @@ def figures(lab: Lab, engines: Sequence[TimedEngine]) -> dict[str, float]:
     """Return what the dispatch has made of it."""
     instants = [step["at"] for step in lab.steps[WARM_UP - 1 :]]
     times = sorted(stop - start for start, stop in itertools.pairwise(instants))
-    uses, counts = [engine.use for engine in engines], lab.node.session.counters
+    uses, counts = [engine.use for engine in engines], lab.node.role.counters
     return {
         "step_mean_s": statistics.fmean(times),
         "step_p95_s": times[int(0.95 * (len(times) - 1))],

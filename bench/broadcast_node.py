@@ -1,7 +1,7 @@
 """One process of bench_broadcast.py: a learner or a receiver.
 
 Commands come as lines on stdin, answers and events leave as JSON lines on stdout, and the end of
-stdin ends the process. Learner and receiver are the real sessions on the real transport; only the
+stdin ends the process. Learner and receiver are the real roles on the real transport; only the
 weights are random bytes, published when told to. What depends on how the core plans and publishes
 is in the functions at the end; what a core cannot do yet ends the process with {"fault": why}.
 """
@@ -25,7 +25,7 @@ import uvloop
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from kept_store import KeptStore
-from publishing import ForcedPlanning, publishing_session
+from publishing import ForcedPlanning, publishing_role
 from stream_node import commands, tell
 
 from echo.config.load import parse_config
@@ -88,19 +88,19 @@ def cpu() -> dict[str, float]:
 class Publisher(Node):
     """A learner that publishes random bytes instead of training."""
 
-    session: Learner
+    role: Learner
 
     def __init__(
         self,
-        session: Learner,
+        role: Learner,
         transport: Transport,
         identity: Identity,
         join: str,
         *,
         encrypts: bool,
     ) -> None:
-        super().__init__(session, transport, log=LOG)
-        self.session = session
+        super().__init__(role, transport, log=LOG)
+        self.role = role
         self._identity = identity
         self._join = join
         self._next: Publication | None = None
@@ -111,7 +111,7 @@ class Publisher(Node):
         self._control = Control()
 
     def disconnected(self, peer: str, reason: str) -> list[Action]:
-        return self.session.disconnected(peer, now=self.now)
+        return self.role.disconnected(peer, now=self.now)
 
     def perform(self, actions: Iterable[Action]) -> None:
         super().perform(self._control.counted(actions))
@@ -121,8 +121,8 @@ class Publisher(Node):
         async for command in commands():
             match command:
                 case ["plan", count]:
-                    await self._until(lambda count=int(count): is_planned(self.session, count))
-                    tell(parents=parents(self.session))
+                    await self._until(lambda count=int(count): is_planned(self.role, count))
+                    tell(parents=parents(self.role))
                 case ["prepare", step, num_bytes, chunk_bytes, codec]:
                     base = None if codec == "full" or self._next is None else self._next.image
                     key = secrets.token_bytes(KEY_BYTES) if self._encrypts else b""
@@ -133,34 +133,34 @@ class Publisher(Node):
                     tell(hash=self._next.manifest.image_hash.hex())
                 case ["publish"]:
                     tell(at=time.monotonic())
-                    self.perform(self.session.make_way(now=self.now))
+                    self.perform(self.role.make_way(now=self.now))
                     await self._encoded_versions(self._codec).publish(self._next)
                 case ["force", kind, ways, count]:
-                    force(self.session, kind, int(ways))
-                    self.perform(self.session.replan(self.now))
-                    await self._until(lambda count=int(count): is_planned(self.session, count))
-                    tell(parents=parents(self.session))
+                    force(self.role, kind, int(ways))
+                    self.perform(self.role.replan(self.now))
+                    await self._until(lambda count=int(count): is_planned(self.role, count))
+                    tell(parents=parents(self.role))
                 case ["topology"]:
-                    tell(**topology(self.session))
+                    tell(**topology(self.role))
                 case ["installed"]:
                     await self._until(self._is_installed)
                     tell(at=time.monotonic())
                 case ["finish"]:
-                    self.perform(self.session.finish("the benchmark is over"))
-                    await self.wait_until(lambda: not self.session.roster.nodes, within_s=5)
+                    self.perform(self.role.finish("the benchmark is over"))
+                    await self.wait_until(lambda: not self.role.roster.nodes, within_s=5)
                 case ["cpu"]:
                     tell(**cpu(), control_bytes=self._control.num_bytes)
         self.stop("the benchmark is over")
 
     def _encoded_versions(self, codec: str) -> VersionEncoder:
-        return VersionEncoder(self.session.broadcast, self._coder, codec=codec, node=self)
+        return VersionEncoder(self.role.broadcast, self._coder, codec=codec, node=self)
 
     async def _until(self, is_done: Any) -> None:
         await self.wait_until(is_done, within_s=3600)
 
     def _is_installed(self) -> bool:
         version = self._next.manifest.version  # a delta is announced before it is held here
-        return all(member.installed == version for member in self.session.roster.members())
+        return all(member.installed == version for member in self.role.roster.members())
 
 
 class Receiver(RelayNode):
@@ -184,7 +184,7 @@ class Receiver(RelayNode):
         """Keep the longest time without weight bytes between two chunks of a version."""
         if not self._is_watching:
             return
-        broadcast = self.session.broadcast
+        broadcast = self.role.broadcast
         if broadcast.bytes_received != self._num_received:
             if self._received_at is not None:
                 self._longest_gap_s = max(self._longest_gap_s, self.now - self._received_at)
@@ -199,13 +199,13 @@ class Receiver(RelayNode):
                     tell(
                         **cpu(),
                         control_bytes=self._control.num_bytes,
-                        num_duplicates=self.session.broadcast.receiver.num_duplicate_chunks,
+                        num_duplicates=self.role.broadcast.receiver.num_duplicate_chunks,
                     )
                 case ["watch"]:
                     self._is_watching = True
                     self._received_at, self._longest_gap_s = None, 0.0
                 case ["hash"]:
-                    broadcast = self.session.broadcast
+                    broadcast = self.role.broadcast
                     image = broadcast.store[broadcast.newest_complete].storage
                     digest = await asyncio.to_thread(lambda image=image: blake3(image).hexdigest())
                     tell(hash=digest, wire_bytes=broadcast.bytes_received)
@@ -225,12 +225,12 @@ async def run_learner(config: Config, arguments: argparse.Namespace) -> None:
     transport = await node.start_transport(config.network, arguments.listen, keys)
     identity = Identity("bench", Ed25519PrivateKey.generate())
     address = node.advertised(transport.listen_address, arguments.advertise) or ""
-    session = publishing_session(config, identity, address)
+    role = publishing_role(config, identity, address)
     kind, _, ways = arguments.topology.partition(":")
-    force(session, kind, int(ways or 0))
+    force(role, kind, int(ways or 0))
     join = address if keys is None else str(Join(address, secret, fingerprint(identity.public_key)))
     encrypts = config.security.curve
-    await Publisher(session, transport, identity, join, encrypts=encrypts).run()
+    await Publisher(role, transport, identity, join, encrypts=encrypts).run()
 
 
 async def run_receiver(config: Config, arguments: argparse.Namespace) -> None:
@@ -252,33 +252,33 @@ async def run_receiver(config: Config, arguments: argparse.Namespace) -> None:
     if size:
         image = bytearray(random_bytes(0, size))
         broadcast.offer(image, blake3(image).digest())
-    session = Relay(settings, broadcast, now=asyncio.get_running_loop().time())
-    await Receiver(session, transport, log=LOG).run()
+    role = Relay(settings, broadcast, now=asyncio.get_running_loop().time())
+    await Receiver(role, transport, log=LOG).run()
 
 
 # --- what depends on the core ---------------------------------------------------------------------
 
 
-def force(session: Learner, kind: str, ways: int) -> None:
-    """Have the session plan that topology from now on; nothing where it shall plan as it likes."""
+def force(role: Learner, kind: str, ways: int) -> None:
+    """Have the role plan that topology from now on; nothing where it shall plan as it likes."""
     if kind != "auto":
-        session.planning = ForcedPlanning(session.planning, kind, ways)
+        role.planning = ForcedPlanning(role.planning, kind, ways)
 
 
-def is_planned(session: Learner, count: int) -> bool:
+def is_planned(role: Learner, count: int) -> bool:
     """Return whether that many receivers take weights from the parents that they were given."""
-    members = session.roster.members()
+    members = role.roster.members()
     return len(members) == count and all(
         member.node.plan is not None and member.stats.parent == member.node.plan.first_parents
         for member in members
     )
 
 
-def topology(session: Learner) -> dict[str, Any]:
+def topology(role: Learner) -> dict[str, Any]:
     """Return the plan in force, what it promises, and the uplinks that it was made of."""
-    plan = session.planning.topology
-    uplinks = {each.node_id: each.stats.uplink_bytes_per_s for each in session.roster.members()}
-    uplinks[LEARNER_ID] = session.broadcast.uplink_bytes_per_s
+    plan = role.planning.topology
+    uplinks = {each.node_id: each.stats.uplink_bytes_per_s for each in role.roster.members()}
+    uplinks[LEARNER_ID] = role.broadcast.uplink_bytes_per_s
     return {
         "kind": None if plan is None else plan.kind,
         "num_stripes": None if plan is None else plan.num_stripes,
@@ -287,9 +287,9 @@ def topology(session: Learner) -> dict[str, Any]:
     }
 
 
-def parents(session: Learner) -> dict[str, str]:
+def parents(role: Learner) -> dict[str, str]:
     """Return every receiver's parent in the first stripe."""
-    members = session.roster.members()
+    members = role.roster.members()
     return {member.node_id: member.stats.parent.partition(",")[0] for member in members}
 
 

@@ -97,15 +97,15 @@ class LateWorker(RentedMachine):
 
     async def _wait_and_install(self, delays: DelayInjector) -> None:
         await asyncio.sleep(max(0.0, self._kept_until - self.now))
-        self._kept_until = self.now + delays.draw(self.session.settings.node_id)
-        newest = self.session.broadcast.newest_complete
+        self._kept_until = self.now + delays.draw(self.role.settings.node_id)
+        newest = self.role.broadcast.newest_complete
         assert newest is not None
         super().on_action(Install(newest))
 
 
 def delay_groups(learner: LearnerNode, delays: DelayInjector) -> None:
     """Let each group be trained only once its delay has passed since it was acknowledged."""
-    buffer = learner.session.buffer
+    buffer = learner.role.buffer
     assert isinstance(buffer, DelayedBuffer), "wrap_nodes comes first"
     buffer.begin(delays, learner)
 

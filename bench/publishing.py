@@ -1,4 +1,4 @@
-"""A learner's session without training, for what only publishes weights."""
+"""A learner's role without training, for what only publishes weights."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from echo.weights.topology.trees import stripe_trees
 from echo.wire.messages import LEARNER_ID, Lease, TopologyPlan
 
 
-def publishing_session(config: Config, identity: Identity, advertise: str) -> Learner:
-    """Return the session of a learner that has nothing to lease."""
+def publishing_role(config: Config, identity: Identity, advertise: str) -> Learner:
+    """Return the role of a learner that has nothing to lease."""
     lineages = (Lineage(lineage=1, fork_step=0),)
     return Learner(
         LearnerSettings(

@@ -208,7 +208,7 @@ class ItemArrived(Action):
 
 @dataclass(frozen=True, slots=True)
 class NeighbourFailed(Action):
-    """A neighbour broke a rule of the swarm; the session must leave it."""
+    """A neighbour broke a rule of the swarm; the role must leave it."""
 
     peer: str
     reason: str

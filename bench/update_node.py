@@ -14,7 +14,7 @@ import broadcast_node
 import uvloop
 from broadcast_node import LOG, configuration, is_planned
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from publishing import publishing_session
+from publishing import publishing_role
 from stream_node import commands, tell, tell_cpu
 from update_state import SCALES, SHAPES, Weights
 
@@ -32,11 +32,11 @@ from echo.wire.actions import Action
 class Stepper(Node):
     """A learner whose steps are noise."""
 
-    session: Learner
+    role: Learner
 
     def __init__(
         self,
-        session: Learner,
+        role: Learner,
         transport: Transport,
         publisher: Publisher,
         weights: Weights,
@@ -46,31 +46,29 @@ class Stepper(Node):
         """Publish weights.
 
         Args:
-            session: the learner's.
+            role: the learner's.
             transport: its links.
             publisher: makes versions.
             weights: of which.
             is_whole: whether each version is sealed before it is coded.
         """
-        super().__init__(session, transport, log=LOG)
-        self.session = session
+        super().__init__(role, transport, log=LOG)
+        self.role = role
         self._publisher = publisher
         self._weights = weights
         self._is_whole = is_whole
-        self._versions = VersionEncoder(
-            session.broadcast, publisher.coder, codec="delta", node=self
-        )
+        self._versions = VersionEncoder(role.broadcast, publisher.coder, codec="delta", node=self)
         self._step = -1
 
     def disconnected(self, peer: str, reason: str) -> list[Action]:
-        return self.session.disconnected(peer, now=self.now)
+        return self.role.disconnected(peer, now=self.now)
 
     async def work(self) -> None:
         tell(address=self.transport.listen_address)
         async for command in commands():
             match command:
                 case ["plan"]:
-                    await self.wait_until(lambda: is_planned(self.session, 1), within_s=600)
+                    await self.wait_until(lambda: is_planned(self.role, 1), within_s=600)
                     tell(planned=True)
                 case ["step"]:
                     await asyncio.to_thread(self._weights.step)
@@ -79,8 +77,8 @@ class Stepper(Node):
                     await self._publish()
                 case ["seal"]:
                     await self._versions.wait()
-                    version = self.session.broadcast.newest_complete
-                    manifest = self.session.broadcast.store[version].manifest
+                    version = self.role.broadcast.newest_complete
+                    manifest = self.role.broadcast.store[version].manifest
                     tell(hash=manifest.image_hash.hex(), image_bytes=manifest.num_bytes)
                 case ["cpu"]:
                     tell_cpu()
@@ -94,7 +92,7 @@ class Stepper(Node):
         made = await asyncio.to_thread(self._publisher.make, self._weights.state, version)
         if self._is_whole:
             made = await asyncio.to_thread(self._publisher.coder.seal, made)
-        self.perform(self.session.make_way(now=self.now))
+        self.perform(self.role.make_way(now=self.now))
         await self._versions.publish(made)
         tell(at=at, cpu_s=cpu_s)
 
@@ -102,12 +100,12 @@ class Stepper(Node):
 async def run(config: Config, arguments: argparse.Namespace) -> None:
     transport = await node.start_transport(config.network, arguments.listen, None)
     identity = Identity("bench", Ed25519PrivateKey.generate())
-    session = publishing_session(config, identity, transport.listen_address)
-    broadcast_node.force(session, "chain", 0)
+    role = publishing_role(config, identity, transport.listen_address)
+    broadcast_node.force(role, "chain", 0)
     publisher = Publisher(identity, config, model_digest="", images=make_images(config))
     weights = Weights(arguments.shape, arguments.share)
     is_whole = arguments.kind == "whole"
-    await Stepper(session, transport, publisher, weights, is_whole=is_whole).run()
+    await Stepper(role, transport, publisher, weights, is_whole=is_whole).run()
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Asyncio loop on virtual time.
 
-Nodes, sessions and transports run as they are. Time stands still while anything computes, in the
+Nodes, roles and transports run as they are. Time stands still while anything computes, in the
 loop or in one of its threads, and jumps to the next timer, or to the end of the next thread's
 `sleep`, once nothing does. A run is therefore the same on a busy machine. When it is over no more
 time passes, and threads that still wait for it end with a `TimeIsOverError`.

@@ -123,6 +123,16 @@ def test_a_word_of_before_is_found() -> None:
     assert gone("def plane(): 'No lane.'") == []
 
 
+def test_sessions_are_those_of_agents() -> None:
+    """What decides for a node is its role."""
+    found = {
+        path: re.findall(r"\b_?session\b(?=[.,:)])", text)
+        for path, text in sources("echo").items()
+        if "agents/" not in path and "verifiers" not in path
+    }
+    assert {path: names for path, names in found.items() if names} == {}
+
+
 def test_a_public_name_is_one_thing() -> None:
     places = defaultdict(set)
     for path, text in sources("echo").items():

@@ -1,6 +1,6 @@
 """`echo-rl sim SCENARIO`: the code of a run on virtual time.
 
-Nothing is rented, started or looked up: learner, relays and workers are the sessions of
+Nothing is rented, started or looked up: learner, relays and workers are the roles of
 `echo-rl node`, in one process; only training, sampling, disk and network are replaced by times.
 """
 

@@ -1,13 +1,13 @@
 """The shell around a role: one loop that carries out its decisions.
 
-    transport events, timer, results of model work  ->  session  ->  actions  ->  perform
+    transport events, timer, results of model work  ->  role  ->  actions  ->  perform
 
-The session is called from the event loop only, so it needs no locks; model work runs in threads
+The role is called from the event loop only, so it needs no locks; model work runs in threads
 (`threads.py`) and its results come back to the loop. There is one timer. It is armed anew only for
 a deadline that comes earlier: one that fires too early looks again. An unexpected exception ends
 the node with that exception: a node that limps on with half its parts would be worse. Only while a
 peer's message is handled it ends that peer instead, or whoever can make one up could end every
-node: the session has decided nothing then that it does not return, and the peer may begin anew.
+node: the role has decided nothing then that it does not return, and the peer may begin anew.
 """
 
 from __future__ import annotations
@@ -115,11 +115,11 @@ class Topics:
 
 
 class Node:
-    """One process's node: a session, a transport, and the threads in which models work."""
+    """One process's node: a role, a transport, and the threads in which models work."""
 
     def __init__(
         self,
-        session: Role,
+        role: Role,
         transport: Transport,
         *,
         threads: Threads | None = None,
@@ -128,7 +128,7 @@ class Node:
         """Join the parts.
 
         Args:
-            session: decides.
+            role: decides.
             transport: has been started, so that its address is known.
             threads: where blocking calls are made; None for a process's own. They end with the
                 node.
@@ -136,7 +136,7 @@ class Node:
         """
         self.transport = transport
         self.log = log
-        self._session = session
+        self._role = role
         self._topics = Topics(log)
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0
@@ -173,7 +173,7 @@ class Node:
         raise TypeError(f"{type(action).__name__} is not for {type(self).__name__}")
 
     def before_expire(self) -> None:
-        """Bring up to date what the session is about to tell others."""
+        """Bring up to date what the role is about to tell others."""
 
     async def work(self) -> None:
         """Do the role's work; when it returns the node goes on relaying until it is stopped."""
@@ -188,7 +188,7 @@ class Node:
 
     @property
     def now(self) -> float:
-        """The loop's clock, seconds: the only one that a session sees."""
+        """The loop's clock, seconds: the only one that a role sees."""
         return asyncio.get_running_loop().time()
 
     async def run(self) -> str:
@@ -292,7 +292,7 @@ class Node:
     def _receive(self, peer: str, frames: list[Frame]) -> list[Action]:
         """Have a message handled; a fault in that ends the peer, whose message it was."""
         try:
-            return self._session.receive(peer, frames, now=self.now)
+            return self._role.receive(peer, frames, now=self.now)
         except Exception as error:
             if isinstance(error, EchoError) and not isinstance(error, ProtocolError):
                 raise  # its disk or its data: this node's own affair
@@ -302,7 +302,7 @@ class Node:
             line = self._reports.say(source, kind, f"{text}; please report this", now=self.now)
             if line is not None:
                 self.log.exception("%s", line)
-            return self._session.expel(peer, frames, now=self.now)
+            return self._role.expel(peer, frames, now=self.now)
 
     # --- acting ----------------------------------------------------------------------------------
 
@@ -336,13 +336,13 @@ class Node:
         try:
             peer = self.transport.dial(action.address, has_bulk=action.purpose == "weights")
         except TransportError as error:
-            # An address from another node's message; the session moves on when it times out.
+            # An address from another node's message; the role moves on when it times out.
             self.log.warning("%s", error)
         else:
             self.dialled(action.address, action.purpose, peer)
 
     def _work(self, work: Work) -> None:
-        """Decode a block or write a chunk in a thread, and tell the session what came of it."""
+        """Decode a block or write a chunk in a thread, and tell the role what came of it."""
         finished = self._weights_pool.run(work.run)
         finished.add_done_callback(functools.partial(self._on_finished, work))
 
@@ -350,10 +350,10 @@ class Node:
         if self.has_ended or future.cancelled():
             return
         with self._ending_at_failure():
-            self.perform(self._session.worked(work, future.result(), now=self.now))
+            self.perform(self._role.worked(work, future.result(), now=self.now))
 
     def _arm(self) -> None:
-        deadline = self._session.deadline
+        deadline = self._role.deadline
         if deadline is None or self._stopped is None or self.has_ended:
             return
         # Never sooner than a millisecond: a deadline that stays in the past must not spin.
@@ -381,12 +381,12 @@ class Node:
         self._is_catching_up = False
         with self._ending_at_failure():
             self.before_expire()
-            self.perform(self._session.expire(now=self.now))
+            self.perform(self._role.expire(now=self.now))
 
     async def wait_until(self, is_done: Callable[[], bool], *, within_s: float) -> bool:
         """Look every few milliseconds until `is_done`; return False if it takes too long.
 
-        For the few waits at the end of a node, whose conditions live in the session, which knows
+        For the few waits at the end of a node, whose conditions live in the role, which knows
         no events.
         """
         give_up_at = self.now + within_s
@@ -477,15 +477,15 @@ def _can_choose(name: str) -> bool:
 
 
 class DialingNode(Node):
-    """What relay and worker share: a session that dials out."""
+    """What relay and worker share: a role that dials out."""
 
-    session: DialingRole
+    role: DialingRole
     version_store: MappedStore | None = None
     """Where received versions lie; None in memory without a bound."""
 
     async def recover(self) -> None:
         """Take over what a former process of this node has left of the run's versions."""
-        version_store, broadcast = self.version_store, self.session.broadcast
+        version_store, broadcast = self.version_store, self.role.broadcast
         if version_store is None:
             return
         files = self.threads.pool("recovery")
@@ -506,7 +506,7 @@ class DialingNode(Node):
 
     async def _resume(self, saved: SavedKeyframe, files: Pool) -> None:
         """Go on with a keyframe that was on its way."""
-        broadcast, journal = self.session.broadcast, saved.journal
+        broadcast, journal = self.role.broadcast, saved.journal
         try:
             encoded = await files.run(broadcast.rebuild, saved.version, journal.records())
             journal.open()
@@ -526,27 +526,27 @@ class DialingNode(Node):
 
     def connected(self, peer: str) -> list[Action]:
         """Handle that a dialled link stands."""
-        return self.session.connected(peer, now=self.now)
+        return self.role.connected(peer, now=self.now)
 
     def disconnected(self, peer: str, reason: str) -> list[Action]:
         """Handle that a link is gone."""
-        return self.session.disconnected(peer, reason, now=self.now)
+        return self.role.disconnected(peer, reason, now=self.now)
 
     def dialled(self, address: str, purpose: str, peer: str) -> None:
         """Handle that a Dial was carried out."""
-        self.session.dialled(address, purpose, peer)
+        self.role.dialled(address, purpose, peer)
 
     def dial_failed(self, peer: str, reason: str, *, is_refused: bool) -> list[Action]:
         """Handle that an attempt to dial failed; the transport goes on trying."""
-        return self.session.dial_failed(peer, reason, is_refused=is_refused, now=self.now)
+        return self.role.dial_failed(peer, reason, is_refused=is_refused, now=self.now)
 
     async def drain(self) -> None:
         """Say goodbye, so that nobody waits for this node; the transport delivers it."""
-        self.session.is_leaving = True
-        self.perform(self.session.leave("stopped by its operator"))
+        self.role.is_leaving = True
+        self.perform(self.role.leave("stopped by its operator"))
 
 
-# --- From the configuration to a node's transport and session: what all roles set up alike ---
+# --- From the configuration to a node's transport and role: what all roles set up alike ---
 
 
 _log = logging.getLogger(__name__)
@@ -669,7 +669,7 @@ def advertised(listen: str | None, advertise: str | None) -> str | None:
 def node_settings(
     config: Config, role: str, *, node_id: str, advertise: str | None, max_image_bytes: int
 ) -> NodeSettings:
-    """Return what a relay's or worker's session is told."""
+    """Return what a relay's or worker's role is told."""
     network = config.network
     addresses = dial_addresses(config, role)
     return NodeSettings(

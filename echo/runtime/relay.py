@@ -26,20 +26,20 @@ class RelayNode(DialingNode):
 
     def __init__(
         self,
-        session: Relay,
+        role: Relay,
         transport: Transport,
         *,
         version_store: MappedStore | None = None,
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        super().__init__(session, transport, threads=threads, log=log)
-        self.session: Relay = session
+        super().__init__(role, transport, threads=threads, log=log)
+        self.role: Relay = role
         self.version_store = version_store
 
     async def work(self) -> None:
-        """Start looking for the learner; everything else happens in the session."""
-        self.perform(self.session.start(now=self.now))
+        """Start looking for the learner; everything else happens in the role."""
+        self.perform(self.role.start(now=self.now))
 
     def on_action(self, action: Action) -> None:
         """Carry out what concerns a relay."""
@@ -56,7 +56,7 @@ class RelayNode(DialingNode):
     async def _set_up(self) -> None:
         """Be ready: a relay has no task and no engine, only what it held before."""
         await self.recover()
-        self.perform(self.session.configured({}, now=self.now))
+        self.perform(self.role.configured({}, now=self.now))
 
 
 async def build_relay(
@@ -96,13 +96,13 @@ def assemble_relay(
         max_image_bytes=int(node.MAX_IMAGE_SHARE * read_machine().host_bytes),
     )
     version_store = open_store(config.network.store_dir, config.network.store_bytes)
-    session = events.build(
+    role = events.build(
         "role",
         Relay,
         settings,
         node.make_broadcast(node_id, config.network, version_store, events=events),
         now=asyncio.get_running_loop().time(),
     )
-    relay = RelayNode(session, transport, version_store=version_store, threads=threads, log=log)
+    relay = RelayNode(role, transport, version_store=version_store, threads=threads, log=log)
     relay.at_release.append(events.close)
     return relay

@@ -88,7 +88,7 @@ class SimLearner(LearnerNode):
         )
         self.start = start
         buffer = make_buffer(scenario, start)
-        session = make_session(
+        role = make_role(
             scenario, start, identity=identity, broadcast=broadcast, buffer=buffer,
             scale=versions.scale, now=now,
         )  # fmt: skip
@@ -105,7 +105,7 @@ class SimLearner(LearnerNode):
             attribution=None,
             publisher=publisher,
             buffer=buffer,
-            session=session,
+            role=role,
             rewards=None,
             evaluations=None,
             exporter=self,
@@ -209,7 +209,7 @@ def make_buffer(scenario: Scenario, start: StartingPoint) -> StalenessBuffer:
     return buffer
 
 
-def make_session(
+def make_role(
     scenario: Scenario,
     start: StartingPoint,
     *,

@@ -154,8 +154,8 @@ class Simulation:
         port = Port(f"relay-{region_name}", region_name, bytes_per_s, bytes_per_s, address)
         price = Price(per_h=region.relay_price_per_h)
         settings = self._node_settings(port, "relay", LEARNER_ADDRESS, price)
-        session = Relay(settings, self._broadcast(port.name), now=0.0)
-        self._start(RelayNode(session, self._transport(port), threads=InlineThreads(), log=_log))
+        role = Relay(settings, self._broadcast(port.name), now=0.0)
+        self._start(RelayNode(role, self._transport(port), threads=InlineThreads(), log=_log))
 
     def _node_settings(self, port: Port, role: str, address: str, price: Price) -> NodeSettings:
         settings = self.scenario.settings
@@ -205,7 +205,7 @@ class Simulation:
         )
         terms = ReleaseTerms(standby_s=settings.release_after_s)
         broadcast = self._broadcast(site.name)
-        session = Worker(node_settings, broadcast, outbox, terms=terms, now=now)
+        role = Worker(node_settings, broadcast, outbox, terms=terms, now=now)
         engine = EngineModel(
             tokens_per_s=site.tokens_per_s,
             concurrency=offer.concurrency,
@@ -213,7 +213,7 @@ class Simulation:
             alone_speedup=settings.alone_speedup,
         )
         site.worker = SimWorker(
-            session,
+            role,
             self._transport(site.port),
             engine=engine,
             groups=self.groups,
@@ -292,7 +292,7 @@ class Simulation:
         self._give_up_later()
         history.end = await self._ended
         history.ended_at, history.num_events = self.loop.time(), self.loop.num_calls
-        history.counters = self.learner.session.counters.as_dict()
+        history.counters = self.learner.role.counters.as_dict()
         waiting = self.learner.waiting()
         history.tokens_in_flight = sum(waiting.values())
         for site in self.sites:

@@ -60,7 +60,7 @@ class SimWorker(DialingNode):
 
     def __init__(
         self,
-        session: Worker,
+        role: Worker,
         transport: SimTransport,
         *,
         engine: EngineModel,
@@ -69,10 +69,10 @@ class SimWorker(DialingNode):
         times: WorkerTimes,
         stage: Ending,
     ) -> None:
-        super().__init__(session, transport, threads=InlineThreads(), log=_log)
-        self.session: Worker = session
+        super().__init__(role, transport, threads=InlineThreads(), log=_log)
+        self.role: Worker = role
         self.link = transport
-        self.name = session.settings.node_id
+        self.name = role.settings.node_id
         self.engine = engine
         self._groups = groups
         self._facts = facts
@@ -86,7 +86,7 @@ class SimWorker(DialingNode):
 
     async def work(self) -> None:
         """Start looking for the learner; everything else happens in the role."""
-        self.perform(self.session.start(now=self.now))
+        self.perform(self.role.start(now=self.now))
 
     # --- what the shell asks ---------------------------------------------------------------------
 
@@ -107,13 +107,13 @@ class SimWorker(DialingNode):
             case Recall():
                 self._give_back(action.call)
             case Score():
-                self.perform(self.session.scored(action.group, self._rewards(action), now=self.now))
+                self.perform(self.role.scored(action.group, self._rewards(action), now=self.now))
             case Install():
                 self._num_installing += 1
                 call_later(self._times.swap_s, self._installed, action.version)
             case Release():
                 self.is_released = True
-                self.perform(self.session.released(True))
+                self.perform(self.role.released(True))
             case Drained() | VersionArrived() | VersionAudited():
                 pass
             case _:
@@ -141,7 +141,7 @@ class SimWorker(DialingNode):
 
     def _built(self) -> None:
         if not self.has_ended:
-            self.perform(self.session.built(self._facts, {}, now=self.now))
+            self.perform(self.role.built(self._facts, {}, now=self.now))
 
     def _installed(self, version: PolicyVersion) -> None:
         self._num_installing -= 1
@@ -149,10 +149,10 @@ class SimWorker(DialingNode):
             return
         self.engine.install(version, now=self.now)
         self.before_expire()
-        self.perform(self.session.installed(version, now=self.now))
+        self.perform(self.role.installed(version, now=self.now))
 
     def _pause(self) -> None:
-        is_fetching = self.session.broadcast.fetching is not None or self._num_installing > 0
+        is_fetching = self.role.broadcast.fetching is not None or self._num_installing > 0
         has_weights = self.engine.version is not None
         if has_weights and is_fetching != self.engine.is_paused:
             self.engine.pause(is_fetching, now=self.now)
@@ -164,7 +164,7 @@ class SimWorker(DialingNode):
         """Return the tokens here that the learner may still want."""
         self.engine.advance(self.now)
         running = sum(group.num_tokens for group in self.engine.groups)
-        ids = {group_id for group_id, _ in self.session.outbox.keys} - set(received)
+        ids = {group_id for group_id, _ in self.role.outbox.keys} - set(received)
         return running + sum(self._groups.waiting(group_id) for group_id in sorted(ids))
 
     def set_rate(self, tokens_per_s: float) -> None:
@@ -185,7 +185,7 @@ class SimWorker(DialingNode):
         for group in call.groups:
             del self._calls[group.key]
             num_tokens += self.engine.stop(group.lease, now=self.now)
-        self.perform(self.session.returned(call, num_tokens=round(num_tokens), now=self.now))
+        self.perform(self.role.returned(call, num_tokens=round(num_tokens), now=self.now))
         self._await_next()
 
     def _await_next(self) -> None:
@@ -204,14 +204,14 @@ class SimWorker(DialingNode):
         self._await_next()
 
     def _sampled(self, running: Running) -> None:
-        lease, session, now = running.lease, self.session, self.now
+        lease, role, now = running.lease, self.role, self.now
         call = self._calls.pop(key_of(lease))
         shares = running.shares()
         self._groups.sampled(lease, shares)
         member = stand_in([version for version, _ in shares])
         for group in call.groups:
-            self.perform(session.sampled(call, group, [member] * len(group.members), now=now))
-        self.perform(session.returned(call, num_tokens=running.length.num_tokens, now=now))
+            self.perform(role.sampled(call, group, [member] * len(group.members), now=now))
+        self.perform(role.returned(call, num_tokens=running.length.num_tokens, now=now))
 
 
 def stand_in(versions: list[PolicyVersion]) -> PartialRollout:

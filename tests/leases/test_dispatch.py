@@ -421,7 +421,7 @@ def test_copies_pay_and_fit(
         assert sum(name == f"h{n}" for _, name in picked) <= num_places
 
 
-# --- in the learner's session ---------------------------------------------------------------------
+# --- in the learner's role ---------------------------------------------------------------------
 
 
 def test_a_copy_is_recorded_counts_once_and_has_the_seed_of_its_original() -> None:
@@ -485,7 +485,7 @@ def test_copies_save_a_batch_from_a_worker_that_is_suddenly_slow() -> None:
     # Every copy makes one of the two a loser; all of them were told, and stopped.
     assert num_cancelled >= num_issued - 1
     for name in fleet:
-        running = world.node(name).session.partials.running.values()
+        running = world.node(name).role.partials.running.values()
         assert not any(group.is_unwanted for group in running)
 
 

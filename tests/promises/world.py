@@ -316,7 +316,7 @@ class WatchedTransport(SimTransport):
         is_sent = super().send(peer, frames, is_public=is_public)
         head = bytes(frames[0])
         if b"Fetch" in head and isinstance(fetch := message_of(frames), Fetch):
-            process.requested_though_held += num_held(process.node.session.broadcast, fetch)
+            process.requested_though_held += num_held(process.node.role.broadcast, fetch)
         if b"Announce" in head and process.has_published:
             process.has_published = False
             process.reach("published")
@@ -984,16 +984,16 @@ class World:
 
     def say_garbage(self, node: str, *, times: int) -> int:
         """Feed a node random frames; return the messages with which it answered."""
-        session, answers = self.node(node).session, 0
+        role, answers = self.node(node).role, 0
         for size in range(times):
             frames = [self.chance.randbytes(size) for _ in range(self.chance.randrange(4))]
-            actions = session.receive("in99", frames, now=self.now)
+            actions = role.receive("in99", frames, now=self.now)
             answers += sum(isinstance(action, Send) for action in actions)
         return answers
 
     def peer_of(self, node: str) -> str:
         """Return the learner's link over which a node has said hello."""
-        return self.node(LEARNER).session._routes.peer_of(node) or "none"
+        return self.node(LEARNER).role._routes.peer_of(node) or "none"
 
     def deliver(
         self,
@@ -1019,8 +1019,8 @@ class World:
             content = dataclasses.replace(content, rollouts=(first, *content.rollouts[1:]))
         message = Deliver(group_id=group, attempt=attempt)
         frames = codec.encode(message, codec.encode_group(content), source=worker, target=LEARNER)
-        session = self.node(LEARNER).session
-        actions = session.receive(self.peer_of(over or worker), frames, now=self.now)
+        role = self.node(LEARNER).role
+        actions = role.receive(self.peer_of(over or worker), frames, now=self.now)
         self.perform(LEARNER, actions)
         for action in actions:
             if isinstance(action, Send) and isinstance(ack := message_of(action.frames), Ack):
@@ -1042,12 +1042,12 @@ class World:
 
     def _say(self, message: Message, name: str, over: str) -> None:
         frames = codec.encode(message, source=name, target=LEARNER)
-        self.node(LEARNER).session.receive(self.peer_of(over), frames, now=self.now)
+        self.node(LEARNER).role.receive(self.peer_of(over), frames, now=self.now)
 
     def publish_forged(self, *, run: str | None = None, is_foreign: bool = False) -> None:
         """Have the learner offer a version of a run, signed with its own key or a foreign one."""
-        session = self.node(LEARNER).session
-        newest = session.broadcast.store[session.broadcast.newest_complete]
+        role = self.node(LEARNER).role
+        newest = role.broadcast.store[role.broadcast.newest_complete]
         image, real = bytearray(newest.read(0, newest.num_bytes)), newest.manifest
         image[::97] = bytes(len(image[::97]))
         manifest = build_manifest(
@@ -1058,9 +1058,9 @@ class World:
             image=image,
             chunk_bytes=CHUNK_BYTES,
         )
-        key = FOREIGN_KEY if is_foreign else session.settings.admission.key
+        key = FOREIGN_KEY if is_foreign else role.settings.admission.key
         parts = sign(manifest, key), manifest, image
-        self.perform(LEARNER, session.broadcast.publish(*parts, now=self.now))
+        self.perform(LEARNER, role.broadcast.publish(*parts, now=self.now))
 
     # --- networks and disks ----------------------------------------------------------------------
 
@@ -1110,7 +1110,7 @@ class World:
 
     def flip_bit(self, name: str) -> None:
         """Flip a bit of the newest version in a node's memory."""
-        store = self.node(name).session.broadcast.store
+        store = self.node(name).role.broadcast.store
         store[max(store)].storage[1234] ^= 16
 
     def poison(self, group: int) -> None:
@@ -1196,13 +1196,13 @@ class World:
     @property
     def step(self) -> int:
         """Optimizer steps of the present learner."""
-        step: int = self.node(LEARNER).session.step
+        step: int = self.node(LEARNER).role.step
         return step
 
     def stand_by(self, *workers: str) -> None:
         """Put exactly these workers on standby."""
-        session = self.node(LEARNER).session
-        self.perform(LEARNER, session.set_standby(set(workers), now=self.now))
+        role = self.node(LEARNER).role
+        self.perform(LEARNER, role.set_standby(set(workers), now=self.now))
 
     def is_alive(self, name: str) -> bool:
         """Return whether a process has neither ended nor been killed."""
@@ -1281,13 +1281,13 @@ class World:
 
     def installed(self, name: str) -> Version | None:
         """Return the version that a worker samples from, or a relay holds whole."""
-        version = self.node(name).session.version_in_use()
+        version = self.node(name).role.version_in_use()
         return None if version is None else (version.lineage, version.step)
 
     def is_bit_exact(self, name: str) -> bool:
         """Return whether every whole version of a node is, byte for byte, what was published."""
         sealed = {tuple(r["version"]): r["image_hash"] for r in self.records("sealed")}
-        images = self.node(name).session.broadcast.store
+        images = self.node(name).role.broadcast.store
         hashes = {
             (version.lineage, version.step): blake3(image.read(0, image.num_bytes)).hexdigest()
             for version, image in images.items()
@@ -1310,7 +1310,7 @@ class World:
 
     def leased(self, worker: str) -> set[int]:
         """Return the groups that the learner has leased to a worker."""
-        leases = self.node(LEARNER).session.leases
+        leases = self.node(LEARNER).role.leases
         return {record.group_id for record in leases.worker_leases(worker)}
 
     def num_granted(self, worker: str) -> int:
@@ -1319,44 +1319,44 @@ class World:
 
     def sampling(self, worker: str) -> set[int]:
         """Return the groups that a worker's engine has."""
-        return {group for group, _ in self.node(worker).session.partials.running}
+        return {group for group, _ in self.node(worker).role.partials.running}
 
     def partial_tokens(self, worker: str, group: int) -> list[list[int]]:
         """Return the tokens that a worker holds of each unfinished rollout of a group."""
-        partials = self.node(worker).session.partials
+        partials = self.node(worker).role.partials
         held = partials.interrupted | partials.running
         [partial] = [held[key] for key in held if key[0] == group]
         return [member.token_ids.tolist() for member in partial.members]
 
     def undelivered(self, worker: str) -> int:
         """Return how many finished groups a worker holds that are not acknowledged."""
-        return len(self.node(worker).session.outbox)
+        return len(self.node(worker).role.outbox)
 
     def outbox_bound(self, worker: str) -> int:
         """Return how many of them it may hold."""
-        bound: int = self.node(worker).session.outbox.max_deliveries
+        bound: int = self.node(worker).role.outbox.max_deliveries
         return bound
 
     def capacity(self, worker: str) -> int:
         """Return how many groups a worker would take at present."""
-        places: int = self.node(worker).session.capacity()
+        places: int = self.node(worker).role.capacity()
         return places
 
     def num_waiting(self) -> int:
         """Return how many accepted groups wait for their step."""
-        return len(self.node(LEARNER).session.buffer)
+        return len(self.node(LEARNER).role.buffer)
 
     def is_admitted(self, name: str) -> bool:
         """Return whether a node lives and takes part."""
-        return self.is_alive(name) and self.node(name).session.is_admitted
+        return self.is_alive(name) and self.node(name).role.is_admitted
 
     def is_on_standby(self, worker: str) -> bool:
         """Return whether a worker stands by."""
-        return self.node(worker).session.standby_since is not None
+        return self.node(worker).role.standby_since is not None
 
     def parent(self, name: str) -> str:
         """Return from whom a node takes weights."""
-        parent: str = self.node(name).session.stats().parent
+        parent: str = self.node(name).role.stats().parent
         return parent
 
     def num_hops(self, name: str) -> int:
@@ -1365,12 +1365,12 @@ class World:
 
     def chunks_held(self, name: str) -> tuple[int, int]:
         """Return how many chunks a node has of what it is fetching, and of how many."""
-        version, held, total = self.node(name).session.broadcast.progress()
+        version, held, total = self.node(name).role.broadcast.progress()
         return (0, 0) if version is None else (held, total)
 
     def bytes_received(self, name: str) -> int:
         """Return the bytes of weights that the present process of a node has received."""
-        received: int = self.node(name).session.broadcast.bytes_received
+        received: int = self.node(name).role.broadcast.bytes_received
         return received
 
     def requested_though_held(self, name: str) -> int:
@@ -1379,12 +1379,12 @@ class World:
 
     def count(self, node: str, name: str) -> float:
         """Return one of a node's counters."""
-        counters = self.node(node).session.counters
+        counters = self.node(node).role.counters
         return float(counters[name])
 
     def heard_ago_s(self, name: str) -> float:
         """Return how long ago the learner has heard of a node."""
-        roster = self.node(LEARNER).session.roster
+        roster = self.node(LEARNER).role.roster
         return float(self.now - roster.nodes[name].heard_at)
 
     def waiting_for(self) -> str:

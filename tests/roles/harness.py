@@ -108,10 +108,10 @@ def note_ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets the step of each version for which the way is planned in time."""
     ready: list[int] = []
 
-    def noting(session: Learner, *, now: float) -> list[Action]:
-        newest = session.broadcast.newest_complete
-        assert newest is None or newest.step < session.step, "that version is out already"
-        ready.append(session.step)
+    def noting(role: Learner, *, now: float) -> list[Action]:
+        newest = role.broadcast.newest_complete
+        assert newest is None or newest.step < role.step, "that version is out already"
+        ready.append(role.step)
         return []
 
     monkeypatch.setattr(Learner, "make_way", noting)

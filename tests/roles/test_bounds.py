@@ -102,7 +102,7 @@ WAYS = [
     ("r1", "w1", ""),
     ("w1", "learner", "w1"),
 ]
-"""Whose session is fed, as from whom, and for whom."""
+"""Whose role is fed, as from whom, and for whom."""
 
 
 @pytest.mark.slow
@@ -110,8 +110,8 @@ WAYS = [
 def test_no_value_out_of_range_harms_a_session(
     fleet: World, name: str, source: str, target: str
 ) -> None:
-    session, step = fleet.node(name).session, fleet.step
-    peer = session._control.peer if name == "w1" else "in1"
+    role, step = fleet.node(name).role, fleet.step
+    peer = role._control.peer if name == "w1" else "in1"
     num_sent = 0
     for kind in messages.AnyMessage.__args__:
         for what, built in wrong_messages(kind):
@@ -120,9 +120,9 @@ def test_no_value_out_of_range_harms_a_session(
             except OverflowError:
                 continue
             num_sent += 1
-            actions = session.receive(peer, frames, now=fleet.now)
+            actions = role.receive(peer, frames, now=fleet.now)
             assert all(isinstance(action, Note) for action in actions), what
-    assert session.counters["protocol_errors"] == num_sent > 300
+    assert role.counters["protocol_errors"] == num_sent > 300
     fleet.run_until(lambda: fleet.step >= step + 2)
 
 
@@ -131,17 +131,17 @@ def test_the_ends_of_all_ranges_harm_no_session(
     fleet: World, name: str, source: str, target: str
 ) -> None:
     """What is within the ranges may be nonsense, but costs neither the process nor much time."""
-    session = fleet.node(name).session
+    role = fleet.node(name).role
     for kind in messages.AnyMessage.__args__:
         for built in extreme_messages(kind):
             frames = frames_of(built, source=source, target=target)
-            session.receive("in1", frames, now=fleet.now)
-            session.expire(now=fleet.now)
+            role.receive("in1", frames, now=fleet.now)
+            role.expire(now=fleet.now)
 
 
 @pytest.mark.slow
 def test_the_numbers_that_once_ended_a_learner_are_refused(fleet: World) -> None:
-    session = fleet.node("learner").session
+    role = fleet.node("learner").role
     beat = Heartbeat(installed=PolicyVersion(1, 0), capacity=4, leases=(), stats=NodeStats())
     good = msgspec.to_builtins(beat)
     numbers: list[tuple[tuple[Any, ...], Any]] = [
@@ -156,12 +156,12 @@ def test_the_numbers_that_once_ended_a_learner_are_refused(fleet: World) -> None
     for path, value in numbers:
         now += 61  # each is told of
         built = {"type": "Heartbeat", **with_value(good, path, value)}
-        [note] = session.receive("in1", frames_of(built, source="w1", target="learner"), now=now)
+        [note] = role.receive("in1", frames_of(built, source="w1", target="learner"), now=now)
         assert isinstance(note, Note)
         assert "w1" in note.text
         assert " - at `$" in note.text
     endless = {"type": "Deliver", "group_id": 0, "attempt": 0, "seconds": math.inf}
-    [note] = session.receive("in1", frames_of(endless, source="w1", target="learner"), now=now + 61)
+    [note] = role.receive("in1", frames_of(endless, source="w1", target="learner"), now=now + 61)
     assert "`$.seconds`" in note.text
 
 
@@ -232,39 +232,39 @@ def test_leases_with_long_prompts_travel_in_several_grants() -> None:
 def test_a_fault_in_a_routed_message_ends_the_member_and_not_the_relays_link(
     fleet: World,
 ) -> None:
-    session = fleet.node("learner").session
+    role = fleet.node("learner").role
     frames = encode(messages.Goodbye(reason="x"), source="w1", target="learner")
-    peer = session._routes.peer_of("w1")
-    assert session.leases.num_leases("w1")
-    assert session.expel(peer, frames, now=fleet.now) == []
-    assert "w1" not in session.roster.nodes
-    assert not session.leases.num_leases("w1")
-    assert session.counters["internal_errors"] == 1
-    step = session.step
-    fleet.run_until(lambda: session.step >= step + 2)
-    assert "w1" in session.roster.nodes, "it has said hello again"
+    peer = role._routes.peer_of("w1")
+    assert role.leases.num_leases("w1")
+    assert role.expel(peer, frames, now=fleet.now) == []
+    assert "w1" not in role.roster.nodes
+    assert not role.leases.num_leases("w1")
+    assert role.counters["internal_errors"] == 1
+    step = role.step
+    fleet.run_until(lambda: role.step >= step + 2)
+    assert "w1" in role.roster.nodes, "it has said hello again"
 
 
 def test_a_member_that_is_ready_with_other_hashes_is_refused_and_loses_its_leases(
     hung_world: World,
 ) -> None:
-    session = hung_world.node("learner").session
-    member = session.roster.nodes["w1"]
+    role = hung_world.node("learner").role
+    member = role.roster.nodes["w1"]
     ready = messages.Ready(incarnation=member.incarnation, digests={"model": "other"})
-    assert session.leases.num_leases("w1") == 2
-    session.receive(hung_world.peer_of("w1"), encode(ready, source="w1", target="learner"), now=3.0)
-    assert "w1" not in session.roster.nodes
-    assert session.counters["refused/digest_mismatch"] == 1
-    assert not session.leases.num_leases("w1"), "they are granted again, and not after a timeout"
+    assert role.leases.num_leases("w1") == 2
+    role.receive(hung_world.peer_of("w1"), encode(ready, source="w1", target="learner"), now=3.0)
+    assert "w1" not in role.roster.nodes
+    assert role.counters["refused/digest_mismatch"] == 1
+    assert not role.leases.num_leases("w1"), "they are granted again, and not after a timeout"
 
 
 def test_a_fault_in_a_link_message_ends_the_link(fleet: World) -> None:
-    session, step = fleet.node("r1").session, fleet.step
-    [peer] = session.broadcast.children
+    role, step = fleet.node("r1").role, fleet.step
+    [peer] = role.broadcast.children
     frames = encode(messages.Subscribe(newest=None), source="w1")
-    actions = session.expel(peer, frames, now=fleet.now)
+    actions = role.expel(peer, frames, now=fleet.now)
     assert HangUp(peer) in actions
-    assert not session.broadcast.children
+    assert not role.broadcast.children
     fleet.perform("r1", actions)
     fleet.run_until(lambda: fleet.step >= step + 2)
     assert fleet.is_admitted("w1")
@@ -273,31 +273,31 @@ def test_a_fault_in_a_link_message_ends_the_link(fleet: World) -> None:
 def test_a_group_that_was_taken_is_stored_though_granting_fails(
     hung_world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = hung_world.node("learner").session
+    role = hung_world.node("learner").role
     group = make_group(0, PolicyVersion(1, 0))
     message = Deliver(group_id=0, attempt=0)
     frames = encode(message, encode_group(group), source="w1", target="learner")
     peer = hung_world.peer_of("w1")
-    monkeypatch.setattr(session, "grant", lambda *, now: 1 / 0)
+    monkeypatch.setattr(role, "grant", lambda *, now: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        session.receive(peer, frames, now=3.0)
-    [action] = session.expel(peer, frames, now=3.0)
+        role.receive(peer, frames, now=3.0)
+    [action] = role.expel(peer, frames, now=3.0)
     assert isinstance(action, StoreGroup)
-    assert session.expel(peer, frames, now=3.0) == []
+    assert role.expel(peer, frames, now=3.0) == []
 
 
 def test_leases_of_a_round_that_fails_are_not_out(
     hung_world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = hung_world.node("learner").session
-    session.leases.drop_worker("w1")
-    granting, calls = session._scheduler, iter([None])
-    workers = [member.worker for member in session.roster.active("worker")]
+    role = hung_world.node("learner").role
+    role.leases.drop_worker("w1")
+    granting, calls = role._scheduler, iter([None])
+    workers = [member.worker for member in role.roster.active("worker")]
     enter = granting._enter
     monkeypatch.setattr(granting, "_enter", lambda *args: (next(calls), enter(*args)))
     with pytest.raises(StopIteration):
         granting.grant(workers, now=3.0)
-    assert session.leases.num_running == 0
+    assert role.leases.num_running == 0
     monkeypatch.setattr(granting, "_enter", enter)
     _, granted = granting.grant(workers, now=3.1)
     assert [lease.group_id for lease in granted["w1"]] == [0, 1]
@@ -317,19 +317,17 @@ def test_a_message_is_described_as_far_as_it_can_be_read() -> None:
 
 
 def test_no_word_of_a_peer_names_a_metric(hung_world: World) -> None:
-    session = hung_world.node("learner").session
+    role = hung_world.node("learner").role
     failed = Failed(group_id=0, attempt=0, reason="loss_mean", detail="x")
-    session.receive(
-        hung_world.peer_of("w1"), encode(failed, source="w1", target="learner"), now=3.0
-    )
-    assert session.counters["discarded/other"] == 1
-    worker = hung_world.node("w1").session
+    role.receive(hung_world.peer_of("w1"), encode(failed, source="w1", target="learner"), now=3.0)
+    assert role.counters["discarded/other"] == 1
+    worker = hung_world.node("w1").role
     peer = worker._control.peer
     worker.outbox.put((1, 0), failed)
     ack = messages.Ack(group_id=1, attempt=0, outcome="refused", reason="x" * 99)
     worker.receive(peer, encode(ack, source="learner", target="w1"), now=3.0)
     assert worker.counters["refused/other"] == 1
-    assert not any("loss" in name or "xx" in name for name in session.counters.as_dict())
+    assert not any("loss" in name or "xx" in name for name in role.counters.as_dict())
 
 
 def test_every_reason_that_a_worker_gives_is_known() -> None:
@@ -345,7 +343,7 @@ def test_every_reason_that_a_worker_gives_is_known() -> None:
 
 
 def test_a_peer_that_is_refused_again_and_again_takes_one_line(hung_world: World) -> None:
-    session = hung_world.node("learner").session
-    said = [session.receive("in1", [b"\xc1"], now=hung_world.now + i / 100) for i in range(50)]
+    role = hung_world.node("learner").role
+    said = [role.receive("in1", [b"\xc1"], now=hung_world.now + i / 100) for i in range(50)]
     assert sum(map(len, said)) == 1
-    assert session.counters["protocol_errors"] == 50
+    assert role.counters["protocol_errors"] == 50

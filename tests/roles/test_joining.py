@@ -572,7 +572,7 @@ def test_a_key_that_is_none_is_a_fault_and_no_error(key: bytes) -> None:
 
 def rewrite(world: World, **changes: Any) -> None:
     """Have the relay change every Welcome that it forwards; with another key it signs it anew."""
-    relay = world.node("r1").session
+    relay = world.node("r1").role
     forward = relay.forward
 
     def forward_changed(peer: str, envelope: Any, frames: list[Any]) -> Any:
@@ -590,7 +590,7 @@ def rewrite(world: World, **changes: Any) -> None:
 
 def start(world: World, name: str, via: str) -> None:
     """Start a node that knows the learner's key from its operator."""
-    key = world.node("learner").session.settings.admission.key.public_key().public_bytes_raw()
+    key = world.node("learner").role.settings.admission.key.public_key().public_bytes_raw()
     with mock.patch("echo.runtime.node.signing_fingerprint", return_value=fingerprint(key)):
         (world.worker if name.startswith("w") else world.relay)(name, via=[via])
 
@@ -621,7 +621,7 @@ def test_a_relay_cannot_change_what_a_node_inherits(
     assert "over tcp://r1:7700 (r1): " in text
     node = world.node(name)
     assert getattr(node, "_parts", None) is None, "nothing of it was used"
-    assert not node.session.broadcast.run_id
+    assert not node.role.broadcast.run_id
 
 
 def test_a_file_with_a_name_of_its_own_is_refused_whoever_signed_for_it(
@@ -645,7 +645,7 @@ def test_without_a_fingerprint_the_first_key_counts_and_no_other_after_it(
     world.learner()
     world.worker("w1")
     world.run_until(lambda: world.is_admitted("w1"))
-    run_id = world.node("learner").session.settings.admission.run_id
+    run_id = world.node("learner").role.settings.admission.run_id
     world.kill("learner")
     other = Identity(run_id, OTHER_KEY)
     with mock.patch("echo.runtime.learner.setup.load_or_create_identity", return_value=other):

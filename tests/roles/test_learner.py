@@ -26,13 +26,13 @@ def partial(num_tokens: int, *, step: int = 0, reason: str = "abort") -> Partial
 
 def begin(world: World, *members: PartialRollout) -> list[PartialGroup]:
     """Have the engine of w1, which hangs, give up its first group, and ship what there is of it."""
-    session = world.node("w1").session
-    group = session.partials.running[0, 0]
+    role = world.node("w1").role
+    group = role.partials.running[0, 0]
     group.members = list(members)
-    session.partials.park(group)
-    world.perform("w1", session.ship(interval_s=0, now=world.now))
+    role.partials.park(group)
+    world.perform("w1", role.ship(interval_s=0, now=world.now))
     world.run(0.1)
-    return [*session.partials.interrupted.values()]
+    return [*role.partials.interrupted.values()]
 
 
 def tokens_of(world: World, worker: str, group: int) -> list[int]:
@@ -78,7 +78,7 @@ def test_what_workers_count_is_added_once() -> None:
 def test_what_a_dead_worker_has_shipped_is_continued_by_another(hung_world: World) -> None:
     world = hung_world
     begin(world, partial(3, reason="stop"), partial(5))
-    shipped = world.node("learner").session._scheduler.shipped
+    shipped = world.node("learner").role._scheduler.shipped
     assert 0 in shipped
     world.kill("w1")
     world.run_until(lambda: not world.leased("w1"))
@@ -86,7 +86,7 @@ def test_what_a_dead_worker_has_shipped_is_continued_by_another(hung_world: Worl
     world.run_until(lambda: 0 in world.leased("w2"))
     world.run(1.0)
     assert tokens_of(world, "w2", 0) == [3, 5]
-    partials = world.node("w2").session.partials
+    partials = world.node("w2").role.partials
     group = (partials.interrupted | partials.running)[0, 1]
     assert [member.finish_reason for member in group.members] == ["stop", ""]
     assert world.count("learner", "partials/handed_over") == 1
@@ -94,7 +94,7 @@ def test_what_a_dead_worker_has_shipped_is_continued_by_another(hung_world: Worl
 
 def test_a_lost_grant_is_sent_again_with_what_there_is(hung_world: World) -> None:
     begin(hung_world, partial(3), partial(5))
-    partials = hung_world.node("w1").session.partials
+    partials = hung_world.node("w1").role.partials
     partials.interrupted.clear()
     hung_world.run_until(lambda: (0, 0) in partials.interrupted, within_s=5.0)
     assert tokens_of(hung_world, "w1", 0) == [3, 5]
@@ -111,11 +111,11 @@ def test_a_machine_that_returns_with_its_partials_goes_on_with_those_still_wante
     world.worker("w2")
     world.run_until(lambda: 0 in world.trained())
     world.worker("w1", serves=True)
-    back = world.node("w1").session
+    back = world.node("w1").role
     back.partials.restore(left)
     world.run_until(lambda: world.is_admitted("w1") and (0, 0) not in back.partials)
     assert back.partial_counts["wasted_tokens"] == 8, "its group was made by another long ago"
-    node = world.node("learner").session.roster.nodes["w1"].node
+    node = world.node("learner").role.roster.nodes["w1"].node
     assert node.advertise == "tcp://w1:7700"
     num_before = len(world.records("accepted"))
     world.run_until(
@@ -129,10 +129,10 @@ def test_a_worker_that_restarts_at_once_keeps_its_own_leases(hung_world: World) 
     left = begin(world, partial(3), partial(5))
     world.kill("w1")
     world.worker("w1", sample_s=math.inf)
-    back = world.node("w1").session
+    back = world.node("w1").role
     back.partials.restore(left)
     world.run(8.0)
-    leases = world.node("learner").session.leases
+    leases = world.node("learner").role.leases
     assert leases.workers_of(0) == ["w1"]
     assert leases.num_attempts(0) == 1, "the same lease as before"
     assert (0, 0) in back.partials
@@ -149,11 +149,11 @@ def test_an_interrupted_partial_is_given_up_where_another_worker_has_the_group_b
     world.worker("w2", sample_s=math.inf)
     world.run_until(lambda: 0 in world.leased("w2"))
     world.worker("w1", sample_s=math.inf)
-    back = world.node("w1").session
+    back = world.node("w1").role
     back.partials.restore(left)
     world.run_until(lambda: world.is_admitted("w1"))
     world.run(1.0)
-    assert world.node("learner").session.leases.workers_of(0) == ["w2"]
+    assert world.node("learner").role.leases.workers_of(0) == ["w2"]
     assert (0, 0) not in back.partials
 
 
@@ -173,7 +173,7 @@ def test_an_interrupted_partial_is_given_up_where_another_worker_has_the_group_b
 def test_what_cannot_have_been_sampled_is_refused(
     hung_world: World, members: list[PartialRollout], complaint: str
 ) -> None:
-    learner = hung_world.node("learner").session
+    learner = hung_world.node("learner").role
     for now in (3.0, 64.0):  # said once a minute
         notes = learner.receive(hung_world.peer_of("w1"), frames_of(members), now=now)
         assert complaint in notes[0].text
@@ -182,7 +182,7 @@ def test_what_cannot_have_been_sampled_is_refused(
 
 
 def test_partials_of_others_groups_are_not_believed(hung_world: World) -> None:
-    learner = hung_world.node("learner").session
+    learner = hung_world.node("learner").role
     learner.receive(
         hung_world.peer_of("w1"), frames_of([partial(3), partial(3)], group_id=77), now=3.0
     )

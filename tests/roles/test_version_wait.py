@@ -57,9 +57,9 @@ def role_with(*leases: Lease, version: PolicyVersion) -> Paper:
     return paper
 
 
-def taken(session: Worker, installed: PolicyVersion | None) -> list[int]:
+def taken(role: Worker, installed: PolicyVersion | None) -> list[int]:
     """Return the groups that an engine with this version samples."""
-    groups = session.partials.take(9, group_size=2, installed=installed)
+    groups = role.partials.take(9, group_size=2, installed=installed)
     return [group.lease.group_id for group in groups]
 
 
@@ -68,12 +68,12 @@ OLD, HERE, NEXT = (PolicyVersion(1, step) for step in (0, 1, 2))
 
 def test_older_weights_sample_nothing_of_it_and_newer_ones_do() -> None:
     wanted = enumerate([NEWER, None, OLD])
-    session = role_with(*(asking(n, version) for n, version in wanted), version=OLD).role
-    assert taken(session, OLD) == [1, 2]
-    assert taken(session, PolicyVersion(1, 8)) == [0]
+    role = role_with(*(asking(n, version) for n, version in wanted), version=OLD).role
+    assert taken(role, OLD) == [1, 2]
+    assert taken(role, PolicyVersion(1, 8)) == [0]
     # One that was begun waits, too.
-    session.partials.park(session.partials.running[0, 0])
-    assert taken(session, PolicyVersion(1, 6)) == []
+    role.partials.park(role.partials.running[0, 0])
+    assert taken(role, PolicyVersion(1, 6)) == []
 
 
 @pytest.mark.slow
@@ -81,20 +81,20 @@ def test_what_has_waited_in_vain_goes_to_another_worker(make_world: MakeWorld) -
     world = make_world(engine={"version_wait_s": 2.0}, leases={"hedge_factor": False})
     world.learner()
     world.worker("w1")
-    session = world.node("w1").session
-    learner = world.node("learner").session
-    world.run_until(lambda: session.partials.queue)
+    role = world.node("w1").role
+    learner = world.node("learner").role
+    world.run_until(lambda: role.partials.queue)
     world.hang_engine("w1")
-    queue = session.partials.queue
+    queue = role.partials.queue
     newest = learner.broadcast.newest_complete
     assert all(lease.min_version is not None for lease in queue.values()), "as the learner says"
     assert all(lease.min_version <= newest for lease in queue.values())
     waiting = {key[0] for key in queue}
     for key, lease in queue.items():
         queue[key] = msgspec.structs.replace(lease, min_version=PolicyVersion(1, 99))
-    session.max_groups = 0  # so that it is not the one that gets them again
-    world.run_until(lambda: not session.partials.queue, within_s=5.0)
-    assert session.counters["engine/version_refused"] == len(waiting)
+    role.max_groups = 0  # so that it is not the one that gets them again
+    world.run_until(lambda: not role.partials.queue, within_s=5.0)
+    assert role.counters["engine/version_refused"] == len(waiting)
     world.run_until(lambda: not world.undelivered("w1"))
     assert learner.counters["leases_given_back"] == len(waiting)
     assert {*learner.leases._returned} & waiting == waiting
@@ -111,31 +111,31 @@ def wanting(group_id: int, version: PolicyVersion) -> Lease:
 
 def test_an_exact_version_is_sampled_by_that_one_alone() -> None:
     wanted = enumerate([OLD, HERE, NEXT])
-    session = role_with(*(wanting(n, version) for n, version in wanted), version=HERE).role
-    assert taken(session, HERE) == [1]
-    assert [lease.group_id for lease in session.partials.awaiting(HERE)] == [2]
-    assert [lease.group_id for lease in session.partials.superseded(HERE)] == [0]
-    assert session.partials.superseded(None) == []
-    assert taken(session, None) == []
+    role = role_with(*(wanting(n, version) for n, version in wanted), version=HERE).role
+    assert taken(role, HERE) == [1]
+    assert [lease.group_id for lease in role.partials.awaiting(HERE)] == [2]
+    assert [lease.group_id for lease in role.partials.superseded(HERE)] == [0]
+    assert role.partials.superseded(None) == []
+    assert taken(role, None) == []
 
 
 def test_a_new_version_gives_back_at_once_what_wants_the_one_before() -> None:
     paper = Paper({0: (9, 9)}, groups_per_batch=1, version=HERE)
     paper.grant(wanting(0, HERE))
     [call] = paper.engine
-    session = paper.role
+    role = paper.role
     for group_id in (1, 2):
-        session.partials.add(wanting(group_id, HERE))
-    [interrupted] = session.partials.take(1, group_size=2, installed=HERE)
-    session.partials.park(interrupted)
-    paper.do(session.installed(NEXT, now=1.0))
+        role.partials.add(wanting(group_id, HERE))
+    [interrupted] = role.partials.take(1, group_size=2, installed=HERE)
+    role.partials.park(interrupted)
+    paper.do(role.installed(NEXT, now=1.0))
     # What is in the engine is its affair, which keeps the new version out meanwhile.
-    assert list(session.partials.running) == [(0, 0)]
-    assert not session.partials.queue
-    assert not session.partials.interrupted
-    assert session.counters["engine/version_refused"] == 2
+    assert list(role.partials.running) == [(0, 0)]
+    assert not role.partials.queue
+    assert not role.partials.interrupted
+    assert role.counters["engine/version_refused"] == 2
     assert "exactly v1 is wanted, v2 is installed" in paper.take(Note)[-1].text
     # Where the engine was faster than the word of it, that is found out when it refuses.
-    paper.do(session.refused(call, "v2 is installed", now=1.0))
-    assert (0, 0) not in session.partials
-    assert session.counters["engine/version_refused"] == 3
+    paper.do(role.refused(call, "v2 is installed", now=1.0))
+    assert (0, 0) not in role.partials
+    assert role.counters["engine/version_refused"] == 3

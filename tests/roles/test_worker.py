@@ -402,14 +402,14 @@ def test_an_acknowledgement_takes_a_lease_from_the_queue() -> None:
 def test_groups_that_an_engine_gives_back_go_on_before_fresh_ones() -> None:
     paper = Paper(version=None)
     paper.grant(*map(make_lease, range(3)))
-    session = paper.role
-    taken = session.partials.take(2, group_size=2, installed=V0)
+    role = paper.role
+    taken = role.partials.take(2, group_size=2, installed=V0)
     taken[1].num_progress = 7
-    session.partials.park(taken[1])
-    states = {state.group_id: state for state in session.lease_states()}
+    role.partials.park(taken[1])
+    states = {state.group_id: state for state in role.lease_states()}
     assert [states[i].num_tokens for i in range(3)] == [0, 7, 0]
     assert [states[i].is_waiting for i in range(3)] == [False, True, True]
-    taken = session.partials.take(3, group_size=2, installed=V0)
+    taken = role.partials.take(3, group_size=2, installed=V0)
     assert [group.lease.group_id for group in taken] == [1, 2]
 
 

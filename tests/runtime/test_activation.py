@@ -41,7 +41,7 @@ def test_workers_that_are_not_needed_stand_by_and_the_costs_are_told(
     first, *later = world.records("activation")
     # Which of the two comes first hangs on whose rate is known first.
     assert {name for row in (first, *later) for name in row["deactivated"]} == {"w2", "w3"}
-    assert all(world.node(name).session.standby_since is not None for name in ("w2", "w3"))
+    assert all(world.node(name).role.standby_since is not None for name in ("w2", "w3"))
     before, after = first["numbers"]["before"], first["numbers"]["after"]
     assert after["cost_per_h"] < before["cost_per_h"]
     assert after["rate"] > after["required"] > 0
@@ -117,7 +117,7 @@ def crowd(make_world: MakeWorld, *prices: float, **activation: float) -> World:
 
 
 def standby(world: World) -> list[str]:
-    roster = world.node("learner").session.roster
+    roster = world.node("learner").role.roster
     return sorted(member.node_id for member in roster.nodes.values() if member.is_standby)
 
 
@@ -158,7 +158,7 @@ def test_a_learner_that_waits_gets_its_workers_back_and_keeps_them_longer(
 @pytest.mark.slow
 def test_where_nothing_is_gained_everybody_works(make_world: MakeWorld, why: str) -> None:
     world = crowd(make_world, *((0.3, 0.1) if why == "set aside" else (0.0, 0.0)))
-    nodes = world.node("learner").session.roster.nodes
+    nodes = world.node("learner").role.roster.nodes
     world.run_until(lambda: "w2" in nodes)
     nodes["w2"].worker.is_set_aside = why == "set aside"  # and w1 would stand by, as above
     world.run(50.0)
@@ -214,14 +214,14 @@ def test_what_a_broadcast_took_beyond_its_forecast_is_added_to_the_next(
     make_world: MakeWorld,
 ) -> None:
     world = crowd(make_world, 0.3, 0.1)
-    session = world.node("learner").session
-    world.run_until(lambda: len(session.roster.active("worker")) == 2)
-    planned = session.planning.topology
-    members = session.roster.members("worker")
+    role = world.node("learner").role
+    world.run_until(lambda: len(role.roster.active("worker")) == 2)
+    planned = role.planning.topology
+    members = role.roster.members("worker")
     links = world.node("learner")._costs._activation._links
 
     def forecast_s(took_s: float | None) -> float:
-        return links(session, members, took_s).broadcast_s(["w1", "w2"])
+        return links(role, members, took_s).broadcast_s(["w1", "w2"])
 
     assert forecast_s(planned.predicted_s + 7.0) == pytest.approx(forecast_s(None) + 7.0)
     assert forecast_s(planned.predicted_s / 2) == forecast_s(None)

@@ -105,16 +105,16 @@ async def site(
     )
     worker = await run.worker("w1", agent={**LISTEN, **sections.pop("agent", {})}, **sections)
     groups: list[Group] = []
-    finished = worker.session.finished
+    finished = worker.role.finished
 
     def deliver(group: Group, *, now: float) -> Any:
         groups.append(group)
         return finished(group, now=now)
 
-    worker.session.finished = deliver  # type: ignore[method-assign]
+    worker.role.finished = deliver  # type: ignore[method-assign]
     path = run.run_dir / "workers" / "w1" / "endpoint.json"
     async with running(learner, worker) as (learning, working):
-        while not path.exists() or worker.session.installed_version is None:
+        while not path.exists() or worker.role.installed_version is None:
             assert not working.done(), working.result()
             await asyncio.sleep(0.01)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -441,7 +441,7 @@ def test_a_worker_for_agents_without_their_package_says_what_to_install(
 class Untouched:
     """Agents of whom nothing is asked."""
 
-    session = SimpleNamespace(installed_version=None)
+    role = SimpleNamespace(installed_version=None)
 
     def close(self) -> None:
         """Nothing is held."""

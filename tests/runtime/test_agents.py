@@ -53,12 +53,12 @@ V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 
 def make_agents() -> Agents:
     """Return the agents of a worker on v1, which samples nothing."""
-    session = SimpleNamespace(max_groups=0, installed_version=V1, counters=Counters())
+    role = SimpleNamespace(max_groups=0, installed_version=V1, counters=Counters())
     parts: Any = SimpleNamespace(group_size=1, session_timeout_s=60.0)
     sampler: Any = None
     node: Any = SimpleNamespace(now=0.0, perform=lambda actions: None)
     pool = ThreadPools().pool("reward")
-    return Agents(parts, session, sampler, node=node, pool=pool)  # type: ignore[arg-type]
+    return Agents(parts, role, sampler, node=node, pool=pool)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_held", [0, 1, 2])
@@ -110,7 +110,7 @@ def test_a_call_that_waits_for_a_version_is_refused_once_the_worker_stops(
         async with asyncio.timeout(60):
             with pytest.raises(VersionError, match="v2 is wanted, v1 is installed"):
                 await call
-        assert agents.session.counters["engine/version_refused"] == 1
+        assert agents.role.counters["engine/version_refused"] == 1
 
     asyncio.run(main())
 

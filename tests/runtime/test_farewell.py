@@ -62,7 +62,7 @@ def test_a_worker_that_is_cut_off_at_the_end_hears_of_it_when_it_is_back(
     transport = world.node("learner").transport
     transport.options = dataclasses.replace(transport.options, max_redial_s=20.0)
     before_the_end(world, lambda learner: world.cut("w1", via))
-    world.run_until(lambda: world.node("learner").session.finish_reason)
+    world.run_until(lambda: world.node("learner").role.finish_reason)
     world.run(1.0)
     nodes = ["learner", via, "w1"]
     assert [world.end(name) for name in nodes] == [None] * 3
@@ -80,7 +80,7 @@ def test_who_died_long_ago_is_not_waited_for_and_relays_are_told(make_world: Mak
     world.relay("r2")
     world.worker("w1")
     world.worker("w2")
-    roster = world.node("learner").session.roster
+    roster = world.node("learner").role.roster
     world.run_until(lambda: {"r1", "r2", "w1", "w2"} <= roster.nodes.keys())
     began: list[float] = []
     for name in ("r2", "w2"):

@@ -88,7 +88,7 @@ def test_groups_that_teach_nothing_give_their_admission_back(play: Play) -> None
         accepted = {r["group"] for r in run.ledger("accepted")}
         assert not accepted & left_out
         run.audit()
-        counters = learner.session.counters.as_dict()
+        counters = learner.role.counters.as_dict()
         assert counters["discarded/zero_variance"] == len(left_out)
         rows = [row for _, row in run.rows if "groups/useful" in row]
         assert len(rows) == 3
@@ -112,7 +112,7 @@ def test_a_run_that_has_nothing_left_to_learn_ends_and_evaluates_its_last_weight
         async with running(learner, await run.worker("w1")) as (learning, working):
             assert await learning == "finished"
             assert await working == "the run is finished"
-        step = learner.session.step
+        step = learner.role.step
         assert 0 < step < 1000
         assert f"the task is solved, and the run ends at step {step}" in caplog.text
         reasons = [r["reason"] for r in run.ledger("discarded")]
@@ -140,8 +140,8 @@ def test_a_group_that_makes_a_step_fail_ends_and_the_others_are_trained(play: Pl
         assert found.discard_reasons["nonfinite_gradient"] == found.discarded[1] == 1
         assert found.trained[0] == [1]
         assert found.num_steps == 3
-        assert learner.session.counters["discarded/nonfinite_gradient"] == 1
-        assert learner.session.counters["steps_failed/nonfinite_gradient"] == 1
+        assert learner.role.counters["discarded/nonfinite_gradient"] == 1
+        assert learner.role.counters["steps_failed/nonfinite_gradient"] == 1
 
     play(scenario)
 
@@ -258,7 +258,7 @@ def test_a_learner_that_cannot_go_on_grants_nothing_while_it_saves(make_world: M
         world.worker("w2", sample_s=math.inf)
         world.run_until(lambda: not learner._takes_groups)
         world.kill("w2")
-        world.run_until(lambda: not learner.session.leases.num_leases("w2"))
+        world.run_until(lambda: not learner.role.leases.num_leases("w2"))
         world.run(1.0)
         assert world.is_alive("learner"), "it has saved already"
         finish(world, "failed")
@@ -352,9 +352,9 @@ def test_a_resumed_run_knows_what_nodes_could_send(make_world: MakeWorld) -> Non
         world.learner(run={"max_steps": world.step + 2 if told else 2})
         world.worker("w1")
         learner, worker = world.node("learner"), world.node("w1")
-        told.append(learner.session.broadcast.uplink_bytes_per_s)
-        learner.session.broadcast.uplink.show(3e9)
-        worker.session.broadcast.uplink.show(5e9)
+        told.append(learner.role.broadcast.uplink_bytes_per_s)
+        learner.role.broadcast.uplink.show(3e9)
+        worker.role.broadcast.uplink.show(5e9)
         finish(world)
         assert read_uplinks(world.run_dir, log=learner.log) == {"learner": 3e9, "w1": 5e9}
     assert told == [None, 3e9]

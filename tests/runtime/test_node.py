@@ -24,7 +24,7 @@ from tests.sim.virtual import run_virtual
 
 
 class Script:
-    """A session that answers what it is told to."""
+    """A role that answers what it is told to."""
 
     def __init__(self) -> None:
         self.deadline: float | None = None

@@ -46,7 +46,7 @@ def test_a_run_with_over_submission_keeps_its_promises(play: Play) -> None:
         worker = await run.worker("w1", worker={"max_concurrent_rollouts": 8})
         async with running(learner, worker) as (learning, _):
             assert await learning == "finished"
-        counts = worker.session.partial_counts
+        counts = worker.role.partial_counts
         assert counts["interrupted"] > 0
         assert counts["resumed"] > 0
         assert any(len(record["versions"]) > 1 for record in run.ledger("accepted"))
@@ -69,7 +69,7 @@ def test_a_killed_worker_goes_on_where_its_file_says(play: Play, slow: threading
             again = await run.worker("w1")
             async with running(again):
                 assert await learning == "finished"
-            assert again.session.partial_counts["resumed_tokens"] > 0
+            assert again.role.partial_counts["resumed_tokens"] > 0
         run.audit(max_staleness=3)
 
     play(scenario)

@@ -117,20 +117,20 @@ def test_a_machine_is_given_back_once_whatever_comes_in_between(
 ) -> None:
     world = make_world()
     world.learner()
-    world.node("learner").session.is_granting = False
+    world.node("learner").role.is_granting = False
     world.worker("w1", worker=LEAVES)
     worker, learner = world.node("w1"), world.node("learner")
     if what == "run ends before":
-        worker.session._settle = lambda now: []
-    world.run_until(lambda: worker.session.is_admitted)
-    worker.session.terms = AT_ONCE
-    world.run_until(lambda: worker.session.is_leaving)
+        worker.role._settle = lambda now: []
+    world.run_until(lambda: worker.role.is_admitted)
+    worker.role.terms = AT_ONCE
+    world.run_until(lambda: worker.role.is_leaving)
     if what != "run ends before":
         world.run_until(lambda: machines.begun)
     if what == "interrupt":
         world.interrupt("w1")
     else:
-        world.perform("learner", learner.session.finish("the run is finished"))
+        world.perform("learner", learner.role.finish("the run is finished"))
     world.run_until(lambda: world.end("w1"))
     assert world.end("w1") == (("interrupted", "") if what == "interrupt" else OVER)
     assert machines.begun == machines.done == ["w1"]

@@ -170,7 +170,7 @@ def test_a_hanging_reward_is_named_as_such_and_not_as_an_expired_lease(
             with pytest.raises(RewardError, match=r"reward_timeout.*did not return within 1\.5 s"):
                 await learning
         assert {record["reason"] for record in run.ledger("discarded")} == {"reward_timeout"}
-        assert learner.session.counters["leases_expired"] == 0
+        assert learner.role.counters["leases_expired"] == 0
 
     play(scenario)
 

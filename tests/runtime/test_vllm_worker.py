@@ -97,7 +97,7 @@ def test_agents_sample_with_it_too(play: Play) -> None:
         )
         path = run.run_dir / "workers" / "w1" / "endpoint.json"
         async with running(learner, worker) as (learning, working):
-            while not path.exists() or worker.session.installed_version is None:
+            while not path.exists() or worker.role.installed_version is None:
                 assert not working.done(), working.result()
                 await asyncio.sleep(0.02)
             endpoint = json.loads(path.read_text())

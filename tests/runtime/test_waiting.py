@@ -27,16 +27,16 @@ from tests.promises.world import World
 ADDRESS = "tcp://learner:7700"
 
 
-def make_waiting(session: Learner, *, reconnect_for_s: float = 300.0) -> BatchWait:
+def make_waiting(role: Learner, *, reconnect_for_s: float = 300.0) -> BatchWait:
     log = logging.getLogger("test.waiting")
-    return BatchWait(session, address=ADDRESS, reconnect_for_s=reconnect_for_s, log=log)
+    return BatchWait(role, address=ADDRESS, reconnect_for_s=reconnect_for_s, log=log)
 
 
 def alone(make_world: MakeWorld) -> tuple[World, Learner]:
     """Return a world without workers, whose learner makes no step, and what it decides."""
     world = make_world(train_s=math.inf)
     world.learner()
-    return world, world.node("learner").session
+    return world, world.node("learner").role
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -48,8 +48,8 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_the_first_worker_is_waited_for_longest(
     make_world: MakeWorld, caplog: pytest.LogCaptureFixture, reconnect_for_s: float
 ) -> None:
-    _, session = alone(make_world)
-    waiting = make_waiting(session, reconnect_for_s=reconnect_for_s)
+    _, role = alone(make_world)
+    waiting = make_waiting(role, reconnect_for_s=reconnect_for_s)
     waiting.begin(now=100.0)
     for second in range(100, 281):
         assert waiting.look(now=float(second)) == "no_worker"
@@ -65,14 +65,14 @@ def test_the_first_worker_is_waited_for_longest(
 def test_workers_that_are_gone_are_waited_for_as_long_as_they_try(
     make_world: MakeWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world, session = alone(make_world)
-    waiting = make_waiting(session)
+    world, role = alone(make_world)
+    waiting = make_waiting(role)
     waiting.begin(now=0.0)
     world.worker("w1")
-    world.run_until(lambda: "w1" in session.roster.nodes)
+    world.run_until(lambda: "w1" in role.roster.nodes)
     waiting.look(now=1000.0)
     world.kill("w1")
-    world.run_until(lambda: not session.roster.nodes)
+    world.run_until(lambda: not role.roster.nodes)
     waiting.look(now=1299.0)
     text = f"waiting for workers at {ADDRESS} for 4.98min, since w1 left"
     assert told(caplog)[-1].startswith(text)
@@ -83,7 +83,7 @@ def test_workers_that_are_gone_are_waited_for_as_long_as_they_try(
     waiting.look(now=5299.0)
     # A worker whose engine is still being built is here.
     world.worker("w2", build_s=math.inf)
-    world.run_until(lambda: "w2" in session.roster.nodes)
+    world.run_until(lambda: "w2" in role.roster.nodes)
     waiting.look(now=5300.0)
     waiting.look(now=5599.0)
 
@@ -91,14 +91,14 @@ def test_workers_that_are_gone_are_waited_for_as_long_as_they_try(
 def test_what_keeps_groups_from_workers_is_told_once(
     make_world: MakeWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world, session = alone(make_world)
+    world, role = alone(make_world)
     world.worker("w1", sample_s=math.inf)
-    world.run_until(lambda: session.leases.num_running > 0)
-    waiting = make_waiting(session)
+    world.run_until(lambda: role.leases.num_running > 0)
+    waiting = make_waiting(role)
     waiting.begin(now=0.0)
     assert waiting.look(now=100.0) == ""  # something runs
-    [member] = session.roster.members("worker")
-    session.leases.drop_worker("w1")
+    [member] = role.roster.members("worker")
+    role.leases.drop_worker("w1")
     member.worker.is_stuck = True
     for second in range(101, 200):
         assert waiting.look(now=float(second)) == "busy"
@@ -108,7 +108,7 @@ def test_what_keeps_groups_from_workers_is_told_once(
     ]
     member.worker.installed = None
     assert waiting.look(now=200.0) == "no_weights"
-    session._scheduler.step = 100
+    role._scheduler.step = 100
     assert waiting.look(now=201.0) == "outdated"
     now = "nothing can be granted: the newest version is too old for the next step; waiting for 2"
     assert told(caplog)[-1].startswith(now)

@@ -85,7 +85,7 @@ def test_a_worker_whose_memory_runs_out_goes_on_with_less_at_a_time(
         async with running(learner, worker) as (learning, working):
             assert await learning == "finished"
             assert await working == "the run is finished"
-        assert worker.session.counters["engine/out_of_memory"] >= 1
+        assert worker.role.counters["engine/out_of_memory"] >= 1
         assert any(row.get("engine/out_of_memory") for _, row in run.rows)
 
     play(scenario)
@@ -140,10 +140,10 @@ def test_what_an_engine_counts_is_told_though_no_group_is_finished(
 ) -> None:
     world = make_world()
     world.learner()
-    world.node("learner").session.is_granting = False
+    world.node("learner").role.is_granting = False
     monkeypatch.setattr(StubEngine, "take_counts", lambda self: {"engine/out_of_memory": 1})
     world.worker("w1")
-    nodes = world.node("learner").session.roster.nodes
+    nodes = world.node("learner").role.roster.nodes
     world.run_until(lambda: "w1" in nodes and nodes["w1"].stats.refused.get("engine/out_of_memory"))
 
 
@@ -171,7 +171,7 @@ def test_an_interrupted_worker_delivers_and_says_goodbye(make_world: MakeWorld) 
     world.interrupt("w1")
     world.run_until(lambda: world.end("w1"))
     assert world.end("w1") == ("interrupted", "")
-    worker, learner = world.node("w1").session, world.node("learner").session
+    worker, learner = world.node("w1").role, world.node("learner").role
     assert not worker.partials.running
     assert not len(worker.outbox)
     world.run(0.1)

@@ -1,4 +1,4 @@
-"""Whole fleets on virtual time: what the real sessions do, and that the same seed repeats it."""
+"""Whole fleets on virtual time: what the real roles do, and that the same seed repeats it."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_a_learner_that_dies_goes_on_from_its_checkpoint_in_a_new_lineage() -> N
     assert after.num_steps_undone in (2, 3)
     assert after.is_complete
     assert after.max_staleness <= 2
-    assert [each.fork_step for each in simulation.learner.session.lineages] == [0, 4]
+    assert [each.fork_step for each in simulation.learner.role.lineages] == [0, 4]
     lost_s = 30.0 + 10.0 * after.num_steps_undone
     assert after.duration_s > before.duration_s + lost_s - 10.0
     # What the lost steps had trained on was trained again: next to nothing is sampled twice.

@@ -514,7 +514,7 @@ def with_liar(*parents: str, step: int = 1) -> tuple[Net, Liar]:
 
 
 def heed(net: Net, to: str = "a") -> None:
-    """Give each link that has failed the learner as parent, as the session would its spare."""
+    """Give each link that has failed the learner as parent, as the role would its spare."""
     for name, link in net.failed:
         for index, each in enumerate(net.nodes[name].receiver.links):
             if each.peer is None and f"{name}{index}-" in link:

@@ -477,8 +477,8 @@ def test_a_version_goes_out_under_a_plan_of_what_the_ones_before_have_shown(
     for name in ("r0", "r1", "r2"):
         world.relay(name)
     world.run(3.0)
-    session: Learner = world.node("learner").session
-    planning, now = session.planning, world.now
+    role: Learner = world.node("learner").role
+    planning, now = role.planning, world.now
     assert planning.topology is not None
     calls: list[bool] = []
     made = planning.plan
@@ -488,10 +488,10 @@ def test_a_version_goes_out_under_a_plan_of_what_the_ones_before_have_shown(
         return made(*args, is_between=is_between, **kwargs)
 
     planning.plan = noting  # type: ignore[method-assign]
-    assert session.make_way(now=now + 2 * REPLAN_S) == []
+    assert role.make_way(now=now + 2 * REPLAN_S) == []
     assert calls == [], "versions are small, and fast under any plan"
     planning.topology = dataclasses.replace(planning.topology, predicted_s=WORTHWHILE_S)
-    session.make_way(now=now + 2 * REPLAN_S)
+    role.make_way(now=now + 2 * REPLAN_S)
     assert calls == [True]
 
 
@@ -501,11 +501,11 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
     world = make_world()
     world.learner()
     world.worker("w0", sample_s=math.inf)
-    session: Learner = world.node("learner").session
-    world.run_until(lambda: session.leases.num_running > 0)
+    role: Learner = world.node("learner").role
+    world.run_until(lambda: role.leases.num_running > 0)
     world.kill("w0", silently=True)
-    now = session.roster.nodes["w0"].heard_at
-    num_leases = session.leases.num_leases("w0")
+    now = role.roster.nodes["w0"].heard_at
+    num_leases = role.leases.num_leases("w0")
     for number in range(1, 200):
         hello = Hello(
             node_id=f"w{number}",
@@ -516,9 +516,9 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
             digests={},
         )
         member = Member.of(hello, now=now if number < 140 else now + 1.0)
-        session.roster.move(member, Presence.ADMITTED)
+        role.roster.move(member, Presence.ADMITTED)
     calls: list[int] = []
-    made, grants = session.planning.plan, session.grant
+    made, grants = role.planning.plan, role.grant
 
     def noting(members: Sequence[PlannedNode], **kwargs: Any) -> dict[str, TopologyPlan]:
         calls.append(len(members))
@@ -531,16 +531,16 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
         num_grants += 1
         return grants(now=now)
 
-    session.planning.plan = noting  # type: ignore[method-assign]
-    session.grant = counting  # type: ignore[method-assign]
-    actions = session.expire(now=now + session.settings.admission.dead_after_s + 0.5)
+    role.planning.plan = noting  # type: ignore[method-assign]
+    role.grant = counting  # type: ignore[method-assign]
+    actions = role.expire(now=now + role.settings.admission.dead_after_s + 0.5)
     notes = [action.text for action in actions if isinstance(action, Note)]
     [told] = [text for text in notes if "silent for" in text]
     assert told.startswith("w0, w1, w2, 137 others are silent for ")
     assert any(f"{num_leases} groups are granted again" in text for text in notes)
     assert calls == [60]
     assert num_grants == 1
-    assert session.leases.num_leases("w0") == 0
+    assert role.leases.num_leases("w0") == 0
 
 
 def test_a_run_plans_for_the_versions_that_it_has_published(
@@ -550,13 +550,13 @@ def test_a_run_plans_for_the_versions_that_it_has_published(
     world.learner()
     world.relay()
     world.run(3.0)
-    session: Learner = world.node("learner").session
-    payload = session.broadcast.payload
+    role: Learner = world.node("learner").role
+    payload = role.broadcast.payload
     assert payload is not None
-    assert session.planning.payload_bytes == payload.num_bytes
-    assert session.planning.chunk_bytes == payload.chunk_size(0) == CHUNK_BYTES
-    session.planning.expect(None)
-    assert session.planning.chunk_bytes == CHUNK_BYTES, "nothing is known before the first one"
+    assert role.planning.payload_bytes == payload.num_bytes
+    assert role.planning.chunk_bytes == payload.chunk_size(0) == CHUNK_BYTES
+    role.planning.expect(None)
+    assert role.planning.chunk_bytes == CHUNK_BYTES, "nothing is known before the first one"
 
 
 @pytest.mark.parametrize("payload_bytes", [1, 1000, 1 << 20, 1 << 44])

@@ -516,7 +516,7 @@ class Endpoint:
     # --- OpenAI's --------------------------------------------------------------------------------
 
     async def _health(self, _: web.Request) -> web.Response:
-        version = self._agents.session.installed_version
+        version = self._agents.role.installed_version
         is_ready = version is not None
         body = {"status": "ok" if is_ready else "starting", "version": str(version or "")}
         return _json(body, status=200 if is_ready else 503)

@@ -632,7 +632,7 @@ class Agents:
     def __init__(
         self,
         parts: AgentParts,
-        session: Worker,
+        role: Worker,
         sampler: CallSampler,
         *,
         node: Node,
@@ -640,7 +640,7 @@ class Agents:
     ) -> None:
         """Join the parts; `watch` has to run beside."""
         self.parts = parts
-        self.session = session
+        self.role = role
         self._sampler = sampler
         self._node = node
         self._pool = pool
@@ -663,12 +663,12 @@ class Agents:
         """Keep leases alive while agents work on them, and give up those that nobody works on."""
         num_ticks = 0
         while True:
-            await asyncio.sleep(self.session.heartbeat_s / 2)
+            await asyncio.sleep(self.role.heartbeat_s / 2)
             num_ticks += 1
             for lease, why in self._episodes.expire(now=self._node.now):
                 self._give_up(lease, "agent_timeout", why)
             for lease in self._episodes.leases:
-                self.session.progress(lease, num_ticks)
+                self.role.progress(lease, num_ticks)
             self._demand()
 
     def close(self) -> None:
@@ -676,18 +676,18 @@ class Agents:
         self._is_over = True
         for lease in self._episodes.leases:
             if not self._episodes.has_sessions(lease):
-                self._node.perform(self.session.dropped(lease, now=self._node.now))
+                self._node.perform(self.role.dropped(lease, now=self._node.now))
         self._has_news.set()
 
     def _demand(self) -> None:
         """Ask for as many leases as waiting agents need."""
         missing = max(0, self._num_waiting - self._episodes.num_free)
-        held = len(self._episodes.leases) + len(self.session.outbox)
+        held = len(self._episodes.leases) + len(self.role.outbox)
         wanted = 0 if self._is_over else held + math.ceil(missing / self.parts.group_size)
-        self._node.perform(self.session.demand(wanted, now=self._node.now))
+        self._node.perform(self.role.demand(wanted, now=self._node.now))
 
     def _give_up(self, lease: Lease, reason: str, why: str) -> None:
-        self._node.perform(self.session.failed(lease, reason, why, now=self._node.now))
+        self._node.perform(self.role.failed(lease, reason, why, now=self._node.now))
 
     # --- sessions --------------------------------------------------------------------------------
 
@@ -739,11 +739,11 @@ class Agents:
         if outcomes is not None:
             lease, now = session.lease, self._node.now
             try:
-                group = group_of(lease, self.session.settings.node_id, outcomes)
+                group = group_of(lease, self.role.settings.node_id, outcomes)
             except SessionError as error:
                 self._give_up(lease, "agent_error", str(error))
             else:
-                self._node.perform(self.session.finished(group, now=now))
+                self._node.perform(self.role.finished(group, now=now))
         self._demand()
         return reward
 
@@ -781,7 +781,7 @@ class Agents:
             VersionError: if another version is installed than is asked for.
             EchoError: if the prompt or the engine fails.
         """
-        if self._is_over or self.session.installed_version is None:
+        if self._is_over or self.role.installed_version is None:
             raise StoppingError("no weights to sample from: this worker starts or stops; try again")
         if options.bounds != ANY_VERSION:
             await self._await_version(options.bounds, options.version_wait_s)
@@ -800,7 +800,7 @@ class Agents:
         try:
             completion = await self._sample(ids, sampling, seed, options.bounds, reader)
         except VersionError:
-            self.session.counters.add("engine/version_refused")
+            self.role.counters.add("engine/version_refused")
             raise
         finally:
             if session is not None:
@@ -808,7 +808,7 @@ class Agents:
                 session.touched_at = self._node.now
         if completion.finish_reason == "abort":
             raise StoppingError("the worker stops; this answer was cut short")
-        self.session.tokens_sampled += len(completion.token_ids)
+        self.role.tokens_sampled += len(completion.token_ids)
         text += self.parts.dialogue.text_of(completion.token_ids)
         turn = Turn(ids, completion, text, parent)
         if session is not None:
@@ -831,9 +831,9 @@ class Agents:
         """
         wanted, give_up_at = bounds.exact_version or bounds.min_version, self._node.now + wait_s
         assert wanted is not None
-        while (installed := self.session.installed_version) is None or installed < wanted:
+        while (installed := self.role.installed_version) is None or installed < wanted:
             if self._node.now >= give_up_at or self._is_over:
-                self.session.counters.add("engine/version_refused")
+                self.role.counters.add("engine/version_refused")
                 raise VersionError(
                     f"{wanted} is wanted, {installed} is installed, and no newer one has come "
                     f"within version_wait_s = {wait_s:g} s"

@@ -33,7 +33,7 @@ class AgentWorkerNode(WorkerNode):
         sampler = CallSampler(parts.engine, NodeWatcher(self), threads=self.threads)
         self._agents = Agents(
             parts.agents,
-            self.session,
+            self.role,
             sampler,
             node=self,
             pool=self._reward_pool,

@@ -126,20 +126,20 @@ class Activation:
 
     # --- measuring -------------------------------------------------------------------------------
 
-    def look(self, session: Learner, *, now: float) -> list[Action]:
+    def look(self, role: Learner, *, now: float) -> list[Action]:
         """Take what workers have done since the last call; call it at least with each heartbeat."""
-        members = session.roster.members("worker")
+        members = role.roster.members("worker")
         actions: list[Action] = []
         for member in members:
             state = self._states.get(member.node_id)
             if state is None or state.incarnation != member.incarnation:
                 throughput = Throughput(tokens_sampled=member.num_sampled, now=now)
                 self._states[member.node_id] = _State(member.incarnation, throughput, now)
-                actions += self._welcome(session, member, now)
+                actions += self._welcome(role, member, now)
                 continue
             slots = max(1, member.worker.capacity // 2)
             state.throughput.look(
-                load=session.leases.num_leases(member.node_id) / slots,
+                load=role.leases.num_leases(member.node_id) / slots,
                 tokens_sampled=member.num_sampled,
                 now=now,
             )
@@ -148,7 +148,7 @@ class Activation:
             self._states = {name: s for name, s in self._states.items() if name in present}
         return actions
 
-    def _welcome(self, session: Learner, member: Member, now: float) -> list[Action]:
+    def _welcome(self, role: Learner, member: Member, now: float) -> list[Action]:
         """Have a worker stand by that would be too dear; warn of one without a price."""
         cap = self.settings.budget_per_h
         if math.isinf(cap):
@@ -159,7 +159,7 @@ class Activation:
                 "cannot see it; set worker.price_per_h there"
             )
             return [Note("warning", text)]
-        workers = session.roster.members("worker")
+        workers = role.roster.members("worker")
         cost = sum(m.price.per_h or 0.0 for m in workers if not m.is_standby)
         if cost <= cap:
             return []
@@ -168,7 +168,7 @@ class Activation:
             f"{member.node_id} stands by: with it the active workers would cost ${cost:.2f}/h, "
             f"activation.budget_per_h is ${cap:.2f}"
         )
-        return [Note("info", text), *session.set_standby(standby, now=now)]
+        return [Note("info", text), *role.set_standby(standby, now=now)]
 
     def stepped(self, times: StepTimes) -> None:
         """Take the times of a step."""
@@ -193,7 +193,7 @@ class Activation:
 
     def question(
         self,
-        session: Learner,
+        role: Learner,
         *,
         publish_period: int,
         broadcast_s: float | None,
@@ -202,7 +202,7 @@ class Activation:
     ) -> Question | None:
         """Return what is to be answered now, if anything is."""
         # Who is set aside delivers nothing that counts, whatever rate and price it states.
-        members = [m for m in session.roster.members("worker") if not m.worker.is_set_aside]
+        members = [m for m in role.roster.members("worker") if not m.worker.is_set_aside]
         train_s = self.train_s
         is_too_soon = now < self._asked_at + self.settings.review_s
         if is_too_soon or not train_s or not any(member.price.per_h for member in members):
@@ -211,18 +211,18 @@ class Activation:
         if not rates or not self._is_due(members, rates, train_s, waiting_s, now):
             return None
         self._asked_at = now
-        max_staleness = session.settings.leases.max_staleness
+        max_staleness = role.settings.leases.max_staleness
         idle_share = self.idle_share(waiting_s)
-        job = self._job(session, train_s, publish_period)
+        job = self._job(role, train_s, publish_period)
         self._learn(job, rates, members)
         return Question(
-            workers=tuple(self._worker(session, m, rates[m.node_id]) for m in members),
+            workers=tuple(self._worker(role, m, rates[m.node_id]) for m in members),
             job=job,
-            links=self._links(session, members, broadcast_s),
+            links=self._links(role, members, broadcast_s),
             active=frozenset(m.node_id for m in members if not m.is_standby),
             steady=frozenset(m.node_id for m in members if self._is_steady(m, now)),
             ready=frozenset(
-                m.node_id for m in members if m.has_fresh_weights(session.step, max_staleness)
+                m.node_id for m in members if m.has_fresh_weights(role.step, max_staleness)
             ),
             idle_share=idle_share,
             min_saving=self.settings.min_saving,
@@ -272,10 +272,10 @@ class Activation:
         else:
             self._trust += RECOVERY * (1 - self._trust)
 
-    def _job(self, session: Learner, train_s: float, publish_period: int) -> Job:
+    def _job(self, role: Learner, train_s: float, publish_period: int) -> Job:
         settings, steps = self.settings, self._steps
         tokens = max(1.0, fmean(times.completion_tokens for times in steps))
-        bound = min(session.settings.leases.max_staleness, session.buffer.admission_staleness)
+        bound = min(role.settings.leases.max_staleness, role.buffer.admission_staleness)
         return Job(
             groups_per_step=settings.groups_per_step,
             group_size=settings.group_size,
@@ -285,16 +285,16 @@ class Activation:
             train_s=train_s,
             completion_tokens=tokens,
             max_completion_tokens=max(tokens, settings.max_completion_tokens),
-            version_bytes=session.planning.payload_bytes,
-            chunk_bytes=min(session.planning.chunk_bytes, session.planning.payload_bytes),
+            version_bytes=role.planning.payload_bytes,
+            chunk_bytes=min(role.planning.chunk_bytes, role.planning.payload_bytes),
             upload_bytes_per_token=settings.upload_bytes_per_token,
             margin=settings.margin,
             budget_per_h=settings.budget_per_h,
         )
 
-    def _worker(self, session: Learner, member: Member, rate: float) -> Offer:
+    def _worker(self, role: Learner, member: Member, rate: float) -> Offer:
         stats, price = member.stats, member.price
-        down = session.planning.downlink_limits.get(member.node_id)
+        down = role.planning.downlink_limits.get(member.node_id)
         return Offer(
             name=member.node_id,
             tokens_per_s=rate * self._trust,
@@ -309,12 +309,12 @@ class Activation:
             up_bytes_per_s=stats.uplink_bytes_per_s or UNLIMITED,
         )
 
-    def _links(self, session: Learner, members: Collection[Member], took_s: float | None) -> Links:
-        uplink = session.broadcast.uplink_bytes_per_s
-        relays = session.roster.members("relay")
+    def _links(self, role: Learner, members: Collection[Member], took_s: float | None) -> Links:
+        uplink = role.broadcast.uplink_bytes_per_s
+        relays = role.roster.members("relay")
         nodes = [member.node for member in (*relays, *members)]
-        forecast = session.planning.forecast(nodes, uplink_bytes_per_s=uplink)
-        planned = session.planning.topology
+        forecast = role.planning.forecast(nodes, uplink_bytes_per_s=uplink)
+        planned = role.planning.topology
         # What coding, decoding and installing add to the forecast.
         overhead_s = max(0.0, took_s - planned.predicted_s) if planned and took_s else 0.0
 
@@ -324,7 +324,7 @@ class Activation:
         return Links(
             broadcast_s=broadcast_s,
             uplink_bytes_per_s=uplink or UNLIMITED,
-            price_per_gb=session.settings.site.price_per_gb,
+            price_per_gb=role.settings.site.price_per_gb,
             relay_regions=frozenset(relay.node.region for relay in relays if relay.node.region),
         )
 
@@ -337,7 +337,7 @@ class Activation:
 
     def decide(
         self,
-        session: Learner,
+        role: Learner,
         question: Question,
         answer: ReviewAnswer,
         *,
@@ -348,7 +348,7 @@ class Activation:
         Workers that came meanwhile stay active; of those that left nothing is said.
         """
         self.outlook = answer.after
-        members = {m.node_id: m for m in session.roster.members("worker")}
+        members = {m.node_id: m for m in role.roster.members("worker")}
         known = {worker.name for worker in question.workers} & members.keys()
         deactivated = sorted(n for n in known - answer.active if not members[n].is_standby)
         activated = sorted(n for n in known & answer.active if members[n].is_standby)
@@ -361,7 +361,7 @@ class Activation:
             deactivated
         )
         decision = ActivationDecision(
-            step=session.step,
+            step=role.step,
             cause=answer.cause,
             activated=tuple(activated),
             deactivated=tuple(deactivated),
@@ -381,7 +381,7 @@ class Activation:
                 state.num_doublings = min(MAX_DOUBLINGS, state.num_doublings + 1)
             state.since = now
         self._steps_since_change = 0
-        return session.set_standby(standby, now=now), decision
+        return role.set_standby(standby, now=now), decision
 
 
 def _has_drifted(before: dict[str, float], after: dict[str, float]) -> bool:
@@ -577,7 +577,7 @@ class CostControl:
 
     def __init__(
         self,
-        session: Learner,
+        role: Learner,
         config: Config,
         *,
         terms: CostTerms,
@@ -587,7 +587,7 @@ class CostControl:
         now: float,
         log: logging.Logger,
     ) -> None:
-        self._session = session
+        self._role = role
         settings, spent = terms.activation, terms.spent
         self._activation = None if settings is None else Activation(settings, now=now)
         self._meter = CostMeter(
@@ -629,16 +629,16 @@ class CostControl:
             self._waiting_since = None
         elif self._waiting_since is None:
             self._waiting_since = now
-        roster = self._session.roster
+        roster = self._role.roster
         if self._pace.is_awaited:
             installed = [member.installed for member in roster.active("worker")]
             self._pace.received(installed, now=now, train_s=self.train_s)
-        if self._activation is None or self._session.finish_reason is not None:
+        if self._activation is None or self._role.finish_reason is not None:
             return []
         if now < self._looked_at + len(roster.nodes) / LOOKS_PER_S:
             return []
         self._looked_at = now
-        return self._activation.look(self._session, now=now)
+        return self._activation.look(self._role, now=now)
 
     def review(self, *, now: float) -> Question | None:
         """Count costs once in METER_S; return a question if one is to be answered, off the loop."""
@@ -646,10 +646,10 @@ class CostControl:
             return None
         self._metered_at = now
         self._meter_now(now)
-        if self._activation is None or self._session.finish_reason is not None:
+        if self._activation is None or self._role.finish_reason is not None:
             return None
         return self._activation.question(
-            self._session,
+            self._role,
             publish_period=self._pace.period,
             broadcast_s=self._pace.broadcast_s,
             waiting_s=0.0 if self._waiting_since is None else now - self._waiting_since,
@@ -658,16 +658,16 @@ class CostControl:
 
     def decide(self, question: Question, answer: ReviewAnswer, *, now: float) -> list[Action]:
         """Follow the answer to what `review` has asked, unless the run is over."""
-        if self._activation is None or self._session.finish_reason is not None:
+        if self._activation is None or self._role.finish_reason is not None:
             return []
-        actions, decision = self._activation.decide(self._session, question, answer, now=now)
+        actions, decision = self._activation.decide(self._role, question, answer, now=now)
         if decision is not None:
             self._tell(decision)
         return actions
 
     def _meter_now(self, now: float) -> None:
-        session = self._session
-        self._meter.update(session.roster, bytes_sent=session.broadcast.bytes_sent, now=now)
+        role = self._role
+        self._meter.update(role.roster, bytes_sent=role.broadcast.bytes_sent, now=now)
 
     def _tell(self, decision: ActivationDecision) -> None:
         self._last_decision = str(decision)
@@ -712,16 +712,16 @@ class CostControl:
         if not self._meter.has_prices:
             return {}
         self._num_tokens += row["perf/accepted_tokens_per_s"] * row["time/step"]
-        bill, session = self._meter.bill(), self._session
+        bill, role = self._meter.bill(), self._role
         total = round(bill.total, 6)
-        self._ledger.append(Cost(step=session.step, total=total, per_h=bill.per_h))
+        self._ledger.append(Cost(step=role.step, total=total, per_h=bill.per_h))
         metrics = {
             "cost/per_hour": bill.per_h,
             "cost/total": bill.total,
             "cost/per_step": bill.total - self._total_at_step,
             "cost/standby_per_hour": bill.standby_per_h,
             "cost/unconfirmed_per_hour": bill.unconfirmed_per_h,
-            "workers/active": len(session.roster.active("worker")),
+            "workers/active": len(role.roster.active("worker")),
             "workers/standby": self._num_standby,
         }
         self._total_at_step = bill.total
@@ -737,7 +737,7 @@ class CostControl:
 
     @property
     def _num_standby(self) -> int:
-        return sum(member.is_standby for member in self._session.roster.members("worker"))
+        return sum(member.is_standby for member in self._role.roster.members("worker"))
 
     @property
     def _per_million_tokens(self) -> float | None:
@@ -757,7 +757,7 @@ class CostControl:
             standby_per_h=bill.standby_per_h,
             unconfirmed_per_h=bill.unconfirmed_per_h,
             budget_per_run=self._budget_per_run,
-            num_active=len(self._session.roster.active("worker")),
+            num_active=len(self._role.roster.active("worker")),
             num_standby=self._num_standby,
             decision=self._last_decision,
         )

@@ -1,6 +1,6 @@
 """The learner node: take a batch, train, record, publish.
 
-    groups --> session --> ledger (disk) --> buffer --> step --> ledger --> publish --> broadcast
+    groups --> role --> ledger (disk) --> buffer --> step --> ledger --> publish --> broadcast
                               |                                     |
                               +--> acknowledgement                  +--> evaluation, checkpoint
 
@@ -162,7 +162,7 @@ class Adaptation:
         return {"staleness/bound": self._buffer.admission_staleness}
 
 
-# --- The records that the learner's session asks for, in the words of the ledger ---
+# --- The records that the learner's role asks for, in the words of the ledger ---
 
 
 LeaseRecord = RecordGrant | RecordCancel | RecordRefusal | RecordEnd
@@ -269,13 +269,13 @@ class BatchWait:
 
     def __init__(
         self,
-        session: Learner,
+        role: Learner,
         *,
         address: str,
         reconnect_for_s: float,
         log: logging.Logger,
     ) -> None:
-        self._session = session
+        self._role = role
         self._address = address
         self._reconnect_for_s = reconnect_for_s
         self._log = log
@@ -292,7 +292,7 @@ class BatchWait:
         """Note that the learner waits from now on; while it trained, nobody looked."""
         self._alone_since = self._told_at = self._obstacle_since = now
         self._obstacle, self._is_told = "", False
-        self.look_at = now + self._session.settings.leases.heartbeat_s
+        self.look_at = now + self._role.settings.leases.heartbeat_s
 
     def look(self, *, now: float) -> Obstacle:
         """Look whether anything can come of the waiting; return what keeps groups from workers.
@@ -300,15 +300,15 @@ class BatchWait:
         Raises:
             TransportError: if there has been no worker for too long.
         """
-        self.look_at = now + self._session.settings.leases.heartbeat_s
-        nodes = self._session.roster.nodes.values()
+        self.look_at = now + self._role.settings.leases.heartbeat_s
+        nodes = self._role.roster.nodes.values()
         worker = next((node.node_id for node in nodes if node.role == "worker"), None)
         if worker is None:
             self._alone(now)
         else:
             self._last_worker = worker
             self._alone_since = self._told_at = now
-        obstacle = self._session.obstacle()
+        obstacle = self._role.obstacle()
         self._note(obstacle, now)
         return obstacle
 
@@ -335,7 +335,7 @@ class BatchWait:
         if obstacle != self._obstacle:
             self._obstacle, self._obstacle_since, self._is_told = obstacle, now, False
         lasted_s = now - self._obstacle_since
-        dead_after_s = self._session.settings.admission.dead_after_s
+        dead_after_s = self._role.settings.admission.dead_after_s
         is_urgent = obstacle == "outdated" or lasted_s >= dead_after_s
         what = _OBSTACLES.get(obstacle)
         if what is None or self._is_told or not is_urgent:
@@ -344,7 +344,7 @@ class BatchWait:
         how_long = f" for {format_duration(lasted_s)}" if lasted_s else ""
         self._log.warning(
             "nothing can be granted%s: %s; waiting for %s",
-            how_long, what, self._session.describe_wait(),
+            how_long, what, self._role.describe_wait(),
         )  # fmt: skip
 
 
@@ -367,7 +367,7 @@ class OpenedRun:
     publisher: Publisher
     """Makes versions of the weights, and codes them."""
     buffer: StalenessBuffer
-    session: Learner
+    role: Learner
     rewards: LearnerRewards | None
     """Scores groups where workers do not; None where they do."""
     evaluations: Evaluations | None
@@ -419,9 +419,9 @@ class LearnerNode(Node):
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        session, ledger = run.session, run.ledger
-        super().__init__(session, transport, threads=threads, log=log)
-        self.session: Learner = session
+        role, ledger = run.role, run.ledger
+        super().__init__(role, transport, threads=threads, log=log)
+        self.role: Learner = role
         self._opened, self._config, self._follower = run, config, follower
         self._buffer, self._trainer, self._ledger = run.buffer, run.trainer, ledger
         self._train_on = (run.trainer if run.attribution is None else run.attribution).step
@@ -429,18 +429,18 @@ class LearnerNode(Node):
         self.pace = pace = make_pace(config)
         self._adaptation = Adaptation(config, buffer=run.buffer, pace=pace, ledger=ledger, log=log)
         self._costs = CostControl(
-            session, config, terms=run.costs, pace=pace, progress=run.progress, ledger=ledger,
+            role, config, terms=run.costs, pace=pace, progress=run.progress, ledger=ledger,
             now=self.now, log=log,
         )  # fmt: skip
         address = advertised(transport.listen_address, config.learner.advertise)
         self._waiting = BatchWait(
-            session,
+            role,
             address=address or str(transport.listen_address),
             reconnect_for_s=config.network.reconnect_for_s,
             log=log,
         )
         self._encoded_versions = VersionEncoder(
-            session.broadcast,
+            role.broadcast,
             run.publisher.coder,
             codec=config.network.codec,
             node=self,
@@ -505,7 +505,7 @@ class LearnerNode(Node):
 
     def disconnected(self, peer: str, reason: str) -> list[Action]:
         """Handle that a link is gone."""
-        return self.session.disconnected(peer, now=self.now)
+        return self.role.disconnected(peer, now=self.now)
 
     def on_action(self, action: Action) -> None:
         """Carry out what concerns the learner."""
@@ -515,7 +515,7 @@ class LearnerNode(Node):
             case RecordGrant() | RecordCancel() | RecordRefusal() | RecordEnd() if (
                 self._takes_groups
             ):
-                self._ledger.append(record_of(action, step=self.session.step))
+                self._ledger.append(record_of(action, step=self.role.step))
                 if isinstance(action, RecordEnd) and action.worker_id:
                     cause = f"group {action.group_id} on {action.worker_id}: {action.cause}"
                     self._count_failed(action.worker_id, action.reason, cause)
@@ -540,8 +540,8 @@ class LearnerNode(Node):
 
         Those of workers that are set aside do not count.
         """
-        num_groups = self._progress.zero_signal.num_groups - self.session.num_discounted
-        return num_groups >= self.session.settings.leases.max_zero_signal_groups
+        num_groups = self._progress.zero_signal.num_groups - self.role.num_discounted
+        return num_groups >= self.role.settings.leases.max_zero_signal_groups
 
     def take_in(self, action: StoreGroup) -> None:
         """Have a group scored if nobody has; then write it, or end it and grant another."""
@@ -601,8 +601,8 @@ class LearnerNode(Node):
         self._count_delivered(worker_id, is_useful=False)
 
     def _end_group(self, group: Group, reason: str) -> None:
-        self.session.counters.add(f"discarded/{reason}")
-        acknowledgement = self.session.stored(group.group_id, now=self.now)
+        self.role.counters.add(f"discarded/{reason}")
+        acknowledgement = self.role.stored(group.group_id, now=self.now)
         self.perform([RecordEnd(group.group_id, reason), *acknowledgement])
         self._tell_if_zero_signal()
 
@@ -612,7 +612,7 @@ class LearnerNode(Node):
 
     def _count_delivered(self, worker_id: str, *, is_useful: bool) -> None:
         """Count a group for or against its worker."""
-        self.perform(self.session.delivered(worker_id, is_useful=is_useful, now=self.now))
+        self.perform(self.role.delivered(worker_id, is_useful=is_useful, now=self.now))
 
     async def _store_loop(self) -> None:
         """Force written groups onto the disk, many at once, then acknowledge them."""
@@ -627,12 +627,12 @@ class LearnerNode(Node):
                 self._buffer.put(group)
                 self._progress.accepted(group, now=self.now)
                 self._count_delivered(group.worker_id, is_useful=True)
-                self.perform(self.session.stored(group.group_id, now=self.now))
+                self.perform(self.role.stored(group.group_id, now=self.now))
             self.wake()
 
     async def _take_no_more_groups(self) -> None:
         """Wait until everything that was written is on the disk and in the buffer."""
-        self._takes_groups = self.session.is_granting = False  # what is not recorded is not granted
+        self._takes_groups = self.role.is_granting = False  # what is not recorded is not granted
         self._store_wanted.set()
         assert self._store_task is not None
         await self._store_task
@@ -658,7 +658,7 @@ class LearnerNode(Node):
         if self._follower.is_watching:
             self.spawn(self._show_loop(), name="display")
         self.spawn(self._watch_costs(), name="activation")
-        if len(self.session.lineages) > 1:  # a run that goes on
+        if len(self.role.lineages) > 1:  # a run that goes on
             self._missing_until = self.now + self._return_s
         try:
             try:
@@ -697,9 +697,9 @@ class LearnerNode(Node):
                 self.perform(costs.decide(question, answer, now=self.now))
 
     async def _train(self) -> None:
-        session = self.session
+        role = self.role
         await self._publish()
-        while session.step < self._config.run.max_steps and not self.is_stopping:
+        while role.step < self._config.run.max_steps and not self.is_stopping:
             waited_from = self.now
             groups = await self._next_batch()
             if groups is None:
@@ -719,14 +719,14 @@ class LearnerNode(Node):
                 partial(
                     self._ledger.trained,
                     groups,
-                    lineage=session.lineages[-1].lineage,
-                    consumed_at=session.step,
+                    lineage=role.lineages[-1].lineage,
+                    consumed_at=role.step,
                 )
             )
-            self.perform(session.advance(session.step + 1, now=self.now))
+            self.perform(role.advance(role.step + 1, now=self.now))
             self._discard_unusable()
-            is_lower = self._adaptation.after_step(session.step, result.metrics, staleness)
-            if is_lower or self.pace.is_due(session.step):
+            is_lower = self._adaptation.after_step(role.step, result.metrics, staleness)
+            if is_lower or self.pace.is_due(role.step):
                 await self._publish()
             waited_s = started_at - waited_from
             self._progress.stepped(
@@ -734,7 +734,7 @@ class LearnerNode(Node):
             )
             self._write_step(result.metrics | result.speed, staleness)
             # Where memory ran short it may be gone altogether in the next step.
-            if result.notices or self._opened.checkpoints.is_due(session.step, now=self.now):
+            if result.notices or self._opened.checkpoints.is_due(role.step, now=self.now):
                 await self._checkpoint()
 
     async def _set_aside(self, groups: list[Group], error: StepError) -> None:
@@ -743,7 +743,7 @@ class LearnerNode(Node):
         Raises:
             StepError: if step after step fails, so that they can hardly be to blame.
         """
-        step, counters = self.session.step, self.session.counters
+        step, counters = self.role.step, self.role.counters
         self._num_failed_steps += 1
         counters.add(f"steps_failed/{error.reason}")
         faulty = await self._model_pool.run(self._trainer.find_faulty, groups)
@@ -766,7 +766,7 @@ class LearnerNode(Node):
         rest = [group for group in groups if group.group_id not in faulty]
         self._buffer.put_back(rest, num_taken=len(groups))
         # Others may be granted in place of those that have ended.
-        self.perform(self.session.grant(now=self.now))
+        self.perform(self.role.grant(now=self.now))
 
     async def _next_batch(self) -> list[Group] | None:
         """Wait for a full batch of groups within the bound; None if the training is over."""
@@ -774,19 +774,19 @@ class LearnerNode(Node):
         self._waiting.begin(now=self.now)
         while not self.is_stopping:
             if self._costs.is_spent:
-                self.log.warning("%s", self._costs.describe_spent(self.session.step))
+                self.log.warning("%s", self._costs.describe_spent(self.role.step))
                 return None
             self._discard_unusable()
             num_groups = self._config.batch.groups_per_step
-            groups = self._buffer.take(num_groups, step=self.session.step)
+            groups = self._buffer.take(num_groups, step=self.role.step)
             if groups is not None:
                 # There is room in the buffer again.
-                self.perform(self.session.grant(now=self.now))
+                self.perform(self.role.grant(now=self.now))
                 return groups
             if self._is_zero_signal:
-                failing = self._progress.describe_failing(self.session.step)
+                failing = self._progress.describe_failing(self.role.step)
                 if failing is None:
-                    self.log.warning("%s", self._progress.describe_zero_signal(self.session.step))
+                    self.log.warning("%s", self._progress.describe_zero_signal(self.role.step))
                 else:
                     self._failure = RewardError(failing)
                 return None
@@ -797,39 +797,39 @@ class LearnerNode(Node):
 
     async def _look(self) -> None:
         """Ask again what nothing else may ask: who can be given a group, and from which version."""
-        self.perform(self.session.review_workers(now=self.now))
+        self.perform(self.role.review_workers(now=self.now))
         obstacle = self._waiting.look(now=self.now)
-        if obstacle == "outdated" and self._published_step != self.session.step:
+        if obstacle == "outdated" and self._published_step != self.role.step:
             await self._publish()
             self._progress.begin("", now=self.now)
-        self.perform(self.session.grant(now=self.now))
+        self.perform(self.role.grant(now=self.now))
 
     def _discard_unusable(self) -> None:
-        step = self.session.step
+        step = self.role.step
         evicted = self._buffer.evict(step=step)
         for each in evicted:
             group_id = each.group.group_id
             self._ledger.append(Discarded(group=group_id, reason=each.reason, step=step))
-            self.session.counters.add(f"discarded/{each.reason}")
+            self.role.counters.add(f"discarded/{each.reason}")
         if evicted:
             # Others may be granted in their place, now and not at the next heartbeat.
-            self.perform(self.session.grant(now=self.now))
+            self.perform(self.role.grant(now=self.now))
 
     async def _publish(self) -> None:
         """Hand the present weights to the broadcast, and to the evaluation when it is due."""
-        session, began_at = self.session, self.now
+        role, began_at = self.role, self.now
         self._progress.begin("publishing", now=self.now)
         # Then only its image is in memory, and the one before makes room for this.
         await self._encoded_versions.wait()
-        version = PolicyVersion(session.lineages[-1].lineage, session.step)
+        version = PolicyVersion(role.lineages[-1].lineage, role.step)
         publication = await self._model_pool.run(self.make_version, version)
         self._published = publication
         self._ledger.append(Published(version=version))
         await self._commit()
         self.pace.published(version, num_bytes=publication.manifest.num_bytes, now=self.now)
-        self._published_step = session.step
+        self._published_step = role.step
         self._has_published.set()
-        self.perform(session.make_way(now=self.now))
+        self.perform(role.make_way(now=self.now))
         await self._encoded_versions.publish(publication)
         self._progress.published(self.now - began_at)
         if self._opened.evaluations is not None and await self._opened.evaluations.is_due(version):
@@ -868,7 +868,7 @@ class LearnerNode(Node):
 
     async def _evaluate_present(self) -> None:
         """Evaluate the present weights, as where a run ends before its last step."""
-        version = PolicyVersion(self.session.lineages[-1].lineage, self.session.step)
+        version = PolicyVersion(self.role.lineages[-1].lineage, self.role.step)
         publication = await self._model_pool.run(self.make_version, version)
         await self._evaluate(publication)
 
@@ -876,8 +876,8 @@ class LearnerNode(Node):
 
     async def _checkpoint(self) -> None:
         """Save the whole state; a full disk is reported and survived."""
-        session, checkpoints = self.session, self._opened.checkpoints
-        lineage, step, now = session.lineages[-1].lineage, session.step, self.now
+        role, checkpoints = self.role, self._opened.checkpoints
+        lineage, step, now = role.lineages[-1].lineage, role.step, self.now
         if checkpoints.saved_step == step:
             return
         self._progress.begin("saving a checkpoint", now=self.now)
@@ -889,28 +889,28 @@ class LearnerNode(Node):
         try:
             oldest_step = await self._model_pool.run(save)
         except StorageError as error:
-            session.counters.add("checkpoints_failed")
+            role.counters.add("checkpoints_failed")
             self.log.warning("%s; the checkpoint before stays the newest", error)
             return
         record = partial(self._ledger.checkpointed, lineage=lineage, step=step)
         await self._disk_pool.run(partial(record, oldest_step=oldest_step))
-        save_rates = partial(save_uplinks, self._config.run_dir, session.uplinks(), log=self.log)
+        save_rates = partial(save_uplinks, self._config.run_dir, role.uplinks(), log=self.log)
         await self._disk_pool.run(save_rates)
         self.log.info("checkpoint of step %d saved", step)
 
     async def _finish(self) -> None:
         """Evaluate, give every remaining group its end, save, export, tell every node."""
-        self.session.is_granting = False
-        if self._published_step != self.session.step:
+        self.role.is_granting = False
+        if self._published_step != self.role.step:
             # The last weights are evaluated and exported even if no worker will use them.
             await self._publish()
         if self._opened.evaluations is not None:
             self._progress.begin("evaluating", now=self.now)
             await self._opened.evaluations.wait()
-            if self._opened.evaluations.evaluated_step != self.session.step:
+            if self._opened.evaluations.evaluated_step != self.role.step:
                 await self._evaluate_present()
         await self._take_no_more_groups()
-        step = self.session.step
+        step = self.role.step
         for group in self._buffer.clear():
             end = Discarded(group=group.group_id, reason="run_finished", step=step)
             self._ledger.append(end)
@@ -930,8 +930,8 @@ class LearnerNode(Node):
         await self._close_records()
         self.log.info(
             "stopped at step %d; --resume continues from step %d%s",
-            self.session.step, self._opened.checkpoints.saved_step or 0,
-            ", workers wait for it" if self.session.roster.members("worker") else "",
+            self.role.step, self._opened.checkpoints.saved_step or 0,
+            ", workers wait for it" if self.role.roster.members("worker") else "",
         )  # fmt: skip
 
     async def _give_up(self, failure: RewardError) -> None:
@@ -949,7 +949,7 @@ class LearnerNode(Node):
     async def drain(self) -> None:
         """Let the running step come to its end and the state be saved."""
         self.is_stopping = True
-        self.session.is_granting = False
+        self.role.is_granting = False
         self.wake()
         await self._is_work_over.wait()
 
@@ -962,20 +962,20 @@ class LearnerNode(Node):
     @property
     def _return_s(self) -> float:
         """Seconds in which a node has dialled twice, and each time has said who it is."""
-        heartbeat_s = self.session.settings.leases.heartbeat_s
+        heartbeat_s = self.role.settings.leases.heartbeat_s
         return max(LINGER_S, 2 * (self.transport.options.max_redial_s + heartbeat_s))
 
     async def _tell_end(self, reason: str) -> None:
         """Tell every node, also those that have yet to come back; return when all have gone."""
-        self.perform(self.session.finish(reason))
+        self.perform(self.role.finish(reason))
         # Each heartbeat is told again, and so is who joins; what goes to workers needs the relays.
         await self._wait_for_leaving({"worker"})
-        self.perform(self.session.dismiss_all())
+        self.perform(self.role.dismiss_all())
         await self._wait_for_leaving({"worker", "relay"})
 
     async def _wait_for_leaving(self, roles: Set[str]) -> None:
         """Wait until the nodes of these roles have gone, or could have come back."""
-        return_s, nodes = self._return_s, self.session.roster.nodes
+        return_s, nodes = self._return_s, self.role.roster.nodes
 
         def is_over() -> bool:
             now = self.now
@@ -990,24 +990,24 @@ class LearnerNode(Node):
 
     def _write_step(self, metrics: Mapping[str, float], staleness: Mapping[int, int]) -> None:
         """Append the row of the step that was just made."""
-        session, now = self.session, self.now
+        role, now = self.role, self.now
         row = self._progress.step_metrics(
-            metrics, staleness, bytes_sent=session.broadcast.bytes_sent, now=now
+            metrics, staleness, bytes_sent=role.broadcast.bytes_sent, now=now
         )
         row |= self.pace.metrics()
         row |= self._costs.metrics(row, now=now)
-        row |= self._progress.lengths.metrics(oldest_open=session.leases.oldest_open)
+        row |= self._progress.lengths.metrics(oldest_open=role.leases.oldest_open)
         row |= self._partial_metrics()
         row |= self._task_code_metrics()
         row |= self._adaptation.metrics()
-        row["lineage"] = session.lineages[-1].lineage
-        row |= {f"count/{name}": value for name, value in session.counters.as_dict().items()}
+        row["lineage"] = role.lineages[-1].lineage
+        row |= {f"count/{name}": value for name, value in role.counters.as_dict().items()}
         row |= {f"net/{name}": value for name, value in asdict(self.transport.stats()).items()}
-        self._follower.write_metrics(session.step, row)
+        self._follower.write_metrics(role.step, row)
 
     def _task_code_metrics(self) -> dict[str, float]:
         """Return how the task's code did since the last step."""
-        members = self.session.roster.members("worker")
+        members = self.role.roster.members("worker")
         totals = {member.node_id: member.stats.refused for member in members}
         if self._opened.rewards is not None:
             totals["learner"] = self._opened.rewards.counts()
@@ -1020,14 +1020,14 @@ class LearnerNode(Node):
         old the oldest token of a continued group was on average, and which share of what was
         sampled was thrown away or will not be trained on.
         """
-        session = self.session
-        counts = session.counters
+        role = self.role
+        counts = role.counters
         if not counts["partials/resumed"] and not counts["partials/interrupted"]:
             return {}
-        members = session.roster.members("worker")
+        members = role.roster.members("worker")
         num_sampled = sum(member.stats.tokens_sampled for member in members)
         num_wasted = counts["partials/wasted_tokens"] + counts["partials/masked_tokens"]
-        num_wasted += counts["partials/trimmed_tokens"] + session.buffer.num_trimmed_tokens
+        num_wasted += counts["partials/trimmed_tokens"] + role.buffer.num_trimmed_tokens
         return {
             "partials/waiting": sum(member.worker.num_waiting for member in members),
             "partials/mean_age": counts["partials/age_sum"] / max(1, counts["partials/resumed"]),
@@ -1036,7 +1036,7 @@ class LearnerNode(Node):
 
     async def _show_loop(self) -> None:
         """Draw again and again, until everybody is told that the run is over."""
-        while self.session.finish_reason is None:
+        while self.role.finish_reason is None:
             self.display()
             await asyncio.sleep(REFRESH_S)
 
@@ -1046,7 +1046,7 @@ class LearnerNode(Node):
             return
         self._follower.show(
             self._progress.snapshot(
-                self.session,
+                self.role,
                 run_name=self._config.run.name,
                 max_steps=self._config.run.max_steps,
                 pace=self.pace,

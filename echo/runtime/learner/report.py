@@ -217,10 +217,10 @@ class Progress:
         self._published_s = 0.0
         return row
 
-    def _describe_wait(self, session: Learner) -> str:
+    def _describe_wait(self, role: Learner) -> str:
         """Say what the learner waits for, and whether what comes is of any use."""
-        waiting, num_zero_signal = session.describe_wait(), self.zero_signal.num_groups
-        if not waiting or num_zero_signal < session.settings.leases.groups_per_step:
+        waiting, num_zero_signal = role.describe_wait(), self.zero_signal.num_groups
+        if not waiting or num_zero_signal < role.settings.leases.groups_per_step:
             return waiting
         return f"{waiting}; nothing could be learned from the last {num_zero_signal} groups"
 
@@ -262,7 +262,7 @@ class Progress:
 
     def snapshot(
         self,
-        session: Learner,
+        role: Learner,
         *,
         run_name: str,
         max_steps: int,
@@ -271,20 +271,20 @@ class Progress:
         now: float,
     ) -> Snapshot:
         """Return everything that the live view draws."""
-        held, wanted = session.broadcast_progress()
-        newest = session.broadcast.newest_complete
+        held, wanted = role.broadcast_progress()
+        newest = role.broadcast.newest_complete
         window_s = min(RATE_WINDOW_S, max(now - self._started_at, 1e-9))
         return Snapshot(
             run_name=run_name,
             elapsed_s=now - self._started_at,
-            step=session.step,
+            step=role.step,
             max_steps=max_steps,
-            max_staleness=session.settings.leases.max_staleness,
+            max_staleness=role.settings.leases.max_staleness,
             publish_period=pace.period,
             resumed_at=self._first_step,
             activity=self.activity,
-            waiting_for="" if self.activity else self._describe_wait(session),
-            nodes=session.views(now=now),
+            waiting_for="" if self.activity else self._describe_wait(role),
+            nodes=role.views(now=now),
             reward_history=tuple(self._rewards),
             eval_history=tuple(sorted(self._evals)),
             eval_errors=dict(self._eval_errors),
@@ -293,13 +293,13 @@ class Progress:
             recent_idle_ratio=self.recent_idle_ratio(now),
             tokens_per_s=sum(n for at, n in self._accepted if now - at <= RATE_WINDOW_S) / window_s,
             speed=self._speed,
-            num_buffered=len(session.buffer),
-            groups_per_step=session.settings.leases.groups_per_step,
-            num_leased=session.leases.num_running,
+            num_buffered=len(role.buffer),
+            groups_per_step=role.settings.leases.groups_per_step,
+            num_leased=role.leases.num_running,
             broadcast_version="-" if newest is None else str(newest),
             broadcast_done=held / wanted if wanted else 1.0,
-            broadcast_bytes=session.broadcast.bytes_sent,
-            refused=_refusals(session.counters.as_dict()),
+            broadcast_bytes=role.broadcast.bytes_sent,
+            refused=_refusals(role.counters.as_dict()),
             cost=cost,
         )
 

@@ -404,11 +404,9 @@ def open_run(
         log.info("%s", trainer.describe_rows())
         attribution = make_attribution(config, data.model_dir, trainer)
         buffer = fill_buffer(config, start, trainer, events=events)
-        session = build_session(
-            config, identity, data, start, buffer, advertise=advertise, events=events
-        )
+        role = build_role(config, identity, data, start, buffer, advertise=advertise, events=events)
         for reason in start.ends.values():
-            session.counters.add(f"discarded/{reason}")
+            role.counters.add(f"discarded/{reason}")
         save_resolved(config, config.run_dir / "config.json")
         saved.enter(start)
         on_failure.pop_all()
@@ -429,7 +427,7 @@ def open_run(
             attribution=attribution,
         ),
         buffer=buffer,
-        session=session,
+        role=role,
         rewards=learner_rewards(config, data),
         evaluations=evaluations,
         exporter=DirectoryExporter(config, data),
@@ -488,7 +486,7 @@ def fill_buffer(
     return buffer
 
 
-def build_session(
+def build_role(
     config: Config,
     identity: Identity,
     data: Data,

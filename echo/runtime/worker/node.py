@@ -214,7 +214,7 @@ class WorkerNode(DialingNode):
 
     def __init__(
         self,
-        session: Worker,
+        role: Worker,
         transport: Transport,
         *,
         build: Callable[[Mapping[str, Any], Mapping[str, bytes]], WorkerParts],
@@ -224,14 +224,14 @@ class WorkerNode(DialingNode):
         """Join the parts; `run` starts them.
 
         Args:
-            session: decides.
+            role: decides.
             transport: its links.
             build: (inherited settings, inherited files) -> parts; slow, called in a thread.
             threads: see `Node`.
             log: where to tell what happens.
         """
-        super().__init__(session, transport, threads=threads, log=log)
-        self.session: Worker = session
+        super().__init__(role, transport, threads=threads, log=log)
+        self.role: Worker = role
         self._build = build
         self._engine_pool = self.threads.pool("engine")
         self._reward_pool = self.threads.pool("reward", MAX_BLOCKING)
@@ -245,14 +245,14 @@ class WorkerNode(DialingNode):
 
     def view(self) -> WorkerView:
         """Return what this worker does, for its operator."""
-        session = self.session
-        version = session.installed_version
-        has_learner = session.state in (NodeState.ADMITTED, NodeState.STOPPED)
+        role = self.role
+        version = role.installed_version
+        has_learner = role.state in (NodeState.ADMITTED, NodeState.STOPPED)
         return WorkerView(
             version="no version" if version is None else str(version),
-            num_tokens=session.tokens_sampled + sum(call.seen_tokens for call in self._calls),
-            num_groups=session.num_accepted,
-            activity=session.activity if has_learner else f"{session.state}: no learner",
+            num_tokens=role.tokens_sampled + sum(call.seen_tokens for call in self._calls),
+            num_groups=role.num_accepted,
+            activity=role.activity if has_learner else f"{role.state}: no learner",
         )
 
     @property
@@ -287,7 +287,7 @@ class WorkerNode(DialingNode):
 
     async def work(self) -> None:
         """Look for the learner; everything else is an action."""
-        self.perform(self.session.start(now=self.now))
+        self.perform(self.role.start(now=self.now))
 
     async def _set_up(self, configure: Configure) -> None:
         settings, assets = configure.settings, configure.assets
@@ -299,7 +299,7 @@ class WorkerNode(DialingNode):
         image = await self._engine_pool.run(parts.read_local_image)
         if image is not None:
             digest = await self._engine_pool.run(_hash_of, image)
-            self.session.broadcast.offer(image, digest)
+            self.role.broadcast.offer(image, digest)
         try:
             left = await self._file_pool.run(parts.partials_path.read_bytes)
         except FileNotFoundError:
@@ -307,18 +307,18 @@ class WorkerNode(DialingNode):
         except OSError as error:
             raise StorageError(f"cannot read {parts.partials_path}: {error}") from error
         else:
-            self.perform(self.session.restore(left))
-        self.perform(self.session.built(parts.facts, parts.digests, now=self.now))
+            self.perform(self.role.restore(left))
+        self.perform(self.role.built(parts.facts, parts.digests, now=self.now))
 
     def before_expire(self) -> None:
         """Count what the threads have seen, for the heartbeat."""
         if self._parts is None:
             return
         for call in self._calls:
-            self.session.counted(call, num_tokens=call.seen_tokens, num_signs=call.seen_signs)
+            self.role.counted(call, num_tokens=call.seen_tokens, num_signs=call.seen_signs)
         for counts in (self._parts.host.take_counts(), self._parts.engine.take_counts()):
             for name, number in counts.items():
-                self.session.counters.add(name, number)
+                self.role.counters.add(name, number)
 
     # --- sampling --------------------------------------------------------------------------------
 
@@ -331,7 +331,7 @@ class WorkerNode(DialingNode):
 
     async def _sample(self, call: EngineCall) -> None:
         """See one call of the engine through."""
-        parts, session, watcher = self.parts, self.session, CallWatcher(self, call)
+        parts, role, watcher = self.parts, self.role, CallWatcher(self, call)
         members = {
             f"{group.lease.group_id}.{group.lease.attempt}.{index}": (group, index)
             for group in call.groups
@@ -355,7 +355,7 @@ class WorkerNode(DialingNode):
                 completion.policy_versions,
                 finish_reason=completion.finish_reason,
             )
-            self.perform(session.sampled(call, group, longer, now=self.now))
+            self.perform(role.sampled(call, group, longer, now=self.now))
 
         try:
             while (completion := await watcher.ended.get()) is not None:
@@ -365,7 +365,7 @@ class WorkerNode(DialingNode):
                 return
         except VersionError as error:
             # Newer weights came first.
-            self.perform(session.refused(call, str(error), now=self.now))
+            self.perform(role.refused(call, str(error), now=self.now))
             return
         finally:
             generated.cancel()
@@ -373,11 +373,11 @@ class WorkerNode(DialingNode):
             if completion.finish_reason == "abort":
                 extend(completion)
         num_tokens = sum(len(completion.token_ids) for completion in completions)
-        self.perform(session.returned(call, num_tokens=num_tokens, now=self.now))
+        self.perform(role.returned(call, num_tokens=num_tokens, now=self.now))
 
     async def _play(self, call: EngineCall) -> None:
         """See groups of episodes through, whose answers take several turns."""
-        parts, session = self.parts, self.session
+        parts, role = self.parts, self.role
         assert parts.runner is not None
         runner, leases = parts.runner, [group.lease for group in call.groups]
         openings = openings_of(leases, group_size=parts.group_size)
@@ -391,7 +391,7 @@ class WorkerNode(DialingNode):
                 )
             )
         except VersionError as error:
-            self.perform(session.refused(call, str(error), now=self.now))
+            self.perform(role.refused(call, str(error), now=self.now))
             return
         if self.has_ended:
             return
@@ -401,8 +401,8 @@ class WorkerNode(DialingNode):
                 self._give_up(lease, result)
                 continue
             num_tokens += sum(int(rollout.completion_mask.sum()) for rollout in result)
-            self.perform(session.played(lease, result, now=self.now))
-        self.perform(session.returned(call, num_tokens=num_tokens, now=self.now))
+            self.perform(role.played(lease, result, now=self.now))
+        self.perform(role.returned(call, num_tokens=num_tokens, now=self.now))
 
     # --- rewards, weights, the disk --------------------------------------------------------------
 
@@ -413,7 +413,7 @@ class WorkerNode(DialingNode):
             self._give_up(group.lease, error)
         else:
             if not self.has_ended:
-                self.perform(self.session.scored(group, rewards, now=self.now))
+                self.perform(self.role.scored(group, rewards, now=self.now))
 
     def _score_all(self, group: PartialGroup) -> list[float]:
         """Return one reward per completion, fewer once nobody waits; runs in another thread."""
@@ -427,16 +427,14 @@ class WorkerNode(DialingNode):
 
     def _give_up(self, lease: Lease, error: RewardError) -> None:
         text, traceback = str(error), error.traceback
-        self.perform(
-            self.session.failed(lease, error.reason, text, traceback=traceback, now=self.now)
-        )
+        self.perform(self.role.failed(lease, error.reason, text, traceback=traceback, now=self.now))
 
     async def _install(self, version: PolicyVersion) -> None:
-        parts, broadcast = self.parts, self.session.broadcast
+        parts, broadcast = self.parts, self.role.broadcast
         work, digest = broadcast.patch_of(version), None
         source = work.patch.base if work is not None else version
         if source not in broadcast.store:
-            self.perform(self.session.install_missed(now=self.now))
+            self.perform(self.role.install_missed(now=self.now))
             return
         image = broadcast.store[source]
         try:
@@ -447,24 +445,24 @@ class WorkerNode(DialingNode):
                 await self._engine_pool.run(parts.install_patch, work, specs, is_loaded)
         except EngineError as error:
             if work is not None:
-                self.perform(self.session.worked(work, str(error), now=self.now))
-            self.perform(self.session.install_failed(version, error, now=self.now))
+                self.perform(self.role.worked(work, str(error), now=self.now))
+            self.perform(self.role.install_failed(version, error, now=self.now))
             return
         if work is not None:
-            self.perform(self.session.worked(work, "", now=self.now))
+            self.perform(self.role.worked(work, "", now=self.now))
             if version not in broadcast.store:  # its memory was found to be damaged meanwhile
-                self.perform(self.session.install_missed(now=self.now))
+                self.perform(self.role.install_missed(now=self.now))
                 return
         if digest is not None:
             self._record(version, digest)
         self._is_damaged = False
-        self.perform(self.session.installed(version, now=self.now))
+        self.perform(self.role.installed(version, now=self.now))
 
     def _audited(self, result: VersionAudited | VersionDamaged) -> None:
         if isinstance(result, VersionDamaged):
             self._is_damaged = True
-            self.perform(self.session.damaged(now=self.now))
-        elif self.session.installed_version == result.version:
+            self.perform(self.role.damaged(now=self.now))
+        elif self.role.installed_version == result.version:
             self._record(result.version, result.image_hash.hex())
 
     def _record(self, version: PolicyVersion, image_hash: str) -> None:
@@ -482,13 +480,13 @@ class WorkerNode(DialingNode):
             await self._file_pool.run(write_file, path, data)
         except OSError as error:
             fault = f"{path}: {error}"
-        self.perform(self.session.saved(fault, now=self.now))
+        self.perform(self.role.saved(fault, now=self.now))
 
     # --- stopping --------------------------------------------------------------------------------
 
     async def drain(self) -> None:
         """Finish what is in hand, then say goodbye."""
-        self.perform(self.session.drain(now=self.now))
+        self.perform(self.role.drain(now=self.now))
         await self._drained.wait()
         await super().drain()
 

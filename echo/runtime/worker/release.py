@@ -74,7 +74,7 @@ class RentedMachine(AgentWorkerNode):
         return reason
 
     async def _give_back(self, reason: str) -> None:
-        self.perform(self.session.released(await self._release(reason)))
+        self.perform(self.role.released(await self._release(reason)))
 
     async def _release(self, reason: str) -> bool:
         """Run the command that gives the machine back, once; return whether it says that it has."""

@@ -124,7 +124,7 @@ def assemble_worker(
     version_store = open_store(network.store_dir, network.store_bytes)
     now = asyncio.get_running_loop().time()
     retry_s = max(2.0, 2 * network.heartbeat_s)
-    session = events.build(
+    role = events.build(
         "role",
         Worker,
         settings,
@@ -140,7 +140,7 @@ def assemble_worker(
     except OSError as error:
         raise StorageError(f"cannot make {node_dir}: {error}; set run.dir elsewhere") from error
     node = RentedMachine(
-        session,
+        role,
         transport,
         on_release=section.on_release,
         build=partial(build_parts, config, node_dir),

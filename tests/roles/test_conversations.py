@@ -77,7 +77,7 @@ def test_another_protocol_version_is_refused_with_both(
 ) -> None:
     world = fleet(make_world)
     world.worker("w1", via=[first])
-    session, ours = world.node("w1").session, codec.PROTOCOL_VERSION
+    role, ours = world.node("w1").role, codec.PROTOCOL_VERSION
 
     def as_of_another_release(call: Any) -> Any:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ def test_another_protocol_version_is_refused_with_both(
         return wrapped
 
     for name in ("receive", "expire", "connected"):
-        setattr(session, name, as_of_another_release(getattr(session, name)))
+        setattr(role, name, as_of_another_release(getattr(role, name)))
     world.run_until(lambda: world.end("w1"), within_s=5.0)
     reason, text = world.end("w1") or ("", "")
     assert reason == "protocol_version"
@@ -110,7 +110,7 @@ def test_a_second_process_of_the_same_name_is_refused_and_the_first_goes_on(
     reason, text = world.end("w1") or ("", "")
     assert reason == "name_taken"
     assert "worker.name" in text
-    assert first.session.is_admitted
+    assert first.role.is_admitted
     world.audit()
 
 
@@ -119,17 +119,17 @@ def test_a_node_that_every_address_refuses_gives_up_after_three_tries(
 ) -> None:
     world = make_world()
     world.worker("w1", via=VIA)
-    session = world.node("w1").session
+    role = world.node("w1").role
     world.node("w1").dial_failed = lambda *_, **__: []  # here others fail
     faults = {RELAY: (True, True, False, True, True, True), LEARNER: (True, True, True)}
     stops: list[Action] = []
     for address in (RELAY, LEARNER):
-        world.run_until(lambda a=address: session._control and session._control.address == a)
-        peer = session._control.peer
-        assert session.dial_failed("another", "a parent's key", is_refused=True, now=0.0) == []
+        world.run_until(lambda a=address: role._control and role._control.address == a)
+        peer = role._control.peer
+        assert role.dial_failed("another", "a parent's key", is_refused=True, now=0.0) == []
         for is_refused in faults[address]:
             reason = f"{address} has another key"
-            stops += session.dial_failed(peer, reason, is_refused=is_refused, now=0.0)
+            stops += role.dial_failed(peer, reason, is_refused=is_refused, now=0.0)
     [stop] = stops
     assert isinstance(stop, Stop)
     assert isinstance(stop.error, RefusedError)
@@ -201,11 +201,11 @@ def test_finish_reaches_the_workers_behind_a_relay_before_the_relay_stops(
 ) -> None:
     world = fleet(make_world, "w1", "w2")
     world.run(3.0)
-    session, relay = world.node("learner").session, world.node("r1").session
-    world.perform("learner", session.finish("done"))
+    role, relay = world.node("learner").role, world.node("r1").role
+    world.perform("learner", role.finish("done"))
     world.run(0.2)
     assert {world.end(name) for name in ("r1", "w1", "w2")} == {("done", "")}
-    assert session.roster.nodes == {}  # each said goodbye, the workers through the relay
+    assert role.roster.nodes == {}  # each said goodbye, the workers through the relay
     assert not [note for note in world.notes("learner") if "silent" in note]
     for way in ("up", "down"):
         assert relay.counters[f"forwarded/{way}"] > 4
@@ -217,7 +217,7 @@ def test_a_lost_finish_is_repeated_with_the_next_heartbeat(make_world: MakeWorld
     world.worker("w1")
     world.run(3.0)
     lost = world.drop("Finish", times=1)
-    world.perform("learner", world.node("learner").session.finish("done"))
+    world.perform("learner", world.node("learner").role.finish("done"))
     world.run_until(lambda: world.end("w1") == ("done", ""), within_s=3.0)
     assert lost
 
@@ -250,7 +250,7 @@ def test_a_worker_believes_the_learner_only_on_its_control_link(make_world: Make
     world = fleet(make_world, "w1")
     finish = encode(Finish(reason="ha"), source="learner", target="w1")
     for name in ("w1", "r1"):
-        [note] = world.node(name).session.receive("in99", finish, now=world.now)
+        [note] = world.node(name).role.receive("in99", finish, now=world.now)
         assert "did not come from the learner's side" in note.text
         assert world.count(name, "protocol_errors") == 1
 
@@ -261,7 +261,7 @@ def test_a_message_for_another_node_is_refused_by_who_does_not_relay(
     world = fleet(make_world, "w1")
     stray = encode(Finish(reason="x"), source="learner", target="w9")
     for name in ("learner", "w1"):
-        [note] = world.node(name).session.receive("in99", stray, now=world.now)
+        [note] = world.node(name).role.receive("in99", stray, now=world.now)
         assert "w9" in note.text
 
 
@@ -269,15 +269,15 @@ def test_a_probe_of_an_uplink_is_answered(make_world: MakeWorld) -> None:
     world = fleet(make_world, "w1")
     for name in ("learner", "r1"):
         probe = encode(Probe(), [bytes(1000)], source="w1")
-        [answer] = world.node(name).session.receive("in99", probe, now=world.now)
+        [answer] = world.node(name).role.receive("in99", probe, now=world.now)
         assert isinstance(message_of(answer.frames), ProbeAck)
     # The answer to its own is awaited from its parent alone.
-    session = world.node("w1").session
-    peer = session._control.peer
-    session._probing.begin(peer, payload_bytes=8 << 20, now=3.0)
+    role = world.node("w1").role
+    peer = role._control.peer
+    role._probing.begin(peer, payload_bytes=8 << 20, now=3.0)
     for source, is_awaited in (("in99", True), (peer, False)):
-        session.receive(source, encode(ProbeAck(), source="r1"), now=9.0)
-        assert (session._probing._awaited is not None) == is_awaited
+        role.receive(source, encode(ProbeAck(), source="r1"), now=9.0)
+        assert (role._probing._awaited is not None) == is_awaited
 
 
 def test_who_can_serve_shows_its_uplink_before_it_is_given_a_place(
@@ -289,9 +289,9 @@ def test_who_can_serve_shows_its_uplink_before_it_is_given_a_place(
     world.relay("r1")
     for name, num_probes in (("r1", 1), ("w1", 0)):  # whoever cannot be dialled serves nobody
         node = world.node(name)
-        world.run_until(lambda node=node: node.session.broadcast.has_key, within_s=5.0)
-        assert node.session._probing._num_probes == num_probes, name
-    learner = world.node("learner").session
+        world.run_until(lambda node=node: node.role.broadcast.has_key, within_s=5.0)
+        assert node.role._probing._num_probes == num_probes, name
+    learner = world.node("learner").role
     world.run_until(lambda: learner.uplinks().get("r1"), within_s=5.0)
 
 
@@ -299,7 +299,7 @@ def test_a_learner_shows_its_uplink_once_a_node_has_shown_its_own(make_world: Ma
     world = make_world(image_bytes=8 * FIRST_BYTES)
     world.learner()
     world.relay("r1")
-    learner = world.node("learner").session
+    learner = world.node("learner").role
     world.run_until(lambda: learner.uplinks().get("r1"), within_s=5.0)
     learner.planning.has_news = False
     two_beats_s = 2 * learner.settings.admission.heartbeat_s
@@ -315,7 +315,7 @@ def test_a_learner_shows_its_uplink_once_a_node_has_shown_its_own(make_world: Ma
 
 def test_a_relay_without_route_or_link_drops_and_counts(make_world: MakeWorld) -> None:
     world = fleet(make_world)
-    relay = world.node("r1").session
+    relay = world.node("r1").role
     down = encode(Finish(reason="x"), source="learner", target="w9")
     assert relay.receive(relay._control.peer, down, now=world.now) == []
     assert relay.counters["dropped/no_route"] == 1
@@ -328,12 +328,12 @@ def test_a_relay_without_route_or_link_drops_and_counts(make_world: MakeWorld) -
 
 def test_a_restarted_node_is_told_what_it_could_send(make_world: MakeWorld) -> None:
     world = fleet(make_world)
-    learner = world.node("learner").session
-    world.node("r1").session.broadcast.uplink.show(7e6)
+    learner = world.node("learner").role
+    world.node("r1").role.broadcast.uplink.show(7e6)
     world.run_until(lambda: learner.uplinks().get("r1") == 7e6, within_s=5.0)
     world.kill("r1")
     world.relay()
-    broadcast = world.node("r1").session.broadcast
+    broadcast = world.node("r1").role.broadcast
     assert broadcast.uplink_bytes_per_s is None
     world.run_until(lambda: broadcast.uplink_bytes_per_s == 7e6, within_s=20.0)
     world.run(1.0)
@@ -346,12 +346,12 @@ def test_a_restarted_node_is_told_what_it_could_send(make_world: MakeWorld) -> N
 
 
 def deliver(world: World, group_id: int, **changes: Any) -> tuple[Any, list[Any]]:
-    """Send a result straight into the learner's session; return (Ack, all actions)."""
+    """Send a result straight into the learner's role; return (Ack, all actions)."""
     label = {"group_id": group_id, "attempt": 0} | changes.pop("label", {})
     header, arrays = codec.encode_group(changes.pop("group", None) or make_group(group_id, V0))
     payload = header, changes.pop("arrays", arrays)
     frames = encode(Deliver(**label), payload, source="w1", target="learner")
-    actions = world.node("learner").session.receive(world.peer_of("w1"), frames, now=world.now)
+    actions = world.node("learner").role.receive(world.peer_of("w1"), frames, now=world.now)
     messages = [message_of(a.frames) for a in actions if isinstance(a, Send)]
     acks = [message for message in messages if isinstance(message, Ack)]
     return (acks[0] if acks else None), actions
@@ -405,7 +405,7 @@ def test_a_result_that_comes_again_while_it_is_written_is_stored_once(hung_world
 
 
 def test_mixed_versions_are_refused_where_a_lease_names_one(hung_world: World) -> None:
-    scheduler = hung_world.node("learner").session._scheduler
+    scheduler = hung_world.node("learner").role._scheduler
     versions = make_group(0, V0).rollouts[0].policy_versions.copy()
     versions[-1] = 1, 1
     group = change(make_group(0, V0), policy_versions=versions)
@@ -436,14 +436,14 @@ def test_who_alone_teaches_nothing_is_granted_nothing_until_others_were_heard(
     world.worker("good", sample_s=math.inf)
     world.run_until(lambda: world.leased("good"))
     world.worker("bad")
-    session = world.node("learner").session
+    role = world.node("learner").role
 
     def set_aside() -> list[str]:
-        return [v.node_id for v in session.views(now=world.now) if v.state == "set aside"]
+        return [v.node_id for v in role.views(now=world.now) if v.state == "set aside"]
 
     world.run_until(set_aside)
     assert set_aside() == ["bad"]
-    assert session.num_discounted >= 4
+    assert role.num_discounted >= 4
     assert any("bad is set aside until other workers" in n for n in world.notes("learner"))
     world.run_until(lambda: not world.leased("bad"))
     granted = world.num_granted("bad")
@@ -452,7 +452,7 @@ def test_who_alone_teaches_nothing_is_granted_nothing_until_others_were_heard(
     world.kill("good")
     world.worker("good")
     world.run_until(lambda: not set_aside(), within_s=20.0)
-    assert session.num_discounted == 0
+    assert role.num_discounted == 0
     world.run_until(lambda: world.num_granted("bad") > granted)
 
 
@@ -463,22 +463,22 @@ def test_the_learner_looks_after_the_children_that_it_holds_back(make_world: Mak
     world = make_world()
     world.learner()
     world.run_until(world.published)
-    session = world.node("learner").session
-    version = session.broadcast.newest_complete
-    num_chunks, began = session.broadcast.store[version].manifest.num_chunks, world.now
+    role = world.node("learner").role
+    version = role.broadcast.newest_complete
+    num_chunks, began = role.broadcast.store[version].manifest.num_chunks, world.now
 
     def fetch(peer: str, credit_bytes: int) -> list[Action]:
         ranges = ((0, num_chunks),)
         message = Fetch(version=version, ranges=ranges, credit_bytes=credit_bytes)
-        return session.receive(peer, encode(message, source=peer), now=began)
+        return role.receive(peer, encode(message, source=peer), now=began)
 
     fetch("stuck", 1)
     num_sent = chunks_to("fast", fetch("fast", 1 << 20))
     assert num_sent < num_chunks
-    assert session.deadline <= began + WAITING_PERIOD_S
-    told = [message_of(action.frames) for action in session.expire(now=began + 0.5)]
+    assert role.deadline <= began + WAITING_PERIOD_S
+    told = [message_of(action.frames) for action in role.expire(now=began + 0.5)]
     assert [message.version for message in told if isinstance(message, Waiting)] == [version]
-    rest = session.expire(now=began + SLOW_AFTER_S)
+    rest = role.expire(now=began + SLOW_AFTER_S)
     assert num_sent + chunks_to("fast", rest) == num_chunks
 
 
