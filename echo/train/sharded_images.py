@@ -18,7 +18,8 @@ blocks. For a rank that is gone rank 0 codes itself: that the job ends is said e
 A process alone on a GPU has its image written beside the next step; here the step waits for it.
 That the last row is written is known when all ranks have said so, and rows from another machine
 come in the process group that the next step needs: both would take groups and threads of their own,
-to save what each of N ranks takes to copy the N-th part of a version.
+to save what each of N ranks takes to copy the N-th part of a version. The hashes of a whole image
+are made by rank 0 alone: its seal follows a delta, and nobody waits for it.
 
 Memory: two images on rank 0's machine, one more while somebody still reads an older one
 (`RecycledMemory`), and the coded blocks of a segment or two. On another machine two copies of each
