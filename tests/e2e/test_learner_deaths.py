@@ -135,7 +135,6 @@ def test_rollouts_of_abandoned_versions_are_refused_with_that_reason(run: Run) -
         if record["reason"] == "abandoned_version"
     }
     assert refused & run.held
-    assert run.cluster.count("refused/abandoned_version") > 0
     for _, worker in refused:
         assert "refused: abandoned_version" in run.cluster.log(worker)
 
