@@ -11,6 +11,8 @@ credit reaches and as soon as a chunk is held.
   slower than its link, is not waited for; nor is one that waits for a chunk which is not here. The
   time in which a child was held back does not count for its rate, or all siblings would seem to be
   as slow as the slowest.
+* **Help.** What a child wants only because another of its links is slow (`receiver.py`) is sent
+  when nobody wants anything that is here as its own: who is not waited for makes nobody wait.
 * **Together.** Chunks that take a child less than TOGETHER_S go in one message, each in a frame of
   its own: on a fast link what a message costs beside its bytes is most of what Python does. On a
   slow one each goes alone, so that the child can pass it on when it is there.
@@ -205,6 +207,11 @@ class Child:
         self.num_places = num_places
         self.is_open = item.is_open and bool(self.ranges) and self.ranges[-1][1] > num_places
 
+    @property
+    def is_helped(self) -> bool:
+        """Whether it awaits chunks that another of its links is to bring as well."""
+        return self.is_help and self.fetching is not None
+
     def hold_back(self, now: float) -> None:
         """Note that it could be sent a chunk, and is not."""
         if self.held_at is None:
@@ -343,7 +350,7 @@ class Sender:
         child.lead = min((other.lead for _, other in self._siblings(peer, child)), default=0)
         child.grow(item)
         actions = self._segments(peer, child, item) if isinstance(item, EncodedVersion) else []
-        if sent := self._serve(peer, child, now):
+        if sent := [*self._serve(peer, child, now), *self._help(now)]:
             return actions + sent
         return [*actions, self._send(peer, Waiting(version=message.version, form=message.form))]
 
@@ -371,7 +378,7 @@ class Sender:
         child.acked_at = now
         sent = self._serve(peer, child, now)
         self._note_load(now)
-        return sent
+        return [*sent, *self._help(now)]
 
     def _on_cancel(
         self, peer: str, child: Child | None, message: Cancel, now: float
@@ -379,7 +386,9 @@ class Sender:
         if child is None or child.fetching != (message.version, message.form):
             return []
         child.wanted = deque(index for index in child.wanted if index not in message.chunks)
-        return self._serve(peer, child, now)
+        if not child.wanted and not child.is_open:
+            child.stop(now)
+        return [*self._serve(peer, child, now), *self._help(now)]
 
     def _note_load(self, now: float) -> None:
         """Tell the estimate how many children have been sent all that is here.
@@ -408,7 +417,7 @@ class Sender:
     def _serve(self, peer: str, child: Child, now: float) -> list[Action]:
         """Send what the child may have, and then what its siblings may have because of it."""
         actions: list[Action] = []
-        if child.fetching is None:
+        if child.fetching is None or child.is_help:
             return actions
         siblings = self._siblings(peer, child)
         if not siblings or len(siblings) > MAX_SIBLINGS:
@@ -450,6 +459,21 @@ class Sender:
         leads = [child.lead for child in members if rates.get(id(child), median) >= 0.5 * median]
         reach = MAX_LEAD_CHUNKS * max(child.num_links for child in members) if leads else 0
         return min(leads) + reach if leads else None
+
+    def _help(self, now: float) -> list[Action]:
+        """Send what is wanted as help, once nobody wants anything that is here as its own."""
+        helped = [(peer, child) for peer, child in self.children.items() if child.is_helped]
+        if not helped or any(self._is_served(child) for child in self.children.values()):
+            return []
+        return [
+            action for peer, child in helped for action in self._send_chunks(peer, child, None, now)
+        ]
+
+    def _is_served(self, child: Child) -> bool:
+        """Return whether a child wants something as its own that is here."""
+        if child.fetching is None or child.is_help or not child.wanted:
+            return False
+        return not self._lacks_next(child)
 
     def _send_chunks(self, peer: str, child: Child, limit: int | None, now: float) -> list[Action]:
         """Send what one child wants, holds credit for, and this node has, in order."""
@@ -504,7 +528,7 @@ class Sender:
             for action in self._serve(peer, child, now)
         ]
         self._note_load(now)
-        return actions
+        return [*actions, *self._help(now)]
 
     def extend(self, item: ItemId, now: float) -> list[Action]:
         """Pass on a segment that has just been added, and with it what is held of its chunks."""

@@ -514,3 +514,23 @@ def test_help_that_waits_for_what_is_not_here_says_nothing_of_the_uplink() -> No
         for peer in "bc":
             acknowledge(serving, peer, 1, float(second), more=1)
     assert serving.rate.is_measured
+
+
+def test_help_waits_until_all_have_what_is_theirs() -> None:
+    serving = make(num_held=NUM_CHUNKS)
+    assert chunks(fetch(serving, "own", credit_bytes=2 * CHUNK_BYTES), "own") == [0, 1]
+    helped = fetch(serving, "helped", ranges=((NUM_CHUNKS - 1, NUM_CHUNKS),), is_help=True)
+    assert chunks(helped, "helped") == []
+    told = credit(serving, "own", NUM_CHUNKS - 3, 0.1)
+    assert chunks(told, "helped") == []
+    told = credit(serving, "own", 1, 0.2)
+    assert (chunks(told, "own"), chunks(told, "helped")) == ([NUM_CHUNKS - 1], [NUM_CHUNKS - 1])
+
+
+def test_help_goes_on_where_others_wait_for_what_is_not_here() -> None:
+    serving = make(num_held=2)
+    fetch(serving, "own")
+    helped = fetch(serving, "helped", ranges=((0, 1), (2, 3)), is_help=True)
+    assert chunks(helped, "helped") == [0]
+    told = hold(serving, 2)
+    assert (chunks(told, "own"), chunks(told, "helped")) == ([2], [2])
