@@ -644,9 +644,9 @@ class Audit:
 # --- receiver -------------------------------------------------------------------------------------
 
 
-HELP_AFTER_S = 0.5
-"""A link helps one whose last chunks would take longer than this; what is asked for twice for less
-comes twice as often."""
+HELP_AFTER_S, HELP_SHARE = 0.5, 0.1
+"""A link helps one whose last chunks would take longer than this, and than this share of the time
+that the item has taken so far: by less the links of a good plan differ, too."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 """Between two tries to find space; it doubles each time."""
 RELEASE_PAUSE_S = 0.2
@@ -673,6 +673,8 @@ class Receiver:
         self.trust = TrustedManifests()
         self._early = EarlyChunks()
         """Of the item that is being fetched."""
+        self._began_at = 0.0
+        """When its fetch began."""
         self._node_id = node_id
         self._stall_s, self._retired_at = stall_s, 0.0
         self._retry_at: float | None = None
@@ -878,7 +880,7 @@ class Receiver:
         self._early.clear()
         self.links.finish()
         self.rate.pause()
-        self.item = item_id
+        self.item, self._began_at = item_id, now
         halves = self.store.begun_otherwise(item_id)
         actions = [action for half in halves for action in self.sender.drop(half, now=now)]
         try:
@@ -1162,7 +1164,8 @@ class Receiver:
         if self.item is None or item is None or item.is_open or link.peer is None:
             return []
         chunk_bytes, own = self.store.chunk_bytes(self.item), link.rate.bytes_per_s
-        late_s, late, slow, share = HELP_AFTER_S, list[int](), own, (0, 1)
+        late_s = max(HELP_AFTER_S, HELP_SHARE * (now - self._began_at))
+        late, slow, share = list[int](), own, (0, 1)
         for other in self.links.others(link):
             chunks, rate = self._late(other, item, chunk_bytes), other.rate.bytes_per_s or own
             if chunks and rate and len(chunks) * chunk_bytes > late_s * rate:
