@@ -433,7 +433,7 @@ class StripeLink:
 # Transfers show the rate of whoever serves others, and only as much of it as its children could
 # take. A fleet that has just joined is planned as if all were equal, so the slow hold up the fast,
 # which then never show what they have: on paper (bench/bench_uplink_errors.py) three such fleets
-# ended at 0.66, 0.38 and 0.89 of the rate that their uplinks allow, and at 0.84, 0.86 and 0.89 with
+# ended at 0.72, 0.46 and 0.89 of the rate that their uplinks allow, and at 0.83, 0.89 and 0.89 with
 # probes.
 #
 # So a node that can serve, and has not been the limit of a transfer yet, sends a message up its

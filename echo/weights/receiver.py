@@ -44,7 +44,7 @@ many that both links are done at the same time. They remain the slow link's as w
 of the two parents is told not to send what has come (`Cancel`): a chunk comes twice only where both
 have sent it by then. So a parent that cannot help, since it lacks these chunks itself, costs
 nothing and is not to blame. On links of paper, with uplinks that are 30 % off, unequal fleets came
-from .59, .67 and .57 of the fluid optimum to .76, .76 and .79 by it (bench/bench_uplink_errors.py).
+from .59, .67 and .57 of the fluid optimum to .73, .76 and .78 by it (bench/bench_uplink_errors.py).
 
 **Timeout.** A link that is silent for too long (`link.py` says how long) is left for its spare;
 without one its parent is asked once more, and left at the second silence. A parent that waits
