@@ -1182,7 +1182,7 @@ class Receiver:
         fetch = Fetch(
             version=version,
             form=form,
-            ranges=runs_of(index // share[1] for index in batch),
+            ranges=runs_of(index // share[1] for index in batch)[:MAX_RANGES],
             credit_bytes=credit,
             link=share[0],
             num_links=share[1],

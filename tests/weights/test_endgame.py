@@ -136,3 +136,24 @@ def test_a_chunk_that_has_come_twice_gives_its_credit_back() -> None:
     said = here.bring("slow", 1, *[1] * 40)
     given = sum(m.credit_bytes for peer, m in said if peer == "slow" and isinstance(m, Credit))
     assert given >= 30 * CHUNK_BYTES
+
+
+def test_a_link_that_is_late_by_little_of_the_time_is_not_helped() -> None:
+    here = TwoParents()
+    for index in range(0, NUM_CHUNKS, 2):
+        if index >= 30:
+            here.bring("slow", index - 29)
+            here.now -= 10 * PACE_S
+        here.now += 1.0
+        here.bring("quick", index)
+    # A dozen chunks are missing beyond what is under way, one a second: worth a request.
+    assert [m for _, m in here.sent if isinstance(m, Fetch) and m.is_help]
+    here = TwoParents()
+    for index in range(0, NUM_CHUNKS, 2):
+        if index >= 10:
+            here.bring("slow", index - 9)
+            here.now -= 10 * PACE_S
+        here.now += 1.0
+        here.bring("quick", index)
+    # Three are: seconds too, but less than a tenth of the time.
+    assert not [m for _, m in here.sent if isinstance(m, Fetch) and m.is_help]
