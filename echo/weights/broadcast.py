@@ -235,7 +235,7 @@ class Broadcast:
 
         Args:
             image: laid out as a version's image; not changed any more.
-            image_hash: BLAKE3-256 of it, computed here and now.
+            image_hash: of it (`hash_image`), computed here and now.
         """
         self.receiver.trust.local_image = (image, image_hash)
 

@@ -76,6 +76,7 @@ def answers(
     asked["read"] = ("read_models", size, reading_options)
     for kind, trouble in PUBLICATIONS.items():
         asked[kind] = ("publish", size, {"model_dir": tiny, **trouble})
+    asked["rows"] = ("lose_rows", size, {"model_dir": tiny})
     for how in DEATHS:
         asked[how] = ("lose_one", size, {"model_dir": tiny, "how": how})
     answers: Answers = {"led to": led}
@@ -103,7 +104,7 @@ def answers(
     )
     named = dict(zip(asked, found, strict=True))
     for name, answer in named.items():
-        answers[name] = answer if name in DEATHS else answer.value
+        answers[name] = answer if name in {*DEATHS, "rows"} else answer.value
     return answers
 
 
@@ -314,6 +315,14 @@ def test_a_rank_that_fails_ends_the_job_with_its_name(
     assert answer.found["after_s"] < 15
     if how != "killed":  # which shows at once, and as silence after a while
         assert bool(answer.found["silent"]) == (how == "stopped")
+
+
+def test_rows_that_do_not_come_end_the_job_at_the_next_step(
+    answers: Answers, request: pytest.FixtureRequest
+) -> None:
+    said = answers["rows"].found["says"]
+    failure = "step: RankError: rows of a version: the copy has failed"
+    assert f"cannot go on with step: rank {last_rank(request)}: {failure}" in said
 
 
 def last_rank(request: pytest.FixtureRequest) -> int:

@@ -5,12 +5,11 @@ from collections import deque
 from typing import Any
 
 import pytest
-from blake3 import blake3
 
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.rollout import PolicyVersion
 from echo.weights.link import ParentFailed
-from echo.weights.manifest import encode_signed
+from echo.weights.manifest import encode_signed, hash_image
 from echo.weights.receiver import VersionArrived
 from echo.weights.store import DecodeBlock
 from echo.wire.actions import Note, Send
@@ -404,7 +403,7 @@ def test_bytes_that_lie_here_already_are_not_transferred() -> None:
 def test_an_offer_that_is_not_the_version_is_dropped_and_the_version_fetched() -> None:
     mesh = Mesh("a", "b")
     other = bytearray(make_image(V2))
-    mesh.nodes["b"].offer(other, blake3(other).digest())
+    mesh.nodes["b"].offer(other, hash_image(other, CHUNK_BYTES))
     mesh.attach("b", "a")
     mesh.publish(1, 1)
     mesh.settle()

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from blake3 import blake3
 
 from echo.core.errors import EngineError, LocalProtocolError, StorageError
 from echo.core.metrics import WorkerView
@@ -46,7 +45,7 @@ from echo.runtime.node import DialingNode, Node
 from echo.runtime.threads import MAX_BLOCKING, Pool, Threads
 from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example
-from echo.weights.manifest import TensorSpec
+from echo.weights.manifest import TensorSpec, hash_image
 from echo.weights.receiver import VersionArrived, VersionAudited, VersionDamaged
 from echo.weights.store import ApplyPatch, Transfer
 from echo.wire.actions import Action, Note
@@ -81,7 +80,7 @@ class WorkerParts:
     agents: AgentParts | None
     """What outside agents get, where rollouts come from them."""
     digests: dict[str, str]
-    read_local_image: Callable[[], bytearray | None]
+    read_local_image: Callable[[], tuple[bytearray, bytes] | None]
     """Lays out the weights of the worker's own model directory as a version's image; slow."""
 
     @property
@@ -108,7 +107,7 @@ class WorkerParts:
         """
         manifest, digest = transfer.manifest, None
         if transfer.is_hashed:
-            digest = blake3(transfer.storage).hexdigest()
+            digest = hash_image(transfer.storage, manifest.chunk_bytes).hex()
         if digest is not None and digest != manifest.image_hash.hex():
             raise EngineError(
                 f"{manifest.version}: the bytes in memory do not hash to what the learner signed; "
@@ -296,10 +295,9 @@ class WorkerNode(DialingNode):
         places = parts.facts.num_places if parts.engine.is_continuous else 1
         self._sample_pool = self.threads.pool("sample", places)
         await self.recover()
-        image = await self._engine_pool.run(parts.read_local_image)
-        if image is not None:
-            digest = await self._engine_pool.run(_hash_of, image)
-            self.role.broadcast.offer(image, digest)
+        local = await self._engine_pool.run(parts.read_local_image)
+        if local is not None:
+            self.role.broadcast.offer(*local)
         try:
             left = await self._file_pool.run(parts.partials_path.read_bytes)
         except FileNotFoundError:
@@ -498,11 +496,6 @@ class WorkerNode(DialingNode):
                 self._parts.runner.close()
             self._parts.engine.close()
         super().release()
-
-
-def _hash_of(image: bytearray) -> bytes:
-    """Return the hash of an image, which takes seconds where it is large."""
-    return blake3(image, max_threads=blake3.AUTO).digest()
 
 
 def _request(name: str, group: PartialGroup, index: int) -> Request:

@@ -49,6 +49,7 @@ from echo.runtime.worker.release import RentedMachine, terms_of
 from echo.tasks import tokenization
 from echo.tasks.rewards import LaterHost, TaskHost
 from echo.tasks.task import load_task, task_digests
+from echo.weights.manifest import hash_image
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,10 +313,10 @@ def make_engine(config: Config, model_dir: Path, lora: Lora | None = None) -> En
     )
 
 
-def read_local_image(config: Config) -> bytearray | None:
-    """Return the weights of the worker's own model as the learner would publish them.
+def read_local_image(config: Config) -> tuple[bytearray, bytes] | None:
+    """Return the worker's own model as the learner would publish it, and the hash of that.
 
-    They are used if they are, by hash, the first version that is announced; None if the worker
+    It is used if it is, by hash, the first version that is announced; None if the worker
     names no model or has only its configuration, and where the learner publishes an adapter.
     """
     model_dir = None if config.lora.rank else own_model(config)
@@ -323,4 +324,5 @@ def read_local_image(config: Config) -> bytearray | None:
         return None
     if not any(model_dir.glob("*.safetensors")):
         return None
-    return publish_image(load_directory(model_dir, config.model.dtype), config.model.dtype)[1]
+    _, image = publish_image(load_directory(model_dir, config.model.dtype), config.model.dtype)
+    return image, hash_image(image, config.network.chunk_bytes)
