@@ -100,6 +100,8 @@ class OptimizerSettings:
     """Decay of the first moment and of the second."""
     max_grad_norm: float = 1.0
     """Bound on the norm of the whole gradient; infinity for none."""
+    minibatches_per_step: int = 1
+    """Updates that a step makes, each of its share of the groups; `optim_step` is one of them."""
 
     def __post_init__(self) -> None:
         if self.lr_schedule != "constant" and self.num_steps < 1:
@@ -362,7 +364,6 @@ class Trainer:
         temperature: float = 1.0,
         advantages: AdvantageSettings | None = None,
         reference: ModelSource | None = None,
-        minibatches_per_step: int = 1,
         rescoring: Rescoring | None = None,
     ) -> None:
         """Load the model and start its optimizer.
@@ -377,7 +378,6 @@ class Trainer:
             advantages: how rewards become advantages; None takes the defaults.
             reference: the frozen policy that the loss pulls towards, if it does. It never changes,
                 so no state holds it.
-            minibatches_per_step: updates that a step makes, each of its share of the groups.
             rescoring: what `rescore` is asked for, if it is.
 
         Raises:
@@ -398,7 +398,6 @@ class Trainer:
         self._needs = needs_of(loss)
         self._advantages = advantages or AdvantageSettings()
         self._settings = optimizer
-        self._minibatches_per_step = minibatches_per_step
         self._inv_temperature = 1.0 / temperature
         self._ranks = compute.ranks
         self._parameters = self._policy.parameters()
@@ -769,7 +768,7 @@ class Trainer:
 
         Groups come in the order of their arrival, the quick ones first, so they are dealt.
         """
-        count = min(self._minibatches_per_step, len(groups))
+        count = min(self._settings.minibatches_per_step, len(groups))
         batches = [whole]
         if count > 1:
             batches = [self._prepare(groups[first::count]) for first in range(count)]
