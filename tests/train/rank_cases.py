@@ -177,6 +177,38 @@ def variants(crew: Crew, model_dir: str, untied_dir: str) -> dict[str, dict[str,
     return found
 
 
+def adapters(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
+    """Two of them in turns, a gradient that waits meanwhile, and the state of both."""
+    lora = Lora(base_dir=Path(model_dir), rank=4, alpha=8)
+
+    def add(trainer: Trainer) -> Trainer:
+        trainer.add_adapter("code", optimizer=TWO_UPDATES)
+        return trainer
+
+    pair = Pair(model_dir, crew.ranks, lora=lora)
+    found: dict[str, Any] = {}
+    for trainer in pair._trainers:
+        add(trainer)
+        trainer.forward_backward(trainer._prepare(make_groups(3)), LOSSES["dapo"])
+        trainer.use("code")
+    found["code"] = pair.compare(make_groups(6), make_groups(5, seed=1))
+    for trainer in pair._trainers:
+        trainer.use("default")
+    norms = [trainer.optim_step(FAST) for trainer in pair._trainers]
+    found["waited"] = max(norms) - min(norms)
+    found["default"] = pair.compare(make_groups(4, seed=2))
+    pair.together.save_state(Path(directory))
+    again = add(make_trainer(model_dir, crew.ranks, lora=lora, seed=7))
+    again.load_state(Path(directory))
+    for name in ("default", "code"):
+        for trainer in (again, pair.together):
+            trainer.use(name)
+        weights = weights_of(again)
+        same = [torch.equal(weights[key], t) for key, t in weights_of(pair.together).items()]
+        found[f"{name} again"] = [all(same), again.step_count]
+    return found
+
+
 def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
     """A loss that fails on one rank only, and the step after it."""
     ranks = crew.ranks
