@@ -50,7 +50,7 @@ from echo.weights import delta
 from echo.weights.delta import block_bytes_of
 from echo.weights.manifest import encode_signed
 from echo.weights.store import Transfer
-from tests.train.test_trainer import FAST, make_group, make_groups
+from tests.train.test_trainer import FAST, TWO_UPDATES, make_group, make_groups
 from tests.train.test_trainer_losses import LOSSES, stale_groups
 from tests.train.trainers import CPU, trainer_of
 
@@ -83,7 +83,7 @@ class Touchy:
 VARIANTS: dict[str, dict[str, Any]] = {
     "padded": {"packing": "padded"},
     "offloading": {"gradient_checkpointing": "offload", "optimizer_state": "offloaded"},
-    "minibatches": {"minibatches_per_step": 2, "loss": LOSSES["decoupled_ppo"]},
+    "minibatches": {"optimizer": TWO_UPDATES, "loss": LOSSES["decoupled_ppo"]},
     "whole groups": {"loss": Touchy()},
 }
 
@@ -177,6 +177,38 @@ def variants(crew: Crew, model_dir: str, untied_dir: str) -> dict[str, dict[str,
     return found
 
 
+def adapters(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
+    """Two of them in turns, a gradient that waits meanwhile, and the state of both."""
+    lora = Lora(base_dir=Path(model_dir), rank=4, alpha=8)
+
+    def add(trainer: Trainer) -> Trainer:
+        trainer.add_adapter("code", optimizer=TWO_UPDATES)
+        return trainer
+
+    pair = Pair(model_dir, crew.ranks, lora=lora)
+    found: dict[str, Any] = {}
+    for trainer in pair._trainers:
+        add(trainer)
+        trainer.forward_backward(trainer._prepare(make_groups(3)), LOSSES["dapo"])
+        trainer.use("code")
+    found["code"] = pair.compare(make_groups(6), make_groups(5, seed=1))
+    for trainer in pair._trainers:
+        trainer.use("default")
+    norms = [trainer.optim_step(FAST) for trainer in pair._trainers]
+    found["waited"] = max(norms) - min(norms)
+    found["default"] = pair.compare(make_groups(4, seed=2))
+    pair.together.save_state(Path(directory))
+    again = add(make_trainer(model_dir, crew.ranks, lora=lora, seed=7))
+    again.load_state(Path(directory))
+    for name in ("default", "code"):
+        for trainer in (again, pair.together):
+            trainer.use(name)
+        weights = weights_of(again)
+        same = [torch.equal(weights[key], t) for key, t in weights_of(pair.together).items()]
+        found[f"{name} again"] = [all(same), again.step_count]
+    return found
+
+
 def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
     """A loss that fails on one rank only, and the step after it."""
     ranks = crew.ranks
@@ -188,7 +220,7 @@ def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
     # Of two minibatches the second fails, and the update of the first has to be taken back.
     for kind, num_minibatches in (("raises", 1), ("nan", 1), ("raises", 2)):
         pair.restart(Touchy(kind))
-        trainer._minibatches_per_step = num_minibatches
+        trainer._settings = replace(FAST, minibatches_per_step=num_minibatches)
         reason = ""
         try:
             trainer.step(groups)
@@ -206,7 +238,7 @@ def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
         except StorageError as error:
             found["apart"] = str(error).replace(own, "HERE").replace(socket.gethostname(), "THIS")
         found["left"] = [path.name for path in Path(own).iterdir()]
-    trainer._minibatches_per_step = 1
+    trainer._settings = FAST
     trainer._num_skipped_nonfinite = 0
     pair.restart(Touchy())
     found["next"] = pair.compare(groups)
@@ -217,7 +249,7 @@ SHORTAGES: dict[str, dict[str, Any]] = {
     "backward": {"gradient_checkpointing": True},
     "reference": {"loss": REFERENCE_LOSS},
     # Before the update of a second minibatch its rows are scored.
-    "layer": {"loss": LOSSES["decoupled_ppo"], "minibatches_per_step": 2},
+    "layer": {"loss": LOSSES["decoupled_ppo"], "optimizer": TWO_UPDATES},
 }
 """Where a rank may run out of memory, and what has it pass there."""
 

@@ -65,6 +65,8 @@ def answers(
         "bfloat16": ("in_bfloat16", size, {"model_dir": tiny}),
         "memory": ("short_of_memory", size, {"model_dir": tiny, "reference_dir": other}),
     }
+    adapters = {"model_dir": tiny, "directory": str(tmp_path_factory.mktemp("adapters"))}
+    asked["adapters"] = ("adapters", size, adapters)
     led = tmp_path_factory.mktemp("led")
     asked["led"] = ("lead", size, {"model_dir": tiny, "directory": str(led)})
     large = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 8}
@@ -183,6 +185,14 @@ def test_ranks_make_the_step_of_one_process(loss: str, answers: Answers) -> None
 @pytest.mark.parametrize("variant", [*rank_cases.VARIANTS, *MORE_VARIANTS])
 def test_they_do_whatever_is_set(variant: str, answers: Answers) -> None:
     assert_near(answers["variants"][variant])
+
+
+def test_they_take_several_adapters(answers: Answers) -> None:
+    found = answers["adapters"]
+    assert_near(found["code"])
+    assert_near(found["default"])
+    assert found["waited"] < 1e-6
+    assert (found["default again"], found["code again"]) == ([True, 1], [True, 2])
 
 
 def test_in_bfloat16_they_round_what_one_process_does(answers: Answers) -> None:

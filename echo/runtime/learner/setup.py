@@ -249,6 +249,7 @@ def make_trainer(
             weight_decay=optimizer.weight_decay,
             betas=optimizer.betas,
             max_grad_norm=optimizer.max_grad_norm,
+            minibatches_per_step=config.batch.minibatches_per_step,
         ),
         temperature=config.sampling.temperature,
         advantages=AdvantageSettings(
@@ -261,7 +262,6 @@ def make_trainer(
             max_abs_reward=config.task.max_reward,
         ),
         reference=find_reference(config, model_dir, lora),
-        minibatches_per_step=config.batch.minibatches_per_step,
         rescoring=make_rescoring(config),
     )
     if checkpoint is not None:
