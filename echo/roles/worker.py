@@ -174,7 +174,7 @@ class EngineFacts:
         return math.ceil(self.groups_per_batch * self.rules.over_submission)
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class EngineCall:
     """Groups that are sampled together, and how far they are.
 
@@ -627,6 +627,10 @@ class Worker(DialingRole):
         for group in call.groups:
             group.num_progress += num_signs - call.num_signs
         call.num_tokens, call.num_signs = num_tokens, num_signs
+
+    def count(self, name: str, number: float = 1) -> None:
+        """Count what engine or task has told the shell."""
+        self.counters.add(name, number)
 
     def sampled(
         self,

@@ -404,7 +404,7 @@ class VersionDamaged(Action):
     version: PolicyVersion
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class WriteChunk(Work):
     """Work for a thread: verify one chunk and write it; then call `worked`."""
 
