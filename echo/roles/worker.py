@@ -930,7 +930,7 @@ class Worker(DialingRole):
     def restore(self, data: Frame) -> list[Action]:
         """Take over what a former process of this worker has saved."""
         try:
-            partials = decode_groups(data, run_id=self.broadcast.run_id)
+            partials = decode_groups(data, run_id=self.broadcast.trust.run_id)
         except RemoteProtocolError as error:
             return [Note("warning", f"dropped the unfinished groups that were left here: {error}")]
         self._saved = bytes(data)
@@ -943,7 +943,7 @@ class Worker(DialingRole):
     def _save(self, now: float) -> list[Action]:
         self._saved_at = now
         partials = self.partials.begun()
-        data = encode_groups(self.broadcast.run_id, partials)
+        data = encode_groups(self.broadcast.trust.run_id, partials)
         if data == self._saved or not (partials or self._saved):
             return []
         self._saved = data

@@ -47,11 +47,8 @@ BUILT = {
 """What a log may build."""
 SET = "__setattr__"
 """What is called where a shell gives an attribute another value."""
-READS = {
-    "views", "obstacle", "broadcast_progress", "describe_wait", "rebuild", "manifest",
-    "deadline_of",
-}  # fmt: skip
-"""Methods that change nothing and are called often, or in threads."""
+READS = {"views", "obstacle", "broadcast_progress", "describe_wait", "deadline_of"}
+"""Methods that change nothing and are called often."""
 ASKED = {"create", "sign", "public_key", "lease"}
 """Methods of what lies outside that answer the role with something."""
 MAX_SHOWN = 500
