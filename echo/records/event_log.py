@@ -84,7 +84,7 @@ def read_frames(path: Path) -> Iterator[bytes]:
                     frame = inflater.decompress(data, MAX_LOG_BYTES)
                 except zlib.error as error:
                     raise DataError(f"{where} is damaged: {error}") from error
-                if not inflater.eof or inflater.unused_data:
+                if not inflater.eof:
                     raise DataError(f"{where} is damaged")
                 yield frame
     except OSError as error:

@@ -927,13 +927,13 @@ class Worker(DialingRole):
             self.partial_counts["shipped"] += 1
         return actions
 
-    def restore(self, data: Frame) -> list[Action]:
+    def restore(self, saved: Frame) -> list[Action]:
         """Take over what a former process of this worker has saved."""
         try:
-            partials = decode_groups(data, run_id=self.broadcast.trust.run_id)
+            partials = decode_groups(saved, run_id=self.broadcast.trust.run_id)
         except RemoteProtocolError as error:
             return [Note("warning", f"dropped the unfinished groups that were left here: {error}")]
-        self._saved = bytes(data)
+        self._saved = bytes(saved)
         self.partials.restore(partials)
         if not partials:
             return []

@@ -15,8 +15,9 @@ import pytest
 
 from echo.cli.debug import main
 from echo.core.errors import DataError
-from echo.core.rollout import Group, PolicyVersion, Rollout
+from echo.core.rollout import Group, PartialRollout, PolicyVersion, Rollout
 from echo.leases.book import LeaseBook
+from echo.leases.partials import PartialGroup, decode_groups, encode_groups
 from echo.records.event_log import HEAD, EventFile, read_frames
 from echo.roles.learner import Learner
 from echo.roles.relay import Relay
@@ -29,6 +30,7 @@ from echo.weights.topology.sites import Site
 from echo.wire.codec import decode_group, encode, encode_group
 from echo.wire.messages import Chunk, Deliver, Form
 from tests.promises.world import CHUNK_BYTES, StubEngine, World
+from tests.roles.harness import make_lease
 
 pytestmark = pytest.mark.slow
 
@@ -304,6 +306,21 @@ def test_a_delivered_group_keeps_its_size_and_the_range_of_what_was_sampled(
     assert np.array_equal(before.policy_versions, after.policy_versions)
 
 
+def test_what_a_worker_has_saved_keeps_its_size_and_the_range_of_what_was_sampled() -> None:
+    ids, logprobs = np.array([7, 9, 8], np.int32), np.array([-1.0, -3.0, -2.0], np.float32)
+    begun = PartialRollout().extended(
+        ids, logprobs, np.ones((3, 2), np.int32), finish_reason="abort"
+    )
+    data = encode_groups("run", [PartialGroup(make_lease(4), [begun, PartialRollout()])])
+    thinned = Values().pack(data, "saved")
+    assert len(thinned) == len(data)
+    [group] = decode_groups(thinned, run_id="run")
+    assert group.lease == make_lease(4)
+    assert group.members[0].token_ids.tolist() == [7, 7, 9]
+    assert group.members[0].sampler_logprobs.tolist() == [-3.0, -3.0, -1.0]
+    assert Values().pack(b"not a file", "saved") == b"not a file"
+
+
 def test_a_chunk_is_its_length_and_hash_and_what_is_malformed_stays() -> None:
     chunk = encode(Chunk(version=PolicyVersion(1, 0), index=0), [b"x" * 5000], source="r1")
     frame = thin_frames(chunk)[1]
@@ -360,8 +377,13 @@ def test_what_is_not_recorded_is_a_method_of_one_class_only() -> None:
         assert sum(hasattr(kind, name) for kind in event_log.BUILT.values()) == 1, name
 
 
+class Foreign(msgspec.Struct):
+    """A record, but none of Echo's."""
+
+
 def test_only_records_of_echo_are_made() -> None:
     assert class_at("echo.wire.messages:Chunk") is Chunk
-    for path in ("os:system", "echo.records.event_log:EventFile", "echo.core.units:one_line"):
+    others = ("os:system", "echo.records.event_log:EventFile", "echo.core.units:one_line")
+    for path in (*others, f"{__name__}:Foreign"):
         with pytest.raises(DataError, match="unknown class"):
             class_at(path)
