@@ -279,7 +279,7 @@ def topology(role: Learner) -> dict[str, Any]:
     """Return the plan in force, what it promises, and the uplinks that it was made of."""
     plan = role.planning.topology
     uplinks = {each.node_id: each.stats.uplink_bytes_per_s for each in role.roster.members()}
-    uplinks[LEARNER_ID] = role.broadcast.uplink_bytes_per_s
+    uplinks[LEARNER_ID] = role.broadcast.uplink.bytes_per_s
     return {
         "kind": None if plan is None else plan.kind,
         "num_stripes": None if plan is None else plan.num_stripes,

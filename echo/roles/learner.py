@@ -162,7 +162,7 @@ class Learner:
 
     def uplinks(self) -> dict[str, float]:
         """Return what every node could send when it was last heard, bytes per second by name."""
-        own = clamped_rate(self.broadcast.uplink_bytes_per_s)
+        own = clamped_rate(self.broadcast.uplink.bytes_per_s)
         return self.roster.uplinks.as_dict() | ({LEARNER_ID: own} if own else {})
 
     # --- links and messages ----------------------------------------------------------------------
@@ -292,7 +292,7 @@ class Learner:
         self.planning.expect(self.broadcast.payload)
         moved = self.planning.move(
             [member.node for member in self.roster.members()],
-            uplink_bytes_per_s=self.broadcast.uplink_bytes_per_s,
+            uplink_bytes_per_s=self.broadcast.uplink.bytes_per_s,
             now=now,
             is_between=is_between,
         )
@@ -310,9 +310,9 @@ class Learner:
         return self._probing.begin(peer, payload_bytes=self.version_bytes, now=now)
 
     def _on_probe_ack(self, peer: str, now: float) -> list[Action]:
-        was_known = self.broadcast.uplink_bytes_per_s is not None
+        was_known = self.broadcast.uplink.bytes_per_s is not None
         actions = self._probing.acknowledged(peer, now=now)
-        if not was_known and self.broadcast.uplink_bytes_per_s is not None:
+        if not was_known and self.broadcast.uplink.bytes_per_s is not None:
             self.planning.has_news = True
         return actions
 

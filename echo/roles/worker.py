@@ -174,7 +174,7 @@ class EngineFacts:
         return math.ceil(self.groups_per_batch * self.rules.over_submission)
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class EngineCall:
     """Groups that are sampled together, and how far they are.
 
@@ -628,6 +628,10 @@ class Worker(DialingRole):
             group.num_progress += num_signs - call.num_signs
         call.num_tokens, call.num_signs = num_tokens, num_signs
 
+    def count(self, name: str, number: float = 1) -> None:
+        """Count what engine or task has told the shell."""
+        self.counters.add(name, number)
+
     def sampled(
         self,
         call: EngineCall,
@@ -923,13 +927,13 @@ class Worker(DialingRole):
             self.partial_counts["shipped"] += 1
         return actions
 
-    def restore(self, data: Frame) -> list[Action]:
+    def restore(self, saved: Frame) -> list[Action]:
         """Take over what a former process of this worker has saved."""
         try:
-            partials = decode_groups(data, run_id=self.broadcast.run_id)
+            partials = decode_groups(saved, run_id=self.broadcast.trust.run_id)
         except RemoteProtocolError as error:
             return [Note("warning", f"dropped the unfinished groups that were left here: {error}")]
-        self._saved = bytes(data)
+        self._saved = bytes(saved)
         self.partials.restore(partials)
         if not partials:
             return []
@@ -939,7 +943,7 @@ class Worker(DialingRole):
     def _save(self, now: float) -> list[Action]:
         self._saved_at = now
         partials = self.partials.begun()
-        data = encode_groups(self.broadcast.run_id, partials)
+        data = encode_groups(self.broadcast.trust.run_id, partials)
         if data == self._saved or not (partials or self._saved):
             return []
         self._saved = data

@@ -316,7 +316,7 @@ class WorkerNode(DialingNode):
             self.role.counted(call, num_tokens=call.seen_tokens, num_signs=call.seen_signs)
         for counts in (self._parts.host.take_counts(), self._parts.engine.take_counts()):
             for name, number in counts.items():
-                self.role.counters.add(name, number)
+                self.role.count(name, number)
 
     # --- sampling --------------------------------------------------------------------------------
 
