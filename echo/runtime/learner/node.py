@@ -457,7 +457,6 @@ class LearnerNode(Node):
         self._held: list[list[Action]] = []
         """Batches of actions that wait until their records are committed."""
         self._has_records, self._has_news, self._has_published = (asyncio.Event() for _ in range(3))
-        self._ledger.on_append = self._has_records.set
         self._unsynced: list[Group] = []
         self._store_wanted = asyncio.Event()
         self._store_task: asyncio.Task[None] | None = None
@@ -488,6 +487,12 @@ class LearnerNode(Node):
             self._held.append([e for e in batch if not isinstance(e, LeaseRecord | StoreGroup)])
             batch = []
         super().perform(batch)
+
+    def _settle(self) -> None:
+        """Have committed, too, what has been recorded meanwhile."""
+        super()._settle()
+        if self._ledger.has_queued:
+            self._has_records.set()
 
     async def _commit_records(self) -> None:
         """Commit whatever comes, all at once that has come meanwhile."""
