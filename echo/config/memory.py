@@ -17,9 +17,10 @@ from typing import Any
 
 import psutil
 
-from echo.config.fields import UNREADABLE, Role, local_path
+from echo.config.fields import UNREADABLE, Role
 from echo.config.schema import Config, show
 from echo.core.errors import DataError
+from echo.core.paths import local_path
 from echo.core.rollout import KEEP_VERSIONS, MAX_UNACKED_GROUPS
 from echo.core.units import format_bytes
 
