@@ -47,6 +47,7 @@ from echo.leases.dispatch import (
     Load,
     RunningGroup,
     Speed,
+    Usefulness,
     by_finish,
     hedges,
     slowdown,
@@ -240,6 +241,10 @@ class Scheduler:
             max_tokens=settings.max_completion_tokens,
             group_size=settings.group_size,
             heartbeat_s=settings.heartbeat_s,
+        )
+        self.usefulness = Usefulness(
+            max_zero_signal_groups=settings.max_zero_signal_groups,
+            groups_per_step=settings.groups_per_step,
         )
         self._outlooks: RecentMap[str, _Outlook] = RecentMap(max_entries=MAX_WORKERS)
         self._routes = routes
@@ -764,8 +769,8 @@ class Scheduler:
         )
         return self._routes.to(node_id, ack)
 
-    def stored(self, group_id: int) -> list[Action]:
-        """Acknowledge a group that the ledger now holds."""
+    def stored(self, group_id: int, *, is_useful: bool, now: float) -> list[Action]:
+        """Acknowledge a group that the ledger now holds; count it for or against its worker."""
         node_id, attempt = self._storing.pop(group_id)
         leases = self.leases.leases_of(group_id)
         self.settle(group_id)
@@ -775,7 +780,12 @@ class Scheduler:
         if first is not None and others:
             self.counters.add("hedges/lost" if first.copy_of is None else "hedges/won")
         ack = Ack(group_id=group_id, attempt=attempt, outcome="accepted")
-        return [*self._routes.to(node_id, ack), *self._cancel(others)]
+        counted = self._count(node_id, is_useful=is_useful, now=now)
+        return [*counted, *self._routes.to(node_id, ack), *self._cancel(others)]
+
+    def _count(self, node_id: str, *, is_useful: bool, now: float) -> list[Action]:
+        texts = self.usefulness.delivered(node_id, is_useful=is_useful, now=now)
+        return [Note("warning", text) for text in texts]
 
     def _cancel(self, leases: list[LeaseRecord]) -> list[Action]:
         """Tell the workers that have the other attempts of a group to stop."""
@@ -848,6 +858,7 @@ class Scheduler:
                 worker_id=node_id,
                 cause=_printable(f"{message.detail}\n{message.traceback}".strip()),
             ),
+            *self._count(node_id, is_useful=False, now=now),
             *self._ack(node_id, message, "refused", reason),
             *self._cancel(others),
         ]
