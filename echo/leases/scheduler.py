@@ -299,6 +299,17 @@ class Scheduler:
         has_space = any(w.is_able(bounds) and self._num_held(w) < w.capacity for w in fresh)
         return "" if has_space else "busy"
 
+    def hand_out(self, workers: Sequence[LeasedWorker], *, now: float) -> list[Action]:
+        """Grant groups, have them recorded, and send them with what others have sampled of them."""
+        actions, granted = self.grant(workers, now=now)
+        for node_id, leases in granted.items():
+            actions += self._send(node_id, leases)
+        return actions
+
+    def _send(self, node_id: str, leases: Sequence[Lease]) -> list[Action]:
+        messages = self.shipped.grants(leases)
+        return [a for grant, payload in messages for a in self._routes.to(node_id, grant, *payload)]
+
     def grant(
         self, workers: Sequence[LeasedWorker], *, now: float
     ) -> tuple[list[Action], dict[str, list[Lease]]]:
@@ -546,6 +557,23 @@ class Scheduler:
             records += self.end(group_id, "attempts_exhausted")
         self.next_group_id += 1
         return self.next_group_id - 1
+
+    def heard(
+        self, worker: LeasedWorker, message: Heartbeat, *, has_progress: bool, now: float
+    ) -> list[Action]:
+        """Send a worker again what it does not list, and tell it what is not wanted any more."""
+        lost, unwanted = self.reconcile(
+            worker,
+            message,
+            has_progress=has_progress,
+            resend_after_s=2 * self.settings.heartbeat_s,
+            now=now,
+        )
+        actions = self._send(worker.node_id, lost)
+        for group_id, attempt in unwanted:
+            ack = Ack(group_id=group_id, attempt=attempt, outcome="duplicate")
+            actions += self._routes.to(worker.node_id, ack)
+        return actions
 
     def reconcile(
         self,

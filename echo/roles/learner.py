@@ -50,7 +50,6 @@ from echo.wire.codec import (
 )
 from echo.wire.messages import (
     LEARNER_ID,
-    Ack,
     AssetRequest,
     Deliver,
     Failed,
@@ -60,7 +59,6 @@ from echo.wire.messages import (
     Greeted,
     Heartbeat,
     Hello,
-    Lease,
     Message,
     Partial,
     Probe,
@@ -343,17 +341,7 @@ class Learner:
             actions += self._routes.to(member.node_id, plan)
         if has_new_suspects or self.planning.is_due(now=now):
             actions += self.replan(now)
-        lost, unwanted = self._scheduler.reconcile(
-            member.worker,
-            message,
-            has_progress=has_progress,
-            resend_after_s=2 * self.settings.leases.heartbeat_s,
-            now=now,
-        )
-        actions += self._send_leases(member.node_id, lost)
-        for group_id, attempt in unwanted:
-            ack = Ack(group_id=group_id, attempt=attempt, outcome="duplicate")
-            actions += self._routes.to(member.node_id, ack)
+        actions += self._scheduler.heard(member.worker, message, has_progress=has_progress, now=now)
         return actions + self.grant(now=now)
 
     def grant(self, *, now: float) -> list[Action]:
@@ -364,10 +352,7 @@ class Learner:
             return []
         if not self._grants.may(len(self.roster.nodes), now=now):
             return []
-        actions, granted = self._scheduler.grant(self._workers, now=now)
-        for node_id, leases in granted.items():
-            actions += self._send_leases(node_id, leases)
-        return actions
+        return self._scheduler.hand_out(self._workers, now=now)
 
     def obstacle(self) -> Obstacle:
         """Return what keeps the groups of the next batch from being granted."""
@@ -396,10 +381,6 @@ class Learner:
             changed |= is_standby != member.is_standby
             member.node.is_standby = is_standby
         return [*self.replan(now), *self.grant(now=now)] if changed else []
-
-    def _send_leases(self, node_id: str, leases: Sequence[Lease]) -> list[Action]:
-        messages = self._scheduler.shipped.grants(leases)
-        return [a for grant, payload in messages for a in self._routes.to(node_id, grant, *payload)]
 
     def stored(self, group_id: int, *, is_useful: bool, now: float) -> list[Action]:
         """Acknowledge a group that the ledger now holds.
