@@ -419,7 +419,7 @@ def import_module(where: str, name: str) -> ModuleType:
         importlib.invalidate_caches()
     try:
         return _import_file(name) if name.endswith(".py") else importlib.import_module(name)
-    except Exception as error:
+    except Exception as error:  # a user's module raises anything
         if isinstance(error, FileNotFoundError) and name.endswith(".py"):
             problem = f"no file {name!r} in {directory}"
         elif isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
