@@ -205,7 +205,7 @@ def forget_what_is_finished(patch: pytest.MonkeyPatch) -> None:
 @plant(15)
 def ignore_failures(patch: pytest.MonkeyPatch) -> None:
     """Give a group that cannot be made no end."""
-    patch.setattr(Scheduler, "on_failed", lambda self, node_id, message: [])
+    patch.setattr(Scheduler, "on_failed", lambda self, node_id, message, *, now: [])
 
 
 @plant(16)
