@@ -166,7 +166,7 @@ def take_the_newest_attempt_only(patch: pytest.MonkeyPatch) -> None:
 @plant(10)
 def let_losers_go_on(patch: pytest.MonkeyPatch) -> None:
     """Tell nobody that another was first."""
-    patch.setattr(Scheduler, "_cancel", lambda self, leases, first: [])
+    patch.setattr(Scheduler, "_cancel", lambda self, leases: [])
 
 
 @plant(11)
