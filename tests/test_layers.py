@@ -138,11 +138,10 @@ OWNED = (
         "the event loop",
         rooms=("runtime", "net", "sim"),
         others={
-            "cli/node.py": "starts it, and hands it the signals of the process",
+            "cli/node.py": "starts it, and hands it signals and a worker's status line",
             "engine/vllm/backend.py": "see above",
             "tasks/dataset.py": "see above",
             "tasks/verifiers.py": "see above",
-            "ui/live.py": "a worker's status line, which the worker's node spawns",
         },
         imports=("asyncio", "uvloop"),
     ),
