@@ -108,6 +108,18 @@ OWNED = (
         ),
     ),
     Owned(
+        "a thread",
+        rooms=("tasks", "engine", "runtime"),  # of the last see BLOCKING
+        others={
+            "cli/interrupts.py": "ends the process where something else keeps it",
+            "net/zmq.py": "the end of ZeroMQ's context, which waits for what lingers",
+            "train/ranks.py": "beats, which must not stop while a rank computes",
+            "train/sharded_images.py": "codes on a rank's cores, for the learner's thread",
+            "ui/live.py": "draws, so that nobody waits for a terminal",
+        },
+        calls=("threading.Thread", "threading.Timer", "*.ThreadPoolExecutor", "*.to_thread"),
+    ),
+    Owned(
         "an event loop",
         rooms=(),  # a node runs in the one that it is given
         others={
@@ -431,7 +443,7 @@ def test_threads_and_time_come_from_the_port_and_the_loop(tree: SourceTree) -> N
 
 
 @pytest.mark.parametrize("owned", OWNED, ids=lambda owned: owned.what)
-def test_only_some_may_start_processes_loops_and_tasks_or_use_them(
+def test_only_some_may_start_processes_threads_loops_and_tasks(
     tree: SourceTree, owned: Owned
 ) -> None:
     assert "\n".join(unpermitted(tree, owned)) == ""
@@ -559,6 +571,8 @@ def test_a_planted_way_past_the_port_is_found(tmp_path: Path, line: str) -> None
         ("a process", "records/ledger", "from multiprocessing import Process\nProcess(target=f)"),
         ("a process", "cli/plan", "import asyncio\nasyncio.create_subprocess_exec('ls')"),
         ("a process", "train/ranks", "from os import fork\nif not fork(): pass"),
+        ("a thread", "records/ledger", "from threading import Thread\nThread(target=f).start()"),
+        ("a thread", "weights/store", "import asyncio\nasyncio.to_thread(f)"),
         ("an event loop", "runtime/relay", "import asyncio\nasyncio.run(f())"),
         ("an event loop", "cli/sim", "from uvloop import run\nrun(f())"),
         ("an event loop", "net/zmq", "import asyncio\nloop = asyncio.new_event_loop()"),
