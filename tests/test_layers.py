@@ -186,28 +186,31 @@ class SourceTree:
         # Those at the head of a module, which importing it follows.
         self.heads: dict[str, set[str]] = {}
         self.calls: dict[str, list[ast.Call]] = {}
-        # What each name stands for that a module imports: "Popen" for "subprocess.Popen".
-        self.names: dict[str, dict[str, str]] = {}
+        # (line, whole name of what is called), such as "subprocess.Popen" for an imported `Popen`.
+        self.called: dict[str, list[tuple[int, str]]] = {}
         for name, path in self.paths.items():
             module = ast.parse(path.read_text(), str(path))
             nodes = list(ast.walk(module))
             self.imports[name] = [found for node in nodes for found in self._imported(node)]
             self.heads[name] = {found for node in module.body for _, found in self._imported(node)}
             self.calls[name] = [node for node in nodes if isinstance(node, ast.Call)]
-            self.names[name] = dict(pair for node in nodes for pair in self._named(node))
-
-    def called(self, module: str, call: ast.Call) -> str:
-        """Return the whole name of what is called; of an expression's attribute, `.attribute`."""
-        parts, node = [], call.func
-        while isinstance(node, ast.Attribute):
-            parts.append(node.attr)
-            node = node.value
-        first = self.names[module].get(node.id, node.id) if isinstance(node, ast.Name) else ""
-        return ".".join([first, *reversed(parts)])
+            known = dict(pair for node in nodes for pair in self._named(node))
+            self.called[name] = [
+                (call.lineno, self._whole_name(call.func, known)) for call in self.calls[name]
+            ]
 
     def place(self, module: str) -> str:
         """Return the path of `module` inside the package, as the tables write it."""
         return self.paths[module].relative_to(self._root).as_posix()
+
+    def _whole_name(self, node: ast.expr, known: dict[str, str]) -> str:
+        """Return the whole name of what is called; of an expression's attribute, `.attribute`."""
+        parts = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        first = known.get(node.id, node.id) if isinstance(node, ast.Name) else ""
+        return ".".join([first, *reversed(parts)])
 
     def _named(self, node: ast.AST) -> list[tuple[str, str]]:
         if isinstance(node, ast.Import):
@@ -315,11 +318,7 @@ def strangers(tree: SourceTree, owned: Owned) -> list[str]:
         place = tree.place(module)
         if place.partition("/")[0] in owned.rooms:
             continue
-        lines = [
-            (node.lineno, name)
-            for node in tree.calls[module]
-            if is_call(name := tree.called(module, node))
-        ]
+        lines = [(line, name) for line, name in tree.called[module] if is_call(name)]
         lines += [
             (line, target)
             for line, target in tree.imports[module]
