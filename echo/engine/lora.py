@@ -28,10 +28,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from echo.config.fields import local_path
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError
 from echo.core.extras import install_command
+from echo.core.paths import local_path
 from echo.engine.model import (
     build_meta_model,
     build_shapes,

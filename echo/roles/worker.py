@@ -1,9 +1,9 @@
 """The worker's role: leases in, groups out.
 
-A lease waits in the queue, runs in the engine, may be parked between two calls of the engine
-(`leases/partials.py`), and its result lies in the outbox until the learner has it on disk. All
-places are listed in each heartbeat, so the learner knows what it must send again and what it need
-not renew. A cut changes nothing here: running groups go on, results are kept, and after the next
+A lease waits in the queue, runs in the engine, may be parked between two calls of the engine, and
+its result lies in the outbox until the learner has it on disk (`leases/partials.py`). All places
+are listed in each heartbeat, so the learner knows what it must send again and what it need not
+renew. A cut changes nothing here: running groups go on, results are kept, and after the next
 Admitted everything unacknowledged is sent again.
 
 What is parked is shipped to the learner now and then (`ship`), which leases it to others if this
@@ -324,7 +324,7 @@ class Worker(DialingRole):
         self.tokens_sampled = 0
         self.num_accepted = 0
         """Groups that the learner has taken since this process started."""
-        self.partials = PartialGroups()
+        self.partials = PartialGroups(outbox)
         self.partial_counts: Counter[str] = Counter()
         """What became of unfinished rollouts, for the learner's metrics."""
         self.version_wait = VersionWait(version_wait_s)
@@ -386,11 +386,7 @@ class Worker(DialingRole):
 
     def lease_states(self) -> tuple[LeaseState, ...]:
         """Return every lease here: waiting, running, or not yet acknowledged."""
-        delivered = (
-            LeaseState(group_id=group_id, attempt=attempt, num_tokens=-1)
-            for group_id, attempt in self.outbox.keys
-        )
-        return (*self.partials.states(now=self._beat_at), *delivered)[:MAX_LEASES]
+        return tuple(self.partials.states(now=self._beat_at)[:MAX_LEASES])
 
     def stats(self) -> NodeStats:
         """Return what to tell the learner about this worker."""
@@ -442,13 +438,10 @@ class Worker(DialingRole):
             if len(message.leases) != 1:
                 raise RemoteProtocolError(f"{len(message.leases)} leases with one continuation")
             members = decode_members(payload[0])
-        fresh = [lease for lease in message.leases if not self._is_known(key_of(lease))]
+        fresh = [lease for lease in message.leases if key_of(lease) not in self.partials]
         for lease in fresh:
             self.partials.add(lease, members)
         return self._next(now) if fresh else []
-
-    def _is_known(self, key: LeaseKey) -> bool:
-        return key in self.partials or key in self.outbox.keys
 
     def _on_ack(self, message: Ack, now: float) -> list[Action]:
         key = (message.group_id, message.attempt)
@@ -755,11 +748,14 @@ class Worker(DialingRole):
                 "batch.group_size or sampling.max_completion_tokens"
             )
             return self.failed(partial.lease, "group_too_large", detail, now=now)
-        self._end(key)
         seconds = partial.seconds(now)
         message = Deliver(group_id=group.group_id, attempt=group.attempt, seconds=seconds)
-        self.outbox.put(key, message, *payload)
+        self._deliver(key, message, *payload)
         return [*self._send_due(now), *self._settle(now)]
+
+    def _deliver(self, key: LeaseKey, message: Message, *payload: Frame) -> None:
+        self._scoring.pop(key, None)
+        self.partials.deliver(key, message, *payload)
 
     def failed(
         self, lease: Lease, reason: str, detail: str, *, traceback: str = "", now: float
@@ -769,17 +765,13 @@ class Worker(DialingRole):
         running = self.partials.running.get(key)
         if running is not None and running.is_unwanted:
             return self._end_unwanted(key, now)
-        self._end(key)
         self.counters.add(f"failed/{reason}")
         report = self._report(lease, reason, detail, traceback=traceback)
         return [*report, *self._send_due(now), *self._settle(now)]
 
-    def _end(self, key: LeaseKey) -> None:
+    def _end_unwanted(self, key: LeaseKey, now: float) -> list[Action]:
         self.partials.end(key)
         self._scoring.pop(key, None)
-
-    def _end_unwanted(self, key: LeaseKey, now: float) -> list[Action]:
-        self._end(key)
         return self._settle(now)
 
     def _report(
@@ -799,7 +791,7 @@ class Worker(DialingRole):
             is_elsewhere=is_elsewhere,
             traceback=traceback,
         )
-        self.outbox.put(key_of(lease), message)
+        self._deliver(key_of(lease), message)
         level = "info" if reason == SUPERSEDED else "warning"
         # It may be what a task's code says of what the model said.
         text = one_line(detail[:MAX_DETAIL_LENGTH])
@@ -808,11 +800,8 @@ class Worker(DialingRole):
     def _refuse(self, lease: Lease, reason: str, detail: str) -> list[Action]:
         """Give a lease back whose version is not the one that samples here."""
         key = key_of(lease)
-        if key in self.partials.running:
-            if not self.partials.end(key):
-                return []
-        else:
-            self.partials.revoke(key)
+        if key in self.partials.running and not self.partials.end(key):
+            return []
         self.counters.add("engine/version_refused")
         return self._report(lease, reason, detail, is_elsewhere=True)
 

@@ -304,7 +304,7 @@ def test_an_engine_with_newer_weights_refuses_an_exact_version() -> None:
     paper.grant(*(make_lease(group_id, exact_version=V0) for group_id in range(4)))
     [call] = paper.engine
     paper.do(paper.role.refused(call, "exactly v0 is wanted, v1 is installed", now=0.0))
-    assert not paper.role.partials
+    assert not paper.role.partials.running
     assert paper.role.counters["engine/version_refused"] == 4
     assert "exactly v0 is wanted" in paper.take(Note)[-1].text
 

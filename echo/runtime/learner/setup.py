@@ -14,7 +14,6 @@ from pathlib import Path
 from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss
-from echo.config.fields import local_path
 from echo.config.load import flatten, inherited_settings, resolved, save_resolved
 from echo.config.memory import (
     CHECKPOINTING,
@@ -28,6 +27,7 @@ from echo.core.buffer import StalenessBuffer
 from echo.core.errors import ConfigError, DataError
 from echo.core.extras import PROGRAMS
 from echo.core.metrics import LearningCurve
+from echo.core.paths import local_path
 from echo.core.units import format_bytes
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import (

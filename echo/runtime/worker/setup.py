@@ -45,7 +45,7 @@ from echo.runtime.event_log import EventLog
 from echo.runtime.identity import dial_addresses, node_keys
 from echo.runtime.threads import Threads
 from echo.runtime.worker.node import WorkerNode, WorkerParts
-from echo.runtime.worker.release import RentedMachine, terms_of
+from echo.runtime.worker.release import terms_of
 from echo.tasks import tokenization
 from echo.tasks.rewards import LaterHost, TaskHost
 from echo.tasks.task import load_task, task_digests
@@ -140,11 +140,11 @@ def assemble_worker(
         node_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"cannot make {node_dir}: {error}; set run.dir elsewhere") from error
-    node = RentedMachine(
+    node = WorkerNode(
         role,
         transport,
-        on_release=section.on_release,
         build=partial(build_parts, config, node_dir),
+        on_release=section.on_release,
         threads=threads,
         log=log,
     )
