@@ -19,9 +19,10 @@ from echo.roles.relay import Relay
 from echo.runtime import relay
 from echo.runtime.episodes import code_settings
 from echo.runtime.identity import load_or_create_keys, write_join
-from echo.runtime.worker import node
+from echo.runtime.worker import setup
 from echo.runtime.worker.setup import build_parts
 from echo.tasks.tokenization import asset_files
+from echo.weights.manifest import hash_image
 from echo.wire.actions import Action, Send
 from echo.wire.codec import decode_envelope, decode_message, encode
 from echo.wire.messages import LEARNER_ID, Asset, AssetRequest, Welcome
@@ -175,11 +176,11 @@ def test_the_workers_own_weights_are_hashed_beside_the_loop(
 ) -> None:
     hashed_in: list[str] = []
 
-    def hash_of(image: bytearray) -> bytes:
+    def noted(image: bytearray, chunk_bytes: int) -> bytes:
         hashed_in.append(threading.current_thread().name)
-        return blake3(image).digest()
+        return hash_image(image, chunk_bytes)
 
-    monkeypatch.setattr(node, "_hash_of", hash_of)
+    monkeypatch.setattr(setup, "hash_image", noted)
 
     async def scenario(run: Run) -> None:
         learner = await run.learner(run={"max_steps": 1})
