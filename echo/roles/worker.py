@@ -475,9 +475,14 @@ class Worker(DialingRole):
         return actions
 
     def on_admitted(self, *, now: float) -> list[Action]:
-        """Tell where this worker stands and send again what was not acknowledged."""
+        """Tell where this worker stands and send again what was not acknowledged.
+
+        What is unfinished is shipped again when its time comes: a learner that was started anew has
+        lost all of it, and a shipment may have been lost with the link.
+        """
         actions = super().on_admitted(now=now)
         self.outbox.resend_all()
+        self.partials.forget_shipments()
         return [*actions, *self.heartbeat(now=now), *self._send_due(now)]
 
     def on_version(self, *, now: float) -> list[Action]:
