@@ -32,7 +32,13 @@ from typing import TYPE_CHECKING, Protocol
 from echo.algo.staleness import BoundDecision, ControlSettings, Signals, StalenessController
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
-from echo.core.errors import EngineError, LocalProtocolError, StorageError, TransportError
+from echo.core.errors import (
+    DataError,
+    EngineError,
+    LocalProtocolError,
+    StorageError,
+    TransportError,
+)
 from echo.core.metrics import Snapshot
 from echo.core.rollout import Group, PolicyVersion
 from echo.core.units import format_duration
@@ -234,7 +240,11 @@ class LearnerRewards:
             RewardError: if the task's code fails.
         """
         texts = [self._text.decode(rollout.token_ids.tolist()) for rollout in group.rollouts]
-        return list(self._host.score_all(self._examples.example(group.group_id), texts))
+        try:
+            example = self._examples.example(group.group_id)
+        except DataError as error:  # though it had one when the group was granted
+            raise RewardError(str(error)) from error
+        return list(self._host.score_all(example, texts))
 
 
 # --- Waiting for a batch: ask again, say why, give up at last ---
