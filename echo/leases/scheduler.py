@@ -518,18 +518,18 @@ class Scheduler:
         Raises:
             DataError: if there are too many of these in a row.
         """
+        why = ""
         for _ in range(MAX_UNUSABLE):
             group_id = self._candidate(records)
             try:
                 self.prompts.lease(group_id, 0)
             except DataError as error:
-                records.append(Note("warning", f"group {group_id} is left out: {error}"))
+                why = str(error)
+                records.append(Note("warning", f"group {group_id} is left out: {why}"))
                 records += self.end(group_id, "prompt_error")
             else:
                 return group_id
-        raise DataError(
-            f"{MAX_UNUSABLE} prompts in a row cannot be used; the warnings above say why"
-        )
+        raise DataError(f"{MAX_UNUSABLE} prompts in a row cannot be used, the last because: {why}")
 
     def _candidate(self, records: list[Action]) -> int:
         """Return one that came back, otherwise a new one."""

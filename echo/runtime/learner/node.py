@@ -34,6 +34,7 @@ from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import (
     DataError,
+    EchoError,
     EngineError,
     LocalProtocolError,
     StorageError,
@@ -478,7 +479,7 @@ class LearnerNode(Node):
         # Until then nodes of this run may be out there and dial, as after a crash.
         self._missing_until = -math.inf
         # Why the run cannot go on, where it cannot.
-        self._failure: RewardError | None = None
+        self._failure: EchoError | None = None
         self._is_work_over = asyncio.Event()
 
     def release(self) -> None:
@@ -793,6 +794,9 @@ class LearnerNode(Node):
                 # There is room in the buffer again.
                 self.perform(self.role.grant(now=self.now))
                 return groups
+            if self.role.prompt_fault is not None:
+                self._failure = self.role.prompt_fault
+                return None
             if self._is_zero_signal:
                 failing = self._progress.describe_failing(self.role.step)
                 if failing is None:
@@ -944,8 +948,8 @@ class LearnerNode(Node):
             ", workers wait for it" if self.role.roster.members("worker") else "",
         )  # fmt: skip
 
-    async def _give_up(self, failure: RewardError) -> None:
-        """Save, so that --resume goes on once the task is mended, tell every node, and fail."""
+    async def _give_up(self, failure: EchoError) -> None:
+        """Save, so that --resume goes on once the cause is mended, tell every node, and fail."""
         await self._close_records()
         self.display()
         await self._tell_end("groups cannot be finished, see the learner's log")
