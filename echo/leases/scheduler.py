@@ -55,6 +55,7 @@ from echo.leases.partials import ShippedPartials, decode_members
 from echo.wire.actions import Action, Complaints, Note, Routes
 from echo.wire.codec import Frame, decode_group, encode_group
 from echo.wire.messages import (
+    BAD_LOGPROBS,
     SUPERSEDED,
     Ack,
     Deliver,
@@ -875,7 +876,7 @@ def _find_token_fault(
 ) -> str | None:
     """Return what is wrong with sampled tokens, at least one, or None."""
     if not np.isfinite(logprobs).all() or float(logprobs.max()) > MAX_LOGPROB:
-        return "bad_logprobs"
+        return BAD_LOGPROBS
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         return "bad_token_ids"
     return None

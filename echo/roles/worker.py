@@ -12,7 +12,7 @@ not wanted any more.
 
 The role decides, and its shell (`runtime/worker/node.py`, or a simulation) carries out and reports:
 
-    Sample         ->  sampled, for each group as it grows; then returned, or refused
+    Sample         ->  sampled or spoilt, for each group as it grows; then returned, or refused
     Recall             stop that call of the engine: it returns what it has
     OfferEpisodes  ->  finished, or failed; Withdraw -> dropped  (agents)
     Score          ->  scored, or failed
@@ -86,6 +86,7 @@ from echo.weights.broadcast import Broadcast
 from echo.wire.actions import Action, Note, Stop
 from echo.wire.codec import Frame, encode_group, payload_bytes
 from echo.wire.messages import (
+    BAD_LOGPROBS,
     SUPERSEDED,
     Ack,
     Deliver,
@@ -647,6 +648,18 @@ class Worker(DialingRole):
             return []
         call.num_whole += 1
         return [*self._score(group), *self._next(now)]
+
+    def spoilt(self, group: PartialGroup, why: str, *, now: float) -> list[Action]:
+        """End a group for one of whose members the model gives no probabilities.
+
+        It ends for good: elsewhere it would most likely be the same. Nobody waits for what else the
+        engine has of it.
+        """
+        if group.is_unwanted:
+            return []
+        actions = self.failed(group.lease, BAD_LOGPROBS, why, now=now)
+        group.is_unwanted = True
+        return [*actions, *self._next(now)]
 
     def _score(self, group: PartialGroup) -> list[Action]:
         if group.is_unwanted:

@@ -51,6 +51,8 @@ class Script(Engine):
             versions = np.tile(np.array([1, turn], np.int32), (len(ids), 1))
             logprobs = np.full(len(ids), -0.5, np.float32)
             reason = "stop" if ids[-1] == STOP else "length"
+            if ids[:-1] == [*map(ord, "NaN")]:
+                reason, logprobs[-1] = "nonfinite", np.nan
             token_ids = np.array(ids, np.int32)
             found.append(Completion(request.request_id, token_ids, logprobs, reason, versions))
         return found
@@ -158,6 +160,19 @@ def only(results: list[list[Rollout] | RewardError]) -> Rollout:
     assert not isinstance(group, RewardError), group
     [rollout] = group
     return rollout
+
+
+def test_a_model_that_gives_no_probabilities_ends_its_group_and_no_other(play: Play) -> None:
+    lines = {(1, 1): "NaN"}
+    [bad, good], engine, task, _ = play(
+        lambda member, turn: lines.get((member, turn), str(turn + 1)), sizes=(2, 1)
+    )
+    assert isinstance(bad, RewardError)
+    assert bad.reason == "bad_logprobs"
+    assert "a log-probability of nan at token 3 of request 0.0.1.1 under v1" in str(bad)
+    assert not isinstance(good, RewardError)
+    assert [len(call) for call in engine.calls] == [3, 3, 1]
+    assert "NaN" not in task.heard
 
 
 def test_what_is_sampled_stays_and_what_is_said_is_masked(play: Play) -> None:

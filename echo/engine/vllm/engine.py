@@ -288,17 +288,14 @@ class Call:
                 self._waiting.append(running.index)
                 return
             versions[span.start : span.end] = (version.lineage, version.step)
-        if np.isnan(sample.logprobs).any():
-            raise EngineError(
-                f"the model produced NaN in request {self._requests[running.index].request_id}; "
-                "the weights hold NaN or overflow in the engine's dtype"
-            )
+        ids, logprobs, reason = sample.token_ids, sample.logprobs, sample.finish_reason
+        is_bad = ~np.isfinite(logprobs)
+        if is_bad.any():
+            num_tokens = int(is_bad.argmax()) + 1
+            ids, logprobs, reason = ids[:num_tokens], logprobs[:num_tokens], "nonfinite"
         request_id = self._requests[running.index].request_id
         self._finish(
-            running.index,
-            Completion(
-                request_id, sample.token_ids, sample.logprobs, sample.finish_reason, versions
-            ),
+            running.index, Completion(request_id, ids, logprobs, reason, versions[: len(ids)])
         )
 
     def _finish(self, index: int, completion: Completion | None) -> None:
@@ -437,6 +434,11 @@ class SwapProbe:
         """Return what is wrong with the engine's answer, or None if it is right."""
         if measured.shape != expected.shape:
             return f"{len(measured)} log-probabilities came back instead of {len(expected)}"
+        if not np.isfinite(expected).all():
+            return (
+                "transformers finds log-probabilities that are NaN or infinite, too: the weights "
+                f"hold NaN, or overflow in {self._dtype}"
+            )
         error = float(np.abs(measured - expected).mean())
         if error <= self._tolerance:  # not so if it is NaN
             return None

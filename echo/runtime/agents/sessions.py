@@ -19,9 +19,17 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from echo.core.errors import DataError, EchoError
+from echo.core.errors import DataError, EchoError, EngineError
 from echo.core.rollout import Group, PolicyVersion, Rollout
-from echo.engine.engine import Completion, Engine, Request, Sampling, VersionError, Watcher
+from echo.engine.engine import (
+    Completion,
+    Engine,
+    Request,
+    Sampling,
+    VersionError,
+    Watcher,
+    describe_nonfinite,
+)
 from echo.leases.partials import LeaseKey, key_of
 from echo.roles.worker import Worker
 from echo.runtime.node import Node
@@ -81,10 +89,13 @@ class CallSampler:
         """
         if self._engine.is_continuous:
             [completion] = await self._generate([request], sampling, bounds)
-            return completion
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(_Waiting(request, sampling, bounds, answer))
-        return await answer
+        else:
+            answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+            self._queue.put_nowait(_Waiting(request, sampling, bounds, answer))
+            completion = await answer
+        if completion.finish_reason == "nonfinite":
+            raise EngineError(describe_nonfinite(completion))
+        return completion
 
     async def run(self) -> None:
         """Answer what waits, all that are sampled alike at once, the oldest first."""

@@ -22,7 +22,15 @@ from blake3 import blake3
 from echo.core.errors import EngineError, LocalProtocolError, StorageError
 from echo.core.metrics import WorkerView
 from echo.core.rollout import PolicyVersion
-from echo.engine.engine import Completion, Engine, Request, Sampling, VersionError, Watcher
+from echo.engine.engine import (
+    Completion,
+    Engine,
+    Request,
+    Sampling,
+    VersionError,
+    Watcher,
+    describe_nonfinite,
+)
 from echo.engine.weights import tensors_from_image
 from echo.leases.partials import PartialGroup, PartialRules
 from echo.net.transport import Transport
@@ -348,6 +356,10 @@ class WorkerNode(DialingNode):
 
         def extend(completion: Completion) -> None:
             group, index = members[completion.request_id]
+            if completion.finish_reason == "nonfinite":
+                why = describe_nonfinite(completion)
+                self.perform(role.spoilt(group, why, now=self.now))
+                return
             longer = list(group.members)
             longer[index] = longer[index].extended(
                 completion.token_ids,
