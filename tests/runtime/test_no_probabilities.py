@@ -87,10 +87,11 @@ def test_a_group_ends_with_its_reason_after_one_attempt_and_its_worker_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reason", ["nonfinite"])
+@pytest.mark.parametrize("reason", ["nonfinite", "length"])
 def test_a_worker_that_samples_nothing_else_is_set_aside_and_the_others_go_on(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
+    """Also where it does not say so itself, and its results are refused."""
     world = make_world(**FEW)
     bad: list[StubEngine] = []
     spoil_samples(monkeypatch, lambda engine, group: engine in bad, reason)
@@ -105,7 +106,7 @@ def test_a_worker_that_samples_nothing_else_is_set_aside_and_the_others_go_on(
     world.audit()
 
 
-@pytest.mark.parametrize("reason", ["nonfinite"])
+@pytest.mark.parametrize("reason", ["nonfinite", "length"])
 def test_a_run_whose_workers_sample_nothing_else_ends_and_says_so(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:

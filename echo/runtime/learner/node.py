@@ -175,6 +175,8 @@ class Adaptation:
 
 
 LeaseRecord = RecordGrant | RecordCancel | RecordRefusal | RecordEnd
+NO_FAULT = frozenset({"stale", "abandoned_version"})
+"""Why a result is refused that was right when it was sampled."""
 
 
 def record_of(action: LeaseRecord, *, step: int) -> AnyRecord:
@@ -576,6 +578,10 @@ class LearnerNode(Node):
                     if action.reason == BAD_LOGPROBS:
                         self._is_in_doubt = True
                         self.wake()
+                elif isinstance(action, RecordRefusal) and action.reason not in NO_FAULT:
+                    cause = f"group {action.group_id} on {action.worker_id}: its result was refused"
+                    self._count_failed(action.worker_id, action.reason, cause)
+                    self._tell_if_zero_signal()
             case StoreGroup() | RecordGrant() | RecordCancel() | RecordRefusal() | RecordEnd():
                 # Too late: it is not acknowledged, or was never accepted, so it needs no end.
                 pass
