@@ -162,6 +162,21 @@ def test_beside_a_trainer_it_holds_what_it_may_have_and_a_rollout_in_any_case(
     assert all(len(found.token_ids) for found in run(engine, equal_prompts(4), sampling()))
 
 
+def test_what_is_continued_needs_no_more_memory_than_when_it_began(tiny_model_dir: Path) -> None:
+    """Also beside a row that has nothing yet, which would pad it: then one goes after the other."""
+    weights = 100_736 * 4
+    one = 2 * 3 * 2 * 16 * 4 * (19 + 16) + 32 * 32  # as above
+    engine = loaded(tiny_model_dir, memory_budget_bytes=weights + one)
+    how = sampling(stop_ids=())
+    fresh = request([1, *range(3, 21)])
+    whole = run(engine, [fresh], how)[0]
+    begun = Request("r", fresh.prompt_ids, 1, whole.token_ids[:9])
+    found = run(engine, [fresh, begun], how)
+    assert [len(completion.token_ids) for completion in found] == [16, 7]
+    with pytest.raises(EngineError, match=r"one rollout of 20 \+ 16 tokens"):
+        run(engine, [request([1] * 20)], how)
+
+
 def test_a_tied_tensor_may_come_under_either_name(tiny_model_dir: Path) -> None:
     tensors = load_directory(tiny_model_dir, "float32")
     expected = run(loaded(tiny_model_dir), equal_prompts(8), sampling())
