@@ -149,7 +149,9 @@ class EngineFacts:
     which are played to their end, because no other worker has their environment; or agents, to whom
     all leases are offered at once, as many as they ask for."""
     max_prompt_tokens: int = 1 << 30
-    """Longest prompt that leaves room for a completion in the model's window."""
+    """Longest prompt that leaves room for a completion."""
+    prompt_bound: str = "the model's window"
+    """What leaves no more."""
     max_completion_tokens: int = 1 << 30
     rules: PartialRules = field(default_factory=PartialRules)
     """What becomes of unfinished rollouts."""
@@ -542,7 +544,7 @@ class Worker(DialingRole):
                 actions += self._score(group)
             elif num_prompt > engine.max_prompt_tokens:
                 detail = (
-                    f"the prompt has {num_prompt} tokens, the model's window leaves "
+                    f"the prompt has {num_prompt} tokens, {engine.prompt_bound} leaves "
                     f"{engine.max_prompt_tokens} beside {engine.max_completion_tokens} sampled ones"
                 )
                 actions += self.failed(group.lease, "prompt_too_long", detail, now=now)

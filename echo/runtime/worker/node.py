@@ -77,7 +77,9 @@ class WorkerParts:
     sampling: Sampling
     group_size: int
     max_prompt_tokens: int
-    """Longest prompt that leaves room for a completion in the model's window."""
+    """Longest prompt that leaves room for a completion."""
+    prompt_bound: str = "the model's window"
+    """What leaves no more: the model's window, or this worker's memory."""
     groups_per_batch: int
     """Groups that the engine holds at one time."""
     rules: PartialRules
@@ -104,6 +106,7 @@ class WorkerParts:
             num_versions=self.engine.num_versions,
             sampler=sampler if self.agents is None else "agents",
             max_prompt_tokens=self.max_prompt_tokens,
+            prompt_bound=self.prompt_bound,
             max_completion_tokens=self.sampling.max_completion_tokens,
             rules=self.rules,
         )
