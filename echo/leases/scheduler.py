@@ -341,6 +341,8 @@ class Scheduler:
         if is_hedging:
             running = [each for outlook in foreseen for each in outlook.running]
             for original, node_id in self._copies(able, bounds, running, now):
+                if self._find_prompt_fault(original.group_id) is not None:
+                    continue
                 record = self.leases.grant(original.group_id, node_id, now=now)
                 made.append(record)
                 record.copy_of, record.min_version = original.attempt, original.min_version
@@ -519,18 +521,28 @@ class Scheduler:
         Raises:
             DataError: if there are too many of these in a row.
         """
-        why = ""
+        fault: DataError | None = None
         for _ in range(MAX_UNUSABLE):
             group_id = self._candidate(records)
-            try:
-                self.prompts.lease(group_id, 0)
-            except DataError as error:
-                why = str(error)
-                records.append(Note("warning", f"group {group_id} is left out: {why}"))
-                records += self.end(group_id, "prompt_error")
-            else:
+            fault = self._find_prompt_fault(group_id)
+            if fault is None:
                 return group_id
-        raise DataError(f"{MAX_UNUSABLE} prompts in a row cannot be used, the last because: {why}")
+            records += self._leave_out(group_id, fault)
+        raise DataError(
+            f"{MAX_UNUSABLE} prompts in a row cannot be used, the last because: {fault}"
+        )
+
+    def _find_prompt_fault(self, group_id: int) -> DataError | None:
+        """Return why the prompt of a group cannot be had; it may have been before a restart."""
+        try:
+            self.prompts.lease(group_id, 0)
+        except DataError as error:
+            return error
+        return None
+
+    def _leave_out(self, group_id: int, fault: DataError) -> list[Action]:
+        note = Note("warning", f"group {group_id} is left out: {fault}")
+        return [note, *self.end(group_id, "prompt_error")]
 
     def _candidate(self, records: list[Action]) -> int:
         """Return one that came back, otherwise a new one."""
@@ -586,7 +598,8 @@ class Scheduler:
             elif record.is_confirmed or now - record.sent_at > resend_after_s:
                 # The Grant was lost, or the worker was restarted under the same incarnation.
                 record.sent_at, record.is_confirmed = now, False
-                lost.append(self._lease_of(record, worker))
+                if self._find_prompt_fault(record.group_id) is None:
+                    lost.append(self._lease_of(record, worker))
         self.finish_times.seen(worker.node_id, records, now=now)
         if worker.installed is not None:
             self.finish_times.installed(worker.node_id, worker.installed, now=now)
@@ -673,6 +686,16 @@ class Scheduler:
             self.counters.add("protocol_errors")
             notes = self._complaints.note(node_id, "malformed", f"{node_id}: {error}", now=now)
             return [*notes, *self._refuse(node_id, message, "malformed")]
+        group_id = message.group_id
+        if self.is_open(group_id) and (fault := self._find_prompt_fault(group_id)) is not None:
+            # Nothing can be compared with what was asked for.
+            leases = self.leases.leases_of(group_id)
+            others = [record for record in leases if record.attempt != message.attempt]
+            return [
+                *self._leave_out(group_id, fault),
+                *self._ack(node_id, message, "refused", "prompt_error"),
+                *self._cancel(others),
+            ]
         header, arrays = payload
         if self.settings.trims_stale:
             # Tokens beyond the bound are masked here; the bound itself is checked as ever.
