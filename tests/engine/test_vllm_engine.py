@@ -71,22 +71,24 @@ class TestContract(EngineContract):
     def test_a_request_for_which_the_model_gives_no_probabilities_ends_alone(
         self, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        submit = engine._backend.submit
+        submit, seen = engine._backend.submit, set[str]()
 
         def spoilt(name: str, *rest: Any) -> Future[BackendOutput]:
-            future = submit(name, *rest)
-            if name.startswith("bad"):
+            future, own = submit(name, *rest), name.partition("/")[0]
+            if own == "bad" or (own == "once" and own not in seen):
+                seen.add(own)
                 sample = future.result(timeout=WITHIN_S)
                 sample.logprobs[2:] = np.nan
             return future
 
         monkeypatch.setattr(engine._backend, "submit", spoilt)
-        requests = [request([1, 5, 6], 0, "bad"), request([1, 5, 6], 0, "good")]
-        bad, good = run(engine, requests, replace(PLAIN, stop_ids=()))
+        requests = [request([1, 5, 6], 0, name) for name in ("bad", "good", "once")]
+        bad, good, once = run(engine, requests, replace(PLAIN, stop_ids=()))
         assert (bad.finish_reason, len(bad.token_ids)) == ("nonfinite", 3)
         assert bad.token_ids.tolist() == good.token_ids[:3].tolist()
         assert len(bad.policy_versions) == 3
-        assert good.finish_reason == "length"
+        assert good.finish_reason == once.finish_reason == "length"
+        assert once.token_ids.tolist() == good.token_ids.tolist()
 
 
 Images = list[tuple[tuple[TensorSpec, ...], bytearray]]

@@ -100,7 +100,8 @@ from echo.weights.store import Patch
 # A sample counts only if all its tokens come from weights that the probe has found right. Tokens of
 # weights that are still being probed are held until the verdict; a rollout that holds tokens of
 # wrong ones, or that was under way when vLLM died, is sampled again from its start, with the same
-# seed.
+# seed. So is one without probabilities, once: on a CPU what NaN is left in a block of the KV cache
+# reaches whoever is given that block next.
 
 
 POLL_S = 0.05
@@ -174,6 +175,8 @@ class Call:
         self._held: list[tuple[_Running, BackendOutput]] = []
         self._done: dict[int, Completion] = {}
         self._num_tries = 0
+        self._spoilt: set[int] = set()
+        """Requests for which the model gave no probabilities, once."""
         self._is_stopping = False
         self._progressed_at = time.monotonic()
 
@@ -290,6 +293,10 @@ class Call:
             versions[span.start : span.end] = (version.lineage, version.step)
         ids, logprobs, reason = sample.token_ids, sample.logprobs, sample.finish_reason
         is_bad = ~np.isfinite(logprobs)
+        if is_bad.any() and running.index not in self._spoilt:
+            self._spoilt.add(running.index)
+            self._waiting.append(running.index)
+            return
         if is_bad.any():
             num_tokens = int(is_bad.argmax()) + 1
             ids, logprobs, reason = ids[:num_tokens], logprobs[:num_tokens], "nonfinite"
