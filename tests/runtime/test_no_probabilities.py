@@ -144,7 +144,7 @@ def test_weights_that_hold_nan_end_the_run_with_their_version_and_are_not_saved(
     assert how == "failed"
     assert re.search(r"^v\d of .* has NaN or infinity in 1 of 1 tensors, such as w: nothing", why)
     assert "v2 is the newest version that has sampled a whole group" in why
-    assert "write the name of a checkpoint before v" in why
+    assert "Write the name of a checkpoint before v" in why
     assert not world.records("checkpoint")
 
 

@@ -367,7 +367,7 @@ class BatchWait:
 #
 # A worker whose model gives no probabilities says so, ends the group and lives on. Only the learner
 # can tell whether its weights are at fault, for which it looks once through the version that is
-# out. Then nobody will ever sample again, so the run ends there, and those weights are not saved.
+# out. Then nobody will ever sample again, so the run ends there, and they are not saved (again).
 
 
 def describe_bad_weights(
@@ -393,8 +393,8 @@ def describe_bad_weights(
         return f"{what}; start from other weights (model.name, learner.init_from)"
     latest = config.run_dir / "checkpoints" / "latest"
     return (
-        f"{what}. These weights are not saved: write the name of a checkpoint before {version} "
-        f"into {latest} and continue with --resume, perhaps at a lower optimizer.learning_rate"
+        f"{what}. Write the name of a checkpoint before {version} into {latest} and continue with "
+        "--resume, perhaps at a lower optimizer.learning_rate"
     )
 
 
