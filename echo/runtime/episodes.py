@@ -57,7 +57,7 @@ from echo.tasks.rewards import (
     TaskHost,
 )
 from echo.tasks.task import Example, Task, check_code, code_of
-from echo.tasks.tokenization import TextCodec
+from echo.tasks.tokenization import UNUSABLE, TextCodec
 from echo.wire.messages import BAD_LOGPROBS, Lease
 
 MAX_THREADS = 64
@@ -250,8 +250,9 @@ class EpisodeRunner:
         else:
             try:
                 ids = self._text.encode_turn(messages)
-            except DataError as error:
-                text = f"{self._host.name} on {play.opening.example}: {error}"
+            except (DataError, *UNUSABLE) as error:
+                what = f"{self._host.name} on {play.opening.example}"
+                text = f"{what}: what it says cannot be turned into tokens: {error}"
                 raise RewardError(text) from error
             if not play.add_said(ids):
                 play.reason = "length"

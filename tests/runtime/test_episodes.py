@@ -88,6 +88,8 @@ class Counting(Environment):
         self.heard.append(text)
         if text == "fail":
             raise ValueError("on purpose")
+        if text == "half":
+            return "\ud800"
         if text == "more":
             return "?" * 40
         state["said"] += text == str(state["said"] + 1)
@@ -101,6 +103,8 @@ class Characters:
     """A token for each character."""
 
     def encode_turn(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        if any("\ud800" in m["content"] for m in messages):
+            raise TypeError("TextEncodeInput must be Union[...]")  # as tokenizers do
         return [ord(c) for m in messages for c in f"<{m['content']}>"]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -173,6 +177,15 @@ def test_a_model_that_gives_no_probabilities_ends_its_group_and_no_other(play: P
     assert not isinstance(good, RewardError)
     assert [len(call) for call in engine.calls] == [3, 3, 1]
     assert "NaN" not in task.heard
+
+
+def test_what_makes_no_tokens_fails_its_group_and_no_other(play: Play) -> None:
+    [bad, good], *_ = play(lambda member, turn: "half" if member else str(turn + 1), sizes=(2, 1))
+    assert isinstance(bad, RewardError)
+    what = "Counting on train example 0: what it says cannot be turned into tokens: TextEncode"
+    assert str(bad).startswith(what)
+    assert bad.reason == "reward_error"
+    assert not isinstance(good, RewardError)
 
 
 def test_what_is_sampled_stays_and_what_is_said_is_masked(play: Play) -> None:

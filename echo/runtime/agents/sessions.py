@@ -35,7 +35,7 @@ from echo.roles.worker import Worker
 from echo.runtime.node import Node
 from echo.runtime.threads import Pool, Threads
 from echo.tasks.task import Example
-from echo.tasks.tokenization import decode, render_messages
+from echo.tasks.tokenization import UNUSABLE, decode, render_messages
 from echo.wire.messages import Lease
 
 # --- The engine as one caller after the other sees it: one request in, one completion out ---
@@ -569,9 +569,6 @@ class Dialogue:
 
 SEGMENT_TOKENS = 16
 """Tokens between two pieces of a streamed answer."""
-
-UNUSABLE = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError)
-"""What tokenizers and chat templates raise on messages that they were not made for."""
 
 VERSION_POLL_S = 0.05
 """Seconds between two looks at which version is installed."""
