@@ -210,7 +210,7 @@ class Fleet:
             node = self._nodes[name] = Broadcast(
                 node_id=name, window_bytes=WINDOW_BYTES // SCALE, keep_versions=1, stall_s=30.0
             )
-            node.trust(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=IMAGE_BYTES)
+            node.trust.set(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=IMAGE_BYTES)
 
     def follow(self, parents: Any) -> None:
         """Connect everybody as a plan says."""
@@ -218,12 +218,12 @@ class Fleet:
             node, count = self._nodes[name], len(stripes)
             links = [f"{hops[0][0]} to {name}, link {index}" for index, hops in enumerate(stripes)]
             former = [link for link, (_, child) in self._ends.items() if child == name]
-            self._perform(name, node.set_num_links(count, count, now=self.now))
+            self._perform(name, node.receiver.set_num_links(count, count, now=self.now))
             for index, link in enumerate(links):
                 if link not in former:
                     self._ends[link] = stripes[index][0][0], name
                     rtt_s = 2 * LATENCY_S
-                    joined = node.set_parent(link, link=index, rtt_s=rtt_s, now=self.now)
+                    joined = node.receiver.set_parent(link, link=index, rtt_s=rtt_s, now=self.now)
                     self._perform(name, joined)
             for link in set(former) - set(links):
                 parent, _ = self._ends.pop(link)
@@ -355,7 +355,7 @@ class JoinedFleet(Fleet):
 
     def replan(self, *, is_between: bool = False) -> None:
         """Have the learner plan, by what heartbeats have told it."""
-        uplink = self._nodes[LEARNER_ID].uplink_bytes_per_s
+        uplink = self._nodes[LEARNER_ID].uplink.bytes_per_s
         moved = self.planning.move(
             self._members, uplink_bytes_per_s=uplink, now=self.now, is_between=is_between
         )
@@ -365,7 +365,7 @@ class JoinedFleet(Fleet):
         """Have everybody send a heartbeat."""
         for member in self._members:
             node = self._nodes[member.node_id]
-            seen = (node.uplink_bytes_per_s, self.told.get(member.node_id))
+            seen = (node.uplink.bytes_per_s, self.told.get(member.node_id))
             parents = sorted(
                 (link, parent) for link, (parent, name) in self._ends.items()
                 if name == member.node_id
@@ -374,9 +374,9 @@ class JoinedFleet(Fleet):
             stats = NodeStats(
                 parent=",".join(parent for _, parent in parents) or "-",
                 uplink_bytes_per_s=max((rate for rate in seen if rate is not None), default=None),
-                downlink_bytes_per_s=node.downlink_bytes_per_s,
+                downlink_bytes_per_s=node.receiver.rate.bytes_per_s,
                 rtt_s=2 * LATENCY_S,
-                fetching=node.fetching,
+                fetching=node.progress()[0],
             )
             self.planning.learn(stats, former=member.stats)
             if member.stats.uplink_bytes_per_s is not None:

@@ -133,7 +133,8 @@ class Echo(Variant):
         self.name = " ".join(filter(None, parts))
         self._options = [f"--sockets={sockets}"]
         self._options += ["--curve"] * curve
-        self._options += [] if model is None else [f"--model-bytes={model[0]}"]
+        if model is not None:
+            self._options += [f"--model-bytes={model[0]}", f"--chunk-bytes={model[1]}"]
         self._path = path
         forced = topology.kind + (f":{topology.ways}" if topology.ways else "")
         self.learner = self._start(0, "learner", path.listen(0), f"--topology={forced}")

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import uvloop
-from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from kept_store import KeptStore
 from publishing import ForcedPlanning, publishing_role
@@ -45,7 +44,7 @@ from echo.runtime.node import Node, tune_malloc
 from echo.runtime.relay import RelayNode
 from echo.weights.cipher import KEY_BYTES
 from echo.weights.delta import fill
-from echo.weights.manifest import TensorSpec, build_manifest, sign
+from echo.weights.manifest import TensorSpec, build_manifest, hash_image, sign
 from echo.weights.receiver import VersionArrived
 from echo.weights.store import RecycledMemory
 from echo.wire.actions import Action, Send
@@ -206,9 +205,11 @@ class Receiver(RelayNode):
                     self._received_at, self._longest_gap_s = None, 0.0
                 case ["hash"]:
                     broadcast = self.role.broadcast
-                    image = broadcast.store[broadcast.newest_complete].storage
-                    digest = await asyncio.to_thread(lambda image=image: blake3(image).hexdigest())
-                    tell(hash=digest, wire_bytes=broadcast.bytes_received)
+                    held = broadcast.store[broadcast.newest_complete]
+                    digest = await asyncio.to_thread(
+                        hash_image, held.storage, held.manifest.chunk_bytes
+                    )
+                    tell(hash=digest.hex(), wire_bytes=broadcast.bytes_received)
                 case ["gap"]:
                     tell(longest_gap_s=self._longest_gap_s)
         self.stop("the benchmark is over")
@@ -251,7 +252,7 @@ async def run_receiver(config: Config, arguments: argparse.Namespace) -> None:
     broadcast = node.make_broadcast(settings.node_id, config.network, store)
     if size:
         image = bytearray(random_bytes(0, size))
-        broadcast.offer(image, blake3(image).digest())
+        broadcast.offer(image, hash_image(image, arguments.chunk_bytes))
     role = Relay(settings, broadcast, now=asyncio.get_running_loop().time())
     await Receiver(role, transport, log=LOG).run()
 
@@ -278,7 +279,7 @@ def topology(role: Learner) -> dict[str, Any]:
     """Return the plan in force, what it promises, and the uplinks that it was made of."""
     plan = role.planning.topology
     uplinks = {each.node_id: each.stats.uplink_bytes_per_s for each in role.roster.members()}
-    uplinks[LEARNER_ID] = role.broadcast.uplink_bytes_per_s
+    uplinks[LEARNER_ID] = role.broadcast.uplink.bytes_per_s
     return {
         "kind": None if plan is None else plan.kind,
         "num_stripes": None if plan is None else plan.num_stripes,
@@ -351,6 +352,7 @@ def main() -> None:
     parser.add_argument("--name", help="node id of a receiver")
     parser.add_argument("--curve", action="store_true", help="encrypt all links")
     parser.add_argument("--model-bytes", type=int, default=0, help="of version 0, if it is here")
+    parser.add_argument("--chunk-bytes", type=int, default=0, help="of version 0")
     arguments = parser.parse_args()
     tune_malloc()
     run = run_learner if arguments.role == "learner" else run_receiver

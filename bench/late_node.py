@@ -30,7 +30,6 @@ from echo.runtime.learner import setup
 from echo.runtime.learner.node import LearnerNode
 from echo.runtime.worker import setup as worker_setup
 from echo.runtime.worker.node import WorkerNode
-from echo.runtime.worker.release import RentedMachine
 from echo.wire.actions import Action
 
 
@@ -78,7 +77,7 @@ class DelayedBuffer(StalenessBuffer):
             self._learner.wake()
 
 
-class LateWorker(RentedMachine):
+class LateWorker(WorkerNode):
     """A worker that keeps each version for its delay; the first is installed at once.
 
     When the delay has passed it takes the version that is then the newest, which may not be the one
@@ -119,7 +118,7 @@ def delay_installs(worker: WorkerNode, delays: DelayInjector) -> None:
 def wrap_nodes() -> None:
     """Have learners and workers of this process built of the parts that can be late."""
     setup.StalenessBuffer = DelayedBuffer  # type: ignore[misc]
-    worker_setup.RentedMachine = LateWorker  # type: ignore[misc]
+    worker_setup.WorkerNode = LateWorker  # type: ignore[misc]
 
 
 def delay_nodes(injectors: dict[Direction, DelayInjector]) -> None:

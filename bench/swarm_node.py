@@ -31,6 +31,7 @@ from echo.net.zmq import Inbound, ZmqTransport
 from echo.runtime.disk_store import open_store
 from echo.runtime.identity import Identity
 from echo.runtime.node import tune_malloc
+from echo.weights.manifest import hash_image
 from echo.weights.store import ItemStore, Transfer, TrustedManifests, allocate
 from echo.wire.actions import Action, Note, Send, Work
 from echo.wire.codec import encode
@@ -140,8 +141,8 @@ class SwarmNode:
             case ["cpu"]:
                 tell(cpu_s=time.process_time())
             case ["hash"]:
-                image = self.store.images[self.store.newest_complete].storage
-                tell(hash=blake3(image).hexdigest())
+                held = self.store.images[self.store.newest_complete]
+                tell(hash=hash_image(held.storage, held.manifest.chunk_bytes).hex())
             case ["counts"]:
                 swarm = self.swarm
                 tell(

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from update_state import SCALES, SHAPES, Weights
 
@@ -31,7 +30,7 @@ from echo.runtime.disk_store import open_store
 from echo.runtime.learner.publish import CodedSegment, Coder, Publication, make_publication
 from echo.runtime.node import MAX_WORKERS, tune_malloc
 from echo.weights.delta import block_bytes_of
-from echo.weights.manifest import encode_signed
+from echo.weights.manifest import encode_signed, hash_image
 from echo.weights.receiver import WriteChunk
 from echo.weights.store import AuditChunks, ItemStore, Transfer
 from echo.wire.messages import Form
@@ -163,7 +162,10 @@ class Worker:
 
     def _install_whole(self, image: Transfer, stages: Stages) -> Transfer:
         with stages.stage("worker: hash at install"):
-            require(blake3(image.storage).digest() == image.manifest.image_hash, "hash")
+            require(
+                hash_image(image.storage, image.manifest.chunk_bytes) == image.manifest.image_hash,
+                "hash",
+            )
         with stages.stage("worker: copy into the engine"):
             given = tensors_from_image(
                 image.manifest.tensors, memoryview(image.storage).toreadonly()

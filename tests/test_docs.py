@@ -399,7 +399,7 @@ def test_every_example_is_one_that_is_run(saved: Path) -> None:
     examples = [code for page in PAGES for code in blocks(page, "python")]
     run = {path.read_text(encoding="utf-8") for path in saved.glob("*.py")}
     elsewhere = [code for code in examples if code not in run]
-    assert len(run) == 4
+    assert len(run) == 5
     assert len(elsewhere) == 1
     assert "OpenAI" in elsewhere[0], "tests/runtime/test_agent_http.py runs this one"
 
@@ -428,6 +428,25 @@ def test_its_reward_function_works(saved: Path) -> None:
     example = Example(index=0, split="train", prompt="?", answer="42", columns={"level": 1})
     assert task.reward(example, "It is 42.") == 1
     assert task.reward(example, "It is 43.") == 0
+
+
+@pytest.mark.slow
+def test_its_program_of_two_adapters_works(saved: Path, tiny_model_dir: Path) -> None:
+    from tests.train.test_trainer import equal, make_groups
+
+    sys.path.insert(0, str(saved))
+    train = importlib.import_module("two_adapters").train
+    (saved / "state").mkdir()
+    fresh = train(tiny_model_dir, [], saved / "state")
+    batches = [("default", make_groups()), ("code", make_groups()), ("code", make_groups(seed=1))]
+    trained = train(tiny_model_dir, batches, saved / "state")
+    for name, num_steps in (("default", 1), ("code", 2)):
+        for trainer in (trained, fresh):
+            trainer.use(name)
+        assert trained.step_count == num_steps
+        assert not equal(trained.snapshot(), fresh.snapshot())
+    fresh.load_state(saved / "state")
+    assert equal(trained.snapshot(), fresh.snapshot())
 
 
 @pytest.mark.slow

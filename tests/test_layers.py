@@ -1,4 +1,4 @@
-"""The layers hold: who may import whom, and which file owns which foreign package.
+"""The layers hold: who may import whom, who may start what, and which file owns which package.
 
 The tables are the law (imports point downward only, rooms of one floor do not know each other); the
 checks are functions over a source tree, so that each is also shown to fire on a tree with a planted
@@ -14,7 +14,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from fnmatch import fnmatch
+from dataclasses import dataclass
+from fnmatch import fnmatch, translate
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms.
 
 # Rooms that touch no socket, task, clock, environment or file.
 PURE = {"core", "wire", "weights", "leases", "roles", "algo", "kernels", "fleet"}
-NOT_PURE = {"core/extras.py"}  # reads our own metadata
+NOT_PURE = {"core/extras.py", "core/paths.py"}  # our own metadata; where a home directory is
 
 # A foreign package, and the only files that may import it.
 OWNERS: dict[str, tuple[str, ...]] = {
@@ -78,6 +79,92 @@ BLOCKING: dict[str, str] = {
 THREAD_CALLS = {"to_thread", "run_in_executor", "submit"}
 CLOCK_CALLS = {"monotonic", "perf_counter", "sleep"}
 
+
+@dataclass(frozen=True)
+class Owned:
+    """What only some rooms may start or use, and which files do so beside them, and why."""
+
+    what: str
+    rooms: tuple[str, ...]
+    others: dict[str, str]
+    calls: tuple[str, ...] = ()
+    """Patterns of what is called, by its whole name as far as that is known."""
+    imports: tuple[str, ...] = ()
+    """Packages or modules."""
+
+
+OWNED = (
+    Owned(
+        "a process",
+        rooms=("tasks", "engine"),
+        others={
+            "cli/quickstart.py": "the learner and the workers of a run, as their user would",
+            "cli/sim.py": "simulations on all cores",
+            "runtime/worker/release.py": "the operator's command that gives the machine back",
+        },
+        calls=(
+            "subprocess.*", "*.create_subprocess_*", "*.Process", "*.ProcessPoolExecutor",
+            "os.exec*", "os.fork*", "os.popen", "os.posix_spawn*", "os.spawn*", "os.system",
+        ),
+    ),
+    Owned(
+        "a thread",
+        rooms=("tasks", "engine", "runtime"),  # of the last see BLOCKING
+        others={
+            "cli/interrupts.py": "ends the process where something else keeps it",
+            "net/zmq.py": "the end of ZeroMQ's context, which waits for what lingers",
+            "train/ranks.py": "beats, which must not stop while a rank computes",
+            "train/sharded_images.py": "codes on a rank's cores, for the learner's thread",
+            "ui/live.py": "draws, so that nobody waits for a terminal",
+        },
+        calls=("threading.Thread", "threading.Timer", "*.ThreadPoolExecutor", "*.to_thread"),
+    ),
+    Owned(
+        "an event loop",
+        rooms=(),  # a node runs in the one that it is given
+        others={
+            "cli/node.py": "that of the process, and one before it that tries the addresses",
+            "sim/simulation.py": "virtual time",
+            "engine/vllm/backend.py": "vLLM's client, which is asynchronous, in its own thread",
+            "tasks/dataset.py": "a user's reward function that is asynchronous",
+            "tasks/verifiers.py": "environments, which are asynchronous, in their own thread",
+        },
+        calls=(
+            "asyncio.run", "asyncio.Runner", "*.new_event_loop", "*.run_forever",
+            "*.run_until_complete", "uvloop.*",
+        ),
+    ),
+    Owned(
+        "a task of an event loop",
+        rooms=("net",),
+        others={
+            "runtime/node.py": "`spawn`: a failure ends the node, and the node's end ends the task",
+            "runtime/worker/release.py": "the release, which goes on when the node is over",
+            "sim/simulation.py": "whole nodes, each as in a process of its own",
+            "engine/vllm/backend.py": "requests, in the loop of its own thread",
+            "tasks/verifiers.py": "episodes, in the loop of their own thread",
+        },
+        calls=("*.create_task", "*.ensure_future", "*.TaskGroup", "*.run_coroutine_threadsafe"),
+    ),
+    Owned(
+        "the event loop",
+        rooms=("runtime", "net", "sim"),
+        others={
+            "cli/node.py": "starts it, and hands it signals and a worker's status line",
+            "engine/vllm/backend.py": "see above",
+            "tasks/dataset.py": "see above",
+            "tasks/verifiers.py": "see above",
+        },
+        imports=("asyncio", "uvloop"),
+    ),
+    Owned(
+        "ZeroMQ",
+        rooms=("runtime", "net"),
+        others={"cli/node.py": "tries addresses, and raises the limit of sockets, before a start"},
+        imports=("zmq", "echo.net.zmq"),
+    ),
+)  # fmt: skip
+
 # What a relay's process imports, as far as it is written.
 RELAY_ROOTS = (
     "core/*", "wire/*", "weights/*", "leases/*", "roles/*", "net/*", "config/*",
@@ -99,16 +186,38 @@ class SourceTree:
         # Those at the head of a module, which importing it follows.
         self.heads: dict[str, set[str]] = {}
         self.calls: dict[str, list[ast.Call]] = {}
+        # (line, whole name of what is called), such as "subprocess.Popen" for an imported `Popen`.
+        self.called: dict[str, list[tuple[int, str]]] = {}
         for name, path in self.paths.items():
             module = ast.parse(path.read_text(), str(path))
             nodes = list(ast.walk(module))
             self.imports[name] = [found for node in nodes for found in self._imported(node)]
             self.heads[name] = {found for node in module.body for _, found in self._imported(node)}
             self.calls[name] = [node for node in nodes if isinstance(node, ast.Call)]
+            known = dict(pair for node in nodes for pair in self._named(node))
+            self.called[name] = [
+                (call.lineno, self._whole_name(call.func, known)) for call in self.calls[name]
+            ]
 
     def place(self, module: str) -> str:
         """Return the path of `module` inside the package, as the tables write it."""
         return self.paths[module].relative_to(self._root).as_posix()
+
+    def _whole_name(self, node: ast.expr, known: dict[str, str]) -> str:
+        """Return the whole name of what is called; of an expression's attribute, `.attribute`."""
+        parts = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        first = known.get(node.id, node.id) if isinstance(node, ast.Name) else ""
+        return ".".join([first, *reversed(parts)])
+
+    def _named(self, node: ast.AST) -> list[tuple[str, str]]:
+        if isinstance(node, ast.Import):
+            return [(alias.asname, alias.name) for alias in node.names if alias.asname]
+        if isinstance(node, ast.ImportFrom):
+            return [(a.asname or a.name, f"{node.module}.{a.name}") for a in node.names]
+        return []
 
     def _imported(self, node: ast.AST) -> list[tuple[int, str]]:
         if isinstance(node, ast.Import):
@@ -199,6 +308,29 @@ def threads_beside_the_port(tree: SourceTree) -> list[str]:
             if is_within(target, "concurrent.futures")
         ]
     return found
+
+
+def strangers(tree: SourceTree, owned: Owned) -> list[str]:
+    """Return every place outside its rooms that starts or uses something, exceptions as well."""
+    found = []
+    is_call = re.compile("|".join(map(translate, owned.calls)) or "(?!)").match
+    for module in tree.paths:
+        place = tree.place(module)
+        if place.partition("/")[0] in owned.rooms:
+            continue
+        lines = [(line, name) for line, name in tree.called[module] if is_call(name)]
+        lines += [
+            (line, target)
+            for line, target in tree.imports[module]
+            if any(is_within(target, package) for package in owned.imports)
+        ]
+        found += [f"{place}:{line}: {name} is not for this file" for line, name in lines]
+    return found
+
+
+def unpermitted(tree: SourceTree, owned: Owned) -> list[str]:
+    """Return every place that starts or uses something without a reason in the table."""
+    return [line for line in strangers(tree, owned) if line.partition(":")[0] not in owned.others]
 
 
 def undeclared_imports(tree: SourceTree, declared: set[str]) -> list[str]:
@@ -307,6 +439,15 @@ def test_threads_and_time_come_from_the_port_and_the_loop(tree: SourceTree) -> N
     assert "\n".join(threads_beside_the_port(tree)) == ""
     files = {tree.place(module) for module in tree.paths}
     assert {f"runtime/{file}" for file in BLOCKING} <= files
+
+
+@pytest.mark.parametrize("owned", OWNED, ids=lambda owned: owned.what)
+def test_only_some_may_start_processes_threads_loops_and_tasks(
+    tree: SourceTree, owned: Owned
+) -> None:
+    assert "\n".join(unpermitted(tree, owned)) == ""
+    # And each exception is one.
+    assert owned.others.keys() == {line.partition(":")[0] for line in strangers(tree, owned)}
 
 
 def test_every_foreign_import_is_a_declared_dependency(tree: SourceTree) -> None:
@@ -420,6 +561,35 @@ def test_a_planted_way_past_the_port_is_found(tmp_path: Path, line: str) -> None
     files = {"runtime/relay": line, "runtime/episodes": line, "tasks/host": line}
     [found] = threads_beside_the_port(plant(tmp_path, files))
     assert found.startswith("runtime/relay.py:1: ")
+
+
+@pytest.mark.parametrize(
+    ("what", "module", "lines"),
+    [
+        ("a process", "runtime/relay", "import subprocess as s\ns.run('ls')"),
+        ("a process", "records/ledger", "from multiprocessing import Process\nProcess(target=f)"),
+        ("a process", "cli/plan", "import asyncio\nasyncio.create_subprocess_exec('ls')"),
+        ("a process", "train/ranks", "from os import fork\nif not fork(): pass"),
+        ("a thread", "records/ledger", "from threading import Thread\nThread(target=f).start()"),
+        ("a thread", "weights/store", "import asyncio\nasyncio.to_thread(f)"),
+        ("an event loop", "runtime/relay", "import asyncio\nasyncio.run(f())"),
+        ("an event loop", "cli/sim", "from uvloop import run\nrun(f())"),
+        ("an event loop", "net/zmq", "import asyncio\nloop = asyncio.new_event_loop()"),
+        ("a task of an event loop", "runtime/relay", "import asyncio\nasyncio.create_task(f())"),
+        ("a task of an event loop", "sim/worker", "asyncio.get_running_loop().create_task(f)"),
+        ("the event loop", "records/ledger", "import asyncio"),
+        ("the event loop", "ui/plots", "def f():\n    from asyncio import Event"),
+        ("ZeroMQ", "cli/sim", "from echo.net.zmq import ZmqTransport"),
+        ("ZeroMQ", "sim/network", "import zmq.asyncio"),
+    ],
+)
+def test_a_planted_start_is_found(tmp_path: Path, what: str, module: str, lines: str) -> None:
+    [owned] = [owned for owned in OWNED if owned.what == what]
+    known = dict.fromkeys((*owned.others, *(f"{room}/any" for room in owned.rooms)), lines)
+    files = {name.removesuffix(".py"): text for name, text in known.items()}
+    planted = plant(tmp_path, files | {"net/zmq": "", "core/run": "run()"} | {module: lines})
+    [found] = unpermitted(planted, owned)
+    assert re.match(rf"{module}\.py:[12]: .* is not for this file", found)
 
 
 def test_a_planted_undeclared_import_is_found(tmp_path: Path) -> None:

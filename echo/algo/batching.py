@@ -266,10 +266,21 @@ class _Row:
 
 
 def _lay_out(
-    samples: Sequence[TrainingRow], *, shares_prompts: bool
+    samples: Sequence[TrainingRow], *, is_packed: bool, shares_prompts: bool
 ) -> tuple[_Row, list[tuple[int, int]]]:
-    """Return a packed row, and where the prompt and the completion of each sample begin in it."""
+    """Return one row of all samples, and where prompt and completion of each begin in it.
+
+    Unless it is packed, each sample has as much of it as the longest needs.
+    """
     row, places = _Row(), []
+    if not is_packed:
+        width = max(sample.num_inputs for sample in samples)
+        starts = [row.add(width) for _ in samples]
+        places = [
+            (start, start + len(sample.prompt_ids))
+            for start, sample in zip(starts, samples, strict=True)
+        ]
+        return row, places
     for _, same in groupby(samples, key=lambda sample: id(sample.prompt_ids)):
         members = list(same)
         num_prompt = len(members[0].prompt_ids)
@@ -283,6 +294,26 @@ def _lay_out(
             starts = [row.add(member.num_inputs) for member in members]
             places += [(start, start + num_prompt) for start in starts]
     return row, places
+
+
+def _predictors(
+    samples: Sequence[TrainingRow],
+    places: Sequence[tuple[int, int]],
+    is_token: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.int64]:
+    """Return which input predicts each completion token, [B, T]; 0 where there is no token.
+
+    The first is predicted by the prompt's last, the others by those before them.
+    """
+    columns = np.arange(is_token.shape[1])
+    starts = np.array([start for _, start in places], np.int64)
+    predictors: npt.NDArray[np.int64] = starts[:, None] + columns - 1
+    predictors[:, 0] = [
+        prompt + len(sample.prompt_ids) - 1
+        for sample, (prompt, _) in zip(samples, places, strict=True)
+    ]
+    predictors[~is_token] = 0
+    return predictors
 
 
 def collate(
@@ -301,18 +332,7 @@ def collate(
         shares_prompts: of samples beside each other with the same array as their prompt, if it is
             not below MIN_SHARED, in a packed row.
     """
-    num_rows = len(samples)
-    row, segments = _Row(), None
-    if is_packed:
-        row, places = _lay_out(samples, shares_prompts=shares_prompts)
-        segments = Segments.of(row.lengths, row.prefixes)
-    else:
-        width = max(sample.num_inputs for sample in samples)
-        starts = [row.add(width) for _ in samples]
-        places = [
-            (start, start + len(sample.prompt_ids))
-            for start, sample in zip(starts, samples, strict=True)
-        ]
+    row, places = _lay_out(samples, is_packed=is_packed, shares_prompts=shares_prompts)
     input_ids = np.full(row.size, PAD_ID, dtype=np.int64)
     for sample, (prompt, start) in zip(samples, places, strict=True):
         input_ids[prompt : prompt + len(sample.prompt_ids)] = sample.prompt_ids
@@ -320,8 +340,7 @@ def collate(
         input_ids[start : start + len(tokens) - 1] = tokens[:-1]
     rollouts = [sample.rollout for sample in samples]
     sizes = np.array([rollout.num_tokens for rollout in rollouts])
-    columns = np.arange(sizes.max())
-    is_token = columns < sizes[:, None]
+    is_token = np.arange(sizes.max()) < sizes[:, None]
 
     def padded(values: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Return [B, T] with those of each rollout in its row."""
@@ -329,13 +348,6 @@ def collate(
         rows[is_token] = np.concatenate(values)
         return rows
 
-    # The first completion token is predicted by the prompt's last, the others by those before them.
-    predictors = np.array([start for _, start in places])[:, None] + columns - 1
-    predictors[:, 0] = [
-        prompt + len(sample.prompt_ids) - 1
-        for sample, (prompt, _) in zip(samples, places, strict=True)
-    ]
-    predictors[~is_token] = 0
     mask = is_token
     if not score_all:
         mask = padded([rollout.completion_mask for rollout in rollouts], np.bool_)
@@ -343,9 +355,9 @@ def collate(
         sample.proximal_logprobs for sample in samples if sample.proximal_logprobs is not None
     ]
     return MicroBatch(
-        input_ids=torch.from_numpy(input_ids).view(1 if is_packed else num_rows, -1),
+        input_ids=torch.from_numpy(input_ids).view(1 if is_packed else len(samples), -1),
         token_ids=torch.from_numpy(padded([each.token_ids for each in rollouts], np.int64)),
-        predictors=torch.from_numpy(predictors),
+        predictors=torch.from_numpy(_predictors(samples, places, is_token)),
         sampler_logprobs=torch.from_numpy(
             padded([each.sampler_logprobs for each in rollouts], np.float32)
         ),
@@ -360,5 +372,5 @@ def collate(
             [sample.log_expectation for sample in samples], dtype=torch.float32
         ),
         proximal_logprobs=torch.from_numpy(padded(proximal, np.float32)) if proximal else None,
-        segments=segments,
+        segments=Segments.of(row.lengths, row.prefixes) if is_packed else None,
     )

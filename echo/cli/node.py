@@ -52,12 +52,13 @@ from echo.runtime.event_log import EventLog
 from echo.runtime.identity import ECHO_JOIN, Join
 from echo.runtime.node import INTERRUPTED, Node, tune_malloc
 from echo.tasks.task import load_task
-from echo.ui.live import LiveView, StatusLine, show_status
+from echo.ui.live import LiveView, StatusLine, WorkerStatus
 from echo.ui.plots import learning_curve
 from echo.ui.sinks import MetricsWriter
 from echo.ui.summary import as_text, summarise_run
 
 if TYPE_CHECKING:
+    from echo.runtime.worker.node import WorkerNode
     from echo.train.ranks import Crew
 
 # --- dry run --------------------------------------------------------------------------------------
@@ -236,6 +237,8 @@ def run_loop(main_coroutine: Coroutine[Any, Any, str], log: logging.Logger) -> i
 
 MAX_NOTICES = 6
 """Log lines shown in the live view."""
+REFRESH_S = 1.0
+"""Seconds between two states of a worker's status line."""
 
 
 class NoticeBoard(logging.Handler):
@@ -595,5 +598,16 @@ async def _run_dialing(config: Config, role: str, events: EventLog, log: logging
 
         node = worker = await build_worker(config, log=log, events=events)
         for line in (line for line in log.handlers if isinstance(line, StatusLine)):
-            node.spawn(show_status(worker, log, line), name="status")
+            node.spawn(show_status(worker, line, log), name="status")
     return await run_node(node)
+
+
+async def show_status(worker: WorkerNode, line: StatusLine, log: logging.Logger) -> None:
+    """Tell a worker's status until cancelled."""
+    status = WorkerStatus(line, log)
+    try:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            status.tell(worker.view(), now=worker.now)
+    finally:
+        line.show("")

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from echo.core.extras import ROLES, version
-from echo.core.units import MAX_FILE_NAME_BYTES
+from echo.core.paths import MAX_FILE_NAME_BYTES
 
 CONFIGS = {"addition": "quickstart.toml", "countdown": "countdown.toml"}
 """What the quickstart can learn, and the configuration of each."""

@@ -23,7 +23,8 @@ from pydantic import (
     PlainSerializer,
 )
 
-from echo.core.units import JOIN_SECRET, MAX_FILE_NAME_BYTES, parse_duration, parse_size
+from echo.core.paths import MAX_FILE_NAME_BYTES
+from echo.core.units import JOIN_SECRET, parse_duration, parse_size
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 MAX_NAME_LENGTH = 64
@@ -163,11 +164,6 @@ def _check_run_name(name: str) -> str:
     if len(name) > MAX_NAME_LENGTH:
         raise ValueError(f"has {len(name)} characters; messages hold names of {MAX_NAME_LENGTH}")
     return name
-
-
-def local_path(name: str | Path) -> Path:
-    """Return where a name leads on this machine; `~user` stays where no such user is known."""
-    return Path(os.path.expanduser(name))  # noqa: PTH111 -- pathlib's raises there
 
 
 MAX_FILE_LENGTH = 16 << 20

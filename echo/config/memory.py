@@ -17,9 +17,10 @@ from typing import Any
 
 import psutil
 
-from echo.config.fields import UNREADABLE, Role, local_path
+from echo.config.fields import UNREADABLE, Role
 from echo.config.schema import Config, show
 from echo.core.errors import DataError
+from echo.core.paths import local_path
 from echo.core.rollout import KEEP_VERSIONS, MAX_UNACKED_GROUPS
 from echo.core.units import format_bytes
 
@@ -141,19 +142,44 @@ class Footprint:
         Before a step of several updates weights and moments are copied to the host, so that a step
         that fails changes nothing.
         """
+        beside = self._sizes_beside_model()
+        versions = self._versions(KEEP_VERSIONS + 1)  # one more is being made
+        if self.has_gpu and self._is_alone:  # in float32, before all of these
+            others = sum(beside.values()) + versions.num_bytes
+            beside["model while it is read"] = max(0, 4 * self.facts.num_params - others)
+        items = [
+            Item(name=name, num_bytes=size, is_on_gpu=is_on_gpu)
+            for group, is_on_gpu in ((self._sizes_with_model(), True), (beside, False))
+            for name, size in group.items()
+            if size
+        ]
+        return (*items, versions)
+
+    @property
+    def _moment_bytes(self) -> int:
+        return round(MOMENT_BYTES[self.config.optimizer.state] * self._num_trained)
+
+    @property
+    def _offloads_moments(self) -> bool:
+        return self.has_gpu and self.config.optimizer.state == "offloaded"
+
+    @property
+    def _staged_bytes(self) -> int:
+        """Of the largest weight and its gradient, on the way to an update and back."""
+        if self.config.optimizer.state != "offloaded":
+            return 0
+        return -(-8 * self._largest_trained // self.num_ranks)
+
+    def _sizes_with_model(self) -> dict[str, int]:
+        """Return what lies where the model is trained, 0 for what does not."""
         config, num_params, num_trained = self.config, self.facts.num_params, self._num_trained
         frozen = num_params * (self._compute_bytes if self._is_alone else 4)
         is_rounded = self._compute_bytes == 2
-        moments = round(MOMENT_BYTES[config.optimizer.state] * num_trained)
-        is_offloaded = self.has_gpu and config.optimizer.state == "offloaded"
-        # The largest weight, and its gradient; on the way to an update and back.
-        staged = -(-8 * self._largest_trained // self.num_ranks)
-        staged = staged if config.optimizer.state == "offloaded" else 0
         divided = {
             "base": frozen if config.lora.rank else 0,
             "masters": 4 * num_trained,
             "gradients": 4 * num_trained,
-            "Adam moments": 0 if is_offloaded else moments,
+            "Adam moments": 0 if self._offloads_moments else self._moment_bytes,
             # Taken to be as large as the model that is trained.
             "reference": frozen if config.reference.kl_coef else 0,
             "attribution": 4 * num_params if config.metrics.attribution_steps else 0,
@@ -167,7 +193,7 @@ class Footprint:
             "evaluation": self._evaluation_bytes if self._is_alone else 0,
             "activations": self._activation_bytes(),
             "one layer or head": self._working_bytes(),
-            "largest weight in an update": 0 if is_offloaded else staged,
+            "largest weight in an update": 0 if self._offloads_moments else self._staged_bytes,
         }
         if config.lora.rank and self._is_alone and is_rounded:
             # Each is tried in float32: first the base, when nothing else is there but what is
@@ -178,27 +204,20 @@ class Footprint:
         if self.has_gpu:
             taken = sum(sizes.values())
             sizes["reserve"] = round(_RESERVED_SHARE * taken) + _RESERVED_BYTES
-        # All ranks are taken to be on one machine.
-        has_undo = config.batch.minibatches_per_step > 1
-        beside = {
-            "offloaded moments": moments if is_offloaded else 0,
-            "largest weight in an update": staged if is_offloaded else 0,
+        return sizes
+
+    def _sizes_beside_model(self) -> dict[str, int]:
+        """Return what lies in the host's memory; all ranks are taken to be on one machine."""
+        moments, master_bytes = self._moment_bytes, 4 * self._num_trained
+        has_undo = self.config.batch.minibatches_per_step > 1
+        return {
+            "offloaded moments": moments if self._offloads_moments else 0,
+            "largest weight in an update": self._staged_bytes if self._offloads_moments else 0,
             "layer inputs": self._input_bytes if self._offloads_inputs else 0,
-            "undo of a step": 4 * num_trained + moments if has_undo else 0,
-            "checkpoint under way": self._checkpoint_bytes(4 * num_trained, moments),
+            "undo of a step": master_bytes + moments if has_undo else 0,
+            "checkpoint under way": self._checkpoint_bytes(master_bytes, moments),
             "evaluation": 0 if self._is_alone else self._evaluation_bytes,
         }
-        versions = self._versions(KEEP_VERSIONS + 1)  # one more is being made
-        if self.has_gpu and self._is_alone:  # in float32, before all of these
-            others = sum(beside.values()) + versions.num_bytes
-            beside["model while it is read"] = max(0, 4 * num_params - others)
-        items = [
-            Item(name=name, num_bytes=size, is_on_gpu=is_on_gpu)
-            for group, is_on_gpu in ((sizes, True), (beside, False))
-            for name, size in group.items()
-            if size
-        ]
-        return (*items, versions)
 
     @property
     def may_keep_versions(self) -> bool:

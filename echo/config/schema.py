@@ -482,7 +482,7 @@ class NetworkSection(Section):
     reconnect_for_s: Seconds = Field(gt=0)
     """Seconds that a node tries to reach a learner that is gone, and a learner waits for workers
     that are: then it ends. A learner waits for its first worker for 4 hours at least."""
-    chunk_bytes: Bytes = Field(default=2**20, ge=2**10, le=2**24)
+    chunk_bytes: Inherited[Bytes] = Field(default=2**20, ge=2**10, le=2**24)
     """Bytes per chunk of weights on the wire."""
     codec: Literal["auto", "full", "delta"] = "auto"
     """How versions travel: deltas where they are shorter (auto), always (delta) or never (full)."""

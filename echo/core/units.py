@@ -44,9 +44,6 @@ MAX_DURATION_S = 10_000 * 86400.0
 MAX_SIZE_BYTES = 10**6 * 2**40
 """More than any disk, and what system calls, messages and databases can hold."""
 
-MAX_FILE_NAME_BYTES = 255
-"""Of one part of a path: no disk takes more."""
-
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _QUANTITY = re.compile(r"(?P<number>\d{1,18}(?:\.\d{1,18})?)\s*(?P<unit>[A-Za-z]+)")
 

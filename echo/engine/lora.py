@@ -14,6 +14,7 @@ engine's dtype, and the learner's ratio would see it.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping
@@ -27,10 +28,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from echo.config.fields import local_path
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError
 from echo.core.extras import install_command
+from echo.core.paths import local_path
 from echo.engine.model import (
     build_meta_model,
     build_shapes,
@@ -46,7 +47,7 @@ from echo.records.files import write_file
 ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 NAME = "default"
-"""Of the one adapter, inside peft's modules."""
+"""Of the adapter in a model, inside peft's modules, and of a trainer's first one."""
 PREFIX = "base_model.model."
 """What stands before a module's name in peft's files."""
 ALL_LINEAR = "all-linear"
@@ -86,6 +87,21 @@ def add_adapter(model: Any, lora: Lora) -> dict[str, Tensor]:
         if f".{NAME}." in name and ".lora_" in name:
             parameter.data = parameter.data.to(dtype)
             found[PREFIX + name.replace(f".{NAME}.", ".")] = parameter
+    return found
+
+
+def draw_adapter(shapes: Mapping[str, torch.Size], *, seed: int) -> dict[str, Tensor]:
+    """Return an adapter that changes nothing yet, float32 on the CPU, begun as peft begins one.
+
+    Args:
+        shapes: of its tensors, by name.
+        seed: of a generator of its own: no other draw depends on this one.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    for name, tensor in found.items():
+        if ".lora_A." in name:
+            nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
     return found
 
 

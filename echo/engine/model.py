@@ -29,11 +29,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from echo.config.fields import local_path
 from echo.config.load import OVERRIDE
 from echo.config.memory import find_model
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError, EngineError, StorageError
+from echo.core.paths import local_path
 from echo.engine.engine import Sampling
 from echo.engine.weights import INDEX_FILE, WEIGHTS_FILE, save_safetensors, torch_dtype
 from echo.tasks import tokenization

@@ -591,22 +591,33 @@ _log = logging.getLogger(__name__)
 
 
 def image_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return zeros for an image; where this process uses a GPU, pages that it copies to by itself.
-
-    torch's own pinned memory has the next power of two.
+    """Return zeros for an image, pinned where this process uses a GPU.
 
     Raises:
-        EngineError: if the host has not as many of them.
+        EngineError: if the host has not as many pages that it can pin.
     """
     cuda: Any = torch.cuda
     if not cuda.is_initialized() or not num_bytes:
         return touched_memory(num_bytes)
-    piece = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)  # no page is anybody else's
+    return pinned(np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8))  # no page is anybody else's
+
+
+def pinned(piece: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Pin mapped memory where this process uses a GPU, which then copies to it by itself.
+
+    torch's own pinned memory has the next power of two.
+
+    Raises:
+        EngineError: if the host has not as many pages that it can pin.
+    """
+    cuda: Any = torch.cuda
+    if not cuda.is_initialized():
+        return piece
     runtime, address = cuda.cudart(), piece.ctypes.data
-    if int(runtime.cudaHostRegister(address, num_bytes, 0)):
+    if int(runtime.cudaHostRegister(address, piece.nbytes, 0)):
         raise EngineError(
-            f"the host cannot pin {format_bytes(num_bytes)} of its memory for a version: leave it "
-            "more (--dry-run tells how much), or train a smaller model"
+            f"the host cannot pin {format_bytes(piece.nbytes)} of its memory for a version: leave "
+            "it more (--dry-run tells how much), or train a smaller model"
         )
     weakref.finalize(piece, runtime.cudaHostUnregister, address).atexit = False
     return piece

@@ -32,6 +32,9 @@ class Outbox:
         self.retry_s = retry_s
         self._deliveries: dict[tuple[int, int], Unacknowledged] = {}
 
+    def __contains__(self, key: tuple[int, int]) -> bool:
+        return key in self._deliveries
+
     def __len__(self) -> int:
         return len(self._deliveries)
 

@@ -23,8 +23,9 @@ from echo.core.metrics import Counters
 from echo.core.rollout import Lineage, PartialRollout, PolicyVersion, StaleTokens, is_surviving
 from echo.core.timers import RecentMap
 from echo.leases.book import MAX_WORKERS, LeasedWorker
+from echo.leases.outbox import Outbox
 from echo.wire.codec import DECODE_ERRORS, Frame
-from echo.wire.messages import Grant, Heartbeat, Lease, LeaseState
+from echo.wire.messages import Grant, Heartbeat, Lease, LeaseState, Message
 
 # --- Partial groups and the staleness policy ---
 #
@@ -191,15 +192,15 @@ def _refresh_one(
 
 # --- A worker's leases ---
 #
-#     queue --take--> running --ended--> (outbox)
+#     queue --take--> running --deliver--> outbox --acknowledged-->
 #                      |   ^
 #                   park   take            parked groups go before fresh ones, oldest first
 #                      v   |
 #                   interrupted
 #
-# A lease is in one of the three places until it is delivered, has failed, or is not wanted any
-# more; all of them are listed in each heartbeat, so the learner counts them all. What a place holds
-# is bounded by the number of leases that the learner grants.
+# A lease is in one of the four places until the learner knows what became of it, or does not want
+# it any more; all of them are listed in each heartbeat, so the learner counts them all. What a
+# place holds is bounded by the number of leases that the learner grants.
 
 
 LeaseKey = tuple[int, int]
@@ -214,19 +215,24 @@ def key_of(lease: Lease) -> LeaseKey:
 class PartialGroups:
     """The leases of a worker, with what has been sampled for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, outbox: Outbox) -> None:
+        """Begin without leases."""
         self.queue: dict[LeaseKey, Lease] = {}
         """Not begun."""
         self.running: dict[LeaseKey, PartialGroup] = {}
         """In the engine, or being scored."""
         self.interrupted: dict[LeaseKey, PartialGroup] = {}
         """Begun, and waiting to be continued."""
+        self.outbox = outbox
+        """Over, and not yet acknowledged."""
 
     def __contains__(self, key: LeaseKey) -> bool:
-        return key in self.queue or key in self.running or key in self.interrupted
+        return any(
+            key in place for place in (self.queue, self.running, self.interrupted, self.outbox)
+        )
 
     def __len__(self) -> int:
-        return len(self.queue) + len(self.running) + len(self.interrupted)
+        return len(self.queue) + len(self.running) + len(self.interrupted) + len(self.outbox)
 
     def add(self, lease: Lease, members: Sequence[PartialRollout] = ()) -> None:
         """Take in a new lease, with what others have sampled for it."""
@@ -340,6 +346,12 @@ class PartialGroups:
         partial = self.running.pop(key, None)
         return partial is not None and not partial.is_unwanted
 
+    def deliver(self, key: LeaseKey, message: Message, *payload: Frame) -> None:
+        """Let the learner be told what has become of a lease, wherever it is, until it knows."""
+        for place in (self.queue, self.running, self.interrupted):
+            place.pop(key, None)
+        self.outbox.put(key, message, *payload)
+
     def revoke(self, key: LeaseKey) -> int:
         """Give up a lease that is not wanted any more; return how many tokens were in vain.
 
@@ -379,7 +391,7 @@ class PartialGroups:
         waiting = dict.fromkeys(self.queue, 0)
         waiting |= {key: partial.num_progress for key, partial in self.interrupted.items()}
         running = {key: partial.num_progress for key, partial in self.running.items()}
-        return [
+        held = [
             LeaseState(
                 group_id=key[0],
                 attempt=key[1],
@@ -390,6 +402,11 @@ class PartialGroups:
             for places, is_waiting in ((waiting, True), (running, False))
             for key, num in places.items()
         ]
+        delivered = (
+            LeaseState(group_id=group_id, attempt=attempt, num_tokens=-1)
+            for group_id, attempt in self.outbox.keys
+        )
+        return [*held, *delivered]
 
     def _running_s(self, key: LeaseKey, now: float) -> float:
         began_at = self.running[key].began_at

@@ -47,6 +47,7 @@ from echo.leases.dispatch import (
     Load,
     RunningGroup,
     Speed,
+    Usefulness,
     by_finish,
     hedges,
     slowdown,
@@ -76,6 +77,9 @@ MAX_UNUSABLE = 1000
 """Prompts in a row that cannot be turned into tokens, after which the run ends."""
 MAX_CAUSE_LENGTH = 2600
 """Of what a worker says of it, the last characters: a sentence and a traceback."""
+
+NO_FAULT = frozenset({"stale", "abandoned_version"})
+"""Why a result is refused that was right when it was sampled."""
 
 Obstacle = Literal["", "outdated", "no_worker", "no_weights", "busy"]
 """Why nobody can be given a group for the next batch; "" if somebody can, or the batch is out."""
@@ -242,6 +246,10 @@ class Scheduler:
             group_size=settings.group_size,
             heartbeat_s=settings.heartbeat_s,
         )
+        self.usefulness = Usefulness(
+            max_zero_signal_groups=settings.max_zero_signal_groups,
+            groups_per_step=settings.groups_per_step,
+        )
         self._outlooks: RecentMap[str, _Outlook] = RecentMap(max_entries=MAX_WORKERS)
         self._routes = routes
         self._complaints = complaints
@@ -294,6 +302,17 @@ class Scheduler:
             return "no_weights"
         has_space = any(w.is_able(bounds) and self._num_held(w) < w.capacity for w in fresh)
         return "" if has_space else "busy"
+
+    def hand_out(self, workers: Sequence[LeasedWorker], *, now: float) -> list[Action]:
+        """Grant groups, have them recorded, and send them with what others have sampled of them."""
+        actions, granted = self.grant(workers, now=now)
+        for node_id, leases in granted.items():
+            actions += self._send(node_id, leases)
+        return actions
+
+    def _send(self, node_id: str, leases: Sequence[Lease]) -> list[Action]:
+        messages = self.shipped.grants(leases)
+        return [a for grant, payload in messages for a in self._routes.to(node_id, grant, *payload)]
 
     def grant(
         self, workers: Sequence[LeasedWorker], *, now: float
@@ -555,6 +574,23 @@ class Scheduler:
         self.next_group_id += 1
         return self.next_group_id - 1
 
+    def heard(
+        self, worker: LeasedWorker, message: Heartbeat, *, has_progress: bool, now: float
+    ) -> list[Action]:
+        """Send a worker again what it does not list, and tell it what is not wanted any more."""
+        lost, unwanted = self.reconcile(
+            worker,
+            message,
+            has_progress=has_progress,
+            resend_after_s=2 * self.settings.heartbeat_s,
+            now=now,
+        )
+        actions = self._send(worker.node_id, lost)
+        for group_id, attempt in unwanted:
+            ack = Ack(group_id=group_id, attempt=attempt, outcome="duplicate")
+            actions += self._routes.to(worker.node_id, ack)
+        return actions
+
     def reconcile(
         self,
         worker: LeasedWorker,
@@ -685,7 +721,7 @@ class Scheduler:
         except RemoteProtocolError as error:
             self.counters.add("protocol_errors")
             notes = self._complaints.note(node_id, "malformed", f"{node_id}: {error}", now=now)
-            return [*notes, *self._refuse(node_id, message, "malformed")]
+            return [*notes, *self._refuse(node_id, message, "malformed", now)]
         group_id = message.group_id
         if self.is_open(group_id) and (fault := self._find_prompt_fault(group_id)) is not None:
             # Nothing can be compared with what was asked for.
@@ -708,7 +744,7 @@ class Scheduler:
                 header, arrays = encode_group(group)
         reason = self._find_fault(group, message, node_id)
         if reason is not None:
-            return self._refuse(node_id, message, reason)
+            return self._refuse(node_id, message, reason, now)
         self._storing[group.group_id] = (node_id, group.attempt)
         self.leases.deliver(group.group_id, group.attempt, node_id)
         self.finish_times.made(
@@ -767,14 +803,18 @@ class Scheduler:
         notes = self._complaints.note(node_id, "not_leased", text, now=now)
         return [*notes, *self._ack(node_id, message, "refused", "not_leased")]
 
-    def _refuse(self, node_id: str, message: Deliver, reason: str) -> list[Action]:
+    def _refuse(self, node_id: str, message: Deliver, reason: str, now: float) -> list[Action]:
         """Tell the worker to forget this result; the group is granted again."""
         self.counters.add(f"refused/{reason}")
         group_id, attempt = message.group_id, message.attempt
         leases = self.leases
         # Once per lease, so that nobody can fill the disk with them.
         is_leased = any(record.attempt == attempt for record in leases.leases_of(group_id))
-        records = [RecordRefusal(group_id, attempt, node_id, reason)] if is_leased else []
+        records: list[Action] = []
+        if is_leased:
+            records.append(RecordRefusal(group_id, attempt, node_id, reason))
+            if reason not in NO_FAULT:
+                records += self._count(node_id, is_useful=False, now=now)
         leases.revoke_attempt(group_id, attempt)
         if self.is_open(group_id):
             leases.return_group(group_id)
@@ -788,8 +828,8 @@ class Scheduler:
         )
         return self._routes.to(node_id, ack)
 
-    def stored(self, group_id: int) -> list[Action]:
-        """Acknowledge a group that the ledger now holds."""
+    def stored(self, group_id: int, *, is_useful: bool, now: float) -> list[Action]:
+        """Acknowledge a group that the ledger now holds; count it for or against its worker."""
         node_id, attempt = self._storing.pop(group_id)
         leases = self.leases.leases_of(group_id)
         self.settle(group_id)
@@ -799,7 +839,12 @@ class Scheduler:
         if first is not None and others:
             self.counters.add("hedges/lost" if first.copy_of is None else "hedges/won")
         ack = Ack(group_id=group_id, attempt=attempt, outcome="accepted")
-        return [*self._routes.to(node_id, ack), *self._cancel(others)]
+        counted = self._count(node_id, is_useful=is_useful, now=now)
+        return [*counted, *self._routes.to(node_id, ack), *self._cancel(others)]
+
+    def _count(self, node_id: str, *, is_useful: bool, now: float) -> list[Action]:
+        texts = self.usefulness.delivered(node_id, is_useful=is_useful, now=now)
+        return [Note("warning", text) for text in texts]
 
     def _cancel(self, leases: list[LeaseRecord]) -> list[Action]:
         """Tell the workers that have the other attempts of a group to stop."""
@@ -872,6 +917,7 @@ class Scheduler:
                 worker_id=node_id,
                 cause=_printable(f"{message.detail}\n{message.traceback}".strip()),
             ),
+            *self._count(node_id, is_useful=False, now=now),
             *self._ack(node_id, message, "refused", reason),
             *self._cancel(others),
         ]

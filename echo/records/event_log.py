@@ -1,7 +1,7 @@
-"""Event log on disk: frames with a length and a checksum, up to a bound.
+"""Event log on disk: frames, each deflated and with its length, up to a bound.
 
-    echo event log 1        and a line break, then again and again:
-    length | crc32 | frame  two little-endian 32-bit numbers; the top bit of the length: deflated
+    echo event log, 0.1.0   the version of Echo, and a line break; then again and again:
+    length | frame          a little-endian 32-bit number; a zlib stream, which has a checksum
 
 A frame is written with one call, so a killed process leaves whole ones. At the bound a last, empty
 frame says that the log was ended there. `runtime/event_log.py` says what the frames hold.
@@ -9,22 +9,18 @@ frame says that the log was ended there. `runtime/event_log.py` says what the fr
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from echo import __version__
 from echo.core.errors import DataError, StorageError
 
 MAX_LOG_BYTES = 256 << 20
-"""Where a log ends: it can still be sent to somebody, and replayed within minutes."""
-MAGIC = b"echo event log 1\n"
-DEFLATE_FROM = 512
-"""Bytes from which a frame is worth deflating."""
-MAX_FRAME_BYTES = 1 << 30
-"""Of one frame; a length beyond it is damage."""
-_HEAD = struct.Struct("<II")
-_DEFLATED = 1 << 31
+"""Where a log ends: it can still be sent to somebody, and replayed within minutes. No frame is
+longer, on disk or in memory."""
+HEAD = f"echo event log, {__version__}\n".encode()
+LENGTH_BYTES = 4
 
 
 class EventFile:
@@ -40,7 +36,7 @@ class EventFile:
         self._left = max_bytes
         try:
             self._file = path.open("xb", buffering=0)
-            self._file.write(MAGIC)
+            self._file.write(HEAD)
         except FileExistsError as error:
             raise StorageError(f"{path} is there already; name a new file for the log") from error
         except OSError as error:
@@ -52,14 +48,11 @@ class EventFile:
         Raises:
             OSError: if the disk refuses it.
         """
-        flag = 0
-        if len(frame) >= DEFLATE_FROM:
-            frame, flag = zlib.compress(frame, 1), _DEFLATED
-        self._left -= _HEAD.size + len(frame)
-        has_room = self._left >= 0
-        data = frame if has_room else b""
-        head = _HEAD.pack(len(data) | (flag if has_room else 0), zlib.crc32(data))
-        self._file.write(head + data)
+        data = zlib.compress(frame, 1)
+        self._left -= LENGTH_BYTES + len(data)
+        has_room = self._left >= 0 and len(frame) <= MAX_LOG_BYTES
+        data = data if has_room else zlib.compress(b"")
+        self._file.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
         return has_room
 
     def close(self) -> None:
@@ -75,21 +68,24 @@ def read_frames(path: Path) -> Iterator[bytes]:
     """
     try:
         with path.open("rb") as file:
-            if file.read(len(MAGIC)) != MAGIC:
-                raise DataError(f"{path} is no event log of this version of Echo")
-            while head := file.read(_HEAD.size):
+            if (found := file.read(len(HEAD))) != HEAD:
+                raise DataError(
+                    f"{path} is no event log of echo-rl {__version__}: it begins with {found!r}; "
+                    "replay a log with the release that recorded it"
+                )
+            while head := file.read(LENGTH_BYTES):
                 where = f"{path}: the frame at byte {file.tell() - len(head)}"
-                if len(head) < _HEAD.size:
+                length = int.from_bytes(head, "little")
+                data = file.read(min(length, MAX_LOG_BYTES))
+                if len(head) < LENGTH_BYTES or len(data) < length:
                     raise DataError(f"{where} is cut off")
-                length, checksum = _HEAD.unpack(head)
-                is_deflated, length = bool(length & _DEFLATED), length & ~_DEFLATED
-                if length > MAX_FRAME_BYTES:
+                inflater = zlib.decompressobj()
+                try:
+                    frame = inflater.decompress(data, MAX_LOG_BYTES)
+                except zlib.error as error:
+                    raise DataError(f"{where} is damaged: {error}") from error
+                if not inflater.eof:
                     raise DataError(f"{where} is damaged")
-                data = file.read(length)
-                if len(data) < length:
-                    raise DataError(f"{where} is cut off")
-                if zlib.crc32(data) != checksum:
-                    raise DataError(f"{where} is damaged")
-                yield zlib.decompress(data) if is_deflated else data
+                yield frame
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error

@@ -36,7 +36,7 @@ import sqlite3
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -302,8 +302,6 @@ class LedgerQueue(ABC):
         self.num_records = 0
         self.notices: list[str] = []
         """What the operator should know: what a disk has damaged, a journal in place of the log."""
-        self.on_append: Callable[[], None] = lambda: None
-        """Called by `append`, so that somebody commits."""
         self._queue: list[tuple[Any, Sequence[Frame]]] = []
         self._queue_lock = threading.Lock()  # of the queue and the count of bytes
         self._write_lock = threading.Lock()  # of all that `_write_queue` touches
@@ -313,12 +311,13 @@ class LedgerQueue(ABC):
         """Return what records are stamped with: unix seconds."""
         return time.time()
 
+    @property
+    def has_queued(self) -> bool:
+        """Whether anything waits for the next `commit` or `sync`."""
+        return bool(self._queue)
+
     def append(self, record: AnyRecord) -> None:
         """Put a record into the queue; it is on record after the next `commit`."""
-        self._append(record)
-        self.on_append()
-
-    def _append(self, record: AnyRecord) -> None:
         with self._queue_lock:
             self._queue.append((self._stamped(record), ()))
 
@@ -379,7 +378,7 @@ class LedgerQueue(ABC):
     def trained(self, groups: Sequence[Group], *, lineage: int, consumed_at: int) -> dict[int, int]:
         """Commit the record of an optimizer step; return its tokens by staleness."""
         staleness = staleness_of_groups(groups, consumed_at=consumed_at)
-        self._append(
+        self.append(
             Trained(
                 lineage=lineage,
                 step=consumed_at + 1,
@@ -524,7 +523,7 @@ class Ledger(LedgerQueue):
 
     def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
         """Sync the record of a checkpoint; unlink the files whose groups have ended for good."""
-        self._append(Checkpointed(lineage=lineage, step=step))
+        self.append(Checkpointed(lineage=lineage, step=step))
         with self._write_lock:
             self._write_queue(durably=True)
             with _named(self.run_dir):

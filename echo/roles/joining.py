@@ -487,7 +487,7 @@ class Joining:
         self._on_welcome_again(message, payload, now)
         if message.uplink_bytes_per_s:
             self.broadcast.uplink.show(message.uplink_bytes_per_s)
-        self.broadcast.trust(
+        self.broadcast.trust.set(
             public_key=message.public_key,
             run_id=message.run_id,
             max_image_bytes=self.settings.max_image_bytes,

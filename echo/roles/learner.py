@@ -23,7 +23,6 @@ from echo.core.errors import DataError, LocalProtocolError, RemoteProtocolError
 from echo.core.metrics import Counters, NodeView
 from echo.core.timers import Paced, earliest
 from echo.leases.book import LeaseBook, LeasedWorker
-from echo.leases.dispatch import Usefulness
 from echo.leases.scheduler import (
     GRANT_S,
     AcceptedGroups,
@@ -51,7 +50,6 @@ from echo.wire.codec import (
 )
 from echo.wire.messages import (
     LEARNER_ID,
-    Ack,
     AssetRequest,
     Deliver,
     Failed,
@@ -61,7 +59,6 @@ from echo.wire.messages import (
     Greeted,
     Heartbeat,
     Hello,
-    Lease,
     Message,
     Partial,
     Probe,
@@ -138,10 +135,6 @@ class Learner:
             routes=self._routes,
             complaints=self._complaints,
         )
-        self._usefulness = Usefulness(
-            max_zero_signal_groups=settings.leases.max_zero_signal_groups,
-            groups_per_step=settings.leases.groups_per_step,
-        )
         self._has_set_aside = False
         self._shutdown = Shutdown(self.roster, self._routes)
         self.planning = Planner(learner=settings.site, chunk_bytes=settings.chunk_bytes)
@@ -164,7 +157,7 @@ class Learner:
 
     def uplinks(self) -> dict[str, float]:
         """Return what every node could send when it was last heard, bytes per second by name."""
-        own = clamped_rate(self.broadcast.uplink_bytes_per_s)
+        own = clamped_rate(self.broadcast.uplink.bytes_per_s)
         return self.roster.uplinks.as_dict() | ({LEARNER_ID: own} if own else {})
 
     # --- links and messages ----------------------------------------------------------------------
@@ -271,7 +264,7 @@ class Learner:
             case Deliver() | Partial() | Failed():
                 # Kept if granting fails: a group that is being stored must be stored.
                 self._decided = self._scheduler.receive(member.node_id, message, payload, now=now)
-                return self._decided + self.grant(now=now)
+                return [*self._decided, *self.review_workers(now=now), *self.grant(now=now)]
             case Goodbye():
                 if message.is_released:
                     self.roster.release(member)
@@ -294,7 +287,7 @@ class Learner:
         self.planning.expect(self.broadcast.payload)
         moved = self.planning.move(
             [member.node for member in self.roster.members()],
-            uplink_bytes_per_s=self.broadcast.uplink_bytes_per_s,
+            uplink_bytes_per_s=self.broadcast.uplink.bytes_per_s,
             now=now,
             is_between=is_between,
         )
@@ -312,9 +305,9 @@ class Learner:
         return self._probing.begin(peer, payload_bytes=self.version_bytes, now=now)
 
     def _on_probe_ack(self, peer: str, now: float) -> list[Action]:
-        was_known = self.broadcast.uplink_bytes_per_s is not None
+        was_known = self.broadcast.uplink.bytes_per_s is not None
         actions = self._probing.acknowledged(peer, now=now)
-        if not was_known and self.broadcast.uplink_bytes_per_s is not None:
+        if not was_known and self.broadcast.uplink.bytes_per_s is not None:
             self.planning.has_news = True
         return actions
 
@@ -350,17 +343,7 @@ class Learner:
             actions += self._routes.to(member.node_id, plan)
         if has_new_suspects or self.planning.is_due(now=now):
             actions += self.replan(now)
-        lost, unwanted = self._scheduler.reconcile(
-            member.worker,
-            message,
-            has_progress=has_progress,
-            resend_after_s=2 * self.settings.leases.heartbeat_s,
-            now=now,
-        )
-        actions += self._send_leases(member.node_id, lost)
-        for group_id, attempt in unwanted:
-            ack = Ack(group_id=group_id, attempt=attempt, outcome="duplicate")
-            actions += self._routes.to(member.node_id, ack)
+        actions += self._scheduler.heard(member.worker, message, has_progress=has_progress, now=now)
         return actions + self.grant(now=now)
 
     def grant(self, *, now: float) -> list[Action]:
@@ -372,14 +355,11 @@ class Learner:
         if not self._grants.may(len(self.roster.nodes), now=now):
             return []
         try:
-            actions, granted = self._scheduler.grant(self._workers, now=now)
+            return self._scheduler.hand_out(self._workers, now=now)
         except DataError as error:
             # There are no more prompts. Raised here it would end the learner before it has saved.
             self.prompt_fault, self.is_granting = error, False
             return []
-        for node_id, leases in granted.items():
-            actions += self._send_leases(node_id, leases)
-        return actions
 
     def obstacle(self) -> Obstacle:
         """Return what keeps the groups of the next batch from being granted."""
@@ -409,29 +389,28 @@ class Learner:
             member.node.is_standby = is_standby
         return [*self.replan(now), *self.grant(now=now)] if changed else []
 
-    def _send_leases(self, node_id: str, leases: Sequence[Lease]) -> list[Action]:
-        messages = self._scheduler.shipped.grants(leases)
-        return [a for grant, payload in messages for a in self._routes.to(node_id, grant, *payload)]
+    def stored(self, group_id: int, *, is_useful: bool, now: float) -> list[Action]:
+        """Acknowledge a group that the ledger now holds.
 
-    def stored(self, group_id: int, *, now: float) -> list[Action]:
-        """Acknowledge a group that the ledger now holds; the caller has put it into the buffer."""
-        return [*self._scheduler.stored(group_id), *self.grant(now=now)]
+        Args:
+            group_id: the group; a useful one the caller has put into the buffer.
+            is_useful: whether something can be learned from it, which counts for its worker.
+            now: the present instant.
+        """
+        stored = self._scheduler.stored(group_id, is_useful=is_useful, now=now)
+        return [*stored, *self.review_workers(now=now), *self.grant(now=now)]
 
     # --- whose groups teach something ------------------------------------------------------------
 
     @property
     def num_discounted(self) -> int:
         """Groups since the last useful one that do not say whether the run is zero-signal."""
-        return self._usefulness.num_discounted
-
-    def delivered(self, worker_id: str, *, is_useful: bool, now: float) -> list[Action]:
-        """Count a group for or against its worker; grants follow from what the caller does next."""
-        texts = self._usefulness.delivered(worker_id, is_useful=is_useful, now=now)
-        return [*(Note("warning", text) for text in texts), *self.review_workers(now=now)]
+        return self._scheduler.usefulness.num_discounted
 
     def review_workers(self, *, now: float) -> list[Action]:
         """Decide whose groups are wanted; call it now and then: nobody is set aside for ever."""
-        if self._usefulness.is_calm and not self._has_set_aside:
+        usefulness = self._scheduler.usefulness
+        if usefulness.is_calm and not self._has_set_aside:
             return []
         members = self.roster.members("worker")
         can_sample = {
@@ -439,9 +418,9 @@ class Learner:
             for member in members
             if not member.is_standby
         }
-        texts = self._usefulness.review(can_sample, now=now)
+        texts = usefulness.review(can_sample, now=now)
         for member in members:
-            member.worker.is_set_aside = self._usefulness.is_set_aside(member.node_id)
+            member.worker.is_set_aside = usefulness.is_set_aside(member.node_id)
         self._has_set_aside = any(member.worker.is_set_aside for member in members)
         return [Note("warning", text) for text in texts]
 

@@ -98,7 +98,7 @@ class DialingRole:
         self._told_at: dict[str, float] = {}
         self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
         self._weights = Parents(
-            broadcast, retry_s=settings.retry_s, sockets_per_link=settings.sockets_per_link
+            broadcast.receiver, retry_s=settings.retry_s, sockets_per_link=settings.sockets_per_link
         )
         self._weights.retry_preferred_s = settings.dead_after_s
 
@@ -125,8 +125,8 @@ class DialingRole:
             bytes_sent=self.broadcast.bytes_sent,
             parent=self._weights.parent,
             suspects=self._weights.suspects(now=self._beat_at)[:MAX_NODES],
-            uplink_bytes_per_s=clamped_rate(self.broadcast.uplink_bytes_per_s),
-            downlink_bytes_per_s=clamped_rate(self.broadcast.downlink_bytes_per_s),
+            uplink_bytes_per_s=clamped_rate(self.broadcast.uplink.bytes_per_s),
+            downlink_bytes_per_s=clamped_rate(self.broadcast.receiver.rate.bytes_per_s),
             rtt_s=self._weights.rtt_s,
             fetching=version,
             num_chunks_held=num_held,
@@ -372,7 +372,7 @@ class DialingRole:
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
         """Show the uplink already while task and engine are built: a plan comes with admission."""
-        is_known = self.broadcast.uplink_bytes_per_s is not None
+        is_known = self.broadcast.uplink.bytes_per_s is not None
         return [] if is_known else self._probe(version_bytes, now)
 
     def on_admitted(self, *, now: float) -> list[Action]:

@@ -1,9 +1,9 @@
 """The worker's role: leases in, groups out.
 
-A lease waits in the queue, runs in the engine, may be parked between two calls of the engine
-(`leases/partials.py`), and its result lies in the outbox until the learner has it on disk. All
-places are listed in each heartbeat, so the learner knows what it must send again and what it need
-not renew. A cut changes nothing here: running groups go on, results are kept, and after the next
+A lease waits in the queue, runs in the engine, may be parked between two calls of the engine, and
+its result lies in the outbox until the learner has it on disk (`leases/partials.py`). All places
+are listed in each heartbeat, so the learner knows what it must send again and what it need not
+renew. A cut changes nothing here: running groups go on, results are kept, and after the next
 Admitted everything unacknowledged is sent again.
 
 What is parked is shipped to the learner now and then (`ship`), which leases it to others if this
@@ -177,7 +177,7 @@ class EngineFacts:
         return math.ceil(self.groups_per_batch * self.rules.over_submission)
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class EngineCall:
     """Groups that are sampled together, and how far they are.
 
@@ -327,7 +327,7 @@ class Worker(DialingRole):
         self.tokens_sampled = 0
         self.num_accepted = 0
         """Groups that the learner has taken since this process started."""
-        self.partials = PartialGroups()
+        self.partials = PartialGroups(outbox)
         self.partial_counts: Counter[str] = Counter()
         """What became of unfinished rollouts, for the learner's metrics."""
         self.version_wait = VersionWait(version_wait_s)
@@ -389,11 +389,7 @@ class Worker(DialingRole):
 
     def lease_states(self) -> tuple[LeaseState, ...]:
         """Return every lease here: waiting, running, or not yet acknowledged."""
-        delivered = (
-            LeaseState(group_id=group_id, attempt=attempt, num_tokens=-1)
-            for group_id, attempt in self.outbox.keys
-        )
-        return (*self.partials.states(now=self._beat_at), *delivered)[:MAX_LEASES]
+        return tuple(self.partials.states(now=self._beat_at)[:MAX_LEASES])
 
     def stats(self) -> NodeStats:
         """Return what to tell the learner about this worker."""
@@ -445,13 +441,10 @@ class Worker(DialingRole):
             if len(message.leases) != 1:
                 raise RemoteProtocolError(f"{len(message.leases)} leases with one continuation")
             members = decode_members(payload[0])
-        fresh = [lease for lease in message.leases if not self._is_known(key_of(lease))]
+        fresh = [lease for lease in message.leases if key_of(lease) not in self.partials]
         for lease in fresh:
             self.partials.add(lease, members)
         return self._next(now) if fresh else []
-
-    def _is_known(self, key: LeaseKey) -> bool:
-        return key in self.partials or key in self.outbox.keys
 
     def _on_ack(self, message: Ack, now: float) -> list[Action]:
         key = (message.group_id, message.attempt)
@@ -636,6 +629,10 @@ class Worker(DialingRole):
             group.num_progress += num_signs - call.num_signs
         call.num_tokens, call.num_signs = num_tokens, num_signs
 
+    def count(self, name: str, number: float = 1) -> None:
+        """Count what engine or task has told the shell."""
+        self.counters.add(name, number)
+
     def sampled(
         self,
         call: EngineCall,
@@ -771,11 +768,14 @@ class Worker(DialingRole):
                 "batch.group_size or sampling.max_completion_tokens"
             )
             return self.failed(partial.lease, "group_too_large", detail, now=now)
-        self._end(key)
         seconds = partial.seconds(now)
         message = Deliver(group_id=group.group_id, attempt=group.attempt, seconds=seconds)
-        self.outbox.put(key, message, *payload)
+        self._deliver(key, message, *payload)
         return [*self._send_due(now), *self._settle(now)]
+
+    def _deliver(self, key: LeaseKey, message: Message, *payload: Frame) -> None:
+        self._scoring.pop(key, None)
+        self.partials.deliver(key, message, *payload)
 
     def failed(
         self, lease: Lease, reason: str, detail: str, *, traceback: str = "", now: float
@@ -785,17 +785,13 @@ class Worker(DialingRole):
         running = self.partials.running.get(key)
         if running is not None and running.is_unwanted:
             return self._end_unwanted(key, now)
-        self._end(key)
         self.counters.add(f"failed/{reason}")
         report = self._report(lease, reason, detail, traceback=traceback)
         return [*report, *self._send_due(now), *self._settle(now)]
 
-    def _end(self, key: LeaseKey) -> None:
+    def _end_unwanted(self, key: LeaseKey, now: float) -> list[Action]:
         self.partials.end(key)
         self._scoring.pop(key, None)
-
-    def _end_unwanted(self, key: LeaseKey, now: float) -> list[Action]:
-        self._end(key)
         return self._settle(now)
 
     def _report(
@@ -815,7 +811,7 @@ class Worker(DialingRole):
             is_elsewhere=is_elsewhere,
             traceback=traceback,
         )
-        self.outbox.put(key_of(lease), message)
+        self._deliver(key_of(lease), message)
         level = "info" if reason == SUPERSEDED else "warning"
         # It may be what a task's code says of what the model said.
         text = one_line(detail[:MAX_DETAIL_LENGTH])
@@ -824,11 +820,8 @@ class Worker(DialingRole):
     def _refuse(self, lease: Lease, reason: str, detail: str) -> list[Action]:
         """Give a lease back whose version is not the one that samples here."""
         key = key_of(lease)
-        if key in self.partials.running:
-            if not self.partials.end(key):
-                return []
-        else:
-            self.partials.revoke(key)
+        if key in self.partials.running and not self.partials.end(key):
+            return []
         self.counters.add("engine/version_refused")
         return self._report(lease, reason, detail, is_elsewhere=True)
 
@@ -943,13 +936,13 @@ class Worker(DialingRole):
             self.partial_counts["shipped"] += 1
         return actions
 
-    def restore(self, data: Frame) -> list[Action]:
+    def restore(self, saved: Frame) -> list[Action]:
         """Take over what a former process of this worker has saved."""
         try:
-            partials = decode_groups(data, run_id=self.broadcast.run_id)
+            partials = decode_groups(saved, run_id=self.broadcast.trust.run_id)
         except RemoteProtocolError as error:
             return [Note("warning", f"dropped the unfinished groups that were left here: {error}")]
-        self._saved = bytes(data)
+        self._saved = bytes(saved)
         self.partials.restore(partials)
         if not partials:
             return []
@@ -959,7 +952,7 @@ class Worker(DialingRole):
     def _save(self, now: float) -> list[Action]:
         self._saved_at = now
         partials = self.partials.begun()
-        data = encode_groups(self.broadcast.run_id, partials)
+        data = encode_groups(self.broadcast.trust.run_id, partials)
         if data == self._saved or not (partials or self._saved):
             return []
         self._saved = data

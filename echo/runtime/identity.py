@@ -13,9 +13,10 @@ from pathlib import Path
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.config.fields import OLD_JOIN, has_secret, local_path, read_text
+from echo.config.fields import OLD_JOIN, has_secret, read_text
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, StorageError, TransportError
+from echo.core.paths import local_path
 from echo.net.curve import KEY_BYTES, SECRET_BYTES, CurveKeys, KeyPair
 from echo.net.transport import format_address, is_loopback, parse_address, with_key, without_key
 from echo.records.files import make_private_directory, write_file

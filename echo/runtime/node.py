@@ -489,9 +489,9 @@ class DialingNode(Node):
         if version_store is None:
             return
         files = self.threads.pool("recovery")
-        for saved in await files.run(version_store.recover, broadcast.run_id):
+        for saved in await files.run(version_store.recover, broadcast.trust.run_id):
             try:
-                manifest = broadcast.manifest(saved.version, saved.signed_manifest)
+                manifest = broadcast.trust.manifest(saved.version, saved.signed_manifest)
                 has_chunk = await files.run(version_store.verify_held, manifest, saved.storage)
             except (RemoteProtocolError, StorageError) as error:
                 self.log.warning("dropped %s, which was left here: %s", saved.version, error)
@@ -508,7 +508,7 @@ class DialingNode(Node):
         """Go on with a keyframe that was on its way."""
         broadcast, journal = self.role.broadcast, saved.journal
         try:
-            encoded = await files.run(broadcast.rebuild, saved.version, journal.records())
+            encoded = await files.run(broadcast.trust.rebuild, saved.version, journal.records())
             journal.open()
         except OSError as error:
             self.log.warning("dropped %s, which was left here: %s", journal.path, error)

@@ -22,13 +22,14 @@ from blake3 import blake3
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import PolicyVersion
 from echo.runtime.identity import Identity
-from echo.runtime.learner.publish import CodedSegment, Publication, sealed
+from echo.runtime.learner.publish import CodedSegment, Publication
 from echo.weights.delta import CodedBlock, encode_block, encode_delta
 from echo.weights.manifest import (
     Manifest,
     SegmentTable,
     TensorSpec,
     encode_signed,
+    hash_chunks,
     sign,
 )
 from echo.weights.store import Patch, Transfer
@@ -102,13 +103,14 @@ class Versions:
             num_bytes=self.num_bytes,
             chunk_bytes=self.chunk_bytes,
             chunk_hashes=b"",
-            image_hash=b"",
         )
         return Publication(None, manifest, image)
 
     def seal(self, publication: Publication) -> Publication:
         """Hash and sign a version."""
-        return sealed(publication, self._identity.key)
+        made = publication.manifest
+        hashes = hash_chunks(publication.image, made.chunk_bytes, made.chunks)
+        return publication.sealed([hashes], self._identity.key)
 
     def segments(self, publication: Publication, base: Transfer | None) -> Iterator[CodedSegment]:
         """Yield the one segment of an encoded version, which is one block."""

@@ -152,7 +152,7 @@ class SimWorker(DialingNode):
         self.perform(self.role.installed(version, now=self.now))
 
     def _pause(self) -> None:
-        is_fetching = self.role.broadcast.fetching is not None or self._num_installing > 0
+        is_fetching = self.role.broadcast.receiver.item is not None or self._num_installing > 0
         has_weights = self.engine.version is not None
         if has_weights and is_fetching != self.engine.is_paused:
             self.engine.pause(is_fetching, now=self.now)

@@ -24,7 +24,6 @@ import abc
 import importlib
 import importlib.util
 import inspect
-import os
 import random
 import re
 import sys
@@ -40,6 +39,7 @@ from typing import Any
 from blake3 import blake3
 
 from echo.core.errors import ConfigError, nearest
+from echo.core.paths import local_path
 
 SPLITS = ("train", "heldout")
 
@@ -334,7 +334,7 @@ def _hash_files(files: list[Path]) -> str:
 def _place_of(name: str, path: str) -> Path:
     """Return where a worker looks for a module that lies at `path` on the learner's machine."""
     if name.endswith(".py"):
-        return _local_path(name).absolute()
+        return local_path(name).absolute()
     last = Path(path).name
     place = Path.cwd().joinpath(*name.split("."))
     return place / last if last == "__init__.py" else place.with_suffix(".py")
@@ -419,7 +419,7 @@ def import_module(where: str, name: str) -> ModuleType:
         importlib.invalidate_caches()
     try:
         return _import_file(name) if name.endswith(".py") else importlib.import_module(name)
-    except Exception as error:
+    except Exception as error:  # a user's module raises anything
         if isinstance(error, FileNotFoundError) and name.endswith(".py"):
             problem = f"no file {name!r} in {directory}"
         elif isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
@@ -443,7 +443,7 @@ def find_code(name: str) -> list[Path]:
         The files in the order in which they would be run; none if there is no such module.
     """
     if name.endswith(".py"):
-        path = _local_path(name).resolve()
+        path = local_path(name).resolve()
         return [path] if path.is_file() else []
     importlib.invalidate_caches()
     found: list[Path] = []
@@ -506,13 +506,8 @@ def _is_pythons_own(path: Path) -> bool:
     return path.is_relative_to(library) and not {"site-packages", "dist-packages"} & {*path.parts}
 
 
-def _local_path(name: str) -> Path:
-    """Return where a file's name leads; `~user` stays as it is where no such user is known."""
-    return Path(os.path.expanduser(name))  # noqa: PTH111 -- pathlib's raises there
-
-
 def _import_file(file: str) -> ModuleType:
-    path = _local_path(file).resolve()
+    path = local_path(file).resolve()
     name = f"echo_user_{path.stem}"
     known = sys.modules.get(name)
     if known is not None and known.__file__ == str(path):

@@ -116,7 +116,7 @@ class VerifiersTask(Environment):
         vf = _import_verifiers()
         try:
             environment = vf.load_environment(self._name, **self._args)
-        except Exception as error:
+        except Exception as error:  # an environment's own code raises anything
             raise ConfigError(
                 f"task.options.env = {self._name!r}: {type(error).__name__}: {error}; install it "
                 "(prime env install), or put its module into the current directory"

@@ -377,6 +377,18 @@ class Policy:
         Raises:
             DataError: if a name or a shape differs from the model's; nothing is changed then.
         """
+        self.check(tensors)
+        with torch.no_grad():
+            for name, tensor in self.tensors().items():
+                sharding.copy_local(tensor, tensors[name])
+        self.round()
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise where `load` would.
+
+        Raises:
+            DataError: if a name or a shape differs from the model's.
+        """
         own = self.tensors()
         names = own.keys() if self._adapter is not None else self.model.state_dict().keys()
         if missing := sorted(own.keys() - tensors.keys()):
@@ -389,10 +401,6 @@ class Policy:
                     f"weight {name} has shape {list(tensors[name].shape)}, the model expects "
                     f"{list(tensor.shape)}: these weights belong to another model"
                 )
-        with torch.no_grad():
-            for name, tensor in own.items():
-                sharding.copy_local(tensor, tensors[name])
-        self.round()
 
     def round(self) -> None:
         """Compute with the weights as they now are."""

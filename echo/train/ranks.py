@@ -48,13 +48,11 @@ from echo.core.rollout import Group
 from echo.engine.weights import find_places
 from echo.train.policy import Compute
 from echo.train.sharded_images import FollowImages, LeadImages
-from echo.train.sharding import Ranks
+from echo.train.sharding import COLLECTIVE_S, Ranks
 from echo.train.step import StepError, StepResult
 from echo.train.trainer import Trainer
 from echo.wire.codec import decode_group, encode_group
 
-COLLECTIVE_S = 600.0
-"""How long a rank waits for another one within a command: far longer than a micro-batch takes."""
 SILENT_S = 120.0
 """Without a beat a rank counts as gone."""
 BEAT_S = 1.0
@@ -179,10 +177,10 @@ class Beats:
         self._store, self._rank, self._size, self._silent_s = store, rank, size, silent_s
         self._is_over = threading.Event()
         store.add(f"beat of {rank}", 1)
-        self._thread = threading.Thread(target=self._beat, name="beats", daemon=True)
-        self._thread.start()
         self.on_silence: Callable[[str], None] | None = None
         """Called once, in that thread, with what to say if a rank has fallen silent, or all."""
+        self._thread = threading.Thread(target=self._beat, name="beats", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Stop; the rank ends, as it should."""
@@ -357,10 +355,15 @@ class Crew:
                 raise RankError(f"rank 0: {_words(command, error)}") from error
             if not _is_loss(error):
                 raise
-            raise RankError(
-                f"the learner's processes cannot go on with {command.name}: {self.beats.explain()} "
-                f"({_first_line(error)})"
-            ) from error
+            raise self.lost(command, error) from error
+
+    def lost(self, command: RankCommand, error: BaseException) -> RankError:
+        """Return what is to be said of a command that others have not carried out."""
+        self._is_broken = True
+        return RankError(
+            f"the learner's processes cannot go on with {command.name}: {self.beats.explain()} "
+            f"({_first_line(error)})"
+        )
 
     def dismiss(self) -> None:
         """Tell the others that it is over, if they can hear it; the leader calls this last."""
@@ -431,8 +434,13 @@ class LeadTrainer:
             self._trainer = build(checkpoint)
             crew.ranks.add_up(0.0)  # until all of them stand
             places = find_places(self.tensors(), published_dtype, self.unrounded)
+            write_rows = RankCommand("write_rows")
             self.images = LeadImages(
-                crew.ranks, places, lambda: crew.together(RankCommand("write_rows"))
+                crew.ranks,
+                places,
+                self._trainer.copy_stream,
+                together=lambda: crew.together(write_rows),
+                lost=lambda error: crew.lost(write_rows, error),
             )
             """What versions are made with."""
         crew.beats.on_silence = end_at_once
@@ -526,9 +534,10 @@ def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
             trainer = build(None if command.path is None else Path(command.path))
             crew.ranks.add_up(0.0)
             places = find_places(trainer.tensors(), command.dtype, trainer.unrounded)
-            images = FollowImages(crew.ranks, places, trainer.tensors())
+            images = FollowImages(crew.ranks, places, trainer.tensors(), trainer.copy_stream)
             crew.beats.on_silence = end_at_once
             while (command := crew.hear()).name != "stop":
+                images.check()
                 crew.ranks.add_up(0.0)
                 _obey(trainer, images, command, log)
     except BaseException as error:

@@ -1,10 +1,16 @@
-"""Images of versions that all ranks write and code, each a part.
+"""Images of versions that all ranks write, code and hash, each a part.
 
     every rank of rank 0's machine    rounds its rows into the image, in memory that all of them map
     a rank of another machine         rounds them beside, and sends rank 0 what changed since the
                                       version before, PIECE_BYTES of the image at a time
-    then, beside the next step        rank 0 deals the blocks of each segment among the ranks of its
+    when all of it has come           rank 0 deals the blocks of each segment among the ranks of its
                                       machine; each codes its own, and rank 0 signs and sends
+    behind that, for the seal         each of them hashes and encrypts its part of the chunks
+
+All of it is beside the next step. What a step waits for is that its rank's rows are rounded, on a
+CPU; on a GPU they cross to pinned memory on a stream of their own, and what changes the weights
+waits for that stream. Rows from another machine come in a process group of their own, since the
+next step needs the others.
 
 Nothing is put together on one rank. Where a row lies in an image depends on the model alone, and a
 block codes alike wherever it is coded: versions are those of one process, byte for byte, and deltas
@@ -12,19 +18,14 @@ go on after a resume on another number of ranks.
 
 Ranks of a machine meet at a Unix socket that rank 0 listens on: who cannot reach it is on another
 one. Two connections stay until a process ends. In the first rank 0 hands over the memory of images,
-which has no name and goes with the last process that maps it; in the second it asks for coded
-blocks. For a rank that is gone rank 0 codes itself: that the job ends is said elsewhere (ranks.py).
-
-A process alone on a GPU has its image written beside the next step; here the step waits for it.
-That the last row is written is known when all ranks have said so, and rows from another machine
-come in the process group that the next step needs: both would take groups and threads of their own,
-to save what each of N ranks takes to copy the N-th part of a version. The hashes of a whole image
-are made by rank 0 alone: its seal follows a delta, and nobody waits for it.
+which has no name and goes with the last process that maps it, and hears that rows are written; in
+the second it asks for coded blocks and for hashes. What a rank that is gone does not answer, rank 0
+does itself: that the job ends is said elsewhere (ranks.py).
 
 Memory: two images on rank 0's machine, one more while somebody still reads an older one
 (`RecycledMemory`), and the coded blocks of a segment or two. On another machine two copies of each
 rank's own rows, and one piece. In each rank a piece of 64 MiB, rounded, where the weights are on a
-GPU.
+GPU. All that rows are written to is pinned there.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
+from itertools import accumulate, pairwise
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
@@ -53,13 +56,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from echo.core.errors import RankError
 from echo.core.rollout import PolicyVersion
-from echo.engine.weights import VersionImage, Weights, host_bytes, image_bytes, round_into
+from echo.engine.weights import (
+    CodedDelta,
+    CopyStream,
+    VersionImage,
+    Weights,
+    host_bytes,
+    image_bytes,
+    image_memory,
+    pinned,
+    round_into,
+)
 from echo.train import sharding
-from echo.train.sharding import Ranks
+from echo.train.sharding import COLLECTIVE_S, Ranks
 from echo.weights.delta import CodedBlock, WordBytes, code_block, decode_block, word_bytes_of
-from echo.weights.manifest import TensorSpec
-from echo.weights.store import RecycledMemory, touched_memory
+from echo.weights.manifest import ChunkHashes, TensorSpec, hash_chunks
+from echo.weights.store import RecycledMemory
 
 PIECE_BYTES = 4 << 20
 """Image bytes that a rank of another machine sends at a time."""
@@ -84,9 +98,32 @@ class RowSpan:
             last = min(first + PIECE_BYTES, self.stop)
             yield first, last, word_bytes_of([self.spec], first, last)
 
-    def write(self, place: Tensor, tensor: Tensor) -> None:
-        """Round this rank's rows of a tensor into their room, uint8 [stop - start]."""
-        round_into(place, self.spec.dtype, sharding.local(tensor).detach())
+
+def begin_to_write(
+    places: Iterable[tuple[RowSpan, Tensor]], tensors: Weights, stream: CopyStream | None
+) -> Callable[[], None]:
+    """Round this rank's rows into their places; return what waits until they are there.
+
+    Args:
+        places: of each span, uint8 [stop - start], on the host.
+        tensors: this rank's, by name.
+        stream: on which they cross from a GPU: what changes them has to wait for it; None to wait
+            here.
+    """
+
+    def write() -> None:
+        for span, place in places:
+            rows = sharding.local(tensors[span.spec.name]).detach()
+            round_into(place, span.spec.dtype, rows, is_beside=stream is not None)
+
+    if stream is None:
+        write()
+        return lambda: None
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        write()
+    arrival: torch.cuda.Event = stream.record_event()
+    return arrival.synchronize
 
 
 def spans_of(specs: Sequence[TensorSpec], tensors: Weights, rank: int, size: int) -> list[RowSpan]:
@@ -115,29 +152,47 @@ def spans_of(specs: Sequence[TensorSpec], tensors: Weights, rank: int, size: int
 class FarRows:
     """Rows of a rank of another machine: the newest version's, and those of the one before."""
 
-    def __init__(self, spans: Sequence[RowSpan]) -> None:
-        """Begin without a version."""
-        self._spans = spans
-        self._memory = RecycledMemory(2)
+    def __init__(
+        self, spans: Sequence[RowSpan], stream: CopyStream | None, group: dist.ProcessGroup | None
+    ) -> None:
+        """Begin without a version.
+
+        Args:
+            spans: the rows.
+            stream: see `begin_to_write`.
+            group: in which they are sent.
+        """
+        self._spans, self._stream, self._group = spans, stream, group
+        self._ends = list(accumulate((span.stop - span.start for span in spans), initial=0))
+        self._memory = RecycledMemory(2, image_memory)
         self._last: memoryview | None = None
 
-    def send(self, tensors: Weights) -> None:
-        """Round the rows, and send rank 0 what they have become."""
-        new = self._memory.take(sum(span.stop - span.start for span in self._spans))
-        end = 0
-        for span in self._spans:
-            begin, end = end, end + span.stop - span.start
-            span.write(host_bytes(new[begin:end]), tensors[span.spec.name])
-            for start, stop, word_bytes in span.pieces():
-                shift = begin - span.start
-                coded = code_block(self._last, new, (start + shift, stop + shift, word_bytes)).coded
-                dist.send(torch.tensor([len(coded)]), dst=0)
-                dist.send(torch.frombuffer(bytearray(coded), dtype=torch.uint8), dst=0)
-        self._last = new
+    def begin(self, tensors: Weights) -> Callable[[], None]:
+        """Round the rows; return what waits for them and sends rank 0 what has changed."""
+        new = self._memory.take(self._ends[-1])
+        places = [host_bytes(new[first:last]) for first, last in pairwise(self._ends)]
+        wait = begin_to_write(zip(self._spans, places, strict=True), tensors, self._stream)
+        last, self._last = self._last, new
+
+        def send() -> None:
+            wait()
+            for span, first in zip(self._spans, self._ends, strict=False):
+                shift = first - span.start
+                for start, stop, word_bytes in span.pieces():
+                    coded = code_block(last, new, (start + shift, stop + shift, word_bytes)).coded
+                    size, data = torch.tensor([len(coded)]), bytearray(coded)
+                    dist.send(size, dst=0, group=self._group)
+                    dist.send(torch.frombuffer(data, dtype=torch.uint8), dst=0, group=self._group)
+
+        return send
 
 
 def receive_rows(
-    rank: int, spans: Sequence[RowSpan], image: memoryview, last: memoryview | None
+    rank: int,
+    spans: Sequence[RowSpan],
+    image: memoryview,
+    last: memoryview | None,
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Write what a rank of another machine sends to its places in the image.
 
@@ -146,13 +201,14 @@ def receive_rows(
         spans: its own.
         image: of this version.
         last: that of the version before; None for the first.
+        group: in which they come.
     """
     size = torch.zeros(1, dtype=torch.int64)
     for span in spans:
         for start, stop, _ in span.pieces():
-            dist.recv(size, src=rank)
+            dist.recv(size, src=rank, group=group)
             coded = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(coded, src=rank)
+            dist.recv(coded, src=rank, group=group)
             base = None if last is None else last[start:stop]
             decode_block(coded.numpy().data, base, image[start:stop])
 
@@ -176,6 +232,11 @@ def map_shared(descriptor: int, num_bytes: int) -> Bytes:
     return np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
 
 
+def address_of(image: memoryview) -> int:
+    """Return where an image lies in this process."""
+    return np.frombuffer(image, np.uint8).ctypes.data
+
+
 class Memory(msgspec.Struct, frozen=True, array_like=True):
     """What rank 0 says of its memory before an image is written; descriptors follow."""
 
@@ -187,8 +248,8 @@ class Memory(msgspec.Struct, frozen=True, array_like=True):
     """Numbers of all that is in use."""
 
 
-class Asked(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks that a rank is asked to code; it answers with a tuple of `CodedBlock`."""
+class AskedBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Blocks that a rank is asked to code; it answers with a list of `CodedBlock`."""
 
     image: int
     """Number of its memory."""
@@ -196,12 +257,36 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
     blocks: tuple[tuple[int, int, WordBytes], ...]
 
 
+class AskedHashes(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Chunks that a rank is asked to hash; it answers with `ChunkHashes`."""
+
+    image: int
+    """Number of its memory."""
+    chunk_bytes: int
+    first: int
+    stop: int
+    key: bytes
+
+
 _encode = msgspec.msgpack.encode
 _memory_decoder = msgspec.msgpack.Decoder(Memory)
-_asked_decoder = msgspec.msgpack.Decoder(Asked)
+_asked_decoder = msgspec.msgpack.Decoder(AskedBlocks | AskedHashes)
 _coded_decoder = msgspec.msgpack.Decoder(list[CodedBlock])
+_hashes_decoder = msgspec.msgpack.Decoder(ChunkHashes)
 
 _Socket: TypeAlias = "Connection[bytes, bytes]"
+
+
+def answer(connection: _Socket) -> bytes:
+    """Return what a rank says next.
+
+    Raises:
+        OSError: if it is gone, or hangs.
+        EOFError: if it is gone.
+    """
+    if not connection.poll(COLLECTIVE_S):
+        raise TimeoutError(f"no answer for {COLLECTIVE_S:.0f} s")
+    return connection.recv_bytes()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,8 +297,27 @@ class Link:
     coding: _Socket
 
 
-def accept(ranks: Ranks) -> dict[int, Link]:
-    """Return the ranks of this machine with their links; rank 0 calls this, the others `reach`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Meeting:
+    """Which ranks are on rank 0's machine, and how the others send their rows."""
+
+    links: dict[int, Link]
+    """With the others of this machine, by rank; in these with rank 0 alone."""
+    far: dist.ProcessGroup | None
+    """None where there are no others."""
+
+
+def _group_of_far(ranks: Ranks, num_near: int) -> dist.ProcessGroup | None:
+    if num_near == ranks.size - 1:
+        return None
+    group: dist.ProcessGroup = dist.new_group(
+        backend="gloo", timeout=timedelta(seconds=COLLECTIVE_S)
+    )
+    return group
+
+
+def accept(ranks: Ranks) -> Meeting:
+    """Meet the others; rank 0 calls this, the others `reach`."""
     found: dict[int, dict[str, _Socket]] = {}
     # The system takes names of some 100 bytes, and schedulers of clusters make longer ones.
     place = tempfile.gettempdir() if len(tempfile.gettempdir()) < 64 else "/tmp"
@@ -226,22 +330,73 @@ def accept(ranks: Ranks) -> dict[int, Link]:
                 connection = listener.accept()
                 rank, purpose = connection.recv_bytes().decode().split()
                 found.setdefault(int(rank), {})[purpose] = connection
-    return {rank: Link(**connections) for rank, connections in sorted(found.items())}
+    links = {rank: Link(**connections) for rank, connections in sorted(found.items())}
+    return Meeting(links, _group_of_far(ranks, num_near))
 
 
-def reach(ranks: Ranks) -> Link | None:
-    """Return the link with rank 0; None from another machine."""
+def reach(ranks: Ranks) -> Meeting:
+    """Meet rank 0, which calls `accept`."""
     address = ranks.gather(b"")[0].decode()
-    link = None
+    links = {}
     with suppress(OSError):
         link = Link(Client(address, "AF_UNIX"), Client(address, "AF_UNIX"))
         link.memory.send_bytes(f"{ranks.rank} memory".encode())
         link.coding.send_bytes(f"{ranks.rank} coding".encode())
-    ranks.gather(b"" if link is None else b"near")
-    return link
+        links[0] = link
+    num_near = ranks.gather(b"near" if links else b"").count(b"near")
+    return Meeting(links, _group_of_far(ranks, num_near))
 
 
 # --- rank 0 ---------------------------------------------------------------------------------------
+
+
+class NearRank:
+    """Another rank of this machine, which codes and hashes parts of images."""
+
+    def __init__(self, coding: _Socket, numbers: Mapping[int, int]) -> None:
+        """Take what connects them.
+
+        Args:
+            coding: where it is asked.
+            numbers: of memory that both map, by address.
+        """
+        self._coding, self._numbers = coding, numbers
+
+    def code(
+        self,
+        image: memoryview,
+        base: memoryview | None,
+        blocks: Sequence[tuple[int, int, WordBytes]],
+    ) -> list[CodedBlock]:
+        """Return blocks coded, as `code_block` does."""
+        number = None if base is None else self._number(base)
+        told = self._ask(AskedBlocks(self._number(image), number, tuple(blocks)))
+        if told is None or number == 0:
+            return [code_block(base, image, block) for block in blocks]
+        return _coded_decoder.decode(told)
+
+    def hash(self, image: memoryview, chunk_bytes: int, chunks: range, key: bytes) -> ChunkHashes:
+        """Return hashes of chunks, as `hash_chunks` does."""
+        asked = AskedHashes(self._number(image), chunk_bytes, chunks.start, chunks.stop, key)
+        told = self._ask(asked)
+        if told is None:
+            return hash_chunks(image, chunk_bytes, chunks, key)
+        return _hashes_decoder.decode(told)
+
+    def _number(self, image: memoryview) -> int:
+        """Return the number of the memory that an image lies in; 0 for any other memory."""
+        return self._numbers.get(address_of(image), 0)
+
+    def _ask(self, asked: AskedBlocks | AskedHashes) -> bytes | None:
+        """Return the answer; None if the rank cannot give one."""
+        if not asked.image or self._coding.closed:
+            return None
+        try:
+            self._coding.send_bytes(_encode(asked))
+            return answer(self._coding)
+        except (OSError, EOFError):
+            self._coding.close()  # or a late answer would be taken for the next one
+            return None
 
 
 class LeadImages:
@@ -251,28 +406,38 @@ class LeadImages:
         self,
         ranks: Ranks,
         specs: tuple[TensorSpec, ...],
+        stream: CopyStream | None,
+        *,
         together: Callable[[], AbstractContextManager[None]],
+        lost: Callable[[BaseException], RankError],
     ) -> None:
         """Meet the others.
 
         Args:
             ranks: all of them.
             specs: where each tensor lies in an image.
-            together: within it all of them write an image.
+            stream: see `begin_to_write`.
+            together: within it all of them begin to write an image.
+            lost: says what has become of those whose rows do not come.
         """
-        self._ranks, self._specs, self._together = ranks, specs, together
-        self._links = accept(ranks)
+        self._ranks, self._specs, self._stream = ranks, specs, stream
+        self._together, self._lost = together, lost
+        self._meeting = accept(ranks)
         self._pieces: weakref.WeakValueDictionary[int, Bytes] = weakref.WeakValueDictionary()
+        self._numbers: dict[int, int] = {}
+        """Of memory that all ranks of this machine map, by address."""
+        self._num_made = 0
         self._made: dict[int, tuple[int, int]] = {}
         """Descriptor and bytes of memory that the others do not have yet, by number."""
-        self._num_made = 0
-        self._memory = RecycledMemory(2, self._make_piece if self._links else touched_memory)
+        links = self._meeting.links
+        self._memory = RecycledMemory(2, self._make_piece if links else image_memory)
         self._last: memoryview | None = None
-        self.helpers = tuple(partial(self._ask, link.coding) for link in self._links.values())
-        """One for each other rank of this machine: codes blocks there, and returns them."""
+        self._thread = ThreadPoolExecutor(1, "image")
+        self._arrival: Future[CodedDelta | None] | None = None
+        self.helpers = tuple(NearRank(link.coding, self._numbers) for link in links.values())
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
-        """Return the image of a version; the weights are free to change afterwards.
+        """Return the image of a version, which is still on its way.
 
         Args:
             weights: of this rank, cut up.
@@ -281,38 +446,57 @@ class LeadImages:
         Raises:
             RankError: if another rank is gone.
         """
-        image = self._memory.take(image_bytes(self._specs))
+        if self._arrival is not None:
+            self._arrival.result()
+        image, size = self._memory.take(image_bytes(self._specs)), self._ranks.size
         with self._together():
             self._tell(image)
-            place = host_bytes(image)
-            for span in spans_of(self._specs, weights, 0, self._ranks.size):
-                span.write(place[span.start : span.stop], weights[span.spec.name])
-            for rank in range(1, self._ranks.size):
-                if rank not in self._links:
-                    spans = spans_of(self._specs, weights, rank, self._ranks.size)
-                    receive_rows(rank, spans, image, self._last)
-            self._ranks.add_up(0.0)  # until all of them have written theirs
+            room = host_bytes(image)
+            own = spans_of(self._specs, weights, 0, size)
+            places = [(span, room[span.start : span.stop]) for span in own]
+            wait = begin_to_write(places, weights, self._stream)
+        far = {
+            rank: spans_of(self._specs, weights, rank, size)
+            for rank in range(1, size)
+            if rank not in self._meeting.links
+        }
+        self._arrival = self._thread.submit(self._receive, wait, far, image, self._last)
         self._last = image
-        return VersionImage(self._specs, image)
+        return VersionImage(self._specs, image, self._arrival)
+
+    def _receive(
+        self,
+        wait: Callable[[], None],
+        far: Mapping[int, Sequence[RowSpan]],
+        image: memoryview,
+        last: memoryview | None,
+    ) -> CodedDelta | None:
+        """Wait until all rows are in an image; its delta is made when it is asked for."""
+        try:
+            wait()
+            for link in self._meeting.links.values():
+                answer(link.memory)
+            for rank, spans in far.items():
+                receive_rows(rank, spans, image, last, self._meeting.far)
+        except (OSError, EOFError, RuntimeError) as error:
+            raise self._lost(error) from error
+        return None
 
     def _make_piece(self, num_bytes: int) -> Bytes:
         descriptor, piece = new_memory(num_bytes)
+        piece = pinned(piece)
         self._num_made += 1
         self._made[self._num_made] = descriptor, num_bytes
         self._pieces[self._num_made] = piece
+        self._numbers[piece.ctypes.data] = self._num_made
         return piece
-
-    def _number(self, image: memoryview) -> int:
-        """Return the number of the memory that an image lies in; 0 for any other memory."""
-        address = np.frombuffer(image, np.uint8).ctypes.data
-        places = {piece.ctypes.data: number for number, piece in self._pieces.items()}
-        return places.get(address, 0)
 
     def _tell(self, image: memoryview) -> None:
         """Tell the ranks of this machine where an image is to be written."""
         made = tuple((number, num_bytes) for number, (_, num_bytes) in self._made.items())
-        told = _encode(Memory(self._number(image), made, frozenset(self._pieces)))
-        for link in self._links.values():
+        number = self._numbers.get(address_of(image), 0)
+        told = _encode(Memory(number, made, frozenset(self._pieces)))
+        for link in self._meeting.links.values():
             link.memory.send_bytes(told)
             for descriptor, _ in self._made.values():
                 send_handle(link.memory, descriptor, 0)
@@ -320,84 +504,100 @@ class LeadImages:
             os.close(descriptor)
         self._made.clear()
 
-    def _ask(
-        self,
-        coding: _Socket,
-        image: memoryview,
-        base: memoryview | None,
-        blocks: Sequence[tuple[int, int, WordBytes]],
-    ) -> list[CodedBlock]:
-        """Have another rank code blocks of an image; do it here, if that rank is gone."""
-        asked = Asked(
-            self._number(image), None if base is None else self._number(base), tuple(blocks)
-        )
-        try:
-            if asked.image and asked.base != 0:
-                coding.send_bytes(_encode(asked))
-                return _coded_decoder.decode(coding.recv_bytes())
-        except (OSError, EOFError):
-            pass
-        return [code_block(base, image, block) for block in blocks]
-
 
 # --- the others -----------------------------------------------------------------------------------
 
 
 class FollowImages:
-    """Writes and codes this rank's part of each image; rank 0 has `LeadImages`."""
+    """Writes, codes and hashes this rank's part of each image; rank 0 has `LeadImages`."""
 
-    def __init__(self, ranks: Ranks, specs: tuple[TensorSpec, ...], tensors: Weights) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        specs: tuple[TensorSpec, ...],
+        tensors: Weights,
+        stream: CopyStream | None,
+    ) -> None:
         """Meet rank 0.
 
         Args:
             ranks: all of them.
             specs: where each tensor lies in an image.
             tensors: this rank's.
+            stream: see `begin_to_write`.
         """
-        self._ranks = ranks
+        self._stream = stream
         self._spans = spans_of(specs, tensors, ranks.rank, ranks.size)
-        self._far = FarRows(self._spans)
         self._memory: dict[int, Bytes] = {}
         """By number."""
-        self._link = reach(ranks)
+        meeting = reach(ranks)
+        self._link = meeting.links.get(0)
+        self._far = None if self._link else FarRows(self._spans, stream, meeting.far)
+        self._thread = ThreadPoolExecutor(1, "image")
+        self._sending: Future[None] | None = None
         if self._link is not None:
+            num_threads = max(1, min(16, (os.cpu_count() or 1) // ranks.size))
             # It ends with the process, or with rank 0.
-            threading.Thread(target=self._code, name="coder", daemon=True).start()
+            answering = threading.Thread(
+                target=self._answer, args=(self._link.coding, num_threads), daemon=True
+            )
+            answering.start()
 
     def write(self, tensors: Weights) -> None:
-        """Write this rank's rows of the next image.
+        """Begin to write this rank's rows of the next image.
 
         Raises:
             OSError: if rank 0 is gone.
         """
-        if self._link is None:
-            self._far.send(tensors)
+        if self._far is not None:
+            send = self._far.begin(tensors)
         else:
-            place = host_bytes(self._hear(self._link.memory).data)
-            for span in self._spans:
-                span.write(place[span.start : span.stop], tensors[span.spec.name])
-        self._ranks.add_up(0.0)
+            assert self._link is not None
+            room = host_bytes(self._hear(self._link.memory).data)
+            places = [(span, room[span.start : span.stop]) for span in self._spans]
+            wait = begin_to_write(places, tensors, self._stream)
+            send = partial(_say_written, wait, self._link.memory)
+        self._sending = self._thread.submit(send)
+
+    def check(self) -> None:
+        """Look what has come of the rows.
+
+        Raises:
+            RankError: if they could not be written, or sent.
+        """
+        sent = self._sending
+        if sent and sent.done() and (error := sent.exception()) is not None:
+            raise RankError(f"rows of a version: {error}") from error
 
     def _hear(self, connection: _Socket) -> Bytes:
         """Return the memory that rank 0 wants the next image in."""
         told = _memory_decoder.decode(connection.recv_bytes())
         for number, num_bytes in told.made:
             descriptor = recv_handle(connection)
-            self._memory[number] = map_shared(descriptor, num_bytes)
+            self._memory[number] = pinned(map_shared(descriptor, num_bytes))
             os.close(descriptor)
         for number in self._memory.keys() - told.live:
             del self._memory[number]
         return self._memory[told.image]
 
-    def _code(self) -> None:
-        """Code what rank 0 asks for until it is gone."""
-        assert self._link is not None
-        num_threads = max(1, min(16, (os.cpu_count() or 1) // self._ranks.size))
+    def _answer(self, coding: _Socket, num_threads: int) -> None:
+        """Code and hash what rank 0 asks for until it is gone."""
         pool = ThreadPoolExecutor(num_threads, "coder")
-        with self._link.coding as coding, pool, suppress(OSError, EOFError):
+        with coding, pool, suppress(OSError, EOFError):
             while True:
                 asked = _asked_decoder.decode(coding.recv_bytes())
                 image = self._memory[asked.image].data
-                base = None if asked.base is None else self._memory[asked.base].data
-                coded = list(pool.map(partial(code_block, base, image), asked.blocks))
-                coding.send_bytes(_encode(coded))
+                answered: list[CodedBlock] | ChunkHashes
+                if isinstance(asked, AskedHashes):
+                    chunks = range(asked.first, asked.stop)
+                    answered = hash_chunks(image, asked.chunk_bytes, chunks, asked.key)
+                else:
+                    base = None if asked.base is None else self._memory[asked.base].data
+                    answered = list(pool.map(partial(code_block, base, image), asked.blocks))
+                coding.send_bytes(_encode(answered))
+
+
+def _say_written(wait: Callable[[], None], memory: _Socket) -> None:
+    """Tell rank 0 that this rank's rows are in the image."""
+    wait()
+    memory.send_bytes(b"")

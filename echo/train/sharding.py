@@ -45,6 +45,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from echo.core.errors import EngineError
 from echo.train.step import MemoryShortageError, StepError
 
+COLLECTIVE_S = 600.0
+"""How long a rank waits for another one within a command: far longer than a micro-batch takes."""
+
 # --- what ranks do at the same time ---------------------------------------------------------------
 
 

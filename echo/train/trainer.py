@@ -33,6 +33,13 @@ with the same arguments. What they return is the same on each, and so is what th
 process fails by itself. One that runs out of memory in a pass does not: all make the pass again in
 smaller micro-batches, or refuse the batch.
 
+Where adapters are trained there may be several, by name, on the one base in memory: `add_adapter`
+adds one, and from `use` on everything here is about the adapter that it names. The model has a
+place for one. What belongs to the others lies aside (weights, a gradient that waits for its
+`optim_step`, moments, settings, counts), and `use` exchanges it. So no operation knows that there
+are several, and neither do shards, masters, or compiled layers. They have one shape, and the rest
+of the trainer in common: loss, temperature, advantages, reference.
+
 `save_state` holds everything the next step depends on. A trainer that loads it continues bit by bit
 on a CPU, on the same hardware and number of threads. On a GPU it continues from the same state and
 rounds differently: sums in the backward of embeddings and attention have no fixed order there.
@@ -44,9 +51,10 @@ import importlib
 import inspect
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -65,11 +73,12 @@ from echo.algo.losses import ClippedTokenLoss, CustomLoss, make_loss
 from echo.core.errors import ConfigError, DataError, EngineError, StorageError
 from echo.core.rollout import Group
 from echo.core.units import format_bytes
+from echo.engine.lora import NAME, draw_adapter
 from echo.engine.weights import write_tensors
 from echo.kernels.logprob import EntropyMode, TokenLosses
 from echo.train import sharded_state, sharding
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
-from echo.train.optimizer import KINDS, STEP
+from echo.train.optimizer import KINDS, STEP, AdamW
 from echo.train.passes import Pass, gather_passes, pass_metrics
 from echo.train.policy import Compute, ModelSource, Policy
 from echo.train.rescoring import Rescorer, Rescoring, read_version
@@ -100,6 +109,8 @@ class OptimizerSettings:
     """Decay of the first moment and of the second."""
     max_grad_norm: float = 1.0
     """Bound on the norm of the whole gradient; infinity for none."""
+    minibatches_per_step: int = 1
+    """Updates that a step makes, each of its share of the groups; `optim_step` is one of them."""
 
     def __post_init__(self) -> None:
         if self.lr_schedule != "constant" and self.num_steps < 1:
@@ -196,6 +207,9 @@ def _check_options(
 #
 # Several ranks write the tensors of the first two, under the same names, into files of their own
 # (sharded_state.py), and rank 0 the third. Any number of ranks continues from either.
+#
+# Of several adapters each has a directory of its own with these files, by its name: a trainer of
+# one adapter continues from it, too.
 #
 # The caller makes the directory and renames it into place: half a state is never a checkpoint.
 
@@ -295,6 +309,28 @@ def load(
     return TrainerState(weights=weights, moments=moments, counters=counters)
 
 
+def find_adapters(directory: Path) -> tuple[str, ...]:
+    """Return the adapters that a state names, sorted; none where it is that of a single model."""
+    if (directory / TRAINER_FILE).exists():
+        return ()
+    return tuple(sorted(path.parent.name for path in directory.glob(f"*/{TRAINER_FILE}")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Aside:
+    """What belongs to an adapter that is not in use."""
+
+    weights: dict[str, Tensor]
+    """This rank's part of each, by name, float32."""
+    gradients: dict[str, Tensor]
+    """Those that have added up, as they were on the parameters."""
+    optimizer: AdamW
+    """With its moments; it steps what is in the model."""
+    settings: OptimizerSettings
+    step_count: int
+    num_skipped_nonfinite: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Undo:
     """Weights and moments as they were before a step of several updates, in the host's memory."""
@@ -349,6 +385,14 @@ def _blaming_the_batch() -> Iterator[None]:
         raise StepError(text, reason="step_error") from error
 
 
+def _no_adapters(name: str) -> ConfigError:
+    """Return the error for an adapter that a trainer of all weights is asked for."""
+    return ConfigError(
+        f"adapter {name!r}: this trainer trains all weights; one whose ModelSource has a lora "
+        "trains adapters"
+    )
+
+
 class Trainer:
     """A policy, its optimizer, and the step that joins them."""
 
@@ -362,13 +406,12 @@ class Trainer:
         temperature: float = 1.0,
         advantages: AdvantageSettings | None = None,
         reference: ModelSource | None = None,
-        minibatches_per_step: int = 1,
         rescoring: Rescoring | None = None,
     ) -> None:
         """Load the model and start its optimizer.
 
         Args:
-            source: the model to train; with an adapter, that alone is trained.
+            source: the model to train; with an adapter, that alone is trained, as "default".
             compute: where and how; what is trained, gradients, and log-probabilities are float32
                 whatever its type.
             loss: the policy loss of a step, for example from `make_loss`.
@@ -377,7 +420,6 @@ class Trainer:
             advantages: how rewards become advantages; None takes the defaults.
             reference: the frozen policy that the loss pulls towards, if it does. It never changes,
                 so no state holds it.
-            minibatches_per_step: updates that a step makes, each of its share of the groups.
             rescoring: what `rescore` is asked for, if it is.
 
         Raises:
@@ -398,7 +440,6 @@ class Trainer:
         self._needs = needs_of(loss)
         self._advantages = advantages or AdvantageSettings()
         self._settings = optimizer
-        self._minibatches_per_step = minibatches_per_step
         self._inv_temperature = 1.0 / temperature
         self._ranks = compute.ranks
         self._parameters = self._policy.parameters()
@@ -406,6 +447,8 @@ class Trainer:
             name: sharding.local_parameter(tensor) for name, tensor in self._parameters.items()
         }
         """What this rank has of each parameter, in the same memory; all of it, if it is alone."""
+        self._adapter = None if source.lora is None else NAME
+        self._aside: dict[str, _Aside] = {}
         self._reference = self._load_reference(reference)
         self._rescorer = None if rescoring is None else Rescorer(source, compute, rescoring)
         with self._memory_of_adamw():
@@ -459,6 +502,139 @@ class Trainer:
         if not policy.can_share_prompts:
             self._policy.can_share_prompts = False
         return policy
+
+    # --- adapters by name ------------------------------------------------------------------------
+
+    @property
+    def adapter(self) -> str | None:
+        """Name of the adapter in use; None where all weights are trained."""
+        return self._adapter
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of all adapters, sorted."""
+        return () if self._adapter is None else tuple(sorted({self._adapter, *self._aside}))
+
+    def add_adapter(
+        self,
+        name: str,
+        *,
+        optimizer: OptimizerSettings,
+        tensors: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Add an adapter on the same base, of the same shape; `use` begins with it.
+
+        Args:
+            name: of letters, digits, "_", "-" and "."; its state has a directory of this name.
+            optimizer: its settings in a step.
+            tensors: that it starts from, whole; None for one that changes nothing yet.
+
+        Raises:
+            ConfigError: if there is such an adapter already, or none can be.
+            DataError: if the tensors are those of an adapter of another shape.
+            EngineError: if there is no room for its moments.
+        """
+        if self._adapter is None:
+            raise _no_adapters(name)
+        if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+            raise ConfigError(
+                f'adapter {name!r}: a name is of letters, digits, "_", "-" and ".", and begins '
+                "with none of the last two"
+            )
+        if name in self.adapters:
+            raise ConfigError(
+                f"adapter {name!r}: there is one already; use() it, or take another name"
+            )
+        own = self._policy.tensors()
+        if tensors is None:
+            shapes = {key: tensor.shape for key, tensor in own.items()}
+            tensors = draw_adapter(shapes, seed=self.compute.seed + len(self.adapters))
+        try:
+            self._policy.check(tensors)
+        except DataError as error:
+            raise DataError(
+                f"adapter {name!r}: {error}; the adapters of a trainer have one shape, which its "
+                "ModelSource.lora says: another shape needs another trainer"
+            ) from error
+        weights = {key: torch.empty_like(shard.detach()) for key, shard in self._shards.items()}
+        for key, part in weights.items():
+            sharding.copy_local(sharding.like(part, own[key]), tensors[key])
+        with self._memory_of_adamw():
+            moments = KINDS[self.compute.optimizer_state](self._shards)
+        self._aside[name] = _Aside(
+            weights=weights,
+            gradients={},
+            optimizer=moments,
+            settings=optimizer,
+            step_count=0,
+            num_skipped_nonfinite=0,
+        )
+
+    @torch.no_grad()
+    def use(self, name: str) -> None:
+        """Go on with an adapter: until the next call all else is about this one.
+
+        A gradient that waits for `optim_step` waits on, for the time when its adapter is in use.
+
+        Raises:
+            ConfigError: if there is none of this name.
+        """
+        if name == self._adapter:
+            return
+        if self._adapter is None:
+            raise _no_adapters(name)
+        if name not in self._aside:
+            raise ConfigError(
+                f"adapter {name!r}: this trainer has {', '.join(self.adapters)}; add_adapter() "
+                "adds another one"
+            )
+        own = _Aside(
+            weights={key: shard.detach().clone() for key, shard in self._shards.items()},
+            gradients={
+                key: tensor.grad
+                for key, tensor in self._parameters.items()
+                if tensor.grad is not None
+            },
+            optimizer=self._optimizer,
+            settings=self._settings,
+            step_count=self._step_count,
+            num_skipped_nonfinite=self._num_skipped_nonfinite,
+        )
+        other = self._aside.pop(name)
+        self._aside[self._adapter] = own
+        self._adapter = name
+        self._wait_for_copies()
+        for key, shard in self._shards.items():
+            shard.copy_(other.weights[key])
+            self._parameters[key].grad = other.gradients.get(key)
+        self._policy.round()
+        self._optimizer, self._settings = other.optimizer, other.settings
+        self._step_count = other.step_count
+        self._num_skipped_nonfinite = other.num_skipped_nonfinite
+
+    def _check_gradient_is_here(self) -> None:
+        """Refuse to update an adapter that has no gradient while another one's waits.
+
+        Raises:
+            ConfigError: naming those that have one.
+        """
+        waiting = sorted(name for name, aside in self._aside.items() if aside.gradients)
+        if waiting and all(tensor.grad is None for tensor in self._parameters.values()):
+            raise ConfigError(
+                f"optim_step: the adapter in use, {self._adapter!r}, has no gradient, and one of "
+                f"{', '.join(waiting)} waits: use() that one before"
+            )
+
+    def _with_each_adapter(self, act: Callable[[str], None]) -> None:
+        """Call a function with the name of each adapter while it is in use."""
+        before = self._adapter
+        assert before is not None, "it is asked of several"
+        try:
+            for name in self.adapters:
+                self.use(name)
+                act(name)
+        finally:
+            self.use(before)
 
     # --- the three operations --------------------------------------------------------------------
 
@@ -547,9 +723,11 @@ class Trainer:
 
         Raises:
             StepError: if it is not finite; it is dropped, and nothing else has changed.
+            ConfigError: if there is none, and another adapter has one; nothing has changed.
             EngineError: if the memory is too small for AdamW; weights may have changed, so there is
                 nothing to go on with but the last checkpoint.
         """
+        self._check_gradient_is_here()
         try:
             norm = self._finite_grad_norm()
             for name, shard in self._shards.items():
@@ -685,9 +863,25 @@ class Trainer:
     def save_state(self, directory: Path) -> None:
         """Write everything the next step depends on into an existing directory.
 
+        Several adapters are all written; a gradient that waits is not.
+
         Raises:
             StorageError: if it cannot be written.
         """
+        if not self._aside:
+            self._save(directory)
+            return
+
+        def save_adapter(name: str) -> None:
+            if self._ranks is None or not self._ranks.rank:
+                with suppress(OSError):  # of which the files tell, on all ranks
+                    (directory / name).mkdir(exist_ok=True)
+            self._save(directory / name)
+
+        self._with_each_adapter(save_adapter)
+
+    def _save(self, directory: Path) -> None:
+        """Write the state of what is in the model."""
         moments = self._optimizer.tensors()
         if self._ranks is not None:
             moments = {name: self._as_cut(name, part) for name, part in moments.items()}
@@ -713,8 +907,27 @@ class Trainer:
 
         Raises:
             StorageError: if the files are missing or damaged.
-            DataError: if they belong to another model.
+            DataError: if they belong to another model, or to other adapters than there are here.
         """
+        found = find_adapters(directory)
+        if not found and self._aside and (directory / TRAINER_FILE).exists():
+            raise DataError(
+                f"{directory} holds the state of one adapter, and this trainer has "
+                f"{', '.join(self.adapters)}: load it before add_adapter()"
+            )
+        if not found:
+            self._load(directory)
+            return
+        if found != self.adapters:
+            raise DataError(
+                f"{directory} holds the adapters {', '.join(found)}, and this trainer has "
+                f"{', '.join(self.adapters) or 'none'}: make them the same with add_adapter(), or "
+                "load the directory of one into a trainer of one adapter"
+            )
+        self._with_each_adapter(lambda name: self._load(directory / name))
+
+    def _load(self, directory: Path) -> None:
+        """Read the state of what is in the model."""
         own = self._policy.tensors()
         self._wait_for_copies()
         if self._ranks is None:
@@ -769,7 +982,7 @@ class Trainer:
 
         Groups come in the order of their arrival, the quick ones first, so they are dealt.
         """
-        count = min(self._minibatches_per_step, len(groups))
+        count = min(self._settings.minibatches_per_step, len(groups))
         batches = [whole]
         if count > 1:
             batches = [self._prepare(groups[first::count]) for first in range(count)]

@@ -8,7 +8,6 @@ and keeps the reason.
 
 from __future__ import annotations
 
-import asyncio
 import io
 import logging
 import math
@@ -22,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import Literal, TextIO
 
 import numpy as np
 from rich.bar import Bar
@@ -37,9 +36,6 @@ from rich.text import Text
 
 from echo.core.metrics import CostView, NodeView, Snapshot, SpeedView, WorkerView
 from echo.core.units import format_bytes
-
-if TYPE_CHECKING:
-    from echo.runtime.worker.node import WorkerNode  # a view needs no torch
 
 # --- curves in braille ----------------------------------------------------------------------------
 #
@@ -998,8 +994,6 @@ class LiveView:
 # Where standard error is no terminal the same text is a line of the log now and then.
 
 
-REFRESH_S = 1.0
-"""Seconds between two states of the line."""
 LOG_S = 60.0
 """Seconds between two lines of a log."""
 RATE_WINDOW_S = 10.0
@@ -1044,11 +1038,24 @@ class StatusLine(logging.StreamHandler[TextIO]):
 
 
 class WorkerStatus:
-    """Tokens per second, groups and version of a worker, in words."""
+    """Tells tokens per second, groups and version of a worker on its terminal, or in its log."""
 
-    def __init__(self) -> None:
+    def __init__(self, line: StatusLine, log: logging.Logger) -> None:
         """Begin without a measurement."""
+        self._line, self._log = line, log
+        self._told_at: float | None = None
         self._sampled: deque[tuple[float, int]] = deque()
+
+    def tell(self, view: WorkerView, *, now: float) -> None:
+        """Show a state, seconds on any clock; without a terminal one in LOG_S is logged."""
+        text = self.text(view, now=now)
+        if self._line.is_live:
+            self._line.show(text)
+        elif self._told_at is None:
+            self._told_at = now  # the log has just said that it starts
+        elif now >= self._told_at + LOG_S:
+            self._told_at = now
+            self._log.info("%s", text)
 
     def text(self, view: WorkerView, *, now: float) -> str:
         """Return the status at an instant, seconds on any clock."""
@@ -1062,20 +1069,3 @@ class WorkerStatus:
             f"{view.version}  {rate:,.0f} tokens/s  {view.num_groups} {groups} delivered  "
             f"{view.activity}"
         )
-
-
-async def show_status(worker: WorkerNode, log: logging.Logger, line: StatusLine) -> None:
-    """Tell a worker's status until cancelled: on its terminal, or else in its log."""
-    status, loop = WorkerStatus(), asyncio.get_running_loop()
-    told_at = loop.time()
-    try:
-        while True:
-            await asyncio.sleep(REFRESH_S)
-            text = status.text(worker.view(), now=loop.time())
-            if line.is_live:
-                line.show(text)
-            elif loop.time() >= told_at + LOG_S:
-                told_at = loop.time()
-                log.info("%s", text)
-    finally:
-        line.show("")

@@ -41,15 +41,13 @@ This file joins the two halves, `receiver.py` (the child's) and `sender.py` (the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.rollout import KEEP_VERSIONS, PolicyVersion
 from echo.core.timers import earliest
-from echo.weights.link import ParentFailed, UplinkEstimate
+from echo.weights.link import ParentFailed
 from echo.weights.manifest import Manifest, SegmentTable, SignedManifest
 from echo.weights.receiver import Receiver, WriteChunk
-from echo.weights.sender import Child, Sender
+from echo.weights.sender import Sender
 from echo.weights.store import (
     ApplyPatch,
     AuditChunks,
@@ -59,7 +57,6 @@ from echo.weights.store import (
     ItemStore,
     OpenBlock,
     PatchMode,
-    SavedChunk,
     Transfer,
     VersionStore,
 )
@@ -84,7 +81,12 @@ GIVE_UP_STALLS = 4
 
 
 class Broadcast:
-    """One node's part in the distribution of weights, parent and child at once."""
+    """One node's part in the distribution of weights, parent and child at once.
+
+    A role hands in messages (`receive`), time (`expire`), results of work (`worked`) and what the
+    learner says there is (`expect`), a learner versions too (`publish`, `publish_segment`); each
+    returns actions. `receiver` is told the parents, `trust` the learner's key. All else is read.
+    """
 
     def __init__(
         self,
@@ -106,7 +108,6 @@ class Broadcast:
         """
         if window_bytes < 1 or keep_versions < 1 or stall_s <= 0:
             raise ValueError("window_bytes, keep_versions and stall_s must be positive")
-        self.node_id = node_id
         self._stall_s = stall_s
         self._expected_since: float | None = None
         self._store = ItemStore(keep_versions=keep_versions, version_store=version_store)
@@ -118,18 +119,17 @@ class Broadcast:
             window_bytes=window_bytes,
             stall_s=stall_s,
         )
+        """The child's half, which is told the parents."""
+        self.trust = self.receiver.trust
+        """What is believed: nothing before the learner's key is set."""
+        self.store = self._store.images
+        """Images by version, whole or on their way."""
+        self.encoded_versions = self._store.encoded_versions
+        """Coded forms of versions, whole or on their way."""
+        self.uplink = self._sender.rate
+        """What this node can send to all its children together."""
 
     # --- state that others read ------------------------------------------------------------------
-
-    @property
-    def store(self) -> dict[PolicyVersion, Transfer]:
-        """Images by version, whole or on their way."""
-        return self._store.images
-
-    @property
-    def encoded_versions(self) -> dict[tuple[PolicyVersion, Form], EncodedVersion]:
-        """Coded forms of versions, whole or on their way."""
-        return self._store.encoded_versions
 
     @property
     def newest_complete(self) -> PolicyVersion | None:
@@ -137,25 +137,9 @@ class Broadcast:
         return self._store.newest_complete
 
     @property
-    def newest_known(self) -> PolicyVersion | None:
-        """Newest version that this node has heard of."""
-        known = (self._store.newest_known, self.receiver.offers.newest)
-        return max((version for version in known if version is not None), default=None)
-
-    @property
-    def fetching(self) -> PolicyVersion | None:
-        """Version that is being fetched."""
-        return None if self.receiver.item is None else self.receiver.item[0]
-
-    @property
-    def children(self) -> dict[str, Child]:
-        """Who takes weights from this node, by peer."""
-        return self._sender.children
-
-    @property
     def is_serving(self) -> bool:
         """Whether anybody is taking something from this node."""
-        return any(child.fetching is not None for child in self.children.values())
+        return any(child.fetching is not None for child in self._sender.children.values())
 
     @property
     def bytes_sent(self) -> int:
@@ -166,21 +150,6 @@ class Broadcast:
     def bytes_received(self) -> int:
         """Weight bytes received."""
         return self.receiver.bytes_received
-
-    @property
-    def uplink_bytes_per_s(self) -> float | None:
-        """What this node was seen to send in all; None if no transfer has shown it."""
-        return self._sender.rate.bytes_per_s
-
-    @property
-    def uplink(self) -> UplinkEstimate:
-        """What this node can send to all its children together."""
-        return self._sender.rate
-
-    @property
-    def downlink_bytes_per_s(self) -> float | None:
-        """What this node was seen to receive in all; None if no transfer has shown it."""
-        return self.receiver.rate.bytes_per_s
 
     @property
     def payload(self) -> Chunked | None:
@@ -203,10 +172,11 @@ class Broadcast:
 
     def progress(self) -> tuple[PolicyVersion | None, int, int]:
         """Return (version being fetched, chunks held, chunks known of)."""
-        item = None if self.receiver.item is None else self._store.get(self.receiver.item)
-        if item is None:
+        item_id = self.receiver.item
+        item = None if item_id is None else self._store.get(item_id)
+        if item_id is None or item is None:
             return None, 0, 0
-        return self.fetching, item.num_held, item.num_chunks
+        return item_id[0], item.num_held, item.num_chunks
 
     @property
     def patch_mode(self) -> PatchMode:
@@ -235,22 +205,9 @@ class Broadcast:
 
         Args:
             image: laid out as a version's image; not changed any more.
-            image_hash: BLAKE3-256 of it, computed here and now.
+            image_hash: of it (`hash_image`), computed here and now.
         """
-        self.receiver.trust.local_image = (image, image_hash)
-
-    @property
-    def run_id(self) -> str:
-        """The run whose versions are accepted; empty before `trust`."""
-        return self.receiver.trust.run_id
-
-    def manifest(self, version: PolicyVersion, frame: Frame) -> Manifest:
-        """Return the manifest of a version that a former process of this node has left.
-
-        Raises:
-            RemoteProtocolError: if the learner of this run has not signed it.
-        """
-        return self.receiver.trust.manifest(version, frame)
+        self.trust.local_image = (image, image_hash)
 
     def recover(
         self,
@@ -266,31 +223,16 @@ class Broadcast:
         The manifest is looked at again: while the chunks were hashed, newer versions may have come
         and this one's manifest been forgotten.
         """
-        manifest = self.manifest(version, frame)
-        signed, _ = self.receiver.trust.manifests[version]
+        manifest = self.trust.manifest(version, frame)
+        signed, _ = self.trust.manifests[version]
         if len(storage) != manifest.num_bytes or len(has_chunk) != manifest.num_chunks:
             raise LocalProtocolError(f"{version}: {len(storage)} bytes are not its image")
         transfer = Transfer(signed, manifest, storage, has_chunk, sum(has_chunk))
         return self.receiver.adopt(transfer, now=now)
 
-    def rebuild(self, version: PolicyVersion, records: Iterable[SavedChunk]) -> EncodedVersion:
-        """Return what is right of a keyframe that a former process has left; takes long."""
-        return self.receiver.trust.rebuild(version, records)
-
     def resume(self, encoded: EncodedVersion, *, now: float) -> list[Action]:
-        """Go on with a keyframe that was rebuilt, newer ones first, after all images."""
+        """Go on with a keyframe that `trust` has rebuilt, newer ones first, after all images."""
         return self.receiver.resume(encoded, now=now)
-
-    def trust(self, *, public_key: bytes, run_id: str, max_image_bytes: int) -> None:
-        """Accept manifests of this run signed by this key, up to this size."""
-        self.receiver.trust.set(
-            public_key=public_key, run_id=run_id, max_image_bytes=max_image_bytes
-        )
-
-    @property
-    def has_key(self) -> bool:
-        """Whether `trust` was called: before that nothing can be believed."""
-        return self.receiver.trust.has_key
 
     # --- the learner's side ----------------------------------------------------------------------
 
@@ -338,34 +280,10 @@ class Broadcast:
 
     # --- links -----------------------------------------------------------------------------------
 
-    def set_num_links(
-        self, num_links: int, num_stripes: int | None = None, *, now: float
-    ) -> list[Action]:
-        """Divide what is fetched among so many links from now on; what is held is kept.
-
-        Links that are equal modulo `num_stripes` have the same parent; None if all differ.
-        """
-        return [*self.receiver.set_num_links(num_links, num_stripes, now=now)]
-
-    def set_parent(
-        self, peer: str | None, *, link: int = 0, rtt_s: float | None = None, now: float
-    ) -> list[Action]:
-        """Take a link's weights from `peer` from now on; what is held is kept."""
-        return [*self.receiver.set_parent(peer, link=link, rtt_s=rtt_s, now=now)]
-
-    def set_spare(self, link: int, *, is_ready: bool) -> None:
-        """Note whether another parent stands by for a link."""
-        if link < len(self.receiver.links):
-            self.receiver.links[link].has_spare = is_ready
-
     def remove_child(self, peer: str, *, now: float) -> list[Action]:
         """Forget a child whose link is gone."""
-        self.children.pop(peer, None)
+        self._sender.children.pop(peer, None)
         return self.receiver.retire(now)
-
-    def resubscribe(self, *, now: float) -> list[Action]:
-        """Ask the parents what is newest: at first, and in case an Announce was lost."""
-        return [*self.receiver.resubscribe(now=now)]
 
     def expect(self, newest: PolicyVersion | None, *, now: float) -> list[Action | ParentFailed]:
         """Ask the parents about a version that the learner says there is, unless it is known.
@@ -374,21 +292,21 @@ class Broadcast:
         from which nothing can be fetched for GIVE_UP_STALLS silences, although there is something
         newer, has no space for it or is cut off, and is left.
         """
-        known = self.newest_known
         held = self.newest_complete
-        is_news = newest is not None and (known is None or known < newest)
+        heard_of = (self._store.newest_known, self.receiver.offers.newest)
+        is_news = newest is not None and all(each is None or each < newest for each in heard_of)
         is_behind = newest is not None and (held is None or held < newest)
         if not is_behind or self.progress()[1]:
             self._expected_since = None
         elif self._expected_since is None:
             self._expected_since = now
-        elif self.fetching is None and not self.receiver.is_out_of_space and (
+        elif self.receiver.item is None and not self.receiver.is_out_of_space and (
             now - self._expected_since > GIVE_UP_STALLS * self._stall_s
         ):  # fmt: skip
             self._expected_since = None
             reason = f"it does not have {newest}"
             return [ParentFailed(peer, reason) for peer in self.receiver.leave()]
-        return [*self.resubscribe(now=now)] if is_news else []
+        return [*self.receiver.resubscribe(now=now)] if is_news else []
 
     # --- messages and time -----------------------------------------------------------------------
 

@@ -20,7 +20,8 @@ Sizes come from the wire and are checked against each other before anything is a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 from blake3 import blake3
@@ -65,8 +66,6 @@ class Manifest(msgspec.Struct, frozen=True):
     chunk_bytes: int
     chunk_hashes: bytes
     """BLAKE3-256 of each chunk, one after the other."""
-    image_hash: bytes
-    """BLAKE3-256 of the whole image: what a worker's installed weights must hash to."""
     sent_hashes: bytes = b""
     """BLAKE3-256 of each chunk as it travels, encrypted; empty where chunks travel as they are."""
     key_hash: bytes = b""
@@ -76,6 +75,16 @@ class Manifest(msgspec.Struct, frozen=True):
     def num_chunks(self) -> int:
         """Chunks of the image."""
         return len(self.chunk_hashes) // HASH_BYTES
+
+    @property
+    def image_hash(self) -> bytes:
+        """What a worker's installed weights must hash to (`hash_image`)."""
+        return blake3(self.chunk_hashes).digest()
+
+    @property
+    def chunks(self) -> range:
+        """Chunks that the image has, hashed or not yet."""
+        return range(-(-self.num_bytes // self.chunk_bytes))
 
     def chunk_range(self, index: int) -> tuple[int, int]:
         """Return the byte range [start, stop) of chunk `index` in the image."""
@@ -119,8 +128,61 @@ _signed_decoder = msgspec.msgpack.Decoder(SignedManifest)
 def provisional(manifest: Manifest, version: PolicyVersion) -> Manifest:
     """Return the manifest of a version laid out like another one, without any hash yet."""
     return msgspec.structs.replace(
-        manifest, version=version, chunk_hashes=b"", image_hash=b"", sent_hashes=b"", key_hash=b""
+        manifest, version=version, chunk_hashes=b"", sent_hashes=b"", key_hash=b""
     )
+
+
+class ChunkHashes(NamedTuple):
+    """BLAKE3-256 of some chunks of an image, one after the other."""
+
+    plain: bytes
+    sent: bytes
+    """As they travel, encrypted; empty where they travel as they are."""
+
+
+def hash_chunks(
+    image: bytes | bytearray | memoryview, chunk_bytes: int, chunks: range, key: bytes = b""
+) -> ChunkHashes:
+    """Hash chunks of an image, as they travel too.
+
+    Args:
+        image: the bytes.
+        chunk_bytes: size of a chunk.
+        chunks: which of them, by index.
+        key: with which chunks are encrypted, never used before; empty if they are not.
+    """
+    view = memoryview(image)
+    plain, sent = [], []
+    encrypted = memoryview(bytearray(min(chunk_bytes, len(view)) if key else 0))
+    for index in chunks:
+        chunk = view[index * chunk_bytes : (index + 1) * chunk_bytes]
+        plain.append(blake3(chunk).digest())
+        if key:  # while the caches have it
+            crypt(key, index, chunk, encrypted[: len(chunk)])
+            sent.append(blake3(encrypted[: len(chunk)]).digest())
+    return ChunkHashes(b"".join(plain), b"".join(sent))
+
+
+def hash_image(image: bytes | bytearray | memoryview, chunk_bytes: int) -> bytes:
+    """Return the hash of an image: that of its chunks' hashes, which many can make together."""
+    chunks = range(-(-len(image) // chunk_bytes))
+    return blake3(hash_chunks(image, chunk_bytes, chunks).plain).digest()
+
+
+def with_hashes(manifest: Manifest, parts: Iterable[ChunkHashes], key: bytes = b"") -> Manifest:
+    """Return a manifest with the hashes of all its chunks.
+
+    Args:
+        manifest: without any.
+        parts: the hashes, in order of the chunks.
+        key: with which the chunks are encrypted; empty if they are not.
+    """
+    plain, sent = zip(*parts, strict=True)
+    hashed = msgspec.structs.replace(
+        manifest, chunk_hashes=b"".join(plain), sent_hashes=b"".join(sent), key_hash=hash_key(key)
+    )
+    _check_manifest(hashed)
+    return hashed
 
 
 def build_manifest(
@@ -133,7 +195,7 @@ def build_manifest(
     chunk_bytes: int,
     key: bytes = b"",
 ) -> Manifest:
-    """Describe `image`, hashing every chunk, as it travels too, and the whole.
+    """Describe `image`, hashing every chunk, as it travels too.
 
     Args:
         run_id: the run that the version belongs to.
@@ -144,30 +206,16 @@ def build_manifest(
         chunk_bytes: size of a chunk, between MIN_CHUNK_BYTES and MAX_CHUNK_BYTES.
         key: with which chunks are encrypted, never used before; empty if they are not.
     """
-    view = memoryview(image)
-    hashes, sent_hashes, whole = [], [], blake3()
-    encrypted = memoryview(bytearray(min(chunk_bytes, len(view)) if key else 0))
-    for index, start in enumerate(range(0, len(view), chunk_bytes)):
-        chunk = view[start : start + chunk_bytes]
-        hashes.append(blake3(chunk).digest())
-        whole.update(chunk)  # while the caches have it
-        if key:
-            crypt(key, index, chunk, encrypted[: len(chunk)])
-            sent_hashes.append(blake3(encrypted[: len(chunk)]).digest())
     manifest = Manifest(
         run_id=run_id,
         version=version,
         model_digest=model_digest,
         tensors=tuple(tensors),
-        num_bytes=len(view),
+        num_bytes=len(image),
         chunk_bytes=chunk_bytes,
-        chunk_hashes=b"".join(hashes),
-        image_hash=whole.digest(),
-        sent_hashes=b"".join(sent_hashes),
-        key_hash=hash_key(key),
+        chunk_hashes=b"",
     )
-    _check_manifest(manifest)
-    return manifest
+    return with_hashes(manifest, [hash_chunks(image, chunk_bytes, manifest.chunks, key)], key)
 
 
 def sign(

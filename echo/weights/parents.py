@@ -18,8 +18,8 @@ from __future__ import annotations
 import itertools
 
 from echo.core.timers import earliest
-from echo.weights.broadcast import Broadcast
 from echo.weights.link import Connection, ParentFailed, count_links, num_sockets
+from echo.weights.receiver import Receiver
 from echo.wire.actions import Action, Dial, HangUp, Note
 from echo.wire.messages import LEARNER_ID, TopologyPlan
 
@@ -33,15 +33,15 @@ REDIVIDE_AFTER_S = 5.0
 class StripeParents:
     """The parents of one StripeLink: the one in use, the one being dialled, and the spare."""
 
-    def __init__(self, broadcast: Broadcast, link: int, *, retry_s: float) -> None:
+    def __init__(self, receiver: Receiver, link: int, *, retry_s: float) -> None:
         """Start without a plan.
 
         Args:
-            broadcast: the node's part of the weights plane; it is told the link's parent.
+            receiver: the child's half of the weights plane; it is told the link's parent.
             link: index of the StripeLink.
             retry_s: seconds to wait when no parent of the plan could be reached.
         """
-        self.broadcast = broadcast
+        self.receiver = receiver
         self.link = link
         self.retry_s = retry_s
         self.retry_preferred_s = 0.0
@@ -126,7 +126,7 @@ class StripeParents:
 
     def _drop_spare(self) -> list[Action]:
         spare, self.spare = self.spare, None
-        self.broadcast.set_spare(self.link, is_ready=False)
+        self.receiver.set_spare(self.link, is_ready=False)
         return [HangUp(spare.peer)] if spare is not None and spare.peer else []
 
     # --- connections -----------------------------------------------------------------------------
@@ -142,11 +142,11 @@ class StripeParents:
             return []
         connection.node_id, connection.rtt_s = node_id, max(0.0, now - connection.greeted_at)
         if connection is self.spare:
-            self.broadcast.set_spare(self.link, is_ready=True)
+            self.receiver.set_spare(self.link, is_ready=True)
             return []
         old, self.current, self.next = self.current, connection, None
         actions: list[Action] = [HangUp(old.peer)] if old is not None else []
-        actions += self.broadcast.set_parent(peer, link=self.link, rtt_s=connection.rtt_s, now=now)
+        actions += self.receiver.set_parent(peer, link=self.link, rtt_s=connection.rtt_s, now=now)
         return actions + self._keep_spare(control, now)
 
     def failed(
@@ -177,7 +177,7 @@ class StripeParents:
         actions: list[Action] = [HangUp(connection.peer)] if connection.peer else []
         if connection is self.spare:
             self.spare, self._spare_at = None, now + self.retry_s
-            self.broadcast.set_spare(self.link, is_ready=False)
+            self.receiver.set_spare(self.link, is_ready=False)
             return actions
         text = f"weights from {name} failed: {reason}"
         actions.append(Note("warning", text, f"weights from {name}"))
@@ -192,7 +192,7 @@ class StripeParents:
         self.current = None
         if self.spare is not None and self.spare.node_id:
             return actions + self._use_spare(control, now)
-        actions += self.broadcast.set_parent(None, link=self.link, now=now)
+        actions += self.receiver.set_parent(None, link=self.link, now=now)
         if self.next is not None:
             return actions
         self._index += 1
@@ -207,8 +207,8 @@ class StripeParents:
             self._index = (
                 names.index(connection.node_id) if connection.node_id in names else self._index + 1
             )
-        self.broadcast.set_spare(self.link, is_ready=False)
-        actions = self.broadcast.set_parent(
+        self.receiver.set_spare(self.link, is_ready=False)
+        actions = self.receiver.set_parent(
             connection.peer, link=self.link, rtt_s=connection.rtt_s, now=now
         )
         return actions + self._keep_spare(control, now)
@@ -249,9 +249,9 @@ class StripeParents:
 class Parents:
     """All links of a node: one or more for each stripe of the plan."""
 
-    def __init__(self, broadcast: Broadcast, *, retry_s: float, sockets_per_link: int = 1) -> None:
+    def __init__(self, receiver: Receiver, *, retry_s: float, sockets_per_link: int = 1) -> None:
         """Start with one stripe and without a plan."""
-        self.broadcast = broadcast
+        self.receiver = receiver
         self.retry_s = retry_s
         self.retry_preferred_s = 0.0
         self.max_sockets = self.sockets_per_link = sockets_per_link
@@ -300,7 +300,7 @@ class Parents:
 
         One with another number of stripes waits for a fetch to end soon; one without any ends it.
         """
-        if plan.epoch < self._epoch or not self.broadcast.has_key:
+        if plan.epoch < self._epoch or not self.receiver.trust.has_key:
             return []
         self._epoch = plan.epoch
         if plan.is_standby:
@@ -309,7 +309,7 @@ class Parents:
             if node_id == LEARNER_ID and address:
                 self.learner_address = address
         num_links = count_links(len(plan.stripes), self.sockets_per_link)
-        is_busy = self.broadcast.fetching is not None and any(link.current for link in self._links)
+        is_busy = self.receiver.item is not None and any(link.current for link in self._links)
         if self._links and num_links != len(self._links) and is_busy:
             self._waiting = (now if self._waiting is None else self._waiting[0]), plan
             return []
@@ -324,10 +324,10 @@ class Parents:
             actions += link.hang_up(now=now)
         del self._links[num_links:]
         while len(self._links) < num_links:
-            link = StripeParents(self.broadcast, len(self._links), retry_s=self.retry_s)
+            link = StripeParents(self.receiver, len(self._links), retry_s=self.retry_s)
             link.retry_preferred_s, link.quarantined = self.retry_preferred_s, self._quarantined
             self._links.append(link)
-        actions += self.broadcast.set_num_links(num_links, len(plan.stripes), now=now)
+        actions += self.receiver.set_num_links(num_links, len(plan.stripes), now=now)
         for each in self._links:
             parents = plan.stripes[each.link % len(plan.stripes)]
             actions += each.on_parents(parents, control=control, now=now)
@@ -337,9 +337,9 @@ class Parents:
         """Leave all parents; what is held of a version is kept for the next plan."""
         actions = [action for link in self._links for action in link.hang_up(now=now)]
         self._links, self._waiting = [], None
-        actions += self.broadcast.set_num_links(1, now=now)
-        self.broadcast.set_spare(0, is_ready=False)
-        return actions + self.broadcast.set_parent(None, now=now)
+        actions += self.receiver.set_num_links(1, now=now)
+        self.receiver.set_spare(0, is_ready=False)
+        return actions + self.receiver.set_parent(None, now=now)
 
     def dialled(self, address: str, peer: str) -> None:
         """Note which peer a Dial has become."""
@@ -407,7 +407,7 @@ class Parents:
         actions: list[Action] = []
         if self._waiting is not None:
             since, plan = self._waiting
-            if self.broadcast.fetching is None or now >= since + REDIVIDE_AFTER_S:
+            if self.receiver.item is None or now >= since + REDIVIDE_AFTER_S:
                 actions += self._apply(plan, control, now)
         for link in self._links:
             actions += link.expire(control=control, now=now)

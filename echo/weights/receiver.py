@@ -404,7 +404,7 @@ class VersionDamaged(Action):
     version: PolicyVersion
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class WriteChunk(Work):
     """Work for a thread: verify one chunk and write it; then call `worked`."""
 
@@ -685,8 +685,14 @@ class Receiver:
 
     # --- links -----------------------------------------------------------------------------------
 
-    def set_num_links(self, num_links: int, num_stripes: int | None, *, now: float) -> list[Action]:
-        """Change the number of links; those that remain keep their parents."""
+    def set_num_links(
+        self, num_links: int, num_stripes: int | None = None, *, now: float
+    ) -> list[Action]:
+        """Divide what is fetched among so many links from now on; what is held is kept.
+
+        Links that are equal modulo `num_stripes` have the same parent; None if all differ. Those
+        that remain keep theirs.
+        """
         if num_links == len(self.links):
             return []
         for peer in self.links.resize(num_links, num_stripes):
@@ -694,9 +700,9 @@ class Receiver:
         return self._forsake(now) or self._request_all(self.item, now)
 
     def set_parent(
-        self, peer: str | None, *, link: int, rtt_s: float | None, now: float
+        self, peer: str | None, *, link: int = 0, rtt_s: float | None = None, now: float
     ) -> list[Action]:
-        """Take a link's weights from `peer`."""
+        """Take a link's weights from `peer` from now on; what is held is kept."""
         here = self.links[link]
         was_denied = here.is_denied
         if here.peer != peer:
@@ -706,6 +712,11 @@ class Receiver:
         subscribe = self._subscribe(here, now=now)
         wanted = self._forsake(now) or self._request_all(self.item, now, asked)
         return [*subscribe, *wanted]
+
+    def set_spare(self, link: int, *, is_ready: bool) -> None:
+        """Note whether another parent stands by for a link."""
+        if link < len(self.links):
+            self.links[link].has_spare = is_ready
 
     def leave(self) -> list[str]:
         """Leave all parents; return them."""
@@ -736,7 +747,7 @@ class Receiver:
         return [*self.sender.drop(item, now=now), *self._consider(now)]
 
     def resubscribe(self, *, now: float) -> list[Action]:
-        """Ask every parent what can be had."""
+        """Ask every parent what can be had: at first, and in case an Announce was lost."""
         return [action for link in self.links for action in self._subscribe(link, now=now)]
 
     # --- messages --------------------------------------------------------------------------------

@@ -552,7 +552,7 @@ class Patch:
                 block.take_back(piece[start : start + self.block_bytes])
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ApplyPatch(Work):
     """Work for a thread: write a patch that is whole over its base; then call `worked`."""
 
@@ -571,7 +571,7 @@ class ApplyPatch(Work):
         return ""
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AuditChunks(Work):
     """Work for a thread: hash some chunks of a sealed image anew; then call `worked`."""
 
@@ -590,7 +590,7 @@ class AuditChunks(Work):
 # --- encoded versions -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class OpenBlock(Work):
     """Work for a thread: find what one block changes of its base; then call `worked`."""
 
@@ -620,7 +620,7 @@ class OpenBlock(Work):
         return ""
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DecodeBlock(Work):
     """Work for a thread: decode one block and check what comes out; then call `worked`."""
 

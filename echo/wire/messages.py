@@ -224,7 +224,7 @@ Names = Annotated[dict[Word, Word], Meta(max_length=MAX_NAMES)]
 Counts = Annotated[dict[Word, Count], Meta(max_length=MAX_NAMES)]
 FileSize = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Raised by every change that an older node would misunderstand."""
 
 LEARNER_ID = "learner"

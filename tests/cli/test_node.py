@@ -9,18 +9,23 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import echo.engine.model  # noqa: F401 -- torch, or whichever dry run comes first is charged with it
-from echo.cli.node import main, run_rank
+from echo.cli import node as node_module
+from echo.cli.node import main, run_rank, show_status
 from echo.cli.output import make_log
 from echo.config.load import load_config, save_resolved
 from echo.core.errors import ConfigError
+from echo.core.metrics import WorkerView
 from echo.net.curve import CurveKeys, KeyPair
 from echo.net.transport import with_key, without_key
 from echo.net.zmq import ZmqTransport
 from echo.runtime.identity import Join
+from echo.ui.live import StatusLine
+from tests.ui.test_live import Terminal
 
 JOIN = f"tcp://127.0.0.1:9#{'k' * 43}.{'s' * 22}.{'f' * 22}"
 
@@ -309,3 +314,24 @@ def test_a_worker_that_finds_nobody_gives_up(
     assert code == 4
     assert "network.reconnect_for_s sets how long to try" in capsys.readouterr().err
     assert "no learner reached" in (config.parent / "run" / "logs" / "lonely.log").read_text()
+
+
+def test_a_worker_shows_its_status_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(node_module, "REFRESH_S", 0.0)
+    terminal: Any = Terminal()
+    asked = iter(range(3))
+
+    class Worker:
+        now = 0.0
+
+        def view(self) -> WorkerView:
+            if next(asked) == 2:
+                raise asyncio.CancelledError
+            return WorkerView(version="v3", num_tokens=0, num_groups=7, activity="sampling")
+
+    worker: Any = Worker()
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(show_status(worker, StatusLine(terminal), logging.getLogger("test.status")))
+    assert terminal.text().count("v3  0 tokens/s  7 groups delivered  sampling") == 2
+    assert terminal.text().endswith("\r\x1b[K")

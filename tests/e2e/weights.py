@@ -13,10 +13,15 @@ import numpy as np
 from blake3 import blake3
 
 ALIGNMENT_BYTES = 16
+CHUNK_BYTES = 16 << 10
+"""As in the configuration of `cluster.py`."""
 
 
 def image_hash(path: Path) -> str:
-    """Return the hash of the image that the float32 or bfloat16 tensors of a file make."""
+    """Return the hash of the image that the float32 or bfloat16 tensors of a file make.
+
+    It is that of the hashes of its chunks.
+    """
     data = path.read_bytes()
     header_bytes = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + header_bytes])
@@ -27,7 +32,8 @@ def image_hash(path: Path) -> str:
         raw = data[8 + header_bytes + start : 8 + header_bytes + end]
         image += bytes(-len(image) % ALIGNMENT_BYTES)
         image += raw if tensor["dtype"] == "BF16" else _to_bfloat16(raw)
-    return blake3(bytes(image)).hexdigest()
+    chunks = (image[start : start + CHUNK_BYTES] for start in range(0, len(image), CHUNK_BYTES))
+    return blake3(b"".join(blake3(bytes(chunk)).digest() for chunk in chunks)).hexdigest()
 
 
 def _to_bfloat16(raw: bytes) -> bytes:

@@ -20,6 +20,7 @@ from echo.core.rollout import (
     find_fault,
     trim_stale,
 )
+from echo.leases.outbox import Outbox
 from echo.leases.partials import (
     FreshPartials,
     PartialGroup,
@@ -30,10 +31,15 @@ from echo.leases.partials import (
     encode_groups,
     encode_members,
 )
+from echo.wire.messages import Deliver, Failed
 from tests.core.groups import make_partial
 from tests.roles.harness import make_lease
 
 FIRST = (Lineage(1, 0),)
+
+
+def make_partials() -> PartialGroups:
+    return PartialGroups(Outbox(max_deliveries=8, retry_s=5.0))
 
 
 def partial(*versions: tuple[int, int], reason: str = "abort") -> PartialRollout:
@@ -170,7 +176,7 @@ def test_a_file_of_partials_belongs_to_its_run() -> None:
 
 
 def test_begun_groups_go_first_oldest_first() -> None:
-    partials = PartialGroups()
+    partials = make_partials()
     for group_id in (4, 2, 9):
         partials.add(make_lease(group_id))
     taken = partials.take(2, group_size=2)
@@ -183,7 +189,7 @@ def test_begun_groups_go_first_oldest_first() -> None:
 
 
 def test_room_is_counted_in_rollouts_that_are_to_be_sampled_and_none_is_passed_over() -> None:
-    partials = PartialGroups()
+    partials = make_partials()
     over, left = partial((1, 0), reason="stop"), partial((1, 0))
     partials.add(make_lease(1), [over, left, left])
     partials.add(make_lease(2), [over, over, over])
@@ -204,7 +210,7 @@ def test_room_is_counted_in_rollouts_that_are_to_be_sampled_and_none_is_passed_o
 
 
 def test_a_group_that_is_not_wanted_any_more_is_forgotten_wherever_it_is() -> None:
-    partials = PartialGroups()
+    partials = make_partials()
     for group_id in range(3):
         partials.add(make_lease(group_id))
     running, interrupted = partials.take(2, group_size=1)
@@ -221,8 +227,30 @@ def test_a_group_that_is_not_wanted_any_more_is_forgotten_wherever_it_is() -> No
     assert not partials.end(partial_group.key), "nobody wants its result"
 
 
+def test_a_lease_is_listed_until_the_learner_knows_what_has_become_of_it() -> None:
+    partials = make_partials()
+    for group_id in range(4):
+        partials.add(make_lease(group_id))
+    _, interrupted, over = partials.take(3, group_size=1)
+    partials.park(interrupted)
+    partials.deliver(over.key, Deliver(group_id=2, attempt=0))
+
+    def listed() -> list[tuple[int, bool, int]]:
+        return [(s.group_id, s.is_waiting, s.num_tokens) for s in partials.states()]
+
+    assert listed() == [(3, True, 0), (1, True, 0), (0, False, 0), (2, False, -1)]
+    for group_id in (3, 1):  # that were not begun, or not to their end
+        failed = Failed(group_id=group_id, attempt=0, reason="version_not_installed", detail="")
+        partials.deliver((group_id, 0), failed)
+    assert listed() == [(0, False, 0), (2, False, -1), (3, False, -1), (1, False, -1)]
+    assert all((group_id, 0) in partials for group_id in range(4))
+    assert partials.outbox.acknowledge(over.key)
+    assert over.key not in partials
+    assert len(partials) == 3
+
+
 def test_only_news_is_shipped() -> None:
-    partials = PartialGroups()
+    partials = make_partials()
     partials.add(make_lease(0), [partial((1, 0))])
     assert [d.key for d in partials.take_due(interval_s=30, now=5.0)] == [(0, 0)]
     assert partials.take_due(interval_s=0, now=6.0) == []
@@ -242,7 +270,7 @@ class Life:
         self.max_staleness = self.random.randrange(4)
         self.step = self.next_id = 0
         self.installed = PolicyVersion(1, 0)
-        self.partials = PartialGroups()
+        self.partials = make_partials()
         self.engine: list[PartialGroup] = []
         self.open: set[int] = set()
         self.delivered: list[Group] = []
@@ -309,7 +337,8 @@ class Life:
         self.engine = []
 
     def deliver(self, partial_group: PartialGroup) -> None:
-        assert self.partials.end(partial_group.key)
+        self.partials.deliver(partial_group.key, Deliver(group_id=partial_group.key[0], attempt=0))
+        assert self.partials.outbox.acknowledge(partial_group.key)
         rollouts = [m.rollout(1.0, stale_tokens=self.stale_tokens) for m in partial_group.members]
         group = Group(
             group_id=partial_group.lease.group_id, attempt=0, worker_id="w",
@@ -326,7 +355,7 @@ class Life:
     def crash(self) -> None:
         """Lose the process: what was saved comes back, the rest is granted again."""
         saved = encode_groups("run", self.partials.begun())
-        self.partials, self.engine = PartialGroups(), []
+        self.partials, self.engine = make_partials(), []
         self.partials.restore(decode_groups(saved, run_id="run"))
         for group_id in self.open:
             if (group_id, 0) not in self.partials:

@@ -320,9 +320,25 @@ def test_a_lease_from_before_a_restart_is_no_rival_of_whoever_claims_it(is_liste
     [store] = granting.on_deliver("w1", message, list(encode_group(group)), now=0.2)
     assert isinstance(store, StoreGroup)
     failed = Failed(group_id=13, attempt=1, reason="reward_error", detail="")
-    actions = [*granting.stored(12), *granting.on_failed("w1", failed, now=0.2)]
+    actions = granting.stored(12, is_useful=True, now=0.2)
+    actions += granting.on_failed("w1", failed, now=0.2)
     assert not [each for each in actions if isinstance(each, RecordCancel)]
     assert granting.counters["leases_cancelled"] == granting.counters["hedges/lost"] == 0
+
+
+def test_a_group_of_which_nothing_can_be_learned_counts_against_its_worker() -> None:
+    granting = make_granting(of={"max_zero_signal_groups": 3})
+    granted(granting, make_worker("w1", (2, 3), 3))
+    failed = Failed(group_id=12, attempt=0, reason="reward_error", detail="")
+    granting.on_failed("w1", failed, now=0.1)
+    for group_id in (13, 14):
+        group = make_group(group_id, PolicyVersion(2, 3))
+        message = Deliver(group_id=group_id, attempt=0)
+        granting.on_deliver("w1", message, list(encode_group(group)), now=0.1)
+        assert not granting.usefulness.is_set_aside("w1")
+        granting.stored(group_id, is_useful=False, now=0.2)
+        granting.usefulness.review({"w1": True, "w2": True}, now=0.3)
+    assert granting.usefulness.is_set_aside("w1")
 
 
 def test_progress_on_one_group_renews_those_that_wait_behind_it() -> None:

@@ -166,7 +166,7 @@ def take_the_newest_attempt_only(patch: pytest.MonkeyPatch) -> None:
 @plant(10)
 def let_losers_go_on(patch: pytest.MonkeyPatch) -> None:
     """Tell nobody that another was first."""
-    patch.setattr(Scheduler, "_cancel", lambda self, leases, first: [])
+    patch.setattr(Scheduler, "_cancel", lambda self, leases: [])
 
 
 @plant(11)
@@ -205,7 +205,7 @@ def forget_what_is_finished(patch: pytest.MonkeyPatch) -> None:
 @plant(15)
 def ignore_failures(patch: pytest.MonkeyPatch) -> None:
     """Give a group that cannot be made no end."""
-    patch.setattr(Scheduler, "on_failed", lambda self, node_id, message: [])
+    patch.setattr(Scheduler, "on_failed", lambda self, node_id, message, *, now: [])
 
 
 @plant(16)

@@ -1,10 +1,12 @@
-"""Each plant is caught by the tests of its promise; run with --all."""
+"""Each plant is caught by the tests of its promise (run with --all), and for what it plants."""
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,3 +29,36 @@ def test_a_plant_is_caught(number: str, tmp_path: Path) -> None:
     assert "error" not in done.stdout.splitlines()[-1], "the plant itself is broken"
     for mistake in ("TypeError", "AttributeError", "ImportError"):
         assert f"E   {mistake}" not in done.stdout, "the plant itself is broken"
+
+
+class Recorder(pytest.MonkeyPatch):
+    """Notes the functions that cannot be called as those whose place they take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.misfits: list[str] = []
+
+    def setattr(self, target: Any, name: Any, *rest: Any, **named: Any) -> None:
+        old, [new] = inspect.getattr_static(target, name), rest
+        if inspect.isfunction(old) and callable(new):
+            known = inspect.signature(old).parameters.values()
+            given = [None for each in known if each.kind is each.POSITIONAL_OR_KEYWORD]
+            by_name = {each.name: None for each in known if each.kind is each.KEYWORD_ONLY}
+            try:
+                inspect.signature(new).bind(*given, **by_name)
+            except TypeError as error:
+                self.misfits.append(f"{target.__name__}.{name}: {error}")
+        super().setattr(target, name, *rest, **named)
+
+
+def test_what_a_plant_puts_in_place_can_be_called_as_what_was_there() -> None:
+    """Else a node fails by an internal error, which a test takes for the fault it is after."""
+    found = []
+    for number, plant in PLANTS.items():
+        patch = Recorder()
+        try:
+            plant(patch)
+        finally:
+            patch.undo()
+        found += [f"plant {number}: {misfit}" for misfit in patch.misfits]
+    assert found == []

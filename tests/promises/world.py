@@ -34,7 +34,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.config.load import parse_config
@@ -60,7 +59,7 @@ from echo.sim.transport import SimTransport
 from echo.tasks.builtin import AdditionTask
 from echo.tasks.rewards import LaterHost, RewardError
 from echo.train.step import StepError, StepResult
-from echo.weights.manifest import TensorSpec, build_manifest, sign
+from echo.weights.manifest import TensorSpec, build_manifest, hash_image, sign
 from echo.weights.store import Patch
 from echo.wire import codec
 from echo.wire.actions import Send
@@ -1289,7 +1288,9 @@ class World:
         sealed = {tuple(r["version"]): r["image_hash"] for r in self.records("sealed")}
         images = self.node(name).role.broadcast.store
         hashes = {
-            (version.lineage, version.step): blake3(image.read(0, image.num_bytes)).hexdigest()
+            (version.lineage, version.step): hash_image(
+                image.read(0, image.num_bytes), CHUNK_BYTES
+            ).hex()
             for version, image in images.items()
             if image.is_complete
         }

@@ -289,7 +289,7 @@ def test_who_can_serve_shows_its_uplink_before_it_is_given_a_place(
     world.relay("r1")
     for name, num_probes in (("r1", 1), ("w1", 0)):  # whoever cannot be dialled serves nobody
         node = world.node(name)
-        world.run_until(lambda node=node: node.role.broadcast.has_key, within_s=5.0)
+        world.run_until(lambda node=node: node.role.broadcast.trust.has_key, within_s=5.0)
         assert node.role._probing._num_probes == num_probes, name
     learner = world.node("learner").role
     world.run_until(lambda: learner.uplinks().get("r1"), within_s=5.0)
@@ -305,10 +305,10 @@ def test_a_learner_shows_its_uplink_once_a_node_has_shown_its_own(make_world: Ma
     two_beats_s = 2 * learner.settings.admission.heartbeat_s
     # Beside weights it would show what they leave of it.
     taker = Child(fetching=(learner.broadcast.newest_complete, FULL))
-    learner.broadcast.children["taker"] = taker
+    learner.broadcast.receiver.sender.children["taker"] = taker
     world.run(two_beats_s)
     assert "learner" not in learner.uplinks()
-    del learner.broadcast.children["taker"]
+    del learner.broadcast.receiver.sender.children["taker"]
     world.run_until(lambda: learner.uplinks().get("learner"), within_s=two_beats_s)
     assert learner.planning.has_news
 
@@ -334,8 +334,8 @@ def test_a_restarted_node_is_told_what_it_could_send(make_world: MakeWorld) -> N
     world.kill("r1")
     world.relay()
     broadcast = world.node("r1").role.broadcast
-    assert broadcast.uplink_bytes_per_s is None
-    world.run_until(lambda: broadcast.uplink_bytes_per_s == 7e6, within_s=20.0)
+    assert broadcast.uplink.bytes_per_s is None
+    world.run_until(lambda: broadcast.uplink.bytes_per_s == 7e6, within_s=20.0)
     world.run(1.0)
     # So the next plan goes by it.
     [site] = [m.node for m in learner.roster.members() if m.node_id == "r1"]

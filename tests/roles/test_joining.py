@@ -621,7 +621,7 @@ def test_a_relay_cannot_change_what_a_node_inherits(
     assert "over tcp://r1:7700 (r1): " in text
     node = world.node(name)
     assert getattr(node, "_parts", None) is None, "nothing of it was used"
-    assert not node.role.broadcast.run_id
+    assert not node.role.broadcast.trust.run_id
 
 
 def test_a_file_with_a_name_of_its_own_is_refused_whoever_signed_for_it(

@@ -137,5 +137,5 @@ def test_a_new_version_gives_back_at_once_what_wants_the_one_before() -> None:
     assert "exactly v1 is wanted, v2 is installed" in paper.take(Note)[-1].text
     # Where the engine was faster than the word of it, that is found out when it refuses.
     paper.do(role.refused(call, "v2 is installed", now=1.0))
-    assert (0, 0) not in role.partials
+    assert (0, 0) not in role.partials.running
     assert role.counters["engine/version_refused"] == 3

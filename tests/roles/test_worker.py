@@ -304,7 +304,7 @@ def test_an_engine_with_newer_weights_refuses_an_exact_version() -> None:
     paper.grant(*(make_lease(group_id, exact_version=V0) for group_id in range(4)))
     [call] = paper.engine
     paper.do(paper.role.refused(call, "exactly v0 is wanted, v1 is installed", now=0.0))
-    assert not paper.role.partials
+    assert not paper.role.partials.running
     assert paper.role.counters["engine/version_refused"] == 4
     assert "exactly v0 is wanted" in paper.take(Note)[-1].text
 
@@ -352,7 +352,7 @@ def test_a_group_that_cannot_be_sampled_ends_once_and_the_others_of_its_call_go_
     assert paper.role.counters["failed/bad_logprobs"] == 1
     assert not call.is_recalled
     assert paper.run() == [0, 1]
-    assert not paper.role.partials
+    assert not paper.role.partials.running
 
 
 def test_an_engine_goes_on_with_nothing_of_a_group_that_cannot_be_sampled() -> None:

@@ -32,7 +32,7 @@ from echo.runtime.learner.publish import CodedSegment, Coder, Publication, make_
 from echo.train.batch import AdvantageSettings
 from echo.train.trainer import OptimizerSettings, Trainer
 from echo.weights.delta import block_bytes_of
-from echo.weights.manifest import encode_signed, verify
+from echo.weights.manifest import encode_signed, hash_image, verify
 from echo.weights.store import EncodedVersion, Patch, Transfer
 from echo.wire.messages import Form
 from tests.train.trainers import trainer_of
@@ -379,7 +379,7 @@ class Wire:
             assert blake3(chunk).digest() == found.sent_hash(index)
             got.put(index, chunk)
             got.mark(index)
-        assert blake3(got.storage).digest() == found.image_hash
+        assert hash_image(got.storage, found.chunk_bytes) == found.image_hash
         return got
 
     def patch(self, publication: Publication, old: Publication, base: Transfer) -> Patch:

@@ -34,9 +34,9 @@ from echo.cli.output import exit_code
 from echo.core.errors import ConfigError, TransportError
 from echo.core.rollout import Group
 from echo.runtime.agents import endpoint
-from echo.runtime.agents.endpoint import Endpoint
+from echo.runtime.agents.endpoint import TOKEN_VARIABLE, Endpoint
 from echo.runtime.agents.sessions import SEGMENT_TOKENS, StoppingError
-from echo.runtime.agents.worker import TOKEN_VARIABLE, AgentWorkerNode
+from echo.runtime.worker.node import serve_agents
 from echo.train.trainer import OptimizerSettings
 from tests.runtime.harness import Play, Run, running
 from tests.train.trainers import trainer_of
@@ -435,7 +435,7 @@ def test_a_worker_for_agents_without_their_package_says_what_to_install(
     monkeypatch.setitem(sys.modules, endpoint.__name__, None)
     nobody: Any = None
     with pytest.raises(ConfigError, match=r"agent\.listen needs aiohttp.*--extra agents"):
-        asyncio.run(AgentWorkerNode._serve(nobody, nobody, nobody))
+        asyncio.run(serve_agents(nobody, log=logging.getLogger("test.agents")))
 
 
 class Untouched:

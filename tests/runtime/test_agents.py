@@ -53,7 +53,10 @@ V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 
 def make_agents() -> Agents:
     """Return the agents of a worker on v1, which samples nothing."""
-    role = SimpleNamespace(max_groups=0, installed_version=V1, counters=Counters())
+    counters = Counters()
+    role = SimpleNamespace(
+        max_groups=0, installed_version=V1, counters=counters, count=counters.add
+    )
     parts: Any = SimpleNamespace(group_size=1, session_timeout_s=60.0)
     sampler: Any = None
     node: Any = SimpleNamespace(now=0.0, perform=lambda actions: None)

@@ -20,7 +20,7 @@ from tests.promises.conftest import MakeWorld
 def late_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Build learners and workers of the parts that can be late."""
     monkeypatch.setattr(setup, "StalenessBuffer", DelayedBuffer)
-    monkeypatch.setattr(worker_setup, "RentedMachine", LateWorker)
+    monkeypatch.setattr(worker_setup, "WorkerNode", LateWorker)
 
 
 class Woken:

@@ -15,10 +15,10 @@ import pytest
 
 from echo.cli.debug import main
 from echo.core.errors import DataError
-from echo.core.rollout import Group, PolicyVersion, Rollout
+from echo.core.rollout import Group, PartialRollout, PolicyVersion, Rollout
 from echo.leases.book import LeaseBook
-from echo.records.event_log import EventFile, read_frames
-from echo.roles.joining import NodeState
+from echo.leases.partials import PartialGroup, decode_groups, encode_groups
+from echo.records.event_log import HEAD, EventFile, read_frames
 from echo.roles.learner import Learner
 from echo.roles.relay import Relay
 from echo.roles.worker import Worker
@@ -30,6 +30,7 @@ from echo.weights.topology.sites import Site
 from echo.wire.codec import decode_group, encode, encode_group
 from echo.wire.messages import Chunk, Deliver, Form
 from tests.promises.world import CHUNK_BYTES, StubEngine, World
+from tests.roles.harness import make_lease
 
 pytestmark = pytest.mark.slow
 
@@ -84,11 +85,10 @@ def log_of(world: World, name: str) -> Path:
 def calls_of(path: Path, method: str) -> list[tuple[int, float]]:
     """Return (number, time) of the calls of a role's method."""
     entries = [msgspec.msgpack.decode(frame) for frame in read_frames(path)]
-    calls = [entry for entry in entries if entry[0] in ("build", "call")]
     return [
-        (number, entry[3]["now"])
-        for number, entry in enumerate(calls, start=1)
-        if entry[:3] == ["call", "role", method]
+        (number, entry[2]["now"])
+        for number, entry in enumerate(entries, start=1)
+        if entry[:2] == ["role", method]
     ]
 
 
@@ -111,8 +111,8 @@ def test_every_process_of_a_run_replays_to_the_same_actions(world: World) -> Non
 def test_a_replay_starts_from_what_a_learner_was_resumed_with(world: World) -> None:
     [resumed] = [path for name, path in world.event_logs if name == "learner"][1:]
     entries = [msgspec.msgpack.decode(frame) for frame in read_frames(resumed)]
-    built = next(i for i, entry in enumerate(entries) if entry[:2] == ["build", "role"])
-    before = [entry[1:3] for entry in entries[:built]]
+    before = [entry[:2] for entry in entries]
+    before = before[: before.index(["role", "Learner"])]
     assert ["leases", "restore"] in before
     assert ["buffer", "put"] in before
 
@@ -215,23 +215,16 @@ def test_a_log_that_is_cut_off_is_replayed_up_to_there(world: World, tmp_path: P
     assert main([str(cut)]) == 3
 
 
-def test_another_version_of_echo_is_named(tmp_path: Path) -> None:
-    file = EventFile(tmp_path / "log")
-    file.write(msgspec.msgpack.encode(["0.0.9"]))
-    file.close()
-    with pytest.raises(DataError, match=r"was recorded by echo-rl 0\.0\.9, this is"):
-        replay_log(tmp_path / "log")
-
-
 @pytest.mark.parametrize(
     "entry",
     [
-        ["call", "leases", "_attempts", {}, [], []],
-        ["call", "leases", "adopt"],
-        ["build", "x", "echo.records.event_log:EventFile", {"path": "x"}, [], []],
-        ["build", "x", "os:remove", {"path": "x"}, [], []],
+        ["leases", "_changed", {"worker_id": "w1"}],
+        ["leases._changes", "clear", {}],
+        ["leases", "adopt"],
+        ["leases", "adopt", "w1"],
+        ["x", "EventFile", {"path": "x"}],
     ],
-    ids=["private", "short", "class", "foreign"],
+    ids=["private", "part", "short", "untyped", "class"],
 )
 def test_a_log_calls_nothing_but_a_role(tmp_path: Path, entry: list[Any]) -> None:
     log = event_log.EventLog(tmp_path / "log")
@@ -241,8 +234,8 @@ def test_a_log_calls_nothing_but_a_role(tmp_path: Path, entry: list[Any]) -> Non
         other = EventFile(tmp_path / "other")
         other.write(msgspec.msgpack.encode(entry))
         other.close()
-        file.write((tmp_path / "other").read_bytes()[17:])
-    with pytest.raises(DataError, match=r"no kind|unknown class"):
+        file.write((tmp_path / "other").read_bytes()[len(HEAD) :])
+    with pytest.raises(DataError, match=r"entry 2 cannot be called: .*; the 1 calls before it"):
         replay_log(tmp_path / "log")
 
 
@@ -313,37 +306,54 @@ def test_a_delivered_group_keeps_its_size_and_the_range_of_what_was_sampled(
     assert np.array_equal(before.policy_versions, after.policy_versions)
 
 
+def test_what_a_worker_has_saved_keeps_its_size_and_the_range_of_what_was_sampled() -> None:
+    ids, logprobs = np.array([7, 9, 8], np.int32), np.array([-1.0, -3.0, -2.0], np.float32)
+    begun = PartialRollout().extended(
+        ids, logprobs, np.ones((3, 2), np.int32), finish_reason="abort"
+    )
+    data = encode_groups("run", [PartialGroup(make_lease(4), [begun, PartialRollout()])])
+    thinned = Values().pack(data, "saved")
+    assert len(thinned) == len(data)
+    [group] = decode_groups(thinned, run_id="run")
+    assert group.lease == make_lease(4)
+    assert group.members[0].token_ids.tolist() == [7, 7, 9]
+    assert group.members[0].sampler_logprobs.tolist() == [-3.0, -3.0, -1.0]
+    assert Values().pack(b"not a file", "saved") == b"not a file"
+
+
 def test_a_chunk_is_its_length_and_hash_and_what_is_malformed_stays() -> None:
     chunk = encode(Chunk(version=PolicyVersion(1, 0), index=0), [b"x" * 5000], source="r1")
     frame = thin_frames(chunk)[1]
     assert isinstance(frame, UnseenFrame)
     assert len(frame) == 5000
-    assert len(msgspec.msgpack.encode(Values().pack(frame))) < 50
+    assert len(msgspec.msgpack.encode(Values().pack(frame))) < 100
     odd = encode(Deliver(group_id=4, attempt=0), [b"header", b"arrays"], source="w1")
     assert thin_frames(odd) == odd
     assert thin_frames([b"nothing"]) == [b"nothing"]
 
 
+def pack_and_unpack(value: Any) -> Any:
+    return Values().decoder.decode(msgspec.msgpack.encode(Values().pack(value)))
+
+
 @pytest.mark.parametrize(
     "value",
     [
-        {(1, 2): [{3, 4}], "x": (None, True)},
-        {PolicyVersion(1, 2): {"a": b"b"}},
+        {1: [{3, 4}], "x": (None, True), "y": {"a": b"b"}},
         Site("w1", "worker", "tcp://w1:1", price_per_gb=0.5),
-        [NodeState.ADMITTED, Form("delta", PolicyVersion(1, 2)), bytearray(b"ab"), 1.5],
+        [Form("delta", PolicyVersion(1, 2)), bytearray(b"ab"), 1.5],
     ],
-    ids=["containers", "keys", "record", "list"],
+    ids=["containers", "record", "list"],
 )
 def test_values_come_back_with_their_types(value: Any) -> None:
-    packed = msgspec.msgpack.decode(msgspec.msgpack.encode(Values().pack(value)))
-    unpacked = Values().unpack(packed)
+    unpacked = pack_and_unpack(value)
     assert repr(unpacked) == repr(value)
     assert type(unpacked) is type(value)
 
 
 def test_sampled_arrays_keep_their_shapes_and_ranges_and_the_others_all() -> None:
     [rollout] = group_with([-1.0, -2.0, -4.0, -3.0]).rollouts
-    unpacked = Values().unpack(Values().pack(rollout))
+    unpacked = pack_and_unpack(rollout)
     assert unpacked.token_ids.tolist() == [7, 7, 7, 10]
     assert unpacked.sampler_logprobs.tolist() == [-4.0, -4.0, -4.0, -1.0]
     assert unpacked.policy_versions.tolist() == [[1, 1]] * 4
@@ -358,12 +368,22 @@ def test_a_value_that_cannot_be_recorded_ends_the_log_and_not_the_node(
     for worker in ("w1", object(), "w3"):
         leases.adopt(0, 0, worker, now=0.0)  # type: ignore[arg-type]
     assert len(leases.leases_of(0)) == 3
-    assert "a call with group_id, attempt, worker_id, now cannot be recorded" in caplog.text
+    assert "leases.adopt cannot be recorded" in caplog.text
     assert (replay_log(tmp_path / "log").num_calls, len(caplog.messages)) == (2, 1)
+
+
+def test_what_is_not_recorded_is_a_method_of_one_class_only() -> None:
+    for name in event_log.READS:
+        assert sum(hasattr(kind, name) for kind in event_log.BUILT.values()) == 1, name
+
+
+class Foreign(msgspec.Struct):
+    """A record, but none of Echo's."""
 
 
 def test_only_records_of_echo_are_made() -> None:
     assert class_at("echo.wire.messages:Chunk") is Chunk
-    for path in ("os:system", "echo.records.event_log:EventFile", "echo.core.units:one_line"):
+    others = ("os:system", "echo.records.event_log:EventFile", "echo.core.units:one_line")
+    for path in (*others, f"{__name__}:Foreign"):
         with pytest.raises(DataError, match="unknown class"):
             class_at(path)

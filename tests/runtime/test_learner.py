@@ -376,7 +376,7 @@ def test_a_resumed_run_knows_what_nodes_could_send(make_world: MakeWorld) -> Non
         world.learner(run={"max_steps": world.step + 2 if told else 2})
         world.worker("w1")
         learner, worker = world.node("learner"), world.node("w1")
-        told.append(learner.role.broadcast.uplink_bytes_per_s)
+        told.append(learner.role.broadcast.uplink.bytes_per_s)
         learner.role.broadcast.uplink.show(3e9)
         worker.role.broadcast.uplink.show(5e9)
         finish(world)

@@ -77,6 +77,16 @@ def test_offloading_needs_a_gpu(model_dir: Path) -> None:
         build_trainer(config, model_dir, START)
 
 
+def test_a_step_makes_the_updates_that_are_set(model_dir: Path) -> None:
+    trainer = build_trainer(
+        make_config(model_dir, batch={"minibatches_per_step": 2}), model_dir, START
+    )
+    groups = [make_group([1, 0], 2), make_group([0, 1], 1)]
+    assert [
+        len(each.samples) for each in trainer._minibatches(groups, trainer._prepare(groups))
+    ] == [2, 2]
+
+
 def test_there_is_no_reference_unless_it_is_asked_for(model_dir: Path) -> None:
     config = make_config(model_dir)
     assert not isinstance(build_loss(config), ReferenceKlLoss)

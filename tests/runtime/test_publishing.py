@@ -34,7 +34,6 @@ from echo.runtime.learner.publish import (
     VersionEncoder,
     make_images,
     make_publication,
-    sealed,
 )
 from echo.runtime.node import Node
 from echo.runtime.threads import ThreadPools
@@ -56,6 +55,7 @@ from echo.wire.messages import Announce, Segment
 from tests.roles.harness import message_of
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+CODER = Coder(KEY, encrypts=False, num_threads=1)
 NUM_BYTES = 9 << 20
 """Two whole blocks and a part of one."""
 CHUNK_BYTES = 1 << 20
@@ -119,7 +119,7 @@ class Pair:
     def __init__(self, codec: str) -> None:
         self.learner = Broadcast(node_id="learner", window_bytes=8 << 20, stall_s=5.0)
         self.child = Broadcast(node_id="child", window_bytes=8 << 20, stall_s=5.0)
-        self.child.trust(
+        self.child.trust.set(
             public_key=KEY.public_key().public_bytes_raw(), run_id="run", max_image_bytes=1 << 30
         )
         self.arrived: list[PolicyVersion] = []
@@ -146,7 +146,7 @@ class Pair:
                     self.arrived.append(action.version)
 
     def join(self) -> None:
-        self.perform("child", self.child.set_parent("learner", now=0.0))
+        self.perform("child", self.child.receiver.set_parent("learner", now=0.0))
 
     async def publish(self, *publications: Publication) -> None:
         for publication in publications:
@@ -260,7 +260,7 @@ def test_a_laggard_takes_one_delta_after_the_other() -> None:
         pair = Pair("delta")
         pair.join()
         await pair.publish(publications[0])
-        pair.perform("child", pair.child.set_parent(None, now=0.0))
+        pair.perform("child", pair.child.receiver.set_parent(None, now=0.0))
         pair.perform("learner", pair.learner.remove_child("child", now=0.0))
         await pair.publish(*publications[1:])
         pair.join()
@@ -414,7 +414,7 @@ def test_a_publication_is_signed_and_rounded() -> None:
         chunk_bytes=1024,
     )
     assert made.signed is None
-    publication = sealed(made, key)
+    publication = Coder(key, encrypts=False).seal(made)
     public = key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
     _, manifest = verify(
         msgspec.msgpack.encode(publication.signed),
@@ -563,7 +563,7 @@ def unsealed(images: VersionImages, weights: Weights, step: int) -> Publication:
 
 
 def publish(images: VersionImages, weights: Weights, step: int) -> Publication:
-    return sealed(unsealed(images, weights, step), KEY)
+    return CODER.seal(unsealed(images, weights, step))
 
 
 class Learner:
@@ -737,7 +737,7 @@ def test_weights_may_change_while_a_version_on_the_device_is_looked_at() -> None
         assert made.arrival is not None
         assert not made.arrival.done()
         gate.set()
-        assert_same(sealed(made, KEY), expected)
+        assert_same(CODER.seal(made), expected)
     assert made.coded is not None
 
 
@@ -756,7 +756,7 @@ def test_a_version_comes_down_from_a_gpu_beside_the_training(is_on_device: bool 
         assert host_bytes(made.memory).is_pinned()
         torch.cuda.current_stream().wait_stream(stream)
         learner.step(1.0, 1e-4)
-        assert_same(sealed(made, KEY), expected)
+        assert_same(CODER.seal(made), expected)
 
 
 def test_the_loop_waits_for_no_version() -> None:

@@ -14,7 +14,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partialmethod
@@ -36,7 +36,7 @@ from echo.engine.engine import Sampling
 from echo.engine.lora import Lora
 from echo.engine.weights import VersionImages, Weights
 from echo.runtime.learner import publish as publish_module
-from echo.runtime.learner.publish import Coder, Images, make_publication
+from echo.runtime.learner.publish import Coder, Images, Publication, make_publication
 from echo.train import policy as policy_module
 from echo.train import sharded_images, sharding
 from echo.train.batch import AdvantageSettings
@@ -44,13 +44,13 @@ from echo.train.policy import Compute, ModelSource, Policy
 from echo.train.ranks import Build, Crew, LeadTrainer, follow
 from echo.train.rescoring import Rescoring
 from echo.train.sharding import Ranks
-from echo.train.step import StepError
+from echo.train.step import StepError, StepResult
 from echo.train.trainer import Trainer
 from echo.weights import delta
 from echo.weights.delta import block_bytes_of
 from echo.weights.manifest import encode_signed
 from echo.weights.store import Transfer
-from tests.train.test_trainer import FAST, make_group, make_groups
+from tests.train.test_trainer import FAST, TWO_UPDATES, make_group, make_groups
 from tests.train.test_trainer_losses import LOSSES, stale_groups
 from tests.train.trainers import CPU, trainer_of
 
@@ -83,7 +83,7 @@ class Touchy:
 VARIANTS: dict[str, dict[str, Any]] = {
     "padded": {"packing": "padded"},
     "offloading": {"gradient_checkpointing": "offload", "optimizer_state": "offloaded"},
-    "minibatches": {"minibatches_per_step": 2, "loss": LOSSES["decoupled_ppo"]},
+    "minibatches": {"optimizer": TWO_UPDATES, "loss": LOSSES["decoupled_ppo"]},
     "whole groups": {"loss": Touchy()},
 }
 
@@ -177,6 +177,38 @@ def variants(crew: Crew, model_dir: str, untied_dir: str) -> dict[str, dict[str,
     return found
 
 
+def adapters(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
+    """Two of them in turns, a gradient that waits meanwhile, and the state of both."""
+    lora = Lora(base_dir=Path(model_dir), rank=4, alpha=8)
+
+    def add(trainer: Trainer) -> Trainer:
+        trainer.add_adapter("code", optimizer=TWO_UPDATES)
+        return trainer
+
+    pair = Pair(model_dir, crew.ranks, lora=lora)
+    found: dict[str, Any] = {}
+    for trainer in pair._trainers:
+        add(trainer)
+        trainer.forward_backward(trainer._prepare(make_groups(3)), LOSSES["dapo"])
+        trainer.use("code")
+    found["code"] = pair.compare(make_groups(6), make_groups(5, seed=1))
+    for trainer in pair._trainers:
+        trainer.use("default")
+    norms = [trainer.optim_step(FAST) for trainer in pair._trainers]
+    found["waited"] = max(norms) - min(norms)
+    found["default"] = pair.compare(make_groups(4, seed=2))
+    pair.together.save_state(Path(directory))
+    again = add(make_trainer(model_dir, crew.ranks, lora=lora, seed=7))
+    again.load_state(Path(directory))
+    for name in ("default", "code"):
+        for trainer in (again, pair.together):
+            trainer.use(name)
+        weights = weights_of(again)
+        same = [torch.equal(weights[key], t) for key, t in weights_of(pair.together).items()]
+        found[f"{name} again"] = [all(same), again.step_count]
+    return found
+
+
 def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
     """A loss that fails on one rank only, and the step after it."""
     ranks = crew.ranks
@@ -188,7 +220,7 @@ def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
     # Of two minibatches the second fails, and the update of the first has to be taken back.
     for kind, num_minibatches in (("raises", 1), ("nan", 1), ("raises", 2)):
         pair.restart(Touchy(kind))
-        trainer._minibatches_per_step = num_minibatches
+        trainer._settings = replace(FAST, minibatches_per_step=num_minibatches)
         reason = ""
         try:
             trainer.step(groups)
@@ -206,7 +238,7 @@ def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
         except StorageError as error:
             found["apart"] = str(error).replace(own, "HERE").replace(socket.gethostname(), "THIS")
         found["left"] = [path.name for path in Path(own).iterdir()]
-    trainer._minibatches_per_step = 1
+    trainer._settings = FAST
     trainer._num_skipped_nonfinite = 0
     pair.restart(Touchy())
     found["next"] = pair.compare(groups)
@@ -217,7 +249,7 @@ SHORTAGES: dict[str, dict[str, Any]] = {
     "backward": {"gradient_checkpointing": True},
     "reference": {"loss": REFERENCE_LOSS},
     # Before the update of a second minibatch its rows are scored.
-    "layer": {"loss": LOSSES["decoupled_ppo"], "minibatches_per_step": 2},
+    "layer": {"loss": LOSSES["decoupled_ppo"], "optimizer": TWO_UPDATES},
 }
 """Where a rank may run out of memory, and what has it pass there."""
 
@@ -472,9 +504,9 @@ class Learner:
         self.coder = Coder(key, encrypts=False, helpers=images.helpers, num_threads=1)
         self._base: Transfer | None = None
 
-    def publish(self, weights: Weights, version: PolicyVersion) -> list[bytes]:
-        """Return all that is signed of a version, and all that is sent."""
-        made = make_publication(
+    def make(self, weights: Weights, version: PolicyVersion) -> Publication:
+        """Return a version, which may still be on its way."""
+        return make_publication(
             weights,
             version,
             run_id="run",
@@ -482,6 +514,9 @@ class Learner:
             images=self.images,
             chunk_bytes=CHUNK_BYTES,
         )
+
+    def send(self, made: Publication) -> list[bytes]:
+        """Return all that is signed of a version, and all that is sent."""
         coded = [] if self._base is None else list(self.coder.segments(made, self._base))
         publication = self.coder.seal(made)
         coded += self.coder.segments(publication, None)
@@ -498,8 +533,11 @@ def publish(
 ) -> list[tuple[int, bool]]:
     """Return of four versions how many things are sent, and whether all are one process's.
 
-    The last rank may seem to be on another machine, or be asked to code what it cannot.
+    The last rank may seem to be on another machine, or be asked to code what it cannot. No rank
+    but the first says that its rows are written, or sends them, before the step after the version
+    is over.
     """
+    stepped = threading.Semaphore(0)
     is_last = crew.ranks.rank == crew.ranks.size - 1
     if far and is_last:
         sharded_images.Client = no_connection  # type: ignore[misc, assignment]
@@ -514,9 +552,11 @@ def publish(
         trainer = make_trainer(model_dir, crew.ranks)
         # There is no command that puts the weights together, so one takes another's name.
         trainer.forward = lambda _: weights_of(trainer)  # type: ignore[method-assign, assignment]
+        note_steps(trainer, stepped)
         return trainer
 
     if crew.ranks.rank:
+        write_late(stepped)
         follow(crew, build, logging.getLogger())
         return []
     led = LeadTrainer(crew, build, None, published_dtype="bfloat16")
@@ -528,12 +568,44 @@ def publish(
     for step in range(4):
         version = PolicyVersion(1, step)
         weights: Any = led.forward([])
-        wanted = alone.publish(weights, version)
-        made = together.publish(led.tensors(), version)
-        found.append((len(wanted), wanted == made))
+        wanted = alone.send(alone.make(weights, version))
+        made = together.make(led.tensors(), version)
         led.step(make_groups(5, seed=step))
+        found.append((len(wanted), wanted == together.send(made)))
     crew.dismiss()
     return found
+
+
+def note_steps(trainer: Trainer, stepped: threading.Semaphore) -> None:
+    """Release it at the end of each step."""
+    step = trainer.step
+
+    def step_and_note(groups: Sequence[Group]) -> StepResult:
+        result = step(groups)
+        stepped.release()
+        return result
+
+    trainer.step = step_and_note  # type: ignore[method-assign]
+
+
+def write_late(stepped: threading.Semaphore) -> None:
+    """Have rows take until a step is over, as if it took the device so long to copy them."""
+    begin = sharded_images.begin_to_write
+
+    def begin_late(*arguments: Any) -> Callable[[], None]:
+        wait = begin(*arguments)
+
+        def wait_long() -> None:
+            assert stepped.acquire(timeout=30), "the step waits for a version"
+            wait()
+
+        return wait_long
+
+    sharded_images.begin_to_write = begin_late
+
+
+def fail_to_write() -> None:
+    raise RuntimeError("the copy has failed")
 
 
 def no_connection(*_: object) -> None:
@@ -587,6 +659,24 @@ def lose_one(crew: Crew, model_dir: str, how: str) -> dict[str, Any]:
             led.step(make_groups(3))
     except RankError as error:
         return {"says": str(error), "after_s": time.monotonic() - began, "silent": silent}
+    return {}
+
+
+def lose_rows(crew: Crew, model_dir: str) -> dict[str, Any]:
+    """Lose the last rank's rows of a version, in the step that is beside it."""
+    if crew.ranks.rank == crew.ranks.size - 1:
+        sharded_images.begin_to_write = lambda *_: fail_to_write
+    if crew.ranks.rank:
+        follow(crew, build_for(crew.ranks, model_dir), logging.getLogger())
+        return {}
+    build = build_for(crew.ranks, model_dir)
+    led = LeadTrainer(crew, build, None, published_dtype="bfloat16")
+    led.images.make(led.tensors(), PolicyVersion(1, 0))
+    time.sleep(1)
+    try:
+        led.step(make_groups(3))
+    except RankError as error:
+        return {"says": str(error)}
     return {}
 
 

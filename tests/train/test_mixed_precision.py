@@ -36,8 +36,12 @@ FUSED: dict[str, Loss] = {
 
 
 def make_trainer(model_dir: Path, loss: Loss, **options: Any) -> Trainer:
-    settings = {"advantages": AdvantageSettings(normalize_by_std=False), **options}
-    return trainer_of(model_dir, loss=loss, optimizer=FAST, **settings)
+    settings: dict[str, Any] = {
+        "optimizer": FAST,
+        "advantages": AdvantageSettings(normalize_by_std=False),
+        **options,
+    }
+    return trainer_of(model_dir, loss=loss, **settings)
 
 
 def unfused(loss: Loss) -> Loss:

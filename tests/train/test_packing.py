@@ -29,7 +29,7 @@ from echo.train.batch import AdvantageSettings
 from echo.train.policy import ModelSource
 from echo.train.trainer import Trainer
 from tests.runtime.families import EXPERTS, FAMILIES, SMALL, save_family
-from tests.train.test_trainer import FAST, change_of, make_group, make_rollout
+from tests.train.test_trainer import FAST, TWO_UPDATES, change_of, make_group, make_rollout
 from tests.train.trainers import policy_of, trainer_of
 
 torch.set_num_threads(1)
@@ -169,7 +169,7 @@ def test_rows_without_positions_and_segments_would_be_wrong(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_every_kind_of_loss_sees_the_same(tiny_model_dir: Path, loss: str) -> None:
     groups = stale_groups()[2:]
-    options: dict[str, Any] = {"loss": make_loss(loss), "minibatches_per_step": 2}
+    options: dict[str, Any] = {"loss": make_loss(loss), "optimizer": TWO_UPDATES}
     found = make_trainer(tiny_model_dir, "packed", micro_batch_tokens=40, **options).step(groups)
     padded = make_trainer(tiny_model_dir, "padded", **options).step(groups)
     for name, value in padded.metrics.items():

@@ -65,6 +65,8 @@ def answers(
         "bfloat16": ("in_bfloat16", size, {"model_dir": tiny}),
         "memory": ("short_of_memory", size, {"model_dir": tiny, "reference_dir": other}),
     }
+    adapters = {"model_dir": tiny, "directory": str(tmp_path_factory.mktemp("adapters"))}
+    asked["adapters"] = ("adapters", size, adapters)
     led = tmp_path_factory.mktemp("led")
     asked["led"] = ("lead", size, {"model_dir": tiny, "directory": str(led)})
     large = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 8}
@@ -76,6 +78,7 @@ def answers(
     asked["read"] = ("read_models", size, reading_options)
     for kind, trouble in PUBLICATIONS.items():
         asked[kind] = ("publish", size, {"model_dir": tiny, **trouble})
+    asked["rows"] = ("lose_rows", size, {"model_dir": tiny})
     for how in DEATHS:
         asked[how] = ("lose_one", size, {"model_dir": tiny, "how": how})
     answers: Answers = {"led to": led}
@@ -103,7 +106,7 @@ def answers(
     )
     named = dict(zip(asked, found, strict=True))
     for name, answer in named.items():
-        answers[name] = answer if name in DEATHS else answer.value
+        answers[name] = answer if name in {*DEATHS, "rows"} else answer.value
     return answers
 
 
@@ -182,6 +185,14 @@ def test_ranks_make_the_step_of_one_process(loss: str, answers: Answers) -> None
 @pytest.mark.parametrize("variant", [*rank_cases.VARIANTS, *MORE_VARIANTS])
 def test_they_do_whatever_is_set(variant: str, answers: Answers) -> None:
     assert_near(answers["variants"][variant])
+
+
+def test_they_take_several_adapters(answers: Answers) -> None:
+    found = answers["adapters"]
+    assert_near(found["code"])
+    assert_near(found["default"])
+    assert found["waited"] < 1e-6
+    assert (found["default again"], found["code again"]) == ([True, 1], [True, 2])
 
 
 def test_in_bfloat16_they_round_what_one_process_does(answers: Answers) -> None:
@@ -314,6 +325,14 @@ def test_a_rank_that_fails_ends_the_job_with_its_name(
     assert answer.found["after_s"] < 15
     if how != "killed":  # which shows at once, and as silence after a while
         assert bool(answer.found["silent"]) == (how == "stopped")
+
+
+def test_rows_that_do_not_come_end_the_job_at_the_next_step(
+    answers: Answers, request: pytest.FixtureRequest
+) -> None:
+    said = answers["rows"].found["says"]
+    failure = "step: RankError: rows of a version: the copy has failed"
+    assert f"cannot go on with step: rank {last_rank(request)}: {failure}" in said
 
 
 def last_rank(request: pytest.FixtureRequest) -> int:

@@ -38,6 +38,7 @@ torch.set_num_threads(1)
 
 PROMPT = [1, 7, 11, 13, 8, 10, 14, 17]
 FAST = OptimizerSettings(learning_rate=3e-4, warmup_steps=0)
+TWO_UPDATES = dataclasses.replace(FAST, minibatches_per_step=2)
 
 MakeTrainer = Callable[..., Trainer]
 

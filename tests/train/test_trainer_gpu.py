@@ -23,7 +23,7 @@ from echo.train.trainer import Trainer
 from tests.engine.engine_contract import request
 from tests.engine.test_transformers_engine import run, sampling
 from tests.train.test_mixed_precision import cosine, make_trainer
-from tests.train.test_trainer import gradients, make_groups
+from tests.train.test_trainer import TWO_UPDATES, gradients, make_groups
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the compiler's own
 
@@ -46,7 +46,7 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "inputs offloaded": ROUNDED | {"gradient_checkpointing": "offload"},
     "moments offloaded": ROUNDED | {"optimizer_state": "offloaded"},
     "moments in 8 bits": ROUNDED | {"optimizer_state": "8bit"},
-    "several updates": ROUNDED | {"minibatches_per_step": 2, "loss": make_loss("decoupled_ppo")},
+    "several updates": ROUNDED | {"optimizer": TWO_UPDATES, "loss": make_loss("decoupled_ppo")},
     "whole groups": ROUNDED | {"loss": make_loss("gepo")},
 }
 

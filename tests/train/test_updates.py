@@ -25,6 +25,7 @@ from echo.train.step import StepError
 from echo.train.trainer import OptimizerSettings, Trainer
 from tests.train.test_trainer import (
     FAST,
+    TWO_UPDATES,
     assert_close,
     equal,
     gradients,
@@ -85,7 +86,7 @@ def test_gradients_add_up_over_calls(tiny_model_dir: Path) -> None:
 @pytest.mark.slow
 def test_a_step_is_its_operations_in_a_row(tiny_model_dir: Path) -> None:
     groups = useful_groups(4)
-    whole = make_trainer(tiny_model_dir, minibatches_per_step=2)
+    whole = make_trainer(tiny_model_dir, optimizer=TWO_UPDATES)
     metrics = whole.step(groups).metrics
     by_hand = make_trainer(tiny_model_dir)
     norms = []
@@ -123,7 +124,7 @@ def test_a_call_that_fails_leaves_no_gradient(tiny_model_dir: Path) -> None:
 
 def test_a_part_without_a_gradient_makes_no_update(tiny_model_dir: Path) -> None:
     useful, idle = make_group([1, 0, 0, 1], 0), make_group([1, 1, 1], 1)
-    cut = stepped(tiny_model_dir, [useful, idle], minibatches_per_step=2)
+    cut = stepped(tiny_model_dir, [useful, idle], optimizer=TWO_UPDATES)
     # In a minibatch of its own, the useful group does not share its normaliser with the other.
     assert equal(cut.snapshot(), stepped(tiny_model_dir, [useful]).snapshot())
 
@@ -138,7 +139,8 @@ def test_later_updates_are_held_to_the_policy_at_the_start(tiny_model_dir: Path)
 
     loss.needs = needs_of(decoupled)  # type: ignore[attr-defined]
     fast = dataclasses.replace(FAST, learning_rate=3e-3)
-    trainer = make_trainer(tiny_model_dir, loss=loss, optimizer=fast, minibatches_per_step=2)
+    twice = dataclasses.replace(fast, minibatches_per_step=2)
+    trainer = make_trainer(tiny_model_dir, loss=loss, optimizer=twice)
     groups = on_policy(trainer, [make_group([1, 0], n) for n in (4, 4)])
     metrics = trainer.step(groups).metrics
     first, second = seen
@@ -163,7 +165,7 @@ def stepped_metrics(
 def test_a_later_update_that_fails_undoes_the_earlier_ones(
     tiny_model_dir: Path, reason: str
 ) -> None:
-    trainer = stepped(tiny_model_dir, useful_groups(4), minibatches_per_step=2)
+    trainer = stepped(tiny_model_dir, useful_groups(4), optimizer=TWO_UPDATES)
     before = trainer.snapshot()
     calls: list[int] = []
 
@@ -185,14 +187,15 @@ def test_a_later_update_that_fails_undoes_the_earlier_ones(
     trainer._loss = GrpoLoss()
     trainer.step(useful_groups(4, seed=2))
     undisturbed = stepped(
-        tiny_model_dir, useful_groups(4), useful_groups(4, seed=2), minibatches_per_step=2
+        tiny_model_dir, useful_groups(4), useful_groups(4, seed=2), optimizer=TWO_UPDATES
     )
     assert equal(trainer.snapshot(), undisturbed.snapshot())  # the moments are as before, too
 
 
 @pytest.mark.slow
 def test_several_updates_resume_bit_by_bit(tiny_model_dir: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"loss": make_loss("decoupled_ppo"), "minibatches_per_step": 3}
+    thrice = dataclasses.replace(FAST, minibatches_per_step=3)
+    options: dict[str, Any] = {"loss": make_loss("decoupled_ppo"), "optimizer": thrice}
     trainer = stepped(tiny_model_dir, make_groups(6), **options)
     trainer.save_state(tmp_path)
     resumed = make_trainer(tiny_model_dir, **options)
@@ -286,7 +289,7 @@ def test_a_step_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(
 ) -> None:
     options: dict[str, Any] = {
         "loss": make_loss("decoupled_ppo"),
-        "minibatches_per_step": minibatches,
+        "optimizer": dataclasses.replace(FAST, minibatches_per_step=minibatches),
         "micro_batch_tokens": 90,
     }
     groups = useful_groups(6)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import io
 import logging
 import math
@@ -26,7 +25,6 @@ from echo.ui.live import (
     WorkerStatus,
     line_chart,
     render_live,
-    show_status,
     to_ascii,
     value_range,
 )
@@ -534,7 +532,7 @@ def view(num_tokens: int, num_groups: int = 7) -> WorkerView:
 
 
 def test_tokens_per_second_are_those_of_the_last_seconds() -> None:
-    status = WorkerStatus()
+    status = WorkerStatus(StatusLine(io.StringIO()), logging.getLogger("test.status"))
     assert status.text(view(0, 1), now=0.0) == "v3  0 tokens/s  1 group delivered  sampling"
     for second in range(1, 20):
         text = status.text(view(1000 * second), now=float(second))
@@ -574,21 +572,11 @@ def test_a_worker_tells_its_status_on_a_terminal_or_in_its_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_terminal: bool
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(live, "REFRESH_S", 0.001)
-    monkeypatch.setattr(live, "LOG_S", 0.002)
     stream: Any = Terminal() if is_terminal else io.StringIO()
-    line = StatusLine(stream)
-    asked = iter(range(20))
-
-    class Shown:
-        def view(self) -> WorkerView:
-            if next(asked) == 19:
-                raise asyncio.CancelledError
-            return view(0)
-
-    with caplog.at_level(logging.INFO), pytest.raises(asyncio.CancelledError):
-        asyncio.run(show_status(Shown(), logging.getLogger("test.status"), line))
+    status = WorkerStatus(StatusLine(stream), logging.getLogger("test.status"))
+    with caplog.at_level(logging.INFO):
+        for second in range(121):
+            status.tell(view(0), now=float(second))
     text = "v3  0 tokens/s  7 groups delivered  sampling"
     said = stream.text() if is_terminal else stream.getvalue()
-    assert (text in said, text in caplog.text) == (is_terminal, not is_terminal)
-    assert said.endswith("\r\x1b[K") == is_terminal
+    assert (said.count(text), caplog.text.count(text)) == ((121, 0) if is_terminal else (0, 2))

@@ -168,7 +168,7 @@ class Net:
         self.rooms[name] = Rooms()
         self.rooms[name].may_block = name in self.slow
         node = make_broadcast(name, version_store=self.rooms[name], **self.overrides)
-        node.trust(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
+        node.trust.set(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
         self.nodes[name] = node
 
     def resume(self, name: str, left: Rooms, chance: random.Random) -> None:
@@ -179,7 +179,7 @@ class Net:
         for version in sorted(whole, reverse=True)[:KEEP]:
             signed = left.live[version]
             assert signed is not None
-            manifest = node.manifest(version, signed)
+            manifest = node.trust.manifest(version, signed)
             storage = left.version_store[version]
             has_chunk = bytearray(
                 blake3(storage[slice(*manifest.chunk_range(index))]).digest()
@@ -199,7 +199,7 @@ class Net:
             if records and chance.random() < 0.3:
                 place = chance.randrange(len(records))
                 records[place] = (records[place][0], bytes(reversed(records[place][1])))
-            encoded = node.rebuild(version, records)
+            encoded = node.trust.rebuild(version, records)
             encoded.journal = rooms.journals[version] = journal
             self.perform(name, node.resume(encoded, now=self.now))
 
@@ -228,7 +228,7 @@ class Net:
         self.links[link] = (child, parent, index)
         self.queues[link, child], self.queues[link, parent] = deque(), deque()
         node = self.nodes[child]
-        self.perform(child, node.set_parent(link, link=index, now=self.now, **fields))
+        self.perform(child, node.receiver.set_parent(link, link=index, now=self.now, **fields))
 
     def close(self, link: str) -> None:
         child, parent, _ = self.links.pop(link)
@@ -238,7 +238,7 @@ class Net:
 
     def set_num_links(self, child: str, parents: list[str]) -> None:
         """Give a node as many links as it has parents now."""
-        self.perform(child, self.nodes[child].set_num_links(len(parents), now=self.now))
+        self.perform(child, self.nodes[child].receiver.set_num_links(len(parents), now=self.now))
         for link, (name, _, index) in list(self.links.items()):
             if name == child and index >= len(parents):
                 self.close(link)
@@ -392,7 +392,7 @@ class Net:
     def check(self) -> None:
         """What must be so at any time."""
         for name, node in self.nodes.items():
-            num_children = len(node.children)
+            num_children = len(node.receiver.sender.children)
             assert len(node.store) <= KEEP + 3 + num_children, sorted(node.store)
             halves = [item for item, encoded in node.encoded_versions.items() if encoded.is_half]
             assert {item for item in halves if not node.encoded_versions[item].is_ready} <= {
@@ -414,7 +414,7 @@ class Net:
             writing = sum(link.writing_bytes for link in node.receiver.links)
             late = [work.data for owner, work in self.works if owner == name and is_write(work)]
             assert 0 <= writing <= sum(map(len, late))
-            for child in node.children.values():
+            for child in node.receiver.sender.children.values():
                 assert child.fetching is None or node.receiver.store.get(child.fetching) is not None
 
 

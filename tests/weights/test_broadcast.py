@@ -5,12 +5,11 @@ from collections import deque
 from typing import Any
 
 import pytest
-from blake3 import blake3
 
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.rollout import PolicyVersion
 from echo.weights.link import ParentFailed
-from echo.weights.manifest import encode_signed
+from echo.weights.manifest import encode_signed, hash_image
 from echo.weights.receiver import VersionArrived
 from echo.weights.store import DecodeBlock
 from echo.wire.actions import Note, Send
@@ -42,7 +41,7 @@ class Mesh:
         self.notes: list[str] = []
         self.log: list[tuple[str, str, Any]] = []
         for node in self.nodes.values():
-            node.trust(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
+            node.trust.set(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
 
     def perform(self, name: str, actions: Any) -> None:
         for action in actions:
@@ -71,7 +70,7 @@ class Mesh:
         self.perform(at, self.nodes[at].publish(*make_version(lineage, step), now=self.now))
 
     def attach(self, child: str, parent: str | None) -> None:
-        self.perform(child, self.nodes[child].set_parent(parent, now=self.now))
+        self.perform(child, self.nodes[child].receiver.set_parent(parent, now=self.now))
 
     def deliver(self, source: str, target: str, item: Item | None = None) -> Any:
         message, payload = item or self.queues[source, target].popleft()
@@ -154,7 +153,7 @@ def test_a_parent_that_was_restarted_does_not_make_its_children_start_anew() -> 
     num_held = mesh.nodes["c"].progress()[1]
     assert 3 <= num_held < 6
     mesh.nodes["b"] = make_broadcast("b")
-    mesh.nodes["b"].trust(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
+    mesh.nodes["b"].trust.set(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
     mesh.attach("c", "b")
     mesh.settle()
     assert mesh.sent(Waiting, "b")
@@ -287,11 +286,11 @@ def test_an_answer_clears_the_first_silence() -> None:
     mesh.settle()
     announcement = Announce(version=V1), [encode_signed(make_version(1, 1)[0])]
     for answer in (announcement, (Waiting(version=None), [])):
-        mesh.perform("b", mesh.nodes["b"].resubscribe(now=mesh.now))
+        mesh.perform("b", mesh.nodes["b"].receiver.resubscribe(now=mesh.now))
         mesh.cut("a", "b")
         mesh.wait(0.5)
         mesh.deliver("a", "b", answer)
-        mesh.perform("b", mesh.nodes["b"].resubscribe(now=mesh.now))
+        mesh.perform("b", mesh.nodes["b"].receiver.resubscribe(now=mesh.now))
         mesh.cut("a", "b")
         mesh.wait(0.5)
         assert not mesh.failed
@@ -404,7 +403,7 @@ def test_bytes_that_lie_here_already_are_not_transferred() -> None:
 def test_an_offer_that_is_not_the_version_is_dropped_and_the_version_fetched() -> None:
     mesh = Mesh("a", "b")
     other = bytearray(make_image(V2))
-    mesh.nodes["b"].offer(other, blake3(other).digest())
+    mesh.nodes["b"].offer(other, hash_image(other, CHUNK_BYTES))
     mesh.attach("b", "a")
     mesh.publish(1, 1)
     mesh.settle()

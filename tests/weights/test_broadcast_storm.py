@@ -50,7 +50,7 @@ class Storm:
 
     def ready_spares(self, name: str) -> None:
         for index in range(len(self.net.nodes[name].receiver.links)):
-            self.net.nodes[name].set_spare(index, is_ready=self.has_spares)
+            self.net.nodes[name].receiver.set_spare(index, is_ready=self.has_spares)
 
     def heed_failures(self) -> None:
         failed, self.net.failed = self.net.failed, []
@@ -170,7 +170,7 @@ def weather(seed: int, num_events: int) -> None:
         # Last, as long as two silences of somebody whom all parents have failed before.
         net.wait(0.3 if round_ < 95 else 10.0)
         for name in storm.names[1:]:
-            net.perform(name, net.nodes[name].resubscribe(now=net.now))
+            net.perform(name, net.nodes[name].receiver.resubscribe(now=net.now))
     net.settle()
     net.check()
     for name in storm.names:
@@ -267,7 +267,7 @@ def test_a_block_of_an_encoded_that_was_dropped_counts_for_no_other() -> None:
     link = net.link("b", 0) or ""
     net.deliver((link, "b"), (Gone(version=stale.version, form=stale.form), []))
     assert item not in net.nodes["b"].encoded_versions
-    net.perform("b", net.nodes["b"].resubscribe(now=0.0))
+    net.perform("b", net.nodes["b"].receiver.resubscribe(now=0.0))
     while net.busy():
         net.deliver(net.busy()[0])
     assert item in net.nodes["b"].encoded_versions
@@ -328,7 +328,7 @@ def test_a_link_whose_last_table_came_over_another_is_not_blamed() -> None:
     run(net.publish(0)[:1])
     net.settle()
     for index in range(num_links):
-        net.nodes["b"].set_spare(index, is_ready=True)
+        net.nodes["b"].receiver.set_spare(index, is_ready=True)
     run(net.publish(1, 0)[:1] + net.publish(1, 0)[2:])
     while net.busy():
         net.deliver(net.busy()[0])  # and nothing is decoded
@@ -356,7 +356,7 @@ def test_a_delta_on_a_base_of_another_size_is_refused() -> None:
     message = Segment(version=v(1), form=Form("delta", v(0)), index=0)
     net.deliver((link, "b"), (message, [frame]))
     assert not node.encoded_versions
-    net.perform("b", node.resubscribe(now=0.0))
+    net.perform("b", node.receiver.resubscribe(now=0.0))
     net.settle()
     assert table.image_bytes != NET_BYTES
     assert net.holds("b", 1)

@@ -25,13 +25,13 @@ class TwoParents:
     def __init__(self, num_chunks: int = NUM_CHUNKS) -> None:
         self.now = 0.0
         self.node = make_broadcast("n", stall_s=30.0)
-        self.node.trust(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
+        self.node.trust.set(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
         signed, self.manifest, self.image = make_version(1, 1, num_chunks=num_chunks)
         self.sent: list[tuple[str, Any]] = []
         self.arrived: list[PolicyVersion] = []
-        self.perform(self.node.set_num_links(2, 2, now=0.0))
+        self.perform(self.node.receiver.set_num_links(2, 2, now=0.0))
         for link, peer in enumerate(("quick", "slow")):
-            self.perform(self.node.set_parent(peer, link=link, rtt_s=0.01, now=0.0))
+            self.perform(self.node.receiver.set_parent(peer, link=link, rtt_s=0.01, now=0.0))
             announce = Announce(version=self.manifest.version)
             self.perform(self.node.receive(peer, announce, [encode_signed(signed)], now=0.0))
 
@@ -107,7 +107,7 @@ def test_what_the_slow_one_brings_first_is_not_awaited_of_the_helper() -> None:
 @pytest.mark.parametrize("says_so", [True, False])
 def test_a_helper_that_lacks_the_chunks_is_not_to_blame(*, says_so: bool) -> None:
     here = TwoParents()
-    here.node.set_spare(0, is_ready=True)
+    here.node.receiver.set_spare(0, is_ready=True)
     here.helped()
     waiting = Waiting(version=here.manifest.version, again_s=0.2)
     while here.missing():

@@ -19,6 +19,7 @@ from echo.weights.manifest import (
     TensorSpec,
     build_manifest,
     encode_signed,
+    hash_image,
     sign,
     verify,
 )
@@ -45,7 +46,8 @@ def test_a_manifest_survives_and_describes_its_image() -> None:
     for index in range(3):
         start, stop = MANIFEST.chunk_range(index)
         assert MANIFEST.chunk_hash(index) == blake3(IMAGE[start:stop]).digest()
-    assert MANIFEST.image_hash == blake3(IMAGE).digest()
+    assert MANIFEST.image_hash == blake3(MANIFEST.chunk_hashes).digest()
+    assert MANIFEST.image_hash == hash_image(IMAGE, MANIFEST.chunk_bytes)
     assert SIGNED.root == blake3(SIGNED.body).digest()
 
 

@@ -28,8 +28,8 @@ class WeightsLink(Parents):
 
 def make_links(**options: Any) -> WeightsLink:
     broadcast = make_broadcast("w1")
-    broadcast.trust(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
-    link = WeightsLink(broadcast, retry_s=1.0, **options)
+    broadcast.trust.set(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
+    link = WeightsLink(broadcast.receiver, retry_s=1.0, **options)
     link.retry_preferred_s = 10.0
     return link
 
@@ -76,9 +76,9 @@ def test_the_old_link_is_kept_until_the_new_one_has_answered(link: WeightsLink) 
     follow(link, LEARNER)
     answer(link, "learner")
     assert dialled(follow(link, R1, LEARNER, epoch=2)) == ["tcp://r1:1"]
-    assert link.broadcast.receiver.links[0].peer == "peer-learner"
+    assert link.receiver.links[0].peer == "peer-learner"
     assert HangUp("peer-learner") in answer(link, "r1")
-    assert link.broadcast.receiver.links[0].peer == "peer-r1"
+    assert link.receiver.links[0].peer == "peer-r1"
 
 
 def test_the_next_parent_takes_the_place_of_one_that_fails_and_after_the_last_the_first(
@@ -90,7 +90,7 @@ def test_the_next_parent_takes_the_place_of_one_that_fails_and_after_the_last_th
     assert HangUp("peer-r2") in actions
     assert Note("warning", "weights from r2 failed: reset", "weights from r2") in actions
     assert dialled(actions) == ["tcp://r1:1"]
-    assert link.broadcast.receiver.links[0].peer is None
+    assert link.receiver.links[0].peer is None
     answer(link, "r1")
     assert dialled(fail(link, "r1")) == ["tcp://l:1"]
     answer(link, "learner")
@@ -120,7 +120,7 @@ def test_without_an_address_the_parent_is_where_this_node_reached_it(link: Weigh
 
 
 def test_a_plan_for_the_process_that_bore_this_name_before_is_ignored() -> None:
-    newcomer = WeightsLink(make_broadcast("w1"), retry_s=1.0)
+    newcomer = WeightsLink(make_broadcast("w1").receiver, retry_s=1.0)
     assert follow(newcomer, R1, LEARNER) == []
     assert newcomer.parent == "-"
 
@@ -138,7 +138,7 @@ def test_a_new_plan_with_the_parent_in_use_changes_nothing(link: WeightsLink) ->
     answer(link, "r1")
     assert dialled(follow(link, R1, R2, LEARNER, epoch=2)) == ["tcp://r2:1"]  # the spare
     assert link.parent == "r1"
-    assert link.broadcast.receiver.links[0].peer == "peer-r1"
+    assert link.receiver.links[0].peer == "peer-r1"
 
 
 def test_a_plan_that_changes_while_dialling_drops_that_dial(link: WeightsLink) -> None:
@@ -163,7 +163,7 @@ def test_the_preferred_parent_is_tried_again_when_the_plan_is_repeated_but_not_a
     assert dialled(follow(link, R1, LEARNER, now=110.0)) == ["tcp://r1:1"]
     # It is still away: the parent in use stays in use.
     link.expire(control=None, now=113.0)
-    assert link.broadcast.receiver.links[0].peer == "peer-learner"
+    assert link.receiver.links[0].peer == "peer-learner"
     assert follow(link, R1, LEARNER, now=114.0) == []
     # Later each time: it has failed twice.
     assert follow(link, R1, LEARNER, now=132.9) == []
@@ -188,17 +188,17 @@ def test_the_loss_of_the_parent_in_use_does_not_disturb_a_dial_under_way(
 def test_a_spare_stands_by_and_takes_over_without_a_dial(link: WeightsLink) -> None:
     follow(link, R1, R2, LEARNER)
     assert dialled(answer(link, "r1")) == ["tcp://r2:1"]
-    assert not link.broadcast.receiver.links[0].has_spare
+    assert not link.receiver.links[0].has_spare
     stand_by(link, "r2", sent=1.0, now=1.25)
-    assert link.broadcast.receiver.links[0].has_spare
-    assert link.broadcast.receiver.links[0].peer == "peer-r1"
+    assert link.receiver.links[0].has_spare
+    assert link.receiver.links[0].peer == "peer-r1"
     actions = fail(link, "r1", now=2.0)
-    assert link.broadcast.receiver.links[0].peer == "peer-r2"
+    assert link.receiver.links[0].peer == "peer-r2"
     assert link.parent == "r2"
-    assert link.broadcast.receiver.links[0].rtt_s == 0.25
+    assert link.receiver.links[0].rtt_s == 0.25
     # And the next of the list stands by in its place.
     assert dialled(actions) == ["tcp://l:1"]
-    assert not link.broadcast.receiver.links[0].has_spare
+    assert not link.receiver.links[0].has_spare
 
 
 def test_a_spare_takes_over_while_another_parent_is_dialled(link: WeightsLink) -> None:
@@ -207,9 +207,9 @@ def test_a_spare_takes_over_while_another_parent_is_dialled(link: WeightsLink) -
     stand_by(link, "learner", now=0.25)
     assert dialled(follow(link, R2, R1, LEARNER, epoch=2, now=1.0)) == ["tcp://r2:1"]
     actions = fail(link, "r1", now=1.5)
-    assert link.broadcast.receiver.links[0].peer == "peer-learner"
+    assert link.receiver.links[0].peer == "peer-learner"
     assert link.parent == "learner"
-    assert not link.broadcast.receiver.links[0].has_spare
+    assert not link.receiver.links[0].has_spare
     assert link.next is not None
     assert link.next.address == "tcp://r2:1"
     assert dialled(actions) == ["tcp://r1:1"]  # behind r2 in the list: it may be back soon
@@ -227,7 +227,7 @@ def test_the_parent_that_is_dialled_may_fail_after_the_spare_took_over(link: Wei
     assert dialled(link.expire(control=None, now=4.0)) == []
     assert link.next is None
     assert link.parent == "learner"
-    assert link.broadcast.receiver.links[0].peer == "peer-learner"
+    assert link.receiver.links[0].peer == "peer-learner"
 
 
 def test_a_spare_that_fails_costs_nothing_and_is_dialled_again(link: WeightsLink) -> None:
@@ -236,8 +236,8 @@ def test_a_spare_that_fails_costs_nothing_and_is_dialled_again(link: WeightsLink
     stand_by(link, "learner")
     actions = fail(link, "learner", now=5.0)
     assert not any(isinstance(action, Note) for action in actions)
-    assert link.broadcast.receiver.links[0].peer == "peer-r1"
-    assert not link.broadcast.receiver.links[0].has_spare
+    assert link.receiver.links[0].peer == "peer-r1"
+    assert not link.receiver.links[0].has_spare
     assert link.deadline == 6.0
     assert dialled(link.expire(control=None, now=6.0)) == ["tcp://l:1"]
 
@@ -248,7 +248,7 @@ def test_a_spare_that_does_not_answer_is_given_up_for_a_while(link: WeightsLink)
     assert link.deadline == 3.0
     link.expire(control=None, now=3.0)
     assert link.first.spare is None
-    assert link.broadcast.receiver.links[0].peer == "peer-r1"
+    assert link.receiver.links[0].peer == "peer-r1"
 
 
 def test_who_sent_wrong_chunks_is_passed_over_for_a_while_but_not_the_learner(
@@ -273,12 +273,12 @@ def test_every_stripe_has_its_parents_and_every_socket_is_a_link() -> None:
     plan = TopologyPlan(epoch=1, stripes=((R1, LEARNER), (R2, LEARNER)))
     actions = link.on_plan(plan, control=None, now=0.0)
     assert dialled(actions) == ["tcp://r1:1", "tcp://r2:1", "tcp://r1:1", "tcp://r2:1"]
-    assert len(link.broadcast.receiver.links) == 4
+    assert len(link.receiver.links) == 4
     for number, address in enumerate(dialled(actions)):
         link.dialled(address, f"peer{number}")
     for number, node_id in enumerate(("r1", "r2", "r1", "r2")):
         link.greeted(f"peer{number}", node_id, control=None, now=0.0)
-    assert [link.peer for link in link.broadcast.receiver.links] == [
+    assert [link.peer for link in link.receiver.links] == [
         "peer0",
         "peer1",
         "peer2",
@@ -299,7 +299,7 @@ def test_a_plan_with_fewer_stripes_hangs_up_the_rest(link: WeightsLink) -> None:
         link.dialled(address, f"peer{number}")
     actions = follow(link, R1, LEARNER, epoch=2)
     assert HangUp("peer1") in actions
-    assert len(link.broadcast.receiver.links) == 1
+    assert len(link.receiver.links) == 1
 
 
 def test_a_plan_with_other_stripes_waits_for_the_end_of_a_fetch_but_not_for_long(
@@ -308,13 +308,13 @@ def test_a_plan_with_other_stripes_waits_for_the_end_of_a_fetch_but_not_for_long
     follow(link, R1, LEARNER)
     answer(link, "r1")
     stand_by(link, "learner")
-    link.broadcast.receiver.item = (PolicyVersion(1, 1), FULL)
+    link.receiver.item = (PolicyVersion(1, 1), FULL)
     plan = TopologyPlan(epoch=2, stripes=((R1, LEARNER), (R2, LEARNER)))
     assert link.on_plan(plan, control=None, now=1.0) == []
     assert link.on_plan(plan, control=None, now=3.0) == []
     assert link.deadline == 1.0 + REDIVIDE_AFTER_S
     link.expire(control=None, now=REDIVIDE_AFTER_S)
-    assert len(link.broadcast.receiver.links) == 1
+    assert len(link.receiver.links) == 1
     assert dialled(link.expire(control=None, now=1.0 + REDIVIDE_AFTER_S)) == ["tcp://r2:1"]
-    assert len(link.broadcast.receiver.links) == 2
+    assert len(link.receiver.links) == 2
     assert link.deadline is None or link.deadline > 1.0 + REDIVIDE_AFTER_S

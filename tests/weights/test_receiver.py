@@ -340,7 +340,7 @@ def test_what_is_being_written_takes_its_part_of_the_next_window_too() -> None:
     net.wait(0.6)
     net.publish_image(1)
     net.deliver_all()
-    assert net.nodes["b"].fetching == v(1), "less than half of v0 has come"
+    assert net.nodes["b"].receiver.item == (v(1), FULL), "less than half of v0 has come"
     fetch = net.messages("b", Fetch)[-1]
     assert (fetch.version, fetch.credit_bytes) == (v(1), 0)
     assert not [work for work in net.writes if work.item_id == (v(1), FULL)]
@@ -417,7 +417,7 @@ def test_a_chunk_found_wrong_after_the_links_were_divided_anew_is_asked_for_agai
 
 def test_a_parent_is_not_blamed_for_the_disk() -> None:
     net = fetching()
-    net.nodes["b"].set_spare(0, is_ready=True)
+    net.nodes["b"].receiver.set_spare(0, is_ready=True)
     for _ in range(20):
         net.wait(5.0)
         net.deliver_all()
@@ -463,7 +463,7 @@ def test_the_time_for_which_the_disk_is_waited_for_shows_no_rate() -> None:
         net.decode()
         net.deliver_all()
     assert net.holds("b", 0)
-    assert net.nodes["b"].downlink_bytes_per_s is None
+    assert net.nodes["b"].receiver.rate.bytes_per_s is None
     assert net.stripe_link().rate.bytes_per_s is None
 
 
@@ -591,7 +591,7 @@ def test_all_are_forgotten_that_are_left_because_they_lack_a_version() -> None:
         net.now += 10 * STALL_S
     assert net.failed
     net.wait(0.0)
-    assert net.nodes["b"].newest_known == v(0)
+    assert net.nodes["b"].receiver.offers.newest is None
 
 
 def test_a_parent_behind_a_slow_link_is_given_more_time() -> None:
@@ -675,7 +675,7 @@ def resumed_node(*steps: int) -> tuple[Any, Rooms]:
     """Return a node that holds versions whole, and its version stores."""
     rooms = Rooms()
     broadcast = make_broadcast("b", version_store=rooms)
-    broadcast.trust(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
+    broadcast.trust.set(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
     for step in steps:
         broadcast.publish(*published(step), now=0.0)
     return broadcast, rooms
@@ -728,7 +728,7 @@ def test_whole_keyframes_of_versions_that_are_here_are_served_again() -> None:
     for step in (2, 1):
         assert broadcast.resume(left_behind(step), now=0.0) == []
     assert set(broadcast.encoded_versions) == {(v(2), form_on(None)), (v(1), form_on(None))}
-    assert broadcast.fetching is None
+    assert broadcast.receiver.item is None
     answers = broadcast.receive("c", Subscribe(newest=None), [], now=0.0)
     (announce,) = [message_of(action.frames) for action in answers]
     assert isinstance(announce, Announce)
@@ -761,15 +761,15 @@ def test_without_room_for_the_image_it_is_removed() -> None:
     assert isinstance(note, Note)
     assert "no space" in note.text
     assert encoded.journal.is_removed
-    assert broadcast.fetching is None
+    assert broadcast.receiver.item is None
 
 
 def test_an_image_is_taken_though_its_manifest_was_forgotten_while_it_was_hashed() -> None:
     broadcast, rooms = resumed_node()
     signed, manifest, image = published(1)
     frame = encode_signed(signed)
-    assert broadcast.manifest(v(1), frame) == manifest
-    broadcast.receiver.trust.retire(v(3))  # as newer versions do that have come meanwhile
+    assert broadcast.trust.manifest(v(1), frame) == manifest
+    broadcast.trust.retire(v(3))  # as newer versions do that have come meanwhile
     storage = rooms.create(v(1), frame, manifest.num_bytes)
     storage[:] = image
     broadcast.recover(v(1), frame, storage, bytearray(b"\x01" * manifest.num_chunks), now=0.0)

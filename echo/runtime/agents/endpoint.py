@@ -22,7 +22,9 @@ import hmac
 import itertools
 import json
 import logging
+import os
 import re
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -35,10 +37,12 @@ from aiohttp import web
 from msgspec import Meta
 
 from echo.core.bounds import MAX_TOKENS, TokenId
-from echo.core.errors import DataError, EchoError, TransportError
+from echo.core.errors import DataError, EchoError, StorageError, TransportError
 from echo.core.rollout import PolicyVersion
 from echo.core.units import one_line
 from echo.engine.engine import VersionError
+from echo.net.transport import format_address, is_loopback, parse_address
+from echo.records.files import write_file
 from echo.runtime.agents.sessions import (
     Agents,
     CallBounds,
@@ -576,6 +580,35 @@ class Endpoint:
     async def _abandon(self, request: web.Request) -> web.Response:
         self._agents.abandon(request.match_info["session"])
         return web.Response(status=204)
+
+
+TOKEN_VARIABLE = "ECHO_AGENT_TOKEN"
+
+
+async def serve(agents: Agents, *, log: logging.Logger) -> None:
+    """Serve agents until cancelled; the log and a file of the worker's say where.
+
+    Raises:
+        TransportError: if it cannot listen.
+        StorageError: if the file cannot be written.
+    """
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+    listen, where = agents.parts.listen, agents.parts.endpoint_path
+    host, port = parse_address(listen)
+    async with Endpoint(agents, token=token, log=log).listening(host, port) as bound_port:
+        url = format_address(host, bound_port).replace("tcp://", "http://")
+        try:
+            write_file(where, json.dumps({"url": url, "token": token}).encode(), mode=0o600)
+        except OSError as error:
+            raise StorageError(f"cannot write {where}: {error}") from error
+        log.info("agents are served at %s/v1; address and token are in %s", url, where)
+        if not is_loopback(listen):
+            log.warning(
+                "agent.listen = %s is open to other machines, and HTTP is not encrypted: keep "
+                "it inside a network that you trust, or behind a proxy with TLS",
+                listen,
+            )
+        await asyncio.Event().wait()
 
 
 async def _read(request: web.Request, kind: type[Any]) -> Any:

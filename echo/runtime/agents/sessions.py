@@ -808,7 +808,7 @@ class Agents:
         try:
             completion = await self._sample(ids, sampling, seed, options.bounds, reader)
         except VersionError:
-            self.role.counters.add("engine/version_refused")
+            self.role.count("engine/version_refused")
             raise
         finally:
             if session is not None:
@@ -841,7 +841,7 @@ class Agents:
         assert wanted is not None
         while (installed := self.role.installed_version) is None or installed < wanted:
             if self._node.now >= give_up_at or self._is_over:
-                self.role.counters.add("engine/version_refused")
+                self.role.count("engine/version_refused")
                 raise VersionError(
                     f"{wanted} is wanted, {installed} is installed, and no newer one has come "
                     f"within version_wait_s = {wait_s:g} s"

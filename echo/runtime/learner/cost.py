@@ -310,7 +310,7 @@ class Activation:
         )
 
     def _links(self, role: Learner, members: Collection[Member], took_s: float | None) -> Links:
-        uplink = role.broadcast.uplink_bytes_per_s
+        uplink = role.broadcast.uplink.bytes_per_s
         relays = role.roster.members("relay")
         nodes = [member.node for member in (*relays, *members)]
         forecast = role.planning.forecast(nodes, uplink_bytes_per_s=uplink)

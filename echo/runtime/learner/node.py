@@ -45,6 +45,7 @@ from echo.core.rollout import Group, PolicyVersion
 from echo.core.units import format_duration
 from echo.engine.engine import Watcher, is_out_of_memory
 from echo.leases.scheduler import (
+    NO_FAULT,
     Obstacle,
     RecordCancel,
     RecordEnd,
@@ -175,8 +176,6 @@ class Adaptation:
 
 
 LeaseRecord = RecordGrant | RecordCancel | RecordRefusal | RecordEnd
-NO_FAULT = frozenset({"stale", "abandoned_version"})
-"""Why a result is refused that was right when it was sampled."""
 
 
 def record_of(action: LeaseRecord, *, step: int) -> AnyRecord:
@@ -507,7 +506,6 @@ class LearnerNode(Node):
         self._held: list[list[Action]] = []
         """Batches of actions that wait until their records are committed."""
         self._has_records, self._has_news, self._has_published = (asyncio.Event() for _ in range(3))
-        self._ledger.on_append = self._has_records.set
         self._unsynced: list[Group] = []
         self._store_wanted = asyncio.Event()
         self._store_task: asyncio.Task[None] | None = None
@@ -544,6 +542,12 @@ class LearnerNode(Node):
             batch = []
         super().perform(batch)
 
+    def _settle(self) -> None:
+        """Have committed, too, what has been recorded meanwhile."""
+        super()._settle()
+        if self._ledger.has_queued:
+            self._has_records.set()
+
     async def _commit_records(self) -> None:
         """Commit whatever comes, all at once that has come meanwhile."""
         while True:
@@ -573,14 +577,14 @@ class LearnerNode(Node):
                 self._ledger.append(record_of(action, step=self.role.step))
                 if isinstance(action, RecordEnd) and action.worker_id:
                     cause = f"group {action.group_id} on {action.worker_id}: {action.cause}"
-                    self._count_failed(action.worker_id, action.reason, cause)
+                    self._progress.failed(action.reason, cause)
                     self._tell_if_zero_signal()
                     if action.reason == BAD_LOGPROBS:
                         self._is_in_doubt = True
                         self.wake()
                 elif isinstance(action, RecordRefusal) and action.reason not in NO_FAULT:
                     cause = f"group {action.group_id} on {action.worker_id}: its result was refused"
-                    self._count_failed(action.worker_id, action.reason, cause)
+                    self._progress.failed(action.reason, cause)
                     self._tell_if_zero_signal()
             case StoreGroup() | RecordGrant() | RecordCancel() | RecordRefusal() | RecordEnd():
                 # Too late: it is not acknowledged, or was never accepted, so it needs no end.
@@ -641,11 +645,10 @@ class LearnerNode(Node):
             text = f"group {group.group_id} of {group.worker_id}: {reason}: {largest:g} is beyond "
             text += "task.max_reward"
             self.perform([Note("warning", text)])
-            self._count_failed(group.worker_id, reason, text)
+            self._progress.failed(reason, text)
             self._end_group(group, reason)
         else:
             self._progress.left_out(group, reason, now=self.now)
-            self._count_delivered(group.worker_id, is_useful=False)
             self._end_group(group, reason)
 
     def _end_unscored(self, group: Group, error: RewardError) -> None:
@@ -654,27 +657,19 @@ class LearnerNode(Node):
             text = f"group {group.group_id}: {error.reason}: {error}"
             self.perform([Note("warning", text)])
             cause = f"group {group.group_id} on the learner: {error}\n{error.traceback}".strip()
-            self._count_failed(group.worker_id, error.reason, cause)
+            self._progress.failed(error.reason, cause)
             self._end_group(group, error.reason)
 
-    def _count_failed(self, worker_id: str, reason: str, cause: str) -> None:
-        """Count a group that could not be finished, for the run's end and against its worker."""
-        self._progress.failed(reason, cause)
-        self._count_delivered(worker_id, is_useful=False)
-
     def _end_group(self, group: Group, reason: str) -> None:
+        """End a group from which nothing can be learned; its worker is told as of any other."""
         self.role.counters.add(f"discarded/{reason}")
-        acknowledgement = self.role.stored(group.group_id, now=self.now)
+        acknowledgement = self.role.stored(group.group_id, is_useful=False, now=self.now)
         self.perform([RecordEnd(group.group_id, reason), *acknowledgement])
         self._tell_if_zero_signal()
 
     def _tell_if_zero_signal(self) -> None:
         if self._is_zero_signal:
             self.wake()
-
-    def _count_delivered(self, worker_id: str, *, is_useful: bool) -> None:
-        """Count a group for or against its worker."""
-        self.perform(self.role.delivered(worker_id, is_useful=is_useful, now=self.now))
 
     async def _store_loop(self) -> None:
         """Force written groups onto the disk, many at once, then acknowledge them."""
@@ -689,8 +684,8 @@ class LearnerNode(Node):
                 self._buffer.put(group)
                 self._sampled = max(self._sampled or group.versions[-1], group.versions[-1])
                 self._progress.accepted(group, now=self.now)
-                self._count_delivered(group.worker_id, is_useful=True)
-                self.perform(self.role.stored(group.group_id, now=self.now))
+                stored = self.role.stored(group.group_id, is_useful=True, now=self.now)
+                self.perform(stored)
             self.wake()
 
     async def _take_no_more_groups(self) -> None:

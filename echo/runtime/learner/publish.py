@@ -23,7 +23,7 @@ import secrets
 from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from blake3 import blake3
@@ -47,12 +47,14 @@ from echo.weights.delta import (
 )
 from echo.weights.manifest import (
     HASH_BYTES,
+    ChunkHashes,
     Manifest,
     SegmentTable,
     SignedManifest,
-    build_manifest,
     encode_signed,
+    hash_chunks,
     sign,
+    with_hashes,
 )
 from echo.weights.schedule import EncodedOffer, FormSchedule, Kind
 from echo.weights.store import Transfer
@@ -90,34 +92,24 @@ class Publication:
         """Its delta against the version before, where making the image has made it too."""
         return None if self.arrival is None else self.arrival.result()
 
+    def sealed(
+        self, hashes: Sequence[ChunkHashes], key: Ed25519PrivateKey, chunk_key: bytes = b""
+    ) -> Publication:
+        """Return it with the hashes of its image, signed.
+
+        Args:
+            hashes: of all chunks, in their order.
+            key: the learner's.
+            chunk_key: with which its chunks are encrypted; empty if they are not.
+        """
+        manifest = with_hashes(self.manifest, hashes, chunk_key)
+        return replace(self, signed=sign(manifest, key, chunk_key), manifest=manifest)
+
     def tensors(self) -> Weights:
         """Return the weights, as views of the image."""
         from echo.engine.weights import tensors_from_image
 
         return tensors_from_image(self.manifest.tensors, memoryview(self.image).toreadonly())
-
-
-def sealed(publication: Publication, key: Ed25519PrivateKey, chunk_key: bytes = b"") -> Publication:
-    """Return a version with the hashes of its image, signed.
-
-    Args:
-        publication: the version.
-        key: the learner's.
-        chunk_key: with which its chunks are encrypted; empty if they are not.
-    """
-    if publication.signed is not None:
-        return publication
-    made = publication.manifest
-    manifest = build_manifest(
-        run_id=made.run_id,
-        version=made.version,
-        model_digest=made.model_digest,
-        tensors=made.tensors,
-        image=publication.image,
-        chunk_bytes=made.chunk_bytes,
-        key=chunk_key,
-    )
-    return replace(publication, signed=sign(manifest, key, chunk_key), manifest=manifest)
 
 
 def make_images(
@@ -166,30 +158,34 @@ def make_publication(
         num_bytes=len(made.memory),
         chunk_bytes=chunk_bytes,
         chunk_hashes=b"",
-        image_hash=b"",
     )
     return Publication(None, manifest, made.memory, made.arrival)
 
 
-class BlockCoder(Protocol):
-    """Codes blocks of an image in another process, which sees the same memory."""
+class ImageHelper(Protocol):
+    """Another process, which sees the memory of images; what it is asked for blocks."""
 
-    def __call__(
+    def code(
         self,
         image: memoryview,
         base: memoryview | None,
         blocks: Sequence[tuple[int, int, WordBytes]],
         /,
     ) -> list[CodedBlock]:
-        """Return the blocks coded, as `code_block` does; it blocks."""
+        """Return blocks coded, as `code_block` does."""
+
+    def hash(
+        self, image: memoryview, chunk_bytes: int, chunks: range, key: bytes, /
+    ) -> ChunkHashes:
+        """Return hashes of chunks, as `hash_chunks` does."""
 
 
 class Images(Protocol):
     """Makes one image after the other: of one process, or of several together."""
 
     @property
-    def helpers(self) -> Sequence[BlockCoder]:
-        """Others who code blocks of what it makes."""
+    def helpers(self) -> Sequence[ImageHelper]:
+        """Others who code and hash parts of what it makes."""
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
         """Return the image of a version."""
@@ -274,7 +270,7 @@ class Coder:
         key: Ed25519PrivateKey,
         *,
         encrypts: bool,
-        helpers: Sequence[BlockCoder] = (),
+        helpers: Sequence[ImageHelper] = (),
         num_threads: int | None = None,
     ) -> None:
         """Sign with the learner's key.
@@ -282,7 +278,7 @@ class Coder:
         Args:
             key: the learner's.
             encrypts: whether chunks are encrypted, each form with a key of its own.
-            helpers: others, each of whom codes as many blocks as this process.
+            helpers: others, each of whom codes and hashes as much as this process.
             num_threads: None for as many as there are cores, within reason.
         """
         self._key = key
@@ -297,8 +293,20 @@ class Coder:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def seal(self, publication: Publication) -> Publication:
-        """Hash an image, and sign what it consists of."""
-        return sealed(publication, self._key, self._draw_key())
+        """Return a version with the hashes of its image, signed."""
+        if publication.signed is not None:
+            return publication
+        key, made, image = self._draw_key(), publication.manifest, memoryview(publication.image)
+        every = 1 + len(self._helpers)
+        ends = [len(made.chunks) * number // every for number in range(every + 1)]
+        own, *others = (made.chunks[start:stop] for start, stop in pairwise(ends))
+        under_way = [
+            pool.submit(helper.hash, image, made.chunk_bytes, chunks, key)
+            for (pool, helper), chunks in zip(self._helpers, others, strict=True)
+        ]
+        hashes = [hash_chunks(image, made.chunk_bytes, own, key)]
+        hashes += [future.result() for future in under_way]
+        return publication.sealed(hashes, self._key, key)
 
     def _draw_key(self) -> bytes:
         """Return a key that nothing was encrypted with."""
@@ -347,7 +355,7 @@ class Coder:
             segment, every = blocks[first : first + per_segment], 1 + len(self._helpers)
             own = [self._pool.submit(code_block, old, image, block) for block in segment[::every]]
             return own, [
-                pool.submit(helper, image, old, segment[number::every])
+                pool.submit(helper.code, image, old, segment[number::every])
                 for number, (pool, helper) in enumerate(self._helpers, 1)
             ]
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss
-from echo.config.fields import local_path
 from echo.config.load import flatten, inherited_settings, resolved, save_resolved
 from echo.config.memory import (
     CHECKPOINTING,
@@ -28,6 +27,7 @@ from echo.core.buffer import StalenessBuffer
 from echo.core.errors import ConfigError, DataError
 from echo.core.extras import PROGRAMS
 from echo.core.metrics import LearningCurve
+from echo.core.paths import local_path
 from echo.core.units import format_bytes
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import (
@@ -249,6 +249,7 @@ def make_trainer(
             weight_decay=optimizer.weight_decay,
             betas=optimizer.betas,
             max_grad_norm=optimizer.max_grad_norm,
+            minibatches_per_step=config.batch.minibatches_per_step,
         ),
         temperature=config.sampling.temperature,
         advantages=AdvantageSettings(
@@ -261,7 +262,6 @@ def make_trainer(
             max_abs_reward=config.task.max_reward,
         ),
         reference=find_reference(config, model_dir, lora),
-        minibatches_per_step=config.batch.minibatches_per_step,
         rescoring=make_rescoring(config),
     )
     if checkpoint is not None:

@@ -3,7 +3,8 @@
 The role (`roles/worker.py`) decides what is sampled, stopped, scored, installed and saved; here
 each of these is a call in a thread, whose end is told to the role. Meanwhile the loop goes on
 receiving weights, forwarding them to children and delivering results. A version is installed whole,
-after its hash has been checked once more in memory, or not at all.
+after its hash has been checked once more in memory, or not at all. Where the run says so the engine
+is lent to agents (`runtime/agents`), and at the end the machine is given back (`release.py`).
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from blake3 import blake3
 
-from echo.core.errors import EngineError, LocalProtocolError, StorageError
+from echo.core.errors import ConfigError, EngineError, LocalProtocolError, StorageError
+from echo.core.extras import install_command
 from echo.core.metrics import WorkerView
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import (
@@ -41,20 +42,24 @@ from echo.roles.worker import (
     EngineCall,
     EngineFacts,
     Install,
+    OfferEpisodes,
     Recall,
+    Release,
     Sample,
     Sampler,
     Save,
     Score,
+    Withdraw,
     Worker,
 )
-from echo.runtime.agents.sessions import AgentParts
+from echo.runtime.agents.sessions import AgentParts, Agents, CallSampler
 from echo.runtime.episodes import EpisodeRunner, openings_of
 from echo.runtime.node import DialingNode, Node
 from echo.runtime.threads import MAX_BLOCKING, Pool, Threads
+from echo.runtime.worker.release import RentedMachine
 from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example
-from echo.weights.manifest import TensorSpec
+from echo.weights.manifest import TensorSpec, hash_image
 from echo.weights.receiver import VersionArrived, VersionAudited, VersionDamaged
 from echo.weights.store import ApplyPatch, Transfer
 from echo.wire.actions import Action, Note
@@ -91,7 +96,7 @@ class WorkerParts:
     agents: AgentParts | None
     """What outside agents get, where rollouts come from them."""
     digests: dict[str, str]
-    read_local_image: Callable[[], bytearray | None]
+    read_local_image: Callable[[], tuple[bytearray, bytes] | None]
     """Lays out the weights of the worker's own model directory as a version's image; slow."""
 
     @property
@@ -119,7 +124,7 @@ class WorkerParts:
         """
         manifest, digest = transfer.manifest, None
         if transfer.is_hashed:
-            digest = blake3(transfer.storage).hexdigest()
+            digest = hash_image(transfer.storage, manifest.chunk_bytes).hex()
         if digest is not None and digest != manifest.image_hash.hex():
             raise EngineError(
                 f"{manifest.version}: the bytes in memory do not hash to what the learner signed; "
@@ -229,6 +234,7 @@ class WorkerNode(DialingNode):
         transport: Transport,
         *,
         build: Callable[[Mapping[str, Any], Mapping[str, bytes]], WorkerParts],
+        on_release: str | None = None,
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
@@ -238,6 +244,7 @@ class WorkerNode(DialingNode):
             role: decides.
             transport: its links.
             build: (inherited settings, inherited files) -> parts; slow, called in a thread.
+            on_release: shell command that gives the machine back; None for none.
             threads: see `Node`.
             log: where to tell what happens.
         """
@@ -248,6 +255,9 @@ class WorkerNode(DialingNode):
         self._reward_pool = self.threads.pool("reward", MAX_BLOCKING)
         self._file_pool = self.threads.pool("partials")
         self._parts: WorkerParts | None = None
+        self._agents: Agents | None = None
+        """Who is lent the engine, where the run says so."""
+        self._machine = RentedMachine(on_release, log=log)
         self._drained = asyncio.Event()
         self._calls: set[EngineCall] = set()
         """Under way."""
@@ -275,18 +285,14 @@ class WorkerNode(DialingNode):
     # --- actions ---------------------------------------------------------------------------------
 
     def on_action(self, action: Action) -> None:
-        """Carry out what concerns a worker."""
+        """Carry out what concerns a worker; what takes its time goes on beside everything else."""
         match action:
-            case Configure():
-                self.spawn(self._set_up(action), name="set-up")
-            case Sample():
-                self.spawn(self._see_through(action.call), name="sample")
-            case Score():
-                self.spawn(self._score(action.group), name="score")
-            case Install():
-                self.spawn(self._install(action.version), name="install")
-            case Save():
-                self.spawn(self._save(action.data), name="save")
+            case OfferEpisodes():
+                assert self._agents is not None  # they ask for leases
+                self._agents.take(action.leases)
+            case Withdraw():
+                if self._agents is not None:
+                    self._agents.close()
             case Drained():
                 self._drained.set()
             case VersionAudited() | VersionDamaged():
@@ -294,7 +300,23 @@ class WorkerNode(DialingNode):
             case Recall() | VersionArrived():
                 pass  # the engine asks; the role knows
             case _:
-                raise LocalProtocolError(f"a worker cannot {type(action).__name__}")
+                self.spawn(self._work_of(action), name=type(action).__name__.lower())
+
+    def _work_of(self, action: Action) -> Coroutine[Any, Any, None]:
+        match action:
+            case Configure():
+                return self._set_up(action)
+            case Sample():
+                return self._see_through(action.call)
+            case Score():
+                return self._score(action.group)
+            case Install():
+                return self._install(action.version)
+            case Save():
+                return self._save(action.data)
+            case Release():
+                return self._give_back(action.reason)
+        raise LocalProtocolError(f"a worker cannot {type(action).__name__}")
 
     async def work(self) -> None:
         """Look for the learner; everything else is an action."""
@@ -307,10 +329,9 @@ class WorkerNode(DialingNode):
         places = parts.facts.num_places if parts.engine.is_continuous else 1
         self._sample_pool = self.threads.pool("sample", places)
         await self.recover()
-        image = await self._engine_pool.run(parts.read_local_image)
-        if image is not None:
-            digest = await self._engine_pool.run(_hash_of, image)
-            self.role.broadcast.offer(image, digest)
+        local = await self._engine_pool.run(parts.read_local_image)
+        if local is not None:
+            self.role.broadcast.offer(*local)
         try:
             left = await self._file_pool.run(parts.partials_path.read_bytes)
         except FileNotFoundError:
@@ -319,6 +340,8 @@ class WorkerNode(DialingNode):
             raise StorageError(f"cannot read {parts.partials_path}: {error}") from error
         else:
             self.perform(self.role.restore(left))
+        if parts.agents is not None:
+            self._begin_agents(parts.agents)
         self.perform(self.role.built(parts.facts, parts.digests, now=self.now))
 
     def before_expire(self) -> None:
@@ -329,7 +352,7 @@ class WorkerNode(DialingNode):
             self.role.counted(call, num_tokens=call.seen_tokens, num_signs=call.seen_signs)
         for counts in (self._parts.host.take_counts(), self._parts.engine.take_counts()):
             for name, number in counts.items():
-                self.role.counters.add(name, number)
+                self.role.count(name, number)
 
     # --- sampling --------------------------------------------------------------------------------
 
@@ -419,6 +442,15 @@ class WorkerNode(DialingNode):
             self.perform(role.played(lease, result, now=self.now))
         self.perform(role.returned(call, num_tokens=num_tokens, now=self.now))
 
+    # --- agents, where rollouts come from them ---------------------------------------------------
+
+    def _begin_agents(self, parts: AgentParts) -> None:
+        sampler = CallSampler(self.parts.engine, NodeWatcher(self), threads=self.threads)
+        self._agents = Agents(parts, self.role, sampler, node=self, pool=self._reward_pool)
+        self.spawn(sampler.run(), name="agent-calls")
+        self.spawn(self._agents.watch(), name="agent-sessions")
+        self.spawn(serve_agents(self._agents, log=self.log), name="endpoint")
+
     # --- rewards, weights, the disk --------------------------------------------------------------
 
     async def _score(self, group: PartialGroup) -> None:
@@ -499,6 +531,17 @@ class WorkerNode(DialingNode):
 
     # --- stopping --------------------------------------------------------------------------------
 
+    async def run(self) -> str:
+        """Run until stopped; give the machine back if the run is over."""
+        reason = await super().run()
+        # What has begun goes on: the run may have ended in the middle of it.
+        if self._num_interrupts == 0 or self._machine.is_releasing:
+            await self._machine.give_back(reason)
+        return reason
+
+    async def _give_back(self, reason: str) -> None:
+        self.perform(self.role.released(await self._machine.give_back(reason)))
+
     async def drain(self) -> None:
         """Finish what is in hand, then say goodbye."""
         self.perform(self.role.drain(now=self.now))
@@ -515,9 +558,21 @@ class WorkerNode(DialingNode):
         super().release()
 
 
-def _hash_of(image: bytearray) -> bytes:
-    """Return the hash of an image, which takes seconds where it is large."""
-    return blake3(image, max_threads=blake3.AUTO).digest()
+async def serve_agents(agents: Agents, *, log: logging.Logger) -> None:
+    """Serve agents until cancelled.
+
+    Raises:
+        ConfigError: if the package for that is missing.
+    """
+    try:
+        # Only here: workers without agents lack the package.
+        from echo.runtime.agents.endpoint import serve
+    except ImportError as error:
+        raise ConfigError(
+            f"agent.listen needs aiohttp, which cannot be imported here ({error}): run "
+            + install_command("worker", "agents")
+        ) from error
+    await serve(agents, log=log)
 
 
 def _request(name: str, group: PartialGroup, index: int) -> Request:

@@ -17,12 +17,9 @@ import os
 import signal
 import tempfile
 from contextlib import suppress
-from typing import Any
 
 from echo.config.schema import Config
-from echo.roles.worker import Release, ReleaseTerms
-from echo.runtime.agents.worker import AgentWorkerNode
-from echo.wire.actions import Action
+from echo.roles.worker import ReleaseTerms
 
 RELEASE_TIMEOUT_S = 60.0
 """That worker.on_release may take: a provider answers within seconds, its retries within this."""
@@ -43,45 +40,25 @@ def terms_of(config: Config) -> ReleaseTerms:
     return ReleaseTerms(standby_s=after_s, learner_gone_s=gone_s)
 
 
-class RentedMachine(AgentWorkerNode):
-    """A worker that leaves by itself, and gives its machine back."""
+class RentedMachine:
+    """The machine that a worker runs on, which is given back once."""
 
-    def __init__(self, *args: Any, on_release: str | None, **kwargs: Any) -> None:
-        """Join the parts.
-
-        Args:
-            *args: see `WorkerNode`.
-            on_release: shell command that gives the machine back; None for none.
-            **kwargs: see `WorkerNode`.
-        """
-        super().__init__(*args, **kwargs)
-        self._on_release = on_release
+    def __init__(self, command: str | None, *, log: logging.Logger) -> None:
+        """Take the shell command that gives it back; None for none."""
+        self._command, self._log = command, log
         self._releasing: asyncio.Task[bool] | None = None
 
-    def on_action(self, action: Action) -> None:
-        """Carry out what concerns a worker and its machine."""
-        if isinstance(action, Release):
-            self.spawn(self._give_back(action.reason), name="release")
-        else:
-            super().on_action(action)
+    @property
+    def is_releasing(self) -> bool:
+        """Whether the command has begun; it goes on when the worker's node is over."""
+        return self._releasing is not None
 
-    async def run(self) -> str:
-        """Run until stopped; give the machine back if the run is over."""
-        reason = await super().run()
-        # What has begun goes on: the run may have ended in the middle of it.
-        if self._num_interrupts == 0 or self._releasing is not None:
-            await self._release(reason)
-        return reason
-
-    async def _give_back(self, reason: str) -> None:
-        self.perform(self.role.released(await self._release(reason)))
-
-    async def _release(self, reason: str) -> bool:
-        """Run the command that gives the machine back, once; return whether it says that it has."""
-        if self._on_release is None:
+    async def give_back(self, reason: str) -> bool:
+        """Run the command, once; return whether it says that the machine is given back."""
+        if self._command is None:
             return False
         if self._releasing is None:
-            work = release(self._on_release, reason=reason, log=self.log)
+            work = release(self._command, reason=reason, log=self._log)
             self._releasing = asyncio.create_task(work, name="release")
         return await asyncio.shield(self._releasing)
 

@@ -46,10 +46,11 @@ from echo.runtime.event_log import EventLog
 from echo.runtime.identity import dial_addresses, node_keys
 from echo.runtime.threads import Threads
 from echo.runtime.worker.node import WorkerNode, WorkerParts
-from echo.runtime.worker.release import RentedMachine, terms_of
+from echo.runtime.worker.release import terms_of
 from echo.tasks import tokenization
 from echo.tasks.rewards import LaterHost, TaskHost
 from echo.tasks.task import load_task, task_digests
+from echo.weights.manifest import hash_image
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +141,11 @@ def assemble_worker(
         node_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"cannot make {node_dir}: {error}; set run.dir elsewhere") from error
-    node = RentedMachine(
+    node = WorkerNode(
         role,
         transport,
-        on_release=section.on_release,
         build=partial(build_parts, config, node_dir),
+        on_release=section.on_release,
         threads=threads,
         log=log,
     )
@@ -329,10 +330,10 @@ def make_engine(config: Config, model_dir: Path, lora: Lora | None = None) -> En
     )
 
 
-def read_local_image(config: Config) -> bytearray | None:
-    """Return the weights of the worker's own model as the learner would publish them.
+def read_local_image(config: Config) -> tuple[bytearray, bytes] | None:
+    """Return the worker's own model as the learner would publish it, and the hash of that.
 
-    They are used if they are, by hash, the first version that is announced; None if the worker
+    It is used if it is, by hash, the first version that is announced; None if the worker
     names no model or has only its configuration, and where the learner publishes an adapter.
     """
     model_dir = None if config.lora.rank else own_model(config)
@@ -340,4 +341,5 @@ def read_local_image(config: Config) -> bytearray | None:
         return None
     if not any(model_dir.glob("*.safetensors")):
         return None
-    return publish_image(load_directory(model_dir, config.model.dtype), config.model.dtype)[1]
+    _, image = publish_image(load_directory(model_dir, config.model.dtype), config.model.dtype)
+    return image, hash_image(image, config.network.chunk_bytes)
