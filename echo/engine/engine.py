@@ -151,10 +151,11 @@ class Completion:
 def describe_nonfinite(completion: Completion) -> str:
     """Say what is wrong with a completion that ended with "nonfinite"."""
     version = PolicyVersion(*completion.policy_versions[-1].tolist())
+    under = "" if version == UNVERSIONED else f" under {version}"
     return (
         f"the model gave a log-probability of {completion.logprobs[-1]:g} at token "
-        f"{len(completion.token_ids) - 1} of request {completion.request_id} under {version}: the "
-        "weights hold NaN, it overflows in the engine's dtype, or this device computes wrongly"
+        f"{len(completion.token_ids) - 1} of request {completion.request_id}{under}: the weights "
+        "hold NaN, it overflows in the engine's dtype, or this device computes wrongly"
     )
 
 

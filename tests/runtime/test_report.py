@@ -325,7 +325,8 @@ def test_an_evaluation_of_a_model_that_gives_no_probabilities_says_so() -> None:
     result = make_evaluator(engine=NoProbabilities).evaluate(PolicyVersion(1, 0), {})
     assert result is not None
     assert not result.has_figure
-    assert "8 of 8 rewards failed: the model gave a log-probability of nan" in str(result)
+    what = "8 of 8 rewards failed: the model gave a log-probability of nan at token 0 of request "
+    assert f"{what}eval.3: the weights hold NaN" in str(result)
 
 
 @pytest.mark.parametrize("after", [0, 3, 6])
