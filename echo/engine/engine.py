@@ -44,7 +44,7 @@ UNVERSIONED = PolicyVersion(0, 0)
 
 KvCache = Literal["recompute", "keep"]
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "nonfinite"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +141,22 @@ class Completion:
     temperature, top_k and top_p, renormalised. When greedy, under the plain softmax of the
     logits (temperature 1), since the choice itself was certain."""
     finish_reason: FinishReason
-    """"stop" (a stop id), "length" (the limit, or the end of the model's window), "abort"."""
+    """"stop" (a stop id), "length" (the limit, or the end of the model's window), "abort", or
+    "nonfinite": the model gives no probabilities, as where it overflows. The last log-probability
+    then is NaN or infinite, and no such completion may be trained on."""
     policy_versions: npt.NDArray[np.int32]
     """[T, 2] (lineage, step) of the weights that sampled each token."""
+
+
+def describe_nonfinite(completion: Completion) -> str:
+    """Say what is wrong with a completion that ended with "nonfinite"."""
+    version = PolicyVersion(*completion.policy_versions[-1].tolist())
+    under = "" if version == UNVERSIONED else f" under {version}"
+    return (
+        f"the model gave a log-probability of {completion.logprobs[-1]:g} at token "
+        f"{len(completion.token_ids) - 1} of request {completion.request_id}{under}: the weights "
+        "hold NaN, it overflows in the engine's dtype, or this device computes wrongly"
+    )
 
 
 class Watcher:

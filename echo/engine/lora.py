@@ -342,21 +342,39 @@ def base_settings(config: Config, lora: Lora | None, *, is_resumed: bool) -> dic
     """Return what workers are told of the base, which is hashed for it; nothing without adapter.
 
     Raises:
-        DataError: if its weights are missing, or have changed since the run began.
+        DataError: if its weights are missing or have changed since the run began, or nothing says
+            which they were.
     """
     if lora is None:
         return {}
     digest = base_digest(lora.base_dir)
     path = config.run_dir / "base.json"
+    note = json.dumps({"digest": digest})
     if not is_resumed:
-        write_file(path, json.dumps({"digest": digest}).encode())
-    elif json.loads(path.read_bytes())["digest"] != digest:
+        write_file(path, note.encode())
+    elif _noted_digest(path, note, lora) != digest:
         raise DataError(
             f"the weights in {lora.base_dir} are not those that this run's adapter was trained on; "
             "put them back, or start a new run"
         )
     revision = config.model.revision if _is_models(config, lora) else None
     return {BASE_NAME: base_name(config, lora), BASE_REVISION: revision, BASE_DIGEST: digest}
+
+
+def _noted_digest(path: Path, note: str, lora: Lora) -> str:
+    """Return the hash of the base that a run's adapter was trained on.
+
+    Raises:
+        DataError: if that cannot be read; it says what the file holds if the base is the same.
+    """
+    try:
+        return str(json.loads(path.read_bytes())["digest"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} does not say which base this run's adapter was trained on ({error}): restore "
+            f"it from a copy of the run, or, if nobody has changed {lora.base_dir} since the run "
+            f"began, write this line into it: {note}"
+        ) from error
 
 
 def worker_lora(config: Config, settings: Mapping[str, Any]) -> Lora | None:

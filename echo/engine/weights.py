@@ -197,6 +197,18 @@ def host_bytes(image: bytearray | memoryview) -> Tensor:
     return _view(memoryview(image), torch.uint8, len(image), 0)
 
 
+def find_nonfinite(tensors: Weights) -> list[str]:
+    """Return the names of the weights that hold NaN or infinity, in their order."""
+    # NaN spoils least and largest, which one pass finds; `isfinite` makes a tensor beside each.
+    return [
+        name
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point()
+        and tensor.numel()
+        and not all(bool(bound.isfinite()) for bound in tensor.aminmax())
+    ]
+
+
 def tensors_from_image(specs: Iterable[TensorSpec], image: memoryview) -> dict[str, Tensor]:
     """Return the tensors of an image as views of its memory: nothing is copied.
 

@@ -381,6 +381,11 @@ class PartialGroups:
             partial.shipped_at, partial.num_shipped = now, partial.num_tokens
         return due
 
+    def forget_shipments(self) -> None:
+        """Have all of them shipped again: whoever was sent them may have lost them."""
+        for partial in (*self.interrupted.values(), *self.running.values()):
+            partial.num_shipped = 0
+
     def states(self, *, now: float = 0.0) -> list[LeaseState]:
         """Return the leases here as a heartbeat lists them, now."""
         waiting = dict.fromkeys(self.queue, 0)

@@ -56,6 +56,7 @@ from echo.leases.partials import ShippedPartials, decode_members
 from echo.wire.actions import Action, Complaints, Note, Routes
 from echo.wire.codec import Frame, decode_group, encode_group
 from echo.wire.messages import (
+    BAD_LOGPROBS,
     SUPERSEDED,
     Ack,
     Deliver,
@@ -76,6 +77,9 @@ MAX_UNUSABLE = 1000
 """Prompts in a row that cannot be turned into tokens, after which the run ends."""
 MAX_CAUSE_LENGTH = 2600
 """Of what a worker says of it, the last characters: a sentence and a traceback."""
+
+NO_FAULT = frozenset({"stale", "abandoned_version"})
+"""Why a result is refused that was right when it was sampled."""
 
 Obstacle = Literal["", "outdated", "no_worker", "no_weights", "busy"]
 """Why nobody can be given a group for the next batch; "" if somebody can, or the batch is out."""
@@ -356,6 +360,8 @@ class Scheduler:
         if is_hedging:
             running = [each for outlook in foreseen for each in outlook.running]
             for original, node_id in self._copies(able, bounds, running, now):
+                if self._find_prompt_fault(original.group_id) is not None:
+                    continue
                 record = self.leases.grant(original.group_id, node_id, now=now)
                 made.append(record)
                 record.copy_of, record.min_version = original.attempt, original.min_version
@@ -534,18 +540,28 @@ class Scheduler:
         Raises:
             DataError: if there are too many of these in a row.
         """
+        fault: DataError | None = None
         for _ in range(MAX_UNUSABLE):
             group_id = self._candidate(records)
-            try:
-                self.prompts.lease(group_id, 0)
-            except DataError as error:
-                records.append(Note("warning", f"group {group_id} is left out: {error}"))
-                records += self.end(group_id, "prompt_error")
-            else:
+            fault = self._find_prompt_fault(group_id)
+            if fault is None:
                 return group_id
+            records += self._leave_out(group_id, fault)
         raise DataError(
-            f"{MAX_UNUSABLE} prompts in a row cannot be used; the warnings above say why"
+            f"{MAX_UNUSABLE} prompts in a row cannot be used, the last because: {fault}"
         )
+
+    def _find_prompt_fault(self, group_id: int) -> DataError | None:
+        """Return why the prompt of a group cannot be had; it may have been before a restart."""
+        try:
+            self.prompts.lease(group_id, 0)
+        except DataError as error:
+            return error
+        return None
+
+    def _leave_out(self, group_id: int, fault: DataError) -> list[Action]:
+        note = Note("warning", f"group {group_id} is left out: {fault}")
+        return [note, *self.end(group_id, "prompt_error")]
 
     def _candidate(self, records: list[Action]) -> int:
         """Return one that came back, otherwise a new one."""
@@ -618,7 +634,8 @@ class Scheduler:
             elif record.is_confirmed or now - record.sent_at > resend_after_s:
                 # The Grant was lost, or the worker was restarted under the same incarnation.
                 record.sent_at, record.is_confirmed = now, False
-                lost.append(self._lease_of(record, worker))
+                if self._find_prompt_fault(record.group_id) is None:
+                    lost.append(self._lease_of(record, worker))
         self.finish_times.seen(worker.node_id, records, now=now)
         if worker.installed is not None:
             self.finish_times.installed(worker.node_id, worker.installed, now=now)
@@ -704,7 +721,17 @@ class Scheduler:
         except RemoteProtocolError as error:
             self.counters.add("protocol_errors")
             notes = self._complaints.note(node_id, "malformed", f"{node_id}: {error}", now=now)
-            return [*notes, *self._refuse(node_id, message, "malformed")]
+            return [*notes, *self._refuse(node_id, message, "malformed", now)]
+        group_id = message.group_id
+        if self.is_open(group_id) and (fault := self._find_prompt_fault(group_id)) is not None:
+            # Nothing can be compared with what was asked for.
+            leases = self.leases.leases_of(group_id)
+            others = [record for record in leases if record.attempt != message.attempt]
+            return [
+                *self._leave_out(group_id, fault),
+                *self._ack(node_id, message, "refused", "prompt_error"),
+                *self._cancel(others),
+            ]
         header, arrays = payload
         if self.settings.trims_stale:
             # Tokens beyond the bound are masked here; the bound itself is checked as ever.
@@ -717,7 +744,7 @@ class Scheduler:
                 header, arrays = encode_group(group)
         reason = self._find_fault(group, message, node_id)
         if reason is not None:
-            return self._refuse(node_id, message, reason)
+            return self._refuse(node_id, message, reason, now)
         self._storing[group.group_id] = (node_id, group.attempt)
         self.leases.deliver(group.group_id, group.attempt, node_id)
         self.finish_times.made(
@@ -776,14 +803,18 @@ class Scheduler:
         notes = self._complaints.note(node_id, "not_leased", text, now=now)
         return [*notes, *self._ack(node_id, message, "refused", "not_leased")]
 
-    def _refuse(self, node_id: str, message: Deliver, reason: str) -> list[Action]:
+    def _refuse(self, node_id: str, message: Deliver, reason: str, now: float) -> list[Action]:
         """Tell the worker to forget this result; the group is granted again."""
         self.counters.add(f"refused/{reason}")
         group_id, attempt = message.group_id, message.attempt
         leases = self.leases
         # Once per lease, so that nobody can fill the disk with them.
         is_leased = any(record.attempt == attempt for record in leases.leases_of(group_id))
-        records = [RecordRefusal(group_id, attempt, node_id, reason)] if is_leased else []
+        records: list[Action] = []
+        if is_leased:
+            records.append(RecordRefusal(group_id, attempt, node_id, reason))
+            if reason not in NO_FAULT:
+                records += self._count(node_id, is_useful=False, now=now)
         leases.revoke_attempt(group_id, attempt)
         if self.is_open(group_id):
             leases.return_group(group_id)
@@ -914,7 +945,7 @@ def _find_token_fault(
 ) -> str | None:
     """Return what is wrong with sampled tokens, at least one, or None."""
     if not np.isfinite(logprobs).all() or float(logprobs.max()) > MAX_LOGPROB:
-        return "bad_logprobs"
+        return BAD_LOGPROBS
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         return "bad_token_ids"
     return None

@@ -31,6 +31,7 @@ same, but each commit waits for the disk.
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 import threading
 import time
@@ -467,9 +468,23 @@ class Ledger(LedgerQueue):
                 undo.pop_all()
         except (OSError, *_SQLITE_ERRORS) as error:
             raise StorageError(f"cannot open the ledger in {run_dir}: {error}") from error
-        sizes = {path.name: path.stat().st_size for path in self._groups_dir.glob("*.bin")}
-        self._file_number = max((int(Path(name).stem) for name in sizes), default=0)
-        self._used_bytes = sum(sizes.values())
+        files = self._group_files()
+        self._file_number = max((int(path.stem) for path in files), default=0)
+        self._used_bytes = sum(path.stat().st_size for path in files)
+        foreign = sorted(path.name for path in self._groups_dir.iterdir() if path not in files)
+        if foreign:
+            self.notices.append(
+                f"{self._groups_dir} has what is no group file, and leaves it alone: "
+                f"{', '.join(foreign)}"
+            )
+
+    def _group_files(self) -> set[Path]:
+        """Return the group files, without what others have put beside them."""
+        return {
+            path
+            for path in self._groups_dir.glob("*.bin")
+            if re.fullmatch(r"[0-9]{6}|[1-9][0-9]{6,}", path.stem)
+        }
 
     def _open_database(self) -> sqlite3.Connection:
         """Connect with a write-ahead log, or where that cannot work with a rollback journal."""
@@ -655,7 +670,7 @@ class Ledger(LedgerQueue):
     def free_unused(self) -> None:
         """Unlink the group files in which, after a restart, no group is waiting."""
         with self._write_lock, _named(self.run_dir):
-            for path in self._groups_dir.glob("*.bin"):
+            for path in self._group_files():
                 if path.name not in self._unended:
                     self._delete(path.name)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from echo.core.bounds import clamped_rate
-from echo.core.errors import LocalProtocolError, RemoteProtocolError
+from echo.core.errors import DataError, LocalProtocolError, RemoteProtocolError
 from echo.core.metrics import Counters, NodeView
 from echo.core.timers import Paced, earliest
 from echo.leases.book import LeaseBook, LeasedWorker
@@ -111,6 +111,8 @@ class Learner:
         if LEARNER_ID in settings.uplinks:
             broadcast.uplink.show(settings.uplinks[LEARNER_ID])
         self.is_granting = True
+        self.prompt_fault: DataError | None = None
+        """Why nothing can be granted any more, where no prompt can be had."""
         self._plans, self._grants = Paced(PLAN_S), Paced(GRANT_S)
         self._decided: list[Action] = []
         self._routes = Routes(self.counters)
@@ -352,7 +354,12 @@ class Learner:
             return []
         if not self._grants.may(len(self.roster.nodes), now=now):
             return []
-        return self._scheduler.hand_out(self._workers, now=now)
+        try:
+            return self._scheduler.hand_out(self._workers, now=now)
+        except DataError as error:
+            # There are no more prompts. Raised here it would end the learner before it has saved.
+            self.prompt_fault, self.is_granting = error, False
+            return []
 
     def obstacle(self) -> Obstacle:
         """Return what keeps the groups of the next batch from being granted."""

@@ -12,7 +12,7 @@ not wanted any more.
 
 The role decides, and its shell (`runtime/worker/node.py`, or a simulation) carries out and reports:
 
-    Sample         ->  sampled, for each group as it grows; then returned, or refused
+    Sample         ->  sampled or spoilt, for each group as it grows; then returned, or refused
     Recall             stop that call of the engine: it returns what it has
     OfferEpisodes  ->  finished, or failed; Withdraw -> dropped  (agents)
     Score          ->  scored, or failed
@@ -86,6 +86,7 @@ from echo.weights.broadcast import Broadcast
 from echo.wire.actions import Action, Note, Stop
 from echo.wire.codec import Frame, encode_group, payload_bytes
 from echo.wire.messages import (
+    BAD_LOGPROBS,
     SUPERSEDED,
     Ack,
     Deliver,
@@ -148,7 +149,9 @@ class EngineFacts:
     which are played to their end, because no other worker has their environment; or agents, to whom
     all leases are offered at once, as many as they ask for."""
     max_prompt_tokens: int = 1 << 30
-    """Longest prompt that leaves room for a completion in the model's window."""
+    """Longest prompt that leaves room for a completion."""
+    prompt_bound: str = "the model's window"
+    """What leaves no more."""
     max_completion_tokens: int = 1 << 30
     rules: PartialRules = field(default_factory=PartialRules)
     """What becomes of unfinished rollouts."""
@@ -468,9 +471,14 @@ class Worker(DialingRole):
         return actions
 
     def on_admitted(self, *, now: float) -> list[Action]:
-        """Tell where this worker stands and send again what was not acknowledged."""
+        """Tell where this worker stands and send again what was not acknowledged.
+
+        What is unfinished is shipped again when its time comes: a learner that was started anew has
+        lost all of it, and a shipment may have been lost with the link.
+        """
         actions = super().on_admitted(now=now)
         self.outbox.resend_all()
+        self.partials.forget_shipments()
         return [*actions, *self.heartbeat(now=now), *self._send_due(now)]
 
     def on_version(self, *, now: float) -> list[Action]:
@@ -529,7 +537,7 @@ class Worker(DialingRole):
                 actions += self._score(group)
             elif num_prompt > engine.max_prompt_tokens:
                 detail = (
-                    f"the prompt has {num_prompt} tokens, the model's window leaves "
+                    f"the prompt has {num_prompt} tokens, {engine.prompt_bound} leaves "
                     f"{engine.max_prompt_tokens} beside {engine.max_completion_tokens} sampled ones"
                 )
                 actions += self.failed(group.lease, "prompt_too_long", detail, now=now)
@@ -639,6 +647,18 @@ class Worker(DialingRole):
             return []
         call.num_whole += 1
         return [*self._score(group), *self._next(now)]
+
+    def spoilt(self, group: PartialGroup, why: str, *, now: float) -> list[Action]:
+        """End a group for one of whose members the model gives no probabilities.
+
+        It ends for good: elsewhere it would most likely be the same. Nobody waits for what else the
+        engine has of it.
+        """
+        if group.is_unwanted:
+            return []
+        actions = self.failed(group.lease, BAD_LOGPROBS, why, now=now)
+        group.is_unwanted = True
+        return [*actions, *self._next(now)]
 
     def _score(self, group: PartialGroup) -> list[Action]:
         if group.is_unwanted:

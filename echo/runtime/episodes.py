@@ -13,8 +13,9 @@ then all replies, several at a time. An episode ends
               says and one token more, or after `max_turns` turns: an environment that never ends
               by itself ends here, is counted, and is asked for the outcome all the same
 
-A fault of the environment's fails its group: nothing of it is trained on. Where the fault was not
-its own (its process was killed for another's) the group is played again, a bounded number of times.
+A fault of the environment's fails its group, and so does a model that gives no probabilities:
+nothing of it is trained on. Where the fault was not its own (its process was killed for another's)
+the group is played again, a bounded number of times.
 """
 
 from __future__ import annotations
@@ -34,7 +35,15 @@ import numpy.typing as npt
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError
 from echo.core.rollout import PolicyVersion, Rollout
-from echo.engine.engine import NOBODY, Completion, Engine, Request, Sampling, Watcher
+from echo.engine.engine import (
+    NOBODY,
+    Completion,
+    Engine,
+    Request,
+    Sampling,
+    Watcher,
+    describe_nonfinite,
+)
 from echo.roles.joining import CODE
 from echo.tasks.environment import Environment
 from echo.tasks.rewards import (
@@ -48,8 +57,8 @@ from echo.tasks.rewards import (
     TaskHost,
 )
 from echo.tasks.task import Example, Task, check_code, code_of
-from echo.tasks.tokenization import TextCodec
-from echo.wire.messages import Lease
+from echo.tasks.tokenization import UNUSABLE, TextCodec
+from echo.wire.messages import BAD_LOGPROBS, Lease
 
 MAX_THREADS = 64
 """Replies that are waited for at one time; how many run is the host's affair."""
@@ -188,6 +197,7 @@ class EpisodeRunner:
                     break
                 for play, completion in zip(running, completions, strict=True):
                     play.add_sampled(completion)
+                running = [play for play in running if not play.fault]
                 is_last = turn + 1 == self._max_turns
                 self._each(partial(self._reply, is_last=is_last), running, watcher)
             over = [play for play in everybody if play.reason and not play.fault]
@@ -240,8 +250,9 @@ class EpisodeRunner:
         else:
             try:
                 ids = self._text.encode_turn(messages)
-            except DataError as error:
-                text = f"{self._host.name} on {play.opening.example}: {error}"
+            except (DataError, *UNUSABLE) as error:
+                what = f"{self._host.name} on {play.opening.example}"
+                text = f"{what}: what it says cannot be turned into tokens: {error}"
                 raise RewardError(text) from error
             if not play.add_said(ids):
                 play.reason = "length"
@@ -282,7 +293,10 @@ class _Play:
         )
 
     def add_sampled(self, completion: Completion) -> None:
-        """Append what the policy said."""
+        """Append what the policy said, if it could."""
+        if completion.finish_reason == "nonfinite":
+            self.fault = RewardError(describe_nonfinite(completion), reason=BAD_LOGPROBS)
+            return
         ids = completion.token_ids
         self.turn_ids, self.is_cut = ids, completion.finish_reason != "stop"
         mask = np.ones(len(ids), np.bool_)

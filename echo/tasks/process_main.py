@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import reprlib
 import resource
 import signal
 import socket
@@ -253,8 +254,16 @@ def _finite(value: object, where: str) -> float:
     except (TypeError, ValueError, OverflowError):
         reward = math.nan
     if isinstance(value, str | bytes) or not math.isfinite(reward):
-        raise _Refused(f"{where} returned {value!r}; it must return a finite number")
+        raise _Refused(f"{where} returned {_shown(value)}; it must return a finite number")
     return reward
+
+
+def _shown(value: object) -> str:
+    """Return a value as text of a bounded length."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python prints no number of so many digits
+        return f"{type(value).__name__} beyond all bounds"
 
 
 def _messages(said: str | Message | list[Message], where: str) -> list[Message]:

@@ -92,6 +92,7 @@ class RewardError(EchoError):
         reward_memory    it wanted more memory than it may have
         reward_lost      its process is gone
         reward_retries   it asked to be called again, once too often
+        bad_logprobs     nothing of this: the model could not say what was to be judged
     """
 
     def __init__(self, text: str, *, reason: str = "reward_error", traceback: str = "") -> None:

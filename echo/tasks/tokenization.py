@@ -63,6 +63,10 @@ def load_tokenizer(
     return loaded
 
 
+UNUSABLE = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError)
+"""What tokenizers and chat templates raise on messages that they were not made for."""
+
+
 def render_messages(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],

@@ -591,6 +591,12 @@ class Policy:
                 f"{type(self.model).__name__} cannot be trained on text alone ({error}); "
                 "docs/models.md lists families that can"
             ) from error
+        if not bool(logits.isfinite().all()):
+            raise EngineError(
+                f"the weights of {type(self.model).__name__} hold NaN or infinity: its logits are "
+                "not finite; get its files again, or start from others (model.name, "
+                "learner.init_from)"
+            )
         if logits.shape != expected.shape or not torch.allclose(
             logits, expected, rtol=1e-3, atol=1e-4
         ):

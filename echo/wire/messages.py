@@ -466,11 +466,16 @@ SUPERSEDED = "version_replaced"
 """Reason for which a worker gives a lease back whose exact version it has no more: as a rule."""
 
 
+BAD_LOGPROBS = "bad_logprobs"
+"""Reason for which a worker gives a group up, or the learner refuses it: log-probabilities that are
+NaN, infinite or positive."""
+
+
 REASONS = frozenset(
     {
         # why the learner refuses a group
         "malformed", "mislabelled", "unknown_group", "not_leased", "another_prompt",
-        "bad_token_ids", "group_size", "mixed_versions", "too_long", "bad_logprobs",
+        "bad_token_ids", "group_size", "mixed_versions", "too_long", BAD_LOGPROBS,
         "no_trainable_token", "abandoned_version", "version_from_the_future", "stale",
         # why a worker gives one up
         "prompt_too_long", "group_too_large", "reward_error", "reward_too_large", "reward_timeout",

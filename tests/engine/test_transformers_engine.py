@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from echo.core.errors import EngineError
-from echo.engine.engine import Completion, Request, Sampling
+from echo.engine.engine import Completion, Request, Sampling, describe_nonfinite
 from echo.engine.hf.batch import draw_tokens, sampling_logprobs, uniform_at
 from echo.engine.hf.engine import Mailbox, TransformersEngine
 from echo.engine.model import load_directory
@@ -162,6 +162,21 @@ def test_beside_a_trainer_it_holds_what_it_may_have_and_a_rollout_in_any_case(
     assert all(len(found.token_ids) for found in run(engine, equal_prompts(4), sampling()))
 
 
+def test_what_is_continued_needs_no_more_memory_than_when_it_began(tiny_model_dir: Path) -> None:
+    """Also beside a row that has nothing yet, which would pad it: then one goes after the other."""
+    weights = 100_736 * 4
+    one = 2 * 3 * 2 * 16 * 4 * (19 + 16) + 32 * 32  # as above
+    engine = loaded(tiny_model_dir, memory_budget_bytes=weights + one)
+    how = sampling(stop_ids=())
+    fresh = request([1, *range(3, 21)])
+    whole = run(engine, [fresh], how)[0]
+    begun = Request("r", fresh.prompt_ids, 1, whole.token_ids[:9])
+    found = run(engine, [fresh, begun], how)
+    assert [len(completion.token_ids) for completion in found] == [16, 7]
+    with pytest.raises(EngineError, match=r"one rollout of 20 \+ 16 tokens"):
+        run(engine, [request([1] * 20)], how)
+
+
 def test_a_tied_tensor_may_come_under_either_name(tiny_model_dir: Path) -> None:
     tensors = load_directory(tiny_model_dir, "float32")
     expected = run(loaded(tiny_model_dir), equal_prompts(8), sampling())
@@ -229,13 +244,37 @@ def test_weights_are_cast_to_the_engines_dtype(tiny_model_dir: Path) -> None:
     assert first.logprobs == pytest.approx(second.logprobs, abs=0.05)
 
 
-def test_weights_with_nan_are_noticed(tiny_model_dir: Path) -> None:
-    engine = TransformersEngine(tiny_model_dir)
-    tensors = load_directory(tiny_model_dir, "float32")
-    tensors["model.norm.weight"][0] = torch.nan
-    engine.load(tensors)
-    with pytest.raises(EngineError, match="NaN at token 0 of request r"):
-        run(engine, [request([1, 5])], sampling())
+@pytest.mark.slow
+def test_a_row_for_which_the_model_gives_no_probabilities_ends_alone(
+    make_tiny_model: MakeTinyModel,
+) -> None:
+    """So is every row that has token 7, in its prompt or sampled."""
+    directory = make_tiny_model(tie_word_embeddings=False)
+    tensors = load_directory(directory, "float32")
+    requests = [request([1, 5], seed, f"r{seed}") for seed in range(6)]
+    how = sampling(max_completion_tokens=40, stop_ids=())
+    sound = run(loaded(directory), requests, how)
+    tensors["model.embed_tokens.weight"][7] = torch.nan
+    engine = TransformersEngine(directory)
+    engine.load(tensors, V1)
+    told: list[Completion] = []
+    ended = watching(on_completion=told.append)
+    found = engine.generate([*requests, request([1, 7, 8], 0, "bad")], how, ended)
+    assert sorted(completion.request_id for completion in told) == [
+        "bad",
+        *(f"r{n}" for n in range(6)),
+    ]
+    for one, before in zip(found, sound, strict=False):
+        ids = before.token_ids.tolist()
+        num_tokens = ids.index(7) + 1 if 7 in ids[:-1] else len(ids)
+        assert one.token_ids[:num_tokens].tolist() == ids[:num_tokens]
+        assert np.isfinite(one.logprobs[:num_tokens]).all()
+        assert one.finish_reason == ("length" if num_tokens == len(ids) else "nonfinite")
+        assert len(one.token_ids) == len(ids) or np.isnan(one.logprobs[num_tokens:]).all()
+    assert {one.finish_reason for one in found[:-1]} == {"length", "nonfinite"}
+    assert (found[-1].finish_reason, len(found[-1].token_ids)) == ("nonfinite", 1)
+    text = "a log-probability of nan at token 0 of request bad under v1: the weights hold NaN"
+    assert text in describe_nonfinite(found[-1])
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:

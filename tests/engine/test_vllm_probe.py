@@ -87,5 +87,8 @@ def test_what_rounding_does_not_explain_is_complained_about(tiny_model_dir: Path
     assert complaint is not None
     assert "differ from those of transformers by 0.01 nats per token, 0.0002" in complaint
     assert probe.complaint(expected * np.nan, expected) is not None
+    overflow = probe.complaint(expected, expected * np.inf)
+    assert overflow is not None
+    assert "the weights hold NaN, or overflow in torch.float32" in overflow
     assert probe.complaint(expected[1:], expected) is not None
     assert SwapProbe(tiny_model_dir, "bfloat16").complaint(expected + 0.05, expected) is None

@@ -17,7 +17,13 @@ from transformers import AutoModelForCausalLM
 from echo.core.errors import ConfigError, DataError, EngineError, StorageError
 from echo.engine import weights
 from echo.engine.model import build_model, load_directory, resolve_model
-from echo.engine.weights import ALIGNMENT_BYTES, publish_image, save_hf, tensors_from_image
+from echo.engine.weights import (
+    ALIGNMENT_BYTES,
+    find_nonfinite,
+    publish_image,
+    save_hf,
+    tensors_from_image,
+)
 from echo.weights.manifest import TensorSpec
 
 MakeTinyModel = Callable[..., Path]
@@ -93,6 +99,24 @@ def test_tied_tensors_travel_once_under_their_first_name() -> None:
     assert len(image) == 201_472
     same_values = {"a": torch.ones(3), "b": torch.ones(3)}  # equal is not tied
     assert len(publish_image(same_values, "float32")[0]) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_not_finite_are_found_wherever_they_are(
+    dtype: torch.dtype, value: float
+) -> None:
+    sound = torch.full((5, 7), torch.finfo(dtype).max, dtype=dtype)
+    first, last = sound.clone(), sound.clone()
+    first[0, 0] = last[-1, -1] = value
+    tensors = {
+        "a": first,
+        "b": sound,
+        "c": last,
+        "d": sound[:0],
+        "e": torch.ones(3, dtype=torch.int64),
+    }
+    assert find_nonfinite(tensors) == ["a", "c"]
 
 
 def test_the_image_is_used_in_place_even_if_read_only() -> None:

@@ -257,6 +257,8 @@ def test_only_news_is_shipped() -> None:
     partials.interrupted[0, 0].members = [partial((1, 0), (1, 0))]
     assert partials.take_due(interval_s=30, now=34.0) == []
     assert len(partials.take_due(interval_s=30, now=35.0)) == 1
+    partials.forget_shipments()
+    assert len(partials.take_due(interval_s=0, now=36.0)) == 1
 
 
 class Life:

@@ -158,6 +158,27 @@ def test_prompts_none_of_which_can_be_had_end_the_run() -> None:
         make_granting(prompts=prompts).grant([make_worker("w1", (2, 3), 3)], now=0.0)
 
 
+def test_a_prompt_that_is_gone_when_its_group_comes_back_costs_that_group_only() -> None:
+    """Such as after a restart of the learner, which has kept no prompts."""
+    faults: dict[int, Exception] = {}
+    granting, worker = make_granting(prompts=Prompts(faults)), make_worker("w1", (2, 3), 3)
+    assert granted(granting, worker) == {"w1": [12, 13, 14]}
+    faults |= dict.fromkeys((12, 13), DataError("the row is gone"))
+    group = make_group(12, PolicyVersion(2, 3))
+    message = Deliver(group_id=12, attempt=0)
+    actions = granting.on_deliver("w1", message, list(encode_group(group)), now=0.1)
+    assert RecordEnd(12, "prompt_error") in actions
+    assert any(
+        a.text == "group 12 is left out: the row is gone" for a in actions if isinstance(a, Note)
+    )
+    lost, _ = granting.reconcile(worker, listing(), has_progress=False, resend_after_s=1.0, now=2.0)
+    assert [lease.group_id for lease in lost] == [14], "13 expires, and is left out then"
+    granting.leases.expire(now=20.0)
+    records, leases = granting.grant([worker], now=20.0)
+    assert RecordEnd(13, "prompt_error") in records
+    assert 14 in [lease.group_id for lease in leases["w1"]]
+
+
 def with_places(name: str, installed: tuple[int, int], num_places: int) -> LeasedWorker:
     """Return a worker that holds eight groups and samples so many of them at one time."""
     worker = make_worker(name, installed)

@@ -612,6 +612,22 @@ def test_a_flipped_bit_anywhere_in_a_stored_group_is_noticed(tmp_path: Path) -> 
         flip(path, 8 * byte + byte % 8)
 
 
+def test_a_file_that_others_put_beside_the_group_files_is_told_of_and_left_alone(
+    tmp_path: Path,
+) -> None:
+    store(begin(tmp_path), make_group(0))
+    OPEN.pop().close()
+    foreign = ["0000009.bin", "copy of 000001.bin", "notes.txt", "²³⁴⁵⁶⁷.bin"]
+    for name in foreign:
+        (tmp_path / "groups" / name).write_bytes(b"mine")
+    ledger = open_ledger(tmp_path, spool_bytes=GROUP_BYTES)
+    assert [notice for notice in ledger.notices if all(name in notice for name in foreign)]
+    ledger.free_unused()
+    store(ledger, make_group(1))  # for which there is room
+    assert places(tmp_path)[1].file == "000002.bin"
+    assert {path.name for path in (tmp_path / "groups").iterdir()} == {*foreign, "000002.bin"}
+
+
 # --- full disks ----------------------------------------------------------------------------------
 
 

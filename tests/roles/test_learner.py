@@ -92,6 +92,22 @@ def test_what_a_dead_worker_has_shipped_is_continued_by_another(hung_world: Worl
     assert world.count("learner", "partials/handed_over") == 1
 
 
+def test_what_the_learner_before_was_sent_is_shipped_to_the_one_that_follows(
+    hung_world: World,
+) -> None:
+    world = hung_world
+    begin(world, partial(3), partial(5))
+    world.kill("learner")
+    world.learner()
+    world.run_until(lambda: 0 in world.leased("w1"))
+    shipped = world.node("learner").role._scheduler.shipped
+    assert 0 not in shipped
+    # As where it pauses or leaves; it has sampled nothing more.
+    world.perform("w1", world.node("w1").role.ship(interval_s=0, now=world.now))
+    world.run(0.1)
+    assert 0 in shipped
+
+
 def test_a_lost_grant_is_sent_again_with_what_there_is(hung_world: World) -> None:
     begin(hung_world, partial(3), partial(5))
     partials = hung_world.node("w1").role.partials

@@ -334,6 +334,35 @@ def test_what_came_whole_is_scored_and_a_prompt_beyond_the_window_fails() -> Non
     )
 
 
+def test_a_group_that_cannot_be_sampled_ends_once_and_the_others_of_its_call_go_on() -> None:
+    paper = Paper({0: (9, 9), 1: (9, 9)})
+    paper.grant()
+    paper.turn()
+    [call] = paper.engine
+    spoilt, _ = call.groups
+    for _ in spoilt.members:
+        paper.do(paper.role.spoilt(spoilt, "NaN under v0", now=1.0))
+    failed = paper.role.outbox._deliveries[0, 0].message
+    assert isinstance(failed, Failed)
+    assert (failed.reason, failed.detail, failed.is_elsewhere) == (
+        "bad_logprobs",
+        "NaN under v0",
+        False,
+    )
+    assert paper.role.counters["failed/bad_logprobs"] == 1
+    assert not call.is_recalled
+    assert paper.run() == [0, 1]
+    assert not paper.role.partials.running
+
+
+def test_an_engine_goes_on_with_nothing_of_a_group_that_cannot_be_sampled() -> None:
+    paper = Paper({0: (9, 9), 1: (9, 9)}, is_continuous=True)
+    paper.grant()
+    first, second = paper.engine
+    paper.do(paper.role.spoilt(first.groups[0], "NaN under v0", now=0.0))
+    assert (first.is_recalled, second.is_recalled) == (True, False)
+
+
 def test_what_a_tasks_code_says_takes_one_short_line() -> None:
     paper = Paper({0: (3, 3)})
     paper.grant(make_lease(0), members=members(0, 0, reason="stop"))

@@ -99,6 +99,41 @@ def test_the_pieces_of_an_answer_are_of_one_version_while_the_engine_holds_it(
     assert steps == {0: [1, 2, 3], 1: [1, 1, 3], 2: [1, 1, 1]}[num_held]
 
 
+@pytest.mark.parametrize("is_continuous", [False, True])
+def test_a_call_for_which_the_model_gives_no_probabilities_fails_alone(is_continuous: bool) -> None:
+    def generate(requests: list[Request], *_: object, **__: object) -> list[Completion]:
+        versions = np.array([[1, 1]], np.int32)
+        return [
+            Completion(
+                request.request_id,
+                np.zeros(1, np.int32),
+                np.array([np.nan if request.seed else -1.0], np.float32),
+                "nonfinite" if request.seed else "stop",
+                versions,
+            )
+            for request in requests
+        ]
+
+    async def main() -> None:
+        engine: Any = SimpleNamespace(
+            is_continuous=is_continuous, num_versions=1, generate=generate
+        )
+        sampler = CallSampler(engine, NOBODY, threads=ThreadPools())
+        running = asyncio.create_task(sampler.run())
+        how = Sampling(1.0, 1.0, 0, 4, ())
+        calls = [
+            sampler.sample(Request(str(seed), np.array([5], np.int32), seed), how, ANY_VERSION)
+            for seed in range(2)
+        ]
+        good, bad = await asyncio.gather(*calls, return_exceptions=True)
+        running.cancel()
+        assert isinstance(good, Completion)
+        assert isinstance(bad, EngineError)
+        assert "a log-probability of nan at token 0 of request 1 under v1" in str(bad)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("bounds", [CallBounds(min_version=V2), CallBounds(exact_version=V2)])
 def test_a_call_that_waits_for_a_version_is_refused_once_the_worker_stops(
     bounds: CallBounds,

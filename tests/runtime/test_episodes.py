@@ -51,6 +51,8 @@ class Script(Engine):
             versions = np.tile(np.array([1, turn], np.int32), (len(ids), 1))
             logprobs = np.full(len(ids), -0.5, np.float32)
             reason = "stop" if ids[-1] == STOP else "length"
+            if ids[:-1] == [*map(ord, "NaN")]:
+                reason, logprobs[-1] = "nonfinite", np.nan
             token_ids = np.array(ids, np.int32)
             found.append(Completion(request.request_id, token_ids, logprobs, reason, versions))
         return found
@@ -86,6 +88,8 @@ class Counting(Environment):
         self.heard.append(text)
         if text == "fail":
             raise ValueError("on purpose")
+        if text == "half":
+            return "\ud800"
         if text == "more":
             return "?" * 40
         state["said"] += text == str(state["said"] + 1)
@@ -99,6 +103,8 @@ class Characters:
     """A token for each character."""
 
     def encode_turn(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        if any("\ud800" in m["content"] for m in messages):
+            raise TypeError("TextEncodeInput must be Union[...]")  # as tokenizers do
         return [ord(c) for m in messages for c in f"<{m['content']}>"]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -158,6 +164,28 @@ def only(results: list[list[Rollout] | RewardError]) -> Rollout:
     assert not isinstance(group, RewardError), group
     [rollout] = group
     return rollout
+
+
+def test_a_model_that_gives_no_probabilities_ends_its_group_and_no_other(play: Play) -> None:
+    lines = {(1, 1): "NaN"}
+    [bad, good], engine, task, _ = play(
+        lambda member, turn: lines.get((member, turn), str(turn + 1)), sizes=(2, 1)
+    )
+    assert isinstance(bad, RewardError)
+    assert bad.reason == "bad_logprobs"
+    assert "a log-probability of nan at token 3 of request 0.0.1.1 under v1" in str(bad)
+    assert not isinstance(good, RewardError)
+    assert [len(call) for call in engine.calls] == [3, 3, 1]
+    assert "NaN" not in task.heard
+
+
+def test_what_makes_no_tokens_fails_its_group_and_no_other(play: Play) -> None:
+    [bad, good], *_ = play(lambda member, turn: "half" if member else str(turn + 1), sizes=(2, 1))
+    assert isinstance(bad, RewardError)
+    what = "Counting on train example 0: what it says cannot be turned into tokens: TextEncode"
+    assert str(bad).startswith(what)
+    assert bad.reason == "reward_error"
+    assert not isinstance(good, RewardError)
 
 
 def test_what_is_sampled_stays_and_what_is_said_is_masked(play: Play) -> None:

@@ -11,8 +11,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from echo.core.errors import ConfigError, DataError, EngineError
+from echo.leases import scheduler
+from echo.runtime.learner.prompts import PromptSource
 from echo.runtime.learner.resume import read_uplinks
-from echo.wire.messages import Grant
+from echo.wire.messages import Grant, Lease
 from tests.e2e.audit import read_ledger
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
@@ -263,6 +265,28 @@ def test_a_learner_that_cannot_go_on_grants_nothing_while_it_saves(make_world: M
         assert world.is_alive("learner"), "it has saved already"
         finish(world, "failed")
     assert granted == {(row["group"], row["attempt"]) for row in world.records("granted")}
+
+
+def test_a_run_for_which_no_prompt_can_be_had_any_more_is_saved_and_ends(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = PromptSource.lease
+
+    def none_left(source: PromptSource, group_id: int, attempt: int) -> Lease:
+        if group_id >= 9:
+            raise DataError("the rows are gone")
+        return lease(source, group_id, attempt)
+
+    monkeypatch.setattr(PromptSource, "lease", none_left)
+    monkeypatch.setattr(scheduler, "MAX_UNUSABLE", 20)
+    world = make_world(checkpoint={"interval_steps": 100})
+    world.learner()
+    world.worker("w1")
+    why = "20 prompts in a row cannot be used, the last because: the rows are gone"
+    assert finish(world, "failed") == why
+    assert world.step > 0
+    assert world.records("checkpoint")[-1]["step"] == world.step
+    assert (world.end("w1") or ("", ""))[1] == ""
 
 
 def test_a_reward_out_of_bounds_ends_its_group(make_world: MakeWorld) -> None:

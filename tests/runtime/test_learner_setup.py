@@ -392,3 +392,17 @@ def test_the_evaluation_of_several_ranks_has_no_weights_of_its_own(model_dir: Pa
     request = Request("eval.0", np.array([1, 4], np.int32), seed=0)
     [found] = engine.generate([request], dataclasses.replace(sampling, max_completion_tokens=2))
     assert len(found.token_ids) == 2
+
+
+@pytest.mark.parametrize("damage", [None, "", "{", "[]", "{}"])
+def test_a_resumed_run_that_does_not_know_its_base_says_how_to_mend_it(
+    tiny_model_dir: Path, tmp_path: Path, damage: str | None
+) -> None:
+    config = learner_config(tiny_model_dir, tmp_path)
+    before = told(config)
+    path = tmp_path / "run" / "base.json"
+    path.unlink() if damage is None else path.write_text(damage)
+    with pytest.raises(DataError, match=r"base\.json does not say which base .* restore") as caught:
+        told(config, is_resumed=True)
+    path.write_text(str(caught.value).partition("write this line into it: ")[2])
+    assert told(config, is_resumed=True) == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,13 @@ def test_no_heldout_prompt_is_used_twice(num_heldout: int | None, expected: int)
     assert [ids for _, ids in found] == [[1, i] for i in range(expected)]
 
 
-@pytest.mark.parametrize("info", [{"id": 1 << 64}, {"text": "\ud800"}])
+ENDLESS: dict[str, object] = {}
+ENDLESS["itself"] = ENDLESS
+
+
+@pytest.mark.parametrize(
+    "info", [{"id": 1 << 64}, {"text": "\ud800"}, {"lock": threading.Lock()}, ENDLESS]
+)
 def test_an_example_that_no_message_holds_is_named(info: dict[str, object]) -> None:
     class Large(Counting):
         def example(self, index: int, *, split: str) -> Example:
@@ -125,6 +132,28 @@ def test_what_a_tasks_code_raises_is_told_of_its_example() -> None:
         source.lease(2, 0)
     with pytest.raises(DataError, match="split='heldout'"):
         source.heldout(3)
+
+
+@pytest.mark.parametrize("found", [None, {"prompt": "x 1"}, "x " + "1" * 10**6])
+def test_what_is_no_example_is_told_of_by_its_number(found: object) -> None:
+    class Careless(Counting):
+        def example(self, index: int, *, split: str) -> Example:
+            return found if index == 40 else super().example(index, split=split)  # type: ignore[return-value]
+
+    source = make(task=Careless())
+    source.check()
+    what = r"Careless\.example\(40, split='train'\) returned .{1,100}; it must return an echo"
+    with pytest.raises(DataError, match=what):
+        source.lease(40, 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "what"), [(-1, "returned -1; it must be at least 0"), (2.5, "raised TypeError")]
+)
+def test_a_number_of_examples_that_is_none_is_refused(number: object, what: str) -> None:
+    for task in (Counting(number), Counting(num_heldout=number)):  # type: ignore[arg-type]
+        with pytest.raises(DataError, match=rf"Counting\.num_examples\(split='\w+'\) {what}"):
+            make(task=task).heldout(8)
 
 
 def test_a_task_without_any_row_says_so_itself(tmp_path: Path) -> None:

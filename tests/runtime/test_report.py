@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -278,10 +279,12 @@ class FirstId:
         return str(ids[0])
 
 
-def make_evaluator(prompts: Sequence[int] = range(4)) -> Evaluator:
+def make_evaluator(
+    prompts: Sequence[int] = range(4), engine: type[Engine] = EchoEngine
+) -> Evaluator:
     task = Same()
     return Evaluator(
-        EchoEngine(),
+        engine(),
         InlineHost(task, Limits(score_s=60.0, step_s=60.0)),
         prompts=[(task.example(i, split="heldout"), [0, i]) for i in prompts],
         text=FirstId(),  # type: ignore[arg-type]
@@ -310,6 +313,20 @@ def test_an_evaluation_whose_rewards_all_fail_has_no_figure() -> None:
     assert result is not None
     assert result.metrics("same") == {"eval/version": 0, "eval/reward_errors": 4}
     assert str(result).startswith("evaluation of v0: no figure, 4 of 4 rewards failed: Same.reward")
+
+
+class NoProbabilities(EchoEngine):
+    def generate(self, requests: Sequence[Request], *rest: Any, **named: Any) -> list[Completion]:
+        spoilt = {"finish_reason": "nonfinite", "logprobs": np.array([np.nan], np.float32)}
+        return [replace(each, **spoilt) for each in super().generate(requests, *rest, **named)]
+
+
+def test_an_evaluation_of_a_model_that_gives_no_probabilities_says_so() -> None:
+    result = make_evaluator(engine=NoProbabilities).evaluate(PolicyVersion(1, 0), {})
+    assert result is not None
+    assert not result.has_figure
+    what = "8 of 8 rewards failed: the model gave a log-probability of nan at token 0 of request "
+    assert f"{what}eval.3: the weights hold NaN" in str(result)
 
 
 @pytest.mark.parametrize("after", [0, 3, 6])

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from echo.core.errors import DataError
 from echo.core.rollout import Group
 from echo.leases.scheduler import StoreGroup
+from echo.runtime.learner.node import LearnerRewards
 from echo.runtime.learner.setup import load_data
 from echo.runtime.worker import setup
-from echo.tasks.rewards import RewardError
+from echo.tasks.rewards import LaterHost, RewardError
+from echo.tasks.task import Example
 from echo.tasks.tokenization import load_tokenizer
+from tests.core.groups import make_group, make_rollout
 from tests.runtime.harness import Play, Run, running
 
 TASK = """
@@ -102,6 +107,18 @@ def test_with_rewards_at_the_learner_no_answer_leaves_it(
         check(run)
 
     play(scenario)
+
+
+def test_an_example_that_is_gone_when_its_group_is_scored_ends_that_group_alone() -> None:
+    def gone(group_id: int) -> Example:
+        raise DataError(f"example({group_id}) raised KeyError")
+
+    examples: Any = SimpleNamespace(example=gone)
+    text: Any = SimpleNamespace(decode=str)
+    group = make_group(make_rollout([(1, 0)]), group_id=7)
+    with pytest.raises(RewardError, match=r"example\(7\) raised KeyError") as caught:
+        LearnerRewards(LaterHost(), examples, text).score(group)
+    assert caught.value.reason == "reward_error"
 
 
 BROKEN = """

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from echo.cli.output import exit_code
 from echo.core.errors import ConfigError, EngineError
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import UNVERSIONED
-from echo.engine.hf.engine import TransformersEngine
+from echo.engine.hf.engine import SAMPLING_BYTES_PER_LOGIT, TransformersEngine
 from echo.leases.scheduler import Scheduler
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import StubEngine
@@ -107,6 +110,51 @@ def test_a_worker_whose_memory_does_not_hold_one_rollout_ends_with_the_numbers(
             assert not learning.done()
 
     play(scenario)
+
+
+LONG_PROMPTS = """
+from echo.tasks.task import Example, Task
+
+class Sums(Task):
+    is_bounded = True
+
+    def example(self, index, *, split):
+        prompt = "1" * 1500 + "=" if index % 3 == 2 else "1+1="
+        return Example(index=index, split=split, prompt=prompt)
+
+    def reward(self, example, completion):
+        return float(len(completion))
+"""
+
+
+@pytest.mark.slow
+def test_a_prompt_that_a_workers_memory_does_not_hold_costs_its_group_only(
+    play: Play,
+    write_task: Callable[[str, str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write_task("long_prompts", LONG_PROMPTS)
+    weights, one_token = 100_736 * 4, 2 * 3 * 2 * 16 * 4
+    budget = weights + SAMPLING_BYTES_PER_LOGIT * 32 + one_token * (1200 + 6)
+    monkeypatch.setattr("echo.engine.hf.engine.free_bytes", lambda device: 2 * budget)
+
+    async def scenario(run: Run) -> None:
+        run.model_dir = shutil.copytree(run.model_dir, run.directory / "model")
+        path = run.model_dir / "config.json"
+        path.write_text(
+            json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 2048})
+        )
+        learner = await run.learner(task={"kind": "long_prompts:Sums"})
+        async with running(learner, await run.worker("w1")) as (learning, working):
+            assert await learning == "finished"
+            assert await working == "the run is finished"
+        ends = {r["group"]: r["reason"] for r in run.ledger("discarded")}
+        assert ends[2] == "prompt_too_long"
+        assert not {group for r in run.ledger("trained") for group in r["groups"] if group % 3 == 2}
+
+    play(scenario)
+    assert "tokens, this worker's memory leaves 1200 beside 6 sampled ones" in caplog.text
 
 
 # --- on virtual time ------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,15 @@ def test_flash_attention_is_used_in_16_bits_only(
     # The probe of mismatches scores in float32.
     scorer = frozen_policy(ModelSource(model_dir=tiny_model_dir), policy.compute)
     assert scorer.model.config._attn_implementation == "packed"
+
+
+def test_weights_that_hold_nan_are_named_as_the_cause(tiny_model_dir: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(EngineError, match="the weights of Qwen3ForCausalLM hold NaN or infinity"):
+        policy_of(directory)
 
 
 def test_logits_changed_in_an_unknown_way_are_noticed(

@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Completion, FinishReason, Request, Sampling
 
@@ -101,7 +100,7 @@ def draw_tokens(
         target = torch.from_numpy(uniforms).to(logits.device)[:, None] * cumulative[:, -1:]
         # "right" never lands on a token of probability 0: its sum equals the one before it.
         token_ids = torch.searchsorted(cumulative, target, right=True)
-        token_ids.clamp_(max=logits.shape[-1] - 1)  # reached by NaN only; the caller refuses it
+        token_ids.clamp_(max=logits.shape[-1] - 1)  # reached by NaN only; its row ends
     return token_ids[:, 0], logprobs.gather(-1, token_ids)[:, 0]
 
 
@@ -233,24 +232,23 @@ class StaticBatch:
         """
         running = self._is_running
         rows = self._rows[running]
-        if np.isnan(logprobs[running]).any():
-            raise EngineError(
-                f"the model produced NaN at token {step} of request "
-                f"{self._requests[rows[np.isnan(logprobs[running])][0]].request_id}; the weights "
-                "hold NaN or overflow in the engine's dtype"
-            )
         self._token_ids[rows, step] = token_ids[running]
         self._logprobs[rows, step] = logprobs[running]
         self._versions[rows, step] = (version.lineage, version.step)
         self._lengths[rows] = self.num_tokens = step + 1
-        is_stop = (token_ids[:, None] == self._stop_ids).any(1) & running
-        is_full = (step + 1 >= self._limits[self._rows]) & running & ~is_stop
-        for row in self._rows[is_stop]:
-            self._reasons[row] = "stop"
-        for row in self._rows[is_full]:
-            self._reasons[row] = "length"
-        self._is_running = running & ~is_stop & ~is_full
-        return [int(row) for row in self._rows[is_stop | is_full]]
+        is_bad = ~np.isfinite(logprobs) & running
+        is_stop = (token_ids[:, None] == self._stop_ids).any(1) & running & ~is_bad
+        is_full = (step + 1 >= self._limits[self._rows]) & running & ~is_stop & ~is_bad
+        ends: list[tuple[FinishReason, npt.NDArray[np.bool_]]] = [
+            ("nonfinite", is_bad),
+            ("stop", is_stop),
+            ("length", is_full),
+        ]
+        for reason, is_ended in ends:
+            for row in self._rows[is_ended]:
+                self._reasons[row] = reason
+        self._is_running = running & ~is_bad & ~is_stop & ~is_full
+        return [int(row) for row in self._rows[running & ~self._is_running]]
 
     def compact(self) -> npt.NDArray[np.int64] | None:
         """Drop ended rows from the batch if they are many; return the rows kept, or None."""

@@ -321,10 +321,13 @@ class TransformersEngine(Engine):
         if self._num_threads:
             # Each thread has its own setting, and this may not be the one that built the engine.
             torch.set_num_threads(self._num_threads)
-        longest = max(len(request.context_ids) for request in requests)
+        max_tokens = sampling.max_completion_tokens
+        self.max_concurrent_rollouts(max(len(r.prompt_ids) for r in requests), max_tokens)
+        # Beside a row that has nothing yet, what is to be continued is padded; alone it is not.
+        padded = max(len(request.context_ids) for request in requests)
         completions: list[Completion] = []
         while len(completions) < len(requests):
-            batch_size = self.max_concurrent_rollouts(longest, sampling.max_completion_tokens)
+            batch_size = max(1, self._num_rollouts(padded, max_tokens))
             start = len(completions)
             batch = StaticBatch(requests[start : start + batch_size], sampling, self.window)
             self._run_in_parts(batch, watcher)
@@ -382,15 +385,21 @@ class TransformersEngine(Engine):
 
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
         """Divide what the weights leave of the memory budget by the need of one rollout."""
-        weights, one = self._needs(prompt_tokens, completion_tokens)
-        number = max(self._least_rollouts, (self._budget_bytes - weights) // one)
+        number = self._num_rollouts(prompt_tokens, completion_tokens)
         if number < 1:
+            weights, one = self._needs(prompt_tokens, completion_tokens)
             raise EngineError(
                 f"the memory budget of {self._budget_bytes} bytes does not hold the weights "
                 f"({weights}) and one rollout of {prompt_tokens} + {completion_tokens} tokens "
                 f"({one}); lower sampling.max_completion_tokens or take a machine with "
                 "more memory"
             )
+        return number
+
+    def _num_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
+        """Return how many rollouts of this size memory holds at once; it may hold none."""
+        weights, one = self._needs(prompt_tokens, completion_tokens)
+        number = max(self._least_rollouts, (self._budget_bytes - weights) // one)
         return self._concurrency.bounded(int(number))
 
     def take_counts(self) -> dict[str, int]:

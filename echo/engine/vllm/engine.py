@@ -100,7 +100,8 @@ from echo.weights.store import Patch
 # A sample counts only if all its tokens come from weights that the probe has found right. Tokens of
 # weights that are still being probed are held until the verdict; a rollout that holds tokens of
 # wrong ones, or that was under way when vLLM died, is sampled again from its start, with the same
-# seed.
+# seed. So is one without probabilities, once: on a CPU what NaN is left in a block of the KV cache
+# reaches whoever is given that block next.
 
 
 POLL_S = 0.05
@@ -174,6 +175,8 @@ class Call:
         self._held: list[tuple[_Running, BackendOutput]] = []
         self._done: dict[int, Completion] = {}
         self._num_tries = 0
+        self._spoilt: set[int] = set()
+        """Requests for which the model gave no probabilities, once."""
         self._is_stopping = False
         self._progressed_at = time.monotonic()
 
@@ -288,17 +291,18 @@ class Call:
                 self._waiting.append(running.index)
                 return
             versions[span.start : span.end] = (version.lineage, version.step)
-        if np.isnan(sample.logprobs).any():
-            raise EngineError(
-                f"the model produced NaN in request {self._requests[running.index].request_id}; "
-                "the weights hold NaN or overflow in the engine's dtype"
-            )
+        ids, logprobs, reason = sample.token_ids, sample.logprobs, sample.finish_reason
+        is_bad = ~np.isfinite(logprobs)
+        if is_bad.any() and running.index not in self._spoilt:
+            self._spoilt.add(running.index)
+            self._waiting.append(running.index)
+            return
+        if is_bad.any():
+            num_tokens = int(is_bad.argmax()) + 1
+            ids, logprobs, reason = ids[:num_tokens], logprobs[:num_tokens], "nonfinite"
         request_id = self._requests[running.index].request_id
         self._finish(
-            running.index,
-            Completion(
-                request_id, sample.token_ids, sample.logprobs, sample.finish_reason, versions
-            ),
+            running.index, Completion(request_id, ids, logprobs, reason, versions[: len(ids)])
         )
 
     def _finish(self, index: int, completion: Completion | None) -> None:
@@ -437,6 +441,11 @@ class SwapProbe:
         """Return what is wrong with the engine's answer, or None if it is right."""
         if measured.shape != expected.shape:
             return f"{len(measured)} log-probabilities came back instead of {len(expected)}"
+        if not np.isfinite(expected).all():
+            return (
+                "transformers finds log-probabilities that are NaN or infinite, too: the weights "
+                f"hold NaN, or overflow in {self._dtype}"
+            )
         error = float(np.abs(measured - expected).mean())
         if error <= self._tolerance:  # not so if it is NaN
             return None

@@ -19,15 +19,23 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from echo.core.errors import DataError, EchoError
+from echo.core.errors import DataError, EchoError, EngineError
 from echo.core.rollout import Group, PolicyVersion, Rollout
-from echo.engine.engine import Completion, Engine, Request, Sampling, VersionError, Watcher
+from echo.engine.engine import (
+    Completion,
+    Engine,
+    Request,
+    Sampling,
+    VersionError,
+    Watcher,
+    describe_nonfinite,
+)
 from echo.leases.partials import LeaseKey, key_of
 from echo.roles.worker import Worker
 from echo.runtime.node import Node
 from echo.runtime.threads import Pool, Threads
 from echo.tasks.task import Example
-from echo.tasks.tokenization import decode, render_messages
+from echo.tasks.tokenization import UNUSABLE, decode, render_messages
 from echo.wire.messages import Lease
 
 # --- The engine as one caller after the other sees it: one request in, one completion out ---
@@ -81,10 +89,13 @@ class CallSampler:
         """
         if self._engine.is_continuous:
             [completion] = await self._generate([request], sampling, bounds)
-            return completion
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(_Waiting(request, sampling, bounds, answer))
-        return await answer
+        else:
+            answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+            self._queue.put_nowait(_Waiting(request, sampling, bounds, answer))
+            completion = await answer
+        if completion.finish_reason == "nonfinite":
+            raise EngineError(describe_nonfinite(completion))
+        return completion
 
     async def run(self) -> None:
         """Answer what waits, all that are sampled alike at once, the oldest first."""
@@ -558,9 +569,6 @@ class Dialogue:
 
 SEGMENT_TOKENS = 16
 """Tokens between two pieces of a streamed answer."""
-
-UNUSABLE = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError)
-"""What tokenizers and chat templates raise on messages that they were not made for."""
 
 VERSION_POLL_S = 0.05
 """Seconds between two looks at which version is installed."""

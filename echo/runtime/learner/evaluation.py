@@ -14,11 +14,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from echo.core.rollout import PolicyVersion
-from echo.engine.engine import NOBODY, Engine, Request, Sampling, Watcher
+from echo.engine.engine import (
+    NOBODY,
+    Engine,
+    Request,
+    Sampling,
+    Watcher,
+    describe_nonfinite,
+)
 from echo.runtime.episodes import EpisodeRunner, Opening
 from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example
 from echo.tasks.tokenization import TextCodec
+from echo.wire.messages import BAD_LOGPROBS
 
 if TYPE_CHECKING:
     from echo.engine.weights import Weights
@@ -134,6 +142,10 @@ class Evaluator:
         for (example, _), completion in zip(self._prompts, completions, strict=True):
             if watcher.should_stop():
                 return None
+            if completion.finish_reason == "nonfinite":
+                why = describe_nonfinite(completion)
+                rewards.append(RewardError(why, reason=BAD_LOGPROBS))
+                continue
             text = self._text.decode(completion.token_ids.tolist())
             try:
                 rewards.append(self._host.score(example, text))

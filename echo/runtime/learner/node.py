@@ -32,12 +32,20 @@ from typing import TYPE_CHECKING, Protocol
 from echo.algo.staleness import BoundDecision, ControlSettings, Signals, StalenessController
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
-from echo.core.errors import EngineError, LocalProtocolError, StorageError, TransportError
+from echo.core.errors import (
+    DataError,
+    EchoError,
+    EngineError,
+    LocalProtocolError,
+    StorageError,
+    TransportError,
+)
 from echo.core.metrics import Snapshot
 from echo.core.rollout import Group, PolicyVersion
 from echo.core.units import format_duration
 from echo.engine.engine import Watcher, is_out_of_memory
 from echo.leases.scheduler import (
+    NO_FAULT,
     Obstacle,
     RecordCancel,
     RecordEnd,
@@ -72,10 +80,12 @@ from echo.train.step import StepError
 from echo.weights.schedule import PublishPace
 from echo.wire.actions import Action, Note
 from echo.wire.codec import encode_group
+from echo.wire.messages import BAD_LOGPROBS
 
 if TYPE_CHECKING:
     from echo.train.attribution import Attribution
     from echo.train.ranks import AnyTrainer
+    from echo.weights.manifest import Manifest
 
 
 Row = Mapping[str, float | Mapping[str, float]]
@@ -234,7 +244,11 @@ class LearnerRewards:
             RewardError: if the task's code fails.
         """
         texts = [self._text.decode(rollout.token_ids.tolist()) for rollout in group.rollouts]
-        return list(self._host.score_all(self._examples.example(group.group_id), texts))
+        try:
+            example = self._examples.example(group.group_id)
+        except DataError as error:  # though it had one when the group was granted
+            raise RewardError(str(error)) from error
+        return list(self._host.score_all(example, texts))
 
 
 # --- Waiting for a batch: ask again, say why, give up at last ---
@@ -346,6 +360,41 @@ class BatchWait:
             "nothing can be granted%s: %s; waiting for %s",
             how_long, what, self._role.describe_wait(),
         )  # fmt: skip
+
+
+# --- Weights that hold NaN ---
+#
+# A worker whose model gives no probabilities says so, ends the group and lives on. Only the learner
+# can tell whether its weights are at fault, for which it looks once through the version that is
+# out. Then nobody will ever sample again, so the run ends there, and they are not saved (again).
+
+
+def describe_bad_weights(
+    names: list[str], manifest: Manifest, sampled: PolicyVersion | None, config: Config
+) -> str:
+    """Say which weights hold NaN, since when, and what to do.
+
+    Args:
+        names: of the tensors, at least one.
+        manifest: of the version that was looked through.
+        sampled: the newest version that has sampled a whole group since this learner began, if any.
+        config: the learner's.
+    """
+    version = manifest.version
+    what = (
+        f"{version} of {config.model.name}, in {config.model.dtype}, has NaN or infinity in "
+        f"{len(names)} of {len(manifest.tensors)} tensors, such as {names[0]}: nothing can be "
+        "sampled from it"
+    )
+    if sampled is not None:
+        what += f". {sampled} is the newest version that has sampled a whole group"
+    if not version.step:
+        return f"{what}; start from other weights (model.name, learner.init_from)"
+    latest = config.run_dir / "checkpoints" / "latest"
+    return (
+        f"{what}. Write the name of a checkpoint before {version} into {latest} and continue with "
+        "--resume, perhaps at a lower optimizer.learning_rate"
+    )
 
 
 REFRESH_S = 0.25
@@ -467,7 +516,12 @@ class LearnerNode(Node):
         # Until then nodes of this run may be out there and dial, as after a crash.
         self._missing_until = -math.inf
         # Why the run cannot go on, where it cannot.
-        self._failure: RewardError | None = None
+        self._failure: EchoError | None = None
+        # Whether the weights may be why nothing can be sampled; what was looked through for that
+        # last, and what has sampled.
+        self._is_in_doubt = self._has_bad_weights = False
+        self._examined: PolicyVersion | None = None
+        self._sampled: PolicyVersion | None = None
         self._is_work_over = asyncio.Event()
 
     def release(self) -> None:
@@ -523,6 +577,13 @@ class LearnerNode(Node):
                 self._ledger.append(record_of(action, step=self.role.step))
                 if isinstance(action, RecordEnd) and action.worker_id:
                     cause = f"group {action.group_id} on {action.worker_id}: {action.cause}"
+                    self._progress.failed(action.reason, cause)
+                    self._tell_if_zero_signal()
+                    if action.reason == BAD_LOGPROBS:
+                        self._is_in_doubt = True
+                        self.wake()
+                elif isinstance(action, RecordRefusal) and action.reason not in NO_FAULT:
+                    cause = f"group {action.group_id} on {action.worker_id}: its result was refused"
                     self._progress.failed(action.reason, cause)
                     self._tell_if_zero_signal()
             case StoreGroup() | RecordGrant() | RecordCancel() | RecordRefusal() | RecordEnd():
@@ -621,6 +682,7 @@ class LearnerNode(Node):
             await self._disk_pool.run(self._ledger.sync)
             for group in groups:
                 self._buffer.put(group)
+                self._sampled = max(self._sampled or group.versions[-1], group.versions[-1])
                 self._progress.accepted(group, now=self.now)
                 stored = self.role.stored(group.group_id, is_useful=True, now=self.now)
                 self.perform(stored)
@@ -754,6 +816,11 @@ class LearnerNode(Node):
         text = f"step {step + 1} failed: {error}; ended without training: group {names}"
         self.log.warning("%s", text, exc_info=error.__cause__)
         if self._num_failed_steps >= MAX_FAILED_STEPS:
+            if error.reason == "nonfinite_gradient":
+                await self._encoded_versions.wait()
+                found = await self._find_bad_weights(await self._make_present())
+                if found:
+                    raise StepError(found, reason=error.reason) from error
             raise StepError(
                 f"{self._num_failed_steps} steps in a row failed, the last because {error}; the "
                 "groups have ended, the run is saved, and --resume goes on with others",
@@ -779,6 +846,12 @@ class LearnerNode(Node):
                 # There is room in the buffer again.
                 self.perform(self.role.grant(now=self.now))
                 return groups
+            if self.role.prompt_fault is not None:
+                self._failure = self.role.prompt_fault
+                return None
+            if self._is_in_doubt and (found := await self._examine_published()):
+                self._failure = EngineError(found)
+                return None
             if self._is_zero_signal:
                 failing = self._progress.describe_failing(self.role.step)
                 if failing is None:
@@ -798,7 +871,33 @@ class LearnerNode(Node):
         if obstacle == "outdated" and self._published_step != self.role.step:
             await self._publish()
             self._progress.begin("", now=self.now)
+        if obstacle == "no_weights":
+            stats = [member.stats for member in self.role.roster.members("worker")]
+            self._is_in_doubt |= any(each.refused.get("engine/installs_failed") for each in stats)
         self.perform(self.role.grant(now=self.now))
+
+    async def _examine_published(self) -> str:
+        """Look once through the version that is out; return what is wrong with it, if anything."""
+        self._is_in_doubt, publication = False, self._published
+        if publication is None or publication.manifest.version == self._examined:
+            return ""
+        self._examined = publication.manifest.version
+        found = await self._find_bad_weights(publication)
+        if not found:
+            text = "the weights of %s are finite: what cannot sample from them is at fault itself"
+            self.log.warning(text, self._examined)
+        return found
+
+    async def _find_bad_weights(self, publication: Publication) -> str:
+        """Return what is wrong with weights that hold NaN; nothing if they hold none."""
+        # Only here: a simulated learner has no torch.
+        from echo.engine.weights import find_nonfinite
+
+        names = await self._model_pool.run(lambda: find_nonfinite(publication.tensors()))
+        if not names:
+            return ""
+        self._has_bad_weights = True
+        return describe_bad_weights(names, publication.manifest, self._sampled, self._config)
 
     def _discard_unusable(self) -> None:
         step = self.role.step
@@ -864,9 +963,12 @@ class LearnerNode(Node):
 
     async def _evaluate_present(self) -> None:
         """Evaluate the present weights, as where a run ends before its last step."""
+        await self._evaluate(await self._make_present())
+
+    async def _make_present(self) -> Publication:
+        """Return the present weights as a version that is not published."""
         version = PolicyVersion(self.role.lineages[-1].lineage, self.role.step)
-        publication = await self._model_pool.run(self.make_version, version)
-        await self._evaluate(publication)
+        return await self._model_pool.run(self.make_version, version)
 
     # --- checkpoints and the end -----------------------------------------------------------------
 
@@ -874,7 +976,7 @@ class LearnerNode(Node):
         """Save the whole state; a full disk is reported and survived."""
         role, checkpoints = self.role, self._opened.checkpoints
         lineage, step, now = role.lineages[-1].lineage, role.step, self.now
-        if checkpoints.saved_step == step:
+        if checkpoints.saved_step == step or self._has_bad_weights:
             return
         self._progress.begin("saving a checkpoint", now=self.now)
 
@@ -930,8 +1032,8 @@ class LearnerNode(Node):
             ", workers wait for it" if self.role.roster.members("worker") else "",
         )  # fmt: skip
 
-    async def _give_up(self, failure: RewardError) -> None:
-        """Save, so that --resume goes on once the task is mended, tell every node, and fail."""
+    async def _give_up(self, failure: EchoError) -> None:
+        """Save, so that --resume goes on once the cause is mended, tell every node, and fail."""
         await self._close_records()
         self.display()
         await self._tell_end("groups cannot be finished, see the learner's log")

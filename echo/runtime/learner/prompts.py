@@ -6,7 +6,9 @@ by whichever process, has the same prompt as before.
 
 from __future__ import annotations
 
+import operator
 import random
+import reprlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,7 +47,7 @@ class PromptSource:
         self._task = task
         self._text = text
         self._seed = seed
-        self._num_examples = task.num_examples(split="train")
+        self._num_examples = self._count("train")
         self._hides_answers = hides_answers
         self._cache: OrderedDict[int, Lease] = OrderedDict()
         self._epoch = -1
@@ -91,12 +93,29 @@ class PromptSource:
         return self._example(self._index(group_id), "train")
 
     def _example(self, index: int, split: str) -> Example:
-        with _naming(f"{type(self._task).__name__}.example({index}, split={split!r})"):
-            return self._task.example(index, split=split)
+        where = f"{type(self._task).__name__}.example({index}, split={split!r})"
+        with _naming(where):
+            example = self._task.example(index, split=split)
+        if not isinstance(example, Example):
+            raise DataError(
+                f"{where} returned {reprlib.repr(example)}; it must return an "
+                "echo.tasks.task.Example"
+            )
+        return example
+
+    def _count(self, split: str) -> int | None:
+        """Return how many examples a split has; None if there is no end."""
+        where = f"{type(self._task).__name__}.num_examples(split={split!r})"
+        with _naming(where):
+            number = self._task.num_examples(split=split)
+            number = None if number is None else operator.index(number)
+        if number is not None and number < 0:
+            raise DataError(f"{where} returned {number}; it must be at least 0, or None for no end")
+        return number
 
     def heldout(self, num_prompts: int) -> list[tuple[Example, list[int]]]:
         """Return the held-out examples of an evaluation with their token ids, always the same."""
-        num_examples = self._task.num_examples(split="heldout")
+        num_examples = self._count("heldout")
         if num_examples is not None:
             num_prompts = min(num_prompts, num_examples)
         examples = [self._example(index, "heldout") for index in range(num_prompts)]
@@ -116,16 +135,16 @@ class PromptSource:
         if self._hides_answers:
             # A source may be a name that tells the answer, so that stays here, too.
             example = Example(index=example.index, split=example.split, prompt="")
-        lease = Lease(
-            group_id=group_id,
-            attempt=attempt,
-            seed=self._seed_of(group_id, attempt),
-            prompt_ids=prompt_ids,
-            example=asdict(example),
-        )
         try:
+            lease = Lease(
+                group_id=group_id,
+                attempt=attempt,
+                seed=self._seed_of(group_id, attempt),
+                prompt_ids=prompt_ids,
+                example=asdict(example),
+            )
             num_bytes = len(msgspec.msgpack.encode(lease))
-        except (OverflowError, TypeError, UnicodeEncodeError) as error:
+        except (OverflowError, TypeError, ValueError, RecursionError) as error:
             raise DataError(
                 f"example {example.index} cannot be sent to a worker: {error}; its fields may "
                 "hold text, lists, tables and numbers of 64 bits"

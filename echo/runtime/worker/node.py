@@ -23,7 +23,15 @@ from echo.core.errors import ConfigError, EngineError, LocalProtocolError, Stora
 from echo.core.extras import install_command
 from echo.core.metrics import WorkerView
 from echo.core.rollout import PolicyVersion
-from echo.engine.engine import Completion, Engine, Request, Sampling, VersionError, Watcher
+from echo.engine.engine import (
+    Completion,
+    Engine,
+    Request,
+    Sampling,
+    VersionError,
+    Watcher,
+    describe_nonfinite,
+)
 from echo.engine.weights import tensors_from_image
 from echo.leases.partials import PartialGroup, PartialRules
 from echo.net.transport import Transport
@@ -74,7 +82,9 @@ class WorkerParts:
     sampling: Sampling
     group_size: int
     max_prompt_tokens: int
-    """Longest prompt that leaves room for a completion in the model's window."""
+    """Longest prompt that leaves room for a completion."""
+    prompt_bound: str = "the model's window"
+    """What leaves no more: the model's window, or this worker's memory."""
     groups_per_batch: int
     """Groups that the engine holds at one time."""
     rules: PartialRules
@@ -101,6 +111,7 @@ class WorkerParts:
             num_versions=self.engine.num_versions,
             sampler=sampler if self.agents is None else "agents",
             max_prompt_tokens=self.max_prompt_tokens,
+            prompt_bound=self.prompt_bound,
             max_completion_tokens=self.sampling.max_completion_tokens,
             rules=self.rules,
         )
@@ -371,6 +382,10 @@ class WorkerNode(DialingNode):
 
         def extend(completion: Completion) -> None:
             group, index = members[completion.request_id]
+            if completion.finish_reason == "nonfinite":
+                why = describe_nonfinite(completion)
+                self.perform(role.spoilt(group, why, now=self.now))
+                return
             longer = list(group.members)
             longer[index] = longer[index].extended(
                 completion.token_ids,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import logging
 import sys
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import Any
 from echo.config.load import apply_inherited, check_inherited, keys_set_by_user
 from echo.config.memory import read_machine
 from echo.config.schema import Config, VllmSection
-from echo.core.errors import ConfigError, StorageError
+from echo.core.errors import ConfigError, EngineError, StorageError
 from echo.core.rollout import MAX_UNACKED_GROUPS
 from echo.engine.engine import Engine
 from echo.engine.hf.engine import TransformersEngine
@@ -177,11 +178,13 @@ def build_parts(
     engine = make_engine(config, model_dir, lora)
     max_new = config.sampling.max_completion_tokens
     window = min(context_window(model_dir), engine.window or sys.maxsize)
-    prompt_tokens = min(max(1, window - max_new), 1024)
+    in_window = max(1, window - max_new)
+    prompt_tokens = min(in_window, 1024)
     num_rollouts = min(
         engine.max_concurrent_rollouts(prompt_tokens, max_new),
         config.worker.max_concurrent_rollouts or DEFAULT_MAX_CONCURRENT_ROLLOUTS,
     )
+    in_memory = longest_prompt(engine, in_window, max_new)
     agents = None
     if config.agent.listen is not None:
         agents = _agent_parts(
@@ -195,7 +198,8 @@ def build_parts(
         decode=text.decode,
         sampling=make_sampling(config, stop_ids),
         group_size=config.batch.group_size,
-        max_prompt_tokens=max(1, window - max_new),
+        max_prompt_tokens=in_memory,
+        prompt_bound="the model's window" if in_memory == in_window else "this worker's memory",
         groups_per_batch=max(1, num_rollouts // config.batch.group_size),
         rules=make_rules(config),
         partials_path=node_dir / "partials.bin",
@@ -204,6 +208,19 @@ def build_parts(
         agents=agents,
         digests=model_digests(config, model_dir, template) | task.digests,
     )
+
+
+def longest_prompt(engine: Engine, most: int, max_completion_tokens: int) -> int:
+    """Return the length of the longest prompt, at most `most`, whose rollout memory holds."""
+
+    def is_too_long(num_tokens: int) -> bool:
+        try:
+            engine.max_concurrent_rollouts(num_tokens, max_completion_tokens)
+        except EngineError:
+            return True
+        return False
+
+    return bisect.bisect_left(range(1, most + 1), True, key=is_too_long)
 
 
 def inherit(config: Config, settings: Mapping[str, Any], node_dir: Path) -> Config:
