@@ -756,7 +756,8 @@ def check_inherited(
         own[_TEMPLATE] = _template_text(config)
     return [
         f"{config.sources.get(key, 'configuration')}: {key} = {_brief(own[key])} contradicts the "
-        f"learner, which uses {_brief(settings[key])}; remove it here, a worker gets it from there"
+        f"learner, which uses {_brief(settings[key])}; remove it here, or start without "
+        "--config: a worker gets it from there"
         for key in inherited_keys()
         if key in keys_set_by_user
         and key in own

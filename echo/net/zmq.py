@@ -1493,11 +1493,19 @@ class ZmqTransport(Transport):
         """Return a socket for bulk connections: at the port wanted, or any other one."""
         for port in (wanted, 0):
             with contextlib.suppress(TransportError):
-                return await bound_socket(
+                bound = await bound_socket(
                     format_address(host, port),
                     self._congestion_control,
                     warns=False,
                 )
+                if wanted and not port:
+                    _log.warning(
+                        "port %d is taken, at which weights would go out: they do at port %d; open "
+                        "that one, or free the other and start again",
+                        wanted,
+                        bound.getsockname()[1],
+                    )
+                return bound
         return None
 
     def listen(self) -> None:

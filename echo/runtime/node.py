@@ -666,6 +666,25 @@ def advertised(listen: str | None, advertise: str | None) -> str | None:
     return listen
 
 
+def warn_of_wildcard(
+    role: str, listen: str | None, advertise: str | None, *, log: logging.Logger
+) -> None:
+    """Say that a relay or worker listens where nobody can be told to dial.
+
+    Args:
+        role: "relay" or "worker".
+        listen: the transport's address.
+        advertise: what others are told, of `advertised`.
+        log: where to say it.
+    """
+    if listen is not None and advertise is None:
+        log.warning(
+            "%s.listen is a wildcard and %s.advertise is not set: nobody can be told to fetch "
+            "weights from here; set it to the address at which others reach this %s",
+            *3 * (role,),
+        )
+
+
 def node_settings(
     config: Config, role: str, *, node_id: str, advertise: str | None, max_image_bytes: int
 ) -> NodeSettings:

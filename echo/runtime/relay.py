@@ -88,11 +88,13 @@ def assemble_relay(
     """Join a relay on a transport that has been started; otherwise as `build_relay`."""
     section, events = config.relay, events or EventLog()
     node_id = node.node_name("relay", section.name)
+    advertise = node.advertised(transport.listen_address, section.advertise)
+    node.warn_of_wildcard("relay", transport.listen_address, advertise, log=log)
     settings = node.node_settings(
         config,
         "relay",
         node_id=node_id,
-        advertise=node.advertised(transport.listen_address, section.advertise),
+        advertise=advertise,
         max_image_bytes=int(node.MAX_IMAGE_SHARE * read_machine().host_bytes),
     )
     version_store = open_store(config.network.store_dir, config.network.store_bytes)

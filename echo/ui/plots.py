@@ -194,15 +194,15 @@ def _draw_staleness(
         axes.axvline(max_staleness + 0.5, color="#c44e52", linestyle=":", linewidth=1.5)
         axes.annotate(
             f"bound S = {max_staleness}",
-            (max_staleness + 0.45, 0.97),
+            (max_staleness + 0.55, 0.97),
             xycoords=("data", "axes fraction"),
             rotation=90,
-            ha="right",
+            ha="left",
             va="top",
             fontsize=8,
             color="#c44e52",
         )
-    axes.set_xlim(-0.6, largest + 0.8)
+    axes.set_xlim(-0.6, largest + 1.1)  # room for the bound's name
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 

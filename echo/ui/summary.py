@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -379,7 +380,7 @@ def _next_commands(run_dir: Path, config: MetricsRow) -> list[str]:
     return [
         f"{learner} \\\n  --resume --set run.max_steps={2 * max_steps}",
         f"{learner} \\\n  --set run.name={name} --set sync.max_staleness={other_bound}",
-        f'python -c "from transformers import {auto}\n{load}"',
+        f'{shlex.quote(sys.executable)} -c "from transformers import {auto}\n{load}"',
     ]
 
 

@@ -333,7 +333,9 @@ def test_what_cannot_have_a_bulk_connection_goes_over_the_link(
     assert SERVER.secret.hex() not in caplog.text
 
 
-def test_the_bulk_port_follows_the_listeners_own(run: Run) -> None:
+def test_the_bulk_port_follows_the_listeners_own(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario() -> None:
         for _ in range(20):  # until neither port is taken by somebody else
             with socket.create_server(("127.0.0.1", 0)) as server:
@@ -348,6 +350,9 @@ def test_the_bulk_port_follows_the_listeners_own(run: Run) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1] - transport_of_zmq.BULK_PORT_OFFSET
             async with opened(f"tcp://127.0.0.1:{port}", LEARNER) as second:
-                assert second._bulk_port not in (0, server.getsockname()[1])
+                taken = server.getsockname()[1]
+                assert second._bulk_port not in (0, taken)
+                assert f"port {taken} is taken" in caplog.text
+                assert f"they do at port {second._bulk_port}" in caplog.text
 
     run(scenario())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 
 import pytest
@@ -31,6 +32,22 @@ def test_only_an_address_that_others_can_dial_is_told(
     listen: str | None, advertise: str | None, expected: str | None
 ) -> None:
     assert node.advertised(listen, advertise) == expected
+
+
+@pytest.mark.parametrize(
+    ("listen", "advertise", "is_told"),
+    [
+        ("tcp://0.0.0.0:7701", None, True),
+        ("tcp://0.0.0.0:7701", "tcp://a:1", False),
+        (None, None, False),
+    ],
+)
+def test_a_listener_that_nobody_can_be_told_of_is_said(
+    listen: str | None, advertise: str | None, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = logging.getLogger("test.wildcard")
+    node.warn_of_wildcard("relay", listen, node.advertised(listen, advertise), log=log)
+    assert ("relay.advertise is not set" in caplog.text) == is_told
 
 
 def test_a_name_is_the_users_or_unique() -> None:

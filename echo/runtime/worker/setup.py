@@ -116,11 +116,13 @@ def assemble_worker(
             "tokenizer and weights; --set model.name=... names a copy of its own",
             config.model.name,
         )
+    advertise = wiring.advertised(transport.listen_address, section.advertise)
+    wiring.warn_of_wildcard("worker", transport.listen_address, advertise, log=log)
     settings = wiring.node_settings(
         config,
         "worker",
         node_id=node_id,
-        advertise=wiring.advertised(transport.listen_address, section.advertise),
+        advertise=advertise,
         max_image_bytes=int(wiring.MAX_IMAGE_SHARE * read_machine().host_bytes),
     )
     version_store = open_store(network.store_dir, network.store_bytes)
