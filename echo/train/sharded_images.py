@@ -370,8 +370,10 @@ class NearRank:
     ) -> list[CodedBlock]:
         """Return blocks coded, as `code_block` does."""
         number = None if base is None else self._number(base)
-        told = self._ask(AskedBlocks(self._number(image), number, tuple(blocks)))
-        if told is None or number == 0:
+        told = None
+        if number != 0:  # of memory that is this process's alone the other could make nothing
+            told = self._ask(AskedBlocks(self._number(image), number, tuple(blocks)))
+        if told is None:
             return [code_block(base, image, block) for block in blocks]
         return _coded_decoder.decode(told)
 

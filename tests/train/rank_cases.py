@@ -544,6 +544,8 @@ def publish(
     if helper_dies and is_last:
         sharded_images.code_block = None  # type: ignore[assignment]
         threading.excepthook = lambda _: None
+    if not (helper_dies or crew.ranks.rank):  # the others do their share: rank 0 cannot for them
+        sharded_images.code_block = sharded_images.hash_chunks = None  # type: ignore[assignment]
     tempfile.tempdir = "/" + 100 * "x"  # as a scheduler makes them; too long for a socket's name
     publish_module.SEGMENT_BYTES = 16 * CHUNK_BYTES  # several segments of several blocks
     delta.BLOCK_BYTES = sharded_images.PIECE_BYTES = 2 * CHUNK_BYTES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from echo.core.errors import ConfigError
 from echo.engine.weights import INDEX_FILE
 from echo.train import ranks
 from echo.train.ranks import Beats, Launch, join
+from echo.train.sharded_images import NearRank, address_of
+from echo.weights.delta import WordBytes, code_block
+from echo.weights.manifest import hash_chunks
 from tests.runtime.families import SMALL, save_family
 from tests.train import rank_cases
 from tests.train.forked_ranks import run_on_ranks
@@ -325,6 +329,18 @@ def test_a_rank_that_fails_ends_the_job_with_its_name(
     assert answer.found["after_s"] < 15
     if how != "killed":  # which shows at once, and as silence after a while
         assert bool(answer.found["silent"]) == (how == "stopped")
+
+
+def test_a_rank_is_not_asked_for_what_it_does_not_see() -> None:
+    asking, asked = Pipe()
+    image, base = memoryview(bytearray(b"new words")), memoryview(bytearray(b"old words"))
+    rank = NearRank(asking, {address_of(image): 1})
+    block: tuple[int, int, WordBytes] = (0, len(image), 1)
+    assert rank.code(image, base, [block]) == [code_block(base, image, block)]
+    assert rank.hash(base, 4, range(3), b"") == hash_chunks(base, 4, range(3))
+    assert not asked.poll()
+    asked.close()
+    assert rank.code(image, None, [block]) == [code_block(None, image, block)]
 
 
 def test_rows_that_do_not_come_end_the_job_at_the_next_step(
