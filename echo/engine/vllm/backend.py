@@ -39,7 +39,7 @@ from echo.engine.engine import FinishReason, VersionSlot, describe_error
 from echo.engine.lora import Lora, write_adapter
 from echo.engine.vllm.places import save_changes
 from echo.engine.vllm.plugin import VARIABLE, count_kills
-from echo.engine.weights import TensorChange, save_safetensors
+from echo.engine.weights import WEIGHTS_FILE, TensorChange, Weights, save_safetensors
 
 # --- contract -------------------------------------------------------------------------------------
 #
@@ -110,17 +110,16 @@ class BackendOutput:
     """[P - 1] of the prompt's tokens after the first; empty if they were not asked for."""
 
 
+HandedOver = Weights | Sequence[TensorChange]
+"""All weights, or what has changed of those that vLLM has."""
+
+
 class Backend(abc.ABC):
     """A running vLLM; its methods may be called from any thread."""
 
     facts: Facts
     death: Death | None = None
     """Set once it is known to have died, or was given up."""
-
-    @property
-    @abc.abstractmethod
-    def is_dead(self) -> bool:
-        """Whether it has died or was given up."""
 
     @abc.abstractmethod
     def submit(
@@ -153,24 +152,18 @@ class Backend(abc.ABC):
         """Return the tokens so far of every request that runs."""
 
     @abc.abstractmethod
-    def update(
-        self,
-        update_info: Mapping[str, str],
-        tag: str,
-        *,
-        clears_cache: bool,
-        is_patch: bool = False,
-    ) -> None:
-        """Pause, take the weights over, tag what follows, and go on; bounded in time.
+    def update(self, weights: HandedOver, tag: str, *, clears_cache: bool) -> None:
+        """Pause, take weights over, tag what follows, and go on; bounded in time.
 
         Args:
-            update_info: where the weights are, for `transfer`.
+            weights: all of them, or what has changed of them; see `why_unplaced`.
             tag: not used before.
             clears_cache: whether keys and values are thrown away and computed anew.
-            is_patch: whether only what has changed lies there; see `why_unplaced`.
 
         Raises:
+            EngineWasDeadError: if it has died before.
             EngineDeadError: if that fails at any point; the engine is of no use any more.
+            EngineError: if there is no space to hand them over; nothing has changed then.
         """
 
     @abc.abstractmethod
@@ -178,7 +171,8 @@ class Backend(abc.ABC):
         """Return why vLLM takes whole versions only; nothing if it takes patches.
 
         Raises:
-            EngineDeadError: if it has died.
+            EngineWasDeadError: if it has died before.
+            EngineDeadError: if it does not answer.
         """
 
     @abc.abstractmethod
@@ -245,6 +239,19 @@ def num_sampled(output_processor: Any) -> dict[str, int]:
     """Return the tokens so far of every request, from vLLM's bookkeeping in this process."""
     states = list(output_processor.request_states.values())
     return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
+
+
+def update_calls(weights: HandedOver, where: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
+    """Return what vLLM's workers are called to take weights over: methods and their arguments.
+
+    Args:
+        weights: that are handed over.
+        where: they lie, as `transfer.TransferUpdate` has it.
+    """
+    info = {"update_info": dict(where)}
+    if isinstance(weights, Mapping):
+        return [("start_weight_update", {}), ("update_weights", info), ("finish_weight_update", {})]
+    return [("patch_weights", info)]
 
 
 def read_facts(vllm_config: Any) -> Facts:
@@ -356,16 +363,15 @@ class InlineBackend(Backend):
             job()
 
     def _resolve(self, output: Any) -> None:
-        future = self._futures.pop(output.request_id, None)
-        if future is not None and not future.done():
+        if (future := self._pop(output.request_id)) is not None:
             future.set_result(read_output(output))
 
-    # --- other threads ---------------------------------------------------------------------------
+    def _pop(self, request_id: str) -> Future[BackendOutput] | None:
+        """Return the future of a request for the caller alone to end; None if it has ended."""
+        with self._lock:
+            return self._futures.pop(request_id, None)
 
-    @property
-    def is_dead(self) -> bool:
-        """Whether it has died or was given up."""
-        return self.death is not None
+    # --- other threads ---------------------------------------------------------------------------
 
     def submit(
         self,
@@ -386,7 +392,7 @@ class InlineBackend(Backend):
                     request_id, dict(prompt), params, lora_request=adapter, priority=priority
                 )
             except Exception as error:  # noqa: BLE001 -- the request's fault, and its answer
-                if self._futures.pop(request_id, None) is not None:  # not given up meanwhile
+                if self._pop(request_id) is not None:  # not given up meanwhile
                     future.set_exception(error)
 
         with self._lock:
@@ -417,24 +423,21 @@ class InlineBackend(Backend):
         """Return the tokens so far of every request that runs."""
         return num_sampled(self._engine.output_processor)
 
-    def update(
-        self,
-        update_info: Mapping[str, str],
-        tag: str,
-        *,
-        clears_cache: bool,
-        is_patch: bool = False,
-    ) -> None:
-        """Swap weights between two steps."""
-        info = {"update_info": dict(update_info)}
-        update = self._patch if is_patch else self._load
+    def update(self, weights: HandedOver, tag: str, *, clears_cache: bool) -> None:
+        """Swap weights between two steps, taken from where they are."""
+        from echo.engine.vllm.transfer import HANDED_OVER
+
+        key = f"{id(self):x} {tag}"
+        HANDED_OVER[key] = weights
         try:
-            self._between_steps(lambda: self._swap(lambda: update(info), tag, clears_cache))
+            self._between_steps(lambda: self._swap(weights, key, tag, clears_cache))
         except EngineDeadError:
             raise
         except Exception as error:  # vLLM's layers raise anything; the model is now half updated
             self.die(f"the update failed: {type(error).__name__}: {error}")
             raise EngineDeadError(f"{type(error).__name__}: {error}") from error
+        finally:
+            del HANDED_OVER[key]
 
     def add_adapter(self, adapter: Any) -> None:
         """Load an adapter between two steps."""
@@ -478,21 +481,14 @@ class InlineBackend(Backend):
             self.die(reason)
             raise EngineDeadError(reason) from error
 
-    def _swap(self, update: Callable[[], object], tag: str, clears_cache: bool) -> None:
+    def _swap(self, weights: HandedOver, key: str, tag: str, clears_cache: bool) -> None:
         """Swap weights, in the engine's thread."""
         core = self._engine.engine_core.engine_core
         core.pause_scheduler("keep", clears_cache)
-        update()
+        for method, arguments in update_calls(weights, {"key": key}):
+            self._engine.collective_rpc(method, kwargs=arguments)
         self._engine.set_weight_version(tag)
         core.resume_scheduler()
-
-    def _load(self, info: Mapping[str, Any]) -> None:
-        self._engine.collective_rpc("start_weight_update")
-        self._engine.collective_rpc("update_weights", kwargs=info)
-        self._engine.collective_rpc("finish_weight_update")
-
-    def _patch(self, info: Mapping[str, Any]) -> None:
-        self._engine.collective_rpc("patch_weights", kwargs=info)
 
     def why_unplaced(self) -> str:
         """Ask vLLM's worker between two steps."""
@@ -507,8 +503,7 @@ class InlineBackend(Backend):
             self._futures.clear()
         self._jobs.put(None)
         for future in futures:
-            if not future.done():
-                future.set_exception(EngineDeadError(reason))
+            future.set_exception(EngineDeadError(reason))
 
     def close(self) -> None:
         """Stop the thread and the engine."""
@@ -516,75 +511,11 @@ class InlineBackend(Backend):
         self._thread.join(INLINE_CLOSE_TIMEOUT_S)
 
 
-# --- hand-over of weights -------------------------------------------------------------------------
+# --- hand-over by files ---------------------------------------------------------------------------
 
 
 MEMORY = Path("/dev/shm")
 """Where a file is memory that vLLM's processes can map."""
-
-
-def hand_over(
-    backend: Backend,
-    tensors: Mapping[str, Tensor],
-    tag: str,
-    *,
-    clears_cache: bool,
-    is_same_process: bool,
-) -> None:
-    """Have vLLM take all weights over; what it samples from then on has their tag.
-
-    Args:
-        backend: the running vLLM.
-        tensors: all weights.
-        tag: not used before.
-        clears_cache: whether keys and values are thrown away and computed anew.
-        is_same_process: whether vLLM runs in this process.
-
-    Raises:
-        EngineDeadError: if that fails at any point; the engine is of no use any more.
-        EngineError: if there is no space for the file; nothing has changed then.
-    """
-    if is_same_process:
-        from echo.engine.vllm.transfer import HANDED_OVER
-
-        key = f"{id(backend):x} {tag}"
-        HANDED_OVER[key] = tensors
-        try:
-            backend.update({"key": key}, tag, clears_cache=clears_cache)
-        finally:
-            del HANDED_OVER[key]
-        return
-    with _directory_in_memory() as directory:
-        save_safetensors(directory, tensors, max_shard_bytes=1 << 62)
-        [path] = directory.iterdir()
-        backend.update({"path": str(path)}, tag, clears_cache=clears_cache)
-
-
-def hand_over_changes(
-    backend: Backend,
-    changes: Sequence[TensorChange],
-    tag: str,
-    *,
-    clears_cache: bool,
-    is_same_process: bool,
-) -> None:
-    """Have vLLM take over what has changed of its weights, for which it has places.
-
-    Arguments and errors as for `hand_over`.
-    """
-    if is_same_process:
-        from echo.engine.vllm.transfer import CHANGES
-
-        key = f"{id(backend):x} {tag}"
-        CHANGES[key] = changes
-        try:
-            backend.update({"key": key}, tag, clears_cache=clears_cache, is_patch=True)
-        finally:
-            del CHANGES[key]
-        return
-    with _directory_in_memory() as directory:
-        path = save_changes(directory, changes)
-        backend.update({"path": str(path)}, tag, clears_cache=clears_cache, is_patch=True)
 
 
 def hand_over_adapter(
@@ -757,19 +688,13 @@ class ProcessBackend(Backend):
             raise EngineError(f"request {request_id}: vLLM gave no answer")
         return read_output(output)
 
-    async def _update(
-        self, update_info: Mapping[str, str], tag: str, clears_cache: bool, is_patch: bool
-    ) -> None:
-        engine, info = self._engine, {"update_info": dict(update_info)}
+    async def _swap(self, weights: HandedOver, path: Path, tag: str, clears_cache: bool) -> None:
+        engine = self._engine
         # Not `pause_generation`, which sleeps for 20 ms so that outputs come before it returns.
         pause = engine.engine_core.pause_scheduler_async
         await self._bounded(pause(mode="keep", clear_cache=clears_cache))
-        if is_patch:
-            await self._bounded(engine.collective_rpc("patch_weights", kwargs=info))
-        else:
-            await self._bounded(engine.collective_rpc("start_weight_update"))
-            await self._bounded(engine.collective_rpc("update_weights", kwargs=info))
-            await self._bounded(engine.collective_rpc("finish_weight_update"))
+        for method, arguments in update_calls(weights, {"path": str(path)}):
+            await self._bounded(engine.collective_rpc(method, kwargs=arguments))
         await self._bounded(engine.update_weight_version(tag))
         await self._bounded(engine.resume_generation())
 
@@ -787,8 +712,7 @@ class ProcessBackend(Backend):
     # --- other threads ---------------------------------------------------------------------------
 
     @property
-    def is_dead(self) -> bool:
-        """Whether it has died or was given up."""
+    def _is_dead(self) -> bool:
         return self.death is not None or bool(self._engine.errored)
 
     def submit(
@@ -815,62 +739,64 @@ class ProcessBackend(Backend):
         """Return the tokens so far of every request that runs."""
         return num_sampled(self._engine.output_processor)
 
-    def update(
-        self,
-        update_info: Mapping[str, str],
-        tag: str,
-        *,
-        clears_cache: bool,
-        is_patch: bool = False,
-    ) -> None:
-        """Swap weights while generation is paused."""
-        self._see_through(self._update(update_info, tag, clears_cache, is_patch))
+    def update(self, weights: HandedOver, tag: str, *, clears_cache: bool) -> None:
+        """Swap weights while generation is paused, taken from a file in memory."""
+        with _directory_in_memory() as directory:
+            if isinstance(weights, Mapping):
+                save_safetensors(directory, weights, max_shard_bytes=1 << 62)
+                path = directory / WEIGHTS_FILE
+            else:
+                path = save_changes(directory, weights)
+            self._see_through(lambda: self._swap(weights, path, tag, clears_cache))
 
     def why_unplaced(self) -> str:
         """Ask vLLM's workers between two steps."""
-        asked = self._bounded(self._engine.collective_rpc("why_unplaced"))
-        return next(filter(None, self._see_through(asked)), "")
+        found: list[str] = self._see_through(
+            lambda: self._bounded(self._engine.collective_rpc("why_unplaced"))
+        )
+        return next(filter(None, found), "")
 
-    def _see_through(self, update: Coroutine[Any, Any, T]) -> T:
+    def add_adapter(self, adapter: Any) -> None:
+        """Load an adapter between two steps."""
+        self._see_through(lambda: self._bounded(self._engine.add_lora(adapter)), may_refuse=True)
+
+    def remove_adapter(self, serial: int) -> None:
+        """Unload an adapter between two steps."""
+        self._see_through(lambda: self._bounded(self._engine.remove_lora(serial)), may_refuse=True)
+
+    def _see_through(
+        self, ask: Callable[[], Coroutine[Any, Any, T]], *, may_refuse: bool = False
+    ) -> T:
+        """Have the loop ask vLLM something, and return its answer; bounded in time.
+
+        Raises:
+            EngineWasDeadError: if it has died before.
+            EngineDeadError: if it dies, is silent, or fails; it may be half updated then.
+            EngineError: if it fails where it `may_refuse`.
+        """
         try:
-            return self._post(update).result(6 * TIMEOUT_S)
-        except Exception as error:  # vLLM's processes raise anything; they are half updated
+            return self._post(ask()).result(6 * TIMEOUT_S)
+        except Exception as error:  # vLLM's processes raise anything
             is_late = isinstance(error, TimeoutError)
             why = f"no answer in {TIMEOUT_S:g} s" if is_late else self._why(error)
+            if may_refuse and not (is_late or self._is_dead):
+                raise EngineError(f"vLLM refuses the adapter: {why}") from error
             reason = f"the update failed: {why}"
             self.die(reason)
             raise EngineDeadError(reason) from error
 
-    def add_adapter(self, adapter: Any) -> None:
-        """Load an adapter between two steps."""
-        self._change_adapters(self._engine.add_lora(adapter))
-
-    def remove_adapter(self, serial: int) -> None:
-        """Unload an adapter between two steps."""
-        self._change_adapters(self._engine.remove_lora(serial))
-
-    def _change_adapters(self, change: Awaitable[object]) -> None:
-        try:
-            self._post(self._bounded(change)).result(2 * TIMEOUT_S)
-        except Exception as error:  # vLLM's processes raise anything
-            is_late = isinstance(error, TimeoutError)
-            why = f"no answer in {TIMEOUT_S:g} s" if is_late else self._why(error)
-            if not (is_late or self.is_dead):
-                raise EngineError(f"vLLM refuses the adapter: {why}") from error
-            self.die(why)
-            raise EngineDeadError(why) from error
-
     def die(self, reason: str) -> None:
         """Fail every request."""
         self.death = self.death or Death(reason, len(self._tasks))
-        self._loop.call_soon_threadsafe(self._cancel_all)
+        if True:
+            self._loop.call_soon_threadsafe(self._cancel_all)
 
     def _cancel_all(self) -> None:
         for task in list(self._tasks):
             task.cancel()
 
     def close(self) -> None:
-        """End vLLM's processes and our thread."""
+        """End vLLM's processes and our thread; a second call changes nothing."""
         self.die("the engine is closed")
         try:
             self._post(self._shut_down()).result(CLOSE_TIMEOUT_S)

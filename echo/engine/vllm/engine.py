@@ -29,7 +29,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,12 +83,11 @@ from echo.engine.vllm.backend import (
     EngineDeadError,
     EngineWasDeadError,
     Facts,
+    HandedOver,
     InlineBackend,
     ProcessBackend,
     adapter_request,
-    hand_over,
     hand_over_adapter,
-    hand_over_changes,
 )
 from echo.engine.weights import changes, tensors_from_image, torch_dtype
 from echo.weights.manifest import TensorSpec
@@ -203,12 +201,13 @@ class Call:
         while self._waiting:
             index = self._waiting[0]
             request = self._requests[index]
+            pass  # one started anew may hold less
             context = request.context_ids
             num_tokens = min(
                 self._sampling.max_completion_tokens - len(request.prefix_ids),
                 facts.max_model_len - len(context),
             )
-            num_blocks = -(-(len(context) + num_tokens) // facts.block_size)
+            num_blocks = facts.blocks_of(len(context) + num_tokens)
             if not self._space.take(num_blocks):
                 return
             self._waiting.popleft()
@@ -224,8 +223,15 @@ class Call:
 
     def _end_all(self) -> None:
         """Abort what runs, and give up what has not begun; may be called again."""
-        while self._waiting:
-            self._finish(self._waiting.popleft(), None)
+        for index in self._waiting:
+            self._done[index] = Completion(
+                self._requests[index].request_id,
+                np.empty(0, np.int32),
+                np.empty(0, np.float32),
+                "abort",
+                np.empty((0, 2), np.int32),
+            )
+        self._waiting.clear()
         for backend in {running.backend for running in self._running}:
             # Repeated until it works: one that vLLM has not yet taken in cannot be aborted.
             backend.abort([r.request_id for r in self._running if r.backend is backend])
@@ -263,7 +269,9 @@ class Call:
         for running in ended:
             error = running.future.exception()
             if error is None:
-                self._held.append((running, running.future.result()))
+                sample = running.future.result()
+                pass
+                self._held.append((running, sample))
             elif isinstance(error, EngineDeadError):
                 self._engine.revive(running.backend)
                 self._waiting.append(running.index)
@@ -301,20 +309,10 @@ class Call:
             num_tokens = int(is_bad.argmax()) + 1
             ids, logprobs, reason = ids[:num_tokens], logprobs[:num_tokens], "nonfinite"
         request_id = self._requests[running.index].request_id
-        self._finish(
-            running.index, Completion(request_id, ids, logprobs, reason, versions[: len(ids)])
-        )
-
-    def _finish(self, index: int, completion: Completion | None) -> None:
-        self._done[index] = completion or Completion(
-            self._requests[index].request_id,
-            np.empty(0, np.int32),
-            np.empty(0, np.float32),
-            "abort",
-            np.empty((0, 2), np.int32),
-        )
-        if self._done[index].finish_reason != "abort":
-            self._watcher.on_completion(self._done[index])
+        completion = Completion(request_id, ids, logprobs, reason, versions[: len(ids)])
+        self._done[running.index] = completion
+        if reason != "abort":
+            self._watcher.on_completion(completion)
 
 
 def make_params(
@@ -601,13 +599,7 @@ class VllmEngine(Engine):
         """Sample a completion for each request, beside whatever else runs."""
         with self._barrier.request(min_version, exact_version) as slot:
             for request in requests:
-                request.check(
-                    window=self.window,
-                    vocab_size=self._probe.vocab_size,
-                    max_completion_tokens=sampling.max_completion_tokens,
-                )
-                num_tokens = len(request.prompt_ids) + sampling.max_completion_tokens
-                self.max_concurrent_rollouts(0, num_tokens)
+                self.check(request, sampling)
             return Call(self, self._space, requests, sampling, watcher, slot).run()
 
     def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[object]:
@@ -642,6 +634,19 @@ class VllmEngine(Engine):
 
     # --- what a call asks ------------------------------------------------------------------------
 
+    def check(self, request: Request, sampling: Sampling) -> None:
+        """Refuse a request that the running vLLM cannot sample.
+
+        Raises:
+            EngineError: naming the request, or what does not hold it.
+        """
+        request.check(
+            window=self._backend.facts.max_model_len,
+            vocab_size=self._probe.vocab_size,
+            max_completion_tokens=sampling.max_completion_tokens,
+        )
+        self.max_concurrent_rollouts(len(request.prompt_ids), sampling.max_completion_tokens)
+
     def current(self) -> tuple[Backend, str | None]:
         """Return the running vLLM and, where caches outlive weights, what keeps versions apart."""
         with self._lock:
@@ -666,98 +671,86 @@ class VllmEngine(Engine):
     def _swap(
         self,
         version: PolicyVersion,
-        install: Callable[[], _Installed | str],
+        install: Callable[[], str | None],
         take_back: Callable[[], None] = lambda: None,
     ) -> None:
         """Install, if need be on a vLLM started anew: it may have died of something else.
 
         Args:
             version: to name in errors.
-            install: returns what is installed, or what is wrong with it.
+            install: returns what is wrong with what is installed.
             take_back: makes the weights of the version before what they were.
         """
         with self._lock:
             before = "none" if self._good is None else str(self._good.version)
             while True:
                 try:
-                    self._check_alive()
-                    found = install()
+                    complaint = install()
+                    break
                 except EngineDeadError as error:
                     take_back()
                     self._restart()
-                    if isinstance(error, EngineWasDeadError):
-                        continue  # until it is given up
-                    raise EngineError(
-                        f"{version} could not be installed: {error}; vLLM was started anew, "
-                        f"version: {before}"
-                    ) from error
+                    if not isinstance(error, EngineWasDeadError):  # else until it is given up
+                        raise EngineError(
+                            f"{version} could not be installed: {error}; vLLM was started anew, "
+                            f"version: {before}"
+                        ) from error
                 except BaseException:  # as where there is no space to hand weights over
                     take_back()
                     raise
-                break
-            if isinstance(found, _Installed):
-                self._good = found
+            if complaint is None:
                 self._num_restarts = 0
                 return
             take_back()
             self._roll_back()
             raise EngineError(
-                f"{version} is installed but not what vLLM samples from: {found}; rolled back, "
+                f"{version} is installed but not what vLLM samples from: {complaint}; rolled back, "
                 f"version: {before}"
             )
-
-    def _check_alive(self) -> None:
-        if self._backend.is_dead:
-            raise EngineWasDeadError("it had died before")
 
     def _roll_back(self) -> None:
         if self._good is None:
             return
         try:
-            found = self._install(self._good)
-        except EngineDeadError as error:
-            found = str(error)
-        if isinstance(found, str):
-            log.warning("cannot go back to %s in place: %s", self._good.version, found)
+            complaint = self._install(self._good)
+        except EngineDeadError as error:  # dead, or there is no space to hand weights over
+            complaint = str(error)
+        if complaint is not None:
+            log.warning("cannot go back to %s in place: %s", self._good.version, complaint)
             self._restart()
 
-    def _install(self, weights: _Installed) -> _Installed | str:
-        """Hand weights over, probe them and judge their tag; return what is wrong with them."""
+    def _install(self, weights: _Installed) -> str | None:
+        """Hand weights over and probe them; return what is wrong with them."""
+        return self._hand_over(self._probe.on_disk(weights.tensors), weights)
+
+    def _hand_over(self, what: HandedOver, weights: _Installed) -> str | None:
+        """Hand over weights, or what makes vLLM's own into them, and judge what it samples then."""
         self._tag = tag = str(next(self._serials))
-        hand_over(
-            self._backend,
-            self._probe.on_disk(weights.tensors),
-            tag,
-            clears_cache=self._clears_cache,
-            is_same_process=self._process == "inline",
-        )
-        return self._check_version(weights, tag)
+        self._backend.update(what, tag, clears_cache=self._clears_cache)
+        complaint = self._complaint(self._backend, weights, tag)
+        self._versions[tag] = weights.version if complaint is None else None
+        if complaint is None:
+            self._good = weights
+        return complaint
 
     def _install_patch(
         self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]
-    ) -> _Installed | str:
+    ) -> str | None:
         """Write a patch to the image, hand over what changed, and probe it; else the whole."""
         why_whole = self._tell_why_whole()
         patch.write(image)
-        tensors = tensors_from_image(specs, image.toreadonly())
+        weights = self._expected(tensors_from_image(specs, image.toreadonly()), patch.version)
         if why_whole:
-            return self._install(self._expected(tensors, patch.version))
-        self._tag = tag = str(next(self._serials))
-        hand_over_changes(
-            self._backend,
-            list(changes(patch, image, specs)),
-            tag,
-            clears_cache=self._clears_cache,
-            is_same_process=self._process == "inline",
+            return self._install(weights)
+        complaint = self._hand_over(list(changes(patch, image, specs)), weights)
+        if complaint is None:
+            return None
+        log.warning(
+            "%s, changed in place, is not what vLLM samples: %s", weights.version, complaint
         )
-        try:
-            return self._check_patch(self._expected(tensors, patch.version), tag)
-        except EngineDeadError:
-            raise
-        except Exception as error:  # PyTorch raises anything; nobody can judge what samples then
-            reason = f"it was changed in place and cannot be probed: {describe_error(error)}"
-            self._backend.die(reason)
-            raise EngineDeadError(reason) from error
+        complaint = self._install(weights)
+        self._is_misplaced = complaint is None
+        return complaint
 
     def _tell_why_whole(self) -> str:
         """Return why vLLM gets whole versions, and say so once; nothing if it gets patches."""
@@ -772,34 +765,25 @@ class VllmEngine(Engine):
         self._why_whole = why
         return why
 
-    def _check_patch(self, weights: _Installed, tag: str) -> _Installed | str:
-        """Probe what was changed in place; where it is wrong, hand the whole version over."""
-        found = self._check_version(weights, tag)
-        if isinstance(found, _Installed):
-            return found
-        log.warning("%s, changed in place, is not what vLLM samples: %s", weights.version, found)
-        found = self._install(weights)
-        self._is_misplaced = isinstance(found, _Installed)
-        return found
-
-    def _check_version(self, weights: _Installed, tag: str) -> _Installed | str:
-        """Probe what has a tag; return it, or what is wrong with it."""
-        complaint = self._complaint(self._backend, weights, tag)
-        self._versions[tag] = weights.version if complaint is None else None
-        return weights if complaint is None else complaint
-
     def _complaint(
         self, backend: Backend, weights: _Installed, tag: str, adapter: Any = None
     ) -> str | None:
-        """Probe weights; return what is wrong with what vLLM samples from."""
+        """Probe weights; return what is wrong with what vLLM samples from.
+
+        Raises:
+            EngineDeadError: if there is no answer: nobody could judge what it samples.
+        """
         params = make_params(Sampling(1.0, 1.0, 0, 1, ()), 0, 1, of_prompt=True)
         prompt = {"prompt_token_ids": self._probe.prompt_ids, "cache_salt": f"probe {tag}"}
         future = backend.submit(f"probe {tag}", prompt, params, -1, adapter)
         try:
             sample = future.result(timeout=TIMEOUT_S)
-        except FutureTimeoutError as error:
-            reason = f"the probe got no answer in {TIMEOUT_S:g} s"
-            backend.die(reason)
+        except EngineDeadError:
+            raise
+        except TimeoutError as error:
+            is_late = isinstance(error, TimeoutError)
+            why = f"no answer in {TIMEOUT_S:g} s" if is_late else describe_error(error)
+            backend.die(reason := f"it cannot be probed: {why}")
             raise EngineDeadError(reason) from error
         return self._probe.complaint(sample.prompt_logprobs, weights.expected)
 
@@ -871,8 +855,7 @@ class VllmEngine(Engine):
             complaint = self._add_adapter(self._backend, slot, weights)
             if complaint is not None:
                 return complaint
-        found = None if self._good is None else self._install(self._good)
-        return found if isinstance(found, str) else None
+        return None if self._good is None else self._install(self._good)
 
     def _start(self, *, is_first: bool = False) -> Backend:
         """Start vLLM, if need be for fewer rollouts at one time; then count its room.
@@ -980,5 +963,9 @@ class VllmEngine(Engine):
             log.warning("vLLM died again at once: %s", error)
             self._restart()
             return
+        except EngineError as error:  # as where there is no space to hand weights over
+            complaint = str(error)
         if complaint is not None:
-            raise EngineError(f"started anew with {version}, vLLM is wrong: {complaint}")
+            why = f"started anew with {version}, vLLM is wrong: {complaint}"
+            pass  # or other calls would sample from it
+            raise EngineError(why)
