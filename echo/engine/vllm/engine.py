@@ -780,7 +780,7 @@ class VllmEngine(Engine):
             sample = future.result(timeout=TIMEOUT_S)
         except EngineDeadError:
             raise
-        except TimeoutError as error:
+        except Exception as error:  # vLLM refuses requests with anything
             is_late = isinstance(error, TimeoutError)
             why = f"no answer in {TIMEOUT_S:g} s" if is_late else describe_error(error)
             backend.die(reason := f"it cannot be probed: {why}")

@@ -1,0 +1,129 @@
+"""vLLM's engine and its backends over a stand-in for vLLM: what real vLLM does only in bad luck."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from echo.core.errors import EngineError
+from echo.core.rollout import PolicyVersion
+from echo.engine.model import load_directory
+from echo.engine.vllm import engine as vllm_engine
+from echo.engine.vllm.backend import (
+    Backend,
+    BackendOutput,
+    Death,
+    EngineDeadError,
+    EngineWasDeadError,
+    Facts,
+    HandedOver,
+    Span,
+)
+from echo.engine.vllm.engine import VllmEngine
+from echo.engine.weights import Weights
+from tests.engine.engine_contract import request, run, versions_of
+
+V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
+NOTHING = np.empty(0, np.float32)
+
+
+# --- the engine -----------------------------------------------------------------------------------
+
+
+class StandIn(Backend):
+    """A vLLM that answers at once, under the weights that it was handed last."""
+
+    started: list[StandIn]
+    """All of a test."""
+    facts = Facts(num_blocks=64, block_size=32, max_model_len=512, max_num_seqs=9)
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.tag = ""
+        self.weights: HandedOver = {}
+        self.started.append(self)
+
+    def submit(self, request_id: str, prompt: Any, params: Any, *_: Any) -> Future[BackendOutput]:
+        future: Future[BackendOutput] = Future()
+        if self.death is not None:
+            future.set_exception(EngineDeadError(self.death.reason))
+        elif request_id.startswith("probe"):
+            self.answer_probe(future)
+        else:
+            ids = np.full(params["max_tokens"], 5, np.int32)
+            spans = (Span(self.tag, 0, len(ids)),)
+            logprobs = np.zeros(len(ids), np.float32)
+            future.set_result(BackendOutput(ids, logprobs, "length", spans, NOTHING))
+        return future
+
+    def answer_probe(self, future: Future[BackendOutput]) -> None:
+        expected = self.engine._probe.expected(self.weights)
+        future.set_result(BackendOutput(np.empty(0, np.int32), NOTHING, "length", (), expected))
+
+    engine: VllmEngine
+
+    def update(self, weights: HandedOver, tag: str, *, clears_cache: bool) -> None:
+        if self.death is not None:
+            raise EngineWasDeadError(self.death.reason)
+        self.weights, self.tag = weights, tag
+
+    def die(self, reason: str) -> None:
+        self.death = self.death or Death(reason, 0)
+
+    def close(self) -> None:
+        self.die("the engine is closed")
+
+    def abort(self, request_ids: Any) -> None: ...
+
+    def num_sampled(self) -> dict[str, int]:
+        return {}
+
+    def why_unplaced(self) -> str:
+        return "it is a stand-in"
+
+    def add_adapter(self, adapter: Any) -> None: ...
+
+    def remove_adapter(self, serial: int) -> None: ...
+
+
+@pytest.fixture
+def engine(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
+    """An engine that samples from v1 in a stand-in."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(StandIn, "started", [], raising=False)
+    monkeypatch.setattr(vllm_engine, "InlineBackend", StandIn)
+    monkeypatch.setattr(vllm_engine, "import_vllm", lambda **_: None)
+    monkeypatch.setattr(vllm_engine, "make_arguments", lambda *_, **__: {"max_num_seqs": 9})
+    monkeypatch.setattr(vllm_engine, "make_params", lambda *values, **_: {"max_tokens": values[2]})
+    engine = VllmEngine(tiny_model_dir)
+    monkeypatch.setattr(StandIn, "engine", engine, raising=False)
+    engine.load(load_directory(tiny_model_dir, "float32"), V1)
+    return engine
+
+
+@pytest.fixture
+def other(tiny_model_dir: Path) -> Weights:
+    weights = load_directory(tiny_model_dir, "float32")
+    return {name: tensor * 1.5 for name, tensor in weights.items()}
+
+
+def test_a_probe_that_vllm_refuses_leaves_no_tokens_without_a_verdict(
+    engine: VllmEngine, other: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a rollout that holds some would be waited for without end."""
+
+    def refuse(future: Future[BackendOutput]) -> None:
+        future.set_exception(ValueError("no such argument"))
+
+    first = StandIn.started[0]
+    monkeypatch.setattr(first, "answer_probe", refuse)
+    with pytest.raises(EngineError, match=r"cannot be probed: ValueError: no such.*anew.*: v1"):
+        engine.load(other, V2)
+    assert engine.version_of(first.tag) is None
+    assert len(StandIn.started) == 2
+    [completion] = run(engine, [request([1, 5])])
+    assert set(versions_of(completion)) == {V1}
