@@ -127,3 +127,42 @@ def test_a_probe_that_vllm_refuses_leaves_no_tokens_without_a_verdict(
     assert len(StandIn.started) == 2
     [completion] = run(engine, [request([1, 5])])
     assert set(versions_of(completion)) == {V1}
+
+
+def full_disk(*_: object, **__: object) -> None:
+    raise EngineError("no space to hand the weights to vLLM: No space left on device")
+
+
+def test_weights_that_cannot_be_handed_back_make_it_start_anew(
+    engine: VllmEngine, other: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the wrong ones would go on, and every rollout begin again without end."""
+    [first] = StandIn.started
+    update = first.update
+
+    def update_once(*values: Any, **named: Any) -> None:
+        update(*values, **named)
+        monkeypatch.setattr(first, "update", full_disk)
+
+    monkeypatch.setattr(first, "update", update_once)
+    find = engine._probe.complaint
+    monkeypatch.setattr(
+        engine._probe, "complaint", lambda *each: "no" if first.death is None else find(*each)
+    )
+    with pytest.raises(EngineError, match=r"v2 is installed but not what .*; rolled back.*: v1"):
+        engine.load(other, V2)
+    assert len(StandIn.started) == 2
+    [completion] = run(engine, [request([1, 5])])
+    assert set(versions_of(completion)) == {V1}
+
+
+def test_nobody_samples_from_a_vllm_that_got_no_weights(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts with weights of nobody's."""
+    monkeypatch.setattr(StandIn, "update", full_disk)
+    StandIn.started[0].die("killed by the test")
+    for _ in range(2):
+        with pytest.raises(EngineError, match="started anew with v1, vLLM is wrong: no space"):
+            run(engine, [request([1, 5])])
+    assert all(backend.death is not None for backend in StandIn.started)

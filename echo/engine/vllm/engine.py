@@ -713,7 +713,7 @@ class VllmEngine(Engine):
             return
         try:
             complaint = self._install(self._good)
-        except EngineDeadError as error:  # dead, or there is no space to hand weights over
+        except EngineError as error:  # dead, or there is no space to hand weights over
             complaint = str(error)
         if complaint is not None:
             log.warning("cannot go back to %s in place: %s", self._good.version, complaint)
@@ -967,5 +967,5 @@ class VllmEngine(Engine):
             complaint = str(error)
         if complaint is not None:
             why = f"started anew with {version}, vLLM is wrong: {complaint}"
-            pass  # or other calls would sample from it
+            self._backend.die(why)  # or other calls would sample from it
             raise EngineError(why)
