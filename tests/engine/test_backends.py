@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from echo.engine.vllm.backend import (
 )
 from echo.engine.vllm.engine import VllmEngine
 from echo.engine.weights import Weights
-from tests.engine.engine_contract import request, run, versions_of
+from tests.engine.engine_contract import ENDLESS, WITHIN_S, request, run, versions_of
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 NOTHING = np.empty(0, np.float32)
@@ -166,3 +167,31 @@ def test_nobody_samples_from_a_vllm_that_got_no_weights(
         with pytest.raises(EngineError, match="started anew with v1, vLLM is wrong: no space"):
             run(engine, [request([1, 5])])
     assert all(backend.death is not None for backend in StandIn.started)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (Facts(64, 32, 64, 9), "the prompt has 80 tokens, the model's window 64"),
+        (Facts(5, 32, 512, 9), r"does not hold one rollout of 80 \+ 400 tokens"),
+    ],
+)
+def test_one_that_holds_less_when_it_is_started_anew_refuses_what_it_cannot_sample(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, facts: Facts, message: str
+) -> None:
+    """Others may have taken memory; a request that can never find room would wait without end."""
+    [first] = StandIn.started
+    begun, answer = threading.Event(), Future[BackendOutput]()
+
+    def stay(*_: object) -> Future[BackendOutput]:
+        begun.set()
+        return answer
+
+    monkeypatch.setattr(first, "submit", stay)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(run, engine, [request([5] * 80)], ENDLESS)
+        assert begun.wait(WITHIN_S)
+        monkeypatch.setattr(StandIn, "facts", facts)
+        answer.set_exception(EngineDeadError("killed by the test"))
+        with pytest.raises(EngineError, match=message):
+            asked.result(timeout=WITHIN_S)

@@ -201,7 +201,7 @@ class Call:
         while self._waiting:
             index = self._waiting[0]
             request = self._requests[index]
-            pass  # one started anew may hold less
+            self._engine.check(request, self._sampling)  # one started anew may hold less
             context = request.context_ids
             num_tokens = min(
                 self._sampling.max_completion_tokens - len(request.prefix_ids),
