@@ -13,6 +13,7 @@ import torch
 
 from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
+from echo.engine.engine import Sampling
 from echo.engine.model import load_directory
 from echo.engine.vllm import engine as vllm_engine
 from echo.engine.vllm.backend import (
@@ -28,6 +29,7 @@ from echo.engine.vllm.backend import (
 from echo.engine.vllm.engine import VllmEngine
 from echo.engine.weights import Weights
 from tests.engine.engine_contract import ENDLESS, WITHIN_S, request, run, versions_of
+from tests.engine.watchers import watching
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 NOTHING = np.empty(0, np.float32)
@@ -195,3 +197,12 @@ def test_one_that_holds_less_when_it_is_started_anew_refuses_what_it_cannot_samp
         answer.set_exception(EngineDeadError("killed by the test"))
         with pytest.raises(EngineError, match=message):
             asked.result(timeout=WITHIN_S)
+
+
+def test_every_token_is_told_of_also_where_an_answer_comes_between_two_looks(
+    engine: VllmEngine,
+) -> None:
+    told: list[int] = []
+    requests = [request([1, 5], n, str(n)) for n in range(12)]
+    engine.generate(requests, Sampling(1.0, 1.0, 0, 7, ()), watching(on_tokens=told.append))
+    assert sum(told) == 12 * 7

@@ -270,7 +270,7 @@ class Call:
             error = running.future.exception()
             if error is None:
                 sample = running.future.result()
-                pass
+                self._watcher.on_tokens(len(sample.token_ids) - running.num_tokens)
                 self._held.append((running, sample))
             elif isinstance(error, EngineDeadError):
                 self._engine.revive(running.backend)
