@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Sampling
 from echo.engine.model import load_directory
+from echo.engine.vllm import backend as vllm_backend
 from echo.engine.vllm import engine as vllm_engine
 from echo.engine.vllm.backend import (
     Backend,
@@ -24,6 +26,7 @@ from echo.engine.vllm.backend import (
     EngineWasDeadError,
     Facts,
     HandedOver,
+    InlineBackend,
     Span,
 )
 from echo.engine.vllm.engine import VllmEngine
@@ -206,3 +209,51 @@ def test_every_token_is_told_of_also_where_an_answer_comes_between_two_looks(
     requests = [request([1, 5], n, str(n)) for n in range(12)]
     engine.generate(requests, Sampling(1.0, 1.0, 0, 7, ()), watching(on_tokens=told.append))
     assert sum(told) == 12 * 7
+
+
+# --- in this process ------------------------------------------------------------------------------
+
+
+class Vllm:
+    """What a backend asks of vLLM's engine."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.vllm_config = SimpleNamespace(
+            cache_config=SimpleNamespace(num_gpu_blocks=9, block_size=32),
+            model_config=SimpleNamespace(max_model_len=64),
+            scheduler_config=SimpleNamespace(max_num_seqs=4),
+        )
+        self.engine_core = SimpleNamespace(shutdown=lambda: None)
+        self.requests: list[str] = []
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def add_request(self, request_id: str, *_: Any, **__: Any) -> None:
+        self.requests.append(request_id)
+
+    def step(self) -> list[Any]:
+        return [SimpleNamespace(request_id=name, finished=True) for name in self.requests]
+
+    def shutdown(self) -> None: ...
+
+
+class Inline(InlineBackend):
+    def _start(self) -> None:
+        self._engine = Vllm()
+
+
+def test_an_answer_that_cannot_be_read_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise KeyError("no log-probability")
+
+    monkeypatch.setattr(vllm_backend, "read_output", fail)
+    backend = Inline({}, num_threads=0)
+    try:
+        future = backend.submit("r", {}, None, 0)
+        with pytest.raises(EngineDeadError, match="KeyError"):
+            future.result(timeout=WITHIN_S)
+    finally:
+        backend.close()

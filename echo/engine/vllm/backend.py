@@ -363,8 +363,9 @@ class InlineBackend(Backend):
             job()
 
     def _resolve(self, output: Any) -> None:
+        answer = read_output(output)  # first: if that fails the request dies with the engine
         if (future := self._pop(output.request_id)) is not None:
-            future.set_result(read_output(output))
+            future.set_result(answer)
 
     def _pop(self, request_id: str) -> Future[BackendOutput] | None:
         """Return the future of a request for the caller alone to end; None if it has ended."""
