@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from echo.engine.vllm.backend import (
     Facts,
     HandedOver,
     InlineBackend,
+    ProcessBackend,
     Span,
 )
 from echo.engine.vllm.engine import VllmEngine
@@ -257,3 +259,51 @@ def test_an_answer_that_cannot_be_read_is_not_waited_for(monkeypatch: pytest.Mon
             future.result(timeout=WITHIN_S)
     finally:
         backend.close()
+
+
+# --- in processes of its own ----------------------------------------------------------------------
+
+
+class Process(ProcessBackend):
+    async def _start(self, arguments: Mapping[str, Any]) -> None:
+        self._engine = Vllm()
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    backend = Process({})
+    yield backend
+    backend.close()
+
+
+CALLS: list[Callable[[Backend], object]] = [
+    lambda backend: backend.update({}, "1", clears_cache=True),
+    lambda backend: backend.why_unplaced(),
+    lambda backend: backend.add_adapter(None),
+    lambda backend: backend.remove_adapter(1),
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_asked_of_one_that_had_died_says_so(
+    process: Process, call: Callable[[Backend], object]
+) -> None:
+    """So that whoever asked tries again with one that is started anew."""
+    process._engine.errored = True
+    with pytest.raises(EngineWasDeadError):
+        call(process)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_one_that_is_closed_can_be_closed_and_given_up_again(
+    process: Process, call: Callable[[Backend], object]
+) -> None:
+    """As when another could not be started in its place."""
+    process.close()
+    process.close()
+    process.die("again")
+    process.abort(["r"])
+    with pytest.raises(EngineWasDeadError):
+        call(process)
+    with pytest.raises(EngineDeadError, match="the engine is closed"):
+        process.submit("r", {}, None, 0).result(timeout=WITHIN_S)

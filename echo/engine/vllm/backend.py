@@ -775,6 +775,8 @@ class ProcessBackend(Backend):
             EngineDeadError: if it dies, is silent, or fails; it may be half updated then.
             EngineError: if it fails where it `may_refuse`.
         """
+        if self._is_dead:
+            raise EngineWasDeadError("it had died before")
         try:
             return self._post(ask()).result(6 * TIMEOUT_S)
         except Exception as error:  # vLLM's processes raise anything
@@ -789,7 +791,7 @@ class ProcessBackend(Backend):
     def die(self, reason: str) -> None:
         """Fail every request."""
         self.death = self.death or Death(reason, len(self._tasks))
-        if True:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it all requests
             self._loop.call_soon_threadsafe(self._cancel_all)
 
     def _cancel_all(self) -> None:
@@ -798,6 +800,8 @@ class ProcessBackend(Backend):
 
     def close(self) -> None:
         """End vLLM's processes and our thread; a second call changes nothing."""
+        if self._loop.is_closed():
+            return
         self.die("the engine is closed")
         try:
             self._post(self._shut_down()).result(CLOSE_TIMEOUT_S)
