@@ -215,7 +215,7 @@ def _read_columns(path: Path) -> Rows:
             else:
                 batches = pyarrow.parquet.ParquetFile(file).iter_batches(NUM_BATCH_ROWS)
             yield from _batch_rows(path, batches)
-        except pyarrow.ArrowException as error:
+        except (pyarrow.ArrowException, OSError) as error:
             kind = "an Arrow stream" if is_stream else "Parquet"
             raise DataError(f"{path}: not readable as {kind}: {error}") from error
 
