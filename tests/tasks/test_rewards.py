@@ -367,9 +367,16 @@ def test_a_process_that_is_killed_while_it_is_idle_costs_no_reward(make_pool: Po
 
 
 @pytest.mark.slow
-def test_a_task_that_cannot_be_built_is_named(make_pool: Pools) -> None:
-    with pytest.raises(RewardError, match=r"cannot build it: .*no 'Missing'") as caught:
-        make_pool("tests.tasks.pool_tasks:Missing").score(EXAMPLE, "number 1")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Missing", "no 'Missing'"),
+        ("Unready", r"FileNotFoundError: no such sandbox \(pool_tasks\.py:\d+\)$"),
+    ],
+)
+def test_a_task_that_cannot_be_built_is_named(make_pool: Pools, name: str, message: str) -> None:
+    with pytest.raises(RewardError, match=f"process cannot build it: .*{message}") as caught:
+        make_pool(f"tests.tasks.pool_tasks:{name}").score(EXAMPLE, "number 1")
     assert caught.value.reason == "reward_lost"
 
 
