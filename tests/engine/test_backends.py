@@ -31,7 +31,7 @@ from echo.engine.vllm.backend import (
     ProcessBackend,
     Span,
 )
-from echo.engine.vllm.engine import VllmEngine
+from echo.engine.vllm.engine import MAX_RESTARTS, VllmEngine
 from echo.engine.weights import Weights
 from tests.engine.engine_contract import ENDLESS, WITHIN_S, request, run, versions_of
 from tests.engine.watchers import watching
@@ -180,7 +180,7 @@ def test_nobody_samples_from_a_vllm_that_got_no_weights(
     ("facts", "message"),
     [
         (Facts(64, 32, 64, 9), "the prompt has 80 tokens, the model's window 64"),
-        (Facts(5, 32, 512, 9), r"does not hold one rollout of 80 \+ 400 tokens"),
+        (Facts(5, 32, 512, 9), r"does not hold one rollout of 80 \+ 200 tokens"),
     ],
 )
 def test_one_that_holds_less_when_it_is_started_anew_refuses_what_it_cannot_sample(
@@ -211,6 +211,25 @@ def test_every_token_is_told_of_also_where_an_answer_comes_between_two_looks(
     requests = [request([1, 5], n, str(n)) for n in range(12)]
     engine.generate(requests, Sampling(1.0, 1.0, 0, 7, ()), watching(on_tokens=told.append))
     assert sum(told) == 12 * 7
+
+
+def test_one_that_dies_again_and_again_is_given_up(engine: VllmEngine) -> None:
+    for _ in range(MAX_RESTARTS):
+        engine.revive(StandIn.started[-1])
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"vLLM died .* times without a swap that worked"):
+            engine.revive(StandIn.started[-1])
+    assert len(StandIn.started) == 1 + MAX_RESTARTS
+
+
+def test_a_rollout_takes_blocks_of_the_cache_and_a_place(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two blocks less than there are: one is vLLM's, one the probe's, as is one of the places."""
+    monkeypatch.setattr(StandIn, "facts", Facts(17, 32, 512, 9))
+    engine.revive(StandIn.started[-1])
+    assert engine.max_concurrent_rollouts(16, 48) == 7
+    assert engine.max_concurrent_rollouts(16, 16) == 8
 
 
 # --- in this process ------------------------------------------------------------------------------

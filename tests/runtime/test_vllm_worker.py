@@ -17,7 +17,7 @@ from echo.engine.model import VLLM_HEAD_DIM, build_model, save_tiny_model
 from echo.engine.vllm.arguments import import_vllm
 from echo.engine.vllm.backend import HandedOver, InlineBackend
 from tests.e2e.audit import read_jsonl
-from tests.engine.vllm_layers import nothing_packed
+from tests.engine.real_vllm import nothing_packed
 from tests.runtime.harness import Play, Run, running
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
