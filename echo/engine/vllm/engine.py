@@ -66,12 +66,14 @@ from echo.engine.model import (
     has_other_names_on_disk,
     names_on_disk,
     set_num_threads,
+    weight_bytes,
 )
 from echo.engine.vllm.arguments import (
     MIN_VERSIONS,
     Process,
     adapter_slots,
     import_vllm,
+    lora_arguments,
     make_arguments,
     versions_in_memory,
 )
@@ -390,11 +392,9 @@ class SwapProbe:
             for i in range(max(2, min(NUM_TOKENS, window - 1)))
         ]
         """Token ids spread over the vocabulary."""
-        distinct = {tensor.data_ptr(): tensor for tensor in self._model.state_dict().values()}
-        self.weight_bytes: int = sum(t.numel() * t.element_size() for t in distinct.values())
+        self.weight_bytes = weight_bytes(self._model.state_dict())
         """Memory of the weights in the engine's dtype."""
-        adapter = (self._adapter or {}).values()
-        self.adapter_bytes: int = sum(t.numel() * t.element_size() for t in adapter)
+        self.adapter_bytes = weight_bytes(self._adapter or {})
         """Of these, those of the adapter."""
 
     @torch.inference_mode()
@@ -468,6 +468,20 @@ class _Installed:
     expected: npt.NDArray[np.float32]
 
 
+def _refuse(device: str, kv_cache: KvCache, lora: Lora | None) -> None:
+    """Refuse settings that vLLM, or an adapter in it, has no use for."""
+    if device not in ("cpu", "cuda"):
+        raise EngineError(
+            f'vLLM takes the GPUs that it sees: in place of worker.device = "{device}" set '
+            'CUDA_VISIBLE_DEVICES and worker.device = "cuda"'
+        )
+    if lora is not None and kv_cache == "keep":
+        raise EngineError(
+            'engine.kv_cache = "keep" has no use with lora.rank above 0, where vLLM samples each '
+            "rollout from one version; remove it"
+        )
+
+
 class VllmEngine(Engine):
     """Sample from a causal language model with vLLM.
 
@@ -501,18 +515,8 @@ class VllmEngine(Engine):
         num_threads: int = 0,
         lora: Lora | None = None,
     ) -> None:
-        if device not in ("cpu", "cuda"):
-            raise EngineError(
-                f'vLLM takes the GPUs that it sees: in place of worker.device = "{device}" set '
-                'CUDA_VISIBLE_DEVICES and worker.device = "cuda"'
-            )
-        if lora is not None and kv_cache == "keep":
-            raise EngineError(
-                'engine.kv_cache = "keep" has no use with lora.rank above 0, where vLLM samples '
-                "each rollout from one version; remove it"
-            )
-        passed = dict(arguments or {})
-        is_cpu = device == "cpu"
+        _refuse(device, kv_cache, lora)
+        passed, is_cpu = arguments or {}, device == "cpu"
         import_vllm(is_cpu=is_cpu, passed=passed, num_threads=num_threads)
         self._device = device
         self._process: Process = process
@@ -520,19 +524,18 @@ class VllmEngine(Engine):
         self._clears_cache = kv_cache == "recompute"
         self._lora = lora
         self._probe = SwapProbe(Path(model_dir), dtype, lora)
-        if lora is not None:
-            free = free_bytes(torch.device("cpu"))
-            self.num_versions = versions_in_memory(lora, self._probe.adapter_bytes, free)
         self._arguments = make_arguments(
             Path(model_dir) if lora is None else lora.base_dir,
             is_cpu=is_cpu,
             dtype=dtype,
             process=process,
             passed=passed,
-            lora_rank=0 if lora is None else lora.rank,
-            lora_targets=self._probe.lora_targets,
-            num_versions=self.num_versions,
         )
+        if lora is not None:
+            free = free_bytes(torch.device("cpu"))
+            self.num_versions = versions_in_memory(lora, self._probe.adapter_bytes, free)
+            targets = self._probe.lora_targets
+            self._arguments |= lora_arguments(lora.rank, targets, self.num_versions)
         self._adapters: dict[VersionSlot, _Installed] = {}
         """What vLLM has loaded."""
         self._lock = threading.RLock()
