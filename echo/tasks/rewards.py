@@ -169,6 +169,13 @@ class TaskHost(abc.ABC):
         Raises:
             RewardError: if there is none.
         """
+        try:
+            return self._perform(call)
+        except RewardError:
+            self.count("env/errors")
+            raise
+
+    def _perform(self, call: Call) -> Any:
         for attempt in range(MAX_RETRIES + 1):
             if attempt:
                 self.count("env/retries")
@@ -178,7 +185,6 @@ class TaskHost(abc.ABC):
                 return self._bounded(call, answer.value)
             if not fault.is_transient:
                 break
-        self.count("env/errors")
         assert fault is not None
         reason, text = fault.reason, fault.text
         if fault.is_transient:
@@ -190,15 +196,11 @@ class TaskHost(abc.ABC):
         try:
             return self._answer(call)
         except TimeoutError:
-            self.count("env/errors")
             raise RewardError(
                 f"{self.name}.{call} did not return within {self.limits.seconds(call):g} s; raise "
                 f"{self.limits.key(call)} or make it faster",
                 reason="reward_timeout",
             ) from None
-        except RewardError:
-            self.count("env/errors")
-            raise
         finally:
             self.count("env/calls")
             self.count("env/milliseconds", round(1000 * (time.monotonic() - started_at)))
@@ -219,7 +221,6 @@ class TaskHost(abc.ABC):
             return value
         if isinstance(value, int | float) and abs(value) <= bound:
             return value
-        self.count("env/errors")
         raise RewardError(
             f"{self.name}.{call} returned {value!r}, beyond task.max_reward = {bound:g}; scale the "
             "task's rewards, or raise it",
