@@ -507,20 +507,13 @@ class VersionSlots:
 
     def _free_slot(self) -> VersionSlot | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._has_free_slot or self._unused)
-            if self._has_free_slot:
-                return None
-            oldest = self._unused[0]
-            self._slots = tuple(slot for slot in self._slots if slot is not oldest)
-            return oldest
-
-    @property
-    def _has_free_slot(self) -> bool:
-        return len(self._slots) < self._num_slots
-
-    @property
-    def _unused(self) -> list[VersionSlot]:
-        return [slot for slot in self._slots[:-1] if not slot.num_calls]
+            while len(self._slots) == self._num_slots:
+                for oldest in self._slots[:-1]:
+                    if not oldest.num_calls:
+                        self._slots = tuple(slot for slot in self._slots if slot is not oldest)
+                        return oldest
+                self._changed.wait()
+            return None
 
     @contextmanager
     def request(
