@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +17,15 @@ import torch
 
 from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
-from echo.engine.engine import Sampling
+from echo.engine.engine import Sampling, VersionSlots
+from echo.engine.lora import Lora
 from echo.engine.model import load_directory
 from echo.engine.vllm import backend as vllm_backend
 from echo.engine.vllm import engine as vllm_engine
 from echo.engine.vllm.backend import (
     Backend,
     BackendOutput,
+    BackendRequest,
     Death,
     EngineDeadError,
     EngineWasDeadError,
@@ -48,21 +52,26 @@ class StandIn(Backend):
 
     started: list[StandIn]
     """All of a test."""
+    is_too_much: Callable[[Mapping[str, Any]], bool] = staticmethod(lambda _: False)
+    """Whether memory does not hold what it is to be started with."""
     facts = Facts(num_blocks=64, block_size=32, max_model_len=512, max_num_seqs=9)
 
-    def __init__(self, *_: object, **__: object) -> None:
+    def __init__(self, arguments: Mapping[str, Any], **_: object) -> None:
+        if self.is_too_much(arguments):
+            raise EngineDeadError("vLLM does not start: RuntimeError: CUDA out of memory")
+        self.facts = replace(self.facts, max_num_seqs=arguments["max_num_seqs"])
         self.tag = ""
         self.weights: HandedOver = {}
         self.started.append(self)
 
-    def submit(self, request_id: str, prompt: Any, params: Any, *_: Any) -> Future[BackendOutput]:
+    def submit(self, request: BackendRequest) -> Future[BackendOutput]:
         future: Future[BackendOutput] = Future()
         if self.death is not None:
             future.set_exception(EngineDeadError(self.death.reason))
-        elif request_id.startswith("probe"):
+        elif request.request_id.startswith("probe"):
             self.answer_probe(future)
         else:
-            ids = np.full(params["max_tokens"], 5, np.int32)
+            ids = np.full(request.params["max_tokens"], 5, np.int32)
             spans = (Span(self.tag, 0, len(ids)),)
             logprobs = np.zeros(len(ids), np.float32)
             future.set_result(BackendOutput(ids, logprobs, "length", spans, NOTHING))
@@ -99,15 +108,23 @@ class StandIn(Backend):
 
 
 @pytest.fixture
-def engine(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
-    """An engine that samples from v1 in a stand-in."""
+def make_engine(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., VllmEngine]:
+    """Return a function that makes an engine over stand-ins."""
     torch.set_num_threads(1)
     monkeypatch.setattr(StandIn, "started", [], raising=False)
     monkeypatch.setattr(vllm_engine, "InlineBackend", StandIn)
     monkeypatch.setattr(vllm_engine, "import_vllm", lambda **_: None)
     monkeypatch.setattr(vllm_engine, "make_arguments", lambda *_, **__: {"max_num_seqs": 9})
     monkeypatch.setattr(vllm_engine, "make_params", lambda *values, **_: {"max_tokens": values[2]})
-    engine = VllmEngine(tiny_model_dir)
+    return partial(VllmEngine, tiny_model_dir)
+
+
+@pytest.fixture
+def engine(
+    tiny_model_dir: Path, make_engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
+) -> VllmEngine:
+    """An engine that samples from v1 in a stand-in."""
+    engine = make_engine()
     monkeypatch.setattr(StandIn, "engine", engine, raising=False)
     engine.load(load_directory(tiny_model_dir, "float32"), V1)
     return engine
@@ -232,6 +249,41 @@ def test_a_rollout_takes_blocks_of_the_cache_and_a_place(
     assert engine.max_concurrent_rollouts(16, 16) == 8
 
 
+def test_memory_that_runs_out_at_the_start_makes_it_try_with_fewer(
+    make_engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where vLLM measures a GPU with as many sequences as it may have to hold."""
+    monkeypatch.setattr(StandIn, "is_too_much", lambda _, arguments: arguments["max_num_seqs"] > 3)
+    engine = make_engine()
+    assert engine.max_concurrent_rollouts(3, 4) == 2
+    assert engine.take_counts() == {"engine/out_of_memory": 2}
+
+
+def test_memory_that_runs_out_at_the_start_keeps_fewer_versions_first(
+    make_engine: Callable[..., VllmEngine], tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where vLLM makes room for adapters on a GPU."""
+    monkeypatch.setattr(StandIn, "is_too_much", lambda _, arguments: arguments["max_loras"] > 4)
+    engine = make_engine(lora=Lora(base_dir=tiny_model_dir, rank=4, alpha=8, num_versions=6))
+    assert engine.num_versions == 3
+    assert engine.take_counts() == {}, "as many rollouts as before"
+    slots = engine._barrier
+    assert isinstance(slots, VersionSlots)
+    assert slots._num_slots == 4
+
+
+def test_memory_that_runs_out_while_nothing_is_sampled_is_not_laid_to_the_rollouts(
+    engine: VllmEngine,
+) -> None:
+    """As where other weights are handed over, or somebody else takes the memory."""
+    most = engine.max_concurrent_rollouts(3, 4)
+    StandIn.started[0].die("the update failed: CUDA out of memory")
+    [completion] = run(engine, [request([1, 5])])
+    assert set(versions_of(completion)) == {V1}
+    assert engine.max_concurrent_rollouts(3, 4) == most
+    assert engine.take_counts() == {}
+
+
 # --- in this process ------------------------------------------------------------------------------
 
 
@@ -273,7 +325,7 @@ def test_an_answer_that_cannot_be_read_is_not_waited_for(monkeypatch: pytest.Mon
     monkeypatch.setattr(vllm_backend, "read_output", fail)
     backend = Inline({}, num_threads=0)
     try:
-        future = backend.submit("r", {}, None, 0)
+        future = backend.submit(BackendRequest("r", {}, None))
         with pytest.raises(EngineDeadError, match="KeyError"):
             future.result(timeout=WITHIN_S)
     finally:
@@ -325,4 +377,4 @@ def test_one_that_is_closed_can_be_closed_and_given_up_again(
     with pytest.raises(EngineWasDeadError):
         call(process)
     with pytest.raises(EngineDeadError, match="the engine is closed"):
-        process.submit("r", {}, None, 0).result(timeout=WITHIN_S)
+        process.submit(BackendRequest("r", {}, None)).result(timeout=WITHIN_S)

@@ -24,7 +24,7 @@ from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Sampling
 from echo.engine.model import load_directory
-from echo.engine.vllm.backend import BackendOutput
+from echo.engine.vllm.backend import BackendOutput, BackendRequest
 from echo.engine.vllm.engine import MAX_RESTARTS, VllmEngine
 from echo.engine.weights import TensorChange, tensors_from_image
 from echo.weights.manifest import TensorSpec
@@ -46,7 +46,6 @@ from tests.engine.engine_contract import (
     tied_first,
     versions_of,
 )
-from tests.engine.lora_models import adapted_policy, published
 from tests.engine.patches import patch_between
 from tests.engine.real_vllm import _real_vllm as _real_vllm
 from tests.engine.real_vllm import nothing_packed
@@ -86,8 +85,8 @@ class TestContract(EngineContract):
     ) -> None:
         submit, seen = engine._backend.submit, set[str]()
 
-        def spoilt(name: str, *rest: Any) -> Future[BackendOutput]:
-            future, own = submit(name, *rest), name.partition("/")[0]
+        def spoilt(asked: BackendRequest) -> Future[BackendOutput]:
+            future, own = submit(asked), asked.request_id.partition("/")[0]
             if own == "bad" or (own == "once" and own not in seen):
                 seen.add(own)
                 sample = future.result(timeout=WITHIN_S)
@@ -450,76 +449,5 @@ def test_a_smaller_cache_still_holds_the_longest_rollout(
         assert engine.max_concurrent_rollouts(64, 64) == 1
         [whole] = run(engine, requests[:1], ENDLESS)
         assert len(whole.token_ids) == 125
-    finally:
-        engine.close()
-
-
-@pytest.mark.matrix
-def test_memory_that_runs_out_while_nothing_is_sampled_is_not_laid_to_the_rollouts(
-    make_tiny_model: Callable[..., Path],
-) -> None:
-    """As where other weights are handed over, or somebody else takes the memory."""
-    model_dir = make_tiny_model(head_dim=32)
-    engine = VllmEngine(model_dir, **SMALL)
-    try:
-        engine.load(load_directory(model_dir, "float32"), V1)
-        most = engine.max_concurrent_rollouts(3, 4)
-        engine.current()[0].die("the update failed: CUDA out of memory")
-        [completion] = run(engine, [request([1, 5])])
-        assert set(versions_of(completion)) == {V1}
-        assert engine.max_concurrent_rollouts(3, 4) == most
-        assert engine.take_counts() == {}
-    finally:
-        engine.close()
-
-
-@pytest.mark.matrix
-def test_memory_that_runs_out_at_the_start_makes_it_try_with_fewer(
-    make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where vLLM measures a GPU with as many sequences as it may have to hold."""
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    make = LLMEngine.from_engine_args.__func__
-
-    def limited(cls, arguments, *others, **more):  # type: ignore[no-untyped-def]
-        if arguments.max_num_seqs > 40:
-            raise RuntimeError("CUDA out of memory occurred when warming up sampler")
-        return make(cls, arguments, *others, **more)
-
-    monkeypatch.setattr(LLMEngine, "from_engine_args", classmethod(limited))
-    engine = VllmEngine(make_tiny_model(head_dim=32), **SMALL)
-    try:
-        assert engine.max_concurrent_rollouts(3, 4) == 32
-        assert engine.take_counts() == {"engine/out_of_memory": 2}
-    finally:
-        engine.close()
-
-
-@pytest.mark.matrix
-def test_memory_that_runs_out_at_the_start_keeps_fewer_versions(
-    make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where vLLM makes room for adapters on a GPU."""
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    make = LLMEngine.from_engine_args.__func__
-
-    def limited(cls, arguments, *others, **more):  # type: ignore[no-untyped-def]
-        if arguments.max_loras > 4:
-            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return make(cls, arguments, *others, **more)
-
-    monkeypatch.setattr(LLMEngine, "from_engine_args", classmethod(limited))
-    base_dir = make_tiny_model(initializer_range=0.2, head_dim=32)
-    policy, lora = adapted_policy(base_dir)
-    lora = replace(lora, num_versions=6)
-    engine = VllmEngine(base_dir, lora=lora, **SMALL)
-    try:
-        assert engine.num_versions == 3
-        assert engine.take_counts() == {}, "as many rollouts as before"
-        for step in range(1, 6):
-            engine.load(published(policy), PolicyVersion(1, step))
-        assert len(engine.current()[0]._engine.list_loras()) == 4
     finally:
         engine.close()

@@ -127,11 +127,8 @@ def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) ->
         EngineError: if it is not installed, or not as it should be.
     """
     check_installation()
-    prepare_environment(
-        is_cpu=is_cpu,
-        num_workers=_count(passed, "tensor_parallel_size", 1),
-        num_threads=num_threads,
-    )
+    num_workers = _count(passed, "tensor_parallel_size", 1)
+    _set_environment(is_cpu=is_cpu, num_workers=num_workers, num_threads=num_threads)
     importlib.import_module("vllm.v1.engine.async_llm")
     if is_cpu:  # on a GPU it has a process, and so descriptors, of its own
         importlib.import_module("vllm.v1.worker.cpu_worker")
@@ -149,7 +146,7 @@ def _count(passed: Mapping[str, Any], name: str, default: int) -> int:
     return value
 
 
-def prepare_environment(*, is_cpu: bool, num_workers: int, num_threads: int) -> None:
+def _set_environment(*, is_cpu: bool, num_workers: int, num_threads: int) -> None:
     """Set what vLLM reads from the environment, where the user has not; before it is imported."""
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",

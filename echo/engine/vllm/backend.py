@@ -89,6 +89,22 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
+class BackendRequest:
+    """What a backend is asked to sample."""
+
+    request_id: str
+    """Not in use."""
+    prompt: Mapping[str, Any]
+    """vLLM's, with the token ids."""
+    params: Any
+    """vLLM's SamplingParams."""
+    adapter: Any = None
+    """vLLM's LoRARequest of one that is loaded; None for the base."""
+    priority: int = 0
+    """Lower ones go first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """Tokens [start, end) of a sample and the tag of the weights that sampled them."""
 
@@ -122,26 +138,8 @@ class Backend(abc.ABC):
     """Set once it is known to have died, or was given up."""
 
     @abc.abstractmethod
-    def submit(
-        self,
-        request_id: str,
-        prompt: Mapping[str, Any],
-        params: Any,
-        priority: int,
-        adapter: Any = None,
-    ) -> Future[BackendOutput]:
-        """Begin to sample.
-
-        Args:
-            request_id: not in use.
-            prompt: vLLM's, with the token ids.
-            params: vLLM's SamplingParams.
-            priority: lower ones first.
-            adapter: vLLM's LoRARequest of one that is loaded; None for the base.
-
-        Returns:
-            What gets the sample, or EngineDeadError.
-        """
+    def submit(self, request: BackendRequest) -> Future[BackendOutput]:
+        """Begin to sample; what is returned gets the sample, or EngineDeadError."""
 
     @abc.abstractmethod
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -374,14 +372,7 @@ class InlineBackend(Backend):
 
     # --- other threads ---------------------------------------------------------------------------
 
-    def submit(
-        self,
-        request_id: str,
-        prompt: Mapping[str, Any],
-        params: Any,
-        priority: int,
-        adapter: Any = None,
-    ) -> Future[BackendOutput]:
+    def submit(self, request: BackendRequest) -> Future[BackendOutput]:
         """Begin to sample between two steps."""
         future: Future[BackendOutput] = Future()
 
@@ -390,17 +381,21 @@ class InlineBackend(Backend):
                 return
             try:
                 self._engine.add_request(
-                    request_id, dict(prompt), params, lora_request=adapter, priority=priority
+                    request.request_id,
+                    dict(request.prompt),
+                    request.params,
+                    lora_request=request.adapter,
+                    priority=request.priority,
                 )
             except Exception as error:  # noqa: BLE001 -- the request's fault, and its answer
-                if self._pop(request_id) is not None:  # not given up meanwhile
+                if self._pop(request.request_id) is not None:  # not given up meanwhile
                     future.set_exception(error)
 
         with self._lock:
             if self.death is not None:
                 future.set_exception(EngineDeadError(self.death.reason))
                 return future
-            self._futures[request_id] = future
+            self._futures[request.request_id] = future
         self._jobs.put(add)
         return future
 
@@ -654,14 +649,7 @@ class ProcessBackend(Backend):
         with self._crash_reason.told():
             self._engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
-    async def _sample(
-        self,
-        request_id: str,
-        prompt: Mapping[str, Any],
-        params: Any,
-        priority: int,
-        adapter: Any,
-    ) -> BackendOutput:
+    async def _sample(self, request: BackendRequest) -> BackendOutput:
         from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
         from vllm.v1.engine.exceptions import EngineGenerateError
 
@@ -673,7 +661,11 @@ class ProcessBackend(Backend):
             if self.death is not None:
                 raise EngineDeadError(self.death.reason)
             stream = self._engine.generate(
-                dict(prompt), params, request_id, lora_request=adapter, priority=priority
+                dict(request.prompt),
+                request.params,
+                request.request_id,
+                lora_request=request.adapter,
+                priority=request.priority,
             )
             async for found in stream:
                 output = found
@@ -686,7 +678,7 @@ class ProcessBackend(Backend):
         finally:
             self._tasks.discard(task)
         if output is None:
-            raise EngineError(f"request {request_id}: vLLM gave no answer")
+            raise EngineError(f"request {request.request_id}: vLLM gave no answer")
         return read_output(output)
 
     async def _swap(self, weights: HandedOver, path: Path, tag: str, clears_cache: bool) -> None:
@@ -716,20 +708,13 @@ class ProcessBackend(Backend):
     def _is_dead(self) -> bool:
         return self.death is not None or bool(self._engine.errored)
 
-    def submit(
-        self,
-        request_id: str,
-        prompt: Mapping[str, Any],
-        params: Any,
-        priority: int,
-        adapter: Any = None,
-    ) -> Future[BackendOutput]:
+    def submit(self, request: BackendRequest) -> Future[BackendOutput]:
         """Begin to sample."""
         if self.death is not None:
             future: Future[BackendOutput] = Future()
             future.set_exception(EngineDeadError(self.death.reason))
             return future
-        return self._post(self._sample(request_id, prompt, params, priority, adapter))
+        return self._post(self._sample(request))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests."""

@@ -81,6 +81,7 @@ from echo.engine.vllm.backend import (
     TIMEOUT_S,
     Backend,
     BackendOutput,
+    BackendRequest,
     Death,
     EngineDeadError,
     EngineWasDeadError,
@@ -156,7 +157,6 @@ class Call:
     def __init__(
         self,
         engine: VllmEngine,
-        space: CacheCapacity,
         requests: Sequence[Request],
         sampling: Sampling,
         watcher: Watcher,
@@ -166,7 +166,7 @@ class Call:
         self._engine = engine
         self._slot = slot
         self._adapter = None if slot is None else adapter_request(slot)
-        self._space = space
+        self._space = engine.space
         self._requests = requests
         self._sampling = sampling
         self._watcher = watcher
@@ -220,7 +220,7 @@ class Call:
             # Ours alone: callers may use the same names at the same time.
             request_id = f"{request.request_id}/{id(self):x}/{self._num_tries}"
             params = make_params(self._sampling, request.seed, num_tokens)
-            future = backend.submit(request_id, prompt, params, 0, self._adapter)
+            future = backend.submit(BackendRequest(request_id, prompt, params, self._adapter))
             self._running.append(_Running(index, request_id, num_blocks, backend, future))
 
     def _end_all(self) -> None:
@@ -551,7 +551,8 @@ class VllmEngine(Engine):
         self._num_restarts = 0
         self._is_closed = False
         self._concurrency = Concurrency()
-        self._space = CacheCapacity()
+        self.space = CacheCapacity()
+        """Of vLLM's cache and batch, for all calls."""
         self._backend = self._start(is_first=True)
         self._barrier: VersionBarrier | VersionSlots = (
             VersionBarrier() if lora is None else VersionSlots(self.num_versions + 1)
@@ -603,7 +604,7 @@ class VllmEngine(Engine):
         with self._barrier.request(min_version, exact_version) as slot:
             for request in requests:
                 self.check(request, sampling)
-            return Call(self, self._space, requests, sampling, watcher, slot).run()
+            return Call(self, requests, sampling, watcher, slot).run()
 
     def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[object]:
         """Keep newer weights out, or an adapter loaded, while the body runs."""
@@ -778,7 +779,7 @@ class VllmEngine(Engine):
         """
         params = make_params(Sampling(1.0, 1.0, 0, 1, ()), 0, 1, of_prompt=True)
         prompt = {"prompt_token_ids": self._probe.prompt_ids, "cache_salt": f"probe {tag}"}
-        future = backend.submit(f"probe {tag}", prompt, params, -1, adapter)
+        future = backend.submit(BackendRequest(f"probe {tag}", prompt, params, adapter, -1))
         try:
             sample = future.result(timeout=TIMEOUT_S)
         except EngineDeadError:
@@ -849,9 +850,6 @@ class VllmEngine(Engine):
 
     # --- vLLM itself -----------------------------------------------------------------------------
 
-    def _found_right(self) -> list[_Installed]:
-        return [*self._adapters.values(), *([] if self._good is None else [self._good])]
-
     def _reinstall(self) -> str | None:
         """Install all that was found right before; return what is wrong with it now."""
         for slot, weights in self._adapters.items():
@@ -867,7 +865,10 @@ class VllmEngine(Engine):
         """
         while True:
             try:
-                backend = self._make_backend()
+                if self._process == "inline":
+                    backend: Backend = InlineBackend(self._arguments, num_threads=self._num_threads)
+                else:
+                    backend = ProcessBackend(self._arguments)
             except EngineDeadError as error:
                 if not is_out_of_memory(str(error)):
                     raise
@@ -879,7 +880,7 @@ class VllmEngine(Engine):
             else:
                 facts = backend.facts
                 self._num_blocks = facts.num_blocks - self._spare_blocks(facts)
-                self._space.resize(self._num_blocks, facts.max_num_seqs - 1)
+                self.space.resize(self._num_blocks, facts.max_num_seqs - 1)
                 return backend
 
     def _keep_fewer(self, why: str) -> bool:
@@ -896,11 +897,6 @@ class VllmEngine(Engine):
         self.num_versions = number
         self._arguments |= adapter_slots(number)
         return True
-
-    def _make_backend(self) -> Backend:
-        if self._process == "inline":
-            return InlineBackend(self._arguments, num_threads=self._num_threads)
-        return ProcessBackend(self._arguments)
 
     def _spare_blocks(self, facts: Facts) -> int:
         """Return blocks that no rollout gets: one is vLLM's own, some are the probe's."""
@@ -956,8 +952,8 @@ class VllmEngine(Engine):
                 f"vLLM died {self._num_restarts} times without a swap that worked in between; its "
                 "own messages stand above"
             )
-        versions = [weights.version for weights in self._found_right()]
-        version = ", ".join(map(str, versions)) or "no version"
+        found_right = [*self._adapters.values(), *([] if self._good is None else [self._good])]
+        version = ", ".join(str(weights.version) for weights in found_right) or "no version"
         log.warning("vLLM is started anew with %s", version)
         self._backend = self._start()
         try:
