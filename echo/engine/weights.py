@@ -244,6 +244,11 @@ class TensorChange:
     values: Tensor
     """What they are now, in the dtype of the image."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of both."""
+        return self.values.nbytes + (0 if isinstance(self.where, int) else self.where.nbytes)
+
     def store(self, own: Tensor) -> None:
         """Write the values to their places in a contiguous tensor of any dtype and device."""
         target, values = own.view(-1), self.values

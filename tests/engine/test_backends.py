@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
@@ -298,7 +300,9 @@ class Vllm:
             model_config=SimpleNamespace(max_model_len=64),
             scheduler_config=SimpleNamespace(max_num_seqs=4),
         )
-        self.engine_core = SimpleNamespace(shutdown=lambda: None)
+        self.engine_core = SimpleNamespace(shutdown=lambda: None, pause_scheduler_async=self.pause)
+        self.files: dict[str, dict[str, torch.Tensor]] = {}
+        """What it was handed, by path."""
         self.requests: list[str] = []
 
     def has_unfinished_requests(self) -> bool:
@@ -311,6 +315,16 @@ class Vllm:
         return [SimpleNamespace(request_id=name, finished=True) for name in self.requests]
 
     def shutdown(self) -> None: ...
+
+    async def pause(self, **_: object) -> None: ...
+
+    async def resume_generation(self) -> None: ...
+
+    async def update_weight_version(self, tag: str) -> None: ...
+
+    async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        for path in kwargs.get("update_info", {}).values():
+            self.files[path] = load_file(path)
 
 
 class Inline(InlineBackend):
@@ -345,6 +359,29 @@ def process() -> Iterator[Process]:
     backend = Process({})
     yield backend
     backend.close()
+
+
+def test_weights_go_through_memory_or_where_that_has_no_space_through_the_disk(
+    process: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container has 64 MiB of it if nobody says otherwise."""
+    disk, weights = tmp_path / "disk", {"a": torch.arange(3.0)}
+    disk.mkdir()
+    monkeypatch.setattr(vllm_backend, "MEMORY", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    for free, place in ((1 << 30, tmp_path), (1 << 20, disk)):
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr(vllm_backend.shutil, "disk_usage", lambda _, usage=usage: usage)
+        process.update(weights, "1", clears_cache=True)
+        [(path, found)] = process._engine.files.items()
+        assert Path(path).parents[1] == place
+        assert torch.equal(found["a"], weights["a"])
+        process._engine.files.clear()
+    disk.rmdir()
+    message = r"no space to hand the weights .*; free 16 MiB in .* --shm-size\) or .*disk"
+    with pytest.raises(EngineError, match=message):
+        process.update(weights, "2", clears_cache=True)
+    assert process.death is None
 
 
 CALLS: list[Callable[[Backend], object]] = [

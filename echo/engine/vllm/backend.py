@@ -18,6 +18,7 @@ import contextlib
 import logging
 import os
 import queue
+import shutil
 import signal
 import tempfile
 import threading
@@ -35,8 +36,10 @@ import torch
 from torch import Tensor
 
 from echo.core.errors import EngineError
+from echo.core.units import format_bytes
 from echo.engine.engine import FinishReason, VersionSlot, describe_error
 from echo.engine.lora import Lora, write_adapter
+from echo.engine.model import weight_bytes
 from echo.engine.vllm.places import save_changes
 from echo.engine.vllm.plugin import VARIABLE, count_kills
 from echo.engine.weights import WEIGHTS_FILE, TensorChange, Weights, save_safetensors
@@ -513,6 +516,9 @@ class InlineBackend(Backend):
 MEMORY = Path("/dev/shm")
 """Where a file is memory that vLLM's processes can map."""
 
+HEADER_BYTES = 16 << 20
+"""More than names and shapes take in a file of tensors."""
+
 
 def hand_over_adapter(
     backend: Backend, tensors: Mapping[str, Tensor], lora: Lora, slot: VersionSlot
@@ -530,20 +536,30 @@ def hand_over_adapter(
         EngineError: if it refuses the adapter, or there is no space for the file; the others are
             as they were.
     """
-    with _directory_in_memory() as directory:
+    with _directory_for(weight_bytes(tensors)) as directory:
         write_adapter(directory, tensors, lora, base_name="")
         backend.add_adapter(adapter_request(slot, str(directory)))
 
 
 @contextmanager
-def _directory_in_memory() -> Iterator[Path]:
+def _directory_for(num_bytes: int) -> Iterator[Path]:
+    """Yield a directory in memory, or on the disk where that has no space: a container's is small.
+
+    Args:
+        num_bytes: of the tensors that are to be written.
+    """
     try:
+        needed = num_bytes + HEADER_BYTES
+        has_space = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= needed
         with tempfile.TemporaryDirectory(
-            prefix="echo-", dir=MEMORY if MEMORY.is_dir() else None
+            prefix="echo-", dir=MEMORY if has_space else None
         ) as directory:
             yield Path(directory)
     except OSError as error:
-        raise EngineError(f"no space to hand the weights to vLLM: {error}") from error
+        raise EngineError(
+            f"no space to hand the weights to vLLM: {error}; free {format_bytes(needed)} in "
+            f"{MEMORY} (of a container: docker run --shm-size) or {tempfile.gettempdir()}"
+        ) from error
 
 
 # --- crash reason ---------------------------------------------------------------------------------
@@ -727,7 +743,11 @@ class ProcessBackend(Backend):
 
     def update(self, weights: HandedOver, tag: str, *, clears_cache: bool) -> None:
         """Swap weights while generation is paused, taken from a file in memory."""
-        with _directory_in_memory() as directory:
+        if isinstance(weights, Mapping):
+            num_bytes = weight_bytes(weights)
+        else:
+            num_bytes = sum(change.num_bytes for change in weights)
+        with _directory_for(num_bytes) as directory:
             if isinstance(weights, Mapping):
                 save_safetensors(directory, weights, max_shard_bytes=1 << 62)
                 path = directory / WEIGHTS_FILE
