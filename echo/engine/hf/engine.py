@@ -145,7 +145,7 @@ class TransformersEngine(Engine):
 
     def __init__(
         self,
-        model_dir: str | Path,
+        model_dir: Path,
         *,
         device: str = "cpu",
         dtype: str = "float32",
@@ -169,7 +169,7 @@ class TransformersEngine(Engine):
         self.takes_patches = lora is None
         self._adapter: dict[str, Tensor] | None = None
         if lora is None:
-            self._model = build_meta_model(Path(model_dir), torch_dtype(dtype), attn_implementation)
+            self._model = build_meta_model(model_dir, torch_dtype(dtype), attn_implementation)
         else:
             self._model, self._adapter = build_adapted(
                 lora, torch_dtype(dtype), attn_implementation

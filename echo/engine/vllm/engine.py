@@ -373,18 +373,19 @@ class SwapProbe:
         self._tolerance = TOLERANCES[dtype]
         # Built once: it shares the memory of the weights it was last given, which the engine keeps
         # anyway. Its own, untouched, costs nothing before.
-        self._model: Any
+        self.model: Any
+        """transformers' own; its weights are those that were last expected to give something."""
         self._adapter: dict[str, Tensor] | None = None
         if lora is None:
-            self._model = build_meta_model(Path(model_dir), self._dtype, "eager")
+            self.model = build_meta_model(model_dir, self._dtype, "eager")
         else:
-            self._model, self._adapter = build_adapted(lora, self._dtype, "eager")
+            self.model, self._adapter = build_adapted(lora, self._dtype, "eager")
         # An architecture that is not vLLM's own runs in the classes of transformers, which vLLM
         # changes for this process: models of theirs that it has not built itself lack this.
-        type(self._model.base_model).do_not_compile = True
+        type(self.model.base_model).do_not_compile = True
         self.lora_targets = target_names(self._adapter or ())
         """Last parts of the names of the modules that have an adapter."""
-        config = self._model.config.get_text_config()
+        config = self.model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         window = int(getattr(config, "max_position_embeddings", None) or NUM_TOKENS + 1)
         self.prompt_ids = [
@@ -392,7 +393,7 @@ class SwapProbe:
             for i in range(max(2, min(NUM_TOKENS, window - 1)))
         ]
         """Token ids spread over the vocabulary."""
-        self.weight_bytes = weight_bytes(self._model.state_dict())
+        self.weight_bytes = weight_bytes(self.model.state_dict())
         """Memory of the weights in the engine's dtype."""
         self.adapter_bytes = weight_bytes(self._adapter or {})
         """Of these, those of the adapter."""
@@ -407,7 +408,7 @@ class SwapProbe:
         Raises:
             EngineError: if they are not exactly the weights of this model.
         """
-        model = self._model
+        model = self.model
         if self._adapter is None:
             check_weights(model.state_dict(), tensors)
             cast = {name: tensor.to(self._dtype) for name, tensor in tensors.items()}
@@ -423,15 +424,6 @@ class SwapProbe:
             logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].numpy()
         )
         return found
-
-    @property
-    def has_other_names_on_disk(self) -> bool:
-        """Whether `on_disk` changes names."""
-        return has_other_names_on_disk(self._model)
-
-    def on_disk(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return weights as files have them, which is how vLLM reads them."""
-        return names_on_disk(self._model, tensors)
 
     def complaint(
         self, measured: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]
@@ -505,7 +497,7 @@ class VllmEngine(Engine):
 
     def __init__(
         self,
-        model_dir: str | Path,
+        model_dir: Path,
         *,
         device: str = "cpu",
         dtype: str = "float32",
@@ -523,9 +515,9 @@ class VllmEngine(Engine):
         self._num_threads = num_threads
         self._clears_cache = kv_cache == "recompute"
         self._lora = lora
-        self._probe = SwapProbe(Path(model_dir), dtype, lora)
+        self._probe = SwapProbe(model_dir, dtype, lora)
         self._arguments = make_arguments(
-            Path(model_dir) if lora is None else lora.base_dir,
+            model_dir if lora is None else lora.base_dir,
             is_cpu=is_cpu,
             dtype=dtype,
             process=process,
@@ -725,7 +717,7 @@ class VllmEngine(Engine):
 
     def _install(self, weights: _Installed) -> str | None:
         """Hand weights over and probe them; return what is wrong with them."""
-        return self._hand_over(self._probe.on_disk(weights.tensors), weights)
+        return self._hand_over(names_on_disk(self._probe.model, weights.tensors), weights)
 
     def _hand_over(self, what: HandedOver, weights: _Installed) -> str | None:
         """Hand over weights, or what makes vLLM's own into them, and judge what it samples then."""
@@ -760,7 +752,7 @@ class VllmEngine(Engine):
         """Return why vLLM gets whole versions, and say so once; nothing if it gets patches."""
         if self._is_misplaced:
             why = "a patch was found wrong"
-        elif self._probe.has_other_names_on_disk:
+        elif has_other_names_on_disk(self._probe.model):
             why = "vLLM has other names for the weights than the version"
         else:
             why = self._backend.why_unplaced()
