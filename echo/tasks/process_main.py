@@ -196,7 +196,7 @@ class Performer:
         except _Refused as refused:
             return CallAnswer(fault=refused.fault)
         except BaseException as error:  # noqa: BLE001 -- the caller learns of it, whatever it is
-            text = f"{where} raised {_what_it_raised(error)}"
+            text = f"{where} raised {what_it_raised(error)}"
             is_transient = isinstance(error, TRANSIENT_ERRORS)
             return CallAnswer(
                 fault=CallFault("reward_error", text, is_transient, _traceback(error))
@@ -280,7 +280,8 @@ def _messages(said: str | Message | list[Message], where: str) -> list[Message]:
     return messages
 
 
-def _what_it_raised(error: BaseException) -> str:
+def what_it_raised(error: BaseException) -> str:
+    """Return the kind and text of an error of a task's code, and where it was raised."""
     return f"{type(error).__name__}: {error}{raised_at(error)}"
 
 
@@ -320,7 +321,7 @@ def main(fd: int) -> None:
             task = load_task(spec.kind, spec.options)
             task.prepare()
         except Exception as error:  # noqa: BLE001 -- a task's code raises anything
-            what = error if isinstance(error, EchoError) else _what_it_raised(error)
+            what = error if isinstance(error, EchoError) else what_it_raised(error)
             text = f"the task's process cannot build it: {what}"
             pipe.send(CallAnswer(fault=CallFault("reward_lost", text)))
             return

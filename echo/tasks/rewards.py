@@ -45,7 +45,7 @@ from typing import Any
 
 import msgspec
 
-from echo.core.errors import EchoError
+from echo.core.errors import ConfigError, EchoError
 from echo.tasks.environment import Message
 from echo.tasks.process_main import (
     Begin,
@@ -59,6 +59,7 @@ from echo.tasks.process_main import (
     Reply,
     ScoreCall,
     TaskSpec,
+    what_it_raised,
 )
 from echo.tasks.task import Example, Task
 
@@ -286,8 +287,19 @@ class InlineHost(TaskHost):
     """A task in this process: for one whose code is known to return soon."""
 
     def __init__(self, task: Task, limits: Limits) -> None:
-        """Start no thread yet."""
+        """Prepare the task; start no thread yet.
+
+        Raises:
+            ConfigError: if the task's code cannot.
+        """
         super().__init__(type(task).__name__, limits)
+        try:
+            task.prepare()
+        except EchoError:
+            raise
+        except Exception as error:  # a task's code raises anything
+            what = f"{self.name}.prepare raised {what_it_raised(error)}"
+            raise ConfigError(f"the task cannot be prepared: {what}") from error
         self._performer = Performer(task)
         self._idle: list[_CallingThread] = []
         self._stuck: list[_CallingThread] = []

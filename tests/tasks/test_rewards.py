@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from echo.core.errors import ConfigError
 from echo.tasks.rewards import (
     MAX_STUCK_THREADS,
     InlineHost,
@@ -53,14 +54,28 @@ def gate() -> Iterator[threading.Event]:
     event.set()
 
 
-def score(function: Callable[[str], object], **limits: float) -> float:
-    return InlineHost(Grader(function), replace(LIMITS, **limits)).score(EXAMPLE, "")
+def score_by(task: Task) -> float:
+    return InlineHost(task, LIMITS).score(EXAMPLE, "")
+
+
+def score(function: Callable[[str], object]) -> float:
+    return score_by(Grader(function))
 
 
 def test_a_task_in_this_process_is_scored_in_order() -> None:
     host = InlineHost(Grader(len), LIMITS)
     assert list(host.score_all(EXAMPLE, ["", "a", "bc"])) == [0, 1, 2]
     assert host.take_counts()["env/calls"] == 3
+
+
+def test_a_task_in_this_process_is_prepared_before_it_is_called() -> None:
+    class Lazy(Grader):
+        def prepare(self) -> None:
+            self.function = self.function("")  # type: ignore[assignment]
+
+    assert score_by(Lazy(lambda _: lambda _: 3)) == 3.0
+    with pytest.raises(ConfigError, match=r"Lazy\.prepare raised ZeroDivisionError: .*\.py:\d+\)"):
+        score_by(Lazy(lambda _: 1 / 0))
 
 
 @pytest.mark.parametrize(("value", "reward"), [(0.25, 0.25), (True, 1.0), (-3, -3.0)])
