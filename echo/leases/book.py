@@ -138,6 +138,8 @@ class LeaseBook:
         self._holders: dict[int, dict[int, str]] = {}
         self._returned: list[int] = []
         self._expired: dict[int, set[tuple[int, str]]] = {}
+        self._fatal: dict[int, set[int]] = {}
+        """Group -> the attempts that ended the engine of their worker."""
         self._deadlines: Deadlines[LeaseRecord] = Deadlines(self)
         self._changes: dict[str, int] = {}
 
@@ -277,6 +279,7 @@ class LeaseBook:
         self._attempts.pop(group_id, None)
         self._holders.pop(group_id, None)
         self._expired.pop(group_id, None)
+        self._fatal.pop(group_id, None)
         return records
 
     def _changed(self, worker_id: str) -> None:
@@ -313,6 +316,12 @@ class LeaseBook:
         self.return_group(group_id)
         # It lists it until it knows that this was heard.
         self._remember(group_id, attempt, worker_id)
+
+    def note_fatal(self, group_id: int, attempt: int) -> int:
+        """Note that an attempt ended its worker's engine; return how many of the group have."""
+        fatal = self._fatal.setdefault(group_id, set())
+        fatal.add(attempt)
+        return len(fatal)
 
     def _remember(self, group_id: int, attempt: int, worker_id: str) -> None:
         self._expired.setdefault(group_id, set()).add((attempt, worker_id))

@@ -12,7 +12,8 @@ not wanted any more.
 
 The role decides, and its shell (`runtime/worker/node.py`, or a simulation) carries out and reports:
 
-    Sample         ->  sampled or spoilt, for each group as it grows; then returned, or refused
+    Sample         ->  sampled or spoilt, for each group as it grows; then returned, refused, or
+                       raised
     Recall             stop that call of the engine: it returns what it has
     OfferEpisodes  ->  finished, or failed; Withdraw -> dropped  (agents)
     Score          ->  scored, or failed
@@ -87,6 +88,7 @@ from echo.wire.actions import Action, Note, Stop
 from echo.wire.codec import Frame, encode_group, payload_bytes
 from echo.wire.messages import (
     BAD_LOGPROBS,
+    ENGINE_ERROR,
     SUPERSEDED,
     Ack,
     Deliver,
@@ -275,6 +277,7 @@ class Release(Action):
 
 MAX_DETAIL_LENGTH = 500
 """Characters that are told of a group that cannot be finished."""
+MAX_TRACEBACK_LENGTH = 10_000
 DRAIN_S = 30.0
 """Seconds that a worker that leaves waits for its engine, then for its last rewards and acks."""
 INSTALL_AGAIN_S = 30.0
@@ -335,6 +338,8 @@ class Worker(DialingRole):
         self._versions: tuple[PolicyVersion, ...] = ()
         """Those that the engine holds, as they were installed."""
         self._calls: list[EngineCall] = []
+        self._max_together = MAX_LEASES
+        """Groups to sample in one call: fewer after one that raised, to find whose fault it is."""
         self._scoring: dict[LeaseKey, PartialGroup] = {}
         self._installing: PolicyVersion | None = None
         self._refused_version: PolicyVersion | None = None
@@ -517,7 +522,7 @@ class Worker(DialingRole):
             return []
         is_batch = engine.sampler == "engine" and not engine.is_continuous
         taken = self.partials.take(
-            num_free,
+            min(num_free, self._max_together),
             group_size=engine.group_size,
             max_rollouts=engine.groups_per_batch * engine.group_size if is_batch else None,
             now=now,
@@ -670,6 +675,7 @@ class Worker(DialingRole):
     def returned(self, call: EngineCall, *, num_tokens: int, now: float) -> list[Action]:
         """Take back a call that has ended, and park what it has left unfinished."""
         self._calls.remove(call)
+        self._max_together = min(2 * self._max_together, MAX_LEASES)
         self.tokens_sampled += num_tokens
         engine = self.engine
         assert engine is not None
@@ -703,6 +709,38 @@ class Worker(DialingRole):
             else:
                 actions += self._refuse(group.lease, SUPERSEDED, why)
         return [*actions, *self._send_due(now), *self._next(now)]
+
+    def raised(
+        self, call: EngineCall, why: str, *, traceback: str, is_usable: bool, now: float
+    ) -> list[Action]:
+        """End a group whose sampling raised; of several, sample half as many to see which it is.
+
+        Args:
+            call: what raised.
+            why: the error, in one line.
+            traceback: of it.
+            is_usable: whether the engine still samples. If not this worker ends, and gives back
+                what it had: the learner counts how many engines a group has ended.
+            now: the present instant.
+        """
+        self._calls.remove(call)
+        self.counters.add("engine/calls_failed")
+        unfinished = [group for group in call.groups if not group.is_whole]
+        actions: list[Action] = []
+        if not is_usable:
+            for lease in (group.lease for group in unfinished if not group.is_unwanted):
+                actions += self._report(
+                    lease, ENGINE_ERROR, why, is_elsewhere=True, traceback=traceback
+                )
+            return [*actions, *self._send_due(now)]
+        if len(unfinished) > 1:
+            self._max_together = len(unfinished) // 2
+            for group in unfinished:
+                self.partials.park(group)
+        else:
+            for group in unfinished:
+                actions += self.failed(group.lease, ENGINE_ERROR, why, traceback=traceback, now=now)
+        return [*actions, *self._next(now)]
 
     def _has_enough(self, call: EngineCall, now: float) -> bool:
         """Return whether what is unfinished in a call goes on another time."""
@@ -809,7 +847,7 @@ class Worker(DialingRole):
             reason=reason,
             detail=detail[:MAX_DETAIL_LENGTH],
             is_elsewhere=is_elsewhere,
-            traceback=traceback,
+            traceback=traceback[-MAX_TRACEBACK_LENGTH:],
         )
         self._deliver(key_of(lease), message)
         level = "info" if reason == SUPERSEDED else "warning"

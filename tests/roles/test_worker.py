@@ -428,6 +428,34 @@ def test_an_acknowledgement_takes_a_lease_from_the_queue() -> None:
     assert len(paper.engine) == 1, "what it samples goes on"
 
 
+@pytest.mark.parametrize("is_usable", [True, False])
+def test_whose_fault_it_is_that_a_call_raised_is_found_by_halves(is_usable: bool) -> None:
+    paper = Paper(dict.fromkeys(range(4), (2, 2)))
+    paper.grant()
+    while paper.engine:
+        [call] = paper.engine
+        if is_faulty := any(group.key == (1, 0) for group in call.groups):
+            del paper.engine[call]
+            paper.do(
+                paper.role.raised(call, "it raised", traceback="", is_usable=is_usable, now=0.0)
+            )
+        if is_faulty and not is_usable:
+            break
+        paper.turn()
+    sizes = [len(members) // 2 for members in paper.sampled]
+    ends = {key[0]: sent.message for key, sent in paper.role.outbox._deliveries.items()}
+    assert set(ends) == set(range(4))
+    failed = {i: m for i, m in ends.items() if isinstance(m, Failed)}
+    assert {m.reason for m in failed.values()} == {"engine_error"}
+    assert {m.is_elsewhere for m in failed.values()} == {not is_usable}
+    if is_usable:
+        assert sizes == [4, 2, 1, 2, 1, 1, 1]
+        assert list(failed) == [1]
+    else:
+        assert sizes == [4]
+        assert len(failed) == 4
+
+
 def test_groups_that_an_engine_gives_back_go_on_before_fresh_ones() -> None:
     paper = Paper(version=None)
     paper.grant(*map(make_lease, range(3)))

@@ -12,14 +12,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from echo.core.errors import ConfigError, EngineError, LocalProtocolError, StorageError
+from echo.core.errors import (
+    ConfigError,
+    EchoError,
+    EngineError,
+    LocalProtocolError,
+    StorageError,
+)
 from echo.core.extras import install_command
 from echo.core.metrics import WorkerView
 from echo.core.rollout import PolicyVersion
@@ -30,6 +37,7 @@ from echo.engine.engine import (
     Sampling,
     VersionError,
     Watcher,
+    describe_error,
     describe_nonfinite,
 )
 from echo.engine.weights import tensors_from_image
@@ -398,15 +406,15 @@ class WorkerNode(DialingNode):
         try:
             while (completion := await watcher.ended.get()) is not None:
                 extend(completion)
-            completions = generated.result()
-            if self.has_ended:
-                return
-        except VersionError as error:
-            # Newer weights came first.
-            self.perform(role.refused(call, str(error), now=self.now))
-            return
         finally:
             generated.cancel()
+        try:
+            completions = generated.result()
+        except Exception as error:  # noqa: BLE001 -- an engine raises anything
+            await self._raised(call, error)
+            return
+        if self.has_ended:
+            return
         for completion in completions:
             if completion.finish_reason == "abort":
                 extend(completion)
@@ -428,8 +436,8 @@ class WorkerNode(DialingNode):
                     exact_version=call.exact_version,
                 )
             )
-        except VersionError as error:
-            self.perform(role.refused(call, str(error), now=self.now))
+        except Exception as error:  # noqa: BLE001 -- an engine raises anything
+            await self._raised(call, error)
             return
         if self.has_ended:
             return
@@ -441,6 +449,42 @@ class WorkerNode(DialingNode):
             num_tokens += sum(int(rollout.completion_mask.sum()) for rollout in result)
             self.perform(role.played(lease, result, now=self.now))
         self.perform(role.returned(call, num_tokens=num_tokens, now=self.now))
+
+    async def _raised(self, call: EngineCall, error: Exception) -> None:
+        """Tell the role what a call has raised.
+
+        Raises:
+            EchoError: if the engine samples nothing any more.
+        """
+        if self.has_ended:
+            return
+        if isinstance(error, VersionError):
+            # Newer weights came first.
+            self.perform(self.role.refused(call, str(error), now=self.now))
+            return
+        text, frames = describe_error(error), "".join(traceback.format_exception(error))
+        line = self._reports.say("engine", text, f"the engine has raised: {text}", now=self.now)
+        if line is not None:
+            self.log.warning("%s", line, exc_info=error)
+        is_usable = await self._sample_pool.run(self._can_sample)
+        self.perform(
+            self.role.raised(call, text, traceback=frames, is_usable=is_usable, now=self.now)
+        )
+        if not is_usable:
+            if isinstance(error, EchoError):
+                raise error
+            why = f"the engine samples nothing any more since it raised {text}; start it anew"
+            raise EngineError(why) from error
+
+    def _can_sample(self) -> bool:
+        """Return whether the engine still samples a token; runs in another thread."""
+        request = Request("-1.probe", prompt_ids=np.zeros(1, np.int32), seed=0)
+        sampling = replace(self.parts.sampling, max_completion_tokens=1)
+        try:
+            self.parts.engine.generate([request], sampling, NodeWatcher(self))
+        except Exception:  # noqa: BLE001 -- an engine raises anything
+            return False
+        return True
 
     # --- agents, where rollouts come from them ---------------------------------------------------
 
@@ -473,8 +517,10 @@ class WorkerNode(DialingNode):
         return rewards
 
     def _give_up(self, lease: Lease, error: RewardError) -> None:
-        text, traceback = str(error), error.traceback
-        self.perform(self.role.failed(lease, error.reason, text, traceback=traceback, now=self.now))
+        frames = error.traceback
+        self.perform(
+            self.role.failed(lease, error.reason, str(error), traceback=frames, now=self.now)
+        )
 
     async def _install(self, version: PolicyVersion) -> None:
         parts, broadcast = self.parts, self.role.broadcast
