@@ -71,6 +71,10 @@ MAX_REFUSALS = 3
 """Attempts in a row that each address must have refused before a node gives up."""
 TELL_AFTER_S = 5.0
 """Seconds without the learner before the operator hears of it."""
+MAX_REASON_LENGTH = 500
+"""Characters of why a node leaves."""
+LOST_LINK = "lost link"
+"""Topic of what is told of a lost link to the learner."""
 MAX_PEER_NAMES = 10_000
 """Inbound peers whose names are remembered, for messages to the operator."""
 
@@ -205,7 +209,7 @@ class DialingRole:
         """Handle that a link is gone, inbound or outbound."""
         if self._control is not None and self._control.peer == peer:
             text = f"lost the link to {self._control.address}: {reason}"
-            return [Note("warning", text, "lost link"), *self._next_address(now)]
+            return [Note("warning", text, LOST_LINK), *self._next_address(now)]
         if self._weights.has(peer):
             return self._weights.failed(peer, reason, control=self._control, now=now)
         self._peer_names.discard(peer)
@@ -381,7 +385,8 @@ class DialingRole:
         self._weights.new_learner()
         assert self._control is not None
         where = f"{self._control.address} ({self._control.node_id})"
-        return [Note("info", f"joined run {self._joining.run_id} through {where}")]
+        text = f"joined run {self._joining.run_id} through {where}"
+        return [Note("info", text, ends=LOST_LINK)]
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
         """Take the result of work in a thread: what was wrong with it, or nothing."""
@@ -462,9 +467,12 @@ class DialingRole:
         )
         return self.to_learner(beat)
 
-    def leave(self, reason: str) -> list[Action]:
-        """Say goodbye; the process ends after these actions."""
-        return self.to_learner(Goodbye(reason=reason)) if self.is_admitted else []
+    def leave(self, reason: str, *, has_failed: bool = False) -> list[Action]:
+        """Say goodbye to a learner that knows this process, which ends after these actions."""
+        if self.state not in (NodeState.CONFIGURING, NodeState.READYING, NodeState.ADMITTED):
+            return []  # the name may be another's
+        reason = one_line(reason)[:MAX_REASON_LENGTH]
+        return self.to_learner(Goodbye(reason=reason, has_failed=has_failed))
 
 
 # --- The contract between a role and its shell: a process (`runtime/node.py`) or a simulation ---

@@ -18,7 +18,7 @@ from echo.runtime.identity import dial_addresses, node_keys
 from echo.runtime.node import DialingNode
 from echo.runtime.threads import Threads
 from echo.weights.receiver import VersionArrived, VersionAudited, VersionDamaged
-from echo.wire.actions import Action
+from echo.wire.actions import Action, Note
 
 
 class RelayNode(DialingNode):
@@ -45,7 +45,7 @@ class RelayNode(DialingNode):
         """Carry out what concerns a relay."""
         match action:
             case VersionArrived():
-                self.log.info("holds %s", action.version)
+                self.perform([Note("info", f"holds {action.version}", "holds")])
             case VersionAudited() | VersionDamaged():
                 pass  # the role fetches it anew
             case Configure():

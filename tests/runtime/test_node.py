@@ -20,6 +20,7 @@ from echo.weights.store import DecodeBlock
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
 from echo.wire.codec import Frame, encode
 from echo.wire.messages import Chunk, Gone, Goodbye
+from tests.promises.conftest import MakeWorld
 from tests.sim.virtual import run_virtual
 
 
@@ -287,6 +288,18 @@ def test_notes_of_a_topic_are_told_once_a_minute_with_their_number(
     ]
 
 
+def test_a_topic_that_is_over_is_told_of_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    topics = Topics(logging.getLogger("test.topics"))
+    with caplog.at_level(logging.INFO):
+        for second in range(3):
+            topics.tell(Note("warning", "lost the link", "lost link"), now=float(second))
+        topics.tell(Note("info", "joined", ends="lost link"), now=3.0)
+        topics.tell_due(now=100.0)
+        topics.tell(Note("warning", "lost the link", "lost link"), now=100.0)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["lost the link", "joined", "lost the link"]
+
+
 def test_an_interrupt_drains_once() -> None:
     async def scenario(node: Node, script: Script, network: Network) -> None:
         drained = []
@@ -391,3 +404,12 @@ def test_a_loop_that_is_held_up_again_and_again_comes_to_what_is_due() -> None:
         await running
 
     play(scenario)
+
+
+def test_a_relay_tells_of_the_versions_that_it_holds_now_and_then(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.learner()
+    world.relay("r1")
+    world.worker("w1")
+    world.run_until(lambda: world.step >= 5)
+    assert [note for note in world.notes("r1") if "holds" in note] == ["holds v0"]
