@@ -591,9 +591,13 @@ class Joining:
             Stop(one_line(message.reason)),
         ]
 
-    def _on_fault(
-        self, event: GaveUp | UnfitWelcome, payload: list[Frame], now: float
+    def _on_unfit_welcome(
+        self, event: UnfitWelcome, payload: list[Frame], now: float
     ) -> list[Action]:
+        goodbye = Goodbye(reason=str(event.error), has_failed=True)
+        return [*self._role.to_learner(goodbye), Stop(event.reason, event.error)]
+
+    def _on_gave_up(self, event: GaveUp, payload: list[Frame], now: float) -> list[Action]:
         return [Stop(event.reason, event.error)]
 
     # --- the table ------------------------------------------------------------------------------
@@ -603,7 +607,7 @@ class Joining:
         **_each(WORK_OF_LEARNER, Step(_on_work)),
         Refuse: Step(_on_refuse, NodeState.STOPPED),
         Finish: Step(_on_finish, NodeState.STOPPED),
-        GaveUp: Step(_on_fault, NodeState.STOPPED),
+        GaveUp: Step(_on_gave_up, NodeState.STOPPED),
         Lost: Step(_on_lost, NodeState.DIALLING),
         AnswerToAnother: IGNORED,
     }
@@ -618,7 +622,7 @@ class Joining:
         NodeState.JOINING: {
             **_ALWAYS,
             Welcome: Step(_on_welcome, NodeState.CONFIGURING),
-            UnfitWelcome: Step(_on_fault, NodeState.STOPPED),
+            UnfitWelcome: Step(_on_unfit_welcome, NodeState.STOPPED),
             Built: Step(_on_built),
             **_each((Linked, Asset, Admitted, Rehello), IGNORED),
         },
@@ -628,7 +632,7 @@ class Joining:
             Built: Step(_on_built, NodeState.READYING),
             # Hello goes on being said here, so that both sides know of each other.
             Welcome: Step(_on_welcome_again),
-            UnfitWelcome: Step(_on_fault, NodeState.STOPPED),
+            UnfitWelcome: Step(_on_unfit_welcome, NodeState.STOPPED),
             **_each((Linked, Admitted, Rehello), IGNORED),
         },
         NodeState.READYING: {
@@ -637,7 +641,7 @@ class Joining:
             Rehello: Step(_begin, NodeState.JOINING),
             # The answer to a Hello that was said before.
             Welcome: Step(_on_welcome_again),
-            UnfitWelcome: Step(_on_fault, NodeState.STOPPED),
+            UnfitWelcome: Step(_on_unfit_welcome, NodeState.STOPPED),
             **_each((Linked, Built, Asset), IGNORED),
         },
         NodeState.ADMITTED: {
@@ -966,7 +970,8 @@ class Admission:
             AssetRequest: Step(_on_asset_request),
             Ready: Step(_on_ready, Presence.ADMITTED),
             ReadyRefused: Step(_on_refused, Presence.UNKNOWN),
-            **_each((ReadyOfAnother, *WORK_OF_NODE, Goodbye), Step(_on_stranger)),
+            **_each((ReadyOfAnother, *WORK_OF_NODE), Step(_on_stranger)),
+            Goodbye: Step(_on_work, Presence.UNKNOWN),
             **_each((Silent, Expelled), Step(_ignore, Presence.UNKNOWN)),
         },
         Presence.ADMITTED: {

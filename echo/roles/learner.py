@@ -22,6 +22,7 @@ from echo.core.bounds import clamped_rate
 from echo.core.errors import DataError, LocalProtocolError, RemoteProtocolError
 from echo.core.metrics import Counters, NodeView
 from echo.core.timers import Paced, earliest
+from echo.core.units import one_line
 from echo.leases.book import LeaseBook, LeasedWorker
 from echo.leases.scheduler import (
     GRANT_S,
@@ -268,7 +269,8 @@ class Learner:
             case Goodbye():
                 if message.is_released:
                     self.roster.release(member)
-                note = Note("info", f"{member.node_id} left: {message.reason}")
+                level = "warning" if message.has_failed else "info"
+                note = Note(level, f"{member.node_id} left: {one_line(message.reason)}")
                 return [note, *self.drop(member, now=now), *self._shutdown.tell()]
         raise LocalProtocolError(f"{type(message).__name__} is no work of a node")
 

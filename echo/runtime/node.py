@@ -91,6 +91,7 @@ class Topics:
     def tell(self, note: Note, *, now: float) -> None:
         """Log a note, or count it."""
         self.tell_due(now=now)
+        self._waiting.pop(note.ends, None)
         if note.topic in self._told_at:
             _, number = self._waiting.get(note.topic, (note, 0))
             self._waiting[note.topic] = note, number + 1
@@ -539,6 +540,14 @@ class DialingNode(Node):
     def dial_failed(self, peer: str, reason: str, *, is_refused: bool) -> list[Action]:
         """Handle that an attempt to dial failed; the transport goes on trying."""
         return self.role.dial_failed(peer, reason, is_refused=is_refused, now=self.now)
+
+    def stop(self, reason: str, error: BaseException | None = None) -> None:
+        """End `run`; tell the learner first if it is with an error."""
+        try:
+            if error is not None and not self.has_ended:
+                self.perform(self.role.leave(str(error), has_failed=True))
+        finally:
+            super().stop(reason, error)
 
     async def drain(self) -> None:
         """Say goodbye, so that nobody waits for this node; the transport delivers it."""

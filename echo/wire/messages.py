@@ -322,9 +322,11 @@ class Finish(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """The node leaves on purpose; its leases may be issued again at once."""
+    """The node leaves; its leases may be issued again at once."""
 
     reason: Line
+    has_failed: bool = False
+    """Whether an error has ended it, which is the reason."""
     is_released: bool = False
     """Whether its machine has been given back: it costs nothing any more."""
 
