@@ -211,9 +211,12 @@ class Node:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
             self.threads.close()
-            self.release()
-            for let_go in self.at_release:
-                let_go()
+            for let_go in (self.release, *self.at_release):
+                try:
+                    let_go()
+                except Exception:
+                    # The others follow, and the last messages of this node, which say why it ends.
+                    self.log.exception("the node ends, and cannot let go of something")
             await self.transport.close()
 
     def interrupt(self) -> None:

@@ -300,6 +300,27 @@ def test_a_topic_that_is_over_is_told_of_no_more(caplog: pytest.LogCaptureFixtur
     assert told == ["lost the link", "joined", "lost the link"]
 
 
+def test_what_cannot_be_let_go_of_keeps_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(node: Node, script: Script, network: Network) -> None:
+        let_go: list[str] = []
+        node.release = lambda: let_go.append("role") or 1 / 0  # type: ignore[assignment, func-returns-value]
+        node.at_release.append(lambda: let_go.append("engine"))
+        closed, close = [], node.transport.close
+
+        async def closing() -> None:
+            closed.append(1)
+            await close()
+
+        node.transport.close = closing  # type: ignore[method-assign]
+        running = await begun(node)
+        node.stop("done")
+        assert await running == "done"
+        assert (let_go, closed) == (["role", "engine"], [1])
+
+    play(scenario)
+    assert "cannot let go of something" in caplog.text
+
+
 def test_an_interrupt_drains_once() -> None:
     async def scenario(node: Node, script: Script, network: Network) -> None:
         drained = []

@@ -334,6 +334,10 @@ class WorkerNode(DialingNode):
         settings, assets = configure.settings, configure.assets
         parts = await self._engine_pool.run(self._build, settings, assets)
         self._parts = parts
+        # Their processes would outlive this one.
+        self.at_release += [parts.host.close, parts.engine.close]
+        if parts.runner is not None:
+            self.at_release.append(parts.runner.close)
         places = parts.facts.num_places if parts.engine.is_continuous else 1
         self._sample_pool = self.threads.pool("sample", places)
         await self.recover()
@@ -593,15 +597,6 @@ class WorkerNode(DialingNode):
         self.perform(self.role.drain(now=self.now))
         await self._drained.wait()
         await super().drain()
-
-    def release(self) -> None:
-        """Stop the engine and the task, whose processes would outlive this one; free the images."""
-        if self._parts is not None:
-            self._parts.host.close()
-            if self._parts.runner is not None:
-                self._parts.runner.close()
-            self._parts.engine.close()
-        super().release()
 
 
 async def serve_agents(agents: Agents, *, log: logging.Logger) -> None:
