@@ -54,7 +54,7 @@ from echo.net.transport import (
 from echo.net.zmq import KernelFacts, ZmqTransport, advise, descriptor_limit
 from echo.roles.joining import NodeSettings
 from echo.roles.node import DialingRole, Role
-from echo.runtime.disk_store import MappedStore, SavedKeyframe
+from echo.runtime.disk_store import MemoryStore, SavedKeyframe
 from echo.runtime.event_log import EventLog
 from echo.runtime.identity import dial_addresses, signing_fingerprint
 from echo.runtime.threads import Pool, ThreadPools, Threads
@@ -484,7 +484,7 @@ class DialingNode(Node):
     """What relay and worker share: a role that dials out."""
 
     role: DialingRole
-    version_store: MappedStore | None = None
+    version_store: MemoryStore | None = None
     """Where received versions lie; None in memory without a bound."""
 
     async def recover(self) -> None:

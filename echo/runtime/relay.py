@@ -12,7 +12,7 @@ from echo.net.transport import Transport
 from echo.roles.joining import Configure
 from echo.roles.relay import Relay
 from echo.runtime import node
-from echo.runtime.disk_store import MappedStore, open_store
+from echo.runtime.disk_store import MemoryStore, open_store
 from echo.runtime.event_log import EventLog
 from echo.runtime.identity import dial_addresses, node_keys
 from echo.runtime.node import DialingNode
@@ -29,7 +29,7 @@ class RelayNode(DialingNode):
         role: Relay,
         transport: Transport,
         *,
-        version_store: MappedStore | None = None,
+        version_store: MemoryStore | None = None,
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
