@@ -581,13 +581,7 @@ class Scheduler:
         self, worker: LeasedWorker, message: Heartbeat, *, has_progress: bool, now: float
     ) -> list[Action]:
         """Send a worker again what it does not list, and tell it what is not wanted any more."""
-        lost, unwanted = self.reconcile(
-            worker,
-            message,
-            has_progress=has_progress,
-            resend_after_s=2 * self.settings.heartbeat_s,
-            now=now,
-        )
+        lost, unwanted = self.reconcile(worker, message, has_progress=has_progress, now=now)
         actions = self._send(worker.node_id, lost)
         for group_id, attempt in unwanted:
             ack = Ack(group_id=group_id, attempt=attempt, outcome="duplicate")
@@ -595,13 +589,7 @@ class Scheduler:
         return actions
 
     def reconcile(
-        self,
-        worker: LeasedWorker,
-        message: Heartbeat,
-        *,
-        has_progress: bool,
-        resend_after_s: float,
-        now: float,
+        self, worker: LeasedWorker, message: Heartbeat, *, has_progress: bool, now: float
     ) -> tuple[list[Lease], list[tuple[int, int]]]:
         """Bring the book and the worker's own list together.
 
@@ -609,7 +597,6 @@ class Scheduler:
             worker: the worker.
             message: its heartbeat.
             has_progress: whether it has sampled anything since the last one.
-            resend_after_s: how long a lease may be missing from its list before it is sent again.
             now: the present instant.
 
         Returns:
@@ -634,7 +621,7 @@ class Scheduler:
                 if state.num_tokens > record.num_tokens or (has_progress and is_idle):
                     num_tokens = max(state.num_tokens, record.num_tokens)
                     self.leases.renew(record, num_tokens=num_tokens, now=now)
-            elif record.is_confirmed or now - record.sent_at > resend_after_s:
+            elif record.is_confirmed or now - record.sent_at > 2 * self.settings.heartbeat_s:
                 # The Grant was lost, or the worker was restarted under the same incarnation.
                 record.sent_at, record.is_confirmed = now, False
                 if self._find_prompt_fault(record.group_id) is None:
