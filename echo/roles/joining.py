@@ -238,12 +238,6 @@ class Assets:
         self.expected = expected or {}
         self.settings = settings or {}
         self.files: dict[str, bytes] = {}
-        for name in self.expected:
-            if name not in INHERITED_FILES:
-                raise RemoteProtocolError(
-                    f"an inherited file with the name {name!r}; only files of a tokenizer, a "
-                    "model's configuration and a chat template are taken"
-                )
 
     @property
     def missing(self) -> list[str]:

@@ -104,29 +104,13 @@ from echo.wire.messages import (
     known_reason,
 )
 
-# --- Timeout of a lease whose version has not come ---
-#
-# The learner counts on the version that a worker has told of. A worker that holds an older one by
-# now, as after a restart, has the newer one soon, or never: its uplink may be cut off, or the
-# version refused by its engine. So it waits, and then gives the lease back, for somebody else.
-
-
 MAX_VERSION_WAIT_S = 30.0
+"""Seconds that a lease waits for its version.
 
-
-class VersionWait:
-    """Since when leases have been waiting."""
-
-    def __init__(self, max_s: float = MAX_VERSION_WAIT_S) -> None:
-        """Take the seconds that one may wait."""
-        self.max_s = max_s
-        self._since: dict[LeaseKey, float] = {}
-
-    def late(self, waiting: Sequence[Lease], *, now: float) -> list[Lease]:
-        """Note which leases wait, and return those that have waited too long."""
-        keys = {key_of(lease): lease for lease in waiting}
-        self._since = {key: self._since.get(key, now) for key in keys}
-        return [keys[key] for key, since in self._since.items() if now >= since + self.max_s]
+The learner counts on the version that a worker has told of. A worker that holds an older one by
+now, as after a restart, has the newer one soon, or never: its uplink may be cut off, or the version
+refused by its engine. So it waits, and then gives the lease back, for somebody else.
+"""
 
 
 # --- The engine as the role sees it, and what is asked of the shell ---
@@ -333,8 +317,9 @@ class Worker(DialingRole):
         self.partials = PartialGroups(outbox)
         self.partial_counts: Counter[str] = Counter()
         """What became of unfinished rollouts, for the learner's metrics."""
-        self.version_wait = VersionWait(version_wait_s)
-        """For leases that ask for newer weights."""
+        self._version_wait_s = version_wait_s
+        self._waiting_since: dict[LeaseKey, float] = {}
+        """Of leases that ask for newer weights."""
         self._versions: tuple[PolicyVersion, ...] = ()
         """Those that the engine holds, as they were installed."""
         self._calls: list[EngineCall] = []
@@ -938,14 +923,20 @@ class Worker(DialingRole):
     def _give_back(self, now: float) -> list[Action]:
         """Give back the leases whose version has not come in time, or has been replaced."""
         installed = self.installed_version
-        late = self.version_wait.late(self.partials.awaiting(installed), now=now)
+        waiting = {key_of(lease): lease for lease in self.partials.awaiting(installed)}
+        self._waiting_since = {key: self._waiting_since.get(key, now) for key in waiting}
+        late = [
+            waiting[key]
+            for key, since in self._waiting_since.items()
+            if now >= since + self._version_wait_s
+        ]
         superseded = self.partials.superseded(installed, self._usable())
         # First what was sampled of them before, for whoever goes on.
         actions = self.ship(interval_s=0.0, now=now) if late or superseded else []
         for lease in late:
             wanted = lease.exact_version or f"{lease.min_version} or newer"
             here = f"{installed} is installed and no newer one has come"
-            why = f"{wanted} is wanted, {here} in {self.version_wait.max_s:g} s"
+            why = f"{wanted} is wanted, {here} in {self._version_wait_s:g} s"
             actions += self._refuse(lease, "version_not_installed", why)
         for lease in superseded:
             why = f"exactly {lease.exact_version} is wanted, {installed} is installed"
@@ -1109,12 +1100,13 @@ def _make_call(
     now: float,
     exact_version: PolicyVersion | None,
 ) -> EngineCall:
-    ship_s = engine.rules.ship_s
+    max_s = engine.rules.ship_s
     is_continuable = exact_version is None or engine.num_versions > 1
-    is_bounded = ship_s is not None and is_continuable and engine.sampler == "engine"
+    if max_s is None or not is_continuable or engine.sampler != "engine":
+        max_s = math.inf
     return EngineCall(
         groups,
         num_awaited=math.ceil(len(groups) / engine.rules.over_submission),
-        ends_at=now + ship_s if is_bounded and ship_s is not None else math.inf,
+        ends_at=now + max_s,
         exact_version=exact_version,
     )

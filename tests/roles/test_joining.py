@@ -488,8 +488,12 @@ def test_the_learner_sends_no_other_names_than_a_node_takes() -> None:
      "model.safetensors", "sitecustomize.py", "CONFIG.JSON", "config.json "],
 )  # fmt: skip
 def test_a_file_has_a_known_name_and_cannot_be_written_anywhere_else(name: str) -> None:
-    with pytest.raises(RemoteProtocolError, match="only files of a tokenizer"):
-        Assets({name: ("00", 1)})
+    node = Node()
+    node.joining.linked(now=0.0)
+    offer = sign_welcome(msgspec.structs.replace(WELCOME, assets={name: ("00", 1)}), KEY)
+    [stop] = node.joining.receive(offer, [], now=0.0)
+    assert isinstance(stop, Stop)
+    assert stop.reason == "unknown_file"
 
 
 # --- what the learner has signed ------------------------------------------------------------------
