@@ -483,9 +483,27 @@ def _can_choose(name: str) -> bool:
 class DialingNode(Node):
     """What relay and worker share: a role that dials out."""
 
-    role: DialingRole
-    version_store: MemoryStore | None = None
-    """Where received versions lie; None in memory without a bound."""
+    def __init__(
+        self,
+        role: DialingRole,
+        transport: Transport,
+        *,
+        version_store: MemoryStore | None = None,
+        threads: Threads | None = None,
+        log: logging.Logger,
+    ) -> None:
+        """Join the parts; see `Node`.
+
+        Args:
+            role: decides.
+            transport: its links.
+            version_store: where received versions lie; None in memory without a bound.
+            threads: where blocking calls are made.
+            log: where to tell what happens.
+        """
+        super().__init__(role, transport, threads=threads, log=log)
+        self.role = role
+        self.version_store = version_store
 
     async def recover(self) -> None:
         """Take over what a former process of this node has left of the run's versions."""

@@ -12,7 +12,7 @@ from echo.net.transport import Transport
 from echo.roles.joining import Configure
 from echo.roles.relay import Relay
 from echo.runtime import node
-from echo.runtime.disk_store import MemoryStore, open_store
+from echo.runtime.disk_store import open_store
 from echo.runtime.event_log import EventLog
 from echo.runtime.identity import dial_addresses, node_keys
 from echo.runtime.node import DialingNode
@@ -23,19 +23,6 @@ from echo.wire.actions import Action, Note
 
 class RelayNode(DialingNode):
     """A relay."""
-
-    def __init__(
-        self,
-        role: Relay,
-        transport: Transport,
-        *,
-        version_store: MemoryStore | None = None,
-        threads: Threads | None = None,
-        log: logging.Logger,
-    ) -> None:
-        super().__init__(role, transport, threads=threads, log=log)
-        self.role: Relay = role
-        self.version_store = version_store
 
     async def work(self) -> None:
         """Start looking for the learner; everything else happens in the role."""

@@ -61,6 +61,7 @@ from echo.roles.worker import (
     Worker,
 )
 from echo.runtime.agents.sessions import AgentParts, Agents, CallSampler
+from echo.runtime.disk_store import MemoryStore
 from echo.runtime.episodes import EpisodeRunner, openings_of
 from echo.runtime.node import DialingNode, Node
 from echo.runtime.threads import MAX_BLOCKING, Pool, Threads
@@ -243,6 +244,7 @@ class WorkerNode(DialingNode):
         *,
         build: Callable[[Mapping[str, Any], Mapping[str, bytes]], WorkerParts],
         on_release: str | None = None,
+        version_store: MemoryStore | None = None,
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
@@ -253,10 +255,11 @@ class WorkerNode(DialingNode):
             transport: its links.
             build: (inherited settings, inherited files) -> parts; slow, called in a thread.
             on_release: shell command that gives the machine back; None for none.
+            version_store: see `DialingNode`.
             threads: see `Node`.
             log: where to tell what happens.
         """
-        super().__init__(role, transport, threads=threads, log=log)
+        super().__init__(role, transport, version_store=version_store, threads=threads, log=log)
         self.role: Worker = role
         self._build = build
         self._engine_pool = self.threads.pool("engine")
