@@ -244,6 +244,12 @@ class Assets:
         """Names still to be fetched."""
         return [name for name in self.expected if name not in self.files]
 
+    def keep(self, former: Assets) -> None:
+        """Take what has arrived over a link that was lost, and is still expected."""
+        for name, data in former.files.items():
+            if self.expected.get(name) == former.expected[name]:
+                self.files[name] = data
+
     def add(self, name: str, data: bytes) -> None:
         """Take a file that has arrived.
 
@@ -503,7 +509,8 @@ class Joining:
             return self.configured(self._digests, now=now)
         if not self._is_building:
             wanted = {} if self.settings.role == "relay" else message.assets
-            self._assets = Assets(wanted, settings=message.settings)
+            former, self._assets = self._assets, Assets(wanted, settings=message.settings)
+            self._assets.keep(former)
         return self.repeat(now) if self._assets.missing else self._configure(now)
 
     def _find_fault(self, message: Welcome) -> tuple[str, RefusedError] | None:

@@ -478,6 +478,21 @@ def test_files_are_taken_if_they_are_the_ones_announced() -> None:
     assert (assets.missing, assets.files) == ([], FILES)
 
 
+def test_files_that_came_before_the_link_was_lost_are_not_asked_for_again() -> None:
+    node, files = Node(), {"config.json": b"{}", "tokenizer.json": FILE, "vocab.txt": b"1"}
+    changed = files | {"tokenizer.json": b"[3]"}
+    for offered, now in ((files, 0.0), (changed, 1.0)):
+        node.joining.linked(now=now)
+        welcome = msgspec.structs.replace(WELCOME, assets=describe_assets(offered))
+        node.joining.receive(sign_welcome(welcome, KEY), [], now=now)
+        for name in ("config.json", "tokenizer.json"):
+            if offered is files:
+                node.joining.receive(Asset(name=name), [files[name]], now=now)
+        node.joining.lost(retry_at=now, now=now)
+    asked = [message.name for message in node.said if isinstance(message, AssetRequest)]
+    assert asked == ["config.json", "tokenizer.json", "vocab.txt", "tokenizer.json"]
+
+
 def test_the_learner_sends_no_other_names_than_a_node_takes() -> None:
     assert {*CONFIG_FILES, *TOKENIZER_FILES, TEMPLATE_FILE} == INHERITED_FILES
 
