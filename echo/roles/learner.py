@@ -72,6 +72,8 @@ from echo.wire.messages import (
 
 MAX_NAMES_TOLD = 3
 """Silent nodes that one line names; the rest of them it counts."""
+MAX_WORKERS_TOLD = 8
+"""Workers whose state the line says of what the learner waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -481,7 +483,11 @@ class Learner:
             has_standby = bool(self.roster.members("worker"))
             why = "every worker is on standby" if has_standby else "no worker is connected"
             return f"{missing} groups; {why}"
-        fleet = [member.describe(self.leases.num_leases(member.node_id)) for member in workers]
+        held = [(self.leases.num_leases(member.node_id), member) for member in workers]
+        held.sort(key=lambda each: -each[0])
+        fleet = [member.describe(number) for number, member in held[:MAX_WORKERS_TOLD]]
+        if others := held[MAX_WORKERS_TOLD:]:
+            fleet.append(f"{len(others)} others have {sum(number for number, _ in others)}")
         return f"{missing} of {num_groups} groups; {'; '.join(fleet)}"
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:

@@ -340,8 +340,9 @@ class Node:
         try:
             peer = self.transport.dial(action.address, has_bulk=action.purpose == "weights")
         except TransportError as error:
-            # An address from another node's message; the role moves on when it times out.
-            self.log.warning("%s", error)
+            # An address from another node's message; the role moves on when it times out, and
+            # tries it again.
+            self._topics.tell(Note("warning", str(error), f"dial {action.address}"), now=self.now)
         else:
             self.dialled(action.address, action.purpose, peer)
 

@@ -300,6 +300,18 @@ def test_a_topic_that_is_over_is_told_of_no_more(caplog: pytest.LogCaptureFixtur
     assert told == ["lost the link", "joined", "lost the link"]
 
 
+def test_an_address_that_cannot_be_dialled_is_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(node: Node, script: Script, network: Network) -> None:
+        for _ in range(3):
+            node.perform([Dial("tcp://nowhere", "weights")])
+        await node.transport.close()
+
+    play(scenario)
+    assert len([each for each in caplog.records if "tcp://nowhere" in each.getMessage()]) == 1
+
+
 def test_what_cannot_be_let_go_of_keeps_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(node: Node, script: Script, network: Network) -> None:
         let_go: list[str] = []
