@@ -705,12 +705,13 @@ class Worker(DialingRole):
             why: the error, in one line.
             traceback: of it.
             is_usable: whether the engine still samples. If not this worker ends, and gives back
-                what it had: the learner counts how many engines a group has ended.
+                all that the engine had: the learner counts how many engines a group has ended.
             now: the present instant.
         """
-        self._calls.remove(call)
         self.counters.add("engine/calls_failed")
-        unfinished = [group for group in call.groups if not group.is_whole]
+        calls = [call] if is_usable else list(self._calls)
+        unfinished = [group for each in calls for group in each.groups if not group.is_whole]
+        self._calls.remove(call)
         actions: list[Action] = []
         if not is_usable:
             for lease in (group.lease for group in unfinished if not group.is_unwanted):

@@ -456,6 +456,15 @@ def test_whose_fault_it_is_that_a_call_raised_is_found_by_halves(is_usable: bool
         assert len(failed) == 4
 
 
+def test_all_that_a_dead_engine_had_is_given_back_whichever_call_tells_of_it_first() -> None:
+    paper = Paper(dict.fromkeys(range(3), (2, 2)), is_continuous=True)
+    paper.grant()
+    first, *_ = paper.engine
+    paper.do(paper.role.raised(first, "it died", traceback="", is_usable=False, now=0.0))
+    reports = [sent.message for sent in paper.role.outbox._deliveries.values()]
+    assert [each.is_elsewhere for each in reports if isinstance(each, Failed)] == [True] * 3
+
+
 def test_groups_that_an_engine_gives_back_go_on_before_fresh_ones() -> None:
     paper = Paper(version=None)
     paper.grant(*map(make_lease, range(3)))
