@@ -184,7 +184,11 @@ def test_a_lease_of_newer_weights_is_waited_for_and_given_back(
 
 
 def raise_in_engines(
-    monkeypatch: pytest.MonkeyPatch, *, group: int, is_fatal: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    group: int,
+    is_fatal: bool = False,
+    why: str = "index 99 is out of bounds",
 ) -> list[StubEngine]:
     """Have engines raise for a group; return those that it has ended, where it is fatal."""
     generate, ended = StubEngine.generate, []
@@ -192,7 +196,7 @@ def raise_in_engines(
     def raising(engine: StubEngine, requests: Sequence[Request], *others: Any, **_: Any) -> Any:
         if any(request.request_id.startswith(f"{group}.") for request in requests):
             ended.extend([engine] * is_fatal)
-            raise IndexError("index 99 is out of bounds")
+            raise IndexError(why)
         if engine in ended:
             raise RuntimeError("CUDA error: device-side assert triggered")
         return generate(engine, requests, *others)
@@ -220,10 +224,13 @@ def test_a_group_for_which_the_engine_raises_ends_alone(
     world.audit()
 
 
+@pytest.mark.parametrize(
+    ("is_fatal", "why"), [(True, "it died"), (False, "out of memory with a single rollout")]
+)
 def test_a_group_that_ends_the_engines_of_three_workers_ends(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, is_fatal: bool, why: str
 ) -> None:
-    raise_in_engines(monkeypatch, group=1, is_fatal=True)
+    raise_in_engines(monkeypatch, group=1, is_fatal=is_fatal, why=why)
     world = make_world()
     world.learner()
     for name in ("w1", "w2", "w3"):

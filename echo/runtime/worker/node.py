@@ -39,6 +39,7 @@ from echo.engine.engine import (
     Watcher,
     describe_error,
     describe_nonfinite,
+    is_out_of_memory,
 )
 from echo.engine.weights import tensors_from_image
 from echo.leases.partials import PartialGroup, PartialRules
@@ -329,10 +330,6 @@ class WorkerNode(DialingNode):
                 return self._give_back(action.reason)
         raise LocalProtocolError(f"a worker cannot {type(action).__name__}")
 
-    async def work(self) -> None:
-        """Look for the learner; everything else is an action."""
-        self.perform(self.role.start(now=self.now))
-
     async def _set_up(self, configure: Configure) -> None:
         settings, assets = configure.settings, configure.assets
         parts = await self._engine_pool.run(self._build, settings, assets)
@@ -473,7 +470,8 @@ class WorkerNode(DialingNode):
         line = self._reports.say("engine", text, f"the engine has raised: {text}", now=self.now)
         if line is not None:
             self.log.warning("%s", line, exc_info=error)
-        is_usable = await self._sample_pool.run(self._can_sample)
+        # Where memory does not hold one rollout a token says nothing, and others may have more.
+        is_usable = not is_out_of_memory(error) and await self._sample_pool.run(self._can_sample)
         self.perform(
             self.role.raised(call, text, traceback=frames, is_usable=is_usable, now=self.now)
         )
