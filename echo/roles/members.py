@@ -56,8 +56,9 @@ class Member:
     """What the scheduler of leases knows of it."""
     price: Price = field(default_factory=Price)
     presence: Presence = Presence.UNKNOWN
-    tokens_sampled: int = -1
-    """Counter at the last heartbeat: its growth renews waiting leases."""
+    tokens_sampled: int | None = None
+    """Counter at the last heartbeat, which began with its process: its growth renews waiting
+    leases. None before a heartbeat."""
     contested: tuple[float, float] | None = None
     """(first, last) instant at which others asked for its name, be it one process or several."""
     history: deque[tuple[float, int, int]] = field(default_factory=deque)
@@ -120,11 +121,6 @@ class Member:
     def is_standby(self) -> bool:
         """Whether it is given neither leases nor weights for now."""
         return self.node.is_standby
-
-    @property
-    def num_sampled(self) -> int | None:
-        """The worker's counter of tokens, which began with its process; None before a heartbeat."""
-        return self.tokens_sampled if self.tokens_sampled >= 0 else None
 
     def rates(self) -> tuple[float, float]:
         """Return (tokens per second, weight bytes per second) over the last heartbeats."""

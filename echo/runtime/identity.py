@@ -7,6 +7,7 @@ import json
 import re
 import secrets
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -201,8 +202,7 @@ def find_join(config: Config, role: str) -> Join | None:
     Raises:
         ConfigError: if the file cannot be read or holds something else.
     """
-    connect = config.relay.connect if role == "relay" else config.worker.connect
-    for address in filter(has_secret, connect):
+    for address in filter(has_secret, _connect(config, role)):
         return Join.parse(address, source=f"{role}.connect")
     given = config.security.join
     if given is not None and has_secret(given):
@@ -223,10 +223,13 @@ def find_join(config: Config, role: str) -> Join | None:
     return Join.parse(text, source=f"{key}{str(path)!r}")
 
 
+def _connect(config: Config, role: str) -> Sequence[str]:
+    return config.relay.connect if role == "relay" else config.worker.connect
+
+
 def dial_addresses(config: Config, role: str) -> tuple[str, ...]:
     """Return the addresses that a relay or worker dials first, in order; no secret is in them."""
-    connect = config.relay.connect if role == "relay" else config.worker.connect
-    if connect:
+    if connect := _connect(config, role):
         return tuple(_without_secret(address) for address in connect)
     join = find_join(config, role)
     return () if join is None else (join.address,)

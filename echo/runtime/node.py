@@ -506,6 +506,10 @@ class DialingNode(Node):
         self.role = role
         self.version_store = version_store
 
+    async def work(self) -> None:
+        """Look for the learner; everything else is an action."""
+        self.perform(self.role.start(now=self.now))
+
     async def recover(self) -> None:
         """Take over what a former process of this node has left of the run's versions."""
         version_store, broadcast = self.version_store, self.role.broadcast

@@ -24,10 +24,6 @@ from echo.wire.actions import Action, Note
 class RelayNode(DialingNode):
     """A relay."""
 
-    async def work(self) -> None:
-        """Start looking for the learner; everything else happens in the role."""
-        self.perform(self.role.start(now=self.now))
-
     def on_action(self, action: Action) -> None:
         """Carry out what concerns a relay."""
         match action:
