@@ -906,9 +906,9 @@ class Worker(DialingRole):
         self._installing = None
         self._refused_version, self._install_again_at = version, now + INSTALL_AGAIN_S
         self.counters.add("engine/installs_failed")
-        text = f"cannot install {version}, keeping {self.installed_version}: {error}"
         if self.installed_version is None:
-            return [Note("warning", text), Stop("failed", error)]
+            return [Note("warning", f"cannot install {version}: {error}"), Stop("failed", error)]
+        text = f"cannot install {version}, keeping {self.installed_version}: {error}"
         return [Note("warning", text), *self._next(now)]
 
     def install_missed(self, *, now: float) -> list[Action]:
@@ -936,7 +936,7 @@ class Worker(DialingRole):
         actions = self.ship(interval_s=0.0, now=now) if late or superseded else []
         for lease in late:
             wanted = lease.exact_version or f"{lease.min_version} or newer"
-            here = f"{installed} is installed and no newer one has come"
+            here = f"{installed or 'no version'} is installed and no newer one has come"
             why = f"{wanted} is wanted, {here} in {self._version_wait_s:g} s"
             actions += self._refuse(lease, "version_not_installed", why)
         for lease in superseded:

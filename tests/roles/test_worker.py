@@ -660,6 +660,7 @@ def test_a_worker_that_has_no_version_at_all_ends_with_the_engines_words() -> No
     assert paper.arrive(V1) == [V1]
     error = EngineError("it does not fit")
     paper.do(paper.role.install_failed(V1, error, now=0.0))
+    assert paper.take(Note)[-1].text == "cannot install v1: it does not fit"
     assert paper.take(Stop) == [Stop("failed", error)]
 
 

@@ -289,3 +289,15 @@ def test_an_interrupted_worker_delivers_and_says_goodbye(make_world: MakeWorld) 
     assert not learner.roster.nodes
     assert learner.leases.num_leases("w1") == 0
     assert "w1 left: stopped by its operator" in world.notes("learner"), "it was missed instead"
+
+
+def test_a_worker_says_that_it_has_no_learner_while_it_has_none(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.worker("w1", build_s=5.0)
+    world.run(1.0)
+    assert world.node("w1").view().activity == "dialling: no learner"
+    world.learner()
+    roster = world.node("learner").role.roster
+    world.run_until(lambda: "w1" in roster.nodes)
+    world.run(1.0)
+    assert world.node("w1").view().activity == "starting"

@@ -280,7 +280,7 @@ class WorkerNode(DialingNode):
         """Return what this worker does, for its operator."""
         role = self.role
         version = role.installed_version
-        has_learner = role.state in (NodeState.ADMITTED, NodeState.STOPPED)
+        has_learner = role.state not in (NodeState.DIALLING, NodeState.JOINING)
         return WorkerView(
             version="no version" if version is None else str(version),
             num_tokens=role.tokens_sampled + sum(call.seen_tokens for call in self._calls),
