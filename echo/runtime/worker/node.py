@@ -14,7 +14,7 @@ import json
 import logging
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -471,7 +471,9 @@ class WorkerNode(DialingNode):
         if line is not None:
             self.log.warning("%s", line, exc_info=error)
         # Where memory does not hold one rollout a token says nothing, and others may have more.
-        is_usable = not is_out_of_memory(error) and await self._sample_pool.run(self._can_sample)
+        is_usable = not is_out_of_memory(error) and await self._sample_pool.run(
+            self.parts.engine.can_sample
+        )
         self.perform(
             self.role.raised(call, text, traceback=frames, is_usable=is_usable, now=self.now)
         )
@@ -480,16 +482,6 @@ class WorkerNode(DialingNode):
                 raise error
             why = f"the engine samples nothing any more since it raised {text}; start it anew"
             raise EngineError(why) from error
-
-    def _can_sample(self) -> bool:
-        """Return whether the engine still samples a token; runs in another thread."""
-        request = Request("-1.probe", prompt_ids=np.zeros(1, np.int32), seed=0)
-        sampling = replace(self.parts.sampling, max_completion_tokens=1)
-        try:
-            self.parts.engine.generate([request], sampling, NodeWatcher(self))
-        except Exception:  # noqa: BLE001 -- an engine raises anything
-            return False
-        return True
 
     # --- agents, where rollouts come from them ---------------------------------------------------
 
