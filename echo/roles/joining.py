@@ -36,7 +36,7 @@ signed everything it sees. Files have a name out of a fixed table.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -289,16 +289,6 @@ class NodeSettings:
     region: str = ""
     price_per_gb: float = 0.0
     price: Price = field(default_factory=Price)
-
-
-def describe_failure(settings: NodeSettings, addresses: Sequence[str], *, run_id: str) -> str:
-    """Return what to tell the operator when no learner could be reached."""
-    since = f"run {run_id} was last heard of" if run_id else f"this {settings.role} started"
-    return (
-        f"no learner reached at {', '.join(addresses)} for {settings.reconnect_for_s:.0f} s, since "
-        f"{since}; check that it runs, that its port is open, and the addresses under "
-        f"[{settings.role}] connect; network.reconnect_for_s sets how long to try"
-    )
 
 
 class NodeState(StrEnum):

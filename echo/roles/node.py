@@ -36,7 +36,7 @@ from echo.core.metrics import Counters
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import RecentMap, earliest
 from echo.core.units import one_line
-from echo.roles.joining import Joining, NodeSettings, NodeState, describe_failure
+from echo.roles.joining import Joining, NodeSettings, NodeState
 from echo.weights.broadcast import Broadcast
 from echo.weights.link import Connection, ParentFailed, UplinkProbe, acknowledge
 from echo.weights.parents import CONNECT_TIMEOUT_S, Parents
@@ -427,11 +427,8 @@ class DialingRole:
     def _expire_joining(self, now: float) -> list[Action]:
         remaining_s = self._give_up_at - now
         if remaining_s <= 0 and not self.is_leaving:
-            run_id = self._joining.run_id
-            text = describe_failure(self.settings, self._addresses(), run_id=run_id)
-            for fault in self._faults.values():
-                text += f"\n  last attempt: {fault}"
-            return self._joining.give_up("learner_unreachable", TransportError(text), now=now)
+            error = TransportError(self._describe_failure())
+            return self._joining.give_up("learner_unreachable", error, now=now)
         if now < self._joining.retry_at:
             return []
         is_silent = self.is_leaving or self.state is NodeState.CONFIGURING
@@ -439,6 +436,18 @@ class DialingRole:
         if self.state is NodeState.DIALLING or now >= self._heard_at + self._joining.dead_after_s:
             return actions + self._next_address(now)
         return actions + self._joining.repeat(now)
+
+    def _describe_failure(self) -> str:
+        """Return what to tell the operator when no learner could be reached."""
+        role, run_id = self.settings.role, self._joining.run_id
+        since = f"run {run_id} was last heard of" if run_id else f"this {role} started"
+        text = (
+            f"no learner reached at {', '.join(self._addresses())} for "
+            f"{self.settings.reconnect_for_s:.0f} s, since {since}; check that it runs, that its "
+            f"port is open, and the addresses under [{role}] connect; network.reconnect_for_s sets "
+            "how long to try"
+        )
+        return "\n  last attempt: ".join([text, *self._faults.values()])
 
     def _tell_wait(self, remaining_s: float, now: float) -> list[Action]:
         """Say where the learner is looked for: after a moment, then each minute of a state."""

@@ -25,7 +25,6 @@ from echo.roles.joining import (
     Built,
     Configure,
     Joining,
-    NodeSettings,
     NodeState,
     describe_assets,
     digest_mismatch,
@@ -51,7 +50,6 @@ from echo.wire.messages import (
     Goodbye,
     Grant,
     Heartbeat,
-    Hello,
     Message,
     NodeStats,
     Partial,
@@ -64,7 +62,14 @@ from echo.wire.messages import (
 )
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
-from tests.roles.harness import KEY, PUBLIC_KEY, make_broadcast, message_of
+from tests.roles.harness import (
+    KEY,
+    PUBLIC_KEY,
+    make_broadcast,
+    make_hello,
+    make_node_settings,
+    message_of,
+)
 
 FILE = b"[1, 2]"
 DIGESTS = {"model": "aaaa"}
@@ -77,17 +82,7 @@ class Node:
     def __init__(self) -> None:
         self.said: list[Message] = []
         self.work: list[Message] = []
-        settings = NodeSettings(
-            node_id="w1",
-            role="worker",
-            incarnation="i1",
-            addresses=("tcp://learner:1",),
-            advertise=None,
-            echo_version="0",
-            reconnect_for_s=600.0,
-            max_image_bytes=1 << 30,
-            digests=DIGESTS,
-        )
+        settings = make_node_settings(digests=DIGESTS)
         self.joining = Joining(settings, make_broadcast("w1"), self)
 
     def to_learner(self, message: Message, *payload: Frame) -> list[Action]:
@@ -173,14 +168,7 @@ def said_in(actions: list[Action]) -> list[Message]:
     return [message_of(action.frames) for action in actions if isinstance(action, Send)]
 
 
-HELLO = Hello(
-    node_id="w1",
-    role="worker",
-    incarnation="i1",
-    echo_version="0",
-    advertise=None,
-    digests=DIGESTS,
-)
+HELLO = make_hello(digests=DIGESTS)
 READY = Ready(incarnation="i1", digests=DIGESTS)
 [WELCOME] = said_in(LearnerEnd().hear(HELLO))
 OF_LEARNER: dict[type[Message], Message] = {

@@ -14,11 +14,11 @@ from echo.core.rollout import PartialRollout
 from echo.leases.partials import PartialGroup, ShippedPartials, encode_members
 from echo.roles.members import Member, Presence
 from echo.wire import codec
-from echo.wire.messages import Heartbeat, Hello, NodeStats, Partial
+from echo.wire.messages import Heartbeat, NodeStats, Partial
 from tests.core.groups import make_partial
 from tests.leases.test_scheduler import make_worker
 from tests.promises.world import World
-from tests.roles.harness import make_lease
+from tests.roles.harness import make_hello, make_lease
 
 
 def partial(num_tokens: int, *, step: int = 0, reason: str = "abort") -> PartialRollout:
@@ -218,11 +218,8 @@ def test_what_the_learner_waits_for_is_one_line_however_many_workers_there_are(
 ) -> None:
     role = hung_world.node("learner").role
     for number in range(1000):
-        hello = Hello(
-            node_id=f"v{number}", role="worker", incarnation="", echo_version="", advertise=None,
-            digests={},
-        )  # fmt: skip
-        role.roster.move(Member.of(hello, now=hung_world.now), Presence.ADMITTED)
+        member = Member.of(make_hello(f"v{number}"), now=hung_world.now)
+        role.roster.move(member, Presence.ADMITTED)
     text = role.describe_wait()
     assert text.startswith("2 of 2 groups; w1 has 2 (")
     assert "); v0 has 0 (idle); v1 has 0 (idle); " in text

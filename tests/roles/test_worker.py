@@ -12,7 +12,6 @@ from echo.core.errors import EngineError
 from echo.core.rollout import Lineage, PartialRollout, PolicyVersion
 from echo.leases.outbox import Outbox
 from echo.leases.partials import PartialGroup, PartialRules, decode_groups, encode_groups
-from echo.roles.joining import NodeSettings
 from echo.roles.worker import (
     DRAIN_S,
     INSTALL_AGAIN_S,
@@ -35,7 +34,7 @@ from echo.wire.actions import Action, Note, Stop
 from echo.wire.codec import decode_group
 from echo.wire.messages import Ack, Failed, Lease
 from tests.core.groups import make_partial
-from tests.roles.harness import make_lease
+from tests.roles.harness import make_lease, make_node_settings
 
 V0, V1, V2 = (PolicyVersion(1, step) for step in range(3))
 LENGTHS = {0: (2, 50), 1: (2, 3), 2: (60, 2), 3: (3, 3), 4: (2, 2), 5: (4, 4)}
@@ -61,11 +60,7 @@ class Role(Worker):
 
 
 def make_role(terms: ReleaseTerms | None = None) -> Role:
-    settings = NodeSettings(
-        node_id="w1", role="worker", incarnation="1", addresses=("tcp://learner:1",),
-        advertise=None, echo_version="0", reconnect_for_s=300.0, max_image_bytes=1 << 20,
-        digests={}, heartbeat_s=5.0, dead_after_s=20.0,
-    )  # fmt: skip
+    settings = make_node_settings(reconnect_for_s=300.0, dead_after_s=20.0)
     weights = Weights(node_id="w1", window_bytes=4096, stall_s=0.5)
     return Role(settings, weights, Outbox(max_deliveries=8, retry_s=1e9), terms=terms, now=0.0)
 
