@@ -98,10 +98,6 @@ class Member:
             self.history.popleft()
         return has_progress
 
-    def has_fresh_weights(self, step: int, max_staleness: int) -> bool:
-        """Return whether it holds weights that may sample for the next step."""
-        return self.installed is not None and step - self.installed.step <= max_staleness
-
     @property
     def is_admitted(self) -> bool:
         """Whether it is a member of the run."""

@@ -1140,14 +1140,9 @@ class DiskStore(MemoryStore):
 
     def _reopen(self, version: PolicyVersion) -> Saved | None:
         """Map a version again, or remove its files if they are of no use."""
-        path = self._path(version, "image")
-        if not (path.exists() and path.with_suffix(".manifest").exists()):
-            # It was being decoded (from what it comes, its journal tells), or had been dropped.
-            _remove(path)
-            _remove(path.with_suffix(".manifest"))
-            return None
+        path, manifest = self._path(version, "image"), self._path(version, "manifest")
         try:
-            signed_manifest = path.with_suffix(".manifest").read_bytes()
+            signed_manifest = manifest.read_bytes()
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 num_bytes = os.fstat(descriptor).st_size
@@ -1156,9 +1151,12 @@ class DiskStore(MemoryStore):
             finally:
                 os.close(descriptor)
         except (OSError, ValueError, StorageError) as error:
-            _log.warning("%s: removed what was left of %s: %s", self.where, version, error)
+            # Without one of the two it was being decoded (from what it comes, its journal tells),
+            # or had been dropped.
+            if not isinstance(error, FileNotFoundError):
+                _log.warning("%s: removed what was left of %s: %s", self.where, version, error)
             _remove(path)
-            _remove(path.with_suffix(".manifest"))
+            _remove(manifest)
             return None
         self._live[version] = pages
         return Saved(version, signed_manifest, pages.lend())

@@ -65,14 +65,8 @@ def load_or_create_signing_key(run_dir: Path) -> Ed25519PrivateKey:
     Raises:
         StorageError: if it cannot be read or written.
     """
-    path = _key_path(run_dir)
-    try:
-        if not path.exists():
-            make_private_directory(path.parent)
-            write_file(path, Ed25519PrivateKey.generate().private_bytes_raw(), mode=0o600)
-        return load_signing_key(run_dir)
-    except (OSError, ValueError, UnsupportedAlgorithm) as error:
-        raise StorageError(f"cannot read or make {path}: {error}") from error
+    # Any bytes of this length are a private key.
+    return Ed25519PrivateKey.from_private_bytes(_load_or_create(_key_path(run_dir), KEY_BYTES))
 
 
 def load_signing_key(run_dir: Path) -> Ed25519PrivateKey:

@@ -222,7 +222,9 @@ class Activation:
             active=frozenset(m.node_id for m in members if not m.is_standby),
             steady=frozenset(m.node_id for m in members if self._is_steady(m, now)),
             ready=frozenset(
-                m.node_id for m in members if m.has_fresh_weights(role.step, max_staleness)
+                m.node_id
+                for m in members
+                if m.installed is not None and role.step - m.installed.step <= max_staleness
             ),
             idle_share=idle_share,
             min_saving=self.settings.min_saving,
