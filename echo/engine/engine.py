@@ -285,6 +285,15 @@ class Engine(abc.ABC):
         """Return what has happened since this was last asked, by name ("engine/...")."""
         return {}
 
+    def can_sample(self) -> bool:
+        """Return whether it still samples a token; to be asked where a call has raised."""
+        request = Request("-1.probe", prompt_ids=np.zeros(1, np.int32), seed=0)
+        try:
+            self.generate([request], Sampling(1.0, 1.0, 0, 1, ()))
+        except Exception:  # noqa: BLE001 -- an engine raises anything
+            return False
+        return True
+
     @abc.abstractmethod
     def close(self) -> None:
         """Give back memory and processes; the engine cannot be used afterwards."""

@@ -317,6 +317,7 @@ class EngineContract(PatchContract):
     ) -> None:
         with pytest.raises(EngineError, match=message):
             run(engine, [request([1, 5], name="good"), request(prompt)])
+        assert engine.can_sample()
 
     def test_no_requests_give_no_completions(self, engine: Engine) -> None:
         assert run(engine, []) == []
@@ -548,5 +549,6 @@ class EngineLifeContract(Models):
             run(engine, [request([1])])
         engine.load(weights[0], V1)
         engine.close()
+        assert not engine.can_sample()
         with pytest.raises(EngineError, match="no weights are loaded"):
             run(engine, [request([1])])
