@@ -528,10 +528,16 @@ def schema_help(role: Role | None = None) -> str:
 
 
 def dry_run_text(
-    config: Config, role: Role, *, budget: Budget | None = None, notices: Iterable[str] = ()
+    config: Config,
+    role: Role,
+    *,
+    would_start: bool = True,
+    budget: Budget | None = None,
+    notices: Iterable[str] = (),
 ) -> str:
-    """Return what would start, its memory budget, and every setting with its source."""
-    lines = [f"would start: {_describe_start(config, role)}"]
+    """Return what would start or not, its memory budget, and every setting with its source."""
+    head = "would start" if would_start else "would not start, see the end"
+    lines = [f"{head}: {_describe_start(config, role)}"]
     if budget is not None:
         lines.append(f"memory: {'' if budget.fits else 'DOES NOT FIT: '}{budget.line}")
     lines += [f"notice: {notice}" for notice in notices]
