@@ -557,7 +557,10 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
             overrides[:0] = find_own_join(arguments.config, overrides, role)
         config = read_run_file(arguments.config, overrides, role)
     elif join:
-        config = parse_config({}, overrides, role)
+        # Files of its own: which run it is the learner tells later, when the log is open.
+        name = node.node_name(role, getattr(parse_config({}, overrides, role), role).name)
+        names = {"run": {"name": name.replace("/", "-")}, role: {"name": name}}
+        config = parse_config(names, overrides, role, source="this node's name")
     else:
         example = find_config("gsm8k.toml" if role == "learner" else "two-machines.toml")
         alone = "" if role == "learner" else f" Without one a {role} needs the run's {ECHO_JOIN}."

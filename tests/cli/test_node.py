@@ -239,7 +239,9 @@ def test_a_join_string_is_all_that_a_worker_needs(
     assert run("--role", "worker", *quick) == 4
     printed = "".join(capsys.readouterr())
     assert "no learner reached" in printed
-    log = (tmp_path / "runs" / "run" / "logs" / "lonely.log").read_text()
+    # In a directory of its own, not in that of some run on this machine.
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["lonely"]
+    log = (tmp_path / "runs" / "lonely" / "logs" / "lonely.log").read_text()
     for text in (printed, log):
         assert "s" * 22 not in text
     # A learner invites, it does not join.
