@@ -42,7 +42,7 @@ from echo.config.schema import (
     show,
 )
 from echo.core.errors import ConfigError, in_one, nearest
-from echo.core.units import format_bytes, one_line, without_secrets
+from echo.core.units import format_bytes, one_line, without_keys
 
 # --- layers ---------------------------------------------------------------------------------------
 #
@@ -548,17 +548,20 @@ def dry_run_text(
 def resolved_lines(config: Config, role: Role | None = None) -> list[str]:
     """Return the configuration as TOML, each line with where its value came from."""
     lines: list[str] = []
+    values = resolved(config)
     for (name, _), group in _by_section(leaves(kinds_of(config)).values(), role).items():
         if name:
             lines += ["", f"[{name}]"]
         for leaf in group:
-            value = _value(config, leaf)
+            value = _at(values, leaf.path)
             notes = [config.sources.get(leaf.key, "")]
             if leaf.key.endswith("_bytes") and isinstance(value, int):
                 notes.append(format_bytes(value))
             # TOML has no word for a missing value, and this text should load again.
             text = f"# {leaf.path[-1]}" if value is None else f"{leaf.path[-1]} = {show(value)}"
-            notes += ["not set"] if value is None else []
+            if value is None:
+                is_secret = leaf.key == "security.join" and config.security.join is not None
+                notes.append("a join string, which is a secret" if is_secret else "not set")
             note = ", ".join(filter(None, notes))
             lines.append(f"{text:<56} # {note}" if note else text)
     return lines
@@ -572,13 +575,6 @@ def _by_section(keys: Iterable[Leaf], role: Role | None) -> dict[tuple[str, str]
             place = leaf.path[0] if len(leaf.path) == 2 else ""
             groups.setdefault((place, "".join(leaf.kinds)), []).append(leaf)
     return groups
-
-
-def _value(config: Config, leaf: Leaf) -> object:
-    value: object = config
-    for part in leaf.path:
-        value = getattr(value, part)
-    return value
 
 
 def _describe_start(config: Config, role: Role) -> str:
@@ -597,7 +593,7 @@ def _describe_start(config: Config, role: Role) -> str:
         )
     node = config.worker if role == "worker" else config.relay
     serves = f"serves on {node.listen}" if node.listen else "serves no weights to others"
-    addresses = without_secrets(", then ".join(node.connect)) or "the address of its join string"
+    addresses = without_keys(", then ".join(node.connect)) or "the address of its join string"
     return f"a {role} that connects to {addresses} and {serves}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
@@ -324,7 +325,12 @@ def test_the_secret_of_a_join_string_is_never_written_or_shown(tmp_path: Path) -
     config = parse_config(table, role="worker")
     assert config.worker.connect == (join,)
     save_resolved(config, tmp_path / "config.json")
-    texts = [(tmp_path / "config.json").read_text(), dry_run_text(config, "worker")]
+    dry_run = dry_run_text(config, "worker")
+    assert "a worker that connects to tcp://10.0.0.5:7700 and " in dry_run
+    assert "# configuration, a join string, which is a secret\n" in dry_run
+    shown = parse_config(tomllib.loads(dry_run.partition("\n")[2]))
+    assert (shown.worker.connect, shown.security.join) == ((address,), None)
+    texts = [(tmp_path / "config.json").read_text(), dry_run]
     with pytest.raises(ConfigError) as caught:
         parse_config({**table, "learner": {"advertise": join}})
     for text in [*texts, str(caught.value)]:
