@@ -487,7 +487,11 @@ def show_join(join_path: Path) -> None:
 
 
 def show_summary(run_dir: Path, console: Console, *, commands: list[str] | None = None) -> None:
-    """Draw the learning curve and print the summary of a run."""
+    """Draw the learning curve and print the summary of a run, if it has made a step."""
+    if not read_metrics(run_dir).train:
+        text = "no optimizer step was made, so there is nothing to sum up"
+        console.file.write(f"{text}; why: {run_dir / 'logs'}\n")
+        return
     learning_curve(run_dir, run_dir / "learning_curve.png")
     summary = summarise_run(run_dir, commands=commands)
     text = as_text(summary)
