@@ -234,19 +234,22 @@ def run_nodes(
             console.print(f"stopped before the end; to go on: {command}", soft_wrap=True)
         has_worker = any(node.role == "worker" and node not in failed for node in nodes)
         return code if has_worker else 1
-    show_summary(run_dir, console, commands=next_commands(arguments.task, run_dir))
+    show_summary(run_dir, console, commands=next_commands(config))
     return 0
 
 
-def next_commands(task: str, run_dir: Path) -> list[str]:
-    """Return three things to try after this."""
-    other = "countdown" if task == "addition" else "addition"
+def next_commands(config: Config) -> list[str]:
+    """Return three things to try after a run."""
     own = program("echo-rl")
     quickstart, node = f"{own} quickstart", f"{own} node"
+    task = config.task.kind if config.task.kind in TASKS else next(iter(TASKS))
+    other = next(name for name in TASKS if name != task)
+    bound, why = (0, "on-policy") if config.sync.max_staleness else (3, "with older rollouts")
     return [
-        f"{quickstart} --task {task} --set sync.max_staleness=0   # on-policy, to compare",
+        f"{quickstart} --task {task} --set sync.max_staleness={bound}   # {why}, to compare",
         f"{quickstart} --task {other}   # another task",
-        f"{node} --role learner --config {run_dir / 'config.json'} --dry-run   # all settings",
+        f"{node} --role learner --config {config.run_dir / 'config.json'} --dry-run   "
+        "# all settings",
     ]
 
 
