@@ -62,7 +62,7 @@ class Layer:
     settings: dict[KeyPath, Setting] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     replaced: KeyPath | None = None
-    """A table that is set as a whole: what earlier layers have in it goes."""
+    """What is set as a whole: what earlier layers have there, in it or in its place goes."""
 
 
 def read_layer(table: Mapping[str, Any], source: str) -> Layer:
@@ -95,11 +95,10 @@ def read_override(text: str) -> Layer:
         problem = f'"{text}" is not an override; write section.key=value'
         return Layer(problems=[Problem((), problem, Setting(None, OVERRIDE))])
     table: Any = toml_or_text(value.strip())
-    is_table = isinstance(table, Mapping)
     for part in reversed(parts):
         table = {part: table}
     layer = read_layer(table, OVERRIDE)
-    if is_table and find_leaf(tuple(parts)) is not None:  # not a whole section
+    if find_leaf(tuple(parts)) is not None:  # not a whole section
         layer.replaced = tuple(parts)
     return layer
 
@@ -253,9 +252,12 @@ def parse_config(
     layers = [read_layer(table, source), *(read_override(text) for text in overrides)]
     user: dict[KeyPath, Setting] = {}
     for layer in layers:
-        if layer.replaced is not None:
-            place = layer.replaced
-            user = {path: value for path, value in user.items() if path[: len(place)] != place}
+        if place := layer.replaced:
+            user = {
+                path: setting
+                for path, setting in user.items()
+                if any(one != other for one, other in zip(path, place, strict=False))
+            }
         user.update(layer.settings)
     if is_saved:
         user = _without_old_defaults(layers[0].settings, user)

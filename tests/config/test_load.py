@@ -175,9 +175,12 @@ def test_tables_of_the_users_own_keys_merge() -> None:
         (["task.options.deep={}"], {"digits": 2, "deep": {}}),
         (["task.options.deep={y=1}"], {"digits": 2, "deep": {"y": 1}}),
         (["task={kind='gsm8k'}"], {"digits": 2, "deep": {"x": 1}}),
+        (["task.options.digits.least=3"], {"digits": {"least": 3}, "deep": {"x": 1}}),
+        (["task.options.deep=3", "task.options.deep.y=4"], {"digits": 2, "deep": {"y": 4}}),
+        (["task.options.deep=3"], {"digits": 2, "deep": 3}),
     ],
 )
-def test_a_table_that_is_set_replaces_the_one_before(
+def test_what_is_set_replaces_what_was_there_before(
     overrides: list[str], expected: dict[str, Any]
 ) -> None:
     table = {"task": {"options": {"digits": 2, "deep": {"x": 1}}}}
