@@ -21,7 +21,7 @@ from echo.cli import interrupts
 from echo.cli.interrupts import Interrupted
 from echo.cli.output import LogFormatter, exit_code, fail, make_log, tell
 from echo.cli.parsers import node_parser
-from echo.config.fields import Role
+from echo.config.fields import Role, override_of
 from echo.config.load import (
     diff_configs,
     dry_run_text,
@@ -551,7 +551,7 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
     if arguments.yes and not (arguments.resume or arguments.resume_or_begin):
         raise ConfigError("--yes accepts changes to a run that is resumed; it needs --resume")
     if arguments.init_from:
-        overrides.append(f"learner.init_from={arguments.init_from}")
+        overrides.append(override_of("learner.init_from", arguments.init_from))
     join = os.environ.get(ECHO_JOIN) if role != "learner" else None
     if join:
         # First, so that --set goes before it.
@@ -588,7 +588,7 @@ def find_own_join(path: Path, overrides: Sequence[str], role: str) -> list[str]:
     own = config.run_dir / "keys" / "join"
     is_told = getattr(config, role).connect or config.security.join is not None
     needs_it = config.security.curve and not is_told and own.exists()
-    return [f"security.join={own}"] if needs_it else []
+    return [override_of("security.join", str(own))] if needs_it else []
 
 
 def read_run_file(path: Path, overrides: Sequence[str], role: Role | None) -> Config:

@@ -26,6 +26,7 @@ from echo.cli import interrupts
 from echo.cli.node import read_run_file, show_summary
 from echo.cli.output import fail
 from echo.cli.parsers import CONFIGS, quickstart_parser
+from echo.config.fields import override_of
 from echo.config.load import OVERRIDE, load_config
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, EchoError
@@ -156,7 +157,7 @@ def free_settings(config: Config) -> list[str]:
     while (Path(config.run.dir) / name).exists():
         number += 1
         name = f"{config.run.name}-{number}"
-    overrides.append(f"run.name={name}")
+    overrides.append(override_of("run.name", name))
     learner, relay = _port_of(config.learner.listen), _port_of(config.relay.listen)
     with socket.socket() as first, socket.socket() as second:
         try:

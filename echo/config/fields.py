@@ -7,6 +7,7 @@ key and the value to that.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import tomllib
@@ -55,6 +56,12 @@ def toml_or_text(text: str) -> Any:
     value = table["value"]
     is_plain = len(table) == 1 and isinstance(value, str | int | float | list | dict)
     return value if is_plain else text
+
+
+def override_of(key: str, text: str) -> str:
+    """Return the override that sets a key to a text, even one that is a number in TOML."""
+    is_plain = toml_or_text(text.strip()) == text
+    return f"{key}={text if is_plain else json.dumps(text, ensure_ascii=False)}"
 
 
 def _false_is_none(value: object) -> object:

@@ -15,8 +15,9 @@ import pytest
 
 import echo.engine.model  # noqa: F401 -- torch, or whichever dry run comes first is charged with it
 from echo.cli import node as node_module
-from echo.cli.node import main, run_rank, show_status
+from echo.cli.node import configuration_of, main, run_rank, show_status
 from echo.cli.output import make_log
+from echo.cli.parsers import node_parser
 from echo.config.load import load_config, save_resolved
 from echo.core.errors import ConfigError
 from echo.core.metrics import WorkerView
@@ -74,6 +75,11 @@ def test_a_missing_model_is_named(config: Path, capsys: pytest.CaptureFixture[st
     err = capsys.readouterr().err
     assert err.startswith("error: model.name = './nowhere': no such directory")
     assert not (config.parent / "run").exists()
+
+
+def test_weights_may_lie_in_a_directory_whose_name_is_a_number(config: Path) -> None:
+    line = ["--role", "learner", "--config", str(config), "--init-from", "100"]
+    assert configuration_of(node_parser().parse_args(line)).learner.init_from == "100"
 
 
 def test_a_directory_that_is_no_model_is_named(

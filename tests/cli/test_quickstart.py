@@ -114,6 +114,12 @@ def test_a_run_name_and_ports_that_are_free_are_chosen(tmp_path: Path) -> None:
     assert config.worker.connect[0] == config.relay.listen
 
 
+def test_a_run_whose_name_is_a_number_keeps_it(tmp_path: Path) -> None:
+    table = {"run": {"dir": str(tmp_path), "name": "2026"}}
+    overrides = free_settings(parse_config(table))
+    assert parse_config({}, overrides).run.name == "2026"
+
+
 def test_nodes_join_by_their_environment(tmp_path: Path) -> None:
     table = {"run": {"dir": str(tmp_path)}, "model": {"name": "x"}}
     config = parse_config(table, role="learner")
