@@ -140,25 +140,22 @@ def load_scenario(
     lists = {key: rows.read_list(key, tables.get(key, []), source) for key in SIM_LISTS}
     table = tables.get("activation", {"mode": "off"})
     activation = rows.check(ActivationSection, table, f"{source}: [activation]")
+    job, is_auto = request.job, request.job_row.publish_period == "auto"
+    period = preset_publish_period(job.max_staleness)
     if sim is not None:
+        if plan is not None:
+            rent, period = read_plan(plan, request)
+            nothing = dict.fromkeys((offer.name for offer in request.fleet.offers), 0)
+            sim = sim.model_copy(update={"rent": nothing | rent | sim.rent})
         rows.check_names(sim, lists, request, source)
         rows.check_sizes(sim, request, source)
     if rows.problems or sim is None or activation is None:
         raise ConfigError(in_one("fleet", rows.problems))
-    is_auto = request.job_row.publish_period == "auto"
-    job = request.job
-    rent: dict[str, int] = {}
-    if plan is not None:
-        rent, period = read_plan(plan, request)
-        job = replace(job, publish_period=period) if is_auto else job
-    elif is_auto:
-        job = replace(job, publish_period=preset_publish_period(job.max_staleness))
-    counts = rent | sim.rent
     return Scenario(
         name=name,
         fleet=request.fleet,
-        job=job,
-        counts=[counts.get(o.name, 0 if rent else o.count) for o in request.fleet.offers],
+        job=replace(job, publish_period=period) if is_auto else job,
+        counts=[sim.rent.get(offer.name, offer.count) for offer in request.fleet.offers],
         settings=_settings(sim),
         is_auto_period=is_auto and plan is None,
         activation=_activation(activation),

@@ -850,10 +850,11 @@ def read_plan(path: Path, request: FleetRequest) -> tuple[dict[str, int], int]:
         raise ConfigError(
             f"{path}: is not a plan.json as echo-rl plan writes it: {error!r}"
         ) from error
-    known = {offer.name for offer in request.fleet.offers}
-    if strangers := sorted(rent.keys() - known):
-        raise ConfigError(
-            f"{path}: rents {', '.join(strangers)}, which the scenario does not offer; plan with "
-            "the same file"
-        )
+    counts = {offer.name: offer.count for offer in request.fleet.offers}
+    for name, count in rent.items():
+        if not 0 <= count <= counts.get(name, -1):
+            what = f"{count} of {name}, of which the scenario offers {counts.get(name, 'none')}"
+            raise ConfigError(f"{path}: rents {what}; plan with the same file")
+    if period < 1:
+        raise ConfigError(f"{path}: publishes every {period} steps, which must be 1 at least")
     return rent, period
