@@ -751,6 +751,7 @@ def read_model_facts(directory: Path) -> ModelFacts:
         raise DataError(f"{path}: no readable model configuration: {reason}") from error
     # A multimodal model keeps the dimensions of its language part one level down.
     dims = table.get("text_config", table) if isinstance(table, dict) else {}
+    dims = dims if isinstance(dims, dict) else {}
     facts = {
         "num_layers": _dimension(dims, path, "num_hidden_layers", "n_layer"),
         "hidden_size": _dimension(dims, path, "hidden_size", "n_embd"),
