@@ -13,7 +13,7 @@ import os
 import re
 import textwrap
 import tomllib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time
 from pathlib import Path
@@ -345,18 +345,15 @@ def _without_old_defaults(
     before, _ = _choose_kinds(saved)
     after, _ = _choose_kinds(user)
     known, profile = leaves(before), _profile_of(saved)
-    gone = {section for section in KINDS if before[section] != after[section]}
-    return {
-        path: setting
-        for path, setting in user.items()
-        if not (
-            path[0] in gone
-            and path[1:] != ("kind",)
-            and setting is saved.get(path)
-            and path in known
-            and setting.value == known[path].defaults[profile]
-        )
+    old = {
+        path
+        for path, setting in saved.items()
+        if before.get(path[0]) != after.get(path[0])
+        and path[1:] != ("kind",)
+        and path in known
+        and setting.value == known[path].defaults[profile]
     }
+    return {path: user[path] for path in user if path not in old or user[path] != saved[path]}
 
 
 def _leaf_at(path: KeyPath, known: Mapping[KeyPath, Leaf]) -> Leaf | None:
@@ -416,9 +413,9 @@ def _read_text(path: Path) -> str:
 
 
 def _profile_of(user: Mapping[KeyPath, Setting]) -> str:
-    profile = user[("profile",)].value if ("profile",) in user else DEFAULT_PROFILE
-    known = isinstance(profile, str) and profile in PROFILES
-    return cast("str", profile) if known else DEFAULT_PROFILE
+    given = user.get(("profile",))
+    is_known = given is not None and isinstance(given.value, str) and given.value in PROFILES
+    return given.value if given is not None and is_known else DEFAULT_PROFILE
 
 
 def _default_settings(
@@ -712,7 +709,7 @@ def classify(key: str) -> tuple[bool, str]:
     return True, _SAFE[key] if key in _SAFE else _SAFE[section]
 
 
-def _at(table: Any, path: tuple[str, ...]) -> Any:
+def _at(table: Any, path: Sequence[str]) -> Any:
     """Return the value of a key; None for one that the chosen kind of its section has not."""
     for part in path:
         table = table.get(part)
@@ -737,24 +734,13 @@ def inherited_settings(config: Config) -> dict[str, Any]:
     Raises:
         ConfigError: if the chat template's file cannot be read.
     """
-    values = {key: _inherited_value(resolved(config), key) for key in inherited_keys()}
-    values[_TEMPLATE] = _template_text(config)
-    return values
+    return _inherited_values(config) | {_TEMPLATE: _template_text(config)}
 
 
-def check_inherited(
-    config: Config, keys_set_by_user: Collection[str], settings: Mapping[str, Any]
-) -> list[str]:
-    """Return one line per setting of the worker's own that contradicts the learner's.
-
-    Args:
-        config: the worker's.
-        keys_set_by_user: `load.keys_set_by_user(config)`; defaults contradict nothing.
-        settings: what the learner sent.
-    """
-    own = {
-        key: _inherited_value(resolved(config), key) for key in inherited_keys() if key != _TEMPLATE
-    }
+def check_inherited(config: Config, settings: Mapping[str, Any]) -> list[str]:
+    """Return one line per setting of the worker's user that contradicts the learner's."""
+    own = _inherited_values(config)
+    del own[_TEMPLATE]
     if config.model.chat_template is not None and Path(config.model.chat_template).exists():
         # One file serves all machines, and only the learner needs to have what it names.
         own[_TEMPLATE] = _template_text(config)
@@ -762,9 +748,8 @@ def check_inherited(
         f"{config.sources.get(key, 'configuration')}: {key} = {_brief(own[key])} contradicts the "
         f"learner, which uses {_brief(settings[key])}; remove it here, or start without "
         "--config: a worker gets it from there"
-        for key in inherited_keys()
-        if key in keys_set_by_user
-        and key in own
+        for key in own
+        if key in keys_set_by_user(config)
         and key in settings
         and own[key] != settings[key]
         and not (key == _AGENTS and settings[key] is not None)
@@ -790,9 +775,9 @@ def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
     return changed.with_sources({**config.sources, **inherited})
 
 
-def _inherited_value(table: Mapping[str, Any], key: str) -> Any:
-    section, name = key.split(".")
-    return table[section][name]
+def _inherited_values(config: Config) -> dict[str, Any]:
+    table = resolved(config)
+    return {key: _at(table, key.split(".")) for key in inherited_keys()}
 
 
 def _template_text(config: Config) -> str | None:

@@ -83,8 +83,6 @@ def _tables() -> Iterator[tuple[str, type[Row]]]:
 def default_text(leaf: Leaf) -> str:
     """Write one default, or one per profile; unset keys of all profiles as "unset"."""
     texts = {name: show(value) for name, value in leaf.defaults.items()}
-    if leaf.path == ("profile",):
-        return '"lan"'
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
     return ", ".join(f"{text} ({name})" for name, text in texts.items())

@@ -555,7 +555,7 @@ def test_the_settings_are_plain_values_of_real_keys() -> None:
 def test_a_worker_with_only_an_address_takes_them_all() -> None:
     settings = inherited_settings(parse_config({}, LEARNER))
     worker = parse_config({}, ["worker.connect=tcp://a:1"], "worker")
-    assert check_inherited(worker, keys_set_by_user(worker), settings) == []
+    assert check_inherited(worker, settings) == []
     effective = apply_inherited(worker, settings)
     assert inherited_settings(effective) == settings
     assert effective.worker.connect == ("tcp://a:1",)
@@ -567,14 +567,14 @@ def test_a_contradiction_names_both_values() -> None:
     settings = inherited_settings(parse_config({}, LEARNER))
     table = {"sampling": {"temperature": 1.0}, "run": {"seed": 5}}
     worker = parse_config(table, source="worker.toml")
-    (line,) = check_inherited(worker, keys_set_by_user(worker), settings)
+    (line,) = check_inherited(worker, settings)
     assert line.startswith("worker.toml: sampling.temperature = 1.0 contradicts the learner")
     assert "uses 0.9; remove it here" in line
 
 
 def test_one_file_for_both_roles_never_contradicts() -> None:
     config = parse_config({"sampling": {"temperature": 0.7}, "batch": {"group_size": 4}})
-    assert check_inherited(config, keys_set_by_user(config), inherited_settings(config)) == []
+    assert check_inherited(config, inherited_settings(config)) == []
 
 
 def test_the_chat_template_travels_as_text(tmp_path: Path) -> None:
@@ -584,7 +584,7 @@ def test_the_chat_template_travels_as_text(tmp_path: Path) -> None:
     settings = inherited_settings(config)
     assert settings["model.chat_template"] == "{{ messages }}" * 20
     template.write_text("{{ other }}", encoding="utf-8")
-    (line,) = check_inherited(config, keys_set_by_user(config), settings)
+    (line,) = check_inherited(config, settings)
     assert 'model.chat_template = "{{ other }}" contradicts' in line
     assert "..." in line, "a long template is cut"
     template.unlink()
@@ -596,7 +596,7 @@ def test_a_chat_template_that_only_the_learner_has_contradicts_nothing() -> None
     """One file serves all machines, and the template's text comes from the learner."""
     worker = parse_config({"model": {"chat_template": "only/there.jinja"}})
     settings = inherited_settings(parse_config({})) | {"model.chat_template": "{{ messages }}"}
-    assert check_inherited(worker, keys_set_by_user(worker), settings) == []
+    assert check_inherited(worker, settings) == []
 
 
 def test_settings_that_do_not_fit_are_refused() -> None:
