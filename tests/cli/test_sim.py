@@ -175,6 +175,7 @@ def test_the_examples_are_scenarios(name: str) -> None:
         ({"sim": {"seed": -1}}, "seed = -1: must be greater than or equal to 0"),
         ({"sim": {"rent": {"gpux": 3}}}, 'did you mean "gpu"?'),
         ({"sim": {"rent": {"gpu": 9}}}, "9 of gpu, which has a count of 4"),
+        ({"sim": {"rent": {"gpu": 10**12}}}, "1000000000000 of gpu, which has a count of 4"),
         ({"sim": {"rent": {"gpu": 0}}}, "rent leaves no node"),
         ({"sim": {"heartbeat_s": 9, "dead_after_s": 5}}, "must be longer than heartbeat_s = 9"),
         ({"faults": [{"at_s": 1, "kind": "kill", "target": "gpu-9"}]}, "faults[1]: target"),
