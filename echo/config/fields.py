@@ -265,8 +265,8 @@ OWN_KIND = "package.module:function"
 """The kind of a section's class for something of the user's own, which has an import path."""
 
 
-class Section(BaseModel):
-    """What all sections have in common: frozen, strict about types and unknown keys."""
+class Strict(BaseModel):
+    """A table of a file: frozen, strict about types and unknown keys."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -275,6 +275,11 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+
+class Section(Strict):
+    """What all sections have in common."""
+
     roles: ClassVar[tuple[Role, ...]] = ("learner",)
     """Which roles read this section."""
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
-from echo.config.fields import UNREADABLE, Bytes, Seconds, read_text, toml_or_text
+from echo.config.fields import UNREADABLE, Bytes, Seconds, Strict, read_text, toml_or_text
 from echo.config.schema import show
 from echo.core.errors import ConfigError, in_one, nearest
 from echo.fleet.gpus import (
@@ -47,19 +47,7 @@ Instant = Annotated[Seconds, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Row(BaseModel):
-    """A table of a fleet file."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
-
-
-class JobRow(Row):
+class JobRow(Strict):
     """The run to plan for."""
 
     model: Name
@@ -96,7 +84,7 @@ class JobRow(Row):
     """$ per hour for nodes and traffic, without the learner; no limit if left out."""
 
 
-class LearnerRow(Row):
+class LearnerRow(Strict):
     """The learner's machine."""
 
     gpu: Name
@@ -113,7 +101,7 @@ class LearnerRow(Row):
     """Where nodes reach it; stands in the printed commands."""
 
 
-class RelayRow(Row):
+class RelayRow(Strict):
     """A relay that stands in a region."""
 
     mbit_per_s: Positive
@@ -124,7 +112,7 @@ class RelayRow(Row):
     """Where the region's workers reach it."""
 
 
-class RegionRow(Row):
+class RegionRow(Strict):
     """A place, and the path to it from the learner."""
 
     name: Name
@@ -139,7 +127,7 @@ class RegionRow(Row):
     """The relay there, if there is one."""
 
 
-class OfferRow(Row):
+class OfferRow(Strict):
     """Nodes of one kind that can be rented."""
 
     name: Name | None = None
@@ -172,7 +160,7 @@ class OfferRow(Row):
     """Until a lost node is replaced."""
 
 
-class GpuRow(Row):
+class GpuRow(Strict):
     """A GPU that the catalogue lacks, or that is to replace the one of that name."""
 
     name: Name
@@ -189,7 +177,7 @@ class GpuRow(Row):
     """Typical $ per hour; an offer far from it gets a notice, unless one of both is 0."""
 
 
-class ModelRow(Row):
+class ModelRow(Strict):
     """A model that the catalogue lacks."""
 
     name: Name
@@ -206,9 +194,9 @@ class ModelRow(Row):
     """Width of a head."""
 
 
-TABLES: dict[str, type[Row]] = {"job": JobRow, "learner": LearnerRow}
+TABLES: dict[str, type[Strict]] = {"job": JobRow, "learner": LearnerRow}
 """Tables that stand once."""
-LISTS: dict[str, type[Row]] = {
+LISTS: dict[str, type[Strict]] = {
     "regions": RegionRow,
     "offers": OfferRow,
     "gpus": GpuRow,
@@ -217,7 +205,7 @@ LISTS: dict[str, type[Row]] = {
 """Tables that repeat."""
 
 
-class SimRow(Row):
+class SimRow(Strict):
     """How long to simulate, how the run is configured, and times of what is not simulated."""
 
     num_steps: Count = 50
@@ -266,7 +254,7 @@ class SimRow(Row):
     """In which the workers start, one after the other."""
 
 
-class FaultRow(Row):
+class FaultRow(Strict):
     """Something that goes wrong at an instant."""
 
     at_s: Instant
@@ -281,7 +269,7 @@ class FaultRow(Row):
     """Part of its rate that a slow node keeps."""
 
 
-class PriceRow(Row):
+class PriceRow(Strict):
     """A point of a price trace."""
 
     offer: Name
@@ -292,7 +280,7 @@ class PriceRow(Row):
     """$ per hour for one node."""
 
 
-class PathRow(Row):
+class PathRow(Strict):
     """What the path from the learner to a region does besides its rate and latency."""
 
     region: Name
@@ -303,7 +291,7 @@ class PathRow(Row):
     """Probability that a packet is lost."""
 
 
-SIM_LISTS: dict[str, type[Row]] = {"faults": FaultRow, "prices": PriceRow, "paths": PathRow}
+SIM_LISTS: dict[str, type[Strict]] = {"faults": FaultRow, "prices": PriceRow, "paths": PathRow}
 """Tables of a scenario that repeat."""
 
 
