@@ -544,6 +544,7 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
         "--resume": arguments.resume,
         "--resume-or-begin": arguments.resume_or_begin,
         "--init-from": arguments.init_from,
+        "--no-report": arguments.no_report,
     }
     if role != "learner" and any(given.values()):
         option = next(name for name, value in given.items() if value)

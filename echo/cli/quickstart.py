@@ -60,6 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.workers < 1:
             raise ConfigError(f"--workers {arguments.workers}: at least one worker must generate")
         if arguments.resume is not None:
+            for option in ("task", "seed"):
+                if getattr(arguments, option) is not None:
+                    raise ConfigError(
+                        f"--{option} has no effect with --resume: the run has its own"
+                    )
             config_path = arguments.resume / "config.json"
             if not config_path.exists():
                 raise ConfigError(
@@ -69,12 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = read_run_file(config_path, arguments.set, "learner")
             check_addresses(config)
             return run_nodes(config_path, config, arguments.set, arguments, console)
-        config_path = find_config(CONFIGS[arguments.task])
+        task = arguments.task or "addition"
+        config_path = find_config(CONFIGS[task])
         config = load_config(config_path, arguments.set, "learner")
         check_addresses(config)
         with interrupts.unwinding():
-            model = make_model(arguments.task, console, for_vllm=config.engine.kind == "vllm")
-        overrides = [f"model.name={model}", f"run.seed={arguments.seed}", *arguments.set]
+            model = make_model(task, console, for_vllm=config.engine.kind == "vllm")
+        overrides = [f"model.name={model}", f"run.seed={arguments.seed or 0}", *arguments.set]
         config = load_config(config_path, overrides, "learner")
         overrides += free_settings(config)
         config = load_config(config_path, overrides, "learner")

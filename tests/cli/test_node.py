@@ -56,6 +56,7 @@ def run(*arguments: object) -> int:
         (["--role", "worker", "--resume"], "--resume is for the learner; a worker"),
         (["--role", "relay", "--resume-or-begin"], "--resume-or-begin is for the learner; a relay"),
         (["--role", "relay", "--init-from", "x"], "--init-from is for the learner; a relay"),
+        (["--role", "worker", "--no-report"], "--no-report is for the learner; a worker"),
         (["--role", "learner", "--yes"], "--yes accepts changes to a run that is resumed"),
         (["--role", "learner"], "gsm8k.toml is one to start from.\n"),
         (["--role", "worker"], "start from. Without one a worker needs the run's ECHO_JOIN"),

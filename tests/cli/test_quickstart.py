@@ -59,6 +59,14 @@ def test_a_directory_without_a_run_cannot_be_resumed(
     assert "none: no run is there" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", [["--task", "addition"], ["--seed", "3"]])
+def test_what_a_run_has_is_not_asked_for_again(
+    capsys: pytest.CaptureFixture[str], option: list[str]
+) -> None:
+    assert main(["--resume", "runs/x", *option]) == 2
+    assert f"{option[0]} has no effect with --resume" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "override",
     [
