@@ -195,7 +195,9 @@ def check_command(name: str, words: list[str]) -> None:
             check_node(words)
         case "echo-quickstart":
             task = parsers.quickstart_parser().parse_args(words)
-            load_config(ROOT / "configs" / parsers.CONFIGS[task.task], task.set, "learner")
+            load_config(
+                ROOT / "configs" / parsers.CONFIGS[task.task or "addition"], task.set, "learner"
+            )
         case "echo-plan":
             check_files(parsers.plan_parser().parse_args(words).files)
         case "echo-sim":

@@ -21,7 +21,7 @@ from echo.cli import interrupts
 from echo.cli.interrupts import Interrupted
 from echo.cli.output import LogFormatter, exit_code, fail, make_log, tell
 from echo.cli.parsers import node_parser
-from echo.config.fields import Role
+from echo.config.fields import Role, override_of
 from echo.config.load import (
     diff_configs,
     dry_run_text,
@@ -33,13 +33,12 @@ from echo.config.load import (
 )
 from echo.config.memory import (
     Budget,
-    ModelFacts,
     find_model,
     memory_budget,
     read_machine,
     read_model_facts,
 )
-from echo.config.schema import Config, ModelSection
+from echo.config.schema import Config, ModelSection, show
 from echo.core.errors import ConfigError, DataError, EchoError, in_one
 from echo.core.extras import PROGRAMS, find_config, import_extra
 from echo.core.metrics import LearningCurve, Snapshot
@@ -51,7 +50,8 @@ from echo.runtime import node
 from echo.runtime.event_log import EventLog
 from echo.runtime.identity import ECHO_JOIN, Join
 from echo.runtime.node import INTERRUPTED, Node, tune_malloc
-from echo.tasks.task import load_task
+from echo.tasks.dataset import RowsTask, is_local
+from echo.tasks.task import Task, load_task
 from echo.ui.live import LiveView, StatusLine, WorkerStatus
 from echo.ui.plots import learning_curve
 from echo.ui.sinks import MetricsWriter
@@ -63,17 +63,18 @@ if TYPE_CHECKING:
 
 # --- dry run --------------------------------------------------------------------------------------
 #
-# Then what would stop it in its first minute: a model or datasets that cannot be read, addresses
-# that are taken.
+# Then what would stop it in its first minute: a model, datasets or prompts that cannot be used,
+# addresses that are taken.
 
 
-def dry_run(config: Config, role: Role, *, num_ranks: int = 1) -> str:
+def dry_run(config: Config, role: Role, *, num_ranks: int = 1, would_start: bool = True) -> str:
     """Return the text of a dry run; nothing is started, and of a model only config.json fetched.
 
     Args:
         config: of the run.
         role: of this node.
         num_ranks: processes of the learner.
+        would_start: whether `start_problems` has found none.
     """
     notices: list[str] = []
     budget: Budget | None = None
@@ -81,27 +82,22 @@ def dry_run(config: Config, role: Role, *, num_ranks: int = 1) -> str:
         notices.append("memory budget: known once the learner has told which model it trains")
     else:
         try:
-            facts = _model_facts(config.model.name, config.model)
+            facts = read_model_facts(_configured_directory(config.model))
             machine = read_machine(_gpu_bytes(config, role))
             budget = memory_budget(config, role, facts, machine, num_ranks=num_ranks)
         except (ConfigError, DataError) as error:
             notices.append(f"memory budget: not known here: {error}")
-    return dry_run_text(config, role, budget=budget, notices=notices)
+    return dry_run_text(config, role, would_start=would_start, budget=budget, notices=notices)
 
 
-def check_start(config: Config, role: Role) -> None:
-    """Check the model, the files and the addresses that a role needs to start.
-
-    Raises:
-        ConfigError: listing everything that is wrong.
-    """
+def start_problems(config: Config, role: Role) -> list[str]:
+    """Return what is wrong with the model, the files and the addresses that a role starts with."""
     problems = [*_data_problems(config, role), *map(str, _taken_addresses(config, role))]
     try:
         check_model(config, role)
     except DataError as error:
         problems.insert(0, str(error))
-    if problems:
-        raise ConfigError(in_one("start", problems))
+    return problems
 
 
 def check_model(config: Config, role: str) -> None:
@@ -114,23 +110,64 @@ def check_model(config: Config, role: str) -> None:
         find_model(config.model.name)
 
 
-def _model_facts(name: str, model: ModelSection) -> ModelFacts:
+def _directory_here(model: ModelSection, *files: str) -> Path | None:
+    """Return a model's directory; None for one of the hub whose cache lacks one of the files.
+
+    Raises:
+        DataError: if there is no such directory, or no model in it.
+    """
+    name = model.name or ""
     path = find_model(name)
     if path is not None:
-        return read_model_facts(path)
+        return path
     hub = import_extra("huggingface_hub", extra="worker", wanted_by=f"reading {name} on the hub")
     try:
-        found = hub.try_to_load_from_cache(name, "config.json", revision=model.revision)
-        if not isinstance(found, str):
-            found = hub.hf_hub_download(name, "config.json", revision=model.revision)
-    except (OSError, ValueError) as error:  # what the hub raises is one of the two
-        raise DataError(
-            f"{name} is neither a directory here nor in the hub's cache, and the hub cannot "
-            f"be asked ({type(error).__name__}: {str(error).splitlines()[0]}); fetch the "
-            "model's config.json, a few kB, from its page into a directory D, and run this "
-            "with --set model.name=D"
-        ) from error
-    return read_model_facts(Path(found).parent)
+        found = [hub.try_to_load_from_cache(name, file, revision=model.revision) for file in files]
+    except hub.errors.HFValidationError as error:
+        raise DataError(_say_of_hub(error, hub, model)) from error
+    return Path(found[0]).parent if all(isinstance(each, str) for each in found) else None
+
+
+def _configured_directory(model: ModelSection) -> Path:
+    """Return the directory with the model's config.json, which is fetched from the hub if need be.
+
+    Raises:
+        DataError: if there is none, or the hub cannot be asked.
+    """
+    path = _directory_here(model, "config.json")
+    if path is not None:
+        return path
+    hub = import_extra("huggingface_hub", extra="worker", wanted_by=f"reading {model.name}")
+    file, revision = (model.name, "config.json"), model.revision
+    try:
+        # Asked first, since a download tries for half a minute to reach a hub that is not there.
+        hub.get_hf_file_metadata(hub.hf_hub_url(*file, revision=revision))
+        return Path(hub.hf_hub_download(*file, revision=revision)).parent
+    # Of the hub's errors, and those of the library that it asks with.
+    except (OSError, ValueError, *hub.errors.HfHubHTTPError.__bases__) as error:
+        raise DataError(_say_of_hub(error, hub, model)) from error
+
+
+def _say_of_hub(error: Exception, hub: Any, model: ModelSection) -> str:
+    """Say in our words why the hub does not give a model's config.json, and what to do."""
+    page, errors = f"https://huggingface.co/{model.name}", hub.errors
+    copy = "set model.name to a directory with a copy of the model, or of its config.json alone"
+    cause = str(error).partition("\n")[0] or type(error).__name__
+    reasons = {
+        errors.HFValidationError: "that is no id of a model on the hub either; check its spelling",
+        errors.GatedRepoError: f"the hub gives it only to those who have accepted its terms: do so "
+        f"at {page}, and set HF_TOKEN to your token",
+        errors.RepositoryNotFoundError: "the hub has no such model, or not for everybody: check "
+        "its spelling, or set HF_TOKEN to a token that may read it",
+        errors.RevisionNotFoundError: f"the hub has no revision {show(model.revision)} of it; "
+        f"{page}/tree/main lists them",
+        errors.EntryNotFoundError: "the hub has no config.json of it; name a model in the format "
+        "of transformers",
+        errors.OfflineModeIsEnabled: f"HF_HUB_OFFLINE says not to ask the hub; unset it, or {copy}",
+        Exception: f"the hub cannot be reached ({cause}); connect this machine, or {copy}",
+    }
+    reason = next(text for kind, text in reasons.items() if isinstance(error, kind))
+    return f"model.name = {show(model.name)}: no directory or cached model here, and {reason}"
 
 
 def _data_problems(config: Config, role: Role) -> list[str]:
@@ -138,9 +175,32 @@ def _data_problems(config: Config, role: Role) -> list[str]:
         return []
     try:
         task = load_task(config.task.kind, config.task.options)
+        parts = task.parts() or [task]
+        problems = [problem for part in parts for problem in part.data_problems()]
+        tables = [part for part in parts if isinstance(part, RowsTask)]
+        paths = [path for table in tables for path in (table.path, table.heldout_path) if path]
+        if not problems and all(map(is_local, paths)):
+            _check_prompts(config, task)
     except EchoError as error:
         return [str(error)]
-    return [problem for part in task.parts() or [task] for problem in part.data_problems()]
+    return problems
+
+
+def _check_prompts(config: Config, task: Task) -> None:
+    """Check the first prompts of a task, where the model's tokenizer is here.
+
+    Raises:
+        EchoError: if one cannot be turned into tokens, or leaves no space for a completion.
+    """
+    try:
+        model_dir = _directory_here(config.model, "config.json", "tokenizer_config.json")
+    except EchoError:
+        return  # which is told on its own
+    if model_dir is not None:
+        # Imported here: a relay's machine has no torch.
+        from echo.runtime.learner.setup import load_prompts
+
+        load_prompts(config, model_dir, task)
 
 
 def _taken_addresses(config: Config, role: str) -> list[EchoError]:
@@ -427,7 +487,11 @@ def show_join(join_path: Path) -> None:
 
 
 def show_summary(run_dir: Path, console: Console, *, commands: list[str] | None = None) -> None:
-    """Draw the learning curve and print the summary of a run."""
+    """Draw the learning curve and print the summary of a run, if it has made a step."""
+    if not read_metrics(run_dir).train:
+        text = "no optimizer step was made, so there is nothing to sum up"
+        console.file.write(f"{text}; why: {run_dir / 'logs'}\n")
+        return
     learning_curve(run_dir, run_dir / "learning_curve.png")
     summary = summarise_run(run_dir, commands=commands)
     text = as_text(summary)
@@ -446,8 +510,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = configuration_of(arguments)
         if arguments.dry_run:
             if _is_first_rank():
-                tell([dry_run(config, arguments.role, num_ranks=_num_ranks())])
-                check_start(config, arguments.role)
+                problems = start_problems(config, arguments.role)
+                text = dry_run(
+                    config, arguments.role, num_ranks=_num_ranks(), would_start=not problems
+                )
+                tell([text])
+                if problems:
+                    raise ConfigError(in_one("start", problems))
             return 0
         code = run_role(
             config,
@@ -475,6 +544,7 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
         "--resume": arguments.resume,
         "--resume-or-begin": arguments.resume_or_begin,
         "--init-from": arguments.init_from,
+        "--no-report": arguments.no_report,
     }
     if role != "learner" and any(given.values()):
         option = next(name for name, value in given.items() if value)
@@ -482,7 +552,7 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
     if arguments.yes and not (arguments.resume or arguments.resume_or_begin):
         raise ConfigError("--yes accepts changes to a run that is resumed; it needs --resume")
     if arguments.init_from:
-        overrides.append(f"learner.init_from={arguments.init_from}")
+        overrides.append(override_of("learner.init_from", arguments.init_from))
     join = os.environ.get(ECHO_JOIN) if role != "learner" else None
     if join:
         # First, so that --set goes before it.
@@ -492,7 +562,10 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
             overrides[:0] = find_own_join(arguments.config, overrides, role)
         config = read_run_file(arguments.config, overrides, role)
     elif join:
-        config = parse_config({}, overrides, role)
+        # Files of its own: which run it is the learner tells later, when the log is open.
+        name = node.node_name(role, getattr(parse_config({}, overrides, role), role).name)
+        names = {"run": {"name": name.replace("/", "-")}, role: {"name": name}}
+        config = parse_config(names, overrides, role, source="this node's name")
     else:
         example = find_config("gsm8k.toml" if role == "learner" else "two-machines.toml")
         alone = "" if role == "learner" else f" Without one a {role} needs the run's {ECHO_JOIN}."
@@ -516,7 +589,7 @@ def find_own_join(path: Path, overrides: Sequence[str], role: str) -> list[str]:
     own = config.run_dir / "keys" / "join"
     is_told = getattr(config, role).connect or config.security.join is not None
     needs_it = config.security.curve and not is_told and own.exists()
-    return [f"security.join={own}"] if needs_it else []
+    return [override_of("security.join", str(own))] if needs_it else []
 
 
 def read_run_file(path: Path, overrides: Sequence[str], role: Role | None) -> Config:

@@ -18,7 +18,7 @@ from echo.core.errors import (
     StorageError,
     TransportError,
 )
-from echo.core.units import one_line, without_secrets
+from echo.core.units import one_line, without_keys, without_secrets
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,13 +37,13 @@ LOG_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 class LogFormatter(logging.Formatter):
     """Formats a record so that no text of a peer can pass for another record, or move a terminal.
 
-    Nothing unprintable is let through; what follows a line break, as in a traceback or in a list of
-    problems, is indented.
+    Nothing unprintable is let through, and of an address no key; what follows a line break, as in a
+    traceback or in a list of problems, is indented.
     """
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as text."""
-        return "\n    ".join(map(one_line, super().format(record).split("\n")))
+        return "\n    ".join(map(one_line, without_keys(super().format(record)).split("\n")))
 
 
 class _Forward(logging.Handler):

@@ -208,12 +208,12 @@ def quickstart_parser() -> argparse.ArgumentParser:
         "Train a small model with a learner, a relay and two workers on this machine.",
         EXIT_CODES_HELP,
     )
-    parser.add_argument("--task", choices=CONFIGS, default="addition", help="what to learn")
+    parser.add_argument("--task", choices=CONFIGS, help="what to learn (default: addition)")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes")
     parser.add_argument(
         "--resume", type=_path, metavar="DIR", help="continue a run, for example runs/quickstart"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the run")
+    parser.add_argument("--seed", type=int, help="seed of the run (default: 0)")
     _add_set(parser)
     return parser
 

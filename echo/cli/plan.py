@@ -24,6 +24,7 @@ from rich.text import Text
 
 from echo.cli.output import run_command
 from echo.cli.parsers import plan_parser
+from echo.config.fields import override_of
 from echo.config.fleet_file import MBIT, FleetRequest, OfferRow, load_fleet
 from echo.core.errors import ConfigError, DataError, PlanError, StorageError
 from echo.core.extras import PROGRAMS, import_extra
@@ -302,7 +303,7 @@ def commands_text(request: FleetRequest, plan: Provisioning) -> str:
                 f"relay.listen=tcp://0.0.0.0:{relay.address.rpartition(':')[2]}",
                 f"relay.advertise={relay.address}",
                 f"relay.price_per_h={relay.price_per_h:g}",
-                f"network.region={name}",
+                override_of("network.region", name),
             ]
             lines.append(f"  {node_command('relay', sets)}")
     for row, offer, count in _used(request, plan):
@@ -328,7 +329,7 @@ def _worker_settings(request: FleetRequest, row: OfferRow, name: str) -> list[st
     parents = [relay.address] if relay else []
     connect = ", ".join(f'"{address}"' for address in [*parents, request.learner.address])
     sets = [f"worker.name={name}", f"worker.connect=[{connect}]"]
-    sets += [f"network.region={row.region}", f"worker.price_per_h={row.price_per_h:g}"]
+    sets += [override_of("network.region", row.region), f"worker.price_per_h={row.price_per_h:g}"]
     if row.price_per_gb:
         sets.append(f"worker.price_per_gb={row.price_per_gb:g}")
     if row.losses_per_h:

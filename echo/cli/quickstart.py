@@ -26,6 +26,7 @@ from echo.cli import interrupts
 from echo.cli.node import read_run_file, show_summary
 from echo.cli.output import fail
 from echo.cli.parsers import CONFIGS, quickstart_parser
+from echo.config.fields import override_of
 from echo.config.load import OVERRIDE, load_config
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, EchoError
@@ -59,6 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.workers < 1:
             raise ConfigError(f"--workers {arguments.workers}: at least one worker must generate")
         if arguments.resume is not None:
+            for option in ("task", "seed"):
+                if getattr(arguments, option) is not None:
+                    raise ConfigError(
+                        f"--{option} has no effect with --resume: the run has its own"
+                    )
             config_path = arguments.resume / "config.json"
             if not config_path.exists():
                 raise ConfigError(
@@ -68,12 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = read_run_file(config_path, arguments.set, "learner")
             check_addresses(config)
             return run_nodes(config_path, config, arguments.set, arguments, console)
-        config_path = find_config(CONFIGS[arguments.task])
+        task = arguments.task or "addition"
+        config_path = find_config(CONFIGS[task])
         config = load_config(config_path, arguments.set, "learner")
         check_addresses(config)
         with interrupts.unwinding():
-            model = make_model(arguments.task, console, for_vllm=config.engine.kind == "vllm")
-        overrides = [f"model.name={model}", f"run.seed={arguments.seed}", *arguments.set]
+            model = make_model(task, console, for_vllm=config.engine.kind == "vllm")
+        overrides = [f"model.name={model}", f"run.seed={arguments.seed or 0}", *arguments.set]
         config = load_config(config_path, overrides, "learner")
         overrides += free_settings(config)
         config = load_config(config_path, overrides, "learner")
@@ -156,7 +163,7 @@ def free_settings(config: Config) -> list[str]:
     while (Path(config.run.dir) / name).exists():
         number += 1
         name = f"{config.run.name}-{number}"
-    overrides.append(f"run.name={name}")
+    overrides.append(override_of("run.name", name))
     learner, relay = _port_of(config.learner.listen), _port_of(config.relay.listen)
     with socket.socket() as first, socket.socket() as second:
         try:
@@ -234,19 +241,22 @@ def run_nodes(
             console.print(f"stopped before the end; to go on: {command}", soft_wrap=True)
         has_worker = any(node.role == "worker" and node not in failed for node in nodes)
         return code if has_worker else 1
-    show_summary(run_dir, console, commands=next_commands(arguments.task, run_dir))
+    show_summary(run_dir, console, commands=next_commands(config))
     return 0
 
 
-def next_commands(task: str, run_dir: Path) -> list[str]:
-    """Return three things to try after this."""
-    other = "countdown" if task == "addition" else "addition"
+def next_commands(config: Config) -> list[str]:
+    """Return three things to try after a run."""
     own = program("echo-rl")
     quickstart, node = f"{own} quickstart", f"{own} node"
+    task = config.task.kind if config.task.kind in TASKS else next(iter(TASKS))
+    other = next(name for name in TASKS if name != task)
+    bound, why = (0, "on-policy") if config.sync.max_staleness else (3, "with older rollouts")
     return [
-        f"{quickstart} --task {task} --set sync.max_staleness=0   # on-policy, to compare",
+        f"{quickstart} --task {task} --set sync.max_staleness={bound}   # {why}, to compare",
         f"{quickstart} --task {other}   # another task",
-        f"{node} --role learner --config {run_dir / 'config.json'} --dry-run   # all settings",
+        f"{node} --role learner --config {config.run_dir / 'config.json'} --dry-run   "
+        "# all settings",
     ]
 
 

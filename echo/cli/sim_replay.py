@@ -133,14 +133,12 @@ def comparison(run_dir: Path, summary: Summary) -> tuple[str, dict[str, Mapping[
         "max_staleness": float(max(hist, default=0)),
     }
     simulated = {name: float(getattr(summary, name)) for name in recorded}
-    lines = [
-        f"  {'':16}{'recorded':>12}{'simulated':>12}",
-        f"  {'s per step':16}{format_duration(recorded['step_s']):>12}"
-        f"{format_duration(simulated['step_s']):>12}",
-        f"  {'learner waits':16}{recorded['idle_share']:>12.1%}{simulated['idle_share']:>12.1%}",
-        f"  {'mean staleness':16}{recorded['mean_staleness']:>12.2f}"
-        f"{simulated['mean_staleness']:>12.2f}",
-        f"  {'max staleness':16}{recorded['max_staleness']:>12.0f}"
-        f"{simulated['max_staleness']:>12.0f}",
-    ]
+    lines = [f"  {'':16}{'recorded':>12}{'simulated':>12}"]
+    for label, name, show in (
+        ("s per step", "step_s", format_duration),
+        ("learner waits", "idle_share", "{:.1%}".format),
+        ("mean staleness", "mean_staleness", "{:.2f}".format),
+        ("max staleness", "max_staleness", "{:.0f}".format),
+    ):
+        lines.append(f"  {label:16}{show(recorded[name]):>12}{show(simulated[name]):>12}")
     return "\n".join(lines), {"recorded": recorded, "simulated": simulated}

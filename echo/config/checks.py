@@ -49,15 +49,13 @@ judgement: ranges of .2, as PPO's, are used with it; those of some percent clip 
 def check_config(config: Config, role: Role | None) -> list[Problem]:
     """Return every broken rule."""
     return [
+        *_check_most(config),
         *_check_sync(config),
-        *_check_rollout(config),
-        *_check_minibatches(config),
+        *_check_exact_version(config),
         *_check_network(config),
         *_check_security(config),
         *_check_group_bytes(config),
-        *_check_loss(config),
         *_check_truncation(config, role),
-        *_check_costs(config),
         *_check_agent(config),
         *_check_without_effect(config),
         *_check_role(config, role),
@@ -68,14 +66,19 @@ def _problem(text: str, *keys: str, is_idle: bool = False) -> Problem:
     return Problem(tuple(tuple(key.split(".")) for key in keys), text, is_idle=is_idle)
 
 
+def _check_most(config: Config) -> Iterator[Problem]:
+    for key, bound, why in (
+        ("sync.min_staleness", "sync.max_staleness", ""),
+        ("batch.minibatches_per_step", "batch.groups_per_step", ": groups stay whole"),
+        ("loss.overlong_buffer_tokens", "sampling.max_completion_tokens", ""),
+    ):
+        most = _value(config, bound)
+        if _value(config, key) > most:
+            yield _problem(f"must be at most {bound} = {most}{why}", key, bound)
+
+
 def _check_sync(config: Config) -> Iterator[Problem]:
     bound, period = config.sync.max_staleness, config.sync.publish_period
-    if config.sync.min_staleness > bound:
-        yield _problem(
-            f"must be at most sync.max_staleness = {bound}",
-            "sync.min_staleness",
-            "sync.max_staleness",
-        )
     if config.sync.mode == "pull":
         text = 'with sync.mode = "pull" workers get new weights before every request'
         if bound:
@@ -104,23 +107,11 @@ def _check_sync(config: Config) -> Iterator[Problem]:
         )
 
 
-def _check_rollout(config: Config) -> Iterator[Problem]:
-    rollout, bound = config.rollout, config.sync.max_staleness
-    if rollout.over_submission > 1 and not bound:
-        yield _problem(
-            "has no use with sync.max_staleness = 0: what the stop leaves unfinished would be too "
-            "old for the next step; remove it, or allow some staleness",
-            "rollout.over_submission",
-            "sync.max_staleness",
-            is_idle=True,
-        )
-    if rollout.exact_version:
-        yield from _check_exact_version(config)
-
-
 def _check_exact_version(config: Config) -> Iterator[Problem]:
     """Report what needs groups that several versions sample, where each has only one."""
     rollout, key = config.rollout, "rollout.exact_version"
+    if not rollout.exact_version:
+        return
     if rollout.over_submission > 1:
         text = f"must be 1 with {key}: what a stop leaves unfinished would begin anew each time"
         yield _problem(text, "rollout.over_submission", key)
@@ -130,16 +121,6 @@ def _check_exact_version(config: Config) -> Iterator[Problem]:
     if rollout.stale_tokens != "keep":
         text = f"has no use with {key}, where no group has tokens of several versions"
         yield _problem(text, "rollout.stale_tokens", key, is_idle=True)
-
-
-def _check_minibatches(config: Config) -> Iterator[Problem]:
-    batch = config.batch
-    if batch.minibatches_per_step > batch.groups_per_step:
-        yield _problem(
-            f"must be at most batch.groups_per_step = {batch.groups_per_step}: groups stay whole",
-            "batch.minibatches_per_step",
-            "batch.groups_per_step",
-        )
 
 
 def _check_network(config: Config) -> Iterator[Problem]:
@@ -174,18 +155,6 @@ def _check_security(config: Config) -> Iterator[Problem]:
         )
 
 
-def _check_loss(config: Config) -> Iterator[Problem]:
-    """Report a buffer without room."""
-    loss = config.loss
-    if loss.overlong_buffer_tokens > config.sampling.max_completion_tokens:
-        yield _problem(
-            "must be at most sampling.max_completion_tokens = "
-            f"{config.sampling.max_completion_tokens}",
-            "loss.overlong_buffer_tokens",
-            "sampling.max_completion_tokens",
-        )
-
-
 def _check_truncation(config: Config, role: Role | None) -> Iterator[Problem]:
     """Refuse top-p and top-k with ranges of the ratio that end above it (losses.py says why)."""
     if role != "learner":  # others do not know the loss
@@ -208,25 +177,6 @@ def _check_truncation(config: Config, role: Role | None) -> Iterator[Problem]:
             f"sampling.{name}",
             f"loss.{option}",
             "loss.kind",
-        )
-
-
-def _check_costs(config: Config) -> Iterator[Problem]:
-    """Report a budget that nothing keeps, and what needs a price that is missing."""
-    activation = config.activation
-    if activation.mode != "off" and config.sync.mode == "pull" and activation.budget_per_h:
-        yield _problem(
-            'has no effect with sync.mode = "pull", where the learner waits for every worker\'s '
-            "batch and none can be spared by the rule",
-            "activation.budget_per_h",
-            "sync.mode",
-            is_idle=True,
-        )
-    if config.worker.price_per_h is None and config.worker.losses_per_h:
-        yield _problem(
-            "is of use only with worker.price_per_h, which is missing",
-            "worker.losses_per_h",
-            is_idle=True,
         )
 
 
@@ -260,45 +210,69 @@ def _check_agent(config: Config) -> Iterator[Problem]:
 def _check_without_effect(config: Config) -> Iterator[Problem]:
     """Report settings that nothing would read; the default is always silent."""
     is_directory = config.model.name is not None and config.model.name.startswith(("/", ".", "~"))
-    no_hub = "model.name is a directory, not a hub id"
     no_pull = (config.reference.kl_coef == 0, "reference.kl_coef = 0", "reference.kl_coef")
     no_agent = (config.agent.listen is None, "agent.listen is not set", "agent.listen")
     no_lora = (config.lora.rank == 0, "lora.rank = 0", "lora.rank")
     is_free = config.activation.mode == "off"
     no_choice = (is_free, 'activation.mode = "off"', "activation.mode")
-    idle = {
-        "sync.min_staleness": (not config.sync.adaptive, "sync.adaptive is false", "sync.adaptive"),
-        "agent.max_session_tokens": no_agent,
-        "lora.alpha": no_lora,
-        "lora.target_modules": no_lora,
-        "activation.margin": no_choice,
-        "activation.budget_per_h": no_choice,
-        "reference.name": no_pull,
-        "reference.kl_estimator": no_pull,
-        "model.revision": (is_directory, no_hub, "model.name"),
-        "worker.advertise": (
+    idle = (
+        (
+            "rollout.over_submission",
+            config.sync.max_staleness == 0,
+            "with sync.max_staleness = 0 what the stop leaves unfinished is too old for a step",
+            "sync.max_staleness",
+        ),
+        ("sync.min_staleness", not config.sync.adaptive, "sync.adaptive is false", "sync.adaptive"),
+        ("agent.max_session_tokens", *no_agent),
+        ("lora.alpha", *no_lora),
+        ("lora.target_modules", *no_lora),
+        ("activation.margin", *no_choice),
+        ("activation.budget_per_h", *no_choice),
+        (
+            "activation.budget_per_h",
+            not is_free and config.sync.mode == "pull",
+            'with sync.mode = "pull" the learner waits for the batch of every worker',
+            "sync.mode",
+        ),
+        ("reference.name", *no_pull),
+        ("reference.kl_estimator", *no_pull),
+        ("model.revision", is_directory, "model.name is a directory, not a hub id", "model.name"),
+        (
+            "worker.advertise",
             config.worker.listen is None,
             "worker.listen is not set, so nobody can dial this worker",
             "worker.listen",
         ),
-        "eval.num_prompts": (
+        (
+            "worker.losses_per_h",
+            config.worker.price_per_h is None,
+            "worker.price_per_h is not set",
+            "worker.price_per_h",
+        ),
+        (
+            "eval.num_prompts",
             config.eval.interval_steps == 0,
             "eval.interval_steps = 0 switches the evaluation off",
             "eval.interval_steps",
         ),
-        "metrics.wandb_project": (
+        (
+            "metrics.wandb_project",
             "wandb" not in config.metrics.sinks,
             'metrics.sinks has no "wandb"',
             "metrics.sinks",
         ),
-    }
+    )
     known = leaves(kinds_of(config))
-    for key, (is_idle, why, cause) in idle.items():
-        section, name = key.split(".")
-        value = getattr(getattr(config, section), name)
-        if is_idle and value != known[section, name].defaults[config.profile]:
+    for key, is_idle, why, cause in idle:
+        default = known[tuple(key.split("."))].defaults[config.profile]
+        if is_idle and _value(config, key) != default:
             text = f"has no effect: {why}; remove one of the two"
             yield _problem(text, key, cause, is_idle=True)
+
+
+def _value(config: Config, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
 
 
 def _check_role(config: Config, role: Role | None) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ key and the value to that.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import tomllib
@@ -55,6 +56,12 @@ def toml_or_text(text: str) -> Any:
     value = table["value"]
     is_plain = len(table) == 1 and isinstance(value, str | int | float | list | dict)
     return value if is_plain else text
+
+
+def override_of(key: str, text: str) -> str:
+    """Return the override that sets a key to a text, even one that is a number in TOML."""
+    is_plain = toml_or_text(text.strip()) == text
+    return f"{key}={text if is_plain else json.dumps(text, ensure_ascii=False)}"
 
 
 def _false_is_none(value: object) -> object:
@@ -258,8 +265,8 @@ OWN_KIND = "package.module:function"
 """The kind of a section's class for something of the user's own, which has an import path."""
 
 
-class Section(BaseModel):
-    """What all sections have in common: frozen, strict about types and unknown keys."""
+class Strict(BaseModel):
+    """A table of a file: frozen, strict about types and unknown keys."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -268,6 +275,11 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+
+class Section(Strict):
+    """What all sections have in common."""
+
     roles: ClassVar[tuple[Role, ...]] = ("learner",)
     """Which roles read this section."""
 

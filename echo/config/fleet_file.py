@@ -11,14 +11,15 @@ import copy
 import json
 import math
 import tomllib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
-from echo.config.fields import UNREADABLE, Bytes, Seconds, read_text, toml_or_text
+from echo.config.fields import UNREADABLE, Bytes, Seconds, Strict, read_text, toml_or_text
 from echo.config.schema import show
 from echo.core.errors import ConfigError, in_one, nearest
 from echo.fleet.gpus import (
@@ -46,19 +47,7 @@ Instant = Annotated[Seconds, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Row(BaseModel):
-    """A table of a fleet file."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
-
-
-class JobRow(Row):
+class JobRow(Strict):
     """The run to plan for."""
 
     model: Name
@@ -95,7 +84,7 @@ class JobRow(Row):
     """$ per hour for nodes and traffic, without the learner; no limit if left out."""
 
 
-class LearnerRow(Row):
+class LearnerRow(Strict):
     """The learner's machine."""
 
     gpu: Name
@@ -112,7 +101,7 @@ class LearnerRow(Row):
     """Where nodes reach it; stands in the printed commands."""
 
 
-class RelayRow(Row):
+class RelayRow(Strict):
     """A relay that stands in a region."""
 
     mbit_per_s: Positive
@@ -123,7 +112,7 @@ class RelayRow(Row):
     """Where the region's workers reach it."""
 
 
-class RegionRow(Row):
+class RegionRow(Strict):
     """A place, and the path to it from the learner."""
 
     name: Name
@@ -138,7 +127,7 @@ class RegionRow(Row):
     """The relay there, if there is one."""
 
 
-class OfferRow(Row):
+class OfferRow(Strict):
     """Nodes of one kind that can be rented."""
 
     name: Name | None = None
@@ -171,7 +160,7 @@ class OfferRow(Row):
     """Until a lost node is replaced."""
 
 
-class GpuRow(Row):
+class GpuRow(Strict):
     """A GPU that the catalogue lacks, or that is to replace the one of that name."""
 
     name: Name
@@ -188,7 +177,7 @@ class GpuRow(Row):
     """Typical $ per hour; an offer far from it gets a notice, unless one of both is 0."""
 
 
-class ModelRow(Row):
+class ModelRow(Strict):
     """A model that the catalogue lacks."""
 
     name: Name
@@ -205,9 +194,9 @@ class ModelRow(Row):
     """Width of a head."""
 
 
-TABLES: dict[str, type[Row]] = {"job": JobRow, "learner": LearnerRow}
+TABLES: dict[str, type[Strict]] = {"job": JobRow, "learner": LearnerRow}
 """Tables that stand once."""
-LISTS: dict[str, type[Row]] = {
+LISTS: dict[str, type[Strict]] = {
     "regions": RegionRow,
     "offers": OfferRow,
     "gpus": GpuRow,
@@ -216,7 +205,7 @@ LISTS: dict[str, type[Row]] = {
 """Tables that repeat."""
 
 
-class SimRow(Row):
+class SimRow(Strict):
     """How long to simulate, how the run is configured, and times of what is not simulated."""
 
     num_steps: Count = 50
@@ -265,7 +254,7 @@ class SimRow(Row):
     """In which the workers start, one after the other."""
 
 
-class FaultRow(Row):
+class FaultRow(Strict):
     """Something that goes wrong at an instant."""
 
     at_s: Instant
@@ -280,7 +269,7 @@ class FaultRow(Row):
     """Part of its rate that a slow node keeps."""
 
 
-class PriceRow(Row):
+class PriceRow(Strict):
     """A point of a price trace."""
 
     offer: Name
@@ -291,7 +280,7 @@ class PriceRow(Row):
     """$ per hour for one node."""
 
 
-class PathRow(Row):
+class PathRow(Strict):
     """What the path from the learner to a region does besides its rate and latency."""
 
     region: Name
@@ -302,7 +291,7 @@ class PathRow(Row):
     """Probability that a packet is lost."""
 
 
-SIM_LISTS: dict[str, type[Row]] = {"faults": FaultRow, "prices": PriceRow, "paths": PathRow}
+SIM_LISTS: dict[str, type[Strict]] = {"faults": FaultRow, "prices": PriceRow, "paths": PathRow}
 """Tables of a scenario that repeat."""
 
 
@@ -316,29 +305,27 @@ AnyRow = TypeVar("AnyRow", bound=BaseModel)
 class Rows:
     """The valid rows of all files, and the problems of the others."""
 
-    tables: dict[str, Row] = field(default_factory=dict)
-    lists: dict[str, list[tuple[str, Row]]] = field(default_factory=dict)
-    """Rows with the words that name each in a message."""
-    bad: dict[str, list[tuple[str, Row]]] = field(default_factory=dict)
+    kinds: Mapping[str, type[BaseModel]] = field(default_factory=lambda: TABLES | LISTS)
+    """Tables that may stand in the files."""
+    good: dict[str, list[tuple[str, Any]]] = field(default_factory=lambda: defaultdict(list))
+    """By table, with the words that name each in a message."""
+    bad: dict[str, list[tuple[str, Any]]] = field(default_factory=lambda: defaultdict(list))
     """Rows that are not valid, as they stand, what is missing as None; nothing is built of them."""
     problems: list[str] = field(default_factory=list)
     seen: dict[str, str] = field(default_factory=dict)
     """Table -> the file it stands in."""
 
-    def every(self, name: str) -> list[tuple[str, Row]]:
+    def every(self, name: str) -> list[tuple[str, Any]]:
         """Return the rows of a list or table, good and bad."""
-        table = [("", self.tables[name])] if name in self.tables else []
-        return [*table, *self.lists.get(name, []), *self.bad.get(name, [])]
+        return [*self.good[name], *self.bad[name]]
 
     def add_file(self, table: Mapping[str, Any], source: str) -> None:
         """Add the rows of one file, and what is wrong with them."""
         for name, value in table.items():
-            is_list = name in LISTS
-            if name not in TABLES and not is_list:
-                near = nearest(name, [*TABLES, *LISTS])
-                hint = (
-                    f"did you mean {near}?" if near else f"there are {', '.join((*TABLES, *LISTS))}"
-                )
+            is_list = name in LISTS or name in SIM_LISTS
+            if name not in self.kinds:
+                near = nearest(name, self.kinds)
+                hint = f"did you mean {near}?" if near else f"there are {', '.join(self.kinds)}"
                 self.problems.append(f"{source}: [{name}]: unknown table; {hint}")
             elif name in self.seen:
                 self.problems.append(
@@ -349,7 +336,10 @@ class Rows:
                 self.problems.append(f"{source}: {name} must be written {wanted}")
             else:
                 self.seen[name] = source
-                self._add(name, value, source)
+                if not is_list:
+                    self._add(name, value, f"{source}: [{name}]")
+                for number, item in enumerate(value if is_list else (), 1):
+                    self._add(name, item, _place_of(item, source, name, number))
 
     def check(self, kind: type[AnyRow], value: object, where: str) -> AnyRow | None:
         """Return a row if it is valid; otherwise note what is wrong with it."""
@@ -376,31 +366,18 @@ class Rows:
         self.problems.append(f"{where} = {show(name)}: unknown; {hint}")
         return False
 
-    def _add(self, name: str, value: Any, source: str) -> None:
-        if name in TABLES:
-            where = f"{source}: [{name}]"
-            row = self.check(TABLES[name], value, where)
-            if row is not None:
-                self.tables[name] = row
-            else:
-                self._keep_bad(name, TABLES[name], value, where)
-            return
-        self.lists[name] = []
-        for number, item in enumerate(value, 1):
-            where = place_of(item, source, name, number)
-            row = self.check(LISTS[name], item, where)
-            if row is not None:
-                self.lists[name].append((where, row))
-            elif isinstance(item, dict):
-                self._keep_bad(name, LISTS[name], item, where)
-
-    def _keep_bad(self, name: str, kind: type[Row], value: Mapping[str, Any], where: str) -> None:
-        required = {key: None for key, info in kind.model_fields.items() if info.is_required()}
-        known = {key: item for key, item in value.items() if key in kind.model_fields}
-        self.bad.setdefault(name, []).append((where, kind.model_construct(**required | known)))
+    def _add(self, name: str, item: Any, where: str) -> None:
+        kind = self.kinds[name]
+        row = self.check(kind, item, where)
+        if row is not None:
+            self.good[name].append((where, row))
+        elif isinstance(item, dict):
+            required = {key: None for key, info in kind.model_fields.items() if info.is_required()}
+            known = {key: value for key, value in item.items() if key in kind.model_fields}
+            self.bad[name].append((where, kind.model_construct(**required | known)))
 
 
-def place_of(item: object, source: str, name: str, number: int) -> str:
+def _place_of(item: object, source: str, name: str, number: int) -> str:
     """Return the words for a row of a list: its table, its number from 1, what it calls itself."""
     keys = [key for key in ("name", "gpu", "region") if isinstance(item, dict) and key in item]
     named = f" ({', '.join(str(item[key]) for key in keys)})" if isinstance(item, dict) else ""
@@ -514,21 +491,18 @@ def _build(rows: Rows, source: str) -> FleetRequest:
     gpus, models = _catalogues(rows)
     regions = _regions(rows)
     _check_offers(rows, gpus, regions, source)
-    for _, row in rows.every("job"):
-        _check_job(rows, cast("JobRow", row), models, source)
-    for _, row in rows.every("learner"):
-        rows.check_name(f"{source}: [learner]: gpu", cast("LearnerRow", row).gpu, gpus)
+    for _, job in rows.every("job"):
+        _check_job(rows, job, models, source)
+    for where, learner in rows.every("learner"):
+        rows.check_name(f"{where}: gpu", learner.gpu, gpus)
     if problems:
         raise ConfigError(in_one("fleet", problems))
-    job_row = cast("JobRow", rows.tables["job"])
-    learner = cast("LearnerRow", rows.tables["learner"])
-    return _request(rows, job_row, learner, gpus, models[job_row.model], regions)
+    return _request(rows, job, learner, gpus, models[job.model], regions)
 
 
 def _catalogues(rows: Rows) -> tuple[dict[str, Gpu], dict[str, ModelShape]]:
     gpus, models = dict(GPUS), dict(MODELS)
-    for _, row in rows.lists.get("gpus", []):
-        assert isinstance(row, GpuRow)
+    for _, row in rows.good["gpus"]:
         gpus[row.name] = Gpu(
             name=row.name,
             flops_per_s=row.tflops * 1e12,
@@ -537,23 +511,20 @@ def _catalogues(rows: Rows) -> tuple[dict[str, Gpu], dict[str, ModelShape]]:
             price_per_h=row.price_per_h,
             link_bytes_per_s=row.link_gb_per_s * 1e9,
         )
-    for _, row in rows.lists.get("models", []):
-        assert isinstance(row, ModelRow)
+    for _, row in rows.good["models"]:
         models[row.name] = ModelShape(**row.model_dump())
     # A bad row is known by its name all the same: whoever names it is right.
     for name, known in (("gpus", gpus), ("models", models)):
         stand_in: Any = next(iter(known.values()))
-        for _, bad in rows.bad.get(name, []):
-            called: object = cast("GpuRow | ModelRow", bad).name
-            if isinstance(called, str):
-                known.setdefault(called, stand_in)
+        for _, bad in rows.bad[name]:
+            if isinstance(bad.name, str):
+                known.setdefault(bad.name, stand_in)
     return gpus, models
 
 
 def _regions(rows: Rows) -> dict[str, RegionRow]:
     found: dict[str, RegionRow] = {}
     for where, row in rows.every("regions"):
-        assert isinstance(row, RegionRow)
         if not isinstance(row.name, str):
             continue  # which has been noted
         if row.name in found:
@@ -571,7 +542,6 @@ def _check_offers(
         )
     names: set[str] = set()
     for where, row in rows.every("offers"):
-        assert isinstance(row, OfferRow)
         rows.check_name(f"{where}: gpu", row.gpu, gpus)
         if rows.check_name(f"{where}: region", row.region, regions):
             if regions[row.region].mbit_per_s is None:
@@ -612,8 +582,7 @@ def _check_job(rows: Rows, job: JobRow, models: Mapping[str, ModelShape], source
             f"{job.max_staleness}: beyond max_staleness + 1 the learner would wait for rollouts "
             f"that only its next version allows; lower it to {job.max_staleness + 1} or less"
         )
-    offers = [row for _, row in rows.every("offers") if isinstance(row, OfferRow)]
-    prices = [row.price_per_h for row in offers]
+    prices = [row.price_per_h for _, row in rows.every("offers")]
     cheapest = min((price for price in prices if _are_numbers(price)), default=0.0)
     if (
         job.budget_per_h is not None
@@ -642,8 +611,7 @@ def _request(
     notices: list[str] = []
     kept: list[OfferRow] = []
     offers: list[Offer] = []
-    for _, row in rows.lists["offers"]:
-        assert isinstance(row, OfferRow)
+    for _, row in rows.good["offers"]:
         offer = _offer(row, job_row, gpus[row.gpu], model, notices)
         if offer is not None:
             kept.append(row)
@@ -850,10 +818,11 @@ def read_plan(path: Path, request: FleetRequest) -> tuple[dict[str, int], int]:
         raise ConfigError(
             f"{path}: is not a plan.json as echo-rl plan writes it: {error!r}"
         ) from error
-    known = {offer.name for offer in request.fleet.offers}
-    if strangers := sorted(rent.keys() - known):
-        raise ConfigError(
-            f"{path}: rents {', '.join(strangers)}, which the scenario does not offer; plan with "
-            "the same file"
-        )
+    counts = {offer.name: offer.count for offer in request.fleet.offers}
+    for name, count in rent.items():
+        if not 0 <= count <= counts.get(name, -1):
+            what = f"{count} of {name}, of which the scenario offers {counts.get(name, 'none')}"
+            raise ConfigError(f"{path}: rents {what}; plan with the same file")
+    if period < 1:
+        raise ConfigError(f"{path}: publishes every {period} steps, which must be 1 at least")
     return rent, period

@@ -13,7 +13,7 @@ import os
 import re
 import textwrap
 import tomllib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time
 from pathlib import Path
@@ -42,7 +42,7 @@ from echo.config.schema import (
     show,
 )
 from echo.core.errors import ConfigError, in_one, nearest
-from echo.core.units import format_bytes, one_line, without_secrets
+from echo.core.units import format_bytes, one_line, without_keys
 
 # --- layers ---------------------------------------------------------------------------------------
 #
@@ -62,7 +62,7 @@ class Layer:
     settings: dict[KeyPath, Setting] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     replaced: KeyPath | None = None
-    """A table that is set as a whole: what earlier layers have in it goes."""
+    """What is set as a whole: what earlier layers have there, in it or in its place goes."""
 
 
 def read_layer(table: Mapping[str, Any], source: str) -> Layer:
@@ -95,11 +95,10 @@ def read_override(text: str) -> Layer:
         problem = f'"{text}" is not an override; write section.key=value'
         return Layer(problems=[Problem((), problem, Setting(None, OVERRIDE))])
     table: Any = toml_or_text(value.strip())
-    is_table = isinstance(table, Mapping)
     for part in reversed(parts):
         table = {part: table}
     layer = read_layer(table, OVERRIDE)
-    if is_table and find_leaf(tuple(parts)) is not None:  # not a whole section
+    if find_leaf(tuple(parts)) is not None:  # not a whole section
         layer.replaced = tuple(parts)
     return layer
 
@@ -253,9 +252,12 @@ def parse_config(
     layers = [read_layer(table, source), *(read_override(text) for text in overrides)]
     user: dict[KeyPath, Setting] = {}
     for layer in layers:
-        if layer.replaced is not None:
-            place = layer.replaced
-            user = {path: value for path, value in user.items() if path[: len(place)] != place}
+        if place := layer.replaced:
+            user = {
+                path: setting
+                for path, setting in user.items()
+                if any(one != other for one, other in zip(path, place, strict=False))
+            }
         user.update(layer.settings)
     if is_saved:
         user = _without_old_defaults(layers[0].settings, user)
@@ -343,18 +345,15 @@ def _without_old_defaults(
     before, _ = _choose_kinds(saved)
     after, _ = _choose_kinds(user)
     known, profile = leaves(before), _profile_of(saved)
-    gone = {section for section in KINDS if before[section] != after[section]}
-    return {
-        path: setting
-        for path, setting in user.items()
-        if not (
-            path[0] in gone
-            and path[1:] != ("kind",)
-            and setting is saved.get(path)
-            and path in known
-            and setting.value == known[path].defaults[profile]
-        )
+    old = {
+        path
+        for path, setting in saved.items()
+        if before.get(path[0]) != after.get(path[0])
+        and path[1:] != ("kind",)
+        and path in known
+        and setting.value == known[path].defaults[profile]
     }
+    return {path: user[path] for path in user if path not in old or user[path] != saved[path]}
 
 
 def _leaf_at(path: KeyPath, known: Mapping[KeyPath, Leaf]) -> Leaf | None:
@@ -414,9 +413,9 @@ def _read_text(path: Path) -> str:
 
 
 def _profile_of(user: Mapping[KeyPath, Setting]) -> str:
-    profile = user[("profile",)].value if ("profile",) in user else DEFAULT_PROFILE
-    known = isinstance(profile, str) and profile in PROFILES
-    return cast("str", profile) if known else DEFAULT_PROFILE
+    given = user.get(("profile",))
+    is_known = given is not None and isinstance(given.value, str) and given.value in PROFILES
+    return given.value if given is not None and is_known else DEFAULT_PROFILE
 
 
 def _default_settings(
@@ -528,10 +527,16 @@ def schema_help(role: Role | None = None) -> str:
 
 
 def dry_run_text(
-    config: Config, role: Role, *, budget: Budget | None = None, notices: Iterable[str] = ()
+    config: Config,
+    role: Role,
+    *,
+    would_start: bool = True,
+    budget: Budget | None = None,
+    notices: Iterable[str] = (),
 ) -> str:
-    """Return what would start, its memory budget, and every setting with its source."""
-    lines = [f"would start: {_describe_start(config, role)}"]
+    """Return what would start or not, its memory budget, and every setting with its source."""
+    head = "would start" if would_start else "would not start, see the end"
+    lines = [f"{head}: {_describe_start(config, role)}"]
     if budget is not None:
         lines.append(f"memory: {'' if budget.fits else 'DOES NOT FIT: '}{budget.line}")
     lines += [f"notice: {notice}" for notice in notices]
@@ -542,17 +547,20 @@ def dry_run_text(
 def resolved_lines(config: Config, role: Role | None = None) -> list[str]:
     """Return the configuration as TOML, each line with where its value came from."""
     lines: list[str] = []
+    values = resolved(config)
     for (name, _), group in _by_section(leaves(kinds_of(config)).values(), role).items():
         if name:
             lines += ["", f"[{name}]"]
         for leaf in group:
-            value = _value(config, leaf)
+            value = _at(values, leaf.path)
             notes = [config.sources.get(leaf.key, "")]
             if leaf.key.endswith("_bytes") and isinstance(value, int):
                 notes.append(format_bytes(value))
             # TOML has no word for a missing value, and this text should load again.
             text = f"# {leaf.path[-1]}" if value is None else f"{leaf.path[-1]} = {show(value)}"
-            notes += ["not set"] if value is None else []
+            if value is None:
+                is_secret = leaf.key == "security.join" and config.security.join is not None
+                notes.append("a join string, which is a secret" if is_secret else "not set")
             note = ", ".join(filter(None, notes))
             lines.append(f"{text:<56} # {note}" if note else text)
     return lines
@@ -566,13 +574,6 @@ def _by_section(keys: Iterable[Leaf], role: Role | None) -> dict[tuple[str, str]
             place = leaf.path[0] if len(leaf.path) == 2 else ""
             groups.setdefault((place, "".join(leaf.kinds)), []).append(leaf)
     return groups
-
-
-def _value(config: Config, leaf: Leaf) -> object:
-    value: object = config
-    for part in leaf.path:
-        value = getattr(value, part)
-    return value
 
 
 def _describe_start(config: Config, role: Role) -> str:
@@ -591,7 +592,7 @@ def _describe_start(config: Config, role: Role) -> str:
         )
     node = config.worker if role == "worker" else config.relay
     serves = f"serves on {node.listen}" if node.listen else "serves no weights to others"
-    addresses = without_secrets(", then ".join(node.connect)) or "the address of its join string"
+    addresses = without_keys(", then ".join(node.connect)) or "the address of its join string"
     return f"a {role} that connects to {addresses} and {serves}"
 
 
@@ -708,7 +709,7 @@ def classify(key: str) -> tuple[bool, str]:
     return True, _SAFE[key] if key in _SAFE else _SAFE[section]
 
 
-def _at(table: Any, path: tuple[str, ...]) -> Any:
+def _at(table: Any, path: Sequence[str]) -> Any:
     """Return the value of a key; None for one that the chosen kind of its section has not."""
     for part in path:
         table = table.get(part)
@@ -733,24 +734,13 @@ def inherited_settings(config: Config) -> dict[str, Any]:
     Raises:
         ConfigError: if the chat template's file cannot be read.
     """
-    values = {key: _inherited_value(resolved(config), key) for key in inherited_keys()}
-    values[_TEMPLATE] = _template_text(config)
-    return values
+    return _inherited_values(config) | {_TEMPLATE: _template_text(config)}
 
 
-def check_inherited(
-    config: Config, keys_set_by_user: Collection[str], settings: Mapping[str, Any]
-) -> list[str]:
-    """Return one line per setting of the worker's own that contradicts the learner's.
-
-    Args:
-        config: the worker's.
-        keys_set_by_user: `load.keys_set_by_user(config)`; defaults contradict nothing.
-        settings: what the learner sent.
-    """
-    own = {
-        key: _inherited_value(resolved(config), key) for key in inherited_keys() if key != _TEMPLATE
-    }
+def check_inherited(config: Config, settings: Mapping[str, Any]) -> list[str]:
+    """Return one line per setting of the worker's user that contradicts the learner's."""
+    own = _inherited_values(config)
+    del own[_TEMPLATE]
     if config.model.chat_template is not None and Path(config.model.chat_template).exists():
         # One file serves all machines, and only the learner needs to have what it names.
         own[_TEMPLATE] = _template_text(config)
@@ -758,9 +748,8 @@ def check_inherited(
         f"{config.sources.get(key, 'configuration')}: {key} = {_brief(own[key])} contradicts the "
         f"learner, which uses {_brief(settings[key])}; remove it here, or start without "
         "--config: a worker gets it from there"
-        for key in inherited_keys()
-        if key in keys_set_by_user
-        and key in own
+        for key in own
+        if key in keys_set_by_user(config)
         and key in settings
         and own[key] != settings[key]
         and not (key == _AGENTS and settings[key] is not None)
@@ -786,9 +775,9 @@ def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
     return changed.with_sources({**config.sources, **inherited})
 
 
-def _inherited_value(table: Mapping[str, Any], key: str) -> Any:
-    section, name = key.split(".")
-    return table[section][name]
+def _inherited_values(config: Config) -> dict[str, Any]:
+    table = resolved(config)
+    return {key: _at(table, key.split(".")) for key in inherited_keys()}
 
 
 def _template_text(config: Config) -> str | None:

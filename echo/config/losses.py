@@ -28,6 +28,10 @@ ClipHigh = Annotated[
     Annotated[float, Field(gt=0)] | Off,
     Field(description="Clip the ratio above 1 + clip_high; false is off."),
 ]
+DualClip = Annotated[
+    Annotated[float, Field(gt=1)] | Off,
+    Field(description="Bound on the ratio where the advantage is negative; false is off."),
+]
 Aggregation = Annotated[
     Literal["token_mean", "sequence_mean"], Field(description="Mean over tokens, or over rollouts.")
 ]
@@ -38,8 +42,6 @@ class LossSection(Section):
 
     normalize_by_std: bool = True
     """Divide advantages by their group's spread."""
-    leave_one_out: bool = False
-    """Leave a rollout's own reward out of the mean it is compared with."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
     """Tokens before the limit over which rewards fall by up to 1; 0 is off."""
     overlong_filter: bool = False
@@ -103,8 +105,7 @@ class GrpoSection(ClippedSection):
     """GRPO: clipped token ratios."""
 
     kind: Literal["grpo"]
-    dual_clip: Annotated[float, Field(gt=1)] | Off = 3.0
-    """Bound on the ratio where the advantage is negative; false is off."""
+    dual_clip: DualClip = 3.0
     aggregation: Aggregation = "token_mean"
 
 
@@ -114,16 +115,14 @@ class DrGrpoSection(ClippedSection):
     kind: Literal["dr_grpo"]
     normalize_by_std: bool = False
     """Divide advantages by their group's spread; the paper does not."""
-    dual_clip: Annotated[float, Field(gt=1)] | Off = False
-    """Bound on the ratio where the advantage is negative; false is off."""
+    dual_clip: DualClip = False
 
 
 class DapoSection(ClippedSection):
     """DAPO: GRPO without the dual clip."""
 
     kind: Literal["dapo"]
-    dual_clip: Annotated[float, Field(gt=1)] | Off = False
-    """Bound on the ratio where the advantage is negative; false is off."""
+    dual_clip: DualClip = False
     aggregation: Aggregation = "token_mean"
 
 
@@ -165,8 +164,7 @@ class DecoupledPpoSection(ClippedSection):
     """Decoupled PPO: a proximal policy between learner and sampler."""
 
     kind: Literal["decoupled_ppo"]
-    dual_clip: Annotated[float, Field(gt=1)] | Off = False
-    """Bound on the ratio where the advantage is negative; false is off."""
+    dual_clip: DualClip = False
     proximal: Literal["recompute", "loglinear"] = "recompute"
     """The proximal policy: the learner's when the step begins, or one version earlier."""
     importance_weight: Literal["token_tis", "sequence_tis", "token_mis", "sequence_mis"] = (

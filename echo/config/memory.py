@@ -437,15 +437,12 @@ class Saving:
 class Budget:
     """What a role needs against what there is."""
 
-    role: Role
     fits: bool
     line: str
     """All of it in one line of text."""
     items: tuple[Item, ...]
     needed_bytes: int
     """In the memory that is short, or else in the one that the model lies in."""
-    available_bytes: int
-    """There."""
     max_concurrent_rollouts: int | None = None
     """What a worker's memory holds; None for other roles."""
     gradient_checkpointing: bool | str = False
@@ -499,14 +496,12 @@ def memory_budget(
         advice = _too_short(memory.missing_bytes)
     largest = max(memory.items, key=lambda item: item.num_bytes)
     return Budget(
-        role=role,
         fits=fits,
         line=f"{_who(footprint, role)} needs {_needs_has(memory)}"
         f"{_chosen(footprint, role)}{advice} "
         f"(largest part: {largest.name}, {format_bytes(largest.num_bytes)})",
         items=items,
         needed_bytes=memory.needed_bytes,
-        available_bytes=memory.available_bytes,
         remedies=remedies,
         gradient_checkpointing=footprint.config.learner.gradient_checkpointing,
         has_versions_on_gpu=footprint.may_keep_versions and footprint.has_versions_on_gpu,
@@ -574,13 +569,11 @@ def _worker_budget(footprint: Footprint, machine: Machine) -> Budget:
         )
         advice = f"; set {_join(remedies, 'or')}"
     return Budget(
-        role="worker",
         fits=wanted <= capacity,
         line=f"worker with {wanted} concurrent rollouts needs {_needs_has(memory)}{advice} "
         f"({format_bytes(per_rollout)} per rollout in {dtype})",
         items=items,
         needed_bytes=memory.needed_bytes,
-        available_bytes=memory.available_bytes,
         max_concurrent_rollouts=capacity,
         remedies=remedies,
     )
@@ -751,6 +744,7 @@ def read_model_facts(directory: Path) -> ModelFacts:
         raise DataError(f"{path}: no readable model configuration: {reason}") from error
     # A multimodal model keeps the dimensions of its language part one level down.
     dims = table.get("text_config", table) if isinstance(table, dict) else {}
+    dims = dims if isinstance(dims, dict) else {}
     facts = {
         "num_layers": _dimension(dims, path, "num_hidden_layers", "n_layer"),
         "hidden_size": _dimension(dims, path, "hidden_size", "n_embd"),

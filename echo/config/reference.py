@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from echo.config.fleet_file import LISTS, SIM_LISTS, TABLES, RelayRow, Row, SimRow
+from echo.config.fields import Strict
+from echo.config.fleet_file import LISTS, SIM_LISTS, TABLES, RelayRow, SimRow
 from echo.config.schema import Leaf, every_leaf, expected_text, sections, show
 
 _HEAD = """# Configuration
@@ -70,7 +71,7 @@ def fleet_page() -> str:
     return "".join(parts)
 
 
-def _tables() -> Iterator[tuple[str, type[Row]]]:
+def _tables() -> Iterator[tuple[str, type[Strict]]]:
     yield from ((f"[{name}]", kind) for name, kind in TABLES.items())
     for name, kind in LISTS.items():
         yield f"[[{name}]]", kind
@@ -83,8 +84,6 @@ def _tables() -> Iterator[tuple[str, type[Row]]]:
 def default_text(leaf: Leaf) -> str:
     """Write one default, or one per profile; unset keys of all profiles as "unset"."""
     texts = {name: show(value) for name, value in leaf.defaults.items()}
-    if leaf.path == ("profile",):
-        return '"lan"'
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
     return ", ".join(f"{text} ({name})" for name, text in texts.items())

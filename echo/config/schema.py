@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, PrivateAttr
-from pydantic_core import PydanticUndefined
 
 from echo.config.fields import (
     INHERITED,
@@ -54,7 +53,7 @@ from echo.core.units import without_secrets
 # fewer bytes and more patience. A key that is not listed here has one default for both.
 
 
-DEFAULT_PROFILE = "lan"
+DEFAULT_PROFILE: Literal["lan", "wan"] = "lan"
 
 PROFILES: Mapping[str, Mapping[str, Any]] = {
     "lan": {
@@ -541,7 +540,7 @@ class Config(Section):
     """The whole configuration: one attribute per section of the file."""
 
     roles = ROLES
-    profile: Literal["lan", "wan"]
+    profile: Literal["lan", "wan"] = DEFAULT_PROFILE
     """Which defaults: lan (one building) or wan (across the internet)."""
     run: RunSection
     model: ModelSection
@@ -758,8 +757,6 @@ def _leaf(path: KeyPath, fragment: Mapping[str, Any], section: type[Section]) ->
     info = section.model_fields[path[-1]]
     default = info.get_default(call_default_factory=True)
     defaults = {name: keys.get(".".join(path), default) for name, keys in PROFILES.items()}
-    if default is PydanticUndefined and path == ("profile",):
-        defaults = {name: name for name in PROFILES}
     return Leaf(
         path=path,
         expected=expected_text(fragment, path[-1]),

@@ -15,6 +15,8 @@ from typing import TypeGuard
 JOIN_SECRET = re.compile(r"(#[^\s.\"']*)\.[^\s\"']+")
 """What follows the key in a join string, wherever it stands in a text."""
 
+_KEY = re.compile(r"(?<=\d)#[\w-]{43}(?:\.[\w-]+)*")
+
 DURATION_UNITS: dict[str, Fraction] = {
     "us": Fraction(1, 1_000_000),
     "ms": Fraction(1, 1000),
@@ -143,6 +145,14 @@ def _three_digits(value: float) -> str:
 def without_secrets(text: str) -> str:
     """Return a text that may be shown: of join strings in it the secret is left out."""
     return JOIN_SECRET.sub(r"\1.***", text)
+
+
+def without_keys(text: str) -> str:
+    """Return a text whose addresses end at the port, whatever follows the # of one.
+
+    A key is public, but who reads one in a log cannot tell, and needs none to find the place.
+    """
+    return _KEY.sub("", text)
 
 
 def one_line(text: str) -> str:

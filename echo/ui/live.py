@@ -21,6 +21,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from typing import Literal, TextIO
 
 import numpy as np
@@ -226,9 +228,10 @@ _STEPS_REMEMBERED = 20
 
 
 class RemainingTime:
-    """Follow the steps of a run and estimate its end.
+    """Follow the steps of a run and estimate its end by their median.
 
-    Only steps seen by this object count: a resumed run starts at a step it did not spend time on.
+    So a time without workers, which is not expected again, counts as one step. Only steps seen by
+    this object count, without the first of its process: workers join before it.
     """
 
     def __init__(self) -> None:
@@ -238,17 +241,18 @@ class RemainingTime:
         """Note the instant at which a new step was first seen."""
         if self._seen and snapshot.step < self._seen[-1][0]:
             self._seen.clear()
-        if not self._seen or snapshot.step > self._seen[-1][0]:
+        if snapshot.step > (self._seen[-1][0] if self._seen else snapshot.resumed_at):
             self._seen.append((snapshot.step, snapshot.elapsed_s))
 
     def eta_s(self, snapshot: Snapshot) -> float | None:
         """Return the seconds to `max_steps`, None before two steps have been seen."""
         if len(self._seen) < 2:
             return None
-        (first_step, first_at), (last_step, last_at) = self._seen[0], self._seen[-1]
-        per_step_s = (last_at - first_at) / (last_step - first_step)
-        since_last_s = snapshot.elapsed_s - last_at
-        return max((snapshot.max_steps - snapshot.step) * per_step_s - since_last_s, 0.0)
+        per_step_s = median(
+            (at - since) / (step - before) for (before, since), (step, at) in pairwise(self._seen)
+        )
+        under_way_s = min(snapshot.elapsed_s - self._seen[-1][1], per_step_s)
+        return max((snapshot.max_steps - snapshot.step) * per_step_s - under_way_s, 0.0)
 
 
 def clock(seconds: float) -> str:
@@ -381,7 +385,7 @@ def staleness_histogram(snapshot: Snapshot, width: int, height: int) -> list[Ren
     mean = sum(staleness * count for staleness, count in tokens.items()) / total if total else 0.0
     title = Text.assemble(("staleness", "bold"), f" mean {mean:.2f}" if total else " -")
     bins = staleness_bins(tokens, snapshot.max_staleness, max(height - 2, 1))
-    marked = [(label, count, "◂ S" if is_bound else "") for label, count, is_bound in bins]
+    marked = [(label, count, "◂ bound" if is_bound else "") for label, count, is_bound in bins]
     return [fit(title, width), staleness_bars(marked, width)]
 
 

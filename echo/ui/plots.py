@@ -107,11 +107,12 @@ def _read(run_dir: Path) -> MetricsHistory:
 
 
 def _draw_curves(axes: Axes, histories: Sequence[MetricsHistory]) -> None:
-    """Draw reward and pass rates; a reward that is no rate gets an axis of its own."""
+    """Draw reward and pass rates; a reward that is no rate beside them gets an axis of its own."""
     rewards = [_present({r["step"]: r["reward/mean"] for r in h.train}) for h in histories]
-    values = [value for series in rewards for value in series.values()]
-    is_rate = not values or (min(values) >= 0 and max(values) <= 1)
-    reward_axes = axes if is_rate else axes.twinx()
+    sampled, greedy = ([_rates(h, greedy=greedy) for h in histories] for greedy in (False, True))
+    has_rates = _are_rates([*sampled, *greedy])
+    is_shared = _are_rates(rewards) or not has_rates
+    reward_axes = axes if is_shared else axes.twinx()
     if len(histories) == 1 and rewards[0]:
         steps = sorted(rewards[0])
         raw = [rewards[0][step] for step in steps]
@@ -119,19 +120,25 @@ def _draw_curves(axes: Axes, histories: Sequence[MetricsHistory]) -> None:
     smooth = [_smoothed(series) for series in rewards]
     lines = [_draw_mean(reward_axes, smooth, _REWARD, f"reward, mean of {_SMOOTHED_STEPS} steps")]
     for label, color, marker, style, runs in (
-        ("held-out, sampled", _SAMPLED, "o", "-", [_rates(h, greedy=False) for h in histories]),
-        ("held-out, greedy", _GREEDY, "D", "--", [_rates(h, greedy=True) for h in histories]),
+        ("held-out, sampled", _SAMPLED, "o", "-", sampled),
+        ("held-out, greedy", _GREEDY, "D", "--", greedy),
     ):
         lines.append(_draw_mean(axes, runs, color, label, marker=marker, linestyle=style))
-    axes.set_ylim(0, 1)
+    if has_rates:
+        axes.set_ylim(0, 1)
     axes.set_xlim(left=0)
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("mean reward, pass rate" if is_rate else "held-out pass rate")
-    if not is_rate:
+    shown = ["mean reward"] * is_shared + ["held-out pass rate"] * has_rates
+    axes.set_ylabel(", ".join(shown))
+    if not is_shared:
         reward_axes.set_ylabel("mean reward", color=_REWARD)
     tidy(axes, lines="y")
     drawn = [line for line in lines if line is not None]
     axes.legend(drawn, [str(line.get_label()) for line in drawn], loc="best", frameon=False)
+
+
+def _are_rates(runs: Sequence[Series]) -> bool:
+    return all(0 <= value <= 1 for series in runs for value in series.values())
 
 
 def _draw_mean(

@@ -374,12 +374,13 @@ def _next_commands(run_dir: Path, config: MetricsRow) -> list[str]:
     max_steps = int(run.get("max_steps", 100))
     other_bound = 2 * int(sync.get("max_staleness", 1)) + 1
     name = shlex.quote(f"{run_dir.resolve().name}-s{other_bound}")
+    mode = " --set sync.mode=push_pull" if sync.get("mode") == "pull" else ""
     final = run_dir / "final"
     auto = f"AutoModelFor{'ImageTextToText' if _reads_images(final) else 'CausalLM'}"
     load = f"print({auto}.from_pretrained({str(final)!r}))"
     return [
         f"{learner} \\\n  --resume --set run.max_steps={2 * max_steps}",
-        f"{learner} \\\n  --set run.name={name} --set sync.max_staleness={other_bound}",
+        f"{learner} \\\n  --set run.name={name} --set sync.max_staleness={other_bound}{mode}",
         f'{shlex.quote(sys.executable)} -c "from transformers import {auto}\n{load}"',
     ]
 

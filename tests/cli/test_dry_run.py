@@ -3,11 +3,13 @@ from __future__ import annotations
 import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import huggingface_hub
 import pytest
 
-from echo.cli.node import check_start, dry_run, main
+from echo.cli.node import dry_run, main, start_problems
 from echo.config.fields import ROLES, Role
 from echo.config.load import parse_config
 
@@ -16,9 +18,9 @@ ADDRESS = "tcp://10.0.0.1:7700"
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_each_role_has_one(tiny_model_dir: Path, role: Role) -> None:
+def test_each_role_has_one(model_dir: Path, role: Role) -> None:
     table = {
-        "model": {"name": str(tiny_model_dir)},
+        "model": {"name": str(model_dir)},
         "worker": {"connect": ADDRESS, "device": "cpu"},
         "relay": {"connect": ADDRESS},
         "learner": {"device": "cpu"},
@@ -35,14 +37,14 @@ def test_a_worker_without_a_model_says_when_the_budget_is_known() -> None:
 
 
 def test_ranks_need_less_each(
-    tiny_model_dir: Path,
+    model_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "run.toml"
     path.write_text(
-        f'[model]\nname = "{tiny_model_dir}"\n[task]\nkind = "addition"\n'
+        f'[model]\nname = "{model_dir}"\n[sampling]\nmax_completion_tokens = 16\n'
         '[learner]\ndevice = "cpu"\nlisten = "tcp://127.0.0.1:0"\n'
     )
     told = []
@@ -68,13 +70,13 @@ def hub_cache(directory: Path, model_dir: Path) -> Path:
 
 
 def test_a_model_in_the_hubs_cache_has_its_budget(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = hub_cache(tmp_path, tiny_model_dir)
+    cache = hub_cache(tmp_path, model_dir)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     table = {"model": {"name": "org/model"}, "learner": {"device": "cpu"}}
     config = parse_config(table, role="learner")
-    here = parse_config({**table, "model": {"name": str(tiny_model_dir)}}, role="learner")
+    here = parse_config({**table, "model": {"name": str(model_dir)}}, role="learner")
     needs = "memory: learner needs "
     assert needs in dry_run(config, "learner")
     wanted = dry_run(here, "learner").partition(needs)[2].partition(",")[0].partition(" has")[0]
@@ -82,36 +84,84 @@ def test_a_model_in_the_hubs_cache_has_its_budget(
 
 
 def test_of_a_model_on_the_hub_only_the_configuration_is_fetched(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
 
     def download(*arguments: str, **settings: str) -> str:
         calls.append((*arguments, settings))
-        shutil.copy(tiny_model_dir / "config.json", tmp_path)
+        shutil.copy(model_dir / "config.json", tmp_path)
         return str(tmp_path / "config.json")
 
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", calls.append)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     table = {"model": {"name": "org/model", "revision": "v2"}}
     text = dry_run(parse_config(table, role="learner"), "learner")
     assert "memory: learner needs " in text
     assert calls == [
+        "https://huggingface.co/org/model/resolve/v2/config.json",
         ("org/model", "config.json", {"revision": "v2"}),
     ]
 
 
-def test_without_the_hub_the_file_to_fetch_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def download(*arguments: str, **settings: str) -> str:
-        raise OSError("no connection")
+def hub_error(kind: str) -> Exception:
+    """Return an error as the hub's library raises it, with a text of its own of several lines."""
+    errors = huggingface_hub.errors
+    kinds = {"unreachable": errors.HfHubHTTPError.__bases__[0]}
+    found: Any = kinds.get(kind) or getattr(errors, kind)
+    if not issubclass(found, errors.HfHubHTTPError):
+        return found("[Errno -2] Name or service not known\nMore of it")
+    response = SimpleNamespace(headers={}, request=None, status_code=404)
+    return found("404 Client Error.\nMore of it", response=response)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    table = {"model": {"name": "org/model"}}
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("org/model", "unreachable", "cannot be reached ([Errno -2] Name or service not known)"),
+        ("org/model", "OfflineModeIsEnabled", "HF_HUB_OFFLINE says not to ask the hub; unset it"),
+        ("org/model", "RepositoryNotFoundError", "the hub has no such model, or not for every"),
+        ("org/model", "GatedRepoError", "accepted its terms: do so at https://huggingface.co/org"),
+        ("org/model", "RevisionNotFoundError", 'no revision "v2" of it; https://huggingface.co/o'),
+        ("org/model", "RemoteEntryNotFoundError", "the hub has no config.json of it"),
+        ("a b", "unreachable", "that is no id of a model on the hub either; check its spelling"),
+    ],
+)
+def test_what_the_hub_does_not_give_is_told_in_our_words(
+    monkeypatch: pytest.MonkeyPatch, name: str, error: str, said: str
+) -> None:
+    def ask(url: str) -> None:
+        raise hub_error(error)
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", ask)
+    table = {"model": {"name": name, "revision": "v2"}}
     text = dry_run(parse_config(table, role="learner"), "learner")
-    assert "memory budget: not known here: org/model is neither" in text
-    assert "no connection); fetch the model's config.json" in text
-    assert "--set model.name=D" in text
+    [notice] = [line for line in text.splitlines() if line.startswith("notice: ")]
+    here = "notice: memory budget: not known here: model.name = "
+    assert notice.startswith(f'{here}"{name}": no directory or cached model here, and ')
+    assert said in notice
+    assert "Client Error" not in text
+    assert "More of it" not in text
+
+
+def test_a_first_prompt_that_does_not_fit_is_told_before_the_start(
+    tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {
+        "run.dir": tmp_path,
+        "model.name": model_dir,
+        "learner.device": "cpu",
+        "learner.listen": "tcp://127.0.0.1:0",
+        "task.kind": "addition",
+        "sampling.max_completion_tokens": 8192,
+    }
+    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    config_path = str(ROOT / "configs" / "wan.toml")
+    assert main(["--role", "learner", "--dry-run", "--config", config_path, *sets]) == 2
+    out, err = capsys.readouterr()
+    assert out.startswith("would not start, see the end: a learner of ")
+    assert "the first prompt has " in err
+    assert "max_completion_tokens = 8192 does not fit beside it; lower it to at most " in err
 
 
 def test_everything_that_would_stop_the_start_is_told_at_once(
@@ -132,7 +182,7 @@ def test_everything_that_would_stop_the_start_is_told_at_once(
         code = main(["--role", "learner", "--dry-run", "--config", config_path, *sets])
     out, err = capsys.readouterr()
     assert code == 2
-    assert "would start: a learner" in out
+    assert "would not start, see the end: a learner" in out
     assert "the start has 4 problems" in err
     assert "model.name = '/nowhere': no such directory" in err
     assert f"{tmp_path}/none.jsonl: cannot read the dataset" in err
@@ -151,4 +201,4 @@ def test_what_is_free_and_there_is_no_problem(tmp_path: Path, role: Role) -> Non
         "worker": {"listen": "tcp://127.0.0.1:0", "connect": ADDRESS},
         "agent": {"listen": "tcp://127.0.0.1:0"},
     }
-    check_start(parse_config(table, role=role), role)
+    assert start_problems(parse_config(table, role=role), role) == []

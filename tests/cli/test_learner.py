@@ -60,6 +60,15 @@ def test_the_report_is_printed_and_kept_and_wraps_on_a_terminal_only(tmp_path: P
     assert (run_dir / "summary.txt").read_text() == text
 
 
+def test_a_run_that_ended_without_a_step_has_no_report(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    console = Console(file=StringIO())
+    show_summary(tmp_path, console)
+    assert console.file.getvalue() == (  # type: ignore[attr-defined]
+        f"no optimizer step was made, so there is nothing to sum up; why: {tmp_path}/logs\n"
+    )
+
+
 def test_the_curve_before_a_resume_is_read_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,8 +15,9 @@ import pytest
 
 import echo.engine.model  # noqa: F401 -- torch, or whichever dry run comes first is charged with it
 from echo.cli import node as node_module
-from echo.cli.node import main, run_rank, show_status
+from echo.cli.node import configuration_of, main, run_rank, show_status
 from echo.cli.output import make_log
+from echo.cli.parsers import node_parser
 from echo.config.load import load_config, save_resolved
 from echo.core.errors import ConfigError
 from echo.core.metrics import WorkerView
@@ -55,6 +56,7 @@ def run(*arguments: object) -> int:
         (["--role", "worker", "--resume"], "--resume is for the learner; a worker"),
         (["--role", "relay", "--resume-or-begin"], "--resume-or-begin is for the learner; a relay"),
         (["--role", "relay", "--init-from", "x"], "--init-from is for the learner; a relay"),
+        (["--role", "worker", "--no-report"], "--no-report is for the learner; a worker"),
         (["--role", "learner", "--yes"], "--yes accepts changes to a run that is resumed"),
         (["--role", "learner"], "gsm8k.toml is one to start from.\n"),
         (["--role", "worker"], "start from. Without one a worker needs the run's ECHO_JOIN"),
@@ -74,6 +76,11 @@ def test_a_missing_model_is_named(config: Path, capsys: pytest.CaptureFixture[st
     err = capsys.readouterr().err
     assert err.startswith("error: model.name = './nowhere': no such directory")
     assert not (config.parent / "run").exists()
+
+
+def test_weights_may_lie_in_a_directory_whose_name_is_a_number(config: Path) -> None:
+    line = ["--role", "learner", "--config", str(config), "--init-from", "100"]
+    assert configuration_of(node_parser().parse_args(line)).learner.init_from == "100"
 
 
 def test_a_directory_that_is_no_model_is_named(
@@ -100,7 +107,7 @@ def test_one_gpu_for_several_processes_is_refused(
         ("model.name=~nobody-of-this-name/x", "no such directory (looked at "),
         (
             "model.name=a\u202e",
-            "neither a directory here nor in the hub's cache, and the hub cannot be",
+            "no directory or cached model here, and that is no id of a model on the hub",
         ),
         ("learner.listen=tcp://" + "a" * 64 + ":1", "check the host and the port"),
     ],
@@ -157,7 +164,7 @@ def test_there_must_be_something_to_resume(
 
 
 def test_a_resume_prints_the_difference_and_refuses_what_is_not_safe(
-    config: Path, capsys: pytest.CaptureFixture[str]
+    config: Path, capsys: pytest.CaptureFixture[str], model_dir: Path
 ) -> None:
     run_dir = config.parent / "run"
     run_dir.mkdir()
@@ -171,7 +178,8 @@ def test_a_resume_prints_the_difference_and_refuses_what_is_not_safe(
     # What the directory says of itself is a configuration too.
     own = run_dir / "config.json"
     assert json.loads(own.read_text())["run"]["max_steps"] == 100
-    free = ["--set", "learner.listen=tcp://127.0.0.1:0", "--set", f"model.name={run_dir}"]
+    free = ["--set", "learner.listen=tcp://127.0.0.1:0", "--set", f"model.name={model_dir}"]
+    free += ["--set", "sampling.max_completion_tokens=16"]
     assert run("--role", "learner", "--config", own, "--dry-run", *free) == 0
 
 
@@ -238,7 +246,9 @@ def test_a_join_string_is_all_that_a_worker_needs(
     assert run("--role", "worker", *quick) == 4
     printed = "".join(capsys.readouterr())
     assert "no learner reached" in printed
-    log = (tmp_path / "runs" / "run" / "logs" / "lonely.log").read_text()
+    # In a directory of its own, not in that of some run on this machine.
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["lonely"]
+    log = (tmp_path / "runs" / "lonely" / "logs" / "lonely.log").read_text()
     for text in (printed, log):
         assert "s" * 22 not in text
     # A learner invites, it does not join.

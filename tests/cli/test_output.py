@@ -88,6 +88,16 @@ def test_no_text_of_a_peer_passes_for_a_record_or_moves_the_terminal(tmp_path: P
     assert "    12:00:00 INFO    all is well\\x07" in lines
 
 
+def test_a_log_has_addresses_without_what_lets_one_in(tmp_path: Path) -> None:
+    log = make_log("keyless", to_file=tmp_path / "log", to_terminal=False)
+    key = "k" * 43
+    log.info("joined run a-1 through tcp://10.0.0.5:7700#%s (learner)", key)
+    log.info("no learner at tcp://[::1]:7700#%s.%s.%s yet", key, "s" * 22, "f" * 22)
+    first, second = (tmp_path / "log").read_text().splitlines()
+    assert first.endswith("joined run a-1 through tcp://10.0.0.5:7700 (learner)")
+    assert second.endswith("no learner at tcp://[::1]:7700 yet")
+
+
 def test_a_join_string_given_as_the_name_of_a_file_is_not_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -58,6 +59,14 @@ def test_a_directory_without_a_run_cannot_be_resumed(
     assert "none: no run is there" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", [["--task", "addition"], ["--seed", "3"]])
+def test_what_a_run_has_is_not_asked_for_again(
+    capsys: pytest.CaptureFixture[str], option: list[str]
+) -> None:
+    assert main(["--resume", "runs/x", *option]) == 2
+    assert f"{option[0]} has no effect with --resume" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "override",
     [
@@ -80,12 +89,17 @@ def test_addresses_are_refused_since_it_joins_its_processes_itself(
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_every_task_has_its_configuration_and_next_steps(task: str) -> None:
-    config = load_config(find_config(CONFIGS[task]), ["model.name=x"], "learner")
+@pytest.mark.parametrize("bound", [0, 3])
+def test_every_task_has_its_configuration_and_other_things_to_try(task: str, bound: int) -> None:
+    path = find_config(CONFIGS[task])
+    config = load_config(path, ["model.name=x", f"sync.max_staleness={bound}"], "learner")
     assert config.task.kind == task
-    commands = next_commands(task, Path("runs") / "x")
-    assert len(commands) == 3
-    assert "--config runs/x/config.json --dry-run" in commands[-1]
+    first, second, third = next_commands(config)
+    *_, override = shlex.split(first, comments=True)
+    assert f"--task {task} " in first
+    assert load_config(path, [override]).sync.max_staleness != bound
+    assert f"--task {task}" not in second
+    assert f"--config {config.run_dir}/config.json --dry-run" in third
 
 
 def test_a_run_name_and_ports_that_are_free_are_chosen(tmp_path: Path) -> None:
@@ -106,6 +120,12 @@ def test_a_run_name_and_ports_that_are_free_are_chosen(tmp_path: Path) -> None:
     assert config.learner.listen != f"tcp://127.0.0.1:{port}"
     assert config.relay.connect == (config.learner.listen,)
     assert config.worker.connect[0] == config.relay.listen
+
+
+def test_a_run_whose_name_is_a_number_keeps_it(tmp_path: Path) -> None:
+    table = {"run": {"dir": str(tmp_path), "name": "2026"}}
+    overrides = free_settings(parse_config(table))
+    assert parse_config({}, overrides).run.name == "2026"
 
 
 def test_nodes_join_by_their_environment(tmp_path: Path) -> None:

@@ -140,8 +140,25 @@ def test_a_plan_says_what_is_rented(scenario: Path, tmp_path: Path) -> None:
     tables = read_tables([scenario], ["job.publish_period=auto"])
     found, _ = load_scenario(tables, name="x", source="x", plan=plan)
     assert (list(found.counts), found.job.publish_period, found.is_auto_period) == ([2], 3, False)
-    plan.write_text(json.dumps(record | {"rent": [{"offer": "other", "count": 2}]}))
-    with pytest.raises(ConfigError, match="rents other, which the scenario does not offer"):
+    for offer, count, why in (
+        ("other", 2, "rents 2 of other, of which the scenario offers none"),
+        ("gpu", 9, "rents 9 of gpu, of which the scenario offers 4"),
+        ("gpu", -1, "rents -1 of gpu, of which the scenario offers 4"),
+        ("gpu", 0, "rent leaves no node"),
+    ):
+        plan.write_text(json.dumps(record | {"rent": [{"offer": offer, "count": count}]}))
+        with pytest.raises(ConfigError, match=why):
+            load_scenario(tables, name="x", source="x", plan=plan)
+
+
+def test_a_fault_hits_a_node_that_the_plan_rents(scenario: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    record = {"rent": [{"offer": "gpu", "count": 2}], "job": {"publish_period": 3}}
+    plan.write_text(json.dumps(record))
+    tables = read_tables([scenario])
+    tables["faults"] = [{"at_s": 1, "kind": "kill", "target": "gpu-3"}]
+    load_scenario(tables, name="x", source="x")
+    with pytest.raises(ConfigError, match=r'target = "gpu-3": unknown; did you mean "gpu"'):
         load_scenario(tables, name="x", source="x", plan=plan)
 
 
@@ -158,6 +175,7 @@ def test_the_examples_are_scenarios(name: str) -> None:
         ({"sim": {"seed": -1}}, "seed = -1: must be greater than or equal to 0"),
         ({"sim": {"rent": {"gpux": 3}}}, 'did you mean "gpu"?'),
         ({"sim": {"rent": {"gpu": 9}}}, "9 of gpu, which has a count of 4"),
+        ({"sim": {"rent": {"gpu": 10**12}}}, "1000000000000 of gpu, which has a count of 4"),
         ({"sim": {"rent": {"gpu": 0}}}, "rent leaves no node"),
         ({"sim": {"heartbeat_s": 9, "dead_after_s": 5}}, "must be longer than heartbeat_s = 9"),
         ({"faults": [{"at_s": 1, "kind": "kill", "target": "gpu-9"}]}, "faults[1]: target"),

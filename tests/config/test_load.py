@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
@@ -174,9 +175,12 @@ def test_tables_of_the_users_own_keys_merge() -> None:
         (["task.options.deep={}"], {"digits": 2, "deep": {}}),
         (["task.options.deep={y=1}"], {"digits": 2, "deep": {"y": 1}}),
         (["task={kind='gsm8k'}"], {"digits": 2, "deep": {"x": 1}}),
+        (["task.options.digits.least=3"], {"digits": {"least": 3}, "deep": {"x": 1}}),
+        (["task.options.deep=3", "task.options.deep.y=4"], {"digits": 2, "deep": {"y": 4}}),
+        (["task.options.deep=3"], {"digits": 2, "deep": 3}),
     ],
 )
-def test_a_table_that_is_set_replaces_the_one_before(
+def test_what_is_set_replaces_what_was_there_before(
     overrides: list[str], expected: dict[str, Any]
 ) -> None:
     table = {"task": {"options": {"digits": 2, "deep": {"x": 1}}}}
@@ -324,7 +328,12 @@ def test_the_secret_of_a_join_string_is_never_written_or_shown(tmp_path: Path) -
     config = parse_config(table, role="worker")
     assert config.worker.connect == (join,)
     save_resolved(config, tmp_path / "config.json")
-    texts = [(tmp_path / "config.json").read_text(), dry_run_text(config, "worker")]
+    dry_run = dry_run_text(config, "worker")
+    assert "a worker that connects to tcp://10.0.0.5:7700 and " in dry_run
+    assert "# configuration, a join string, which is a secret\n" in dry_run
+    shown = parse_config(tomllib.loads(dry_run.partition("\n")[2]))
+    assert (shown.worker.connect, shown.security.join) == ((address,), None)
+    texts = [(tmp_path / "config.json").read_text(), dry_run]
     with pytest.raises(ConfigError) as caught:
         parse_config({**table, "learner": {"advertise": join}})
     for text in [*texts, str(caught.value)]:
@@ -546,7 +555,7 @@ def test_the_settings_are_plain_values_of_real_keys() -> None:
 def test_a_worker_with_only_an_address_takes_them_all() -> None:
     settings = inherited_settings(parse_config({}, LEARNER))
     worker = parse_config({}, ["worker.connect=tcp://a:1"], "worker")
-    assert check_inherited(worker, keys_set_by_user(worker), settings) == []
+    assert check_inherited(worker, settings) == []
     effective = apply_inherited(worker, settings)
     assert inherited_settings(effective) == settings
     assert effective.worker.connect == ("tcp://a:1",)
@@ -558,14 +567,14 @@ def test_a_contradiction_names_both_values() -> None:
     settings = inherited_settings(parse_config({}, LEARNER))
     table = {"sampling": {"temperature": 1.0}, "run": {"seed": 5}}
     worker = parse_config(table, source="worker.toml")
-    (line,) = check_inherited(worker, keys_set_by_user(worker), settings)
+    (line,) = check_inherited(worker, settings)
     assert line.startswith("worker.toml: sampling.temperature = 1.0 contradicts the learner")
     assert "uses 0.9; remove it here" in line
 
 
 def test_one_file_for_both_roles_never_contradicts() -> None:
     config = parse_config({"sampling": {"temperature": 0.7}, "batch": {"group_size": 4}})
-    assert check_inherited(config, keys_set_by_user(config), inherited_settings(config)) == []
+    assert check_inherited(config, inherited_settings(config)) == []
 
 
 def test_the_chat_template_travels_as_text(tmp_path: Path) -> None:
@@ -575,7 +584,7 @@ def test_the_chat_template_travels_as_text(tmp_path: Path) -> None:
     settings = inherited_settings(config)
     assert settings["model.chat_template"] == "{{ messages }}" * 20
     template.write_text("{{ other }}", encoding="utf-8")
-    (line,) = check_inherited(config, keys_set_by_user(config), settings)
+    (line,) = check_inherited(config, settings)
     assert 'model.chat_template = "{{ other }}" contradicts' in line
     assert "..." in line, "a long template is cut"
     template.unlink()
@@ -587,7 +596,7 @@ def test_a_chat_template_that_only_the_learner_has_contradicts_nothing() -> None
     """One file serves all machines, and the template's text comes from the learner."""
     worker = parse_config({"model": {"chat_template": "only/there.jinja"}})
     settings = inherited_settings(parse_config({})) | {"model.chat_template": "{{ messages }}"}
-    assert check_inherited(worker, keys_set_by_user(worker), settings) == []
+    assert check_inherited(worker, settings) == []
 
 
 def test_settings_that_do_not_fit_are_refused() -> None:

@@ -169,10 +169,3 @@ def test_a_loss_that_nobody_asked_for_says_where_it_is_from() -> None:
     """Across the internet lags are large, and the profile's loss is another than the usual."""
     text = problems_of("profile=wan", "loss.dual_clip=3")
     assert 'loss.kind = "gspo", the default of the profile wan: it belongs to grpo' in text
-
-
-def test_the_overlong_buffer_fits_the_limit() -> None:
-    small = "sampling.max_completion_tokens=64"
-    parse_config({}, [small, "loss.overlong_buffer_tokens=64"])
-    text = problems_of(small, "loss.overlong_buffer_tokens=65")
-    assert "must be at most sampling.max_completion_tokens = 64" in text

@@ -567,6 +567,7 @@ def test_older_and_nested_configurations(tmp_path: Path) -> None:
     [
         ({}, "num_hidden_layers = None is not a dimension"),
         ([1], "num_hidden_layers = None is not a dimension"),
+        ({"text_config": [1]}, "num_hidden_layers = None is not a dimension"),
         ({**DIMENSIONS, "vocab_size": "32"}, "vocab_size = '32' is not a dimension"),
         ({**DIMENSIONS, "num_attention_heads": 0}, "num_attention_heads = 0 is not a dimension"),
     ],

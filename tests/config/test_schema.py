@@ -178,7 +178,7 @@ def test_refuses_what_cannot_be(arguments: tuple[float, float, int]) -> None:
         (["relay.price_per_h=-1"], "relay.price_per_h"),
         (["learner.price_per_h=-1"], "learner.price_per_h"),
         (["worker.losses_per_h=-1"], "worker.losses_per_h"),
-        (["worker.losses_per_h=0.2"], "worker.price_per_h, which is missing"),
+        (["worker.losses_per_h=0.2"], "worker.price_per_h is not set"),
         (["activation.budget_per_h=0"], "activation.budget_per_h"),
         (["activation.budget_per_run=-5"], "activation.budget_per_run"),
         (["activation.margin=-0.1"], "activation.margin"),

@@ -5,6 +5,7 @@ import logging
 import math
 import re
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def test_everything_worth_knowing_is_on_the_screen(make_snapshot) -> None:
         "● 0.61 sampled ◆ 0.72 greedy at step 5",
         "staleness mean 0.50",
         "60.0%",
-        "0.0% ◂ S",
+        "0.0% ◂ bound",
         "3 of 8 buffered   5 leased   1.23k tokens/s",
         "v7 ━━",
         " 50%   3 MiB sent   a version per step",
@@ -385,29 +386,36 @@ def test_the_learners_speed_is_shown_once_it_is_measured(make_snapshot) -> None:
 # --- remaining time -------------------------------------------------------------------------------
 
 
-def test_eta_follows_the_pace_of_the_last_steps(make_snapshot) -> None:
+def eta(make_snapshot, *seen: tuple[int, float], now: float | None = None) -> float | None:
+    """Return what is left of 100 steps, at `now` or when the last of (step, instant) was seen."""
     pace = RemainingTime()
-    for step, at in ((5, 100.0), (6, 110.0), (7, 120.0)):
-        pace.observe(make_snapshot(step=step, elapsed_s=at, max_steps=10))
-    assert pace.eta_s(make_snapshot(step=7, elapsed_s=120.0, max_steps=10)) == 30.0
+    for step, at in seen:
+        snapshot = make_snapshot(step=step, elapsed_s=at, max_steps=100, resumed_at=seen[0][0])
+        pace.observe(snapshot)
+    return pace.eta_s(snapshot if now is None else replace(snapshot, elapsed_s=now))
+
+
+STEADY = ((80, 0.0), (81, 900.0), (82, 910.0), (83, 920.0), (84, 930.0))
+"""A resumed run, which made no step before its workers had joined."""
+
+
+def test_eta_is_that_of_steps_seen_without_the_first_which_waits_for_workers(
+    make_snapshot,
+) -> None:
+    assert eta(make_snapshot, *STEADY[:2]) is None
+    assert eta(make_snapshot, *STEADY) == 160.0
     # Three seconds into the step under way, three fewer are left.
-    assert pace.eta_s(make_snapshot(step=7, elapsed_s=123.0, max_steps=10)) == 27.0
+    assert eta(make_snapshot, *STEADY, now=933.0) == 157.0
 
 
-def test_eta_of_a_resumed_run_ignores_the_steps_made_before(make_snapshot) -> None:
-    pace = RemainingTime()
-    pace.observe(make_snapshot(step=80, elapsed_s=0.0, max_steps=100))
-    assert pace.eta_s(make_snapshot(step=80, elapsed_s=5.0, max_steps=100)) is None
-    pace.observe(make_snapshot(step=81, elapsed_s=10.0, max_steps=100))
-    assert pace.eta_s(make_snapshot(step=81, elapsed_s=10.0, max_steps=100)) == 190.0
+def test_eta_is_not_moved_by_a_time_without_workers(make_snapshot) -> None:
+    waited = (*STEADY, (85, 4000.0))
+    assert eta(make_snapshot, *waited) == 150.0
+    assert eta(make_snapshot, *STEADY, now=4000.0) == 150.0
 
 
 def test_eta_starts_anew_when_steps_are_made_again(make_snapshot) -> None:
-    pace = RemainingTime()
-    pace.observe(make_snapshot(step=8, elapsed_s=10.0))
-    pace.observe(make_snapshot(step=9, elapsed_s=20.0))
-    pace.observe(make_snapshot(step=5, elapsed_s=30.0))
-    assert pace.eta_s(make_snapshot(step=5, elapsed_s=30.0)) is None
+    assert eta(make_snapshot, (7, 0.0), (8, 10.0), (9, 20.0), (10, 30.0), (8, 40.0)) is None
 
 
 @pytest.mark.parametrize(

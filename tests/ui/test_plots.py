@@ -10,10 +10,13 @@ import pytest
 
 from echo.core.errors import ConfigError, DataError, StorageError
 from echo.fleet.provisioning import outcome_of
+from echo.records.run_files import read_metrics
 from echo.ui import plots
+from echo.ui.sinks import MetricsWriter
 from tests.fleet.fleets import JOB, make_fleet, make_offer
+from tests.ui.conftest import evaluation
 
-pytest.importorskip("matplotlib")
+Figure = pytest.importorskip("matplotlib.figure").Figure
 
 
 def png_size(path: Path) -> tuple[int, int]:
@@ -48,6 +51,33 @@ def test_a_run_with_gaps_can_be_plotted(make_run, tmp_path: Path) -> None:
         row.pop("staleness/hist", None)
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert plots.learning_curve(run_dir, tmp_path / "curve.png").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("train", "heldout", "limits"),
+    [
+        (0.5, 0.5, [(0, 1)]),
+        (-3.0, 0.5, [(0, 1), None]),
+        (0.5, 2.5, [None]),
+        (-3.0, 2.5, [None]),
+    ],
+)
+def test_every_reward_is_within_the_plot(
+    make_run, train: float, heldout: float, limits: list[tuple[int, int] | None]
+) -> None:
+    run_dir = make_run(rewards=lambda step: train)
+    with MetricsWriter(run_dir) as writer:
+        writer.write(10, evaluation(10, heldout, heldout))
+    figure = Figure()
+    plots._draw_curves(figure.subplots(), [read_metrics(run_dir)])
+    assert len(figure.axes) == len(limits)
+    for axes, wanted in zip(figure.axes, limits, strict=True):
+        low, high = axes.get_ylim()
+        assert wanted is None or (low, high) == wanted
+        values = [value for line in axes.lines for value in line.get_ydata()]
+        assert low <= min(values)
+        assert max(values) <= high
 
 
 @pytest.mark.slow

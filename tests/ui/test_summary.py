@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from echo.config.load import load_resolved, parse_config, save_resolved
 from echo.core.errors import DataError, StorageError
 from echo.ui.sinks import MetricsWriter
 from echo.ui.summary import as_text, learning_facts, summarise_run
@@ -61,6 +62,18 @@ def test_three_commands_follow_and_can_be_copied(make_run) -> None:
         words = shlex.split(command.replace("\\\n", " "))
         assert any("my run" in word for word in words)
     assert summarise_run(make_run("other"), commands=["ls"]).commands == ("ls",)
+
+
+@pytest.mark.parametrize("override", ["sync.mode=pull", "sync.max_staleness=2"])
+def test_another_bound_is_one_that_the_run_had_not(make_run, override: str) -> None:
+    run_dir = make_run()
+    path = run_dir / "config.json"
+    save_resolved(parse_config({}, [override]), path)
+    _, second, _ = summarise_run(run_dir).commands
+    words = shlex.split(second.replace("\\\n", " "))
+    sets = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+    bounds = [load_resolved(path, changes).sync.max_staleness for changes in ([], sets)]
+    assert bounds[0] < bounds[1]
 
 
 def test_a_model_that_reads_images_is_loaded_as_one(make_run) -> None:

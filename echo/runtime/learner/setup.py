@@ -134,24 +134,10 @@ class Data:
 
 def load_data(config: Config) -> Data:
     """Load task and tokenizer, and check that they go together."""
-    model = config.model
-    model_dir = resolve_model(model.name or "", model.revision)
-    settings = inherited_settings(config)
-    template: str | None = settings["model.chat_template"]
-    tokenizer = tokenization.load_tokenizer(model_dir, chat_template=template)
-    text = tokenization.TextCodec(
-        tokenizer,
-        tokenization.stop_ids(tokenizer, model_dir),
-        model.chat_template_kwargs,
-        vocab_size(model_dir),
-    )
+    model_dir = resolve_model(config.model.name or "", config.model.revision)
     task = load_task(config.task.kind, config.task.options)
-
-    prompts = PromptSource(
-        task, text, seed=config.run.seed, hides_answers=config.reward.where == "learner"
-    )
-    prompts.check()
-    _check_window(config, model_dir, prompts)
+    prompts, text = load_prompts(config, model_dir, task)
+    template: str | None = inherited_settings(config)["model.chat_template"]
     return Data(
         model_dir,
         task,
@@ -163,8 +149,27 @@ def load_data(config: Config) -> Data:
     )
 
 
-def _check_window(config: Config, model_dir: Path, prompts: PromptSource) -> None:
-    """Refuse a run whose first prompt leaves no space for a completion."""
+def load_prompts(
+    config: Config, model_dir: Path, task: Task
+) -> tuple[PromptSource, tokenization.TextCodec]:
+    """Return a task's prompts and what turns them into tokens, after a look at the first ones.
+
+    Raises:
+        DataError: if there is no tokenizer, or a prompt that it cannot turn into tokens.
+        ConfigError: if the first prompt leaves no space for a completion.
+    """
+    template: str | None = inherited_settings(config)["model.chat_template"]
+    tokenizer = tokenization.load_tokenizer(model_dir, chat_template=template)
+    text = tokenization.TextCodec(
+        tokenizer,
+        tokenization.stop_ids(tokenizer, model_dir),
+        config.model.chat_template_kwargs,
+        vocab_size(model_dir),
+    )
+    prompts = PromptSource(
+        task, text, seed=config.run.seed, hides_answers=config.reward.where == "learner"
+    )
+    prompts.check()
     window, max_new = context_window(model_dir), config.sampling.max_completion_tokens
     num_prompt_tokens = len(prompts.lease(0, 0).prompt_ids)
     if num_prompt_tokens + max_new > window:
@@ -173,6 +178,7 @@ def _check_window(config: Config, model_dir: Path, prompts: PromptSource) -> Non
             f"and sampling.max_completion_tokens = {max_new} does not fit beside it; lower it to "
             f"at most {max(1, window - num_prompt_tokens)}"
         )
+    return prompts, text
 
 
 # --- Set up the trainer: loss, reference policy, optimizer, precision ---
@@ -254,7 +260,6 @@ def make_trainer(
         temperature=config.sampling.temperature,
         advantages=AdvantageSettings(
             normalize_by_std=loss.normalize_by_std,
-            leave_one_out=loss.leave_one_out,
             max_completion_tokens=max_tokens,
             overlong_buffer_tokens=loss.overlong_buffer_tokens,
             overlong_filter=loss.overlong_filter,

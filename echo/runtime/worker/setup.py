@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from echo.config.load import apply_inherited, check_inherited, keys_set_by_user
+from echo.config.load import apply_inherited, check_inherited
 from echo.config.memory import read_machine
 from echo.config.schema import Config, VllmSection
 from echo.core.errors import ConfigError, EngineError, StorageError
@@ -231,7 +231,7 @@ def inherit(config: Config, settings: Mapping[str, Any], node_dir: Path) -> Conf
     Raises:
         ConfigError: if the worker's own settings contradict the learner's.
     """
-    contradictions = check_inherited(config, keys_set_by_user(config), settings)
+    contradictions = check_inherited(config, settings)
     if contradictions:
         raise ConfigError("\n  ".join(["the learner's settings differ:", *contradictions]))
     config = apply_inherited(config, settings)
