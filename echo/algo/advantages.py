@@ -12,15 +12,19 @@ STD_FLOOR = 1e-4
 """Added to the standard deviation, as in TRL, so that near-equal rewards stay finite."""
 
 
-def group_advantages(rewards: Tensor, *, normalize_by_std: bool) -> Tensor:
+def group_advantages(
+    rewards: Tensor, *, normalize_by_std: bool, leave_one_out: bool = False
+) -> Tensor:
     """Return each rollout's reward relative to its group's mean reward.
 
-    A_ng = r_ng - mean_g(r_n), divided by (std_g(r_n) + 1e-4) if normalised, std unbiased. A group
-    whose rewards are all equal gets exactly 0, whatever rounding does to its mean.
+    A_ng = r_ng - mean_g(r_n), divided by (std_g(r_n) + 1e-4) if normalised, std unbiased. With
+    leave-one-out the mean is over the others: r_ng - mean_{h != g}(r_nh), G / (G - 1) times as
+    much. A group whose rewards are all equal gets exactly 0, whatever rounding does to its mean.
 
     Args:
         rewards: [N, G] floating point, G >= 2.
         normalize_by_std: whether to divide by the group's standard deviation.
+        leave_one_out: whether a rollout's own reward stays out of its baseline.
 
     Returns:
         [N, G] in the dtype of `rewards`; computed in float64.
@@ -28,8 +32,8 @@ def group_advantages(rewards: Tensor, *, normalize_by_std: bool) -> Tensor:
     Raises:
         ValueError: if G < 2, the dtype cannot hold fractions, or a reward is not finite.
 
-    Source: GRPO, arXiv:2402.03300, section 4.1.2; without std: Dr. GRPO, arXiv:2503.20783. RLOO
-    (arXiv:2402.14740) leaves a rollout's own reward out of the mean: G / (G - 1) times as much.
+    Source: GRPO, arXiv:2402.03300, section 4.1.2; without std: Dr. GRPO, arXiv:2503.20783;
+    leave-one-out: RLOO, arXiv:2402.14740.
     Differs from the paper: nothing but the floor of the standard deviation.
     Limits: divided by the standard deviation, groups that are nearly solved or nearly hopeless
     weigh most; a group that lost rollouts is not noticed here.
@@ -47,6 +51,8 @@ def group_advantages(rewards: Tensor, *, normalize_by_std: bool) -> Tensor:
         raise ValueError(f"rewards of row {row} are not all finite: {rewards[row].tolist()}")
     values = rewards.double()
     advantages = values - values.mean(1, keepdim=True)
+    if leave_one_out:
+        advantages = advantages * (values.shape[1] / (values.shape[1] - 1))
     if normalize_by_std:
         advantages = advantages / (values.std(1, keepdim=True) + STD_FLOOR)
     is_equal = values.amax(1, keepdim=True) == values.amin(1, keepdim=True)

@@ -42,6 +42,8 @@ class LossSection(Section):
 
     normalize_by_std: bool = True
     """Divide advantages by their group's spread."""
+    leave_one_out: bool = False
+    """Leave a rollout's own reward out of the mean it is compared with."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
     """Tokens before the limit over which rewards fall by up to 1; 0 is off."""
     overlong_filter: bool = False

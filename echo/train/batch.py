@@ -46,6 +46,8 @@ class AdvantageSettings:
 
     normalize_by_std: bool = True
     """Divide by the standard deviation of the group's rewards."""
+    leave_one_out: bool = False
+    """Leave a rollout's own reward out of its baseline."""
     max_completion_tokens: int = 0
     """The limit that the penalty below counts from; 0 where there is none."""
     overlong_buffer_tokens: int = 0
@@ -247,6 +249,7 @@ def _advantages(groups: Sequence[Group], settings: AdvantageSettings) -> list[li
         advantages = group_advantages(
             rewards,
             normalize_by_std=settings.normalize_by_std,
+            leave_one_out=settings.leave_one_out,
         )
         found.update(zip(indices, advantages.tolist(), strict=True))
     return [found[index] for index in range(len(groups))]

@@ -72,6 +72,21 @@ def test_a_reward_that_is_not_finite_is_named() -> None:
         group_advantages(torch.tensor([[0.0, 1.0], [1.0, math.nan]]), normalize_by_std=True)
 
 
+def test_leave_one_out_by_hand() -> None:
+    """The others' means are 0, .5 and .5."""
+    rewards = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64)
+    found = group_advantages(rewards, normalize_by_std=False, leave_one_out=True)
+    assert found.tolist()[0] == pytest.approx([1.0, -0.5, -0.5])
+    plain = group_advantages(rewards, normalize_by_std=True)
+    scaled = group_advantages(rewards, normalize_by_std=True, leave_one_out=True)
+    assert torch.allclose(scaled, 1.5 * plain)
+
+
+def test_leave_one_out_of_equal_rewards_is_exactly_zero() -> None:
+    rewards = torch.full((1, 7), 0.1)
+    assert not group_advantages(rewards, normalize_by_std=False, leave_one_out=True).any()
+
+
 def test_overlong_penalties_by_hand() -> None:
     """A limit of 100 with a buffer of 20: nothing up to 80, half at 90, all of it at 100."""
     lengths = torch.tensor([1, 80, 85, 90, 100])

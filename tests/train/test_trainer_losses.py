@@ -370,3 +370,11 @@ def test_overlong_completions_are_penalised(tiny_model_dir: Path) -> None:
     trainer = make_trainer(tiny_model_dir, LOSSES["dapo"], advantages=settings)
     plain = make_trainer(tiny_model_dir, LOSSES["dapo"])
     assert_close(gradients(trainer, [group]), gradients(plain, [shaped]))
+
+
+def test_leave_one_out_reaches_the_loss(tiny_model_dir: Path) -> None:
+    seen: list[LossInputs] = []
+    settings = AdvantageSettings(normalize_by_std=False, leave_one_out=True)
+    trainer = make_trainer(tiny_model_dir, spy(seen), advantages=settings)
+    trainer.step([make_group([1, 0, 0], 0)])
+    assert sorted(seen[0].advantages.tolist()) == [-0.5, -0.5, 1.0]

@@ -260,6 +260,7 @@ def make_trainer(
         temperature=config.sampling.temperature,
         advantages=AdvantageSettings(
             normalize_by_std=loss.normalize_by_std,
+            leave_one_out=loss.leave_one_out,
             max_completion_tokens=max_tokens,
             overlong_buffer_tokens=loss.overlong_buffer_tokens,
             overlong_filter=loss.overlong_filter,
