@@ -225,7 +225,8 @@ class StripeParents:
     @property
     def deadline(self) -> float | None:
         """When `expire` should be called next."""
-        first = earliest(self._follow_at, self._spare_at)
+        spare_at = None if self.current is None else self._spare_at  # who has none needs no other
+        first = earliest(self._follow_at, spare_at)
         for connection in (self.next, self.spare):
             if connection is not None and not connection.node_id:
                 first = earliest(first, connection.dialled_at + CONNECT_TIMEOUT_S)

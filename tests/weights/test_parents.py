@@ -251,6 +251,16 @@ def test_a_spare_that_does_not_answer_is_given_up_for_a_while(link: WeightsLink)
     assert link.receiver.links[0].peer == "peer-r1"
 
 
+def test_without_a_parent_nothing_is_due_for_a_spare(link: WeightsLink) -> None:
+    follow(link, R1, LEARNER)
+    answer(link, "r1")
+    stand_by(link, "learner")
+    fail(link, "learner", now=5.0)
+    fail(link, "r1", now=5.5)  # before the spare was to be dialled again
+    link.expire(control=None, now=6.0)
+    assert link.deadline == 8.5
+
+
 def test_who_sent_wrong_chunks_is_passed_over_for_a_while_but_not_the_learner(
     link: WeightsLink,
 ) -> None:
