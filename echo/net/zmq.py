@@ -84,6 +84,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from echo.core.errors import TransportError
+from echo.core.timers import OncePerMinute
 from echo.net.curve import CurveKeys, KeyPair
 from echo.net.transport import (
     MESSAGE_OVERHEAD_BYTES,
@@ -357,8 +358,6 @@ class Gate:
 
 # --- connections: who is up, who is over, and what is told in which order -------------------------
 
-WARN_EVERY_S = 60.0
-"""How often a link that cannot come up says why, seconds."""
 PROBE_S = 3.0
 """Seconds that a look at what is at an address may take."""
 
@@ -373,7 +372,6 @@ STRANGERS_S = 0.1
 """When to look again after some were closed."""
 STRANGERS_NEWS = 1024
 """News that is read in one go to learn who they are."""
-STRANGERS_LOG_S = 60.0
 MAX_ACCEPTED_PER_S = 1024
 """Connections after which newcomers wait for the next second, beside the few hundred that the
 kernel has let in by then. So many cost a tenth of a core (bench/bench_strangers.py). Honest nodes
@@ -466,8 +464,8 @@ class LinkHost(Protocol):
     ) -> Channel:
         """Open the channel of a bulk connection; it makes one attempt."""
 
-    def bulk_failed(self, address: str, port: int) -> None:
-        """Note that a bulk connection could not be had."""
+    def warn(self, place: str, reason: str, text: str) -> None:
+        """Tell the operator, unless that was told of this place within the last minute."""
 
     def mint(self, prefix: str) -> PeerId:
         """Return a fresh id."""
@@ -628,8 +626,6 @@ class Listener:
         self._open_descriptors: set[int] = set()
         self._strangers = Strangers(host.options.max_strangers)
         self._is_closing = False
-        self._warned_at = -math.inf
-        self._num_unlogged = 0
         self._ended: list[Inbound] = []
 
     def drain(self, burst: Burst) -> bool:
@@ -700,17 +696,13 @@ class Listener:
         self._is_closing = num_closed > 0
         if self._is_closing:
             self._host.loop.call_later(STRANGERS_S, self._close_strangers)
-        self._host.totals.closed_strangers += num_closed
-        self._num_unlogged += num_closed
-        now = self._host.loop.time()
-        if self._num_unlogged and now - self._warned_at >= STRANGERS_LOG_S:
-            _log.warning(
-                "closed %d connections that said nothing: more than %d were open at once; if they "
-                "are nodes of this run, raise the limit of open files (ulimit -n)",
-                self._num_unlogged,
-                self._host.options.max_strangers,
+            text = (
+                "closed connections that said nothing: more than "
+                f"{self._host.options.max_strangers} were open at once; if they are nodes of this "
+                "run, raise the limit of open files (ulimit -n)"
             )
-            self._num_unlogged, self._warned_at = 0, now
+            self._host.warn("", "strangers", text)
+        self._host.totals.closed_strangers += num_closed
 
     def _admit(self, identity: bytes, burst: Burst) -> Inbound | None:
         descriptor = self.channel.descriptor()
@@ -790,7 +782,6 @@ class DialledLink:
         self._fault: News | None = None
         self._ip_address, self._began_at = "", 0.0
         self._has_other_key = False
-        self._warned_at = -math.inf
         self._channel: Channel | None = None
         self._outbox: SendQueue | None = None
         self._is_up = False
@@ -874,7 +865,12 @@ class DialledLink:
             self._is_over = True  # what was on its way is lost: as if the link were
             self._host.note(self)
         elif news is News.OVER:
-            self._host.bulk_failed(self.address, self._bulk_port)
+            place = without_key(self.address)
+            text = (
+                f"port {self._bulk_port} of {place} cannot be reached: weights come over the other "
+                "port, encrypted twice, at far more CPU; let connections to it through"
+            )
+            self._host.warn(place, "bulk", text)
             self._close_bulk()
 
     def _close_bulk(self) -> None:
@@ -936,7 +932,6 @@ class DialledLink:
         if news is News.UP:
             self._is_up = True
             self._num_wrong_keys = 0
-            self._warned_at = -math.inf
             self._up_at = self._host.loop.time()
             self._host.note(self)
         elif news in (News.HANDSHAKE_FAILED, News.REFUSED):
@@ -1027,19 +1022,11 @@ class DialledLink:
         else:
             self._redial_s = min(2 * self._redial_s, options.max_redial_s)
         self._timer = loop.call_later(pause_s, self._begin)
-        self._log(f"{reason}; next attempt in {pause_s:.1f} s", is_refused=is_refused)
+        if is_refused:  # what only the user can mend
+            self._host.warn(without_key(self.address), "refused", reason)
         if not was_up:
             self._failure = DialFailed(self.peer, reason, is_refused)
             self._host.note(self)
-
-    def _log(self, text: str, *, is_refused: bool) -> None:
-        """Say why there will be another attempt; what only the user can mend is a warning."""
-        now = self._host.loop.time()
-        if is_refused and now - self._warned_at >= WARN_EVERY_S:
-            self._warned_at = now
-            _log.warning("%s", text)
-        else:
-            _log.info("%s", text)
 
 
 async def look_at(
@@ -1335,14 +1322,17 @@ def _as_frame(part: zmq.Frame) -> Frame:
 
 _ENDPOINT = "inproc://zeromq.zap.01"
 _DOMAIN, _BULK_DOMAIN = b"echo", b"echo bulk"
-_LOG_EVERY_S = 10.0
 
 
 class ZapHandler:
     """Answers libzmq's questions about clients of the listeners of one context."""
 
     def __init__(
-        self, context: zmq.Context[Socket], loop: asyncio.AbstractEventLoop, client_key: bytes
+        self,
+        context: zmq.Context[Socket],
+        loop: asyncio.AbstractEventLoop,
+        client_key: bytes,
+        warn: Callable[[str, str, str], None],
     ) -> None:
         """Begin to answer; must exist before the listener is bound.
 
@@ -1350,13 +1340,13 @@ class ZapHandler:
             context: whose listeners ask.
             loop: on which the answers are given.
             client_key: the public key that is admitted.
+            warn: as of `LinkHost`.
         """
         self._loop = loop
         self._client_key = client_key
+        self._warn = warn
         self.tokens: dict[bytes, PeerId] = {}
         """Whose bulk connection is awaited, by the token that it shows: once."""
-        self._num_unlogged = 0
-        self._logged_at = -_LOG_EVERY_S
         self._socket: Socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ENDPOINT)
@@ -1380,23 +1370,14 @@ class ZapHandler:
             name = (user or "").encode()
             self._socket.send_multipart([envelope, b"", version, request, *status, name, b""])
             if user is None:
-                self._report(host.decode(errors="replace"))
+                where = host.decode(errors="replace")
+                text = f"refused a connection without the secret of this run, from {where}"
+                self._warn("", "secret", text)
 
     def close(self) -> None:
         """Stop to answer; clients that come later are refused by libzmq."""
         self._loop.remove_reader(self._socket.FD)
         self._socket.close(linger=0)
-
-    def _report(self, host: str) -> None:
-        self._num_unlogged += 1
-        now = self._loop.time()
-        if now - self._logged_at >= _LOG_EVERY_S:
-            _log.warning(
-                "refused %d connections without the secret of this run, the last from %s",
-                self._num_unlogged,
-                host,
-            )
-            self._num_unlogged, self._logged_at = 0, now
 
 
 # --- transport ------------------------------------------------------------------------------------
@@ -1443,7 +1424,7 @@ class ZmqTransport(Transport):
         self._bulk_bound: socket.socket | None = None
         self._bulk_listener: BulkListener | None = None
         self._bulk_port = 0
-        self._bulk_warned_at = -math.inf
+        self._warnings = OncePerMinute()
         self._is_closed = False
 
     @property
@@ -1527,7 +1508,6 @@ class ZmqTransport(Transport):
                 self._bulk_port = bound.getsockname()[1]
                 self._bulk_listener = BulkListener(self, Gate(bound))
                 self._listen(self._bulk_listener, bound)
-            _log.info("weights go out at port %d", self._bulk_port)
 
     def dial(self, address: str, *, has_bulk: bool = False) -> PeerId:
         """Begin to connect."""
@@ -1647,17 +1627,14 @@ class ZmqTransport(Transport):
         offer = [BULK_OFFER, self._bulk_port.to_bytes(2, "big"), inbound.token]
         inbound.outbox.send(offer, sum(map(len, offer)))
 
-    def bulk_failed(self, address: str, port: int) -> None:
-        """Tell the operator that a bulk connection could not be had."""
-        now = self.loop.time()
-        if now - self._bulk_warned_at >= WARN_EVERY_S:
-            self._bulk_warned_at = now
-            _log.warning(
-                "port %d of %s cannot be reached: weights come over the other port, encrypted "
-                "twice, at far more CPU; let connections to it through",
-                port,
-                without_key(address),
-            )
+    def warn(self, place: str, reason: str, text: str) -> None:
+        """Tell the operator, unless that was told of this place within the last minute.
+
+        A link that is given up and dialled anew says nothing twice, nor do several to one place.
+        """
+        line = self._warnings.say(place, reason, text, now=self.loop.time())
+        if line is not None:
+            _log.warning("%s", line)
 
     def server_keys(self, address: str) -> tuple[bytes | None, ...]:
         """Return the keys that may be those of the process at `address`; None does not encrypt."""
@@ -1732,7 +1709,9 @@ class ZmqTransport(Transport):
         )
         listener.channel = channel
         if self._keys is not None and self._admission is None:
-            self._admission = ZapHandler(self.context, self.loop, self._keys.client.public)
+            self._admission = ZapHandler(
+                self.context, self.loop, self._keys.client.public, self.warn
+            )
         if isinstance(listener, BulkListener):
             channel.serve_bulk()
         elif self._keys is not None:
