@@ -119,6 +119,7 @@ from echo.net.transport import (
 ASSUMED_RATE_BYTES_PER_S = 125e6
 """1 Gbit/s: the link for which `auto` provides."""
 ASSUMED_RTT_S = 0.1
+BDP_BYTES = ASSUMED_RATE_BYTES_PER_S * ASSUMED_RTT_S
 WINDOW_SHARE = 0.7
 """Measured share of a kernel buffer that is in flight at most; the rest is bookkeeping."""
 WANTED_BUFFER_BYTES = 64 << 20
@@ -147,54 +148,46 @@ class KernelFacts:
     slow_start_after_idle: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """What follows from the facts."""
+def most_sockets(facts: KernelFacts) -> int:
+    """Return how many connections one link needs for 1 Gbit/s at 100 ms."""
+    sizes = (facts.max_send_buffer_bytes, facts.max_receive_buffer_bytes)
+    known = [size for size in sizes if size is not None]
+    num_sockets = 1 if known and facts.can_use_bbr is not False else SOCKETS_WITHOUT_BBR
+    if known and min(known) < 2 * BDP_BYTES:
+        enough = BDP_BYTES / (WINDOW_SHARE * max(1, min(known)))
+        num_sockets = max(num_sockets, 2 ** math.ceil(math.log2(max(1.0, enough))))
+    return min(MAX_SOCKETS, num_sockets)
 
-    num_sockets_per_link: int
-    warnings: tuple[str, ...]
-    """One per setting that costs speed, with the sysctl and the value to give it."""
 
-
-def advise(facts: KernelFacts) -> Advice:
-    """Return how many connections one link needs for 1 Gbit/s at 100 ms, and what would help."""
-    bdp_bytes = ASSUMED_RATE_BYTES_PER_S * ASSUMED_RTT_S
-    known = [
-        size
-        for size in (facts.max_send_buffer_bytes, facts.max_receive_buffer_bytes)
-        if size is not None
-    ]
-    num_sockets, warnings = 1, []
-    if not known:
-        num_sockets = SOCKETS_WITHOUT_BBR
-    elif min(known) < 2 * bdp_bytes:
-        enough = bdp_bytes / (WINDOW_SHARE * max(1, min(known)))
-        num_sockets = min(MAX_SOCKETS, 2 ** math.ceil(math.log2(max(1.0, enough))))
-    for name, size in (
-        ("tcp_wmem", facts.max_send_buffer_bytes),
-        ("tcp_rmem", facts.max_receive_buffer_bytes),
+def costly_settings(facts: KernelFacts) -> list[str]:
+    """Return a line per setting that costs speed on long links, with the sysctl and its value."""
+    lines = []
+    for name, size, usual in (
+        ("tcp_wmem", facts.max_send_buffer_bytes, 16384),
+        ("tcp_rmem", facts.max_receive_buffer_bytes, 131072),
     ):
-        if size is not None and size < 2 * bdp_bytes:
-            mbit_per_s = round(WINDOW_SHARE * size / ASSUMED_RTT_S * 8e-6)
-            middle = "16384" if name == "tcp_wmem" else "131072"
-            warnings.append(
-                f"net.ipv4.{name} allows {size} bytes, about {mbit_per_s} Mbit/s per connection at "
-                f'100 ms: sysctl -w net.ipv4.{name}="4096 {middle} {WANTED_BUFFER_BYTES}"'
+        if size is not None and size < 2 * BDP_BYTES:
+            window = WINDOW_SHARE * size
+            rtt_ms = round(window / ASSUMED_RATE_BYTES_PER_S * 1e3)
+            mbit_per_s = round(window / ASSUMED_RTT_S * 8e-6)
+            lines.append(
+                f"net.ipv4.{name} allows {size} bytes, per connection 1 Gbit/s up to {rtt_ms} ms "
+                f"and about {mbit_per_s} Mbit/s at 100 ms: "
+                f'sysctl -w net.ipv4.{name}="4096 {usual} {WANTED_BUFFER_BYTES}"'
             )
     if facts.can_use_bbr is False:
-        num_sockets = max(num_sockets, SOCKETS_WITHOUT_BBR)
         load = "" if facts.is_bbr_available else "modprobe tcp_bbr && "
-        warnings.append(
+        lines.append(
             f"bbr cannot be chosen, so weights go out by {facts.congestion_control}, which "
             f"crawls on links that lose packets: {load}sysctl -w "
             'net.ipv4.tcp_allowed_congestion_control="reno cubic bbr"'
         )
         if facts.slow_start_after_idle:
-            warnings.append(
+            lines.append(
                 "net.ipv4.tcp_slow_start_after_idle is 1: every version starts slowly again: "
                 "sysctl -w net.ipv4.tcp_slow_start_after_idle=0"
             )
-    return Advice(num_sockets, tuple(warnings))
+    return lines
 
 
 def raise_descriptor_limit(wanted: int = WANTED_DESCRIPTORS) -> int:
@@ -243,15 +236,13 @@ _REMEDIES = {
 async def bound_socket(
     address: str,
     congestion_control: str | None,
-    *,
-    warns: bool = True,
 ) -> socket.socket:
     """Return a non-blocking TCP socket that is bound to `address` and does not listen yet.
 
     Args:
         address: tcp://host:port.
-        congestion_control: how accepted connections are to send; None for the system's default.
-        warns: whether to say that the kernel refuses the former; once per process is enough.
+        congestion_control: how accepted connections are to send, where the kernel permits it; None
+            for the system's default.
 
     Raises:
         TransportError: if it cannot be bound; the message names the address and the remedy.
@@ -267,7 +258,7 @@ async def bound_socket(
             bound.bind(where)
             if port:
                 _hold(bound)
-            _set_congestion_control(bound, congestion_control, warns=warns)
+            _set_congestion_control(bound, congestion_control)
             bound.setblocking(False)
         except OSError:
             bound.close()
@@ -308,21 +299,13 @@ def _refusal(address: str, error: OSError | UnicodeError) -> TransportError:
     return TransportError(f"cannot listen on {address}: {error}: {remedy}")
 
 
-def _set_congestion_control(bound: socket.socket, name: str | None, *, warns: bool) -> None:
+def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
     """Choose how accepted connections send; keep the default where the kernel refuses."""
     host = str(bound.getsockname()[0])
     if name is None or host == "::1" or host.startswith("127."):
         return
-    try:
+    with contextlib.suppress(OSError):  # `costly_settings` says what that costs
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
-    except OSError as error:
-        _log.log(
-            logging.WARNING if warns else logging.DEBUG,
-            "%s is not available (%s): weights may crawl on lossy links; "
-            "add it to net.ipv4.tcp_allowed_congestion_control",
-            name,
-            error,
-        )
 
 
 class Gate:
@@ -1474,11 +1457,7 @@ class ZmqTransport(Transport):
         """Return a socket for bulk connections: at the port wanted, or any other one."""
         for port in (wanted, 0):
             with contextlib.suppress(TransportError):
-                bound = await bound_socket(
-                    format_address(host, port),
-                    self._congestion_control,
-                    warns=False,
-                )
+                bound = await bound_socket(format_address(host, port), self._congestion_control)
                 if wanted and not port:
                     _log.warning(
                         "port %d is taken, at which weights would go out: they do at port %d; open "
