@@ -78,7 +78,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -384,97 +384,8 @@ class News(enum.Enum):
     OVER = enum.auto()
 
 
-class SendQueue(Protocol):
-    """Sends on one connection, within its byte bound."""
-
-    def send(self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> bool:
-        """Accept a message, or refuse it."""
-
-
-class Channel(Protocol):
-    """One raw socket and the news about its connections."""
-
-    def receive(self) -> tuple[bytes, list[Frame]] | None:
-        """Take one message with the identity of its connection, or None if there is none."""
-
-    def descriptor(self) -> int | None:
-        """Return the file descriptor that the last message came in on; None for a stranger."""
-
-    def user(self) -> PeerId:
-        """Return whose token the connection showed that the last message came in on."""
-
-    def outbox(self, identity: bytes) -> SendQueue:
-        """Return the means to send on one connection."""
-
-    def look(self) -> None:
-        """Note the channel if it has messages."""
-
-    def look_soon(self) -> None:
-        """Look in the next turn of the loop; due after everything that may swallow a wake-up."""
-
-    def read_news(self, at_most: int | None = None) -> bool:
-        """Pass on the news that has come; return whether that was all."""
-
-    def close(self, linger_s: float) -> None:
-        """Close it, and go on delivering for at most `linger_s`."""
-
-
 OnNews = Callable[[News, int], None]
 """Called with the news and the file descriptor it is about; of a handshake none is known."""
-
-
-class LinkHost(Protocol):
-    """What links need of their transport."""
-
-    options: TransportOptions
-    totals: TransportStats
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that everything runs on."""
-
-    def note(self, source: Listener | DialledLink) -> None:
-        """Remember that a channel has something for `receive`."""
-
-    def find_inbound(self, peer: PeerId) -> Inbound | None:
-        """Return an inbound peer; None if it is gone."""
-
-    def offer_bulk(self, inbound: Inbound) -> None:
-        """Tell an inbound peer where its bulk connection is awaited."""
-
-    def connect_bulk(
-        self, host: str, port: int, token: bytes, on_readable: Callable[[], None], on_news: OnNews
-    ) -> Channel:
-        """Open the channel of a bulk connection; it makes one attempt."""
-
-    def warn(self, place: str, reason: str, text: str) -> None:
-        """Tell the operator, unless that was told of this place within the last minute."""
-
-    def mint(self, prefix: str) -> PeerId:
-        """Return a fresh id."""
-
-    def adopt(self, inbound: Inbound) -> None:
-        """Enter an inbound peer."""
-
-    def forget(self, inbound: Inbound) -> None:
-        """Let go of an inbound peer whose connection is over."""
-
-    def server_keys(self, address: str) -> tuple[bytes | None, ...]:
-        """Return the keys that may be those of the process at `address`, the likeliest first.
-
-        Raises:
-            TransportError: if the address has a key and this side does not encrypt.
-        """
-
-    def connect(
-        self,
-        host: str,
-        port: int,
-        server_key: bytes | None,
-        on_readable: Callable[[], None],
-        on_news: OnNews,
-    ) -> Channel:
-        """Open a channel to an IP address; it makes one attempt."""
 
 
 class Burst:
@@ -513,11 +424,11 @@ class Inbound:
 
     peer: PeerId
     identity: bytes
-    outbox: SendQueue
+    outbox: ZmqOutbox
     is_hung_up: bool = False
     token: bytes = b""
     """For its bulk connection, where it has asked for one."""
-    bulk: SendQueue | None = None
+    bulk: ZmqOutbox | None = None
 
     def send(
         self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int, *, is_public: bool
@@ -599,8 +510,8 @@ def _shut_down(descriptor: int, inode: int) -> None:
 class Listener:
     """All inbound peers, and the one channel that they share."""
 
-    def __init__(self, host: LinkHost, gate: Gate) -> None:
-        self.channel: Channel
+    def __init__(self, host: ZmqTransport, gate: Gate) -> None:
+        self.channel: ZmqChannel
         self._host = host
         self._gate = gate
         self._num_accepted, self._second_ends_at = 0, -math.inf
@@ -608,7 +519,8 @@ class Listener:
         self._by_descriptor: dict[int, Inbound] = {}
         self._open_descriptors: set[int] = set()
         self._strangers = Strangers(host.options.max_strangers)
-        self._is_closing = False
+        self._closing: asyncio.Handle | None = None
+        """The next look at strangers of whom there are too many."""
         self._ended: list[Inbound] = []
 
     def drain(self, burst: Burst) -> bool:
@@ -643,9 +555,8 @@ class Listener:
             self._open_descriptors.add(descriptor)
             self._strangers.add(descriptor)
             self._count_accepted()
-            if self._strangers.are_too_many and not self._is_closing:
-                self._is_closing = True
-                self._host.loop.call_soon(self._close_strangers)
+            if self._strangers.are_too_many and self._closing is None:
+                self._closing = self._host.loop.call_soon(self._close_strangers)
         elif news is News.OVER:
             self._open_descriptors.discard(descriptor)
             self._strangers.discard(descriptor)
@@ -656,6 +567,8 @@ class Listener:
 
     def close(self, linger_s: float) -> None:
         """Close the channel, and so every connection."""
+        if self._closing is not None:
+            self._closing.cancel()
         self._strangers.close()
         self._gate.close()
         self.channel.close(linger_s)
@@ -673,12 +586,12 @@ class Listener:
     def _close_strangers(self) -> None:
         """Close the oldest of too many, and look again soon: closing them takes a moment."""
         if not self.channel.read_news(STRANGERS_NEWS):  # a flood, which must not hold the loop
-            self._host.loop.call_soon(self._close_strangers)
+            self._closing = self._host.loop.call_soon(self._close_strangers)
             return
+        self._closing = None
         num_closed = self._strangers.close_excess()
-        self._is_closing = num_closed > 0
-        if self._is_closing:
-            self._host.loop.call_later(STRANGERS_S, self._close_strangers)
+        if num_closed:
+            self._closing = self._host.loop.call_later(STRANGERS_S, self._close_strangers)
             text = (
                 "closed connections that said nothing: more than "
                 f"{self._host.options.max_strangers} were open at once; if they are nodes of this "
@@ -749,12 +662,12 @@ class DialledLink:
     """A link that this node opens, and opens again after every loss until it is closed."""
 
     def __init__(
-        self, host: LinkHost, peer: PeerId, address: str, *, has_bulk: bool = False
+        self, host: ZmqTransport, peer: PeerId, address: str, *, has_bulk: bool = False
     ) -> None:
         self.peer = peer
         self.address = address
         self._has_bulk = has_bulk
-        self._bulk: Channel | None = None
+        self._bulk: ZmqChannel | None = None
         self._bulk_port = 0
         self._is_bulk_up = False
         self._name, self._port = parse_dial_address(address)
@@ -765,8 +678,8 @@ class DialledLink:
         self._fault: News | None = None
         self._ip_address, self._began_at = "", 0.0
         self._has_other_key = False
-        self._channel: Channel | None = None
-        self._outbox: SendQueue | None = None
+        self._channel: ZmqChannel | None = None
+        self._outbox: ZmqOutbox | None = None
         self._is_up = False
         self._is_over = False
         self._up_at = 0.0
@@ -802,7 +715,7 @@ class DialledLink:
             self._redial(reason)
         return is_empty
 
-    def _drain_channel(self, channel: Channel, burst: Burst) -> bool:
+    def _drain_channel(self, channel: ZmqChannel, burst: Burst) -> bool:
         while not burst.is_full:
             message = channel.receive()
             if message is None:
@@ -814,7 +727,7 @@ class DialledLink:
                 burst.add(self.peer, frames)
         return False
 
-    def _drain_bulk(self, bulk: Channel, burst: Burst) -> bool:
+    def _drain_bulk(self, bulk: ZmqChannel, burst: Burst) -> bool:
         while not burst.is_full:
             message = bulk.receive()
             if message is None:
@@ -1323,7 +1236,7 @@ class ZapHandler:
             context: whose listeners ask.
             loop: on which the answers are given.
             client_key: the public key that is admitted.
-            warn: as of `LinkHost`.
+            warn: tells the operator, as `ZmqTransport.warn`.
         """
         self._loop = loop
         self._client_key = client_key
