@@ -76,7 +76,7 @@ import socket
 import struct
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -85,7 +85,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from echo.core.errors import TransportError
 from echo.core.timers import OncePerMinute
-from echo.net.curve import CurveKeys, KeyPair
+from echo.net.curve import CurveKeys
 from echo.net.transport import (
     MESSAGE_OVERHEAD_BYTES,
     Connected,
@@ -430,13 +430,6 @@ class Inbound:
     """For its bulk connection, where it has asked for one."""
     bulk: ZmqOutbox | None = None
 
-    def send(
-        self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int, *, is_public: bool
-    ) -> bool:
-        """Accept a message, or refuse it."""
-        queue = self.outbox if self.bulk is None or not is_public else self.bulk
-        return queue.send(frames, num_bytes)
-
 
 class Strangers:
     """Connections that somebody has opened and not yet said anything over, a bounded number.
@@ -456,11 +449,6 @@ class Strangers:
 
     def __len__(self) -> int:
         return len(self._inodes)
-
-    @property
-    def are_too_many(self) -> bool:
-        """Whether some must go."""
-        return len(self) > self._max_strangers
 
     def add(self, descriptor: int) -> None:
         """Note a connection that was accepted."""
@@ -555,7 +543,7 @@ class Listener:
             self._open_descriptors.add(descriptor)
             self._strangers.add(descriptor)
             self._count_accepted()
-            if self._strangers.are_too_many and self._closing is None:
+            if len(self._strangers) > self._host.options.max_strangers and self._closing is None:
                 self._closing = self._host.loop.call_soon(self._close_strangers)
         elif news is News.OVER:
             self._open_descriptors.discard(descriptor)
@@ -746,8 +734,12 @@ class DialledLink:
             return
         note = functools.partial(self._host.note, self)
         with contextlib.suppress(TransportError):  # no descriptor is left: it goes without
-            self._bulk = self._host.connect_bulk(
-                self._ip_address, self._bulk_port, token, note, self._on_bulk_news
+            self._bulk = self._host.connect(
+                self._ip_address,
+                self._bulk_port,
+                {zmq.PLAIN_USERNAME: _BULK_DOMAIN, zmq.PLAIN_PASSWORD: token},
+                note,
+                self._on_bulk_news,
             )
 
     def _on_bulk_news(self, news: News, descriptor: int) -> None:
@@ -817,7 +809,7 @@ class DialledLink:
             self._channel = self._host.connect(
                 ip_address,
                 self._port,
-                self._keys[0],
+                self._host.curve_of(self._keys[0]),
                 functools.partial(self._host.note, self),
                 self._on_news,
             )
@@ -1047,6 +1039,7 @@ class ZmqChannel:
         loop: asyncio.AbstractEventLoop,
         on_readable: Callable[[], None],
         on_news: OnNews,
+        more: Mapping[int, int | bytes],
     ) -> None:
         """Make the socket; whoever asked for it binds or connects it.
 
@@ -1057,6 +1050,7 @@ class ZmqChannel:
             loop: watches it.
             on_readable: called when messages may have come.
             on_news: called with what happens to its connections.
+            more: options of the socket, beside or in place of what follows from the former.
         """
         self._loop = loop
         self._on_readable = on_readable
@@ -1065,17 +1059,18 @@ class ZmqChannel:
         self._first_part: zmq.Frame | None = None
         self._is_router = kind == zmq.ROUTER
         self.socket: Socket = context.socket(kind)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.SNDHWM, 0),
-            (zmq.RCVHWM, self._options.max_unread_messages),
-            (zmq.MAXMSGSIZE, self._options.max_message_bytes),
-            (zmq.CONNECT_TIMEOUT, _ms(self._options.connect_timeout_s)),
-            (zmq.HANDSHAKE_IVL, _ms(self._options.connect_timeout_s)),
-            (zmq.HEARTBEAT_IVL, _ms(self._options.heartbeat_s)),
-            (zmq.HEARTBEAT_TIMEOUT, _ms(self._options.dead_after_s)),
-            (zmq.HEARTBEAT_TTL, _ms(self._options.dead_after_s)),
-        ):
+        usual: dict[int, int | bytes] = {
+            zmq.LINGER: 0,
+            zmq.SNDHWM: 0,
+            zmq.RCVHWM: options.max_unread_messages,
+            zmq.MAXMSGSIZE: options.max_message_bytes,
+            zmq.CONNECT_TIMEOUT: _ms(options.connect_timeout_s),
+            zmq.HANDSHAKE_IVL: _ms(options.connect_timeout_s),
+            zmq.HEARTBEAT_IVL: _ms(options.heartbeat_s),
+            zmq.HEARTBEAT_TIMEOUT: _ms(options.dead_after_s),
+            zmq.HEARTBEAT_TTL: _ms(options.dead_after_s),
+        }
+        for option, value in {**usual, **more}.items():
             self.socket.setsockopt(option, value)
         endpoint = f"inproc://monitor-{next(self._ids)}"
         try:
@@ -1090,40 +1085,6 @@ class ZmqChannel:
         self._loop.add_reader(self._monitor.FD, self._read_some_news)
         self._loop.add_reader(self.socket.FD, self.look)
         self.read_news()  # only a reader that has seen EAGAIN is woken
-
-    def serve_curve(self, server: KeyPair) -> None:
-        """Encrypt as the side that listens; who may connect is asked of the context's Admission."""
-        for option, value in (
-            (zmq.CURVE_SERVER, 1),
-            (zmq.CURVE_SECRETKEY, server.secret),
-            (zmq.ZAP_DOMAIN, _DOMAIN),
-            (zmq.ZAP_ENFORCE_DOMAIN, 1),  # nobody enters while nobody answers
-        ):
-            self.socket.setsockopt(option, value)
-
-    def dial_curve(self, client: KeyPair, server_key: bytes) -> None:
-        """Encrypt as the side that dials, towards the owner of this server key."""
-        for option, value in (
-            (zmq.CURVE_SERVERKEY, server_key),
-            (zmq.CURVE_PUBLICKEY, client.public),
-            (zmq.CURVE_SECRETKEY, client.secret),
-        ):
-            self.socket.setsockopt(option, value)
-
-    def serve_bulk(self) -> None:
-        """Listen for bulk connections; whose token is good is asked of the context's ZapHandler."""
-        for option, value in (
-            (zmq.PLAIN_SERVER, 1),
-            (zmq.ZAP_DOMAIN, _BULK_DOMAIN),
-            (zmq.ZAP_ENFORCE_DOMAIN, 1),
-            (zmq.MAXMSGSIZE, MAX_STRANGER_BYTES),
-        ):
-            self.socket.setsockopt(option, value)
-
-    def dial_bulk(self, token: bytes) -> None:
-        """Show a token as the side that dials."""
-        self.socket.setsockopt(zmq.PLAIN_USERNAME, _BULK_DOMAIN)
-        self.socket.setsockopt(zmq.PLAIN_PASSWORD, token)
 
     def look(self) -> None:
         """Consume an edge, and note the socket if it has messages."""
@@ -1154,8 +1115,8 @@ class ZmqChannel:
         """Read a turn's share: who connects and leaves all the time must not hold the loop."""
         if self._is_reading_on:
             return
-        self._is_reading_on = not self.read_news(NEWS_PER_TURN)
-        if self._is_reading_on:
+        if not self.read_news(NEWS_PER_TURN):
+            self._is_reading_on = True
             self._loop.call_soon(self._read_on)
 
     def _read_on(self) -> None:
@@ -1431,7 +1392,8 @@ class ZmqTransport(Transport):
             case DialledLink() as link:
                 is_sent = link.send(frames, num_bytes)
             case Inbound() as inbound if self._listener is not None:
-                is_sent = inbound.send(frames, num_bytes, is_public=is_public)
+                queue = inbound.bulk if inbound.bulk is not None and is_public else inbound.outbox
+                is_sent = queue.send(frames, num_bytes)
                 self._listener.channel.look_soon()
                 if inbound.bulk is not None and self._bulk_listener is not None:
                     self._bulk_listener.channel.look_soon()
@@ -1543,7 +1505,7 @@ class ZmqTransport(Transport):
         self,
         host: str,
         port: int,
-        server_key: bytes | None,
+        security: Mapping[int, int | bytes],
         on_readable: Callable[[], None],
         on_news: OnNews,
     ) -> ZmqChannel:
@@ -1552,64 +1514,52 @@ class ZmqTransport(Transport):
         Raises:
             TransportError: if no socket is to be had now.
         """
-        channel = self._open(host, port, on_readable, on_news)
-        if self._keys is not None and server_key is not None:
-            channel.dial_curve(self._keys.client, server_key)
-        channel.socket.connect(format_address(host, port))
-        channel.look()
-        return channel
-
-    def connect_bulk(
-        self, host: str, port: int, token: bytes, on_readable: Callable[[], None], on_news: OnNews
-    ) -> ZmqChannel:
-        """Open the channel of a bulk connection.
-
-        Raises:
-            TransportError: if no socket is to be had now.
-        """
-        channel = self._open(host, port, on_readable, on_news)
-        channel.dial_bulk(token)
-        channel.socket.connect(format_address(host, port))
-        channel.look()
-        return channel
-
-    def _open(
-        self, host: str, port: int, on_readable: Callable[[], None], on_news: OnNews
-    ) -> ZmqChannel:
+        more = {**security, zmq.IPV6: int(":" in host), zmq.RECONNECT_IVL: _NEVER_MS}
         try:
             channel = ZmqChannel(
-                self.context, zmq.DEALER, self.options, self.loop, on_readable, on_news
+                self.context, zmq.DEALER, self.options, self.loop, on_readable, on_news, more
             )
         except zmq.ZMQError as error:
             raise TransportError(
                 f"cannot connect to {format_address(host, port)}: {error}; if too many files are "
                 "open, raise their limit (ulimit -n)"
             ) from error
-        channel.socket.setsockopt(zmq.IPV6, int(":" in host))
-        channel.socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
+        channel.socket.connect(format_address(host, port))
+        channel.look()
         return channel
+
+    def curve_of(self, server_key: bytes | None) -> dict[int, int | bytes]:
+        """Return the options that encrypt a link to the owner of this server key; None does not."""
+        if self._keys is None or server_key is None:
+            return {}
+        client = self._keys.client
+        return {
+            zmq.CURVE_SERVERKEY: server_key,
+            zmq.CURVE_PUBLICKEY: client.public,
+            zmq.CURVE_SECRETKEY: client.secret,
+        }
 
     def _listen(self, listener: Listener, bound: socket.socket) -> None:
         host, port = bound.getsockname()[:2]
-        channel = ZmqChannel(
-            self.context,
-            zmq.ROUTER,
-            self.options,
-            self.loop,
-            functools.partial(self.note, listener),
-            listener.on_news,
+        more: dict[int, int | bytes] = {zmq.IPV6: int(":" in host), zmq.ROUTER_MANDATORY: 1}
+        if self._keys is not None:
+            if self._admission is None:
+                self._admission = ZapHandler(
+                    self.context, self.loop, self._keys.client.public, self.warn
+                )
+            more[zmq.ZAP_ENFORCE_DOMAIN] = 1  # nobody enters while nobody answers
+            if isinstance(listener, BulkListener):
+                more[zmq.ZAP_DOMAIN] = _BULK_DOMAIN
+                more[zmq.PLAIN_SERVER] = 1
+                more[zmq.MAXMSGSIZE] = MAX_STRANGER_BYTES
+            else:
+                more[zmq.ZAP_DOMAIN] = _DOMAIN
+                more[zmq.CURVE_SERVER] = 1
+                more[zmq.CURVE_SECRETKEY] = self._keys.server.secret
+        note = functools.partial(self.note, listener)
+        listener.channel = channel = ZmqChannel(
+            self.context, zmq.ROUTER, self.options, self.loop, note, listener.on_news, more
         )
-        listener.channel = channel
-        if self._keys is not None and self._admission is None:
-            self._admission = ZapHandler(
-                self.context, self.loop, self._keys.client.public, self.warn
-            )
-        if isinstance(listener, BulkListener):
-            channel.serve_bulk()
-        elif self._keys is not None:
-            channel.serve_curve(self._keys.server)
-        channel.socket.setsockopt(zmq.IPV6, int(":" in host))
-        channel.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         channel.socket.setsockopt(zmq.USE_FD, bound.detach())
         channel.socket.bind(format_address(host, port))
         channel.look()
