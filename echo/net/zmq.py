@@ -801,6 +801,9 @@ class DialledLink:
             self._redial(f"the host name of {without_key(self.address)} is not known: {why}")
             return
         ip_address = str(found[self._num_attempts % len(found)][4][0])
+        # An address of one network alone is nothing without the interface that leads there.
+        _, percent, interface = self._name.partition("%")
+        ip_address = ip_address.partition("%")[0] + percent + interface
         self._num_attempts += 1
         self._ip_address, self._began_at = ip_address, self._host.loop.time()
         self._is_up = self._is_over = self._has_other_key = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import ipaddress
 import os
 import random
 import select
@@ -178,6 +179,30 @@ def test_ipv6_and_names_can_be_dialled(run: Run) -> None:
     ):
         pytest.skip("this machine has no IPv6 loopback")
     run(scenario("tcp://[::1]:0", "tcp://[::1]"))
+
+
+def link_local() -> str | None:
+    """Return an address of this machine that needs its interface's name; None if it has none."""
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else []:
+        digits, *_, interface = line.split()
+        if digits.startswith("fe80"):
+            return f"{ipaddress.IPv6Address(int(digits, 16))}%{interface}"
+    return None
+
+
+@pytest.mark.skipif(link_local() is None, reason="no interface has an IPv6 address of its network")
+def test_an_address_of_one_network_alone_can_be_dialled(run: Run) -> None:
+    async def scenario() -> None:
+        async with opened("tcp://[::]:0") as listener, opened() as dialler:
+            address = f"tcp://[{link_local()}]:{port_of(listener)}"
+            peer = dialler.dial(address)
+            assert await one(dialler) == Connected(peer, address)
+        async with opened() as dialler:
+            reason, _ = await first_failure(dialler, address)
+            assert "is closed: nothing listens there" in reason
+
+    run(scenario())
 
 
 def test_congestion_control_is_chosen_where_it_is_permitted(run: Run) -> None:
