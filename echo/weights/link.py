@@ -386,8 +386,7 @@ class StripeLink:
     def waits(self, *, again_s: float) -> None:
         """Note that it says that it waits, and within how long it will say so again."""
         self.is_waiting = True
-        # What it says is not believed beyond reason; NaN is no promise.
-        self.promised_s = min(max(0.0, again_s), MAX_PROMISE_S)
+        self.promised_s = min(again_s, MAX_PROMISE_S)  # it is not believed beyond reason
 
     def finish(self) -> None:
         """Note that nothing more is awaited of the item."""

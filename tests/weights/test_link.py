@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
@@ -139,7 +138,7 @@ def test_patience(rate: float, rtt_s: float | None, patience_s: float) -> None:
 
 @pytest.mark.parametrize(
     ("again_s", "patience_s"),
-    [(1.6, 2.1), (1e9, MAX_PROMISE_S + 0.5), (0.0, 0.5), (math.nan, 0.5), (-1.0, 0.5)],
+    [(1.6, 2.1), (1e9, MAX_PROMISE_S + 0.5), (0.0, 0.5)],
 )
 def test_a_parent_that_waits_has_the_time_that_it_says_within_reason(
     again_s: float, patience_s: float

@@ -182,8 +182,6 @@ def test_the_links_of_an_image_are_its_residues(num_links: int) -> None:
     ("fields", "match"),
     [
         ({"link": 2, "num_links": 2}, "link 2 of 2"),
-        ({"link": -1}, "link -1 of 1"),
-        ({"num_links": 1 << 40}, "link 0 of"),
         ({"num_links": 0}, "link 0 of 0"),
         ({"ranges": ((2, 2),)}, "bad ranges"),
         ({"ranges": ((-1, 2),)}, "bad ranges"),
