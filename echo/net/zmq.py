@@ -733,7 +733,7 @@ class DialledLink:
         if not 0 < self._bulk_port < 1 << 16:  # it could not listen
             return
         note = functools.partial(self._host.note, self)
-        with contextlib.suppress(TransportError):  # no descriptor is left: it goes without
+        with contextlib.suppress(TransportError):  # it goes without
             self._bulk = self._host.connect(
                 self._ip_address,
                 self._bulk_port,
@@ -1073,14 +1073,14 @@ class ZmqChannel:
             zmq.HEARTBEAT_TIMEOUT: _ms(options.dead_after_s),
             zmq.HEARTBEAT_TTL: _ms(options.dead_after_s),
         }
-        for option, value in {**usual, **more}.items():
-            self.socket.setsockopt(option, value)
         endpoint = f"inproc://monitor-{next(self._ids)}"
         try:
+            for option, value in {**usual, **more}.items():
+                self.socket.setsockopt(option, value)
             self.socket.monitor(endpoint, sum(_NEWS))
             self._monitor: Socket = context.socket(zmq.PAIR)
-        except zmq.ZMQError:  # no descriptor left; the context waits for every socket it has
-            self.socket.close(linger=0)
+        except zmq.ZMQError:  # no descriptor left, or a peer's token that cannot be one
+            self.socket.close(linger=0)  # the context waits for every socket it has
             raise
         self._monitor.setsockopt(zmq.RCVHWM, 0)
         self._monitor.connect(endpoint)
