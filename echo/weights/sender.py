@@ -38,7 +38,7 @@ from echo.core.bounds import MAX_CHUNKS
 from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
-from echo.weights.link import SAMPLE_S, UplinkEstimate
+from echo.weights.link import MAX_WINDOW_BYTES, SAMPLE_S, UplinkEstimate
 from echo.weights.store import Chunked, EncodedVersion, ItemStore
 from echo.wire.actions import Action, Send
 from echo.wire.codec import Frame, encode
@@ -190,11 +190,16 @@ class Child:
         self.fetching = (message.version, message.form)
         self.link, self.num_links, self.ranges = message.link, message.num_links, message.ranges
         self.is_help = message.is_help
-        self.num_segments, self.credit_bytes = message.num_segments, message.credit_bytes
+        self.num_segments, self.credit_bytes = message.num_segments, 0
+        self.give(message.credit_bytes)
         self.acked_at = self.told_waiting_at = now
         self.waiting_s = 0.0
         self.lead = 0
         self.pace.run(now)
+
+    def give(self, credit_bytes: int) -> None:
+        """Take its credit, as much as an honest child has at once: more is not sent in one go."""
+        self.credit_bytes = min(self.credit_bytes + credit_bytes, MAX_WINDOW_BYTES)
 
     def grow(self, item: Chunked) -> None:
         """Want what has become known of what it asked for."""
@@ -366,7 +371,7 @@ class Sender:
         if child is None or child.fetching != (message.version, message.form):
             return []
         child.heard_at, child.unanswered_since = now, None
-        child.credit_bytes += message.credit_bytes
+        child.give(message.credit_bytes)
         self.rate.add(message.taken_bytes, now=now, since=child.acked_at)
         child.acked_at = now
         sent = self._serve(peer, child, now)

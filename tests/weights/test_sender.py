@@ -210,6 +210,15 @@ def test_an_image_and_a_whole_encoded_have_an_end() -> None:
         fetch(serving, "c", version=v(2), form=form_on(1), ranges=beyond)
 
 
+def test_no_more_is_sent_at_once_than_an_honest_child_would_ask_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("echo.weights.sender.MAX_WINDOW_BYTES", 4 * CHUNK_BYTES)
+    serving = make()
+    assert len(chunks(fetch(serving, "greedy", credit_bytes=1 << 50), "greedy")) == 4
+    assert len(chunks(credit(serving, "greedy", 1 << 30, 1.0), "greedy")) == 4
+
+
 # --- siblings ------------------------------------------------------------------------------------
 
 
