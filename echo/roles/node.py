@@ -207,7 +207,8 @@ class DialingRole:
             text = f"lost the link to {self._control.address}: {reason}"
             return [Note("warning", text, "lost link"), *self._next_address(now)]
         if self._weights.has(peer):
-            return self._weights.failed(peer, reason, control=self._control, now=now)
+            failure = ParentFailed(peer, reason)
+            return self._weights.parent_failed(failure, control=self._control, now=now)
         self._peer_names.discard(peer)
         return self.broadcast.remove_child(peer, now=now)
 

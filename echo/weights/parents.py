@@ -135,9 +135,7 @@ class StripeParents:
         self, peer: str, node_id: str, *, control: Connection | None, now: float
     ) -> list[Action]:
         """Take weights from the parent that has answered, or have it stand by."""
-        connection = next(
-            (each for each in (self.next, self.spare) if each and each.peer == peer), None
-        )
+        connection = next((each for each in self.connections if each.peer == peer), None)
         if connection is None or connection.node_id:
             return []
         connection.node_id, connection.rtt_s = node_id, max(0.0, now - connection.greeted_at)
@@ -149,22 +147,7 @@ class StripeParents:
         actions += self.receiver.set_parent(peer, link=self.link, rtt_s=connection.rtt_s, now=now)
         return actions + self._keep_spare(control, now)
 
-    def failed(
-        self,
-        peer: str,
-        reason: str,
-        *,
-        control: Connection | None,
-        now: float,
-        is_corrupt: bool = False,
-    ) -> list[Action]:
-        """Go on with the spare, or with the next parent of the plan."""
-        connection = next((each for each in self.connections if each.peer == peer), None)
-        if connection is None:
-            return []
-        return self._fail(connection, reason, control=control, now=now, is_corrupt=is_corrupt)
-
-    def _fail(
+    def fail(
         self,
         connection: Connection,
         reason: str,
@@ -173,6 +156,7 @@ class StripeParents:
         now: float,
         is_corrupt: bool = False,
     ) -> list[Action]:
+        """Go on with the spare, or with the next parent of the plan."""
         name = connection.node_id or connection.address
         actions: list[Action] = [HangUp(connection.peer)] if connection.peer else []
         if connection is self.spare:
@@ -239,7 +223,7 @@ class StripeParents:
             if connection is not None and not connection.node_id and (
                 now >= connection.dialled_at + CONNECT_TIMEOUT_S
             ):  # fmt: skip
-                actions += self._fail(connection, "no answer", control=control, now=now)
+                actions += self.fail(connection, "no answer", control=control, now=now)
         if self._spare_at is not None and now >= self._spare_at and self.current is not None:
             actions += self._keep_spare(control, now)
         if self._follow_at is not None and now >= self._follow_at:
@@ -361,9 +345,7 @@ class Parents:
 
     def has(self, peer: str) -> bool:
         """Return whether `peer` is a parent or may become one."""
-        return any(
-            connection.peer == peer for link in self._links for connection in link.connections
-        )
+        return any(each.peer == peer for link in self._links for each in link.connections)
 
     def greeted(
         self, peer: str, node_id: str, *, control: Connection | None, now: float
@@ -375,12 +357,6 @@ class Parents:
             for action in link.greeted(peer, node_id, control=control, now=now)
         ]
 
-    def failed(
-        self, peer: str, reason: str, *, control: Connection | None, now: float
-    ) -> list[Action]:
-        """Go on without a link that is gone."""
-        return self.parent_failed(ParentFailed(peer, reason), control=control, now=now)
-
     def parent_failed(
         self, failure: ParentFailed, *, control: Connection | None, now: float
     ) -> list[Action]:
@@ -388,8 +364,10 @@ class Parents:
         return [
             action
             for link in self._links
-            for action in link.failed(
-                failure.peer,
+            for connection in link.connections
+            if connection.peer == failure.peer
+            for action in link.fail(
+                connection,
                 failure.reason,
                 control=control,
                 now=now,

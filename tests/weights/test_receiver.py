@@ -300,7 +300,7 @@ def test_no_more_than_a_window_waits_to_be_written() -> None:
 
 
 def test_a_parent_that_does_not_heed_its_credit_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "MAX_WINDOW_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(links, "MAX_WINDOW_BYTES", WINDOW_CHUNKS * CHUNK_BYTES)
     monkeypatch.setattr(links, "MAX_WRITING_WINDOWS", 2)
     net = fetching()
     node, link, image = net.nodes["b"], net.link("b", 0) or "", image_of(0)
