@@ -106,6 +106,14 @@ async def hello(transport: ZmqTransport) -> str:
     return connected.peer
 
 
+async def linked(dialler: ZmqTransport, listener: ZmqTransport) -> tuple[str, str]:
+    """Dial and say hello; return the listener's id at the dialler, and the dialler's there."""
+    up = dialler.dial(str(listener.listen_address))
+    await one(dialler)
+    assert dialler.send(up, [b"hello"])
+    return up, await hello(listener)
+
+
 @pytest.mark.parametrize("address", ["tcp://192.0.2.1:0", "tcp://no.such.host.invalid:0"])
 def test_an_address_of_another_machine_cannot_be_bound(run: Run, address: str) -> None:
     async def scenario() -> None:
@@ -228,10 +236,7 @@ def hold_up_until_readable(descriptor: int) -> None:
 def test_a_message_whose_wake_up_a_send_has_swallowed_is_received(run: Run) -> None:
     async def scenario() -> None:
         async with opened("tcp://127.0.0.1:0") as listener, opened() as node:
-            up = node.dial(str(listener.listen_address))
-            await one(node)
-            node.send(up, [b"hello"])
-            peer = await hello(listener)
+            up, peer = await linked(node, listener)
             node.send(up, [b"again"])
             assert listener._listener is not None
             edge = listener._listener.channel.socket.FD
@@ -253,20 +258,13 @@ def test_an_oversized_frame_ends_the_senders_connection_only(run: Run) -> None:
             opened(None, loose) as rude,
             opened() as polite,
         ):
-            address = str(listener.listen_address)
-            up = rude.dial(address)
-            await one(rude)
-            rude.send(up, [b"hello"])
-            rude_id = await hello(listener)
+            up, rude_id = await linked(rude, listener)
             assert rude.send(up, [bytes(strict.max_message_bytes + 1)])
             gone = await one(listener)
             assert isinstance(gone, Disconnected)
             assert gone.peer == rude_id
             assert isinstance(await one(rude), Disconnected)
-            up = polite.dial(address)
-            await one(polite)
-            assert polite.send(up, [b"hello"])
-            await hello(listener)
+            await linked(polite, listener)
 
     run(scenario())
 
@@ -368,10 +366,7 @@ def test_garbage_does_no_harm(run: Run, garbage: bytes) -> None:
         async with opened("tcp://127.0.0.1:0") as listener, opened() as dialler:
             with connect_raw(listener) as raw, connect_raw(listener):  # one stays silent
                 raw.sendall(garbage)
-                up = dialler.dial(str(listener.listen_address))
-                await one(dialler)
-                assert dialler.send(up, [b"hello"])
-                child = await hello(listener)
+                up, child = await linked(dialler, listener)
             assert dialler.send(up, [b"still"])
             assert await one(listener) == Received(child, [b"still"])
             assert listener.stats().messages_in == 2
@@ -459,10 +454,7 @@ def test_why_nobody_is_reached_is_told_apart(run: Run, monkeypatch: pytest.Monke
 def test_large_frames_are_not_copied_and_arrive_intact(run: Run) -> None:
     async def scenario() -> None:
         async with opened("tcp://127.0.0.1:0") as listener, opened() as dialler:
-            up = dialler.dial(str(listener.listen_address))
-            await one(dialler)
-            assert dialler.send(up, [b"hello"])
-            child = await hello(listener)
+            _, child = await linked(dialler, listener)
             storage = memoryview(os.urandom(16 << 18))
             chunks = [storage[i << 18 : (i + 1) << 18] for i in range(16)]
             taken: list[memoryview] = []
@@ -513,10 +505,7 @@ def test_connections_that_come_and_go_leave_nothing_behind(run: Run) -> None:
             num_descriptors = 0
             seen = set()
             for number in range(20):
-                up = dialler.dial(str(listener.listen_address))
-                await one(dialler)
-                assert dialler.send(up, [b"hello"])
-                child = await hello(listener)
+                up, child = await linked(dialler, listener)
                 seen.add(child)
                 dialler.hang_up(up)
                 assert isinstance(await one(listener), Disconnected)
