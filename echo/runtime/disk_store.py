@@ -72,7 +72,7 @@ from echo.core.units import format_bytes
 from echo.records.files import lock_directory
 from echo.weights.delta import BlockPatch, fill
 from echo.weights.manifest import HASH_BYTES, Manifest
-from echo.weights.store import Patch, SavedItem
+from echo.weights.store import Patch, SavedItem, VersionStore
 from echo.wire.codec import Frame
 
 # --- Verification of held chunks: hash every one, but for those never written ---
@@ -614,7 +614,7 @@ def advise_huge_pages(mapping: mmap.mmap) -> None:
         mapping.madvise(mmap.MADV_HUGEPAGE)
 
 
-class MappedStore(abc.ABC):
+class MappedStore(VersionStore, abc.ABC):
     """Finds room for versions, `limit_bytes` for all that were not dropped, and takes it back."""
 
     may_block = False
