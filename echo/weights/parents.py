@@ -197,18 +197,18 @@ class StripeParents:
         """When `expire` should be called next."""
         spare_at = None if self.current is None else self._spare_at  # who has none needs no other
         first = earliest(self._follow_at, spare_at)
-        for connection in (self.next, self.spare):
-            if connection is not None and not connection.node_id:
+        for connection in self.connections:
+            if not connection.node_id:
                 first = earliest(first, connection.dialled_at + CONNECT_TIMEOUT_S)
         return first
 
     def expire(self, *, now: float) -> list[Action]:
         """Give up a parent that does not answer; try again when all have failed."""
         actions: list[Action] = []
-        for connection in (self.next, self.spare):
-            if connection is not None and not connection.node_id and (
-                now >= connection.dialled_at + CONNECT_TIMEOUT_S
-            ):  # fmt: skip
+        for connection in self.connections:
+            is_late = not connection.node_id and now >= connection.dialled_at + CONNECT_TIMEOUT_S
+            # The one before may have put another in its place.
+            if is_late and any(connection is each for each in self.connections):
                 actions += self.fail(connection, "no answer", now=now)
         if self._spare_at is not None and now >= self._spare_at and self.current is not None:
             actions += self._keep_spare(now)

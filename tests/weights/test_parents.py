@@ -247,6 +247,18 @@ def test_a_spare_that_does_not_answer_is_given_up_for_a_while(link: WeightsLink)
     assert link.receiver.links[0].peer == "peer-r1"
 
 
+def test_a_spare_that_is_replaced_while_it_is_late_does_not_cost_the_parent(
+    link: WeightsLink,
+) -> None:
+    follow(link, R1, LEARNER)
+    answer(link, "r1")  # and the learner is dialled as its spare
+    follow(link, R2, R1, ("r3", "tcp://r3:1"), epoch=2)
+    actions = link.expire(now=3.0)  # neither r2 nor the learner has answered
+    assert dialled(actions) == ["tcp://r3:1"]
+    assert link.parent == "r1"
+    assert link.receiver.links[0].peer == "peer-r1"
+
+
 def test_without_a_parent_nothing_is_due_for_a_spare(link: WeightsLink) -> None:
     follow(link, R1, LEARNER)
     answer(link, "r1")
