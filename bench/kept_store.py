@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from echo.core.rollout import PolicyVersion
-from echo.weights.store import HeapStore
+from echo.weights.store import VersionStore
 
 
-class KeptStore(HeapStore):
+class KeptStore(VersionStore):
     """A version store of a few images of one size, whose owner is done with what it drops."""
 
     def __init__(self, num_bytes: int, count: int = 4) -> None:

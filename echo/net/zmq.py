@@ -76,15 +76,16 @@ import socket
 import struct
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from echo.core.errors import TransportError
-from echo.net.curve import CurveKeys, KeyPair
+from echo.core.timers import OncePerMinute
+from echo.net.curve import CurveKeys
 from echo.net.transport import (
     MESSAGE_OVERHEAD_BYTES,
     Connected,
@@ -118,6 +119,7 @@ from echo.net.transport import (
 ASSUMED_RATE_BYTES_PER_S = 125e6
 """1 Gbit/s: the link for which `auto` provides."""
 ASSUMED_RTT_S = 0.1
+BDP_BYTES = ASSUMED_RATE_BYTES_PER_S * ASSUMED_RTT_S
 WINDOW_SHARE = 0.7
 """Measured share of a kernel buffer that is in flight at most; the rest is bookkeeping."""
 WANTED_BUFFER_BYTES = 64 << 20
@@ -146,54 +148,46 @@ class KernelFacts:
     slow_start_after_idle: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """What follows from the facts."""
+def most_sockets(facts: KernelFacts) -> int:
+    """Return how many connections one link needs for 1 Gbit/s at 100 ms."""
+    sizes = (facts.max_send_buffer_bytes, facts.max_receive_buffer_bytes)
+    known = [size for size in sizes if size is not None]
+    num_sockets = 1 if known and facts.can_use_bbr is not False else SOCKETS_WITHOUT_BBR
+    if known and min(known) < 2 * BDP_BYTES:
+        enough = BDP_BYTES / (WINDOW_SHARE * max(1, min(known)))
+        num_sockets = max(num_sockets, 2 ** math.ceil(math.log2(max(1.0, enough))))
+    return min(MAX_SOCKETS, num_sockets)
 
-    num_sockets_per_link: int
-    warnings: tuple[str, ...]
-    """One per setting that costs speed, with the sysctl and the value to give it."""
 
-
-def advise(facts: KernelFacts) -> Advice:
-    """Return how many connections one link needs for 1 Gbit/s at 100 ms, and what would help."""
-    bdp_bytes = ASSUMED_RATE_BYTES_PER_S * ASSUMED_RTT_S
-    known = [
-        size
-        for size in (facts.max_send_buffer_bytes, facts.max_receive_buffer_bytes)
-        if size is not None
-    ]
-    num_sockets, warnings = 1, []
-    if not known:
-        num_sockets = SOCKETS_WITHOUT_BBR
-    elif min(known) < 2 * bdp_bytes:
-        enough = bdp_bytes / (WINDOW_SHARE * max(1, min(known)))
-        num_sockets = min(MAX_SOCKETS, 2 ** math.ceil(math.log2(max(1.0, enough))))
-    for name, size in (
-        ("tcp_wmem", facts.max_send_buffer_bytes),
-        ("tcp_rmem", facts.max_receive_buffer_bytes),
+def costly_settings(facts: KernelFacts) -> list[str]:
+    """Return a line per setting that costs speed on long links, with the sysctl and its value."""
+    lines = []
+    for name, size, usual in (
+        ("tcp_wmem", facts.max_send_buffer_bytes, 16384),
+        ("tcp_rmem", facts.max_receive_buffer_bytes, 131072),
     ):
-        if size is not None and size < 2 * bdp_bytes:
-            mbit_per_s = round(WINDOW_SHARE * size / ASSUMED_RTT_S * 8e-6)
-            middle = "16384" if name == "tcp_wmem" else "131072"
-            warnings.append(
-                f"net.ipv4.{name} allows {size} bytes, about {mbit_per_s} Mbit/s per connection at "
-                f'100 ms: sysctl -w net.ipv4.{name}="4096 {middle} {WANTED_BUFFER_BYTES}"'
+        if size is not None and size < 2 * BDP_BYTES:
+            window = WINDOW_SHARE * size
+            rtt_ms = round(window / ASSUMED_RATE_BYTES_PER_S * 1e3)
+            mbit_per_s = round(window / ASSUMED_RTT_S * 8e-6)
+            lines.append(
+                f"net.ipv4.{name} allows {size} bytes, per connection 1 Gbit/s up to {rtt_ms} ms "
+                f"and about {mbit_per_s} Mbit/s at 100 ms: "
+                f'sysctl -w net.ipv4.{name}="4096 {usual} {WANTED_BUFFER_BYTES}"'
             )
     if facts.can_use_bbr is False:
-        num_sockets = max(num_sockets, SOCKETS_WITHOUT_BBR)
         load = "" if facts.is_bbr_available else "modprobe tcp_bbr && "
-        warnings.append(
+        lines.append(
             f"bbr cannot be chosen, so weights go out by {facts.congestion_control}, which "
             f"crawls on links that lose packets: {load}sysctl -w "
             'net.ipv4.tcp_allowed_congestion_control="reno cubic bbr"'
         )
         if facts.slow_start_after_idle:
-            warnings.append(
+            lines.append(
                 "net.ipv4.tcp_slow_start_after_idle is 1: every version starts slowly again: "
                 "sysctl -w net.ipv4.tcp_slow_start_after_idle=0"
             )
-    return Advice(num_sockets, tuple(warnings))
+    return lines
 
 
 def raise_descriptor_limit(wanted: int = WANTED_DESCRIPTORS) -> int:
@@ -242,15 +236,13 @@ _REMEDIES = {
 async def bound_socket(
     address: str,
     congestion_control: str | None,
-    *,
-    warns: bool = True,
 ) -> socket.socket:
     """Return a non-blocking TCP socket that is bound to `address` and does not listen yet.
 
     Args:
         address: tcp://host:port.
-        congestion_control: how accepted connections are to send; None for the system's default.
-        warns: whether to say that the kernel refuses the former; once per process is enough.
+        congestion_control: how accepted connections are to send, where the kernel permits it; None
+            for the system's default.
 
     Raises:
         TransportError: if it cannot be bound; the message names the address and the remedy.
@@ -266,7 +258,7 @@ async def bound_socket(
             bound.bind(where)
             if port:
                 _hold(bound)
-            _set_congestion_control(bound, congestion_control, warns=warns)
+            _set_congestion_control(bound, congestion_control)
             bound.setblocking(False)
         except OSError:
             bound.close()
@@ -307,21 +299,13 @@ def _refusal(address: str, error: OSError | UnicodeError) -> TransportError:
     return TransportError(f"cannot listen on {address}: {error}: {remedy}")
 
 
-def _set_congestion_control(bound: socket.socket, name: str | None, *, warns: bool) -> None:
+def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
     """Choose how accepted connections send; keep the default where the kernel refuses."""
     host = str(bound.getsockname()[0])
     if name is None or host == "::1" or host.startswith("127."):
         return
-    try:
+    with contextlib.suppress(OSError):  # `costly_settings` says what that costs
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
-    except OSError as error:
-        _log.log(
-            logging.WARNING if warns else logging.DEBUG,
-            "%s is not available (%s): weights may crawl on lossy links; "
-            "add it to net.ipv4.tcp_allowed_congestion_control",
-            name,
-            error,
-        )
 
 
 class Gate:
@@ -357,8 +341,6 @@ class Gate:
 
 # --- connections: who is up, who is over, and what is told in which order -------------------------
 
-WARN_EVERY_S = 60.0
-"""How often a link that cannot come up says why, seconds."""
 PROBE_S = 3.0
 """Seconds that a look at what is at an address may take."""
 
@@ -373,7 +355,6 @@ STRANGERS_S = 0.1
 """When to look again after some were closed."""
 STRANGERS_NEWS = 1024
 """News that is read in one go to learn who they are."""
-STRANGERS_LOG_S = 60.0
 MAX_ACCEPTED_PER_S = 1024
 """Connections after which newcomers wait for the next second, beside the few hundred that the
 kernel has let in by then. So many cost a tenth of a core (bench/bench_strangers.py). Honest nodes
@@ -403,97 +384,8 @@ class News(enum.Enum):
     OVER = enum.auto()
 
 
-class SendQueue(Protocol):
-    """Sends on one connection, within its byte bound."""
-
-    def send(self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> bool:
-        """Accept a message, or refuse it."""
-
-
-class Channel(Protocol):
-    """One raw socket and the news about its connections."""
-
-    def receive(self) -> tuple[bytes, list[Frame]] | None:
-        """Take one message with the identity of its connection, or None if there is none."""
-
-    def descriptor(self) -> int | None:
-        """Return the file descriptor that the last message came in on; None for a stranger."""
-
-    def user(self) -> PeerId:
-        """Return whose token the connection showed that the last message came in on."""
-
-    def outbox(self, identity: bytes) -> SendQueue:
-        """Return the means to send on one connection."""
-
-    def look(self) -> None:
-        """Note the channel if it has messages."""
-
-    def look_soon(self) -> None:
-        """Look in the next turn of the loop; due after everything that may swallow a wake-up."""
-
-    def read_news(self, at_most: int | None = None) -> bool:
-        """Pass on the news that has come; return whether that was all."""
-
-    def close(self, linger_s: float) -> None:
-        """Close it, and go on delivering for at most `linger_s`."""
-
-
 OnNews = Callable[[News, int], None]
 """Called with the news and the file descriptor it is about; of a handshake none is known."""
-
-
-class LinkHost(Protocol):
-    """What links need of their transport."""
-
-    options: TransportOptions
-    totals: TransportStats
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that everything runs on."""
-
-    def note(self, source: Listener | DialledLink) -> None:
-        """Remember that a channel has something for `receive`."""
-
-    def find_inbound(self, peer: PeerId) -> Inbound | None:
-        """Return an inbound peer; None if it is gone."""
-
-    def offer_bulk(self, inbound: Inbound) -> None:
-        """Tell an inbound peer where its bulk connection is awaited."""
-
-    def connect_bulk(
-        self, host: str, port: int, token: bytes, on_readable: Callable[[], None], on_news: OnNews
-    ) -> Channel:
-        """Open the channel of a bulk connection; it makes one attempt."""
-
-    def bulk_failed(self, address: str, port: int) -> None:
-        """Note that a bulk connection could not be had."""
-
-    def mint(self, prefix: str) -> PeerId:
-        """Return a fresh id."""
-
-    def adopt(self, inbound: Inbound) -> None:
-        """Enter an inbound peer."""
-
-    def forget(self, inbound: Inbound) -> None:
-        """Let go of an inbound peer whose connection is over."""
-
-    def server_keys(self, address: str) -> tuple[bytes | None, ...]:
-        """Return the keys that may be those of the process at `address`, the likeliest first.
-
-        Raises:
-            TransportError: if the address has a key and this side does not encrypt.
-        """
-
-    def connect(
-        self,
-        host: str,
-        port: int,
-        server_key: bytes | None,
-        on_readable: Callable[[], None],
-        on_news: OnNews,
-    ) -> Channel:
-        """Open a channel to an IP address; it makes one attempt."""
 
 
 class Burst:
@@ -532,18 +424,11 @@ class Inbound:
 
     peer: PeerId
     identity: bytes
-    outbox: SendQueue
+    outbox: ZmqOutbox
     is_hung_up: bool = False
     token: bytes = b""
     """For its bulk connection, where it has asked for one."""
-    bulk: SendQueue | None = None
-
-    def send(
-        self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int, *, is_public: bool
-    ) -> bool:
-        """Accept a message, or refuse it."""
-        queue = self.outbox if self.bulk is None or not is_public else self.bulk
-        return queue.send(frames, num_bytes)
+    bulk: ZmqOutbox | None = None
 
 
 class Strangers:
@@ -564,11 +449,6 @@ class Strangers:
 
     def __len__(self) -> int:
         return len(self._inodes)
-
-    @property
-    def are_too_many(self) -> bool:
-        """Whether some must go."""
-        return len(self) > self._max_strangers
 
     def add(self, descriptor: int) -> None:
         """Note a connection that was accepted."""
@@ -618,8 +498,8 @@ def _shut_down(descriptor: int, inode: int) -> None:
 class Listener:
     """All inbound peers, and the one channel that they share."""
 
-    def __init__(self, host: LinkHost, gate: Gate) -> None:
-        self.channel: Channel
+    def __init__(self, host: ZmqTransport, gate: Gate) -> None:
+        self.channel: ZmqChannel
         self._host = host
         self._gate = gate
         self._num_accepted, self._second_ends_at = 0, -math.inf
@@ -627,9 +507,8 @@ class Listener:
         self._by_descriptor: dict[int, Inbound] = {}
         self._open_descriptors: set[int] = set()
         self._strangers = Strangers(host.options.max_strangers)
-        self._is_closing = False
-        self._warned_at = -math.inf
-        self._num_unlogged = 0
+        self._closing: asyncio.Handle | None = None
+        """The next look at strangers of whom there are too many."""
         self._ended: list[Inbound] = []
 
     def drain(self, burst: Burst) -> bool:
@@ -664,9 +543,8 @@ class Listener:
             self._open_descriptors.add(descriptor)
             self._strangers.add(descriptor)
             self._count_accepted()
-            if self._strangers.are_too_many and not self._is_closing:
-                self._is_closing = True
-                self._host.loop.call_soon(self._close_strangers)
+            if len(self._strangers) > self._host.options.max_strangers and self._closing is None:
+                self._closing = self._host.loop.call_soon(self._close_strangers)
         elif news is News.OVER:
             self._open_descriptors.discard(descriptor)
             self._strangers.discard(descriptor)
@@ -677,6 +555,8 @@ class Listener:
 
     def close(self, linger_s: float) -> None:
         """Close the channel, and so every connection."""
+        if self._closing is not None:
+            self._closing.cancel()
         self._strangers.close()
         self._gate.close()
         self.channel.close(linger_s)
@@ -694,23 +574,19 @@ class Listener:
     def _close_strangers(self) -> None:
         """Close the oldest of too many, and look again soon: closing them takes a moment."""
         if not self.channel.read_news(STRANGERS_NEWS):  # a flood, which must not hold the loop
-            self._host.loop.call_soon(self._close_strangers)
+            self._closing = self._host.loop.call_soon(self._close_strangers)
             return
+        self._closing = None
         num_closed = self._strangers.close_excess()
-        self._is_closing = num_closed > 0
-        if self._is_closing:
-            self._host.loop.call_later(STRANGERS_S, self._close_strangers)
-        self._host.totals.closed_strangers += num_closed
-        self._num_unlogged += num_closed
-        now = self._host.loop.time()
-        if self._num_unlogged and now - self._warned_at >= STRANGERS_LOG_S:
-            _log.warning(
-                "closed %d connections that said nothing: more than %d were open at once; if they "
-                "are nodes of this run, raise the limit of open files (ulimit -n)",
-                self._num_unlogged,
-                self._host.options.max_strangers,
+        if num_closed:
+            self._closing = self._host.loop.call_later(STRANGERS_S, self._close_strangers)
+            text = (
+                "closed connections that said nothing: more than "
+                f"{self._host.options.max_strangers} were open at once; if they are nodes of this "
+                "run, raise the limit of open files (ulimit -n)"
             )
-            self._num_unlogged, self._warned_at = 0, now
+            self._host.warn("", "strangers", text)
+        self._host.totals.closed_strangers += num_closed
 
     def _admit(self, identity: bytes, burst: Burst) -> Inbound | None:
         descriptor = self.channel.descriptor()
@@ -774,12 +650,12 @@ class DialledLink:
     """A link that this node opens, and opens again after every loss until it is closed."""
 
     def __init__(
-        self, host: LinkHost, peer: PeerId, address: str, *, has_bulk: bool = False
+        self, host: ZmqTransport, peer: PeerId, address: str, *, has_bulk: bool = False
     ) -> None:
         self.peer = peer
         self.address = address
         self._has_bulk = has_bulk
-        self._bulk: Channel | None = None
+        self._bulk: ZmqChannel | None = None
         self._bulk_port = 0
         self._is_bulk_up = False
         self._name, self._port = parse_dial_address(address)
@@ -790,9 +666,8 @@ class DialledLink:
         self._fault: News | None = None
         self._ip_address, self._began_at = "", 0.0
         self._has_other_key = False
-        self._warned_at = -math.inf
-        self._channel: Channel | None = None
-        self._outbox: SendQueue | None = None
+        self._channel: ZmqChannel | None = None
+        self._outbox: ZmqOutbox | None = None
         self._is_up = False
         self._is_over = False
         self._up_at = 0.0
@@ -828,7 +703,7 @@ class DialledLink:
             self._redial(reason)
         return is_empty
 
-    def _drain_channel(self, channel: Channel, burst: Burst) -> bool:
+    def _drain_channel(self, channel: ZmqChannel, burst: Burst) -> bool:
         while not burst.is_full:
             message = channel.receive()
             if message is None:
@@ -840,7 +715,7 @@ class DialledLink:
                 burst.add(self.peer, frames)
         return False
 
-    def _drain_bulk(self, bulk: Channel, burst: Burst) -> bool:
+    def _drain_bulk(self, bulk: ZmqChannel, burst: Burst) -> bool:
         while not burst.is_full:
             message = bulk.receive()
             if message is None:
@@ -858,9 +733,13 @@ class DialledLink:
         if not 0 < self._bulk_port < 1 << 16:  # it could not listen
             return
         note = functools.partial(self._host.note, self)
-        with contextlib.suppress(TransportError):  # no descriptor is left: it goes without
-            self._bulk = self._host.connect_bulk(
-                self._ip_address, self._bulk_port, token, note, self._on_bulk_news
+        with contextlib.suppress(TransportError):  # it goes without
+            self._bulk = self._host.connect(
+                self._ip_address,
+                self._bulk_port,
+                {zmq.PLAIN_USERNAME: _BULK_DOMAIN, zmq.PLAIN_PASSWORD: token},
+                note,
+                self._on_bulk_news,
             )
 
     def _on_bulk_news(self, news: News, descriptor: int) -> None:
@@ -874,7 +753,12 @@ class DialledLink:
             self._is_over = True  # what was on its way is lost: as if the link were
             self._host.note(self)
         elif news is News.OVER:
-            self._host.bulk_failed(self.address, self._bulk_port)
+            place = without_key(self.address)
+            text = (
+                f"port {self._bulk_port} of {place} cannot be reached: weights come over the other "
+                "port, encrypted twice, at far more CPU; let connections to it through"
+            )
+            self._host.warn(place, "bulk", text)
             self._close_bulk()
 
     def _close_bulk(self) -> None:
@@ -917,6 +801,9 @@ class DialledLink:
             self._redial(f"the host name of {without_key(self.address)} is not known: {why}")
             return
         ip_address = str(found[self._num_attempts % len(found)][4][0])
+        # An address of one network alone is nothing without the interface that leads there.
+        _, percent, interface = self._name.partition("%")
+        ip_address = ip_address.partition("%")[0] + percent + interface
         self._num_attempts += 1
         self._ip_address, self._began_at = ip_address, self._host.loop.time()
         self._is_up = self._is_over = self._has_other_key = False
@@ -925,7 +812,7 @@ class DialledLink:
             self._channel = self._host.connect(
                 ip_address,
                 self._port,
-                self._keys[0],
+                self._host.curve_of(self._keys[0]),
                 functools.partial(self._host.note, self),
                 self._on_news,
             )
@@ -936,7 +823,6 @@ class DialledLink:
         if news is News.UP:
             self._is_up = True
             self._num_wrong_keys = 0
-            self._warned_at = -math.inf
             self._up_at = self._host.loop.time()
             self._host.note(self)
         elif news in (News.HANDSHAKE_FAILED, News.REFUSED):
@@ -1027,19 +913,11 @@ class DialledLink:
         else:
             self._redial_s = min(2 * self._redial_s, options.max_redial_s)
         self._timer = loop.call_later(pause_s, self._begin)
-        self._log(f"{reason}; next attempt in {pause_s:.1f} s", is_refused=is_refused)
+        if is_refused:  # what only the user can mend
+            self._host.warn(without_key(self.address), "refused", reason)
         if not was_up:
             self._failure = DialFailed(self.peer, reason, is_refused)
             self._host.note(self)
-
-    def _log(self, text: str, *, is_refused: bool) -> None:
-        """Say why there will be another attempt; what only the user can mend is a warning."""
-        now = self._host.loop.time()
-        if is_refused and now - self._warned_at >= WARN_EVERY_S:
-            self._warned_at = now
-            _log.warning("%s", text)
-        else:
-            _log.info("%s", text)
 
 
 async def look_at(
@@ -1164,6 +1042,7 @@ class ZmqChannel:
         loop: asyncio.AbstractEventLoop,
         on_readable: Callable[[], None],
         on_news: OnNews,
+        more: Mapping[int, int | bytes],
     ) -> None:
         """Make the socket; whoever asked for it binds or connects it.
 
@@ -1174,6 +1053,7 @@ class ZmqChannel:
             loop: watches it.
             on_readable: called when messages may have come.
             on_news: called with what happens to its connections.
+            more: options of the socket, beside or in place of what follows from the former.
         """
         self._loop = loop
         self._on_readable = on_readable
@@ -1182,24 +1062,25 @@ class ZmqChannel:
         self._first_part: zmq.Frame | None = None
         self._is_router = kind == zmq.ROUTER
         self.socket: Socket = context.socket(kind)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.SNDHWM, 0),
-            (zmq.RCVHWM, self._options.max_unread_messages),
-            (zmq.MAXMSGSIZE, self._options.max_message_bytes),
-            (zmq.CONNECT_TIMEOUT, _ms(self._options.connect_timeout_s)),
-            (zmq.HANDSHAKE_IVL, _ms(self._options.connect_timeout_s)),
-            (zmq.HEARTBEAT_IVL, _ms(self._options.heartbeat_s)),
-            (zmq.HEARTBEAT_TIMEOUT, _ms(self._options.dead_after_s)),
-            (zmq.HEARTBEAT_TTL, _ms(self._options.dead_after_s)),
-        ):
-            self.socket.setsockopt(option, value)
+        usual: dict[int, int | bytes] = {
+            zmq.LINGER: 0,
+            zmq.SNDHWM: 0,
+            zmq.RCVHWM: options.max_unread_messages,
+            zmq.MAXMSGSIZE: options.max_message_bytes,
+            zmq.CONNECT_TIMEOUT: _ms(options.connect_timeout_s),
+            zmq.HANDSHAKE_IVL: _ms(options.connect_timeout_s),
+            zmq.HEARTBEAT_IVL: _ms(options.heartbeat_s),
+            zmq.HEARTBEAT_TIMEOUT: _ms(options.dead_after_s),
+            zmq.HEARTBEAT_TTL: _ms(options.dead_after_s),
+        }
         endpoint = f"inproc://monitor-{next(self._ids)}"
         try:
+            for option, value in {**usual, **more}.items():
+                self.socket.setsockopt(option, value)
             self.socket.monitor(endpoint, sum(_NEWS))
             self._monitor: Socket = context.socket(zmq.PAIR)
-        except zmq.ZMQError:  # no descriptor left; the context waits for every socket it has
-            self.socket.close(linger=0)
+        except zmq.ZMQError:  # no descriptor left, or a peer's token that cannot be one
+            self.socket.close(linger=0)  # the context waits for every socket it has
             raise
         self._monitor.setsockopt(zmq.RCVHWM, 0)
         self._monitor.connect(endpoint)
@@ -1207,40 +1088,6 @@ class ZmqChannel:
         self._loop.add_reader(self._monitor.FD, self._read_some_news)
         self._loop.add_reader(self.socket.FD, self.look)
         self.read_news()  # only a reader that has seen EAGAIN is woken
-
-    def serve_curve(self, server: KeyPair) -> None:
-        """Encrypt as the side that listens; who may connect is asked of the context's Admission."""
-        for option, value in (
-            (zmq.CURVE_SERVER, 1),
-            (zmq.CURVE_SECRETKEY, server.secret),
-            (zmq.ZAP_DOMAIN, _DOMAIN),
-            (zmq.ZAP_ENFORCE_DOMAIN, 1),  # nobody enters while nobody answers
-        ):
-            self.socket.setsockopt(option, value)
-
-    def dial_curve(self, client: KeyPair, server_key: bytes) -> None:
-        """Encrypt as the side that dials, towards the owner of this server key."""
-        for option, value in (
-            (zmq.CURVE_SERVERKEY, server_key),
-            (zmq.CURVE_PUBLICKEY, client.public),
-            (zmq.CURVE_SECRETKEY, client.secret),
-        ):
-            self.socket.setsockopt(option, value)
-
-    def serve_bulk(self) -> None:
-        """Listen for bulk connections; whose token is good is asked of the context's ZapHandler."""
-        for option, value in (
-            (zmq.PLAIN_SERVER, 1),
-            (zmq.ZAP_DOMAIN, _BULK_DOMAIN),
-            (zmq.ZAP_ENFORCE_DOMAIN, 1),
-            (zmq.MAXMSGSIZE, MAX_STRANGER_BYTES),
-        ):
-            self.socket.setsockopt(option, value)
-
-    def dial_bulk(self, token: bytes) -> None:
-        """Show a token as the side that dials."""
-        self.socket.setsockopt(zmq.PLAIN_USERNAME, _BULK_DOMAIN)
-        self.socket.setsockopt(zmq.PLAIN_PASSWORD, token)
 
     def look(self) -> None:
         """Consume an edge, and note the socket if it has messages."""
@@ -1271,8 +1118,8 @@ class ZmqChannel:
         """Read a turn's share: who connects and leaves all the time must not hold the loop."""
         if self._is_reading_on:
             return
-        self._is_reading_on = not self.read_news(NEWS_PER_TURN)
-        if self._is_reading_on:
+        if not self.read_news(NEWS_PER_TURN):
+            self._is_reading_on = True
             self._loop.call_soon(self._read_on)
 
     def _read_on(self) -> None:
@@ -1335,14 +1182,17 @@ def _as_frame(part: zmq.Frame) -> Frame:
 
 _ENDPOINT = "inproc://zeromq.zap.01"
 _DOMAIN, _BULK_DOMAIN = b"echo", b"echo bulk"
-_LOG_EVERY_S = 10.0
 
 
 class ZapHandler:
     """Answers libzmq's questions about clients of the listeners of one context."""
 
     def __init__(
-        self, context: zmq.Context[Socket], loop: asyncio.AbstractEventLoop, client_key: bytes
+        self,
+        context: zmq.Context[Socket],
+        loop: asyncio.AbstractEventLoop,
+        client_key: bytes,
+        warn: Callable[[str, str, str], None],
     ) -> None:
         """Begin to answer; must exist before the listener is bound.
 
@@ -1350,13 +1200,13 @@ class ZapHandler:
             context: whose listeners ask.
             loop: on which the answers are given.
             client_key: the public key that is admitted.
+            warn: tells the operator, as `ZmqTransport.warn`.
         """
         self._loop = loop
         self._client_key = client_key
+        self._warn = warn
         self.tokens: dict[bytes, PeerId] = {}
         """Whose bulk connection is awaited, by the token that it shows: once."""
-        self._num_unlogged = 0
-        self._logged_at = -_LOG_EVERY_S
         self._socket: Socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ENDPOINT)
@@ -1380,23 +1230,14 @@ class ZapHandler:
             name = (user or "").encode()
             self._socket.send_multipart([envelope, b"", version, request, *status, name, b""])
             if user is None:
-                self._report(host.decode(errors="replace"))
+                where = host.decode(errors="replace")
+                text = f"refused a connection without the secret of this run, from {where}"
+                self._warn("", "secret", text)
 
     def close(self) -> None:
         """Stop to answer; clients that come later are refused by libzmq."""
         self._loop.remove_reader(self._socket.FD)
         self._socket.close(linger=0)
-
-    def _report(self, host: str) -> None:
-        self._num_unlogged += 1
-        now = self._loop.time()
-        if now - self._logged_at >= _LOG_EVERY_S:
-            _log.warning(
-                "refused %d connections without the secret of this run, the last from %s",
-                self._num_unlogged,
-                host,
-            )
-            self._num_unlogged, self._logged_at = 0, now
 
 
 # --- transport ------------------------------------------------------------------------------------
@@ -1443,7 +1284,7 @@ class ZmqTransport(Transport):
         self._bulk_bound: socket.socket | None = None
         self._bulk_listener: BulkListener | None = None
         self._bulk_port = 0
-        self._bulk_warned_at = -math.inf
+        self._warnings = OncePerMinute()
         self._is_closed = False
 
     @property
@@ -1493,11 +1334,7 @@ class ZmqTransport(Transport):
         """Return a socket for bulk connections: at the port wanted, or any other one."""
         for port in (wanted, 0):
             with contextlib.suppress(TransportError):
-                bound = await bound_socket(
-                    format_address(host, port),
-                    self._congestion_control,
-                    warns=False,
-                )
+                bound = await bound_socket(format_address(host, port), self._congestion_control)
                 if wanted and not port:
                     _log.warning(
                         "port %d is taken, at which weights would go out: they do at port %d; open "
@@ -1527,7 +1364,6 @@ class ZmqTransport(Transport):
                 self._bulk_port = bound.getsockname()[1]
                 self._bulk_listener = BulkListener(self, Gate(bound))
                 self._listen(self._bulk_listener, bound)
-            _log.info("weights go out at port %d", self._bulk_port)
 
     def dial(self, address: str, *, has_bulk: bool = False) -> PeerId:
         """Begin to connect."""
@@ -1559,7 +1395,8 @@ class ZmqTransport(Transport):
             case DialledLink() as link:
                 is_sent = link.send(frames, num_bytes)
             case Inbound() as inbound if self._listener is not None:
-                is_sent = inbound.send(frames, num_bytes, is_public=is_public)
+                queue = inbound.bulk if inbound.bulk is not None and is_public else inbound.outbox
+                is_sent = queue.send(frames, num_bytes)
                 self._listener.channel.look_soon()
                 if inbound.bulk is not None and self._bulk_listener is not None:
                     self._bulk_listener.channel.look_soon()
@@ -1647,17 +1484,14 @@ class ZmqTransport(Transport):
         offer = [BULK_OFFER, self._bulk_port.to_bytes(2, "big"), inbound.token]
         inbound.outbox.send(offer, sum(map(len, offer)))
 
-    def bulk_failed(self, address: str, port: int) -> None:
-        """Tell the operator that a bulk connection could not be had."""
-        now = self.loop.time()
-        if now - self._bulk_warned_at >= WARN_EVERY_S:
-            self._bulk_warned_at = now
-            _log.warning(
-                "port %d of %s cannot be reached: weights come over the other port, encrypted "
-                "twice, at far more CPU; let connections to it through",
-                port,
-                without_key(address),
-            )
+    def warn(self, place: str, reason: str, text: str) -> None:
+        """Tell the operator, unless that was told of this place within the last minute.
+
+        A link that is given up and dialled anew says nothing twice, nor do several to one place.
+        """
+        line = self._warnings.say(place, reason, text, now=self.loop.time())
+        if line is not None:
+            _log.warning("%s", line)
 
     def server_keys(self, address: str) -> tuple[bytes | None, ...]:
         """Return the keys that may be those of the process at `address`; None does not encrypt."""
@@ -1674,7 +1508,7 @@ class ZmqTransport(Transport):
         self,
         host: str,
         port: int,
-        server_key: bytes | None,
+        security: Mapping[int, int | bytes],
         on_readable: Callable[[], None],
         on_news: OnNews,
     ) -> ZmqChannel:
@@ -1683,62 +1517,52 @@ class ZmqTransport(Transport):
         Raises:
             TransportError: if no socket is to be had now.
         """
-        channel = self._open(host, port, on_readable, on_news)
-        if self._keys is not None and server_key is not None:
-            channel.dial_curve(self._keys.client, server_key)
-        channel.socket.connect(format_address(host, port))
-        channel.look()
-        return channel
-
-    def connect_bulk(
-        self, host: str, port: int, token: bytes, on_readable: Callable[[], None], on_news: OnNews
-    ) -> ZmqChannel:
-        """Open the channel of a bulk connection.
-
-        Raises:
-            TransportError: if no socket is to be had now.
-        """
-        channel = self._open(host, port, on_readable, on_news)
-        channel.dial_bulk(token)
-        channel.socket.connect(format_address(host, port))
-        channel.look()
-        return channel
-
-    def _open(
-        self, host: str, port: int, on_readable: Callable[[], None], on_news: OnNews
-    ) -> ZmqChannel:
+        more = {**security, zmq.IPV6: int(":" in host), zmq.RECONNECT_IVL: _NEVER_MS}
         try:
             channel = ZmqChannel(
-                self.context, zmq.DEALER, self.options, self.loop, on_readable, on_news
+                self.context, zmq.DEALER, self.options, self.loop, on_readable, on_news, more
             )
         except zmq.ZMQError as error:
             raise TransportError(
                 f"cannot connect to {format_address(host, port)}: {error}; if too many files are "
                 "open, raise their limit (ulimit -n)"
             ) from error
-        channel.socket.setsockopt(zmq.IPV6, int(":" in host))
-        channel.socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
+        channel.socket.connect(format_address(host, port))
+        channel.look()
         return channel
+
+    def curve_of(self, server_key: bytes | None) -> dict[int, int | bytes]:
+        """Return the options that encrypt a link to the owner of this server key; None does not."""
+        if self._keys is None or server_key is None:
+            return {}
+        client = self._keys.client
+        return {
+            zmq.CURVE_SERVERKEY: server_key,
+            zmq.CURVE_PUBLICKEY: client.public,
+            zmq.CURVE_SECRETKEY: client.secret,
+        }
 
     def _listen(self, listener: Listener, bound: socket.socket) -> None:
         host, port = bound.getsockname()[:2]
-        channel = ZmqChannel(
-            self.context,
-            zmq.ROUTER,
-            self.options,
-            self.loop,
-            functools.partial(self.note, listener),
-            listener.on_news,
+        more: dict[int, int | bytes] = {zmq.IPV6: int(":" in host), zmq.ROUTER_MANDATORY: 1}
+        if self._keys is not None:
+            if self._admission is None:
+                self._admission = ZapHandler(
+                    self.context, self.loop, self._keys.client.public, self.warn
+                )
+            more[zmq.ZAP_ENFORCE_DOMAIN] = 1  # nobody enters while nobody answers
+            if isinstance(listener, BulkListener):
+                more[zmq.ZAP_DOMAIN] = _BULK_DOMAIN
+                more[zmq.PLAIN_SERVER] = 1
+                more[zmq.MAXMSGSIZE] = MAX_STRANGER_BYTES
+            else:
+                more[zmq.ZAP_DOMAIN] = _DOMAIN
+                more[zmq.CURVE_SERVER] = 1
+                more[zmq.CURVE_SECRETKEY] = self._keys.server.secret
+        note = functools.partial(self.note, listener)
+        listener.channel = channel = ZmqChannel(
+            self.context, zmq.ROUTER, self.options, self.loop, note, listener.on_news, more
         )
-        listener.channel = channel
-        if self._keys is not None and self._admission is None:
-            self._admission = ZapHandler(self.context, self.loop, self._keys.client.public)
-        if isinstance(listener, BulkListener):
-            channel.serve_bulk()
-        elif self._keys is not None:
-            channel.serve_curve(self._keys.server)
-        channel.socket.setsockopt(zmq.IPV6, int(":" in host))
-        channel.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         channel.socket.setsockopt(zmq.USE_FD, bound.detach())
         channel.socket.bind(format_address(host, port))
         channel.look()

@@ -211,7 +211,8 @@ class DialingRole:
             text = f"lost the link to {self._control.address}: {reason}"
             return [Note("warning", text, LOST_LINK), *self._next_address(now)]
         if self._weights.has(peer):
-            return self._weights.failed(peer, reason, control=self._control, now=now)
+            failure = ParentFailed(peer, reason)
+            return self._weights.parent_failed(failure, now=now)
         self._peer_names.discard(peer)
         return self.broadcast.remove_child(peer, now=now)
 
@@ -229,7 +230,7 @@ class DialingRole:
     def _dial_control(self, now: float) -> list[Action]:
         addresses = self._addresses()
         address = addresses[self._address_index % len(addresses)]
-        self._control = Connection(address, dialled_at=now)
+        self._control = self._weights.control = Connection(address, dialled_at=now)
         lost = self._joining.lost(retry_at=now + CONNECT_TIMEOUT_S, now=now)
         return [*lost, Dial(address, "control")]
 
@@ -316,7 +317,7 @@ class DialingRole:
         rest: list[Action] = []
         for action in actions:
             if isinstance(action, ParentFailed):
-                rest += self._weights.parent_failed(action, control=self._control, now=now)
+                rest += self._weights.parent_failed(action, now=now)
             else:
                 rest.append(action)
                 if isinstance(action, VersionArrived):
@@ -343,7 +344,7 @@ class DialingRole:
             self._heard_at = now
             self._joining.via = f"{self._control.address.partition('#')[0]} ({message.node_id})"
             return self._joining.linked(now=now)
-        return self._weights.greeted(peer, message.node_id, control=self._control, now=now)
+        return self._weights.greeted(peer, message.node_id, now=now)
 
     def _on_learner_message(
         self, message: Message, payload: list[Frame], now: float
@@ -355,7 +356,7 @@ class DialingRole:
         """Handle what the learner says beside joining."""
         match message:
             case TopologyPlan():
-                return self._weights.on_plan(message, control=self._control, now=now)
+                return self._weights.on_plan(message, now=now)
             case Pulse():
                 self.learner_step = message.step
                 return self._perform(self.broadcast.expect(message.newest, now=now), now)
@@ -413,7 +414,7 @@ class DialingRole:
     def expire(self, *, now: float) -> list[Action]:
         """Do what has become due."""
         actions = self._perform(self.broadcast.expire(now=now), now)
-        actions += self._weights.expire(control=self._control, now=now)
+        actions += self._weights.expire(now=now)
         if self.is_admitted:
             return actions + self._expire_admitted(now)
         return actions if self.state is NodeState.STOPPED else actions + self._expire_joining(now)

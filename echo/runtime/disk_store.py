@@ -69,10 +69,9 @@ from echo.core.errors import LocalProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.units import format_bytes
 from echo.records.files import lock_directory
-from echo.weights.delta import BlockPatch, fill
+from echo.weights.delta import BlockPatch
 from echo.weights.manifest import HASH_BYTES, Manifest
-from echo.weights.store import Patch, SavedItem
-from echo.wire.codec import Frame
+from echo.weights.store import Patch, SavedItem, VersionStore
 
 # --- Verification of held chunks: hash every one, but for those never written ---
 #
@@ -613,13 +612,8 @@ def advise_huge_pages(mapping: mmap.mmap) -> None:
         mapping.madvise(mmap.MADV_HUGEPAGE)
 
 
-class MemoryStore:
+class MemoryStore(VersionStore):
     """Finds room for versions, `limit_bytes` for all that were not dropped, and takes it back."""
-
-    may_block = False
-    """Whether `write` may take long, so that it belongs into a thread."""
-    may_patch = True
-    """Whether images may be changed in place."""
 
     def __init__(self, limit_bytes: int) -> None:
         if limit_bytes < 1:
@@ -642,10 +636,9 @@ class MemoryStore:
 
         Args:
             version: its name, not in this store yet.
-            signed_manifest: the learner's signed manifest as it travels, kept beside the version
-            store;
+            signed_manifest: the learner's signed manifest as it travels, kept beside its bytes;
                 None if it is known later (`sealed`).
-            num_bytes: size of the version store, at least 1.
+            num_bytes: size of its image, at least 1.
 
         Raises:
             StorageError: if the limit, the disk or the memory does not allow it.
@@ -661,9 +654,6 @@ class MemoryStore:
         if signed_manifest is not None:
             self.sealed(version, signed_manifest)
         return pages.lend()
-
-    def sealed(self, version: PolicyVersion, signed_manifest: bytes) -> None:
-        """Keep a manifest that has become known, for a later process; memory has none."""
 
     def drop(self, version: PolicyVersion) -> None:
         """Give a version's room back; one that has no version store here is no error.
@@ -693,32 +683,11 @@ class MemoryStore:
             self.drop(version)
         return []
 
-    def write(self, place: memoryview, data: Frame) -> None:
-        """Copy a chunk to its place in a version store, from any thread and without the GIL."""
-        fill(place, data)
-
-    def begin_patch(self, patch: Patch) -> None:
-        """Note what a patch is about to overwrite, where that outlives the process.
-
-        Raises:
-            OSError: if the disk refuses it.
-        """
-
-    def end_patch(self, patch: Patch) -> None:
-        """Name an image after the version that it has become."""
-
-    def cancel_patch(self, patch: Patch) -> None:
-        """Forget a patch of which nothing is written any more."""
-
     def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
         """Count the memory of a version as that of the one which it has become."""
         pages = self._live.pop(base, None)
         if pages is not None:
             self._live[version] = pages
-
-    def journal(self, version: PolicyVersion) -> SavedItem | None:
-        """Return where to write down what comes of a keyframe; None where nothing is kept."""
-        return None
 
     def recover_encoded(self) -> list[SavedKeyframe]:
         """Return what a former process left of keyframes, newest first; needs `recover`."""

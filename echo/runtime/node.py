@@ -51,7 +51,13 @@ from echo.net.transport import (
     parse_key,
     with_key,
 )
-from echo.net.zmq import KernelFacts, ZmqTransport, advise, descriptor_limit
+from echo.net.zmq import (
+    KernelFacts,
+    ZmqTransport,
+    costly_settings,
+    descriptor_limit,
+    most_sockets,
+)
 from echo.roles.joining import NodeSettings
 from echo.roles.node import DialingRole, Role
 from echo.runtime.disk_store import MemoryStore, SavedKeyframe
@@ -404,12 +410,7 @@ class Node:
 
 # --- Limits of kernel and C library on the transport, read once when a node starts ---
 #
-# One TCP connection over a long link is as fast as its buffers and its congestion control permit,
-# whatever ZeroMQ does. At 1 Gbit/s and 100 ms, whose bandwidth-delay product is 12.5 MB, one
-# connection with the usual 4 MiB of `tcp_wmem` reaches a quarter of the link, since about 0.7 of a
-# buffer is window, and several together all of it. With losses cubic falls far below, BBR does not.
-# So nodes open several connections to a parent where buffers are small or BBR cannot be had, and
-# say which sysctl would make that unnecessary. All values are of the network namespace.
+# What follows from them: `net/zmq.py`.
 
 
 _SYSCTLS = Path("/proc/sys/net/ipv4")
@@ -634,19 +635,23 @@ async def start_transport(
     return transport
 
 
-def warn_of_kernel(*addresses: str | None) -> None:
-    """Say which settings of the kernel cost speed, unless all links stay on this machine."""
+def tell_of_kernel(config: Config, *addresses: str | None, log: logging.Logger) -> None:
+    """Say which settings of the kernel cost speed, unless all links stay on this machine.
+
+    In one building they cost nothing: there it is no warning.
+    """
     if all(address is None or is_loopback(address) for address in addresses):
         return
-    for warning in advise(read_kernel()).warnings:
-        _log.warning("%s", warning)
+    level = logging.WARNING if config.profile == "wan" else logging.INFO
+    for line in costly_settings(read_kernel()):
+        log.log(level, "%s", line)
 
 
 def sockets_per_link(parent: str | None) -> int:
     """Return how many connections to open for weights to one parent, by the kernel's settings."""
     if parent is not None and is_loopback(parent):
         return 1
-    return advise(read_kernel()).num_sockets_per_link
+    return most_sockets(read_kernel())
 
 
 def make_broadcast(

@@ -52,7 +52,7 @@ async def build_relay(
     """
     keys = node_keys(config, "relay")
     transport = await node.start_transport(config.network, config.relay.listen, keys)
-    node.warn_of_kernel(config.relay.listen, *dial_addresses(config, "relay"))
+    node.tell_of_kernel(config, config.relay.listen, *dial_addresses(config, "relay"), log=log)
     try:
         return assemble_relay(config, transport, log=log, events=events)
     except BaseException:

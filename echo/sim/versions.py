@@ -32,8 +32,7 @@ from echo.weights.manifest import (
     hash_chunks,
     sign,
 )
-from echo.weights.store import Patch, Transfer
-from echo.wire.codec import Frame
+from echo.weights.store import Patch, Transfer, VersionStore
 
 CHUNK_BYTES = 1 << 10
 """Of what is sent as a rule: the least that a manifest allows."""
@@ -173,7 +172,7 @@ def _changed(words: npt.NDArray[np.uint16], share: float, *, seed: int) -> npt.N
 # --- store ----------------------------------------------------------------------------------------
 
 
-class SharedStore:
+class SharedStore(VersionStore):
     """Images of all simulated nodes by version, each once, as long as any of them holds it."""
 
     may_block = False
@@ -193,24 +192,8 @@ class SharedStore:
             storage = self._images[version] = memoryview(bytearray(num_bytes))
         return storage
 
-    def sealed(self, version: PolicyVersion, signed: bytes) -> None:
-        """Need nothing."""
-
-    def journal(self, version: PolicyVersion) -> None:
-        """Write nothing down: a simulated node that comes back has nothing."""
-
-    def drop(self, version: PolicyVersion) -> None:
-        """Need nothing: what nobody holds is forgotten."""
-
     def begin_patch(self, patch: Patch) -> None:
         """Never be asked: an image here is every node's."""
         raise LocalProtocolError(f"{patch.version}: a shared image cannot be patched in place")
 
     end_patch = cancel_patch = begin_patch
-
-    def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
-        """Never be asked."""
-
-    def write(self, place: memoryview, data: Frame) -> None:
-        """Copy a chunk to its place."""
-        place[:] = data

@@ -46,7 +46,7 @@ from echo.core.rollout import KEEP_VERSIONS, PolicyVersion
 from echo.core.timers import earliest
 from echo.weights.link import ParentFailed
 from echo.weights.manifest import Manifest, SegmentTable, SignedManifest
-from echo.weights.receiver import Receiver, WriteChunk
+from echo.weights.receiver import Receiver, WriteChunk, form_of
 from echo.weights.sender import Sender
 from echo.weights.store import (
     ApplyPatch,
@@ -68,7 +68,6 @@ from echo.wire.messages import (
     Chunk,
     Credit,
     Fetch,
-    Form,
     Gone,
     Message,
     Segment,
@@ -271,9 +270,8 @@ class Broadcast:
             expected_bytes: what the whole encoded version will probably have.
             now: the present.
         """
-        form = Form("keyframe") if table.base is None else Form("delta", table.base)
-        item = (table.version, form)
-        encoded = self._store.encoded_versions.setdefault(item, EncodedVersion(table.version, form))
+        item = (table.version, form_of(table.base))
+        encoded = self._store.encoded_versions.setdefault(item, EncodedVersion(*item))
         encoded.expected_bytes = expected_bytes
         encoded.add(table, frame, payload)
         return [*self._sender.announce(now=now), *self._sender.extend(item, now)]

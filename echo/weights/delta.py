@@ -590,28 +590,11 @@ def _decode_difference(codec: int, reader: BlockReader, base: memoryview, out: m
     tail[:] = reader.take(len(tail))
 
 
-def _code_changes(old: Words, new: Words) -> list[bytes]:
-    where, difference, _ = find_changes(old, new)
-    return pack_changes(where, difference)
-
-
-def _code_difference(old: Words, new: Words) -> list[bytes]:
-    return pack_planes(zigzag(new - old))
-
-
-def _code_xor(old: Words, new: Words) -> list[bytes]:
-    return pack_planes(old ^ new)
-
-
-def _code_alone(old: Words, new: Words) -> list[bytes]:
-    return pack_planes(new)
-
-
 _CODERS: dict[int, _Coder] = {
-    CHANGES: _code_changes,
-    DIFFERENCE: _code_difference,
-    XOR: _code_xor,
-    PLANES: _code_alone,
+    CHANGES: lambda old, new: pack_changes(*find_changes(old, new)[:2]),
+    DIFFERENCE: lambda old, new: pack_planes(zigzag(new - old)),
+    XOR: lambda old, new: pack_planes(old ^ new),
+    PLANES: lambda _, new: pack_planes(new),
 }
 
 

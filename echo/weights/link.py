@@ -195,9 +195,7 @@ def _towards(sample: float, rate: float, age: float) -> float:
     return rate + (1 - math.exp(-age)) * (sample - rate)
 
 
-def window_bytes(
-    rate: float | None, rtt_s: float | None, chunk_bytes: int, *, first: int, most: int
-) -> int:
+def window_bytes(rate: float | None, rtt_s: float | None, chunk_bytes: int, *, first: int) -> int:
     """Return how many bytes a receiver should have asked for at a time.
 
     One bandwidth-delay product keeps the link full; half of one more lets the estimate grow where
@@ -209,11 +207,11 @@ def window_bytes(
         rtt_s: its round trip; None if not known yet.
         chunk_bytes: unit of transfer.
         first: what to ask for while nothing is known.
-        most: upper bound, what a parent may have to hold for this child.
     """
+    least = 2 * chunk_bytes
     if rate is None or rtt_s is None:
-        return min(max(first, 2 * chunk_bytes), most)
-    return int(min(1.5 * rate * (rtt_s + LOOP_S) + 2 * chunk_bytes, most))
+        return min(max(first, least), MAX_WINDOW_BYTES)
+    return int(min(1.5 * rate * (rtt_s + LOOP_S) + least, MAX_WINDOW_BYTES))
 
 
 # --- stripe link: credit and patience -------------------------------------------------------------
@@ -227,6 +225,7 @@ MAX_PROMISE_S = 2.0
 GAP_MEMORY = 0.98
 """What is left of the longest gap with every chunk that comes sooner."""
 MAX_WINDOW_BYTES = 64 << 20
+"""What a parent may have to hold for one child, at most."""
 MAX_WRITING_WINDOWS = 4
 """Largest windows of a link that may wait to be written: what was under way when chunks were asked
 for anew comes besides."""
@@ -338,8 +337,7 @@ class StripeLink:
 
     def has_space(self, num_bytes: int) -> bool:
         """Return whether so much more may wait to be written; an honest parent heeds its credit."""
-        most = max(MAX_WINDOW_BYTES, self.first_window_bytes)
-        return self.writing_bytes + num_bytes <= MAX_WRITING_WINDOWS * most
+        return self.writing_bytes + num_bytes <= MAX_WRITING_WINDOWS * MAX_WINDOW_BYTES
 
     @property
     def can_bring(self) -> bool:
@@ -366,13 +364,7 @@ class StripeLink:
         self.unspent_bytes += num_bytes
         if self.unspent_bytes < self.window // 4:
             return 0, 0
-        wanted = window_bytes(
-            self.rate.bytes_per_s,
-            self.rtt_s,
-            chunk_bytes,
-            first=self.window,
-            most=max(MAX_WINDOW_BYTES, self.first_window_bytes),
-        )
+        wanted = window_bytes(self.rate.bytes_per_s, self.rtt_s, chunk_bytes, first=self.window)
         taken, self.unspent_bytes = self.unspent_bytes, 0
         credit = max(0, taken + wanted - self.window)
         self.window += credit - taken
@@ -386,8 +378,7 @@ class StripeLink:
     def waits(self, *, again_s: float) -> None:
         """Note that it says that it waits, and within how long it will say so again."""
         self.is_waiting = True
-        # What it says is not believed beyond reason; NaN is no promise.
-        self.promised_s = min(max(0.0, again_s), MAX_PROMISE_S)
+        self.promised_s = min(again_s, MAX_PROMISE_S)  # it is not believed beyond reason
 
     def finish(self) -> None:
         """Note that nothing more is awaited of the item."""

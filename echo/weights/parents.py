@@ -33,23 +33,13 @@ REDIVIDE_AFTER_S = 5.0
 class StripeParents:
     """The parents of one StripeLink: the one in use, the one being dialled, and the spare."""
 
-    def __init__(self, receiver: Receiver, link: int, *, retry_s: float) -> None:
-        """Start without a plan.
-
-        Args:
-            receiver: the child's half of the weights plane; it is told the link's parent.
-            link: index of the StripeLink.
-            retry_s: seconds to wait when no parent of the plan could be reached.
-        """
-        self.receiver = receiver
+    def __init__(self, node: Parents, link: int) -> None:
+        """Start without a plan; `link` is the index of the StripeLink that is told its parent."""
+        self._node, self.receiver = node, node.receiver
         self.link = link
-        self.retry_s = retry_s
-        self.retry_preferred_s = 0.0
         self.current: Connection | None = None
         self.next: Connection | None = None
         self.spare: Connection | None = None
-        self.quarantined: dict[str, float] = {}
-        """Node id -> until when it is passed over; shared by all links."""
         self._parents: tuple[tuple[str, str], ...] = ()
         self._index = 0
         self._follow_at: float | None = None
@@ -68,29 +58,28 @@ class StripeParents:
 
     # --- the plan --------------------------------------------------------------------------------
 
-    def on_parents(
-        self, parents: tuple[tuple[str, str], ...], *, control: Connection | None, now: float
-    ) -> list[Action]:
+    def on_parents(self, parents: tuple[tuple[str, str], ...], *, now: float) -> list[Action]:
         """Follow a list of parents, the same as before or another."""
         if parents == self._parents:
-            patience_s = self.retry_preferred_s * 2 ** min(5, max(0, self._num_failures - 1))
+            patience_s = self._node.retry_preferred_s * 2 ** min(5, max(0, self._num_failures - 1))
             is_over = self._failed_at is None or now >= self._failed_at + patience_s
             if not (self._index > 0 and self.next is None and is_over):
                 return []
         self._num_failures *= parents == self._parents
         self._parents, self._index = parents, 0
-        return self._follow(control, now)
+        return self._follow(now)
 
-    def _address(self, index: int, control: Connection | None, now: float) -> str:
+    def _address(self, index: int, now: float) -> str:
         """Return where a parent of the list can be dialled, "" if it cannot be now."""
         node_id, address = self._parents[index]
-        if self.quarantined.get(node_id, now) > now and node_id != LEARNER_ID:
+        if self._node.quarantined.get(node_id, now) > now and node_id != LEARNER_ID:
             return ""
+        control = self._node.control
         if not address and control is not None and control.node_id == node_id:
             return control.address
         return address
 
-    def _follow(self, control: Connection | None, now: float) -> list[Action]:
+    def _follow(self, now: float) -> list[Action]:
         """Dial the preferred parent unless the connection to it stands already."""
         self._follow_at = None
         actions: list[Action] = []
@@ -99,21 +88,21 @@ class StripeParents:
             self.next = None
         while self._index < len(self._parents):
             if self.current is not None and self.current.node_id == self._parents[self._index][0]:
-                return actions + self._keep_spare(control, now)
-            address = self._address(self._index, control, now)
+                return actions + self._keep_spare(now)
+            address = self._address(self._index, now)
             if address:
                 self.next = Connection(address, dialled_at=now)
                 return [*actions, Dial(address, "weights")]
             self._index += 1
-        self._index, self._follow_at = 0, now + self.retry_s
+        self._index, self._follow_at = 0, now + self._node.retry_s
         return actions
 
-    def _keep_spare(self, control: Connection | None, now: float) -> list[Action]:
+    def _keep_spare(self, now: float) -> list[Action]:
         """Have a connection to the next parent of the list stand by, and no other."""
         self._spare_at = None
         wanted, address = "", ""
         for index in range(self._index + 1, len(self._parents)):
-            wanted, address = self._parents[index][0], self._address(index, control, now)
+            wanted, address = self._parents[index][0], self._address(index, now)
             if address:
                 break
         if self.spare is not None and self.spare.address == address:
@@ -131,13 +120,9 @@ class StripeParents:
 
     # --- connections -----------------------------------------------------------------------------
 
-    def greeted(
-        self, peer: str, node_id: str, *, control: Connection | None, now: float
-    ) -> list[Action]:
+    def greeted(self, peer: str, node_id: str, *, now: float) -> list[Action]:
         """Take weights from the parent that has answered, or have it stand by."""
-        connection = next(
-            (each for each in (self.next, self.spare) if each and each.peer == peer), None
-        )
+        connection = next((each for each in self.connections if each.peer == peer), None)
         if connection is None or connection.node_id:
             return []
         connection.node_id, connection.rtt_s = node_id, max(0.0, now - connection.greeted_at)
@@ -147,58 +132,43 @@ class StripeParents:
         old, self.current, self.next = self.current, connection, None
         actions: list[Action] = [HangUp(old.peer)] if old is not None else []
         actions += self.receiver.set_parent(peer, link=self.link, rtt_s=connection.rtt_s, now=now)
-        return actions + self._keep_spare(control, now)
+        return actions + self._keep_spare(now)
 
-    def failed(
-        self,
-        peer: str,
-        reason: str,
-        *,
-        control: Connection | None,
-        now: float,
-        is_corrupt: bool = False,
-    ) -> list[Action]:
-        """Go on with the spare, or with the next parent of the plan."""
-        connection = next((each for each in self.connections if each.peer == peer), None)
-        if connection is None:
-            return []
-        return self._fail(connection, reason, control=control, now=now, is_corrupt=is_corrupt)
-
-    def _fail(
+    def fail(
         self,
         connection: Connection,
         reason: str,
         *,
-        control: Connection | None,
         now: float,
         is_corrupt: bool = False,
     ) -> list[Action]:
+        """Go on with the spare, or with the next parent of the plan."""
         name = connection.node_id or connection.address
         actions: list[Action] = [HangUp(connection.peer)] if connection.peer else []
         if connection is self.spare:
-            self.spare, self._spare_at = None, now + self.retry_s
+            self.spare, self._spare_at = None, now + self._node.retry_s
             self.receiver.set_spare(self.link, is_ready=False)
             return actions
         text = f"weights from {name} failed: {reason}"
         actions.append(Note("warning", text, f"weights from {name}"))
         if is_corrupt and connection.node_id:
-            self.quarantined[connection.node_id] = now + QUARANTINE_S
+            self._node.quarantined[connection.node_id] = now + QUARANTINE_S
         self._failed_at = now
         self._num_failures += 1
         if connection is self.next:
             self.next = None
             self._index += 1
-            return actions + self._follow(control, now)
+            return actions + self._follow(now)
         self.current = None
         if self.spare is not None and self.spare.node_id:
-            return actions + self._use_spare(control, now)
+            return actions + self._use_spare(now)
         actions += self.receiver.set_parent(None, link=self.link, now=now)
         if self.next is not None:
             return actions
         self._index += 1
-        return actions + self._drop_spare() + self._follow(control, now)
+        return actions + self._drop_spare() + self._follow(now)
 
-    def _use_spare(self, control: Connection | None, now: float) -> list[Action]:
+    def _use_spare(self, now: float) -> list[Action]:
         connection, self.spare = self.spare, None
         assert connection is not None
         self.current = connection
@@ -211,7 +181,7 @@ class StripeParents:
         actions = self.receiver.set_parent(
             connection.peer, link=self.link, rtt_s=connection.rtt_s, now=now
         )
-        return actions + self._keep_spare(control, now)
+        return actions + self._keep_spare(now)
 
     def hang_up(self, *, now: float) -> list[Action]:
         """Close all connections: the link is given up."""
@@ -225,24 +195,25 @@ class StripeParents:
     @property
     def deadline(self) -> float | None:
         """When `expire` should be called next."""
-        first = earliest(self._follow_at, self._spare_at)
-        for connection in (self.next, self.spare):
-            if connection is not None and not connection.node_id:
+        spare_at = None if self.current is None else self._spare_at  # who has none needs no other
+        first = earliest(self._follow_at, spare_at)
+        for connection in self.connections:
+            if not connection.node_id:
                 first = earliest(first, connection.dialled_at + CONNECT_TIMEOUT_S)
         return first
 
-    def expire(self, *, control: Connection | None, now: float) -> list[Action]:
+    def expire(self, *, now: float) -> list[Action]:
         """Give up a parent that does not answer; try again when all have failed."""
         actions: list[Action] = []
-        for connection in (self.next, self.spare):
-            if connection is not None and not connection.node_id and (
-                now >= connection.dialled_at + CONNECT_TIMEOUT_S
-            ):  # fmt: skip
-                actions += self._fail(connection, "no answer", control=control, now=now)
+        for connection in self.connections:
+            is_late = not connection.node_id and now >= connection.dialled_at + CONNECT_TIMEOUT_S
+            # The one before may have put another in its place.
+            if is_late and any(connection is each for each in self.connections):
+                actions += self.fail(connection, "no answer", now=now)
         if self._spare_at is not None and now >= self._spare_at and self.current is not None:
-            actions += self._keep_spare(control, now)
+            actions += self._keep_spare(now)
         if self._follow_at is not None and now >= self._follow_at:
-            actions += self._follow(control, now)
+            actions += self._follow(now)
         return actions
 
 
@@ -257,7 +228,10 @@ class Parents:
         self.max_sockets = self.sockets_per_link = sockets_per_link
         self.learner_address = ""
         """As plans say; empty where they do not."""
-        self._quarantined: dict[str, float] = {}
+        self.control: Connection | None = None
+        """To the learner's side, which a plan may name without an address."""
+        self.quarantined: dict[str, float] = {}
+        """Node id -> until when it is passed over."""
         self._epoch, self._num_stripes = -1, 1
         self._waiting: tuple[float, TopologyPlan] | None = None
         self._links: list[StripeParents] = []
@@ -287,15 +261,13 @@ class Parents:
 
     def suspects(self, *, now: float) -> tuple[str, ...]:
         """Return the nodes that are in quarantine."""
-        return tuple(node_id for node_id, until in self._quarantined.items() if until > now)
+        return tuple(node_id for node_id, until in self.quarantined.items() if until > now)
 
     def new_learner(self) -> None:
         """Note that plans are numbered anew, as after a restart of the learner."""
         self._epoch = -1
 
-    def on_plan(
-        self, plan: TopologyPlan, *, control: Connection | None, now: float
-    ) -> list[Action]:
+    def on_plan(self, plan: TopologyPlan, *, now: float) -> list[Action]:
         """Follow a plan, unless it is an old one, or for a process that bore this name before.
 
         One with another number of stripes waits for a fetch to end soon; one without any ends it.
@@ -313,9 +285,9 @@ class Parents:
         if self._links and num_links != len(self._links) and is_busy:
             self._waiting = (now if self._waiting is None else self._waiting[0]), plan
             return []
-        return self._apply(plan, control, now)
+        return self._apply(plan, now)
 
-    def _apply(self, plan: TopologyPlan, control: Connection | None, now: float) -> list[Action]:
+    def _apply(self, plan: TopologyPlan, now: float) -> list[Action]:
         self._waiting = None
         self._num_stripes = len(plan.stripes)
         num_links = count_links(self._num_stripes, self.sockets_per_link)
@@ -324,13 +296,11 @@ class Parents:
             actions += link.hang_up(now=now)
         del self._links[num_links:]
         while len(self._links) < num_links:
-            link = StripeParents(self.receiver, len(self._links), retry_s=self.retry_s)
-            link.retry_preferred_s, link.quarantined = self.retry_preferred_s, self._quarantined
-            self._links.append(link)
+            self._links.append(StripeParents(self, len(self._links)))
         actions += self.receiver.set_num_links(num_links, len(plan.stripes), now=now)
         for each in self._links:
             parents = plan.stripes[each.link % len(plan.stripes)]
-            actions += each.on_parents(parents, control=control, now=now)
+            actions += each.on_parents(parents, now=now)
         return actions
 
     def _rest(self, now: float) -> list[Action]:
@@ -360,37 +330,22 @@ class Parents:
 
     def has(self, peer: str) -> bool:
         """Return whether `peer` is a parent or may become one."""
-        return any(
-            connection.peer == peer for link in self._links for connection in link.connections
-        )
+        return any(each.peer == peer for link in self._links for each in link.connections)
 
-    def greeted(
-        self, peer: str, node_id: str, *, control: Connection | None, now: float
-    ) -> list[Action]:
+    def greeted(self, peer: str, node_id: str, *, now: float) -> list[Action]:
         """Handle the answer of a parent."""
-        return [
-            action
-            for link in self._links
-            for action in link.greeted(peer, node_id, control=control, now=now)
-        ]
+        return [action for link in self._links for action in link.greeted(peer, node_id, now=now)]
 
-    def failed(
-        self, peer: str, reason: str, *, control: Connection | None, now: float
-    ) -> list[Action]:
-        """Go on without a link that is gone."""
-        return self.parent_failed(ParentFailed(peer, reason), control=control, now=now)
-
-    def parent_failed(
-        self, failure: ParentFailed, *, control: Connection | None, now: float
-    ) -> list[Action]:
+    def parent_failed(self, failure: ParentFailed, *, now: float) -> list[Action]:
         """Go on without a parent that does not deliver."""
         return [
             action
             for link in self._links
-            for action in link.failed(
-                failure.peer,
+            for connection in link.connections
+            if connection.peer == failure.peer
+            for action in link.fail(
+                connection,
                 failure.reason,
-                control=control,
                 now=now,
                 is_corrupt=failure.is_corrupt,
             )
@@ -402,13 +357,13 @@ class Parents:
         first = None if self._waiting is None else self._waiting[0] + REDIVIDE_AFTER_S
         return earliest(first, *[link.deadline for link in self._links])
 
-    def expire(self, *, control: Connection | None, now: float) -> list[Action]:
+    def expire(self, *, now: float) -> list[Action]:
         """Give up who does not answer; follow a plan that had to wait."""
         actions: list[Action] = []
         if self._waiting is not None:
             since, plan = self._waiting
             if self.receiver.item is None or now >= since + REDIVIDE_AFTER_S:
-                actions += self._apply(plan, control, now)
+                actions += self._apply(plan, now)
         for link in self._links:
-            actions += link.expire(control=control, now=now)
+            actions += link.expire(now=now)
         return actions

@@ -72,7 +72,7 @@ from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
 from echo.weights.link import MAX_BAD_CHUNKS, ParentFailed, RateEstimate, StripeLink
 from echo.weights.manifest import MIN_CHUNK_BYTES, Manifest
-from echo.weights.schedule import EncodedOffer, cheapest_path
+from echo.weights.schedule import EncodedOffer, cheapest_path, path_bytes
 from echo.weights.sender import Sender
 from echo.weights.store import (
     ApplyPatch,
@@ -106,8 +106,6 @@ from echo.wire.messages import (
 
 # --- offers: what parents have announced, and what to fetch next ----------------------------------
 
-MAX_OFFERS = 1000
-"""Items that one Announce may name."""
 MAX_REFUSED = 64
 """Encoded versions that did not decode, which are remembered so as not to be tried again."""
 
@@ -124,17 +122,8 @@ class Offers:
         """Whether a fetch was given up since a version was last completed."""
 
     def hear(self, peer: str, message: Announce, manifest: Manifest | None) -> None:
-        """Take an Announce; it replaces what the same parent said before.
-
-        Raises:
-            RemoteProtocolError: if it names too much.
-        """
-        if len(message.offers) > MAX_OFFERS:
-            raise RemoteProtocolError(f"an Announce of {len(message.offers)} encoded versions")
-        offers = {
-            (offer.version, form_of(offer.base)): max(0, offer.num_bytes)
-            for offer in message.offers
-        }
+        """Take an Announce; it replaces what the same parent said before."""
+        offers = {(offer.version, form_of(offer.base)): offer.num_bytes for offer in message.offers}
         if manifest is not None:
             offers[manifest.version, FULL] = manifest.num_bytes
         self._by_peer[peer] = offers
@@ -212,7 +201,7 @@ class Offers:
                 num_bytes -= num_bytes * item.num_held // item.num_chunks
             offers.append(EncodedOffer(version, form.base, form.kind, num_bytes))
         path = cheapest_path(held, offers, target)
-        return None if path is None else (path, sum(step.num_bytes for step in path))
+        return None if path is None else (path, path_bytes(path))
 
     def _useful(self) -> list[ItemId]:
         """Return what leads on from what is held, by version.
@@ -321,22 +310,20 @@ class StripeLinks:
         stripe = link.index % self._num_stripes
         return [each for each in self.all if each.index % self._num_stripes != stripe]
 
-    def leave(self) -> list[str]:
-        """Leave every parent; return them."""
-        left = [link.peer for link in self.all if link.peer is not None]
-        for link in self.all:
-            link.connect(None, rtt_s=None)
-        return left
-
     def finish(self) -> None:
         """Note that nothing more is awaited of the item, in any link; another may follow."""
         for link in self.all:
             link.finish()
             link.is_denied = False
 
+    @property
+    def able(self) -> list[StripeLink]:
+        """The links whose parents may have the item: it is divided among them."""
+        return [link for link in self.all if not link.is_denied]
+
     def share(self, link: StripeLink) -> tuple[int, int] | None:
         """Return (number, of how many) of a link among those whose parents may have the item."""
-        able = [each for each in self.all if not each.is_denied]
+        able = self.able
         return None if link.is_denied else (able.index(link), len(able))
 
     def _deadline(self, link: StripeLink, chunk_bytes: int) -> float | None:
@@ -683,6 +670,11 @@ class Receiver:
         self.watchdog = Watchdog(self.links, self.offers, store, stall_s=stall_s)
         self.audit = Audit(store)
 
+    @property
+    def _present(self) -> Chunked | None:
+        """What is here of the item that is being fetched."""
+        return None if self.item is None else self.store.get(self.item)
+
     # --- links -----------------------------------------------------------------------------------
 
     def set_num_links(
@@ -697,7 +689,7 @@ class Receiver:
             return []
         for peer in self.links.resize(num_links, num_stripes):
             self._forget(peer)
-        return self._forsake(now) or self._request_all(self.item, now)
+        return self._forsake(now) or self._request_all(now)
 
     def set_parent(
         self, peer: str | None, *, link: int = 0, rtt_s: float | None = None, now: float
@@ -710,7 +702,7 @@ class Receiver:
         here.connect(peer, rtt_s=rtt_s)
         asked = self.links if was_denied else [here]
         subscribe = self._subscribe(here, now=now)
-        wanted = self._forsake(now) or self._request_all(self.item, now, asked)
+        wanted = self._forsake(now) or self._request_all(now, asked)
         return [*subscribe, *wanted]
 
     def set_spare(self, link: int, *, is_ready: bool) -> None:
@@ -797,7 +789,7 @@ class Receiver:
         actions += self._forsake(now) or self._consider(now)
         if link.is_waiting and self.offers.has(peer, self.item):
             # It said that it did not have the item yet; now it may.
-            actions += self.request(self.item, link, now)
+            actions += self._request(link, now)
         return actions
 
     def _seal(self, version: PolicyVersion, now: float) -> list[Action]:
@@ -882,7 +874,7 @@ class Receiver:
         step = self.offers.next_step(self.item)
         if step is None or step == self.item:
             idle = [link for link in self.links if not link.is_pulling]
-            return self._request_all(self.item, now, idle)
+            return self._request_all(now, idle)
         return [*self.begin(step, now), *self.retire(now)]
 
     def begin(self, item_id: ItemId, now: float) -> list[Action]:
@@ -903,7 +895,7 @@ class Receiver:
         except StorageError as error:
             self.end()
             return [*actions, *self._lack_space(error, now)]
-        return [*actions, *self.sender.announce(now=now), *self._request_all(self.item, now)]
+        return [*actions, *self.sender.announce(now=now), *self._request_all(now)]
 
     def end(self) -> None:
         """Fetch nothing for now."""
@@ -1028,7 +1020,7 @@ class Receiver:
         link.finish()
         link.is_denied = True
         if any(other.peer is not None and not other.is_denied for other in self.links):
-            return [*self._request_all(self.item, now)]
+            return [*self._request_all(now)]
         self.end()
         return [*self.sender.drop(item_id, now=now), *self._consider(now)]
 
@@ -1083,7 +1075,7 @@ class Receiver:
     def _may_have(self, item_id: ItemId, item: Chunked, index: int) -> bool:
         """Return whether an item has such a chunk, or may have it with its next tables."""
         is_growing = item.is_open and item_id == self.item
-        return index >= 0 and (index < item.num_chunks or is_growing)
+        return index < item.num_chunks or is_growing
 
     def _write(
         self, link: StripeLink, item_id: ItemId, item: Chunked, begun: list[WriteChunk], now: float
@@ -1159,20 +1151,24 @@ class Receiver:
         if link is None:
             return []
         taken, credit = link.took(size, chunk_bytes=size)
-        item = None if self.item is None else self.store.get(self.item)
+        item = self._present
         if item is None or self.item is None:
             return []
         if not self._is_missing(link, item):
             link.finish()
             return self._help(link, now)
-        return self._send_credit(self.item, link, taken, credit)
+        if not taken or link.peer is None:
+            return []
+        version, form = self.item
+        given = Credit(version=version, form=form, credit_bytes=credit, taken_bytes=taken)
+        return [self._send(link.peer, given)]
 
     # --- endgame ---------------------------------------------------------------------------------
 
     def _help(self, link: StripeLink, now: float) -> list[Action]:
         """Have a link that has all of its own chunks ask for the last ones of the slowest."""
-        item = None if self.item is None else self.store.get(self.item)
-        if self.item is None or item is None or item.is_open or link.peer is None:
+        item = self._present
+        if item is None or item.is_open or link.peer is None:
             return []
         chunk_bytes, own = self.store.chunk_bytes(self.item), link.rate.bytes_per_s
         late_s = max(HELP_AFTER_S, HELP_SHARE * (now - self._began_at))
@@ -1189,18 +1185,8 @@ class Receiver:
         batch = late[-max(1, count) :]
         credit = link.begin(now=now)
         link.helping.update(batch)
-        version, form = self.item
-        fetch = Fetch(
-            version=version,
-            form=form,
-            ranges=runs_of(index // share[1] for index in batch)[:MAX_RANGES],
-            credit_bytes=credit,
-            link=share[0],
-            num_links=share[1],
-            num_segments=item.num_segments if isinstance(item, EncodedVersion) else 0,
-            is_help=True,
-        )
-        return [self._send(link.peer, fetch)]
+        ranges = runs_of(index // share[1] for index in batch)
+        return [self._fetch(link, item, ranges, share, credit_bytes=credit, is_help=True)]
 
     def _late(self, link: StripeLink, item: Chunked, chunk_bytes: int) -> list[int]:
         """Return the chunks of a link that are not on their way over any link yet, ascending."""
@@ -1222,7 +1208,7 @@ class Receiver:
         """Tell the other parent that was asked for chunks that have come over a link."""
         assert self.item is not None
         version, form = self.item
-        able = [each for each in self.links if not each.is_denied]
+        able = self.links.able
         for helper in [each for each in self.links if each.helping]:
             come = helper.helping.intersection(held)
             helper.helping -= come
@@ -1238,8 +1224,7 @@ class Receiver:
     def _refuse_chunk(self, work: WriteChunk, now: float) -> list[Action | ParentFailed]:
         """Ask again for a chunk that is wrong, or leave the parent that sends such."""
         self.num_bad_chunks += 1
-        version, _ = work.item_id
-        text = f"chunk {work.index} of {version} from {work.peer} does not match its hash"
+        text = f"chunk {work.index} of {work.item_id[0]} from {work.peer} does not match its hash"
         actions: list[Action | ParentFailed] = [Note("warning", f"{text}; asking again")]
         link = self.links.of(work.peer)  # None if that parent was left meanwhile
         if link is not None:
@@ -1256,12 +1241,11 @@ class Receiver:
         links = self.links
         shares = [(link, links.share(link)) for link in links]
         asked = [link for link, share in shares if share and work.index % share[1] == share[0]]
-        return self._request_all(self.item, now, asked)
+        return self._request_all(now, asked)
 
     def _leave_unwritable(self, work: WriteChunk, fault: str, now: float) -> list[Action]:
         """Leave an item that the disk refuses, as one for which there is no space."""
-        version, _ = work.item_id
-        error = StorageError(f"chunk {work.index} of {version} cannot be written: {fault}")
+        error = StorageError(f"chunk {work.index} of {work.item_id[0]} cannot be written: {fault}")
         if self.item == work.item_id:
             self.end()
         return [*self._lack_space(error, now), *self.sender.drop(work.item_id, now=now)]
@@ -1293,7 +1277,7 @@ class Receiver:
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
         """Leave parents that do not deliver, or ask them once more."""
-        item = None if self.item is None else self.store.get(self.item)
+        item = self._present
         for link in self.links:
             # The last table has come over another link, or another parent has sent it all.
             if link.is_pulling and (item is None or not self._is_missing(link, item)):
@@ -1304,7 +1288,7 @@ class Receiver:
             actions.append(ParentFailed(self.disconnect(link), reason))
         for link in again:
             actions += self._subscribe(link, now=now) if link.is_asking else []
-        actions += self._forsake(now) or self._request_all(self.item, now, again)
+        actions += self._forsake(now) or self._request_all(now, again)
         actions += self.audit.expire(now=now)
         if self._retry_at is not None and now >= self._retry_at:
             self._retry_at = None
@@ -1351,34 +1335,47 @@ class Receiver:
         link.is_asking = True
         return [self._send(link.peer, Subscribe(newest=self.store.newest_signed))]
 
-    def _request_all(
-        self, item_id: ItemId | None, now: float, links: Iterable[StripeLink] | None = None
-    ) -> list[Action]:
-        """Ask these links, or all, for an item."""
+    def _request_all(self, now: float, links: Iterable[StripeLink] | None = None) -> list[Action]:
+        """Ask these links, or all, for the item."""
         asked = self.links if links is None else links
-        return [action for link in asked for action in self.request(item_id, link, now)]
+        return [action for link in asked for action in self._request(link, now)]
 
-    def request(self, item_id: ItemId | None, link: StripeLink, now: float) -> list[Action]:
+    def _request(self, link: StripeLink, now: float) -> list[Action]:
         """Ask a link's parent for everything that is missing, with a full window of credit."""
-        item = None if item_id is None else self.store.get(item_id)
-        share = self.links.share(link)
-        if link.peer is None or item_id is None or item is None or share is None:
+        item, share = self._present, self.links.share(link)
+        if link.peer is None or item is None or share is None:
             return []
-        version, form = item_id
         ranges = item.missing(*share)
         if not ranges:
             link.finish()
             return []
+        return [self._fetch(link, item, ranges, share, credit_bytes=link.begin(now=now))]
+
+    def _fetch(
+        self,
+        link: StripeLink,
+        item: Chunked,
+        ranges: tuple[tuple[int, int], ...],
+        share: tuple[int, int],
+        *,
+        credit_bytes: int,
+        is_help: bool = False,
+    ) -> Send:
+        """Return the Fetch of some of the item's places."""
+        assert self.item is not None
+        assert link.peer is not None
+        version, form = self.item
         fetch = Fetch(
             version=version,
             form=form,
             ranges=ranges[:MAX_RANGES],
-            credit_bytes=link.begin(now=now),
+            credit_bytes=credit_bytes,
             link=share[0],
             num_links=share[1],
             num_segments=item.num_segments if isinstance(item, EncodedVersion) else 0,
+            is_help=is_help,
         )
-        return [self._send(link.peer, fetch)]
+        return self._send(link.peer, fetch)
 
     def _is_missing(self, link: StripeLink, item: Chunked) -> bool:
         """Return whether a link lacks something of the item, or may be given more of it."""
@@ -1386,18 +1383,6 @@ class Receiver:
         if share is None:
             return False
         return item.is_missing(*share) or any(item.lacks(index) for index in link.helping)
-
-    def _send_credit(
-        self, item_id: ItemId, link: StripeLink, taken_bytes: int, credit_bytes: int
-    ) -> list[Action]:
-        """Acknowledge what has come from a link's parent, and let it send more."""
-        if not taken_bytes or link.peer is None:
-            return []
-        version, form = item_id
-        given = Credit(
-            version=version, form=form, credit_bytes=credit_bytes, taken_bytes=taken_bytes
-        )
-        return [self._send(link.peer, given)]
 
     def _send(self, peer: str, message: Message) -> Send:
         return Send(peer, encode(message, [], source=self._node_id))

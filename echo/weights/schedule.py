@@ -39,7 +39,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from echo.core.errors import RemoteProtocolError
 from echo.core.rollout import PolicyVersion
 from echo.fleet.overlap import auto_publish_period
 
@@ -142,14 +141,6 @@ class EncodedOffer:
     kind: Kind
     num_bytes: int
     """Bytes to be sent."""
-
-    def __post_init__(self) -> None:
-        """Check the fields against each other: they come from the network."""
-        if (self.base is None) == (self.kind == "delta") or self.num_bytes < 0:
-            raise RemoteProtocolError(
-                f"an impossible offer of {self.version}: {self.kind} of {self.num_bytes} bytes "
-                f"on top of {self.base}"
-            )
 
 
 _Entry: TypeAlias = tuple[int, int, int, PolicyVersion | None, tuple[EncodedOffer, ...]]

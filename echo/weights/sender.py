@@ -38,7 +38,7 @@ from echo.core.bounds import MAX_CHUNKS
 from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
-from echo.weights.link import SAMPLE_S, UplinkEstimate
+from echo.weights.link import MAX_WINDOW_BYTES, SAMPLE_S, UplinkEstimate
 from echo.weights.store import Chunked, EncodedVersion, ItemStore
 from echo.wire.actions import Action, Send
 from echo.wire.codec import Frame, encode
@@ -63,7 +63,6 @@ from echo.wire.messages import (
 # A Fetch names places of a link. Those of an encoded version may lie beyond what this node knows of
 # it so far: they are kept, and wanted as soon as its next segment is here.
 
-MAX_LINKS = 1024
 PACE_S = 10.0
 """How far back the pace of a child goes: once to twice so long."""
 TOGETHER_S = 0.005
@@ -191,12 +190,16 @@ class Child:
         self.fetching = (message.version, message.form)
         self.link, self.num_links, self.ranges = message.link, message.num_links, message.ranges
         self.is_help = message.is_help
-        self.num_segments = max(0, message.num_segments)
-        self.credit_bytes = max(0, message.credit_bytes)
+        self.num_segments, self.credit_bytes = message.num_segments, 0
+        self.give(message.credit_bytes)
         self.acked_at = self.told_waiting_at = now
         self.waiting_s = 0.0
         self.lead = 0
         self.pace.run(now)
+
+    def give(self, credit_bytes: int) -> None:
+        """Take its credit, as much as an honest child has at once: more is not sent in one go."""
+        self.credit_bytes = min(self.credit_bytes + credit_bytes, MAX_WINDOW_BYTES)
 
     def grow(self, item: Chunked) -> None:
         """Want what has become known of what it asked for."""
@@ -206,11 +209,6 @@ class Child:
             self.wanted.extend(self.link + place * self.num_links for place in places)
         self.num_places = num_places
         self.is_open = item.is_open and bool(self.ranges) and self.ranges[-1][1] > num_places
-
-    @property
-    def is_helped(self) -> bool:
-        """Whether it awaits chunks that another of its links is to bring as well."""
-        return self.is_help and self.fetching is not None
 
     def hold_back(self, now: float) -> None:
         """Note that it could be sent a chunk, and is not."""
@@ -242,7 +240,7 @@ def check_fetch(message: Fetch, item: Chunked) -> None:
         RemoteProtocolError: if its link or its ranges are impossible.
     """
     link, num_links = message.link, message.num_links
-    if not 0 <= link < num_links <= MAX_LINKS:
+    if link >= num_links:
         raise RemoteProtocolError(f"a Fetch of link {link} of {num_links}")
     num_places = len(range(link, item.num_chunks, num_links))
     is_encoded = message.form != FULL
@@ -373,8 +371,8 @@ class Sender:
         if child is None or child.fetching != (message.version, message.form):
             return []
         child.heard_at, child.unanswered_since = now, None
-        child.credit_bytes += max(0, message.credit_bytes)
-        self.rate.add(max(0, message.taken_bytes), now=now, since=child.acked_at)
+        child.give(message.credit_bytes)
+        self.rate.add(message.taken_bytes, now=now, since=child.acked_at)
         child.acked_at = now
         sent = self._serve(peer, child, now)
         self._note_load(now)
@@ -462,7 +460,7 @@ class Sender:
 
     def _help(self, now: float) -> list[Action]:
         """Send what is wanted as help, once nobody wants anything that is here as its own."""
-        helped = [(peer, child) for peer, child in self.children.items() if child.is_helped]
+        helped = [each for each in self.children.items() if each[1].is_help and each[1].fetching]
         if not helped or any(self._is_served(child) for child in self.children.values()):
             return []
         return [

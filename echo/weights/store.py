@@ -163,16 +163,16 @@ class SavedItem(Protocol):
         """Forget everything: the encoded version was dropped."""
 
 
-class VersionStore(Protocol):
-    """Where images lie; `runtime/disk_store.py` has those that survive the process."""
+class VersionStore:
+    """Where images lie: in this process's memory, without a bound.
 
-    @property
-    def may_block(self) -> bool:
-        """Whether `write` may take long, so that it belongs into a thread."""
+    `runtime/disk_store.py` has those that have one, and those that survive the process.
+    """
 
-    @property
-    def may_patch(self) -> bool:
-        """Whether images may be changed in place: nobody else uses them."""
+    may_block = False
+    """Whether `write` may take long, so that it belongs into a thread."""
+    may_patch = True
+    """Whether images may be changed in place: nobody else uses them."""
 
     def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
         """Return room for an image.
@@ -180,6 +180,7 @@ class VersionStore(Protocol):
         Raises:
             StorageError: if there is none.
         """
+        return allocate(num_bytes)
 
     def sealed(self, version: PolicyVersion, signed: bytes) -> None:
         """Note the manifest of an image that was created without it."""
@@ -189,6 +190,7 @@ class VersionStore(Protocol):
 
     def journal(self, version: PolicyVersion) -> SavedItem | None:
         """Return where to write down what comes of a keyframe; None if nothing is to be kept."""
+        return None
 
     def write(self, place: memoryview, data: Frame) -> None:
         """Copy a chunk to its place in an image; from any thread, of which none does so twice.
@@ -196,6 +198,7 @@ class VersionStore(Protocol):
         Raises:
             OSError: if the disk refuses it.
         """
+        fill(place, data)
 
     def begin_patch(self, patch: Patch) -> None:
         """Note what is about to be overwritten in place; from any thread.
@@ -212,42 +215,6 @@ class VersionStore(Protocol):
 
     def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
         """Count the memory of a version as that of the one which it has become."""
-
-
-class HeapStore:
-    """Images in this process's memory, without a bound."""
-
-    may_block = False
-    may_patch = True
-
-    def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
-        """Return room for an image."""
-        return allocate(num_bytes)
-
-    def sealed(self, version: PolicyVersion, signed: bytes) -> None:
-        """Need nothing: it does not outlive the process."""
-
-    def drop(self, version: PolicyVersion) -> None:
-        """Need nothing: memory that nobody reads is freed."""
-
-    def journal(self, version: PolicyVersion) -> None:
-        """Write nothing down: there is no later process that could read it."""
-
-    def write(self, place: memoryview, data: Frame) -> None:
-        """Copy a chunk to its place."""
-        fill(place, data)
-
-    def begin_patch(self, patch: Patch) -> None:
-        """Write nothing down."""
-
-    def end_patch(self, patch: Patch) -> None:
-        """Need nothing: images have no names here."""
-
-    def cancel_patch(self, patch: Patch) -> None:
-        """Need nothing."""
-
-    def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
-        """Need nothing."""
 
 
 # --- items: which chunks are here, which are missing ----------------------------------------------
@@ -942,7 +909,7 @@ class ItemStore:
         """
         self.keep_versions = keep_versions
         self.patch_mode: PatchMode = "copy"
-        self.version_store = HeapStore() if version_store is None else version_store
+        self.version_store = VersionStore() if version_store is None else version_store
         self.images: dict[PolicyVersion, Transfer] = {}
         self.encoded_versions: dict[ItemId, EncodedVersion] = {}
         self._sent = SentChunks()

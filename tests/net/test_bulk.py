@@ -333,6 +333,35 @@ def test_what_cannot_have_a_bulk_connection_goes_over_the_link(
     assert SERVER.secret.hex() not in caplog.text
 
 
+@pytest.mark.parametrize(
+    "offer",
+    [
+        [],
+        [b"\x1e\x61"],
+        [b"\0\0", b"t"],
+        [bytes(64), b"t"],
+        [b"\x1e\x61", b""],
+        [b"\x1e\x61", bytes(300)],
+    ],
+    ids=["nothing", "no token", "no port", "no number", "an empty token", "a long token"],
+)
+def test_an_offer_that_is_none_ends_nothing(run: Run, offer: list[bytes]) -> None:
+    async def scenario() -> None:
+        async with (
+            opened(ANY_PORT, LEARNER) as parent,
+            opened(None, worker(parent.listen_address or "")) as child,
+        ):
+            parent._bulk_port = 0  # it offers nothing by itself
+            link = child.dial(parent.listen_address or "", has_bulk=True)
+            assert await child.receive() == [Connected(link, parent.listen_address)]
+            [connected] = await parent.receive()  # as the child asks for a bulk connection
+            for frames in ([transport_of_zmq.BULK_OFFER, *offer], SMALL):
+                assert parent.send(connected.peer, frames)
+            assert await child.receive() == [Received(link, SMALL)]
+
+    run(scenario())
+
+
 def test_the_bulk_port_follows_the_listeners_own(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -52,6 +52,17 @@ class Node:
         self.transport = transport
         self._events: list[TransportEvent] = []
 
+    @property
+    def address(self) -> str:
+        assert self.transport.listen_address is not None
+        return self.transport.listen_address
+
+    async def dial(self, address: str) -> str:
+        """Dial who is there, and return its id here."""
+        up = self.transport.dial(address)
+        assert await self.event() == Connected(up, address)
+        return up
+
     async def event(self) -> TransportEvent:
         if not self._events:
             self._events = await self.transport.receive()
@@ -98,10 +109,7 @@ class World:
         """Return listener, dialler, the dialler's id there, and the listener's id here."""
         listener = await self.node(LISTEN, options)
         dialler = await self.node(None, options)
-        address = listener.transport.listen_address
-        assert address is not None
-        up = dialler.transport.dial(address)
-        assert await dialler.event() == Connected(up, address)
+        up = await dialler.dial(listener.address)
         assert dialler.transport.send(up, [b"hello"])
         connected = await listener.event()
         assert isinstance(connected, Connected)
@@ -252,10 +260,9 @@ def test_a_bad_address_is_named_with_the_form_expected(run: Run, address: str) -
 def test_an_address_in_use_is_refused_with_the_remedy(run: Run) -> None:
     async def scenario(world: World) -> None:
         listener = await world.node(LISTEN)
-        address = listener.transport.listen_address
         with pytest.raises(TransportError, match=r"in use.*choose another port") as caught:
-            await world.node(address)
-        assert str(address) in str(caught.value)
+            await world.node(listener.address)
+        assert listener.address in str(caught.value)
 
     run(scenario)
 
@@ -264,10 +271,7 @@ def test_a_peer_that_does_not_read_is_refused_and_disturbs_nobody(run: Run) -> N
     async def scenario(world: World) -> None:
         listener, stuck, stuck_id, stuck_up = await world.pair()
         other = await world.node()
-        address = listener.transport.listen_address
-        assert address is not None
-        up = other.transport.dial(address)
-        assert await other.event() == Connected(up, address)
+        up = await other.dial(listener.address)
         assert other.transport.send(up, [b"hello"])
         other_id = (await listener.expect(Connected)).peer
         await listener.message()
@@ -335,8 +339,6 @@ def test_last_words_arrive_before_the_end(run: Run) -> None:
 def test_a_closing_listener_is_heard_out_and_dialled_again(run: Run) -> None:
     async def scenario(world: World) -> None:
         listener, dialler, child, parent = await world.pair()
-        address = listener.transport.listen_address
-        assert address is not None
         for number in range(20):
             assert listener.transport.send(child, [b"%d" % number])
         await listener.transport.close()
@@ -346,8 +348,8 @@ def test_a_closing_listener_is_heard_out_and_dialled_again(run: Run) -> None:
         assert gone.peer == parent
         assert gone.reason
         assert not dialler.transport.send(parent, [b"lost"])
-        again = await world.node(address)
-        assert await dialler.event() == Connected(parent, address)
+        again = await world.node(listener.address)
+        assert await dialler.event() == Connected(parent, again.address)
         assert dialler.transport.send(parent, [b"back"])
         fresh = await again.expect(Connected)
         assert await again.message() == (fresh.peer, [b"back"])
@@ -358,8 +360,7 @@ def test_a_closing_listener_is_heard_out_and_dialled_again(run: Run) -> None:
 def test_a_dial_waits_for_a_listener_that_comes_later(run: Run) -> None:
     async def scenario(world: World) -> None:
         early = await world.node(LISTEN)
-        address = early.transport.listen_address
-        assert address is not None
+        address = early.address
         await early.transport.close()
         dialler = await world.node()
         up = dialler.transport.dial(address)
@@ -378,11 +379,8 @@ def test_a_node_that_comes_back_is_a_new_inbound_peer(run: Run) -> None:
         listener, dialler, child, parent = await world.pair()
         dialler.transport.hang_up(parent)
         assert (await listener.expect(Disconnected)).peer == child
-        address = listener.transport.listen_address
-        assert address is not None
-        up = dialler.transport.dial(address)
+        up = await dialler.dial(listener.address)
         assert up != parent
-        assert await dialler.event() == Connected(up, address)
         assert dialler.transport.send(up, [b"me again"])
         assert (await listener.expect(Connected)).peer != child
 
@@ -397,10 +395,7 @@ def test_after_hanging_up_on_an_inbound_peer_its_messages_are_discarded(run: Run
         assert not listener.transport.send(child, [b"x"])
         assert dialler.transport.send(parent, [b"unwanted"])
         other = await world.node()
-        address = listener.transport.listen_address
-        assert address is not None
-        up = other.transport.dial(address)
-        assert await other.event() == Connected(up, address)
+        up = await other.dial(listener.address)
         await asyncio.sleep(0.05)
         assert other.transport.send(up, [b"wanted"])
         newcomer = await listener.expect(Connected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import ipaddress
 import os
 import random
 import select
@@ -22,7 +23,7 @@ import pytest
 from echo.core.errors import TransportError
 from echo.net import zmq
 from echo.net.transport import Connected, DialFailed, Disconnected, Received, TransportOptions
-from echo.net.zmq import KernelFacts, ZmqTransport, advise
+from echo.net.zmq import KernelFacts, ZmqTransport, costly_settings, most_sockets
 from echo.runtime.node import read_kernel
 from tests.net.conftest import Run, each_loop_with_all, num_open_files
 
@@ -105,6 +106,14 @@ async def hello(transport: ZmqTransport) -> str:
     return connected.peer
 
 
+async def linked(dialler: ZmqTransport, listener: ZmqTransport) -> tuple[str, str]:
+    """Dial and say hello; return the listener's id at the dialler, and the dialler's there."""
+    up = dialler.dial(str(listener.listen_address))
+    await one(dialler)
+    assert dialler.send(up, [b"hello"])
+    return up, await hello(listener)
+
+
 @pytest.mark.parametrize("address", ["tcp://192.0.2.1:0", "tcp://no.such.host.invalid:0"])
 def test_an_address_of_another_machine_cannot_be_bound(run: Run, address: str) -> None:
     async def scenario() -> None:
@@ -180,6 +189,30 @@ def test_ipv6_and_names_can_be_dialled(run: Run) -> None:
     run(scenario("tcp://[::1]:0", "tcp://[::1]"))
 
 
+def link_local() -> str | None:
+    """Return an address of this machine that needs its interface's name; None if it has none."""
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else []:
+        digits, *_, interface = line.split()
+        if digits.startswith("fe80"):
+            return f"{ipaddress.IPv6Address(int(digits, 16))}%{interface}"
+    return None
+
+
+@pytest.mark.skipif(link_local() is None, reason="no interface has an IPv6 address of its network")
+def test_an_address_of_one_network_alone_can_be_dialled(run: Run) -> None:
+    async def scenario() -> None:
+        async with opened("tcp://[::]:0") as listener, opened() as dialler:
+            address = f"tcp://[{link_local()}]:{port_of(listener)}"
+            peer = dialler.dial(address)
+            assert await one(dialler) == Connected(peer, address)
+        async with opened() as dialler:
+            reason, _ = await first_failure(dialler, address)
+            assert "is closed: nothing listens there" in reason
+
+    run(scenario())
+
+
 def test_congestion_control_is_chosen_where_it_is_permitted(run: Run) -> None:
     permitted = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
 
@@ -203,10 +236,7 @@ def hold_up_until_readable(descriptor: int) -> None:
 def test_a_message_whose_wake_up_a_send_has_swallowed_is_received(run: Run) -> None:
     async def scenario() -> None:
         async with opened("tcp://127.0.0.1:0") as listener, opened() as node:
-            up = node.dial(str(listener.listen_address))
-            await one(node)
-            node.send(up, [b"hello"])
-            peer = await hello(listener)
+            up, peer = await linked(node, listener)
             node.send(up, [b"again"])
             assert listener._listener is not None
             edge = listener._listener.channel.socket.FD
@@ -228,20 +258,13 @@ def test_an_oversized_frame_ends_the_senders_connection_only(run: Run) -> None:
             opened(None, loose) as rude,
             opened() as polite,
         ):
-            address = str(listener.listen_address)
-            up = rude.dial(address)
-            await one(rude)
-            rude.send(up, [b"hello"])
-            rude_id = await hello(listener)
+            up, rude_id = await linked(rude, listener)
             assert rude.send(up, [bytes(strict.max_message_bytes + 1)])
             gone = await one(listener)
             assert isinstance(gone, Disconnected)
             assert gone.peer == rude_id
             assert isinstance(await one(rude), Disconnected)
-            up = polite.dial(address)
-            await one(polite)
-            assert polite.send(up, [b"hello"])
-            await hello(listener)
+            await linked(polite, listener)
 
     run(scenario())
 
@@ -343,10 +366,7 @@ def test_garbage_does_no_harm(run: Run, garbage: bytes) -> None:
         async with opened("tcp://127.0.0.1:0") as listener, opened() as dialler:
             with connect_raw(listener) as raw, connect_raw(listener):  # one stays silent
                 raw.sendall(garbage)
-                up = dialler.dial(str(listener.listen_address))
-                await one(dialler)
-                assert dialler.send(up, [b"hello"])
-                child = await hello(listener)
+                up, child = await linked(dialler, listener)
             assert dialler.send(up, [b"still"])
             assert await one(listener) == Received(child, [b"still"])
             assert listener.stats().messages_in == 2
@@ -434,10 +454,7 @@ def test_why_nobody_is_reached_is_told_apart(run: Run, monkeypatch: pytest.Monke
 def test_large_frames_are_not_copied_and_arrive_intact(run: Run) -> None:
     async def scenario() -> None:
         async with opened("tcp://127.0.0.1:0") as listener, opened() as dialler:
-            up = dialler.dial(str(listener.listen_address))
-            await one(dialler)
-            assert dialler.send(up, [b"hello"])
-            child = await hello(listener)
+            _, child = await linked(dialler, listener)
             storage = memoryview(os.urandom(16 << 18))
             chunks = [storage[i << 18 : (i + 1) << 18] for i in range(16)]
             taken: list[memoryview] = []
@@ -488,10 +505,7 @@ def test_connections_that_come_and_go_leave_nothing_behind(run: Run) -> None:
             num_descriptors = 0
             seen = set()
             for number in range(20):
-                up = dialler.dial(str(listener.listen_address))
-                await one(dialler)
-                assert dialler.send(up, [b"hello"])
-                child = await hello(listener)
+                up, child = await linked(dialler, listener)
                 seen.add(child)
                 dialler.hang_up(up)
                 assert isinstance(await one(listener), Disconnected)
@@ -503,6 +517,24 @@ def test_connections_that_come_and_go_leave_nothing_behind(run: Run) -> None:
                 await asyncio.sleep(0.01)
             assert listener._peers == {}
             assert dialler._peers == {}
+
+    run(scenario())
+
+
+def test_a_listener_that_closes_amid_strangers_leaves_nothing_behind(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq, "STRANGERS_S", 0.05)
+
+    async def scenario() -> None:
+        num_descriptors = num_open_files()
+        async with opened("tcp://127.0.0.1:0", dataclasses.replace(OPTIONS, max_strangers=1)) as it:
+            with connect_raw(it), connect_raw(it):
+                while not it.stats().closed_strangers:  # noqa: ASYNC110, nothing tells of it
+                    await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)  # until it would have looked at them again
+        # Besides the executor's, which `close` has used, and which stay with the loop.
+        assert num_open_files() < num_descriptors + zmq.RESERVED_DESCRIPTORS
 
     run(scenario())
 
@@ -537,13 +569,13 @@ def facts(send: int, receive: int, *, bbr: bool = True, after_idle: bool = True)
     ],
 )
 def test_as_many_sockets_as_a_gigabit_at_100_ms_takes(given: KernelFacts, num_sockets: int) -> None:
-    assert advise(given).num_sockets_per_link == num_sockets
+    assert most_sockets(given) == num_sockets
 
 
 def test_a_warning_names_the_sysctl_and_its_value() -> None:
     given = facts(4 * MIB, 6 * MIB, bbr=False)
-    send, receive, bbr, idle = advise(given).warnings
-    assert "4194304 bytes, about 235 Mbit/s per connection" in send
+    send, receive, bbr, idle = costly_settings(given)
+    assert "4194304 bytes, per connection 1 Gbit/s up to 23 ms and about 235 Mbit/s" in send
     assert 'sysctl -w net.ipv4.tcp_wmem="4096 16384 67108864"' in send
     assert 'sysctl -w net.ipv4.tcp_rmem="4096 131072 67108864"' in receive
     assert "weights go out by cubic" in bbr
@@ -553,7 +585,7 @@ def test_a_warning_names_the_sysctl_and_its_value() -> None:
 
 @pytest.mark.parametrize("given", [facts(64 * MIB, 64 * MIB), KernelFacts()])
 def test_nothing_is_said_where_nothing_is_wrong_or_known(given: KernelFacts) -> None:
-    assert advise(given).warnings == ()
+    assert costly_settings(given) == []
 
 
 def test_facts_come_from_files_and_missing_ones_are_unknown(tmp_path: Path) -> None:
@@ -575,7 +607,7 @@ def test_facts_come_from_files_and_missing_ones_are_unknown(tmp_path: Path) -> N
 def test_this_kernel_can_be_read() -> None:
     found = read_kernel()
     assert found.max_send_buffer_bytes
-    assert advise(found).num_sockets_per_link >= 1
+    assert most_sockets(found) >= 1
 
 
 @pytest.mark.slow

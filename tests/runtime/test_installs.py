@@ -17,7 +17,7 @@ from echo.engine.engine import UNVERSIONED
 from echo.runtime.worker.node import WorkerParts
 from echo.weights.delta import BlockPatch
 from echo.weights.manifest import TensorSpec
-from echo.weights.store import ApplyPatch, HeapStore, Patch
+from echo.weights.store import ApplyPatch, Patch, VersionStore
 from tests.promises.world import StubEngine
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
@@ -46,7 +46,7 @@ class Engine(StubEngine):
         return bytes(self.weights.tolist())
 
 
-class Disk(HeapStore):
+class Disk(VersionStore):
     """A store that notes what it is told, and may be full."""
 
     def __init__(self, *, is_full: bool = False) -> None:

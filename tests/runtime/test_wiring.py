@@ -112,9 +112,15 @@ def test_sockets_per_link_follow_from_the_kernel() -> None:
 def test_the_kernel_matters_for_links_between_machines(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = KernelFacts(congestion_control="cubic", can_use_bbr=False, is_bbr_available=True)
+    facts = KernelFacts(can_use_bbr=False, max_send_buffer_bytes=4 << 20)
     monkeypatch.setattr(node, "read_kernel", lambda: facts)
-    node.warn_of_kernel(None, "tcp://127.0.0.1:1", f"tcp://localhost:1#{KEY}")
+    log, wan = logging.getLogger("a node's"), parse_config({"profile": "wan"})
+    caplog.set_level(logging.INFO)
+    node.tell_of_kernel(wan, None, "tcp://127.0.0.1:1", f"tcp://localhost:1#{KEY}", log=log)
     assert caplog.text == ""
-    node.warn_of_kernel(None, "tcp://10.0.0.5:1")
-    assert "tcp_allowed_congestion_control" in caplog.text
+    for config, level in ((wan, "WARNING"), (parse_config({}), "INFO")):
+        caplog.clear()
+        node.tell_of_kernel(config, None, "tcp://10.0.0.5:1", log=log)
+        assert {record.levelname for record in caplog.records} == {level}
+        assert "tcp_allowed_congestion_control" in caplog.text
+        assert "1 Gbit/s up to 23 ms" in caplog.text

@@ -350,7 +350,6 @@ def test_what_was_not_asked_for_is_ignored() -> None:
         (Announce(version=V2), [encode_signed(make_version(1, 3)[0])], "with the manifest of v3"),
         (Announce(version=V2), [encode_signed(make_version(1, 2, run="x")[0])], "run 'x'"),
         (Chunk(version=V1, index=6), [b"x"], "bad index or without its bytes"),
-        (Chunk(version=V1, index=-1), [b"x"], "bad index or without its bytes"),
         (Chunk(version=V1, index=0), [], "bad index or without its bytes"),
         (Chunk(version=V1, index=1, others=(2,)), [b"x"], "bad index or without its bytes"),
         (Chunk(version=V1, index=1, others=(6,)), [b"x", b"y"], "bad index or without its bytes"),

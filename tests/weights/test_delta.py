@@ -87,19 +87,6 @@ def test_a_block_comes_back_bit_for_bit(drawn: tuple[bytes, bytes, WordBytes]) -
     assert len(alone) <= len(new) + 1
 
 
-@pytest.mark.parametrize("codec", [CHANGES, DIFFERENCE, XOR, PLANES])
-@given(drawn=blocks())
-def test_each_codec_brings_any_block_back(
-    codec: int, drawn: tuple[bytes, bytes, WordBytes]
-) -> None:
-    base, new, word_bytes = drawn
-    old_words, tail = blocks_module._split(memoryview(base), word_bytes)
-    new_words, tail = blocks_module._split(memoryview(new), word_bytes)
-    parts = blocks_module._CODERS[codec](old_words, new_words)
-    delta = b"".join([bytes([codec, word_bytes]), *parts, tail])
-    assert decoded(delta, base, len(new)) == new
-
-
 @pytest.mark.parametrize("word_bytes", [2, 4])
 def test_special_values_survive(word_bytes: WordBytes) -> None:
     """Every pair of NaNs with payloads, infinities, zeros of both signs, subnormals, extremes."""

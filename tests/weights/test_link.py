@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
@@ -139,7 +138,7 @@ def test_patience(rate: float, rtt_s: float | None, patience_s: float) -> None:
 
 @pytest.mark.parametrize(
     ("again_s", "patience_s"),
-    [(1.6, 2.1), (1e9, MAX_PROMISE_S + 0.5), (0.0, 0.5), (math.nan, 0.5), (-1.0, 0.5)],
+    [(1.6, 2.1), (1e9, MAX_PROMISE_S + 0.5), (0.0, 0.5)],
 )
 def test_a_parent_that_waits_has_the_time_that_it_says_within_reason(
     again_s: float, patience_s: float
@@ -345,15 +344,15 @@ def test_other_ways_of_sending_only_raise_it() -> None:
 
 
 def test_the_window_holds_what_is_under_way_and_grows_from_its_own_limit() -> None:
-    bounds = {"first": 4 * MIB, "most": 64 * MIB}
-    assert window_bytes(125e6, 0.1, MIB, **bounds) == int(1.5 * 125e6 * (0.1 + LOOP_S)) + 2 * MIB
-    assert window_bytes(None, 0.1, MIB, **bounds) == 4 * MIB
-    assert window_bytes(1e3, 0.001, MIB, **bounds) == int(1.5e3 * (0.001 + LOOP_S)) + 2 * MIB
-    assert window_bytes(1e10, 1.0, MIB, **bounds) == 64 * MIB
+    first = 4 * MIB
+    assert window_bytes(125e6, 0.1, MIB, first=first) == int(1.5 * 125e6 * (0.1 + LOOP_S)) + 2 * MIB
+    assert window_bytes(None, 0.1, MIB, first=first) == first
+    assert window_bytes(1e3, 0.001, MIB, first=first) == int(1.5e3 * (0.001 + LOOP_S)) + 2 * MIB
+    assert window_bytes(1e10, 1.0, MIB, first=first) == 64 * MIB
     # A link of 1 Gbit/s and 100 ms: what a window lets through decides the next one.
-    window = window_bytes(None, None, MIB, **bounds)
+    window = window_bytes(None, None, MIB, first=first)
     for _ in range(6):
-        window = window_bytes(min(window / 0.1, 125e6), 0.1, MIB, **bounds)
+        window = window_bytes(min(window / 0.1, 125e6), 0.1, MIB, first=first)
     assert window >= 1.3 * 12.5e6 + 2 * MIB
 
 

@@ -39,19 +39,15 @@ def link() -> WeightsLink:
     return make_links()
 
 
-def follow(
-    link: Parents, *parents: tuple[str, str], epoch: int = 1, now: float = 0.0, **rest: Any
-) -> list[Any]:
-    return link.on_plan(
-        TopologyPlan(epoch=epoch, stripes=(parents,)), control=rest.get("control"), now=now
-    )
+def follow(link: Parents, *parents: tuple[str, str], epoch: int = 1, now: float = 0.0) -> list[Any]:
+    return link.on_plan(TopologyPlan(epoch=epoch, stripes=(parents,)), now=now)
 
 
 def answer(link: WeightsLink, node_id: str, *, now: float = 0.0) -> list[Any]:
     """Complete the dial that is under way."""
     assert link.next is not None
     link.next.peer = f"peer-{node_id}"
-    return link.greeted(link.next.peer, node_id, control=None, now=now)
+    return link.greeted(link.next.peer, node_id, now=now)
 
 
 def stand_by(link: WeightsLink, node_id: str, *, sent: float = 0.0, now: float = 0.0) -> list[Any]:
@@ -59,13 +55,13 @@ def stand_by(link: WeightsLink, node_id: str, *, sent: float = 0.0, now: float =
     assert link.first.spare is not None
     link.first.spare.peer = f"peer-{node_id}"
     assert link.connected(f"peer-{node_id}", now=sent)
-    return link.greeted(f"peer-{node_id}", node_id, control=None, now=now)
+    return link.greeted(f"peer-{node_id}", node_id, now=now)
 
 
 def fail(link: WeightsLink, node_id: str, *, now: float = 0.0, is_corrupt: bool = False) -> Any:
     peer = f"peer-{node_id}"
     failure = ParentFailed(peer, "reset", is_corrupt=is_corrupt)
-    return link.parent_failed(failure, control=None, now=now)
+    return link.parent_failed(failure, now=now)
 
 
 def dialled(actions: list[Any]) -> list[str]:
@@ -96,15 +92,15 @@ def test_the_next_parent_takes_the_place_of_one_that_fails_and_after_the_last_th
     answer(link, "learner")
     assert dialled(fail(link, "learner", now=5.0)) == []
     assert link.deadline == 6.0
-    assert link.expire(control=None, now=5.9) == []
-    assert dialled(link.expire(control=None, now=6.0)) == ["tcp://r2:1"]
+    assert link.expire(now=5.9) == []
+    assert dialled(link.expire(now=6.0)) == ["tcp://r2:1"]
 
 
 def test_a_parent_that_does_not_answer_is_given_up_after_three_seconds(link: WeightsLink) -> None:
     follow(link, R1, LEARNER, now=1.0)
     assert link.deadline == 4.0
-    assert link.expire(control=None, now=3.9) == []
-    actions = link.expire(control=None, now=4.0)
+    assert link.expire(now=3.9) == []
+    actions = link.expire(now=4.0)
     text = "weights from tcp://r1:1 failed: no answer"
     assert Note("warning", text, "weights from tcp://r1:1") in actions
     assert dialled(actions) == ["tcp://l:1"]
@@ -112,8 +108,8 @@ def test_a_parent_that_does_not_answer_is_given_up_after_three_seconds(link: Wei
 
 def test_without_an_address_the_parent_is_where_this_node_reached_it(link: WeightsLink) -> None:
     anywhere = ("learner", "")
-    control = Connection("tcp://found:1", peer="out0", node_id="learner")
-    assert dialled(follow(link, anywhere, control=control)) == ["tcp://found:1"]
+    link.control = Connection("tcp://found:1", peer="out0", node_id="learner")
+    assert dialled(follow(link, anywhere)) == ["tcp://found:1"]
     other = make_links()
     assert follow(other, anywhere) == []
     assert other.deadline == 1.0
@@ -148,7 +144,7 @@ def test_a_plan_that_changes_while_dialling_drops_that_dial(link: WeightsLink) -
     actions = follow(link, R2, LEARNER, epoch=2)
     assert actions[0] == HangUp("peer-r1")
     assert dialled(actions) == ["tcp://r2:1"]
-    assert link.greeted("peer-r1", "r1", control=None, now=0.0) == []
+    assert link.greeted("peer-r1", "r1", now=0.0) == []
     assert fail(link, "r1") == []
 
 
@@ -162,7 +158,7 @@ def test_the_preferred_parent_is_tried_again_when_the_plan_is_repeated_but_not_a
     assert follow(link, R1, LEARNER, now=109.9) == []
     assert dialled(follow(link, R1, LEARNER, now=110.0)) == ["tcp://r1:1"]
     # It is still away: the parent in use stays in use.
-    link.expire(control=None, now=113.0)
+    link.expire(now=113.0)
     assert link.receiver.links[0].peer == "peer-learner"
     assert follow(link, R1, LEARNER, now=114.0) == []
     # Later each time: it has failed twice.
@@ -224,7 +220,7 @@ def test_the_parent_that_is_dialled_may_fail_after_the_spare_took_over(link: Wei
     stand_by(link, "learner", now=0.25)
     follow(link, R2, LEARNER, epoch=2, now=1.0)
     fail(link, "r1", now=1.5)
-    assert dialled(link.expire(control=None, now=4.0)) == []
+    assert dialled(link.expire(now=4.0)) == []
     assert link.next is None
     assert link.parent == "learner"
     assert link.receiver.links[0].peer == "peer-learner"
@@ -239,16 +235,38 @@ def test_a_spare_that_fails_costs_nothing_and_is_dialled_again(link: WeightsLink
     assert link.receiver.links[0].peer == "peer-r1"
     assert not link.receiver.links[0].has_spare
     assert link.deadline == 6.0
-    assert dialled(link.expire(control=None, now=6.0)) == ["tcp://l:1"]
+    assert dialled(link.expire(now=6.0)) == ["tcp://l:1"]
 
 
 def test_a_spare_that_does_not_answer_is_given_up_for_a_while(link: WeightsLink) -> None:
     follow(link, R1, LEARNER)
     answer(link, "r1")
     assert link.deadline == 3.0
-    link.expire(control=None, now=3.0)
+    link.expire(now=3.0)
     assert link.first.spare is None
     assert link.receiver.links[0].peer == "peer-r1"
+
+
+def test_a_spare_that_is_replaced_while_it_is_late_does_not_cost_the_parent(
+    link: WeightsLink,
+) -> None:
+    follow(link, R1, LEARNER)
+    answer(link, "r1")  # and the learner is dialled as its spare
+    follow(link, R2, R1, ("r3", "tcp://r3:1"), epoch=2)
+    actions = link.expire(now=3.0)  # neither r2 nor the learner has answered
+    assert dialled(actions) == ["tcp://r3:1"]
+    assert link.parent == "r1"
+    assert link.receiver.links[0].peer == "peer-r1"
+
+
+def test_without_a_parent_nothing_is_due_for_a_spare(link: WeightsLink) -> None:
+    follow(link, R1, LEARNER)
+    answer(link, "r1")
+    stand_by(link, "learner")
+    fail(link, "learner", now=5.0)
+    fail(link, "r1", now=5.5)  # before the spare was to be dialled again
+    link.expire(now=6.0)
+    assert link.deadline == 8.5
 
 
 def test_who_sent_wrong_chunks_is_passed_over_for_a_while_but_not_the_learner(
@@ -261,7 +279,7 @@ def test_who_sent_wrong_chunks_is_passed_over_for_a_while_but_not_the_learner(
     answer(link, "learner")
     fail(link, "learner", now=20.0, is_corrupt=True)
     assert link.first.next is None
-    assert dialled(link.expire(control=None, now=21.0)) == ["tcp://l:1"]
+    assert dialled(link.expire(now=21.0)) == ["tcp://l:1"]
     assert link.suspects(now=1.0 + QUARANTINE_S) == ("learner",)
 
 
@@ -271,13 +289,13 @@ def test_who_sent_wrong_chunks_is_passed_over_for_a_while_but_not_the_learner(
 def test_every_stripe_has_its_parents_and_every_socket_is_a_link() -> None:
     link = make_links(sockets_per_link=3)
     plan = TopologyPlan(epoch=1, stripes=((R1, LEARNER), (R2, LEARNER)))
-    actions = link.on_plan(plan, control=None, now=0.0)
+    actions = link.on_plan(plan, now=0.0)
     assert dialled(actions) == ["tcp://r1:1", "tcp://r2:1", "tcp://r1:1", "tcp://r2:1"]
     assert len(link.receiver.links) == 4
     for number, address in enumerate(dialled(actions)):
         link.dialled(address, f"peer{number}")
     for number, node_id in enumerate(("r1", "r2", "r1", "r2")):
-        link.greeted(f"peer{number}", node_id, control=None, now=0.0)
+        link.greeted(f"peer{number}", node_id, now=0.0)
     assert [link.peer for link in link.receiver.links] == [
         "peer0",
         "peer1",
@@ -290,12 +308,12 @@ def test_every_stripe_has_its_parents_and_every_socket_is_a_link() -> None:
 def test_stripes_are_as_good_as_several_sockets() -> None:
     link = make_links(sockets_per_link=2)
     plan = TopologyPlan(epoch=1, stripes=((R1, LEARNER), (R2, LEARNER)))
-    assert dialled(link.on_plan(plan, control=None, now=0.0)) == ["tcp://r1:1", "tcp://r2:1"]
+    assert dialled(link.on_plan(plan, now=0.0)) == ["tcp://r1:1", "tcp://r2:1"]
 
 
 def test_a_plan_with_fewer_stripes_hangs_up_the_rest(link: WeightsLink) -> None:
     plan = TopologyPlan(epoch=1, stripes=((R1, LEARNER), (R2, LEARNER)))
-    for number, address in enumerate(dialled(link.on_plan(plan, control=None, now=0.0))):
+    for number, address in enumerate(dialled(link.on_plan(plan, now=0.0))):
         link.dialled(address, f"peer{number}")
     actions = follow(link, R1, LEARNER, epoch=2)
     assert HangUp("peer1") in actions
@@ -310,11 +328,11 @@ def test_a_plan_with_other_stripes_waits_for_the_end_of_a_fetch_but_not_for_long
     stand_by(link, "learner")
     link.receiver.item = (PolicyVersion(1, 1), FULL)
     plan = TopologyPlan(epoch=2, stripes=((R1, LEARNER), (R2, LEARNER)))
-    assert link.on_plan(plan, control=None, now=1.0) == []
-    assert link.on_plan(plan, control=None, now=3.0) == []
+    assert link.on_plan(plan, now=1.0) == []
+    assert link.on_plan(plan, now=3.0) == []
     assert link.deadline == 1.0 + REDIVIDE_AFTER_S
-    link.expire(control=None, now=REDIVIDE_AFTER_S)
+    link.expire(now=REDIVIDE_AFTER_S)
     assert len(link.receiver.links) == 1
-    assert dialled(link.expire(control=None, now=1.0 + REDIVIDE_AFTER_S)) == ["tcp://r2:1"]
+    assert dialled(link.expire(now=1.0 + REDIVIDE_AFTER_S)) == ["tcp://r2:1"]
     assert len(link.receiver.links) == 2
     assert link.deadline is None or link.deadline > 1.0 + REDIVIDE_AFTER_S

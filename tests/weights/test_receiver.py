@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from echo.core.errors import RemoteProtocolError
 from echo.core.rollout import PolicyVersion
 from echo.weights import link as links
 from echo.weights.link import MAX_BAD_CHUNKS, ParentFailed
 from echo.weights.manifest import encode_signed
 from echo.weights.receiver import (
     FIRST_PAUSE_S,
-    MAX_OFFERS,
     MAX_PAUSE_S,
     MAX_REFUSED,
     RELEASE_PAUSE_S,
@@ -161,21 +159,6 @@ def test_no_way_leads_over_an_image_that_is_too_old() -> None:
     assert offers.next_step(None) is None
 
 
-def test_a_negative_size_is_none() -> None:
-    offers = knowing(1)
-    announce(offers, (2, 1, -(1 << 60)))
-    assert offers.num_bytes((v(2), form_on(1))) == 0
-    assert offers.next_step(None) == (v(2), form_on(1))
-
-
-def test_too_many_offers_leave_everything_as_it_was() -> None:
-    offers = knowing(1)
-    announce(offers, (2, 1, 10))
-    with pytest.raises(RemoteProtocolError, match="1001 encoded versions"):
-        announce(offers, *((step, None, 1) for step in range(MAX_OFFERS + 1)))
-    assert offers.next_step(None) == (v(2), form_on(1))
-
-
 def test_what_was_refused_is_not_tried_again() -> None:
     offers = knowing(1)
     announce(offers, (2, 1, 10), full=2)
@@ -317,7 +300,7 @@ def test_no_more_than_a_window_waits_to_be_written() -> None:
 
 
 def test_a_parent_that_does_not_heed_its_credit_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "MAX_WINDOW_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(links, "MAX_WINDOW_BYTES", WINDOW_CHUNKS * CHUNK_BYTES)
     monkeypatch.setattr(links, "MAX_WRITING_WINDOWS", 2)
     net = fetching()
     node, link, image = net.nodes["b"], net.link("b", 0) or "", image_of(0)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.core.errors import RemoteProtocolError
 from echo.core.rollout import PolicyVersion
 from echo.weights.schedule import (
     MAX_STEPS,
@@ -161,13 +159,3 @@ def test_no_way_is_cheaper(
         assert all(b.base == a.version for a, b in itertools.pairwise(path))
         assert path[-1].version == target
         assert (path_bytes(path), len(path)) == min(costs)
-
-
-@pytest.mark.parametrize(
-    ("kind", "base", "num_bytes"), [("full", v(1), 1), ("delta", None, 1), ("keyframe", None, -1)]
-)
-def test_an_impossible_offer_is_refused(
-    kind: Literal["full", "keyframe", "delta"], base: PolicyVersion | None, num_bytes: int
-) -> None:
-    with pytest.raises(RemoteProtocolError, match="impossible offer of v2"):
-        EncodedOffer(v(2), base, kind, num_bytes)

@@ -42,7 +42,7 @@ from tests.roles.harness import make_hello
 from tests.weights.encoded_versions import v
 from tests.weights.fleets import MBIT, check, draw, flat, fleet_of, learner, site, trees_of
 
-LEARNER = ("learner", "tcp://l:1")
+LEARNER = ("learner", "")
 
 
 def planned(
@@ -315,7 +315,7 @@ def test_a_clearly_better_plan_replaces_the_old_one() -> None:
 
 
 def plan(*sites: Site) -> dict[str, list[str]]:
-    parents = plan_parents(sites, learner_address="tcp://l:1")
+    parents = plan_parents(sites)
     return {name: [node_id for node_id, _ in chosen] for name, chosen in parents.items()}
 
 
@@ -339,7 +339,7 @@ def test_every_plan_is_a_tree_that_hangs_from_the_learner(kinds: list[tuple[str,
         for i, (role, listens) in enumerate(kinds)
     ]
     address_of = {site.node_id: site.address for site in sites} | {LEARNER[0]: LEARNER[1]}
-    parents = plan_parents(sites, learner_address=LEARNER[1])
+    parents = plan_parents(sites)
     assert parents.keys() == {site.node_id for site in sites}
     for name, chosen in parents.items():
         assert chosen[-1] == LEARNER

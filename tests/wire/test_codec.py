@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from msgspec.structs import replace
 
 from echo.core.bounds import MAX_HEADER_BYTES, MAX_NODE_ID_LENGTH
 from echo.core.errors import RemoteProtocolError
-from echo.core.rollout import Group, Rollout
+from echo.core.rollout import Group, PolicyVersion, Rollout
 from echo.wire import messages
 from echo.wire.codec import (
     MAX_HOPS,
@@ -110,6 +112,31 @@ def test_nesting_without_end_is_a_remote_error() -> None:
 def test_a_bad_header_is_named(frames: list[bytes], match: str) -> None:
     with pytest.raises(RemoteProtocolError, match=match):
         decode_envelope(frames)
+
+
+VERSION = PolicyVersion(1, 2)
+FETCH = messages.Fetch(version=VERSION, ranges=((0, 2),), credit_bytes=1)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        replace(FETCH, link=-1),
+        replace(FETCH, num_links=1 << 40),
+        replace(FETCH, num_segments=-1),
+        replace(FETCH, credit_bytes=-1),
+        replace(FETCH, ranges=((-1, 2),)),
+        messages.Chunk(version=VERSION, index=-1),
+        messages.Credit(version=VERSION, credit_bytes=0, taken_bytes=-1),
+        messages.Waiting(version=VERSION, again_s=math.nan),
+        messages.Announce(
+            version=VERSION, offers=(messages.EncodedVersionOffer(VERSION, None, -1),)
+        ),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused_before_anybody_counts_with_it(message: Any) -> None:
+    with pytest.raises(RemoteProtocolError, match="malformed message from w1"):
+        decode_message(decode_envelope(encode(message, source="w1")))
 
 
 def test_an_unknown_message_is_refused_with_its_sender() -> None:

@@ -597,7 +597,7 @@ async def build_learner(
     transport = await wiring.start_transport(
         config.network, config.learner.listen, keys, listens_later=True
     )
-    wiring.warn_of_kernel(config.learner.listen)
+    wiring.tell_of_kernel(config, config.learner.listen, log=log)
     try:
         if keys is not None:
             invite(config, keys, secret, transport, log=log)

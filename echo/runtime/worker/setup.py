@@ -91,7 +91,7 @@ async def build_worker(
     keys = node_keys(config, "worker")
     import_engine(config)  # before strangers can take the descriptors that it needs
     transport = await wiring.start_transport(config.network, config.worker.listen, keys)
-    wiring.warn_of_kernel(config.worker.listen, *dial_addresses(config, "worker"))
+    wiring.tell_of_kernel(config, config.worker.listen, *dial_addresses(config, "worker"), log=log)
     try:
         return assemble_worker(config, transport, log=log, events=events)
     except BaseException:

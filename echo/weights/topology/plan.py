@@ -483,22 +483,19 @@ class _Planner:
 # --- planner: the learner's view of the links, and the plan in force ------------------------------
 
 
-def plan_parents(
-    sites: Sequence[Site], *, learner_address: str
-) -> dict[str, tuple[tuple[str, str], ...]]:
+def plan_parents(sites: Sequence[Site]) -> dict[str, tuple[Hop, ...]]:
     """Return each node's parents, most wanted first, in one chain: relays, workers, then leaves.
+
+    The learner tells nobody its address: it is where a node has reached it.
 
     Args:
         sites: every live node except the learner, in a stable order (that of joining).
-        learner_address: the learner's advertised address; empty for "as you reached it".
     """
-    learner = (LEARNER_ID, learner_address)
+    learner = (LEARNER_ID, "")
     line = [site for site in sites if site.address is not None and site.role == "relay"]
     line += [site for site in sites if site.address is not None and site.role != "relay"]
     hops = [(site.node_id, site.address or "") for site in line]
-    parents = {}
-    for index, site in enumerate(line):
-        parents[site.node_id] = (*reversed(hops[:index]), learner)
+    parents = {site.node_id: (*reversed(hops[:index]), learner) for index, site in enumerate(line)}
     leaves = [site for site in sites if site.address is None]
     for number, site in enumerate(leaves):
         last = len(hops) - number % len(hops) if hops else 0
@@ -740,10 +737,9 @@ class Planner:
         from it.
         """
         self.epoch += 1
-        parents = plan_parents(sites, learner_address="")
         return {
             node_id: TopologyPlan(epoch=self.epoch, stripes=(hops,))
-            for node_id, hops in parents.items()
+            for node_id, hops in plan_parents(sites).items()
         }
 
     def _site(self, node: PlannedNode, suspects: set[str]) -> Site:
