@@ -47,6 +47,13 @@ class Trainer:
         (directory / "state").write_text(self._state)
 
 
+class TrainerOfTwo(Trainer):
+    def save_state(self, directory: Path) -> None:
+        for name in ("maths", "prose"):
+            (directory / name).mkdir()
+            super().save_state(directory / name)
+
+
 class FailingTrainer:
     def save_state(self, directory: Path) -> None:
         (directory / "half").write_text("written")
@@ -176,6 +183,24 @@ def test_what_is_wrong_with_a_checkpoint_is_told_and_the_one_before_is_taken(
     assert found is not None
     assert found.info.step == 10
     assert told in found.damage[0]
+
+
+def test_the_folders_of_several_adapters_are_sealed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(checkpoint_module, "sync_path", lambda path: synced.append(path.name))
+    save(tmp_path, 10)
+    make(tmp_path).save(TrainerOfTwo("1/20"), lineage=1, step=20, now=0.0)
+    assert synced.count("state") == 3
+    found = find_whole(tmp_path)
+    assert found is not None
+    assert found.info.step == 20
+    (tmp_path / "step_000020" / "prose" / "state").write_text("1/21")
+    found = find_whole(tmp_path)
+    assert found is not None
+    assert found.info.step == 10
+    assert f"prose/state is damaged: its BLAKE3 hash is {IS}" in found.damage[0]
 
 
 def test_where_every_checkpoint_is_damaged_the_run_does_not_begin_anew_in_silence(

@@ -211,10 +211,21 @@ def list_checkpoints(directory: Path) -> dict[int, Path]:
 def _seal(directory: Path, info: CheckpointInfo) -> None:
     """Add what a checkpoint says of itself and the hashes; force all of it onto the disk."""
     (directory / INFO_FILE).write_text(json.dumps(asdict(info)), encoding="utf-8")
-    sums = "".join(f"{hash_file(path)}  {path.name}\n" for path in sorted(directory.iterdir()))
+    sums = "".join(f"{hash_file(directory / name)}  {name}\n" for name in _files(directory))
     (directory / SUMS_FILE).write_text(sums, encoding="utf-8")
-    for path in (*directory.iterdir(), directory):
+    for path in (*directory.rglob("*"), directory):
         sync_path(path)
+
+
+def _files(directory: Path) -> list[str]:
+    """Return the files of a checkpoint by their paths in it: each of several adapters has a folder.
+
+    Raises:
+        OSError: if a folder cannot be read.
+    """
+    return sorted(
+        path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
+    )
 
 
 def _read_whole(path: Path) -> CheckpointInfo:
@@ -250,7 +261,7 @@ def _verify(path: Path, sums: str) -> None:
     """
     lines = [line.partition("  ") for line in sums.split("\n") if line]
     expected = {name: digest for digest, _, name in lines}
-    unlisted = {file.name for file in path.iterdir()} - expected.keys() - {SUMS_FILE}
+    unlisted = {*_files(path)} - expected.keys() - {SUMS_FILE}
     if unlisted or INFO_FILE not in expected:
         names = ", ".join(sorted(unlisted | ({INFO_FILE} - expected.keys())))
         raise DamagedCheckpointError(f"{path / SUMS_FILE} is damaged: it does not list {names}")
