@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,6 +97,24 @@ def test_an_example_that_no_message_holds_is_named(info: dict[str, object]) -> N
 
     with pytest.raises(DataError, match="example 3 cannot be sent to a worker"):
         make(task=Large()).lease(3, 0)
+
+
+def test_an_example_is_the_same_for_whichever_thread_asks_while_an_epoch_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where groups are scored at the learner while others are granted."""
+    source, shuffle = make(task=Counting(50)), random.Random.shuffle
+    expected, found = [source.example(group).index for group in range(50)], list[int]()
+
+    def interrupted(self: random.Random, order: list[Any]) -> None:
+        monkeypatch.undo()
+        found.extend(source.example(group).index for group in range(50))
+        shuffle(self, order)
+        found.extend(source.example(group).index for group in range(50))
+
+    monkeypatch.setattr(random.Random, "shuffle", interrupted)
+    source.example(50)
+    assert found == 2 * expected
 
 
 def test_prompts_that_cannot_be_had_are_found_before_a_run_begins() -> None:

@@ -6,6 +6,7 @@ by whichever process, has the same prompt as before.
 
 from __future__ import annotations
 
+import functools
 import operator
 import random
 import reprlib
@@ -50,8 +51,8 @@ class PromptSource:
         self._num_examples = self._count("train")
         self._hides_answers = hides_answers
         self._cache: OrderedDict[int, Lease] = OrderedDict()
-        self._epoch = -1
-        self._order: list[int] = []
+        # Of two epochs, for groups of both are under way where one ends and the next begins.
+        self._order_of = functools.lru_cache(maxsize=2)(self._shuffled)
 
     def lease(self, group_id: int, attempt: int) -> Lease:
         """Return the lease of a group; every attempt has the same prompt and another seed.
@@ -163,11 +164,12 @@ class PromptSource:
         if not self._num_examples:
             return group_id  # there is no end, or nothing: then the task says so
         epoch, position = divmod(group_id, self._num_examples)
-        if epoch != self._epoch:
-            self._order = list(range(self._num_examples))
-            random.Random(f"{self._seed}/epoch {epoch}").shuffle(self._order)
-            self._epoch = epoch
-        return self._order[position]
+        return self._order_of(epoch)[position]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(self._num_examples or 0))
+        random.Random(f"{self._seed}/epoch {epoch}").shuffle(order)
+        return order
 
 
 @contextmanager
