@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from echo.core.errors import StorageError
+from echo.core.errors import EchoError, StorageError
 from echo.records.files import hash_file, sync_path, write_file
 
 FORMAT = 2
@@ -108,6 +108,7 @@ class Checkpoints:
 
         Raises:
             StorageError: if it could not be written; older checkpoints are untouched.
+            NonfiniteWeightsError: if the trainer's weights are not worth saving; likewise.
         """
         self._tried_at = now
         directory, name = self._directory, f"step_{step:06d}"
@@ -129,7 +130,7 @@ class Checkpoints:
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise StorageError(f"no checkpoint of step {step} in {directory}: {error}") from error
-        except StorageError:
+        except EchoError:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         self.saved_step = step

@@ -22,7 +22,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -76,7 +76,7 @@ from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example
 from echo.tasks.tokenization import TextCodec
-from echo.train.step import StepError
+from echo.train.step import NonfiniteWeightsError, StepError
 from echo.weights.schedule import PublishPace
 from echo.wire.actions import Action, Note
 from echo.wire.codec import encode_group
@@ -85,7 +85,6 @@ from echo.wire.messages import BAD_LOGPROBS
 if TYPE_CHECKING:
     from echo.train.attribution import Attribution
     from echo.train.ranks import AnyTrainer
-    from echo.weights.manifest import Manifest
 
 
 Row = Mapping[str, float | Mapping[str, float]]
@@ -366,25 +365,29 @@ class BatchWait:
 #
 # A worker whose model gives no probabilities says so, ends the group and lives on. Only the learner
 # can tell whether its weights are at fault, for which it looks once through the version that is
-# out. Then nobody will ever sample again, so the run ends there, and they are not saved (again).
+# out, and through those that a checkpoint is to be made of. Then nobody will ever sample again, so
+# the run ends there, and they are not saved (again).
 
 
 def describe_bad_weights(
-    names: list[str], manifest: Manifest, sampled: PolicyVersion | None, config: Config
+    names: Sequence[str],
+    num_tensors: int,
+    version: PolicyVersion,
+    sampled: PolicyVersion | None,
+    config: Config,
 ) -> str:
     """Say which weights hold NaN, since when, and what to do.
 
     Args:
-        names: of the tensors, at least one.
-        manifest: of the version that was looked through.
+        names: of the tensors that do, at least one.
+        num_tensors: that there are.
+        version: that was looked through.
         sampled: the newest version that has sampled a whole group since this learner began, if any.
         config: the learner's.
     """
-    version = manifest.version
     what = (
         f"{version} of {config.model.name}, in {config.model.dtype}, has NaN or infinity in "
-        f"{len(names)} of {len(manifest.tensors)} tensors, such as {names[0]}: nothing can be "
-        "sampled from it"
+        f"{len(names)} of {num_tensors} tensors, such as {names[0]}: nothing can be sampled from it"
     )
     if sampled is not None:
         what += f". {sampled} is the newest version that has sampled a whole group"
@@ -726,11 +729,11 @@ class LearnerNode(Node):
                 raise
             if self.is_stopping:
                 await self._save()
-            elif self._failure is not None:
-                await self._give_up(self._failure)
-            else:
+                return
+            if self._failure is None:
                 await self._finish()
-                self.stop("finished")
+            if self._failure is not None:
+                await self._give_up(self._failure)
         finally:
             self._is_work_over.set()
 
@@ -757,7 +760,8 @@ class LearnerNode(Node):
     async def _train(self) -> None:
         role = self.role
         await self._publish()
-        while role.step < self._config.run.max_steps and not self.is_stopping:
+        max_steps = self._config.run.max_steps
+        while role.step < max_steps and not self.is_stopping and self._failure is None:
             waited_from = self.now
             groups = await self._next_batch()
             if groups is None:
@@ -896,8 +900,15 @@ class LearnerNode(Node):
         names = await self._model_pool.run(lambda: find_nonfinite(publication.tensors()))
         if not names:
             return ""
+        manifest = publication.manifest
+        return self._describe_bad_weights(names, len(manifest.tensors), manifest.version)
+
+    def _describe_bad_weights(
+        self, names: Sequence[str], num_tensors: int, version: PolicyVersion
+    ) -> str:
+        """Say what is wrong with weights that hold NaN; nothing is saved from now on."""
         self._has_bad_weights = True
-        return describe_bad_weights(names, publication.manifest, self._sampled, self._config)
+        return describe_bad_weights(names, num_tensors, version, self._sampled, self._config)
 
     def _discard_unusable(self) -> None:
         step = self.role.step
@@ -973,7 +984,7 @@ class LearnerNode(Node):
     # --- checkpoints and the end -----------------------------------------------------------------
 
     async def _checkpoint(self) -> None:
-        """Save the whole state; a full disk is reported and survived."""
+        """Save the whole state; a full disk is reported and survived, NaN ends the run."""
         role, checkpoints = self.role, self._opened.checkpoints
         lineage, step, now = role.lineages[-1].lineage, role.step, self.now
         if checkpoints.saved_step == step or self._has_bad_weights:
@@ -986,6 +997,11 @@ class LearnerNode(Node):
 
         try:
             oldest_step = await self._model_pool.run(save)
+        except NonfiniteWeightsError as error:
+            version = PolicyVersion(lineage, step)
+            why = self._describe_bad_weights(error.names, error.num_tensors, version)
+            self._failure = EngineError(why)
+            return
         except StorageError as error:
             role.counters.add("checkpoints_failed")
             self.log.warning("%s; the checkpoint before stays the newest", error)
@@ -1013,6 +1029,8 @@ class LearnerNode(Node):
             end = Discarded(group=group.group_id, reason="run_finished", step=step)
             self._ledger.append(end)
         await self._checkpoint()
+        if self._failure is not None:
+            return
         assert self._published is not None, "the last version is"
         final = self._config.run_dir / "final"
         self._progress.begin("exporting", now=self.now)
@@ -1022,6 +1040,7 @@ class LearnerNode(Node):
         self._progress.begin("done", now=self.now)
         self.display()
         await self._tell_end("the run is finished")
+        self.stop("finished")
 
     async def _save(self) -> None:
         """Save where the run does not end for good, so that --resume goes on from here."""
@@ -1036,7 +1055,7 @@ class LearnerNode(Node):
         """Save, so that --resume goes on once the cause is mended, tell every node, and fail."""
         await self._close_records()
         self.display()
-        await self._tell_end("groups cannot be finished, see the learner's log")
+        await self._tell_end("the run cannot go on, see the learner's log")
         self.stop("failed", failure)
 
     async def _close_records(self) -> None:
