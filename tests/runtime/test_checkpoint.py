@@ -17,6 +17,7 @@ from echo.core.errors import ConfigError, StorageError
 from echo.core.rollout import Group, Lineage, PolicyVersion
 from echo.records.ledger import (
     Discarded,
+    Finished,
     Granted,
     Ledger,
     LedgerQueue,
@@ -31,7 +32,7 @@ from echo.runtime.learner.checkpoint import (
     FoundCheckpoint,
     list_checkpoints,
 )
-from echo.runtime.learner.resume import SavedRun, StartingPoint
+from echo.runtime.learner.resume import SavedRun, StartingPoint, finished_step
 from echo.train import trainer
 from echo.train.trainer import OPTIMIZER_FILE, TRAINER_FILE, WEIGHTS_FILE
 from echo.wire.codec import encode_group
@@ -410,6 +411,21 @@ def test_going_back_to_an_older_checkpoint_drops_the_later_ones(run_dir: Path) -
     (run_dir / "checkpoints" / "latest").write_text("step_000001\n")
     assert resume(run_dir).step == 1
     assert list(list_checkpoints(run_dir / "checkpoints")) == [1]
+
+
+def test_a_run_is_finished_where_nothing_is_left_to_do(run_dir: Path) -> None:
+    pointer = run_dir / "checkpoints" / "latest"
+    with opened(run_dir) as ledger:
+        ledger.append(Finished(step=1))
+    assert finished_step(run_dir) is None, "it was not exported"
+    (run_dir / "final").mkdir()
+    assert finished_step(run_dir) == 1
+    for name in (b"step_000000\n", b"\xff"):
+        pointer.write_bytes(name)
+        assert finished_step(run_dir) is None
+    pointer.write_text("step_000001\n")
+    resume(run_dir)
+    assert finished_step(run_dir) is None
 
 
 def test_a_group_that_is_gone_ends_as_lost(run_dir: Path) -> None:

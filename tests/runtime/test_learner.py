@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from echo.core.errors import ConfigError, DataError, EngineError
 from echo.leases import scheduler
 from echo.runtime.learner.prompts import PromptSource
-from echo.runtime.learner.resume import read_uplinks
+from echo.runtime.learner.resume import finished_step, read_uplinks
 from echo.wire.messages import Grant, Lease
 from tests.e2e.audit import read_ledger
 from tests.promises.conftest import MakeWorld
@@ -44,6 +44,7 @@ def test_a_run_trains_evaluates_saves_and_ends_everybody(
         assert "it ran out of memory" in caplog.text
         assert (run.run_dir / "checkpoints" / "latest").read_text() == "step_000003\n"
         AutoModelForCausalLM.from_pretrained(run.run_dir / "final")
+        assert finished_step(run.run_dir) == 3
         assert run.snapshots[-1].step == 3
 
     play(scenario)
@@ -123,6 +124,7 @@ def test_a_run_that_has_nothing_left_to_learn_ends_and_evaluates_its_last_weight
         assert evals == [0, step]
         assert run.ledger("checkpoint")[-1]["step"] == step
         assert (run.run_dir / "final").exists()
+        assert finished_step(run.run_dir) is None, "there are steps left to be made"
         run.audit()
 
     play(scenario)
@@ -332,6 +334,7 @@ def test_the_last_weights_are_published_whatever_the_period_and_a_resume_only_fi
         world.worker("w1")
         finish(world)
         assert world.published()[-len(published) :] == published
+        assert world.records("finished")[-1] == list(read_ledger(world.run_dir))[-1]
     assert planned == [0, 2, 3, 3], "the way is planned before a version goes out"
     assert [row["step"] for row in world.records("trained")] == [1, 2, 3]
     world.audit(is_finished=True)

@@ -111,7 +111,7 @@ class Checkpoints:
             NonfiniteWeightsError: if the trainer's weights are not worth saving; likewise.
         """
         self._tried_at = now
-        directory, name = self._directory, f"step_{step:06d}"
+        directory, name = self._directory, checkpoint_name(step)
         temporary = directory / f".{name}.tmp"
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ class Checkpoints:
         names = ", ".join(path.name for path in complete.values()) or "none"
         remedy = f"write the name of a checkpoint into it; there are: {names}"
         try:
-            named = pointer.read_text("utf-8").strip() if pointer.exists() else ""
+            named = newest_name(self._directory)
         except (OSError, ValueError) as error:
             raise StorageError(f"{pointer} cannot be read ({error}); {remedy}") from error
         if not named:
@@ -197,6 +197,21 @@ class Checkpoints:
             if path.name == named:
                 return step
         raise StorageError(f"{pointer} names {named!r}, which is no checkpoint here; {remedy}")
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of the directory of a step's checkpoint."""
+    return f"step_{step:06d}"
+
+
+def newest_name(directory: Path) -> str:
+    """Return the name that `latest` has; empty where it was never written.
+
+    Raises:
+        OSError, ValueError: if it cannot be read.
+    """
+    pointer = directory / "latest"
+    return pointer.read_text("utf-8").strip() if pointer.exists() else ""
 
 
 def list_checkpoints(directory: Path) -> dict[int, Path]:

@@ -59,6 +59,7 @@ from echo.records.ledger import (
     BoundChanged,
     Cancelled,
     Discarded,
+    Finished,
     Granted,
     LedgerQueue,
     Published,
@@ -1035,11 +1036,13 @@ class LearnerNode(Node):
         final = self._config.run_dir / "final"
         self._progress.begin("exporting", now=self.now)
         await self._disk_pool.run(self._opened.exporter.export, final, self._published)
-        await self._disk_pool.run(self._ledger.close)
         # The last picture shows who took part, so it is drawn before they leave.
         self._progress.begin("done", now=self.now)
         self.display()
         await self._tell_end("the run is finished")
+        if step >= self._config.run.max_steps:
+            self._ledger.append(Finished(step=step))
+        await self._disk_pool.run(self._ledger.close)
         self.stop("finished")
 
     async def _save(self) -> None:
