@@ -69,6 +69,7 @@ from echo.roles.learner import Learner
 from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.cost import LOOK_S, METER_S, CostControl, CostTerms
 from echo.runtime.learner.evaluation import Evaluations
+from echo.runtime.learner.prompts import PromptsAhead
 from echo.runtime.learner.publish import Publication, Publisher, VersionEncoder
 from echo.runtime.learner.report import Progress, TaskMetrics
 from echo.runtime.learner.resume import save_uplinks
@@ -426,6 +427,8 @@ class OpenedRun:
     evaluations: Evaluations | None
     """Of held-out prompts; None for none."""
     exporter: Exporter
+    prompts: PromptsAhead | None = None
+    """What the role asks for prompts; None where it need not wait for any."""
 
 
 class Exporter(Protocol):
@@ -717,6 +720,8 @@ class LearnerNode(Node):
         """Train until the last step, then tell everybody and end."""
         self._store_task = self.spawn(self._store_loop(), name="store")
         self.spawn(self._commit_records(), name="records")
+        if self._opened.prompts is not None:
+            self.spawn(self._make_prompts(self._opened.prompts), name="prompts")
         if self._follower.is_watching:
             self.spawn(self._show_loop(), name="display")
         self.spawn(self._watch_costs(), name="activation")
@@ -737,6 +742,13 @@ class LearnerNode(Node):
                 await self._give_up(self._failure)
         finally:
             self._is_work_over.set()
+
+    async def _make_prompts(self, prompts: PromptsAhead) -> None:
+        """Make prompts, and grant what has waited for them."""
+        pool = self.threads.pool("prompts")
+        while True:
+            if await prompts.make(pool):
+                self.perform(self.role.grant(now=self.now))
 
     async def _watch_costs(self) -> None:
         """Measure the workers and what they cost, and decide which are needed, until the end."""

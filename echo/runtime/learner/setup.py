@@ -76,7 +76,7 @@ from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.cost import CostTerms, activation_settings, spent_before
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.runtime.learner.node import Follower, LearnerNode, LearnerRewards, OpenedRun
-from echo.runtime.learner.prompts import PromptSource
+from echo.runtime.learner.prompts import PromptsAhead, PromptSource
 from echo.runtime.learner.publish import Publication, Publisher, make_images
 from echo.runtime.learner.report import Progress
 from echo.runtime.learner.resume import SavedRun, StartingPoint
@@ -148,7 +148,11 @@ def load_data(config: Config) -> Data:
     task = load_task(config.task.kind, config.task.options)
 
     prompts = PromptSource(
-        task, text, seed=config.run.seed, hides_answers=config.reward.where == "learner"
+        task,
+        text,
+        seed=config.run.seed,
+        hides_answers=config.reward.where == "learner",
+        timeout_s=config.task.step_timeout_s,
     )
     prompts.check()
     _check_window(config, model_dir, prompts)
@@ -404,7 +408,15 @@ def open_run(
         log.info("%s", trainer.describe_rows())
         attribution = make_attribution(config, data.model_dir, trainer)
         buffer = fill_buffer(config, start, trainer, events=events)
-        role = build_role(config, identity, data, start, buffer, advertise=advertise, events=events)
+        prompts = PromptsAhead(
+            data.prompts,
+            num_out=(config.sync.max_staleness + 1) * config.batch.groups_per_step,
+            first=start.next_group_id,
+            again=start.open_attempts,
+        )
+        role = build_role(
+            config, identity, data, start, buffer, prompts, advertise=advertise, events=events
+        )
         for reason in start.ends.values():
             role.counters.add(f"discarded/{reason}")
         save_resolved(config, config.run_dir / "config.json")
@@ -428,17 +440,13 @@ def open_run(
         ),
         buffer=buffer,
         role=role,
-        rewards=learner_rewards(config, data),
+        prompts=prompts,
+        rewards=None
+        if config.reward.where != "learner"
+        else LearnerRewards(data.host, prompts, data.text),
         evaluations=evaluations,
         exporter=DirectoryExporter(config, data),
     )
-
-
-def learner_rewards(config: Config, data: Data) -> LearnerRewards | None:
-    """Return what scores groups at the learner; None where workers do."""
-    if config.reward.where != "learner":
-        return None
-    return LearnerRewards(data.host, data.prompts, data.text)
 
 
 def begin_progress(start: StartingPoint, earlier: LearningCurve | None) -> Progress:
@@ -492,6 +500,7 @@ def build_role(
     data: Data,
     start: StartingPoint,
     buffer: StalenessBuffer,
+    prompts: PromptsAhead,
     *,
     advertise: str,
     events: EventLog,
@@ -536,7 +545,7 @@ def build_role(
         # Each is made in the memory of the one before the last.
         broadcast=wiring.make_broadcast(LEARNER_ID, network, keep_versions=1, events=events),
         buffer=buffer,
-        prompts=events.outside(data.prompts),
+        prompts=events.outside(prompts),
     )
 
 
@@ -675,7 +684,7 @@ def assemble_learner(
         crew=crew,
     )
     node = LearnerNode(run, transport, config, follower, threads=threads, log=log)
-    node.at_release += [data.host.close, events.close]
+    node.at_release += [data.host.close, data.prompts.close, events.close]
     return node
 
 
