@@ -46,6 +46,7 @@ from echo.runtime.agents.sessions import (
     group_of,
 )
 from echo.runtime.threads import ThreadPools
+from echo.tasks.tokenization import TextCodec
 from echo.wire.messages import Lease
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
@@ -465,7 +466,7 @@ def turn_of_wire(text: str) -> Turn:
 
 def answer_of(**fields: object) -> ChatAnswer:
     body = read({"messages": [{"role": "user", "content": "?"}], **fields})
-    dialogue = Dialogue(Letters(), stop_ids=[], chat_template_kwargs={})
+    dialogue = Dialogue(TextCodec(Letters(), [], {}))
     return ChatAnswer(body, dialogue, model="m", call_id="1")
 
 
@@ -502,7 +503,7 @@ def test_without_tools_the_same_is_text(fields: dict[str, object]) -> None:
 
 def test_logprobs_of_text_have_offsets() -> None:
     body = read({"prompt": "1", "logprobs": 0}, TextBody)
-    dialogue = Dialogue(Letters(), stop_ids=[], chat_template_kwargs={})
+    dialogue = Dialogue(TextCodec(Letters(), [], {}))
     [choice] = ChatAnswer(body, dialogue, model="m", call_id="1").whole(turn_of_wire("abc"))[
         "choices"
     ]

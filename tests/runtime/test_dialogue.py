@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from echo.core.errors import DataError
 from echo.runtime.agents.sessions import Dialogue
+from echo.tasks.tokenization import TextCodec
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role[0] }}>{{ message.content }}<eos>{% endfor %}"
@@ -41,7 +42,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def dialogue(tokenizer: PreTrainedTokenizerFast) -> Dialogue:
-    return Dialogue(tokenizer, stop_ids=[0], chat_template_kwargs={})
+    return Dialogue(TextCodec(tokenizer, [0], {}))
 
 
 def ids_of(*tokens: str) -> npt.NDArray[np.int32]:
@@ -99,4 +100,19 @@ def test_answers_end_before_their_stop_token(dialogue: Dialogue) -> None:
 def test_messages_without_a_template_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(DataError, match="no chat template; set model"):
-        Dialogue(plain, stop_ids=[], chat_template_kwargs={}).render([{"role": "user"}])
+        Dialogue(TextCodec(plain, [], {})).render([{"role": "user"}])
+
+
+def test_tokens_that_the_model_does_not_know_are_refused(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """An engine that was given them would end its worker."""
+    dialogue = Dialogue(TextCodec(tokenizer, [0], {}, vocab_size=8))
+    known = Call("3", ids_of("3"))
+    for ask in (
+        lambda: dialogue.continue_text("12", [], is_rendered=False),
+        lambda: dialogue.continue_text("312", [known], is_rendered=False),
+        lambda: dialogue.continue_ids([4, 8], []),
+    ):
+        with pytest.raises(DataError, match="the token '12' has the id 8, the model knows 8"):
+            ask()

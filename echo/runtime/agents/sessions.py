@@ -35,7 +35,7 @@ from echo.roles.worker import Worker
 from echo.runtime.node import Node
 from echo.runtime.threads import Pool, Threads
 from echo.tasks.task import Example
-from echo.tasks.tokenization import UNUSABLE, decode, render_messages
+from echo.tasks.tokenization import UNUSABLE, TextCodec, decode, render_messages
 from echo.wire.messages import Lease
 
 # --- The engine as one caller after the other sees it: one request in, one completion out ---
@@ -490,19 +490,12 @@ KnownT = TypeVar("KnownT", bound=Known)
 
 
 class Dialogue:
-    """Text to tokens and back, for one tokenizer."""
+    """Text of calls to tokens and back, for one model."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        stop_ids: Iterable[int],
-        chat_template_kwargs: Mapping[str, Any],
-    ) -> None:
-        """Take transformers' tokenizer, what ends a completion, and the template's arguments."""
-        self._tokenizer = tokenizer
-        self._stop_ids = frozenset(stop_ids)
-        self._chat_template_kwargs = chat_template_kwargs
+    def __init__(self, codec: TextCodec) -> None:
+        """Take what does so for prompts and completions."""
+        self._codec = codec
+        self._tokenizer: Any = codec.tokenizer
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
@@ -512,7 +505,7 @@ class Dialogue:
         Raises:
             DataError: if there is no chat template, it knows no tools, or it fails.
         """
-        kwargs = dict(self._chat_template_kwargs)
+        kwargs = dict(self._codec.chat_template_kwargs)
         if tools:
             if "tools" not in str(self._tokenizer.chat_template):
                 raise DataError(
@@ -533,24 +526,28 @@ class Dialogue:
             is_rendered: whether a template wrote it, special tokens included.
 
         Raises:
-            DataError: if it has no tokens.
+            DataError: if it has no tokens, or some that the model does not know.
         """
         begun = [call for call in known if text.startswith(call.text)]
         if not begun:
             ids = self._tokenizer(text, add_special_tokens=not is_rendered)["input_ids"]
             if not ids:
                 raise DataError("the prompt has no tokens; a prompt needs at least one")
-            return np.array(ids, np.int32), None
+            return np.array(self._codec.known(ids), np.int32), None
         call = max(begun, key=lambda call: len(call.text))
         rest = text[len(call.text) :]
         more = self._tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else []
-        return np.concatenate([call.ids, np.array(more, np.int32)]), call
+        return np.concatenate([call.ids, np.array(self._codec.known(more), np.int32)]), call
 
     def continue_ids(
         self, ids: Sequence[int], known: Sequence[KnownT]
     ) -> tuple[Ids, KnownT | None]:
-        """Return tokens as they are, and the earlier call that they go on from."""
-        context = np.array(ids, np.int32)
+        """Return tokens as they are, and the earlier call that they go on from.
+
+        Raises:
+            DataError: if the model does not know some of them.
+        """
+        context = np.array(self._codec.known(ids), np.int32)
         begun = [
             call
             for call in known
@@ -564,7 +561,7 @@ class Dialogue:
 
     def answer_of(self, ids: Iterable[int]) -> str:
         """Return a completion as text, without the token that ended it."""
-        return decode(self._tokenizer, ids, self._stop_ids)
+        return self._codec.decode(ids)
 
 
 SEGMENT_TOKENS = 16
@@ -587,8 +584,6 @@ class AgentParts:
     group_size: int
     window: int
     """Tokens that the model takes."""
-    vocab_size: int
-    """Token ids lie below it."""
     max_session_tokens: int
     session_timeout_s: float
     model_name: str
@@ -857,10 +852,6 @@ class Agents:
             return *dialogue.continue_text(prompt, known, is_rendered=False), prompt
         if prompt and isinstance(prompt[0], int):
             ids = [token for token in prompt if isinstance(token, int)]
-            if max(ids) >= self.parts.vocab_size:
-                raise DataError(
-                    f"token id {max(ids)} is none of the model's {self.parts.vocab_size}"
-                )
             return *dialogue.continue_ids(ids, known), dialogue.text_of(ids)
         messages = [message for message in prompt if isinstance(message, Mapping)]
         text = dialogue.render(messages, tools)
