@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -168,6 +168,10 @@ Ids = npt.NDArray[np.int32]
 
 class SessionError(EchoError):
     """An agent asked for something that its session does not allow."""
+
+
+class UnknownSessionError(SessionError):
+    """There is no such session, or no more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -393,7 +397,7 @@ class Episodes:
     def _open(self, session_id: str) -> Session:
         session = self._sessions.get(session_id)
         if session is None:
-            raise SessionError(
+            raise UnknownSessionError(
                 f"there is no open session {session_id!r}: it was rewarded, given up, or timed "
                 "out; begin another with POST /v1/echo/sessions"
             )
@@ -474,21 +478,6 @@ def _num_shared(contexts: Sequence[Ids]) -> int:
 # is encoded.
 
 
-class Known(Protocol):
-    """An earlier call."""
-
-    @property
-    def text(self) -> str:
-        """Context as it was sent or rendered, then the completion with its special tokens."""
-
-    @property
-    def ids(self) -> Ids:
-        """The same as tokens."""
-
-
-KnownT = TypeVar("KnownT", bound=Known)
-
-
 class Dialogue:
     """Text of calls to tokens and back, for one model."""
 
@@ -516,8 +505,8 @@ class Dialogue:
         return render_messages(self._tokenizer, messages, kwargs)
 
     def continue_text(
-        self, text: str, known: Sequence[KnownT], *, is_rendered: bool
-    ) -> tuple[Ids, KnownT | None]:
+        self, text: str, known: Sequence[Turn], *, is_rendered: bool
+    ) -> tuple[Ids, Turn | None]:
         """Return the tokens of a text, and the earlier call that it goes on from.
 
         Args:
@@ -539,9 +528,7 @@ class Dialogue:
         more = self._tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else []
         return np.concatenate([call.ids, np.array(self._codec.known(more), np.int32)]), call
 
-    def continue_ids(
-        self, ids: Sequence[int], known: Sequence[KnownT]
-    ) -> tuple[Ids, KnownT | None]:
+    def continue_ids(self, ids: Sequence[int], known: Sequence[Turn]) -> tuple[Ids, Turn | None]:
         """Return tokens as they are, and the earlier call that they go on from.
 
         Raises:
@@ -612,10 +599,6 @@ class CallOptions:
     """Which versions may sample."""
     version_wait_s: float = 0.0
     """How long to wait for a version that is not installed yet."""
-
-
-class SessionsFullError(SessionError):
-    """A context leaves no space for an answer."""
 
 
 class StoppingError(SessionError):
@@ -865,7 +848,7 @@ class Agents:
             room = min(room, self.parts.max_session_tokens - num_context)
             limit = min(limit, own.max_completion_tokens)
         if room < 1:
-            raise SessionsFullError(
+            raise SessionError(
                 f"the context has {num_context} tokens; the model takes {self.parts.window}, and "
                 f"a session agent.max_session_tokens = {self.parts.max_session_tokens}: nothing is "
                 "left for an answer"
