@@ -115,7 +115,12 @@ class Checkpoints:
         temporary = directory / f".{name}.tmp"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            _check_space(directory, self._min_free_bytes)
+            free_bytes = shutil.disk_usage(directory).free
+            if free_bytes < self._min_free_bytes:
+                raise StorageError(
+                    f"no checkpoint: {directory} has {free_bytes} bytes free, "
+                    f"limits.min_free_disk_bytes asks for {self._min_free_bytes}; free some space"
+                )
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             trainer.save_state(temporary)
@@ -287,12 +292,3 @@ def _verify(path: Path, sums: str) -> None:
             raise DamagedCheckpointError(
                 f"{path / name} is damaged: its BLAKE3 hash is {found}, {SUMS_FILE} has {digest}"
             )
-
-
-def _check_space(directory: Path, min_free_bytes: int) -> None:
-    free_bytes = shutil.disk_usage(directory).free
-    if free_bytes < min_free_bytes:
-        raise StorageError(
-            f"no checkpoint: {directory} has {free_bytes} bytes free, limits.min_free_disk_bytes "
-            f"asks for {min_free_bytes}; free some space"
-        )

@@ -76,7 +76,6 @@ from echo.runtime.learner.resume import save_uplinks
 from echo.runtime.node import LINGER_S, Node, advertised
 from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.tasks.rewards import RewardError, TaskHost
-from echo.tasks.task import Example
 from echo.tasks.tokenization import TextCodec
 from echo.train.step import NonfiniteWeightsError, StepError
 from echo.weights.schedule import PublishPace
@@ -90,16 +89,6 @@ if TYPE_CHECKING:
 
 
 Row = Mapping[str, float | Mapping[str, float]]
-
-
-def make_pace(config: Config) -> PublishPace:
-    """Return when versions are published, as the configuration says."""
-    sync = config.sync
-    return PublishPace(
-        period=sync.initial_publish_period,
-        is_auto=sync.publish_period == "auto",
-        max_staleness=sync.max_staleness,
-    )
 
 
 # --- Decisions of the staleness controller, carried out ---
@@ -216,20 +205,13 @@ def record_of(action: LeaseRecord, *, step: int) -> AnyRecord:
 # the reason, as it would have at a worker.
 
 
-class GroupExamples(Protocol):
-    """The examples of a run."""
-
-    def example(self, group_id: int) -> Example:
-        """Return the example of a group, with its answer."""
-
-
 class LearnerRewards:
     """Scores groups on their way into the ledger."""
 
-    def __init__(self, host: TaskHost, examples: GroupExamples, text: TextCodec) -> None:
+    def __init__(self, host: TaskHost, prompts: PromptsAhead, text: TextCodec) -> None:
         """Take the reward processes, what groups are of, and the model's text."""
         self._host = host
-        self._examples = examples
+        self._prompts = prompts
         self._text = text
         self._counts: Counter[str] = Counter()
 
@@ -246,7 +228,7 @@ class LearnerRewards:
         """
         texts = [self._text.decode(rollout.token_ids.tolist()) for rollout in group.rollouts]
         try:
-            example = self._examples.example(group.group_id)
+            example = self._prompts.example(group.group_id)
         except DataError as error:  # though it had one when the group was granted
             raise RewardError(str(error)) from error
         return list(self._host.score_all(example, texts))
@@ -363,45 +345,6 @@ class BatchWait:
         )  # fmt: skip
 
 
-# --- Weights that hold NaN ---
-#
-# A worker whose model gives no probabilities says so, ends the group and lives on. Only the learner
-# can tell whether its weights are at fault, for which it looks once through the version that is
-# out, and through those that a checkpoint is to be made of. Then nobody will ever sample again, so
-# the run ends there, and they are not saved (again).
-
-
-def describe_bad_weights(
-    names: Sequence[str],
-    num_tensors: int,
-    version: PolicyVersion,
-    sampled: PolicyVersion | None,
-    config: Config,
-) -> str:
-    """Say which weights hold NaN, since when, and what to do.
-
-    Args:
-        names: of the tensors that do, at least one.
-        num_tensors: that there are.
-        version: that was looked through.
-        sampled: the newest version that has sampled a whole group since this learner began, if any.
-        config: the learner's.
-    """
-    what = (
-        f"{version} of {config.model.name}, in {config.model.dtype}, has NaN or infinity in "
-        f"{len(names)} of {num_tensors} tensors, such as {names[0]}: nothing can be sampled from it"
-    )
-    if sampled is not None:
-        what += f". {sampled} is the newest version that has sampled a whole group"
-    if not version.step:
-        return f"{what}; start from other weights (model.name, learner.init_from)"
-    latest = config.run_dir / "checkpoints" / "latest"
-    return (
-        f"{what}. Write the name of a checkpoint before {version} into {latest} and continue with "
-        "--resume, perhaps at a lower optimizer.learning_rate"
-    )
-
-
 REFRESH_S = 0.25
 """Seconds between snapshots for the display."""
 MAX_FAILED_STEPS = 5
@@ -482,7 +425,12 @@ class LearnerNode(Node):
         self._buffer, self._trainer, self._ledger = run.buffer, run.trainer, ledger
         self._train_on = (run.trainer if run.attribution is None else run.attribution).step
         self._progress = run.progress
-        self.pace = pace = make_pace(config)
+        sync = config.sync
+        self.pace = pace = PublishPace(
+            period=sync.initial_publish_period,
+            is_auto=sync.publish_period == "auto",
+            max_staleness=sync.max_staleness,
+        )
         self._adaptation = Adaptation(config, buffer=run.buffer, pace=pace, ledger=ledger, log=log)
         self._costs = CostControl(
             role, config, terms=run.costs, pace=pace, progress=run.progress, ledger=ledger,
@@ -584,15 +532,13 @@ class LearnerNode(Node):
                 self._ledger.append(record_of(action, step=self.role.step))
                 if isinstance(action, RecordEnd) and action.worker_id:
                     cause = f"group {action.group_id} on {action.worker_id}: {action.cause}"
-                    self._progress.failed(action.reason, cause)
-                    self._tell_if_zero_signal()
+                    self._failed(action.reason, cause)
                     if action.reason == BAD_LOGPROBS:
                         self._is_in_doubt = True
                         self.wake()
                 elif isinstance(action, RecordRefusal) and action.reason not in NO_FAULT:
                     cause = f"group {action.group_id} on {action.worker_id}: its result was refused"
-                    self._progress.failed(action.reason, cause)
-                    self._tell_if_zero_signal()
+                    self._failed(action.reason, cause)
             case StoreGroup() | RecordGrant() | RecordCancel() | RecordRefusal() | RecordEnd():
                 # Too late: it is not acknowledged, or was never accepted, so it needs no end.
                 pass
@@ -628,7 +574,9 @@ class LearnerNode(Node):
         try:
             scores = await self._reward_pool.run(rewards.score, group)
         except RewardError as error:
-            self._end_unscored(group, error)
+            if self._takes_groups:
+                text = f"group {group.group_id} on the learner: {error.reason}: {error}"
+                self._end_failed(group, error.reason, text, error.traceback)
             return
         rollouts = tuple(
             replace(rollout, reward=reward)
@@ -650,22 +598,21 @@ class LearnerNode(Node):
         elif reason == "reward_too_large":
             largest = max(group.rewards, key=abs)
             text = f"group {group.group_id} of {group.worker_id}: {reason}: {largest:g} is beyond "
-            text += "task.max_reward"
-            self.perform([Note("warning", text)])
-            self._progress.failed(reason, text)
-            self._end_group(group, reason)
+            self._end_failed(group, reason, f"{text}task.max_reward")
         else:
             self._progress.left_out(group, reason, now=self.now)
             self._end_group(group, reason)
 
-    def _end_unscored(self, group: Group, error: RewardError) -> None:
-        """End a group for which the task's code failed here."""
-        if self._takes_groups:
-            text = f"group {group.group_id}: {error.reason}: {error}"
-            self.perform([Note("warning", text)])
-            cause = f"group {group.group_id} on the learner: {error}\n{error.traceback}".strip()
-            self._progress.failed(error.reason, cause)
-            self._end_group(group, error.reason)
+    def _end_failed(self, group: Group, reason: str, text: str, traceback: str = "") -> None:
+        """End a group that failed here, and say why."""
+        self.perform([Note("warning", text)])
+        self._failed(reason, f"{text}\n{traceback}".strip())
+        self._end_group(group, reason)
+
+    def _failed(self, reason: str, cause: str) -> None:
+        """Count a group from which nothing can be learned, for it failed."""
+        self._progress.failed(reason, cause)
+        self._tell_if_zero_signal()
 
     def _end_group(self, group: Group, reason: str) -> None:
         """End a group from which nothing can be learned; its worker is told as of any other."""
@@ -893,6 +840,11 @@ class LearnerNode(Node):
             self._is_in_doubt |= any(each.refused.get("engine/installs_failed") for each in stats)
         self.perform(self.role.grant(now=self.now))
 
+    # A worker whose model gives no probabilities says so, ends the group and lives on. Only the
+    # learner can tell whether its weights are at fault, for which it looks once through the version
+    # that is out, and through those that a checkpoint is to be made of. Where they hold NaN nobody
+    # will ever sample again, so the run ends there, and they are not saved (again).
+
     async def _examine_published(self) -> str:
         """Look once through the version that is out; return what is wrong with it, if anything."""
         self._is_in_doubt, publication = False, self._published
@@ -919,9 +871,21 @@ class LearnerNode(Node):
     def _describe_bad_weights(
         self, names: Sequence[str], num_tensors: int, version: PolicyVersion
     ) -> str:
-        """Say what is wrong with weights that hold NaN; nothing is saved from now on."""
+        """Say which weights hold NaN, since when, and what to do; nothing is saved from now on."""
         self._has_bad_weights = True
-        return describe_bad_weights(names, num_tensors, version, self._sampled, self._config)
+        model, latest = self._config.model, self._config.run_dir / "checkpoints" / "latest"
+        what = (
+            f"{version} of {model.name}, in {model.dtype}, has NaN or infinity in {len(names)} of "
+            f"{num_tensors} tensors, such as {names[0]}: nothing can be sampled from it"
+        )
+        if self._sampled is not None:
+            what += f". {self._sampled} is the newest version that has sampled a whole group"
+        if not version.step:
+            return f"{what}; start from other weights (model.name, learner.init_from)"
+        return (
+            f"{what}. Write the name of a checkpoint before {version} into {latest} and continue "
+            "with --resume, perhaps at a lower optimizer.learning_rate"
+        )
 
     def _discard_unusable(self) -> None:
         step = self.role.step

@@ -426,7 +426,12 @@ def open_run(
         ledger=ledger,
         checkpoints=saved.checkpoints,
         costs=CostTerms(spent, activation_settings(config)),
-        progress=begin_progress(start, earlier),
+        progress=Progress(
+            staleness_tokens=start.staleness_tokens,
+            now=asyncio.get_running_loop().time(),
+            step=start.step,
+            earlier=earlier,
+        ),
         trainer=trainer,
         attribution=attribution,
         publisher=Publisher(
@@ -446,16 +451,6 @@ def open_run(
         else LearnerRewards(data.host, prompts, data.text),
         evaluations=evaluations,
         exporter=DirectoryExporter(config, data),
-    )
-
-
-def begin_progress(start: StartingPoint, earlier: LearningCurve | None) -> Progress:
-    """Return the figures of a run, from where it stands."""
-    return Progress(
-        staleness_tokens=start.staleness_tokens,
-        now=asyncio.get_running_loop().time(),
-        step=start.step,
-        earlier=earlier,
     )
 
 
@@ -571,10 +566,6 @@ def _max_rollout_tokens(config: Config) -> int:
     """Return the tokens of the longest rollout: an agent's counts its whole conversation."""
     longest, agent = config.sampling.max_completion_tokens, config.agent
     return longest if agent.listen is None else max(longest, agent.max_session_tokens)
-
-
-EVALUATION_SEED = 1
-"""The same prompts and samples whatever run.seed is, so that runs compare."""
 
 
 async def build_learner(
@@ -726,7 +717,6 @@ def build_evaluations(
         prompts=prompts,
         text=data.text,
         sampling=make_sampling(config, data.text.stop_ids),
-        seed=EVALUATION_SEED,
         runner=make_runner(turns_of(config, data.task), data.host, engine, data.text),
     )
     return Evaluations(
