@@ -949,10 +949,6 @@ class LearnerNode(Node):
         level = logging.WARNING if result.num_reward_errors else logging.INFO
         self.log.log(level, "%s", result)
 
-    async def _evaluate_present(self) -> None:
-        """Evaluate the present weights, as where a run ends before its last step."""
-        await self._evaluate(await self._make_present())
-
     async def _make_present(self) -> Publication:
         """Return the present weights as a version that is not published."""
         version = PolicyVersion(self.role.lineages[-1].lineage, self.role.step)
@@ -999,7 +995,7 @@ class LearnerNode(Node):
             self._progress.begin("evaluating", now=self.now)
             await self._opened.evaluations.wait()
             if self._opened.evaluations.evaluated_step != self.role.step:
-                await self._evaluate_present()
+                await self._evaluate(await self._make_present())
         await self._take_no_more_groups()
         step = self.role.step
         for group in self._buffer.clear():
