@@ -49,6 +49,7 @@ from echo.records.run_files import read_metrics
 from echo.runtime import node
 from echo.runtime.event_log import EventLog
 from echo.runtime.identity import ECHO_JOIN, Join
+from echo.runtime.learner.resume import finished_step
 from echo.runtime.node import INTERRUPTED, Node, tune_malloc
 from echo.tasks.dataset import RowsTask, is_local
 from echo.tasks.task import Task, load_task
@@ -420,6 +421,24 @@ def run_learner(
     return code
 
 
+def tell_finished(config: Config) -> bool:
+    """Say that a run has nothing left to do, if that is so; return whether it is.
+
+    Each of a learner's processes asks, for all see the run's directory; the first one tells.
+
+    Raises:
+        EchoError: if its ledger cannot be read.
+    """
+    run_dir, max_steps = config.run_dir, config.run.max_steps
+    step = finished_step(run_dir)
+    if step is None or step < max_steps:
+        return False
+    if _is_first_rank():
+        text = f"the run is finished: it has made {step} steps, run.max_steps = {max_steps}; its "
+        tell([f"{text}weights are in {run_dir / 'final'}; --set run.max_steps=... goes on"])
+    return True
+
+
 class Operator:
     """Whoever started the learner: metrics go to the sinks, snapshots and log lines to the view."""
 
@@ -632,6 +651,8 @@ def run_role(
     Raises:
         EchoError: if it cannot begin; nothing has been written then, not even a log.
     """
+    if resume and tell_finished(config):
+        return 0
     check_model(config, role)  # packages that take seconds to import come after it
     if _is_first_rank():
         for error in _taken_addresses(config, role):

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from echo.cli import interrupts
-from echo.cli.node import read_run_file, show_summary
+from echo.cli.node import read_run_file, show_summary, tell_finished
 from echo.cli.output import fail
 from echo.cli.parsers import CONFIGS, quickstart_parser
 from echo.config.fields import override_of
@@ -73,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             config = read_run_file(config_path, arguments.set, "learner")
             check_addresses(config)
+            if tell_finished(config):
+                return 0
             return run_nodes(config_path, config, arguments.set, arguments, console)
         task = arguments.task or "addition"
         config_path = find_config(CONFIGS[task])

@@ -147,7 +147,7 @@ class TaskSection(Section):
     reward_timeout_s: Inherited[Seconds] = Field(default=10.0, gt=0)
     """Seconds that one reward may take before its group is refused."""
     step_timeout_s: Inherited[Seconds] = Field(default=60.0, gt=0)
-    """Seconds that one call of an environment (a tool, a turn) may take."""
+    """Seconds that one call of an environment (a tool, a turn), or an example, may take."""
     max_reward: Inherited[float] = Field(default=1e6, gt=0, le=1e9)
     """Largest reward, either way; a group with one beyond it ends as reward_too_large."""
     max_turns: Inherited[int] = Field(default=16, ge=1, le=1000)

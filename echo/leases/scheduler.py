@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from echo.core.errors import DataError, RemoteProtocolError
+from echo.core.errors import DataError, EchoError, RemoteProtocolError
 from echo.core.metrics import Counters
 from echo.core.rollout import (
     MAX_LOGPROB,
@@ -209,6 +209,10 @@ class AcceptedGroups(Protocol):
         """Return how many accepted groups are not yet part of a step that was made."""
 
 
+class PromptPendingError(EchoError):
+    """A prompt is being made; whoever makes it then has `grant` called."""
+
+
 class Prompts(Protocol):
     """The prompts of a run, as leases."""
 
@@ -217,6 +221,7 @@ class Prompts(Protocol):
 
         Raises:
             DataError: if there is no prompt of this group.
+            PromptPendingError: if there is none yet; there is, once it has been there.
         """
 
 
@@ -353,7 +358,10 @@ class Scheduler:
         foreseen = [self._outlook_of(worker, now) for worker in workers] if is_hedging else []
         num_promised = self._num_promised
         for node_id in by_finish(loads, num_promised=num_promised):
-            record = self.leases.grant(self._next_group(records), node_id, now=now)
+            group_id = self._next_group(records)
+            if group_id is None:
+                break
+            record = self.leases.grant(group_id, node_id, now=now)
             made.append(record)
             record.min_version = self._oldest_version(num_promised)
             num_promised += 1
@@ -537,28 +545,33 @@ class Scheduler:
         groups = [group for group in running if id(group.record) in alone]
         return hedges(groups, helpers, factor=self.settings.hedge_factor, now=now)
 
-    def _next_group(self, records: list[Action]) -> int:
+    def _next_group(self, records: list[Action]) -> int | None:
         """Return the group to grant next, passing over those whose prompt cannot be had.
+
+        None where its prompt is still being made.
 
         Raises:
             DataError: if there are too many of these in a row.
         """
-        fault: DataError | None = None
+        fault: DataError | PromptPendingError | None = None
         for _ in range(MAX_UNUSABLE):
             group_id = self._candidate(records)
             fault = self._find_prompt_fault(group_id)
             if fault is None:
                 return group_id
+            if isinstance(fault, PromptPendingError):
+                self.leases.return_group(group_id)
+                return None
             records += self._leave_out(group_id, fault)
         raise DataError(
             f"{MAX_UNUSABLE} prompts in a row cannot be used, the last because: {fault}"
         )
 
-    def _find_prompt_fault(self, group_id: int) -> DataError | None:
+    def _find_prompt_fault(self, group_id: int) -> DataError | PromptPendingError | None:
         """Return why the prompt of a group cannot be had; it may have been before a restart."""
         try:
             self.prompts.lease(group_id, 0)
-        except DataError as error:
+        except (DataError, PromptPendingError) as error:
             return error
         return None
 
@@ -714,14 +727,7 @@ class Scheduler:
             return [*notes, *self._refuse(node_id, message, "malformed", now)]
         group_id = message.group_id
         if self.is_open(group_id) and (fault := self._find_prompt_fault(group_id)) is not None:
-            # Nothing can be compared with what was asked for.
-            leases = self.leases.leases_of(group_id)
-            others = [record for record in leases if record.attempt != message.attempt]
-            return [
-                *self._leave_out(group_id, fault),
-                *self._ack(node_id, message, "refused", "prompt_error"),
-                *self._cancel(others),
-            ]
+            return self._without_prompt(node_id, message, fault)
         header, arrays = payload
         if self.settings.trims_stale:
             # Tokens beyond the bound are masked here; the bound itself is checked as ever.
@@ -745,6 +751,23 @@ class Scheduler:
             now=now,
         )
         return [StoreGroup(group, header, arrays)]
+
+    def _without_prompt(
+        self, node_id: str, message: Deliver, fault: DataError | PromptPendingError
+    ) -> list[Action]:
+        """End a group that cannot be compared with what was asked for; not yet, if that may come.
+
+        What is not acknowledged is delivered again.
+        """
+        if isinstance(fault, PromptPendingError):
+            return []
+        leases = self.leases.leases_of(message.group_id)
+        others = [record for record in leases if record.attempt != message.attempt]
+        return [
+            *self._leave_out(message.group_id, fault),
+            *self._ack(node_id, message, "refused", "prompt_error"),
+            *self._cancel(others),
+        ]
 
     def _find_fault(self, group: Group, message: Deliver, node_id: str) -> str | None:
         """Return why a delivered group cannot be accepted, or None."""

@@ -205,6 +205,13 @@ class Checkpointed(Record, tag="checkpoint"):
     step: int
 
 
+class Finished(Record, tag="finished"):
+    """All steps are made, saved and exported, and every node was told."""
+
+    step: int
+    """Optimizer steps done."""
+
+
 class BoundChanged(Record, tag="bound"):
     """The learner moved the bound on staleness."""
 
@@ -237,7 +244,7 @@ class Cost(Record, tag="cost"):
 
 AnyRecord = (
     Began | Granted | Cancelled | Refused | Accepted | Trained | Discarded | Published | Sealed
-    | Checkpointed | BoundChanged | ActivationChanged | Cost
+    | Checkpointed | Finished | BoundChanged | ActivationChanged | Cost
 )  # fmt: skip
 
 

@@ -27,6 +27,8 @@ from echo.wire.messages import Finish, Heartbeat, Hello, NodeStats
 NODE_RATE_WINDOW_S = 10.0
 """Seconds over which a node's rates are averaged for the display."""
 MAX_NAMES_KEPT = 10_000
+IDLE = "waiting for leases"
+"""State of a worker that has none."""
 
 Claim = Literal["new", "again", "restarted", "wait", "name_taken"]
 """What a Hello's claim to a name comes to."""
@@ -129,11 +131,16 @@ class Member:
         elapsed_s = max(stop - start, 1e-6)
         return (tokens_now - tokens) / elapsed_s, (bytes_now - num_bytes) / elapsed_s
 
+    def _state(self, num_leases: int) -> str:
+        """What the node told last; with leases by now, it is not waiting for any."""
+        state = self.stats.state
+        return "leases under way" if num_leases and state == IDLE else state
+
     def describe(self, num_leases: int) -> str:
         """Say what a worker with so many leases does, in a few words."""
         stats = self.stats
         if stats.fetching is None:
-            return f"{self.node_id} has {num_leases} ({stats.state})"
+            return f"{self.node_id} has {num_leases} ({self._state(num_leases)})"
         progress = f"{stats.num_chunks_held}/{stats.num_chunks} chunks from {stats.parent}"
         if stats.downlink_bytes_per_s is not None:
             progress += f" at {format_bytes(stats.downlink_bytes_per_s)}/s"
@@ -142,7 +149,7 @@ class Member:
     def view(self, *, step: int, num_leases: int, now: float) -> NodeView:
         """Return this node as the live view shows it."""
         tokens_per_s, bytes_per_s = self.rates()
-        stats, state = self.stats, self.stats.state
+        stats, state = self.stats, self._state(num_leases)
         if not self.is_admitted:
             state = "joining"
         elif self.is_standby:

@@ -82,6 +82,7 @@ from echo.leases.partials import (
     key_of,
 )
 from echo.roles.joining import NodeSettings
+from echo.roles.members import IDLE
 from echo.roles.node import DialingRole
 from echo.weights.broadcast import Broadcast
 from echo.wire.actions import Action, Note, Stop
@@ -367,6 +368,8 @@ class Worker(DialingRole):
             return "serving agents"
         if self._calls:
             return "sampling"
+        if self._scoring:
+            return "scoring"
         if self._installing is not None:
             return f"installing {self._installing}"
         if self.standby_since is not None:
@@ -375,7 +378,7 @@ class Worker(DialingRole):
             return "waiting for weights"
         if self.partials.awaiting(self.installed_version):
             return "waiting for newer weights"
-        return "waiting for acks" if self.outbox.is_full else "waiting for leases"
+        return "waiting for acks" if len(self.outbox) else IDLE
 
     def lease_states(self) -> tuple[LeaseState, ...]:
         """Return every lease here: waiting, running, or not yet acknowledged."""

@@ -117,7 +117,7 @@ class EpisodeRunner:
         *,
         exact_version: PolicyVersion | None = None,
     ) -> list[list[Rollout] | RewardError]:
-        """Play groups to their ends; one result for each, in their order.
+        """Play groups to their ends, and again those that others have spoilt; a result for each.
 
         Args:
             openings: the groups.
@@ -133,35 +133,25 @@ class EpisodeRunner:
         held = nullcontext() if exact_version is None else self._engine.holding(exact_version)
         # A single version is named once: turns that did so again would wait behind the next one.
         named = exact_version if self._engine.num_versions > 1 else None
-        with held:
-            return self._play_all(openings, sampling, watcher, named)
-
-    def _play_all(
-        self,
-        openings: Sequence[Opening],
-        sampling: Sampling,
-        watcher: Watcher,
-        exact_version: PolicyVersion | None,
-    ) -> list[list[Rollout] | RewardError]:
-        """Play groups, and again those that others have spoilt."""
         results: list[list[Rollout] | RewardError] = [
             RewardError("not played", reason="reward_lost") for _ in openings
         ]
-        for _ in range(MAX_RETRIES + 1):
-            wanted = [
-                index
-                for index, result in enumerate(results)
-                if isinstance(result, RewardError) and result.reason == "reward_lost"
-            ]
-            if not wanted or watcher.should_stop():
-                break
-            groups = [
-                [_Play(opening, member, sampling) for member in range(len(opening.seeds))]
-                for opening in (openings[index] for index in wanted)
-            ]
-            self._play(groups, sampling, watcher, exact_version)
-            for index, group in zip(wanted, groups, strict=True):
-                results[index] = _result(group)
+        with held:
+            for _ in range(MAX_RETRIES + 1):
+                wanted = [
+                    index
+                    for index, result in enumerate(results)
+                    if isinstance(result, RewardError) and result.reason == "reward_lost"
+                ]
+                if not wanted or watcher.should_stop():
+                    break
+                groups = [
+                    [_Play(opening, member, sampling) for member in range(len(opening.seeds))]
+                    for opening in (openings[index] for index in wanted)
+                ]
+                self._play(groups, sampling, watcher, named)
+                for index, group in zip(wanted, groups, strict=True):
+                    results[index] = _result(group)
         return results
 
     def close(self) -> None:

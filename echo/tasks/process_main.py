@@ -1,5 +1,6 @@
 """Messages of reward calls, and the process that carries them out.
 
+    ExampleCall(index, split)    -> Example                in the learner's own process alone
     ScoreCall(example, text)     -> float                  a whole answer
     Begin(episode, example)      -> None                   an episode of several turns
     Reply(episode, text)         -> messages, or None      what the environment says to a turn
@@ -48,6 +49,16 @@ _LENGTH = struct.Struct("<I")
 # --- messages ------------------------------------------------------------------------------------
 
 
+class ExampleCall(msgspec.Struct, frozen=True, tag_field="do", tag="example"):
+    """Ask for a prompt, and what its answers are judged by."""
+
+    index: int
+    split: str
+
+    def __str__(self) -> str:
+        return f"example({self.index}, split={self.split!r})"
+
+
 class ScoreCall(msgspec.Struct, frozen=True, tag_field="do", tag="score"):
     """Ask what an answer is worth."""
 
@@ -92,7 +103,7 @@ class End(EpisodeCall, frozen=True, tag="end"):
     """Forget an episode; it may be unknown."""
 
 
-Call = ScoreCall | Begin | Reply | CallOutcome | End
+Call = ExampleCall | ScoreCall | Begin | Reply | CallOutcome | End
 
 
 class CallFault(msgspec.Struct, frozen=True):
@@ -204,6 +215,11 @@ class Performer:
 
     def _perform(self, call: Call, where: str) -> Any:
         match call:
+            case ExampleCall():
+                try:
+                    return self._task.example(call.index, split=call.split)
+                except EchoError as error:  # such as a dataset's, which says where
+                    raise _Refused(str(error)) from error
             case ScoreCall():
                 example = Example(**call.example)
                 return _finite(self._task.reward(example, call.completion), where)

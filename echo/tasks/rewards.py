@@ -54,6 +54,7 @@ from echo.tasks.process_main import (
     CallOutcome,
     CallRequest,
     End,
+    EpisodeCall,
     Performer,
     Pipe,
     Reply,
@@ -110,7 +111,7 @@ class Limits:
     score_s: float
     """Seconds for one reward."""
     step_s: float
-    """Seconds for one call of an environment."""
+    """Seconds for one example, or one call of an environment."""
     memory_bytes: int | None = None
     """Bytes that a process of the task's may have; None for any number."""
     max_abs_reward: float = 1e6
@@ -322,8 +323,8 @@ class InlineHost(TaskHost):
             self._stuck = [thread for thread in self._stuck if thread.is_alive()]
             if len(self._stuck) >= MAX_STUCK_THREADS:
                 raise RewardError(
-                    f"{len(self._stuck)} calls of reward functions never returned; no more are "
-                    "started until one ends: make the reward function stop by itself",
+                    f"{len(self._stuck)} calls of {self.name} never returned; no more are started "
+                    "until one ends: make its code stop by itself",
                     reason="reward_timeout",
                 )
             return self._idle.pop() if self._idle else _CallingThread(self._performer)
@@ -440,7 +441,7 @@ class PoolHost(TaskHost):
             while True:
                 if self._is_closed:
                     raise self._closing()
-                if isinstance(call, ScoreCall | Begin):
+                if not isinstance(call, EpisodeCall):
                     process = self._take_any()
                 else:
                     home = self._homes.get(call.episode)
@@ -455,7 +456,7 @@ class PoolHost(TaskHost):
                     process = self._take_this(home)
                 if process is not None:
                     return process
-                if isinstance(call, ScoreCall | Begin) and self._may_start:
+                if not isinstance(call, EpisodeCall) and self._may_start:
                     self._num_starting += 1
                     break
                 self._changed.wait()

@@ -95,8 +95,8 @@ class Task(abc.ABC):
     """
 
     is_bounded = False
-    """Whether `reward` returns soon whatever it is given, so that it needs no process of its own
-    that could be killed."""
+    """Whether `example` and `reward` return soon whatever they are given, so that they need no
+    thread or process of their own that could be given up."""
     has_turns = False
     """Whether an answer may take several turns (environment.py)."""
 

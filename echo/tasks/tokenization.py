@@ -186,7 +186,7 @@ class TextCodec:
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise DataError(f"the prompt {prompt!r} has no tokens; a prompt needs at least one")
-        return self._known(ids)
+        return self.known(ids)
 
     def encode_turn(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Turn what an environment says after a turn of the policy into token ids.
@@ -218,9 +218,9 @@ class TextCodec:
             alone = render_messages(tokenizer, before, kwargs, opens_turn=False)
             closing = alone.partition(TURN)[2]
             text = text[_end_of_turn(tokenizer, closing, self.stop_ids) :]
-        return self._known(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self.known(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _known(self, ids: Iterable[int]) -> list[int]:
+    def known(self, ids: Iterable[int]) -> list[int]:
         """Return token ids, all of them the model's: an engine can go on with no others."""
         found = [int(token) for token in ids]
         if (highest := max(found, default=0)) >= self.vocab_size:

@@ -49,7 +49,7 @@ from echo.engine.weights import find_places
 from echo.train.policy import Compute
 from echo.train.sharded_images import FollowImages, LeadImages
 from echo.train.sharding import COLLECTIVE_S, Ranks
-from echo.train.step import StepError, StepResult
+from echo.train.step import NonfiniteWeightsError, StepError, StepResult
 from echo.train.trainer import Trainer
 from echo.wire.codec import decode_group, encode_group
 
@@ -284,7 +284,7 @@ AGREED: dict[str, tuple[type[EchoError], ...]] = {
     "find_faulty": (StepError,),
     "forward": (StepError,),
     "rescore": (StepError, StorageError),
-    "save_state": (StorageError,),
+    "save_state": (NonfiniteWeightsError, StorageError),
 }
 """What a command may raise on all ranks alike; whatever else one raises is its own failure."""
 

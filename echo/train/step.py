@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from echo.core.errors import DataError
+from echo.core.errors import DataError, EchoError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,3 +37,12 @@ class MemoryShortageError(StepError):
         """Say what it had; padding is counted, too."""
         super().__init__(text, reason="out_of_memory")
         self.num_rows, self.num_tokens = num_rows, num_tokens
+
+
+class NonfiniteWeightsError(EchoError):
+    """Weights that hold NaN or infinity, of which nothing is saved."""
+
+    def __init__(self, names: Sequence[str], *, num_tensors: int) -> None:
+        """Name those that do, of so many."""
+        super().__init__(f"NaN or infinity in {len(names)} of {num_tensors} tensors: {names[0]}")
+        self.names, self.num_tensors = names, num_tensors

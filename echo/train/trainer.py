@@ -74,7 +74,7 @@ from echo.core.errors import ConfigError, DataError, EngineError, StorageError
 from echo.core.rollout import Group
 from echo.core.units import format_bytes
 from echo.engine.lora import NAME, draw_adapter
-from echo.engine.weights import write_tensors
+from echo.engine.weights import find_nonfinite, write_tensors
 from echo.kernels.logprob import EntropyMode, TokenLosses
 from echo.train import sharded_state, sharding
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
@@ -84,7 +84,12 @@ from echo.train.policy import Compute, ModelSource, Policy
 from echo.train.rescoring import Rescorer, Rescoring, read_version
 from echo.train.sharding import Ranks
 from echo.train.speed import Speedometer
-from echo.train.step import MemoryShortageError, StepError, StepResult
+from echo.train.step import (
+    MemoryShortageError,
+    NonfiniteWeightsError,
+    StepError,
+    StepResult,
+)
 
 # --- settings -------------------------------------------------------------------------------------
 
@@ -866,6 +871,7 @@ class Trainer:
         Several adapters are all written; a gradient that waits is not.
 
         Raises:
+            NonfiniteWeightsError: if the weights of one hold NaN or infinity.
             StorageError: if it cannot be written.
         """
         if not self._aside:
@@ -882,12 +888,19 @@ class Trainer:
 
     def _save(self, directory: Path) -> None:
         """Write the state of what is in the model."""
+        weights = self._policy.tensors()
+        names = find_nonfinite({name: sharding.local(part) for name, part in weights.items()})
+        if self._ranks is not None:
+            told = self._ranks.gather("\n".join(names).encode())
+            names = sorted({name for each in told for name in each.decode().split("\n") if name})
+        if names:
+            raise NonfiniteWeightsError(names, num_tensors=len(weights))
         moments = self._optimizer.tensors()
         if self._ranks is not None:
             moments = {name: self._as_cut(name, part) for name, part in moments.items()}
         save(
             directory,
-            weights=self._policy.tensors(),
+            weights=weights,
             moments=moments,
             device=self.device,
             counters={

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 import echo.engine.model  # noqa: F401 -- torch, or whichever dry run comes first is charged with it
 from echo.cli import node as node_module
+from echo.cli import quickstart
 from echo.cli.node import configuration_of, main, run_rank, show_status
 from echo.cli.output import make_log
 from echo.cli.parsers import node_parser
@@ -26,6 +27,7 @@ from echo.net.transport import with_key, without_key
 from echo.net.zmq import ZmqTransport
 from echo.runtime.identity import Join
 from echo.ui.live import StatusLine
+from tests.records.rows import write_ledger
 from tests.ui.test_live import Terminal
 
 JOIN = f"tcp://127.0.0.1:9#{'k' * 43}.{'s' * 22}.{'f' * 22}"
@@ -181,6 +183,41 @@ def test_a_resume_prints_the_difference_and_refuses_what_is_not_safe(
     free = ["--set", "learner.listen=tcp://127.0.0.1:0", "--set", f"model.name={model_dir}"]
     free += ["--set", "sampling.max_completion_tokens=16"]
     assert run("--role", "learner", "--config", own, "--dry-run", *free) == 0
+
+
+@pytest.mark.parametrize("command", ["node", "quickstart"])
+def test_a_run_that_is_finished_says_so_before_anything_is_made(
+    config: Path,
+    tmp_path: Path,
+    command: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded = load_config(config, ["run.max_steps=4"], "learner")
+    run_dir = loaded.run_dir
+    for name in ("final", "checkpoints"):
+        (run_dir / name).mkdir(parents=True)
+    save_resolved(loaded, run_dir / "config.json")
+    (run_dir / "checkpoints" / "latest").write_text("step_000004\n")
+    write_ledger(run_dir, [{"kind": "lineage", "lineage": 1, "fork_step": 0}])
+
+    def resume(*changes: str) -> int:
+        if command == "quickstart":
+            return quickstart.main(["--resume", str(run_dir), *changes])
+        return run("--role", "learner", "--config", run_dir / "config.json", "--resume", *changes)
+
+    monkeypatch.setattr(quickstart, "run_nodes", lambda *_: 7)
+    monkeypatch.setattr(node_module, "check_model", lambda *_: 1 / 0)
+    began = pytest.raises(ZeroDivisionError) if command == "node" else nullcontext()
+    with began:
+        assert resume() == 7
+    write_ledger(run_dir, [{"kind": "finished", "step": 4}])
+    assert resume() == 0
+    assert "the run is finished: it has made 4 steps, run.max_steps = 4; its weights are in" in (
+        capsys.readouterr().out
+    )
+    with began:
+        assert resume("--set", "run.max_steps=5") == 7
 
 
 def test_a_run_that_breaks_a_rule_of_today_is_resumed_with_the_remedy(

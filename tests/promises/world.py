@@ -42,6 +42,7 @@ from echo.core.errors import EchoError, EngineError, RefusedError, TransportErro
 from echo.core.metrics import Snapshot
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import NOBODY, UNVERSIONED, Completion, Engine, Request, Sampling, Watcher
+from echo.engine.weights import find_nonfinite
 from echo.leases.partials import PartialRules
 from echo.net.transport import PeerId, TransportOptions
 from echo.records.ledger import AnyRecord, Ledger, Published
@@ -58,7 +59,7 @@ from echo.sim.network import LinkEnd, Network, Port, Route
 from echo.sim.transport import SimTransport
 from echo.tasks.builtin import AdditionTask
 from echo.tasks.rewards import LaterHost, RewardError
-from echo.train.step import StepError, StepResult
+from echo.train.step import NonfiniteWeightsError, StepError, StepResult
 from echo.weights.manifest import TensorSpec, build_manifest, hash_image, sign
 from echo.weights.store import Patch
 from echo.wire import codec
@@ -439,6 +440,8 @@ class StubTrainer:
     def save_state(self, directory: Path) -> None:
         if self._process.full_disk == "checkpoints":
             raise OSError(errno.ENOSPC, "No space left on device")
+        if bad := find_nonfinite(self.tensors()):
+            raise NonfiniteWeightsError(bad, num_tensors=1)
         (directory / "step").write_text(str(self.step_count))
         (directory / "weights").write_bytes(self._weights.tobytes())
         self._process.reach("checkpoint")

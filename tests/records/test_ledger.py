@@ -35,6 +35,7 @@ from echo.records.ledger import (
     Cost,
     Delivery,
     Discarded,
+    Finished,
     Granted,
     Ledger,
     LedgerState,
@@ -163,6 +164,7 @@ def test_what_happened_is_read_back_in_order(tmp_path: Path) -> None:
         Refused(group=2, attempt=0, worker="w3", reason="stale"),
         Published(version=V0),
         Sealed(version=V0, root="0102", image_hash="03"),
+        Finished(step=4),
         BoundChanged(step=4, before=3, bound=2, cause="ess"),
         ActivationChanged(
             step=4, cause="joined", activated=("w1",), deactivated=(), numbers={"rate": 2.5}

@@ -394,6 +394,21 @@ def test_a_worker_says_what_it_waits_for() -> None:
     assert make_role().activity == "starting"
 
 
+def test_a_worker_that_holds_groups_does_not_wait_for_leases() -> None:
+    paper = Paper({0: (1, 1)})
+    paper.grant()
+    assert paper.role.activity == "sampling"
+    paper.do, do = paper.others.extend, paper.do  # type: ignore[method-assign]
+    paper.turn()
+    paper.do = do  # type: ignore[method-assign]
+    [score] = paper.take(Score)
+    assert paper.role.activity == "scoring"
+    paper.do(paper.role.scored(score.group, [0.0, 1.0], now=1.0))
+    assert paper.role.activity == "waiting for acks"
+    paper.acknowledge(0)
+    assert paper.role.activity == "waiting for leases"
+
+
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_a_group_that_another_has_finished_is_recalled_and_not_delivered(is_whole: bool) -> None:
     paper = Paper({0: (1, 1) if is_whole else (9, 9), 1: (9, 9)}, is_continuous=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from echo.core.price import Price
 from echo.records.ledger import read_records
 from echo.roles.members import Member, Presence, Roster
+from echo.runtime.learner import cost
 from echo.runtime.learner.cost import (
     Activation,
     CostMeter,
@@ -180,6 +182,32 @@ def test_one_who_would_pass_the_budget_stands_by_from_the_beginning(make_world: 
     assert "activation.budget_per_h is $0.70" in notes
     assert "unknown states no price" in notes
     assert "worker.price_per_h" in notes
+
+
+@pytest.mark.slow
+def test_who_was_not_looked_at_yet_takes_no_part_in_a_question(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in large fleets, where nobody is looked at ten times a second."""
+    world = crowd(make_world, 0.3, 0.1)
+    world.run_until(lambda: world.step >= 4)
+    monkeypatch.setattr(cost, "LOOKS_PER_S", 0.05)
+    world.worker("late", worker={"price_per_h": 0.2})
+    world.run(20.0)
+    assert world.is_alive("learner")
+    assert "late" in world.node("learner").role.roster.nodes
+
+
+def test_who_came_back_while_a_question_was_answered_is_left_as_it_is(
+    make_world: MakeWorld,
+) -> None:
+    world = crowd(make_world, 0.3, 0.1)
+    world.run_until(lambda: len(world.node("learner").role.roster.active("worker")) == 2)
+    role, activation = world.node("learner").role, world.node("learner")._costs._activation
+    activation._states.pop("w1", None)  # gone at the last look
+    question: Any = SimpleNamespace(workers=[SimpleNamespace(name=name) for name in ("w1", "w2")])
+    answer: Any = SimpleNamespace(active={"w2"}, after=None, is_pending=False)
+    assert activation.decide(role, question, answer, now=world.now) == ([], None)
 
 
 @pytest.mark.slow

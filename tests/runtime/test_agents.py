@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +48,7 @@ from echo.runtime.agents.sessions import (
     group_of,
 )
 from echo.runtime.threads import ThreadPools
+from echo.tasks.tokenization import TextCodec
 from echo.wire.messages import Lease
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
@@ -99,6 +102,39 @@ def test_the_pieces_of_an_answer_are_of_one_version_while_the_engine_holds_it(
     assert steps == {0: [1, 2, 3], 1: [1, 1, 3], 2: [1, 1, 1]}[num_held]
 
 
+HOW = Sampling(1.0, 1.0, 0, 4, ())
+
+
+def sample_all(
+    engine: Any,
+    requests: Sequence[Request],
+    bounds: Iterable[CallBounds] = itertools.repeat(ANY_VERSION),
+    *,
+    gone: int | None = None,
+) -> list[Any]:
+    """Return what calls are answered that are there before the first batch; of one nobody waits."""
+
+    async def main() -> list[Any]:
+        threads = ThreadPools()
+        sampler = CallSampler(engine, NOBODY, threads=threads)
+        calls = [
+            asyncio.create_task(sampler.sample(request, HOW, bound))
+            for request, bound in zip(requests, bounds, strict=False)
+        ]
+        await asyncio.sleep(0)
+        if gone is not None:
+            calls.pop(gone).cancel()
+            await asyncio.sleep(0)
+        running = asyncio.create_task(sampler.run())
+        async with asyncio.timeout(60):
+            found = await asyncio.gather(*calls, return_exceptions=True)
+        running.cancel()
+        threads.close()
+        return found
+
+    return asyncio.run(main())
+
+
 @pytest.mark.parametrize("is_continuous", [False, True])
 def test_a_call_for_which_the_model_gives_no_probabilities_fails_alone(is_continuous: bool) -> None:
     def generate(requests: list[Request], *_: object, **__: object) -> list[Completion]:
@@ -114,24 +150,12 @@ def test_a_call_for_which_the_model_gives_no_probabilities_fails_alone(is_contin
             for request in requests
         ]
 
-    async def main() -> None:
-        engine: Any = SimpleNamespace(
-            is_continuous=is_continuous, num_versions=1, generate=generate
-        )
-        sampler = CallSampler(engine, NOBODY, threads=ThreadPools())
-        running = asyncio.create_task(sampler.run())
-        how = Sampling(1.0, 1.0, 0, 4, ())
-        calls = [
-            sampler.sample(Request(str(seed), np.array([5], np.int32), seed), how, ANY_VERSION)
-            for seed in range(2)
-        ]
-        good, bad = await asyncio.gather(*calls, return_exceptions=True)
-        running.cancel()
-        assert isinstance(good, Completion)
-        assert isinstance(bad, EngineError)
-        assert "a log-probability of nan at token 0 of request 1 under v1" in str(bad)
-
-    asyncio.run(main())
+    engine = SimpleNamespace(is_continuous=is_continuous, num_versions=1, generate=generate)
+    requests = [Request(str(seed), np.array([5], np.int32), seed) for seed in range(2)]
+    good, bad = sample_all(engine, requests)
+    assert isinstance(good, Completion)
+    assert isinstance(bad, EngineError)
+    assert "a log-probability of nan at token 0 of request 1 under v1" in str(bad)
 
 
 @pytest.mark.parametrize("bounds", [CallBounds(min_version=V2), CallBounds(exact_version=V2)])
@@ -186,10 +210,6 @@ def test_a_context_becomes_tokens_beside_the_loop_and_its_session_may_end_meanwh
 # --- sampling for agents --------------------------------------------------------------------------
 
 
-V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
-HOW = Sampling(1.0, 1.0, 0, 4, ())
-
-
 def test_each_request_is_sampled_within_its_own_bounds(tiny_model_dir: Path) -> None:
     engine = TransformersEngine(tiny_model_dir, num_threads=1)
     engine.load(load_directory(tiny_model_dir, "float32"), V1)
@@ -200,21 +220,8 @@ def test_each_request_is_sampled_within_its_own_bounds(tiny_model_dir: Path) -> 
         CallBounds(V1, V2),
     ]
 
-    async def main() -> list[Completion | BaseException]:
-        threads = ThreadPools()
-        sampler = CallSampler(engine, NOBODY, threads=threads)
-        requests = [Request(f"r{n}", np.array([1, 5], np.int32), n) for n in range(len(wanted))]
-        # All are there before the first batch is made.
-        calls = [sampler.sample(r, HOW, b) for r, b in zip(requests, wanted, strict=True)]
-        answers = asyncio.gather(*calls, return_exceptions=True)
-        running = asyncio.create_task(sampler.run())
-        async with asyncio.timeout(60):
-            found = await answers
-        running.cancel()
-        threads.close()
-        return found
-
-    first, second, third, fourth = asyncio.run(main())
+    requests = [Request(f"r{n}", np.array([1, 5], np.int32), n) for n in range(len(wanted))]
+    first, second, third, fourth = sample_all(engine, requests, wanted)
     assert [isinstance(one, Completion) for one in (first, second)] == [True, True]
     assert isinstance(third, VersionError)
     assert "at least v2 is wanted" in str(third)
@@ -236,34 +243,14 @@ def test_a_call_is_sampled_whatever_others_ask_for_and_not_once_its_caller_has_g
         none = np.empty(0, np.int32)
         return [Completion(name, none, none, "stop", none) for name in asked[-1]]
 
-    engine: Any = SimpleNamespace(
+    engine = SimpleNamespace(
         is_continuous=False, num_versions=1, generate=generate, can_sample=lambda: True
     )
-
-    async def main() -> list[Completion | BaseException]:
-        threads = ThreadPools()
-        sampler = CallSampler(engine, NOBODY, threads=threads)
-        calls = [
-            asyncio.create_task(sampler.sample(Request(name, np.array([1]), 0), HOW, ANY_VERSION))
-            for name in ("good", "bad", "gone", "fine")
-        ]
-        await asyncio.sleep(0)
-        calls.pop(2).cancel()
-        await asyncio.sleep(0)
-        running = asyncio.create_task(sampler.run())
-        async with asyncio.timeout(60):
-            found = await asyncio.gather(*calls, return_exceptions=True)
-        running.cancel()
-        threads.close()
-        return found
-
-    good, bad, fine = asyncio.run(main())
+    requests = [Request(name, np.array([1]), 0) for name in ("good", "bad", "gone", "fine")]
+    good, bad, fine = sample_all(engine, requests, gone=2)
     assert asked == [["good", "bad", "fine"], ["good"], ["bad"], ["fine"]]
     assert isinstance(bad, EngineError)
-    assert [one.request_id for one in (good, fine) if isinstance(one, Completion)] == [
-        "good",
-        "fine",
-    ]
+    assert [good.request_id, fine.request_id] == ["good", "fine"]
 
 
 def test_an_engine_that_samples_nothing_any_more_ends_whoever_lends_it() -> None:
@@ -489,7 +476,7 @@ def turn_of_wire(text: str) -> Turn:
 
 def answer_of(**fields: object) -> ChatAnswer:
     body = read({"messages": [{"role": "user", "content": "?"}], **fields})
-    dialogue = Dialogue(Letters(), stop_ids=[], chat_template_kwargs={})
+    dialogue = Dialogue(TextCodec(Letters(), [], {}))
     return ChatAnswer(body, dialogue, model="m", call_id="1")
 
 
@@ -526,7 +513,7 @@ def test_without_tools_the_same_is_text(fields: dict[str, object]) -> None:
 
 def test_logprobs_of_text_have_offsets() -> None:
     body = read({"prompt": "1", "logprobs": 0}, TextBody)
-    dialogue = Dialogue(Letters(), stop_ids=[], chat_template_kwargs={})
+    dialogue = Dialogue(TextCodec(Letters(), [], {}))
     [choice] = ChatAnswer(body, dialogue, model="m", call_id="1").whole(turn_of_wire("abc"))[
         "choices"
     ]

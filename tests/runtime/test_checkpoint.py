@@ -17,6 +17,7 @@ from echo.core.errors import ConfigError, StorageError
 from echo.core.rollout import Group, Lineage, PolicyVersion
 from echo.records.ledger import (
     Discarded,
+    Finished,
     Granted,
     Ledger,
     LedgerQueue,
@@ -31,7 +32,7 @@ from echo.runtime.learner.checkpoint import (
     FoundCheckpoint,
     list_checkpoints,
 )
-from echo.runtime.learner.resume import SavedRun, StartingPoint
+from echo.runtime.learner.resume import SavedRun, StartingPoint, finished_step
 from echo.train import trainer
 from echo.train.trainer import OPTIMIZER_FILE, TRAINER_FILE, WEIGHTS_FILE
 from echo.wire.codec import encode_group
@@ -45,6 +46,13 @@ class Trainer:
 
     def save_state(self, directory: Path) -> None:
         (directory / "state").write_text(self._state)
+
+
+class TrainerOfTwo(Trainer):
+    def save_state(self, directory: Path) -> None:
+        for name in ("maths", "prose"):
+            (directory / name).mkdir()
+            super().save_state(directory / name)
 
 
 class FailingTrainer:
@@ -176,6 +184,24 @@ def test_what_is_wrong_with_a_checkpoint_is_told_and_the_one_before_is_taken(
     assert found is not None
     assert found.info.step == 10
     assert told in found.damage[0]
+
+
+def test_the_folders_of_several_adapters_are_sealed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(checkpoint_module, "sync_path", lambda path: synced.append(path.name))
+    save(tmp_path, 10)
+    make(tmp_path).save(TrainerOfTwo("1/20"), lineage=1, step=20, now=0.0)
+    assert synced.count("state") == 3
+    found = find_whole(tmp_path)
+    assert found is not None
+    assert found.info.step == 20
+    (tmp_path / "step_000020" / "prose" / "state").write_text("1/21")
+    found = find_whole(tmp_path)
+    assert found is not None
+    assert found.info.step == 10
+    assert f"prose/state is damaged: its BLAKE3 hash is {IS}" in found.damage[0]
 
 
 def test_where_every_checkpoint_is_damaged_the_run_does_not_begin_anew_in_silence(
@@ -385,6 +411,21 @@ def test_going_back_to_an_older_checkpoint_drops_the_later_ones(run_dir: Path) -
     (run_dir / "checkpoints" / "latest").write_text("step_000001\n")
     assert resume(run_dir).step == 1
     assert list(list_checkpoints(run_dir / "checkpoints")) == [1]
+
+
+def test_a_run_is_finished_where_nothing_is_left_to_do(run_dir: Path) -> None:
+    pointer = run_dir / "checkpoints" / "latest"
+    with opened(run_dir) as ledger:
+        ledger.append(Finished(step=1))
+    assert finished_step(run_dir) is None, "it was not exported"
+    (run_dir / "final").mkdir()
+    assert finished_step(run_dir) == 1
+    for name in (b"step_000000\n", b"\xff"):
+        pointer.write_bytes(name)
+        assert finished_step(run_dir) is None
+    pointer.write_text("step_000001\n")
+    resume(run_dir)
+    assert finished_step(run_dir) is None
 
 
 def test_a_group_that_is_gone_ends_as_lost(run_dir: Path) -> None:

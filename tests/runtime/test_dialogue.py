@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -11,7 +9,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from echo.core.errors import DataError
-from echo.runtime.agents.sessions import Dialogue
+from echo.engine.engine import Completion
+from echo.runtime.agents.sessions import Dialogue, Turn
+from echo.tasks.tokenization import TextCodec
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role[0] }}>{{ message.content }}<eos>{% endfor %}"
@@ -20,10 +20,10 @@ TEMPLATE = (
 VOCABULARY = ["<eos>", "<u>", "<a>", "<s>", "1", "2", "3", "+", "12", "?"]
 
 
-@dataclass(frozen=True)
-class Call:
-    text: str
-    ids: npt.NDArray[np.int32]
+def call_of(text: str, ids: npt.NDArray[np.int32]) -> Turn:
+    """Return a call that saw all but the last of these tokens, and sampled that."""
+    versions, logprobs = np.zeros((1, 2), np.int32), np.zeros(1, np.float32)
+    return Turn(ids[:-1], Completion("", ids[-1:], logprobs, "stop", versions), text, None)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def dialogue(tokenizer: PreTrainedTokenizerFast) -> Dialogue:
-    return Dialogue(tokenizer, stop_ids=[0], chat_template_kwargs={})
+    return Dialogue(TextCodec(tokenizer, [0], {}))
 
 
 def ids_of(*tokens: str) -> npt.NDArray[np.int32]:
@@ -60,7 +60,7 @@ def test_a_first_call_is_encoded(dialogue: Dialogue) -> None:
 
 def test_what_was_sampled_stays_as_it_was_sampled(dialogue: Dialogue) -> None:
     first = ids_of("<u>", "3", "<eos>", "<a>", "1", "2", "<eos>")
-    known = Call("<u>3<eos><a>12<eos>", first)
+    known = call_of("<u>3<eos><a>12<eos>", first)
     messages = [
         {"role": "user", "content": "3"},
         {"role": "assistant", "content": "12"},
@@ -73,9 +73,9 @@ def test_what_was_sampled_stays_as_it_was_sampled(dialogue: Dialogue) -> None:
 
 def test_the_longest_known_beginning_counts(dialogue: Dialogue) -> None:
     calls = [
-        Call("1+", ids_of("1", "+")),
-        Call("1+2", ids_of("1", "+", "2")),
-        Call("2", ids_of("2")),
+        call_of("1+", ids_of("1", "+")),
+        call_of("1+2", ids_of("1", "+", "2")),
+        call_of("2", ids_of("2")),
     ]
     ids, call = dialogue.continue_text("1+2+3", calls, is_rendered=False)
     assert call is calls[1]
@@ -84,7 +84,7 @@ def test_the_longest_known_beginning_counts(dialogue: Dialogue) -> None:
 
 
 def test_token_ids_are_taken_as_they_are(dialogue: Dialogue) -> None:
-    calls = [Call("1", ids_of("1")), Call("12", ids_of("1", "2"))]
+    calls = [call_of("1", ids_of("1")), call_of("12", ids_of("1", "2"))]
     ids, call = dialogue.continue_ids(ids_of("1", "2", "3").tolist(), calls)
     assert call is calls[1]
     assert ids.tolist() == ids_of("1", "2", "3").tolist()
@@ -99,4 +99,19 @@ def test_answers_end_before_their_stop_token(dialogue: Dialogue) -> None:
 def test_messages_without_a_template_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(DataError, match="no chat template; set model"):
-        Dialogue(plain, stop_ids=[], chat_template_kwargs={}).render([{"role": "user"}])
+        Dialogue(TextCodec(plain, [], {})).render([{"role": "user"}])
+
+
+def test_tokens_that_the_model_does_not_know_are_refused(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """An engine that was given them would end its worker."""
+    dialogue = Dialogue(TextCodec(tokenizer, [0], {}, vocab_size=8))
+    known = call_of("3", ids_of("3"))
+    for ask in (
+        lambda: dialogue.continue_text("12", [], is_rendered=False),
+        lambda: dialogue.continue_text("312", [known], is_rendered=False),
+        lambda: dialogue.continue_ids([4, 8], []),
+    ):
+        with pytest.raises(DataError, match="the token '12' has the id 8, the model knows 8"):
+            ask()

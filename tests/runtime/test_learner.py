@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from echo.core.errors import ConfigError, DataError, EngineError
 from echo.leases import scheduler
-from echo.runtime.learner.prompts import PromptSource
-from echo.runtime.learner.resume import read_uplinks
-from echo.wire.messages import Grant, Lease
+from echo.runtime.learner.prompts import Prompt, PromptSource
+from echo.runtime.learner.resume import finished_step, read_uplinks
+from echo.wire.messages import Grant
 from tests.e2e.audit import read_ledger
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
@@ -44,6 +44,7 @@ def test_a_run_trains_evaluates_saves_and_ends_everybody(
         assert "it ran out of memory" in caplog.text
         assert (run.run_dir / "checkpoints" / "latest").read_text() == "step_000003\n"
         AutoModelForCausalLM.from_pretrained(run.run_dir / "final")
+        assert finished_step(run.run_dir) == 3
         assert run.snapshots[-1].step == 3
 
     play(scenario)
@@ -123,6 +124,7 @@ def test_a_run_that_has_nothing_left_to_learn_ends_and_evaluates_its_last_weight
         assert evals == [0, step]
         assert run.ledger("checkpoint")[-1]["step"] == step
         assert (run.run_dir / "final").exists()
+        assert finished_step(run.run_dir) is None, "there are steps left to be made"
         run.audit()
 
     play(scenario)
@@ -270,14 +272,14 @@ def test_a_learner_that_cannot_go_on_grants_nothing_while_it_saves(make_world: M
 def test_a_run_for_which_no_prompt_can_be_had_any_more_is_saved_and_ends(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lease = PromptSource.lease
+    make = PromptSource.make
 
-    def none_left(source: PromptSource, group_id: int, attempt: int) -> Lease:
+    def none_left(source: PromptSource, group_id: int) -> Prompt:
         if group_id >= 9:
             raise DataError("the rows are gone")
-        return lease(source, group_id, attempt)
+        return make(source, group_id)
 
-    monkeypatch.setattr(PromptSource, "lease", none_left)
+    monkeypatch.setattr(PromptSource, "make", none_left)
     monkeypatch.setattr(scheduler, "MAX_UNUSABLE", 20)
     world = make_world(checkpoint={"interval_steps": 100})
     world.learner()
@@ -287,6 +289,39 @@ def test_a_run_for_which_no_prompt_can_be_had_any_more_is_saved_and_ends(
     assert world.step > 0
     assert world.records("checkpoint")[-1]["step"] == world.step
     assert (world.end("w1") or ("", ""))[1] == ""
+
+
+def test_a_slow_example_holds_up_its_own_group_alone(make_world: MakeWorld) -> None:
+    """Each takes its time in a thread; the loop grants what is there, and answers meanwhile."""
+    world = make_world()
+    world.learner(run={"max_steps": 8})
+    takes = world.takes
+    world.takes = lambda process, pool, function: (  # type: ignore[method-assign]
+        3.0 if pool == "prompts" else takes(process, pool, function)
+    )
+    world.worker("w1")
+    world.run_until(lambda: world.stored() == [0], within_s=4.0)
+    finish(world)
+    assert [row["group"] for row in world.records("granted")] == [*range(16)]
+    world.audit(is_finished=True)
+
+
+def test_a_result_whose_prompt_is_being_made_is_taken_when_it_comes_again(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world()
+    world.learner()
+    world.worker("w1", sample_s=2.0)
+    world.run_until(lambda: world.sampling("w1"))
+    out = world.sampling("w1")
+    world.kill("learner")
+    takes = world.takes
+    world.takes = lambda process, pool, function: (  # type: ignore[method-assign]
+        5.0 if pool == "prompts" else takes(process, pool, function)
+    )
+    world.learner()
+    world.run_until(lambda: out <= set(world.acknowledged()))
+    assert all(row["attempt"] == 0 for row in world.records("accepted") if row["group"] in out)
 
 
 def test_a_reward_out_of_bounds_ends_its_group(make_world: MakeWorld) -> None:
@@ -332,6 +367,7 @@ def test_the_last_weights_are_published_whatever_the_period_and_a_resume_only_fi
         world.worker("w1")
         finish(world)
         assert world.published()[-len(published) :] == published
+        assert world.records("finished")[-1] == list(read_ledger(world.run_dir))[-1]
     assert planned == [0, 2, 3, 3], "the way is planned before a version goes out"
     assert [row["step"] for row in world.records("trained")] == [1, 2, 3]
     world.audit(is_finished=True)

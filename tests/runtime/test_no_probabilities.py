@@ -148,6 +148,27 @@ def test_weights_that_hold_nan_end_the_run_with_their_version_and_are_not_saved(
     assert not world.records("checkpoint")
 
 
+@pytest.mark.parametrize("max_steps", [1000, 3])
+def test_a_checkpoint_that_is_due_where_weights_hold_nan_is_not_written_and_ends_the_run(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, max_steps: int
+) -> None:
+    """Also where that step is the last one."""
+    spoil_weights(monkeypatch, step=3)
+    world = make_world(checkpoint={"interval_steps": 1})
+    world.learner(run={"max_steps": max_steps})
+    world.worker("w1")
+    world.run_until(lambda: world.end("learner"))
+    how, why = world.end("learner") or ("", "")
+    assert how == "failed"
+    assert re.search(r"^v3 of .* has NaN or infinity in 1 of 1 tensors, such as w: nothing", why)
+    assert [row["step"] for row in world.records("checkpoint")] == [1, 2]
+    assert world.step == 3
+    monkeypatch.undo()
+    world.learner(run={"max_steps": 5})
+    world.worker("w2")
+    world.run_until(lambda: world.end("learner") == ("finished", ""))
+
+
 def test_weights_that_hold_nan_from_the_start_are_named(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

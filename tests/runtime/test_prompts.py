@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+import random
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from echo.core.errors import DataError
-from echo.runtime.learner.prompts import CACHED_LEASES, PromptSource
+from echo.leases.scheduler import PromptPendingError
+from echo.runtime.learner import prompts as prompts_module
+from echo.runtime.learner.prompts import PromptsAhead, PromptSource
+from echo.runtime.threads import Pool
 from echo.tasks.dataset import DatasetTask
 from echo.tasks.task import Example, Task, is_heldout
 from echo.tasks.tokenization import TextCodec
@@ -65,13 +73,97 @@ def test_an_endless_task_is_walked_in_order() -> None:
     assert [make().lease(i, 0).example["index"] for i in (0, 1, 10**9)] == [0, 1, 10**9]
 
 
-@pytest.mark.slow
-def test_the_cache_is_bounded() -> None:
-    source = make()
-    for group_id in range(CACHED_LEASES + 100):
-        source.lease(group_id, 0)
-    assert len(source._cache) == CACHED_LEASES
-    assert source.lease(0, 0) == make().lease(0, 0)
+# --- made ahead -----------------------------------------------------------------------------------
+
+
+class Here(Pool):
+    """Makes each call in the loop."""
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        try:
+            future.set_result(function(*arguments))
+        except DataError as error:
+            future.set_exception(error)
+        return future
+
+
+async def make_all(prompts: PromptsAhead) -> list[bool]:
+    """Make what is to be made; return which of it somebody had asked for."""
+    found = []
+    with suppress(TimeoutError):
+        while True:
+            found.append(await asyncio.wait_for(prompts.make(Here()), 0.01))
+    return found
+
+
+def test_prompts_are_made_ahead_and_the_missing_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts_module, "NUM_AHEAD", 3)
+
+    async def main() -> None:
+        source = make()
+        prompts = PromptsAhead(source, num_out=4, first=10, again=[2])
+        assert await make_all(prompts) == [True, False, False, False]
+        assert prompts.lease(2, 1) == source.lease(2, 1)
+        assert [prompts.lease(n, 0).group_id for n in (10, 11, 12)] == [10, 11, 12]
+        for group_id in (20, 5):
+            with pytest.raises(PromptPendingError, match=f"of group {group_id} is being made"):
+                prompts.lease(group_id, 0)
+        assert await make_all(prompts) == [True, True, *[False] * 10]
+        assert prompts.lease(20, 0) == source.lease(20, 0)
+        assert prompts.example(22) == source.make(22).example
+        assert await make_all(prompts) == []
+
+    asyncio.run(main())
+
+
+def test_what_is_kept_is_bounded_and_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts_module, "MIN_KEPT", 50)
+
+    async def main() -> None:
+        prompts = PromptsAhead(make(), num_out=4)
+        await make_all(prompts)
+        assert len(prompts._made) == 50
+        with pytest.raises(PromptPendingError):
+            prompts.lease(0, 0)
+        await make_all(prompts)
+        assert prompts.lease(0, 0) == make().lease(0, 0)
+
+    asyncio.run(main())
+
+
+def test_a_prompt_that_cannot_be_made_says_so_whenever_it_is_asked_for() -> None:
+    class Gone(Counting):
+        def example(self, index: int, *, split: str) -> Example:
+            raise KeyError(index)
+
+    async def main() -> None:
+        prompts = PromptsAhead(make(task=Gone()), num_out=4)
+        await make_all(prompts)
+        for ask in (lambda: prompts.lease(0, 0), lambda: prompts.example(0)):
+            with pytest.raises(DataError, match=r"Gone\.example\(0, split='train'\) raised KeyErr"):
+                ask()
+
+    asyncio.run(main())
+
+
+def test_an_example_that_never_comes_is_left_alone() -> None:
+    hold = threading.Event()
+
+    class Hanging(Counting):
+        def example(self, index: int, *, split: str) -> Example:
+            if index == 3:
+                hold.wait()
+            return super().example(index, split=split)
+
+    source = PromptSource(Hanging(), Numbers(None, [], {}), seed=0, timeout_s=0.05)
+    with pytest.raises(
+        DataError, match=r"example\(3, .* within 0\.05 s; raise task\.step_timeout_s"
+    ):
+        source.lease(3, 0)
+    assert source.lease(4, 0).prompt_ids == (1, 4)
+    hold.set()
+    source.close()
 
 
 @pytest.mark.parametrize(("num_heldout", "expected"), [(None, 8), (3, 3), (0, 0), (100, 8)])
@@ -95,6 +187,28 @@ def test_an_example_that_no_message_holds_is_named(info: dict[str, object]) -> N
 
     with pytest.raises(DataError, match="example 3 cannot be sent to a worker"):
         make(task=Large()).lease(3, 0)
+
+
+def test_an_example_is_the_same_for_whichever_thread_asks_while_an_epoch_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where groups are scored at the learner while others are granted."""
+    source, shuffle = make(task=Counting(50)), random.Random.shuffle
+
+    def examples() -> list[int]:
+        return [source.make(group).example.index for group in range(50)]
+
+    expected, found = examples(), list[int]()
+
+    def interrupted(self: random.Random, order: list[Any]) -> None:
+        monkeypatch.undo()
+        found.extend(examples())
+        shuffle(self, order)
+        found.extend(examples())
+
+    monkeypatch.setattr(random.Random, "shuffle", interrupted)
+    source.make(50)
+    assert found == 2 * expected
 
 
 def test_prompts_that_cannot_be_had_are_found_before_a_run_begins() -> None:

@@ -289,7 +289,6 @@ def make_evaluator(
         prompts=[(task.example(i, split="heldout"), [0, i]) for i in prompts],
         text=FirstId(),  # type: ignore[arg-type]
         sampling=SAMPLING,
-        seed=0,
     )
 
 
@@ -297,13 +296,13 @@ def test_both_rates_are_means_and_a_failed_reward_counts_as_zero() -> None:
     result = make_evaluator().evaluate(PolicyVersion(1, 7), {})
     assert result is not None
     assert result.metrics("same") == {
-        "eval/same/pass@1": 0.5,  # 0 and 2 of four: odd seeds answer one too many
+        "eval/same/pass@1": 0.25,  # 1 of four: odd seeds answer one too many
         "eval/same/greedy": 0.75,
         "eval/version": 7,
         "eval/reward_errors": 2,
     }
     assert str(result).startswith(
-        "evaluation of v7: sampled 0.500, greedy 0.750; 2 of 8 rewards failed and count as 0: "
+        "evaluation of v7: sampled 0.250, greedy 0.750; 2 of 8 rewards failed and count as 0: "
         "Same.reward on heldout example 3 raised RuntimeError: no idea"
     )
 
@@ -348,14 +347,8 @@ def test_every_interval_is_evaluated_once_whatever_the_publish_period() -> None:
     assert due_steps(range(61)) == [0, 20, 40, 60]
     assert due_steps(range(0, 70, 3)) == [0, 21, 42, 60]
     assert due_steps(range(0, 100, 30)) == [0, 30, 60, 90]
-
-
-def test_a_resume_between_two_intervals_waits_for_the_next() -> None:
-    assert due_steps(range(25, 62)) == [40, 60]
-
-
-def test_the_last_version_is_always_evaluated() -> None:
-    assert due_steps(range(34), max_steps=33) == [0, 20, 33]
+    assert due_steps(range(25, 62)) == [40, 60], "a resume between two waits for the next"
+    assert due_steps(range(34), max_steps=33) == [0, 20, 33], "the last one always is"
 
 
 def test_one_runs_at_a_time_and_the_last_waits_for_it() -> None:

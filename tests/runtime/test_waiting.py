@@ -114,6 +114,24 @@ def test_what_keeps_groups_from_workers_is_told_once(
     assert told(caplog)[-1].startswith(now)
 
 
+def test_nobody_who_has_leases_is_said_to_wait_for_some(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.learner()
+    world.worker("w1")
+    role = world.node("learner").role
+    said = set[tuple[bool, str]]()
+
+    def look() -> bool:
+        said.update((view.num_leases > 0, view.state) for view in role.views(now=world.now))
+        said.add(("has 0 " not in (wait := role.describe_wait()), wait.partition("(")[2]))
+        return world.step >= 4
+
+    world.run_until(look)
+    assert (True, "sampling") in said
+    assert (True, "leases under way") in said
+    assert not [told for has_some, told in said if has_some and "waiting for leases" in told]
+
+
 def test_a_learner_that_nobody_asks_publishes_by_time(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,7 +156,7 @@ def test_the_number_of_stuck_calls_is_bounded_and_recovers(gate: threading.Event
         with pytest.raises(RewardError, match="did not return"):
             host.score(EXAMPLE, "hang")
     host.limits = LIMITS
-    with pytest.raises(RewardError, match="8 calls of reward functions never returned"):
+    with pytest.raises(RewardError, match=r"8 calls of \w+ never returned"):
         host.score(EXAMPLE, "")
     stuck = list(host._stuck)
     gate.set()

@@ -44,7 +44,7 @@ from echo.train.policy import Compute, ModelSource, Policy
 from echo.train.ranks import Build, Crew, LeadTrainer, follow
 from echo.train.rescoring import Rescoring
 from echo.train.sharding import Ranks
-from echo.train.step import StepError, StepResult
+from echo.train.step import NonfiniteWeightsError, StepError, StepResult
 from echo.train.trainer import Trainer
 from echo.weights import delta
 from echo.weights.delta import block_bytes_of
@@ -242,6 +242,15 @@ def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
     trainer._num_skipped_nonfinite = 0
     pair.restart(Touchy())
     found["next"] = pair.compare(groups)
+    if ranks.rank == ranks.size - 1:
+        with torch.no_grad():
+            sharding.local(trainer.tensors()["model.norm.weight"])[-1] = torch.nan
+    with TemporaryDirectory() as own:
+        try:
+            trainer.save_state(Path(own))
+        except NonfiniteWeightsError as error:
+            found["nan"] = error.names
+    found["nan"] = [each.decode() for each in ranks.gather(" ".join(found["nan"]).encode())]
     return found
 
 

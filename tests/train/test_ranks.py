@@ -269,6 +269,10 @@ def test_a_state_that_would_lie_on_several_disks_is_refused(answers: Answers) ->
     assert answers["trouble"]["left"] == []
 
 
+def test_weights_that_hold_nan_on_one_rank_are_saved_by_none(answers: Answers) -> None:
+    assert set(answers["trouble"]["nan"]) == {"model.norm.weight"}
+
+
 @pytest.mark.parametrize("kind", ["all", "adapter"])
 def test_a_state_is_continued_by_any_number_of_ranks(kind: str, answers: Answers) -> None:
     directory, reading = answers[f"directory {kind}"]

@@ -30,7 +30,7 @@ from echo.engine import weights
 from echo.engine.weights import write_image
 from echo.train import policy
 from echo.train.batch import AdvantageSettings
-from echo.train.step import StepError
+from echo.train.step import NonfiniteWeightsError, StepError
 from echo.train.trainer import OptimizerSettings, Trainer
 from tests.train.trainers import Descent, trainer_of
 
@@ -596,6 +596,17 @@ def test_a_step_waits_for_its_device_a_few_times(
 
 
 # ---------------------------------------------------------------------------------------- state
+
+
+def test_weights_that_hold_nan_are_not_saved(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    trainer = make_trainer()
+    name, weights = list(trainer.tensors().items())[3]
+    with torch.no_grad():
+        weights.flatten()[5] = torch.nan
+    with pytest.raises(NonfiniteWeightsError) as raised:
+        trainer.save_state(tmp_path)
+    assert (raised.value.names, raised.value.num_tensors) == ([name], len(trainer.tensors()))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -52,6 +52,7 @@ from echo.runtime.agents.sessions import (
     SessionError,
     StoppingError,
     Turn,
+    UnknownSessionError,
 )
 from echo.tasks.environment import find_calls, without_calls
 from echo.tasks.rewards import RewardError
@@ -493,9 +494,10 @@ class Endpoint:
             return _error(503, str(error))
         except RewardError as error:
             return _error(422, str(error))
+        except UnknownSessionError as error:
+            return _error(404, str(error))
         except SessionError as error:
-            is_unknown = "no open session" in str(error)
-            return _error(404 if is_unknown else 409, str(error))
+            return _error(409, str(error))
         except (BodyError, DataError) as error:
             return _error(400, str(error))
         except VersionError as error:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ from echo.roles.worker import Worker
 from echo.runtime.node import Node
 from echo.runtime.threads import Pool, Threads
 from echo.tasks.task import Example
-from echo.tasks.tokenization import UNUSABLE, decode, render_messages
+from echo.tasks.tokenization import UNUSABLE, TextCodec, decode, render_messages
 from echo.wire.messages import Lease
 
 # --- The engine as one caller after the other sees it: one request in, one completion out ---
@@ -178,6 +178,10 @@ Ids = npt.NDArray[np.int32]
 
 class SessionError(EchoError):
     """An agent asked for something that its session does not allow."""
+
+
+class UnknownSessionError(SessionError):
+    """There is no such session, or no more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -403,7 +407,7 @@ class Episodes:
     def _open(self, session_id: str) -> Session:
         session = self._sessions.get(session_id)
         if session is None:
-            raise SessionError(
+            raise UnknownSessionError(
                 f"there is no open session {session_id!r}: it was rewarded, given up, or timed "
                 "out; begin another with POST /v1/echo/sessions"
             )
@@ -484,35 +488,13 @@ def _num_shared(contexts: Sequence[Ids]) -> int:
 # is encoded.
 
 
-class Known(Protocol):
-    """An earlier call."""
-
-    @property
-    def text(self) -> str:
-        """Context as it was sent or rendered, then the completion with its special tokens."""
-
-    @property
-    def ids(self) -> Ids:
-        """The same as tokens."""
-
-
-KnownT = TypeVar("KnownT", bound=Known)
-
-
 class Dialogue:
-    """Text to tokens and back, for one tokenizer."""
+    """Text of calls to tokens and back, for one model."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        stop_ids: Iterable[int],
-        chat_template_kwargs: Mapping[str, Any],
-    ) -> None:
-        """Take transformers' tokenizer, what ends a completion, and the template's arguments."""
-        self._tokenizer = tokenizer
-        self._stop_ids = frozenset(stop_ids)
-        self._chat_template_kwargs = chat_template_kwargs
+    def __init__(self, codec: TextCodec) -> None:
+        """Take what does so for prompts and completions."""
+        self._codec = codec
+        self._tokenizer: Any = codec.tokenizer
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
@@ -522,7 +504,7 @@ class Dialogue:
         Raises:
             DataError: if there is no chat template, it knows no tools, or it fails.
         """
-        kwargs = dict(self._chat_template_kwargs)
+        kwargs = dict(self._codec.chat_template_kwargs)
         if tools:
             if "tools" not in str(self._tokenizer.chat_template):
                 raise DataError(
@@ -533,8 +515,8 @@ class Dialogue:
         return render_messages(self._tokenizer, messages, kwargs)
 
     def continue_text(
-        self, text: str, known: Sequence[KnownT], *, is_rendered: bool
-    ) -> tuple[Ids, KnownT | None]:
+        self, text: str, known: Sequence[Turn], *, is_rendered: bool
+    ) -> tuple[Ids, Turn | None]:
         """Return the tokens of a text, and the earlier call that it goes on from.
 
         Args:
@@ -543,24 +525,26 @@ class Dialogue:
             is_rendered: whether a template wrote it, special tokens included.
 
         Raises:
-            DataError: if it has no tokens.
+            DataError: if it has no tokens, or some that the model does not know.
         """
         begun = [call for call in known if text.startswith(call.text)]
         if not begun:
             ids = self._tokenizer(text, add_special_tokens=not is_rendered)["input_ids"]
             if not ids:
                 raise DataError("the prompt has no tokens; a prompt needs at least one")
-            return np.array(ids, np.int32), None
+            return np.array(self._codec.known(ids), np.int32), None
         call = max(begun, key=lambda call: len(call.text))
         rest = text[len(call.text) :]
         more = self._tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else []
-        return np.concatenate([call.ids, np.array(more, np.int32)]), call
+        return np.concatenate([call.ids, np.array(self._codec.known(more), np.int32)]), call
 
-    def continue_ids(
-        self, ids: Sequence[int], known: Sequence[KnownT]
-    ) -> tuple[Ids, KnownT | None]:
-        """Return tokens as they are, and the earlier call that they go on from."""
-        context = np.array(ids, np.int32)
+    def continue_ids(self, ids: Sequence[int], known: Sequence[Turn]) -> tuple[Ids, Turn | None]:
+        """Return tokens as they are, and the earlier call that they go on from.
+
+        Raises:
+            DataError: if the model does not know some of them.
+        """
+        context = np.array(self._codec.known(ids), np.int32)
         begun = [
             call
             for call in known
@@ -574,7 +558,7 @@ class Dialogue:
 
     def answer_of(self, ids: Iterable[int]) -> str:
         """Return a completion as text, without the token that ended it."""
-        return decode(self._tokenizer, ids, self._stop_ids)
+        return self._codec.decode(ids)
 
 
 SEGMENT_TOKENS = 16
@@ -597,8 +581,6 @@ class AgentParts:
     group_size: int
     window: int
     """Tokens that the model takes."""
-    vocab_size: int
-    """Token ids lie below it."""
     max_session_tokens: int
     session_timeout_s: float
     model_name: str
@@ -627,10 +609,6 @@ class CallOptions:
     """Which versions may sample."""
     version_wait_s: float = 0.0
     """How long to wait for a version that is not installed yet."""
-
-
-class SessionsFullError(SessionError):
-    """A context leaves no space for an answer."""
 
 
 class StoppingError(SessionError):
@@ -867,10 +845,6 @@ class Agents:
             return *dialogue.continue_text(prompt, known, is_rendered=False), prompt
         if prompt and isinstance(prompt[0], int):
             ids = [token for token in prompt if isinstance(token, int)]
-            if max(ids) >= self.parts.vocab_size:
-                raise DataError(
-                    f"token id {max(ids)} is none of the model's {self.parts.vocab_size}"
-                )
             return *dialogue.continue_ids(ids, known), dialogue.text_of(ids)
         messages = [message for message in prompt if isinstance(message, Mapping)]
         text = dialogue.render(messages, tools)
@@ -884,7 +858,7 @@ class Agents:
             room = min(room, self.parts.max_session_tokens - num_context)
             limit = min(limit, own.max_completion_tokens)
         if room < 1:
-            raise SessionsFullError(
+            raise SessionError(
                 f"the context has {num_context} tokens; the model takes {self.parts.window}, and "
                 f"a session agent.max_session_tokens = {self.parts.max_session_tokens}: nothing is "
                 "left for an answer"

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from echo.core.errors import StorageError
+from echo.core.errors import EchoError, StorageError
 from echo.records.files import hash_file, sync_path, write_file
 
 FORMAT = 2
@@ -108,13 +108,19 @@ class Checkpoints:
 
         Raises:
             StorageError: if it could not be written; older checkpoints are untouched.
+            NonfiniteWeightsError: if the trainer's weights are not worth saving; likewise.
         """
         self._tried_at = now
-        directory, name = self._directory, f"step_{step:06d}"
+        directory, name = self._directory, checkpoint_name(step)
         temporary = directory / f".{name}.tmp"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            _check_space(directory, self._min_free_bytes)
+            free_bytes = shutil.disk_usage(directory).free
+            if free_bytes < self._min_free_bytes:
+                raise StorageError(
+                    f"no checkpoint: {directory} has {free_bytes} bytes free, "
+                    f"limits.min_free_disk_bytes asks for {self._min_free_bytes}; free some space"
+                )
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             trainer.save_state(temporary)
@@ -129,7 +135,7 @@ class Checkpoints:
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise StorageError(f"no checkpoint of step {step} in {directory}: {error}") from error
-        except StorageError:
+        except EchoError:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         self.saved_step = step
@@ -187,7 +193,7 @@ class Checkpoints:
         names = ", ".join(path.name for path in complete.values()) or "none"
         remedy = f"write the name of a checkpoint into it; there are: {names}"
         try:
-            named = pointer.read_text("utf-8").strip() if pointer.exists() else ""
+            named = newest_name(self._directory)
         except (OSError, ValueError) as error:
             raise StorageError(f"{pointer} cannot be read ({error}); {remedy}") from error
         if not named:
@@ -196,6 +202,21 @@ class Checkpoints:
             if path.name == named:
                 return step
         raise StorageError(f"{pointer} names {named!r}, which is no checkpoint here; {remedy}")
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of the directory of a step's checkpoint."""
+    return f"step_{step:06d}"
+
+
+def newest_name(directory: Path) -> str:
+    """Return the name that `latest` has; empty where it was never written.
+
+    Raises:
+        OSError, ValueError: if it cannot be read.
+    """
+    pointer = directory / "latest"
+    return pointer.read_text("utf-8").strip() if pointer.exists() else ""
 
 
 def list_checkpoints(directory: Path) -> dict[int, Path]:
@@ -211,10 +232,21 @@ def list_checkpoints(directory: Path) -> dict[int, Path]:
 def _seal(directory: Path, info: CheckpointInfo) -> None:
     """Add what a checkpoint says of itself and the hashes; force all of it onto the disk."""
     (directory / INFO_FILE).write_text(json.dumps(asdict(info)), encoding="utf-8")
-    sums = "".join(f"{hash_file(path)}  {path.name}\n" for path in sorted(directory.iterdir()))
+    sums = "".join(f"{hash_file(directory / name)}  {name}\n" for name in _files(directory))
     (directory / SUMS_FILE).write_text(sums, encoding="utf-8")
-    for path in (*directory.iterdir(), directory):
+    for path in (*directory.rglob("*"), directory):
         sync_path(path)
+
+
+def _files(directory: Path) -> list[str]:
+    """Return the files of a checkpoint by their paths in it: each of several adapters has a folder.
+
+    Raises:
+        OSError: if a folder cannot be read.
+    """
+    return sorted(
+        path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
+    )
 
 
 def _read_whole(path: Path) -> CheckpointInfo:
@@ -250,7 +282,7 @@ def _verify(path: Path, sums: str) -> None:
     """
     lines = [line.partition("  ") for line in sums.split("\n") if line]
     expected = {name: digest for digest, _, name in lines}
-    unlisted = {file.name for file in path.iterdir()} - expected.keys() - {SUMS_FILE}
+    unlisted = {*_files(path)} - expected.keys() - {SUMS_FILE}
     if unlisted or INFO_FILE not in expected:
         names = ", ".join(sorted(unlisted | ({INFO_FILE} - expected.keys())))
         raise DamagedCheckpointError(f"{path / SUMS_FILE} is damaged: it does not list {names}")
@@ -260,12 +292,3 @@ def _verify(path: Path, sums: str) -> None:
             raise DamagedCheckpointError(
                 f"{path / name} is damaged: its BLAKE3 hash is {found}, {SUMS_FILE} has {digest}"
             )
-
-
-def _check_space(directory: Path, min_free_bytes: int) -> None:
-    free_bytes = shutil.disk_usage(directory).free
-    if free_bytes < min_free_bytes:
-        raise StorageError(
-            f"no checkpoint: {directory} has {free_bytes} bytes free, limits.min_free_disk_bytes "
-            f"asks for {min_free_bytes}; free some space"
-        )

@@ -201,8 +201,13 @@ class Activation:
         now: float,
     ) -> Question | None:
         """Return what is to be answered now, if anything is."""
-        # Who is set aside delivers nothing that counts, whatever rate and price it states.
-        members = [m for m in role.roster.members("worker") if not m.worker.is_set_aside]
+        # Who is set aside delivers nothing that counts, whatever rate and price it states; who was
+        # not looked at yet, as in a large fleet, takes part in the next question.
+        members = [
+            member
+            for member in role.roster.members("worker")
+            if member.node_id in self._states and not member.worker.is_set_aside
+        ]
         train_s = self.train_s
         is_too_soon = now < self._asked_at + self.settings.review_s
         if is_too_soon or not train_s or not any(member.price.per_h for member in members):
@@ -347,11 +352,13 @@ class Activation:
     ) -> tuple[list[Action], ActivationDecision | None]:
         """Carry out an answer; return the actions, and the decision if anything changes.
 
-        Workers that came meanwhile stay active; of those that left nothing is said.
+        Workers that came meanwhile stay active; of those that left, or left and came back, nothing
+        is said.
         """
         self.outlook = answer.after
         members = {m.node_id: m for m in role.roster.members("worker")}
-        known = {worker.name for worker in question.workers} & members.keys()
+        asked = {worker.name for worker in question.workers}
+        known = asked & members.keys() & self._states.keys()
         deactivated = sorted(n for n in known - answer.active if not members[n].is_standby)
         activated = sorted(n for n in known & answer.active if members[n].is_standby)
         self._is_pending = answer.is_pending

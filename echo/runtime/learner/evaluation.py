@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from echo.engine.weights import Weights
 
 
+FIRST_SEED = 1_000_003
+"""The same prompts and samples whatever run.seed is, so that runs compare."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
     """Mean rewards over the held-out prompts."""
@@ -86,7 +90,6 @@ class Evaluator:
         prompts: Sequence[tuple[Example, list[int]]],
         text: TextCodec,
         sampling: Sampling,
-        seed: int,
         runner: EpisodeRunner | None = None,
     ) -> None:
         """Take engine, reward processes, held-out prompts with their token ids, and a runner."""
@@ -95,7 +98,6 @@ class Evaluator:
         self._prompts = prompts
         self._text = text
         self._sampling = sampling
-        self._seed = seed
         self._runner = runner
 
     def evaluate(
@@ -133,7 +135,7 @@ class Evaluator:
             Request(
                 request_id=f"eval.{index}",
                 prompt_ids=np.array(token_ids, dtype=np.int32),
-                seed=self._seed_of(index),
+                seed=FIRST_SEED + index,
             )
             for index, (_, token_ids) in enumerate(self._prompts)
         ]
@@ -161,7 +163,7 @@ class Evaluator:
                 name=f"eval.{index}",
                 prompt_ids=np.array(token_ids, dtype=np.int32),
                 example=example,
-                seeds=(self._seed_of(index),),
+                seeds=(FIRST_SEED + index,),
             )
             for index, (example, token_ids) in enumerate(self._prompts)
         ]
@@ -169,9 +171,6 @@ class Evaluator:
         if watcher.should_stop():
             return None
         return [r if isinstance(r, RewardError) else r[0].reward for r in results]
-
-    def _seed_of(self, index: int) -> int:
-        return self._seed * 1_000_003 + index
 
 
 class Evaluations:

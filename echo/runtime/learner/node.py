@@ -22,7 +22,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -59,6 +59,7 @@ from echo.records.ledger import (
     BoundChanged,
     Cancelled,
     Discarded,
+    Finished,
     Granted,
     LedgerQueue,
     Published,
@@ -68,15 +69,15 @@ from echo.roles.learner import Learner
 from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.cost import LOOK_S, METER_S, CostControl, CostTerms
 from echo.runtime.learner.evaluation import Evaluations
+from echo.runtime.learner.prompts import PromptsAhead
 from echo.runtime.learner.publish import Publication, Publisher, VersionEncoder
 from echo.runtime.learner.report import Progress, TaskMetrics
 from echo.runtime.learner.resume import save_uplinks
 from echo.runtime.node import LINGER_S, Node, advertised
 from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.tasks.rewards import RewardError, TaskHost
-from echo.tasks.task import Example
 from echo.tasks.tokenization import TextCodec
-from echo.train.step import StepError
+from echo.train.step import NonfiniteWeightsError, StepError
 from echo.weights.schedule import PublishPace
 from echo.wire.actions import Action, Note
 from echo.wire.codec import encode_group
@@ -85,20 +86,9 @@ from echo.wire.messages import BAD_LOGPROBS
 if TYPE_CHECKING:
     from echo.train.attribution import Attribution
     from echo.train.ranks import AnyTrainer
-    from echo.weights.manifest import Manifest
 
 
 Row = Mapping[str, float | Mapping[str, float]]
-
-
-def make_pace(config: Config) -> PublishPace:
-    """Return when versions are published, as the configuration says."""
-    sync = config.sync
-    return PublishPace(
-        period=sync.initial_publish_period,
-        is_auto=sync.publish_period == "auto",
-        max_staleness=sync.max_staleness,
-    )
 
 
 # --- Decisions of the staleness controller, carried out ---
@@ -215,20 +205,13 @@ def record_of(action: LeaseRecord, *, step: int) -> AnyRecord:
 # the reason, as it would have at a worker.
 
 
-class GroupExamples(Protocol):
-    """The examples of a run."""
-
-    def example(self, group_id: int) -> Example:
-        """Return the example of a group, with its answer."""
-
-
 class LearnerRewards:
     """Scores groups on their way into the ledger."""
 
-    def __init__(self, host: TaskHost, examples: GroupExamples, text: TextCodec) -> None:
+    def __init__(self, host: TaskHost, prompts: PromptsAhead, text: TextCodec) -> None:
         """Take the reward processes, what groups are of, and the model's text."""
         self._host = host
-        self._examples = examples
+        self._prompts = prompts
         self._text = text
         self._counts: Counter[str] = Counter()
 
@@ -245,7 +228,7 @@ class LearnerRewards:
         """
         texts = [self._text.decode(rollout.token_ids.tolist()) for rollout in group.rollouts]
         try:
-            example = self._examples.example(group.group_id)
+            example = self._prompts.example(group.group_id)
         except DataError as error:  # though it had one when the group was granted
             raise RewardError(str(error)) from error
         return list(self._host.score_all(example, texts))
@@ -362,41 +345,6 @@ class BatchWait:
         )  # fmt: skip
 
 
-# --- Weights that hold NaN ---
-#
-# A worker whose model gives no probabilities says so, ends the group and lives on. Only the learner
-# can tell whether its weights are at fault, for which it looks once through the version that is
-# out. Then nobody will ever sample again, so the run ends there, and they are not saved (again).
-
-
-def describe_bad_weights(
-    names: list[str], manifest: Manifest, sampled: PolicyVersion | None, config: Config
-) -> str:
-    """Say which weights hold NaN, since when, and what to do.
-
-    Args:
-        names: of the tensors, at least one.
-        manifest: of the version that was looked through.
-        sampled: the newest version that has sampled a whole group since this learner began, if any.
-        config: the learner's.
-    """
-    version = manifest.version
-    what = (
-        f"{version} of {config.model.name}, in {config.model.dtype}, has NaN or infinity in "
-        f"{len(names)} of {len(manifest.tensors)} tensors, such as {names[0]}: nothing can be "
-        "sampled from it"
-    )
-    if sampled is not None:
-        what += f". {sampled} is the newest version that has sampled a whole group"
-    if not version.step:
-        return f"{what}; start from other weights (model.name, learner.init_from)"
-    latest = config.run_dir / "checkpoints" / "latest"
-    return (
-        f"{what}. Write the name of a checkpoint before {version} into {latest} and continue with "
-        "--resume, perhaps at a lower optimizer.learning_rate"
-    )
-
-
 REFRESH_S = 0.25
 """Seconds between snapshots for the display."""
 MAX_FAILED_STEPS = 5
@@ -422,6 +370,8 @@ class OpenedRun:
     evaluations: Evaluations | None
     """Of held-out prompts; None for none."""
     exporter: Exporter
+    prompts: PromptsAhead | None = None
+    """What the role asks for prompts; None where it need not wait for any."""
 
 
 class Exporter(Protocol):
@@ -475,7 +425,12 @@ class LearnerNode(Node):
         self._buffer, self._trainer, self._ledger = run.buffer, run.trainer, ledger
         self._train_on = (run.trainer if run.attribution is None else run.attribution).step
         self._progress = run.progress
-        self.pace = pace = make_pace(config)
+        sync = config.sync
+        self.pace = pace = PublishPace(
+            period=sync.initial_publish_period,
+            is_auto=sync.publish_period == "auto",
+            max_staleness=sync.max_staleness,
+        )
         self._adaptation = Adaptation(config, buffer=run.buffer, pace=pace, ledger=ledger, log=log)
         self._costs = CostControl(
             role, config, terms=run.costs, pace=pace, progress=run.progress, ledger=ledger,
@@ -577,15 +532,13 @@ class LearnerNode(Node):
                 self._ledger.append(record_of(action, step=self.role.step))
                 if isinstance(action, RecordEnd) and action.worker_id:
                     cause = f"group {action.group_id} on {action.worker_id}: {action.cause}"
-                    self._progress.failed(action.reason, cause)
-                    self._tell_if_zero_signal()
+                    self._failed(action.reason, cause)
                     if action.reason == BAD_LOGPROBS:
                         self._is_in_doubt = True
                         self.wake()
                 elif isinstance(action, RecordRefusal) and action.reason not in NO_FAULT:
                     cause = f"group {action.group_id} on {action.worker_id}: its result was refused"
-                    self._progress.failed(action.reason, cause)
-                    self._tell_if_zero_signal()
+                    self._failed(action.reason, cause)
             case StoreGroup() | RecordGrant() | RecordCancel() | RecordRefusal() | RecordEnd():
                 # Too late: it is not acknowledged, or was never accepted, so it needs no end.
                 pass
@@ -621,7 +574,9 @@ class LearnerNode(Node):
         try:
             scores = await self._reward_pool.run(rewards.score, group)
         except RewardError as error:
-            self._end_unscored(group, error)
+            if self._takes_groups:
+                text = f"group {group.group_id} on the learner: {error.reason}: {error}"
+                self._end_failed(group, error.reason, text, error.traceback)
             return
         rollouts = tuple(
             replace(rollout, reward=reward)
@@ -643,22 +598,21 @@ class LearnerNode(Node):
         elif reason == "reward_too_large":
             largest = max(group.rewards, key=abs)
             text = f"group {group.group_id} of {group.worker_id}: {reason}: {largest:g} is beyond "
-            text += "task.max_reward"
-            self.perform([Note("warning", text)])
-            self._progress.failed(reason, text)
-            self._end_group(group, reason)
+            self._end_failed(group, reason, f"{text}task.max_reward")
         else:
             self._progress.left_out(group, reason, now=self.now)
             self._end_group(group, reason)
 
-    def _end_unscored(self, group: Group, error: RewardError) -> None:
-        """End a group for which the task's code failed here."""
-        if self._takes_groups:
-            text = f"group {group.group_id}: {error.reason}: {error}"
-            self.perform([Note("warning", text)])
-            cause = f"group {group.group_id} on the learner: {error}\n{error.traceback}".strip()
-            self._progress.failed(error.reason, cause)
-            self._end_group(group, error.reason)
+    def _end_failed(self, group: Group, reason: str, text: str, traceback: str = "") -> None:
+        """End a group that failed here, and say why."""
+        self.perform([Note("warning", text)])
+        self._failed(reason, f"{text}\n{traceback}".strip())
+        self._end_group(group, reason)
+
+    def _failed(self, reason: str, cause: str) -> None:
+        """Count a group from which nothing can be learned, for it failed."""
+        self._progress.failed(reason, cause)
+        self._tell_if_zero_signal()
 
     def _end_group(self, group: Group, reason: str) -> None:
         """End a group from which nothing can be learned; its worker is told as of any other."""
@@ -713,6 +667,8 @@ class LearnerNode(Node):
         """Train until the last step, then tell everybody and end."""
         self._store_task = self.spawn(self._store_loop(), name="store")
         self.spawn(self._commit_records(), name="records")
+        if self._opened.prompts is not None:
+            self.spawn(self._make_prompts(self._opened.prompts), name="prompts")
         if self._follower.is_watching:
             self.spawn(self._show_loop(), name="display")
         self.spawn(self._watch_costs(), name="activation")
@@ -726,13 +682,20 @@ class LearnerNode(Node):
                 raise
             if self.is_stopping:
                 await self._save()
-            elif self._failure is not None:
-                await self._give_up(self._failure)
-            else:
+                return
+            if self._failure is None:
                 await self._finish()
-                self.stop("finished")
+            if self._failure is not None:
+                await self._give_up(self._failure)
         finally:
             self._is_work_over.set()
+
+    async def _make_prompts(self, prompts: PromptsAhead) -> None:
+        """Make prompts, and grant what has waited for them."""
+        pool = self.threads.pool("prompts")
+        while True:
+            if await prompts.make(pool):
+                self.perform(self.role.grant(now=self.now))
 
     async def _watch_costs(self) -> None:
         """Measure the workers and what they cost, and decide which are needed, until the end."""
@@ -757,7 +720,8 @@ class LearnerNode(Node):
     async def _train(self) -> None:
         role = self.role
         await self._publish()
-        while role.step < self._config.run.max_steps and not self.is_stopping:
+        max_steps = self._config.run.max_steps
+        while role.step < max_steps and not self.is_stopping and self._failure is None:
             waited_from = self.now
             groups = await self._next_batch()
             if groups is None:
@@ -876,6 +840,11 @@ class LearnerNode(Node):
             self._is_in_doubt |= any(each.refused.get("engine/installs_failed") for each in stats)
         self.perform(self.role.grant(now=self.now))
 
+    # A worker whose model gives no probabilities says so, ends the group and lives on. Only the
+    # learner can tell whether its weights are at fault, for which it looks once through the version
+    # that is out, and through those that a checkpoint is to be made of. Where they hold NaN nobody
+    # will ever sample again, so the run ends there, and they are not saved (again).
+
     async def _examine_published(self) -> str:
         """Look once through the version that is out; return what is wrong with it, if anything."""
         self._is_in_doubt, publication = False, self._published
@@ -896,8 +865,27 @@ class LearnerNode(Node):
         names = await self._model_pool.run(lambda: find_nonfinite(publication.tensors()))
         if not names:
             return ""
+        manifest = publication.manifest
+        return self._describe_bad_weights(names, len(manifest.tensors), manifest.version)
+
+    def _describe_bad_weights(
+        self, names: Sequence[str], num_tensors: int, version: PolicyVersion
+    ) -> str:
+        """Say which weights hold NaN, since when, and what to do; nothing is saved from now on."""
         self._has_bad_weights = True
-        return describe_bad_weights(names, publication.manifest, self._sampled, self._config)
+        model, latest = self._config.model, self._config.run_dir / "checkpoints" / "latest"
+        what = (
+            f"{version} of {model.name}, in {model.dtype}, has NaN or infinity in {len(names)} of "
+            f"{num_tensors} tensors, such as {names[0]}: nothing can be sampled from it"
+        )
+        if self._sampled is not None:
+            what += f". {self._sampled} is the newest version that has sampled a whole group"
+        if not version.step:
+            return f"{what}; start from other weights (model.name, learner.init_from)"
+        return (
+            f"{what}. Write the name of a checkpoint before {version} into {latest} and continue "
+            "with --resume, perhaps at a lower optimizer.learning_rate"
+        )
 
     def _discard_unusable(self) -> None:
         step = self.role.step
@@ -961,10 +949,6 @@ class LearnerNode(Node):
         level = logging.WARNING if result.num_reward_errors else logging.INFO
         self.log.log(level, "%s", result)
 
-    async def _evaluate_present(self) -> None:
-        """Evaluate the present weights, as where a run ends before its last step."""
-        await self._evaluate(await self._make_present())
-
     async def _make_present(self) -> Publication:
         """Return the present weights as a version that is not published."""
         version = PolicyVersion(self.role.lineages[-1].lineage, self.role.step)
@@ -973,7 +957,7 @@ class LearnerNode(Node):
     # --- checkpoints and the end -----------------------------------------------------------------
 
     async def _checkpoint(self) -> None:
-        """Save the whole state; a full disk is reported and survived."""
+        """Save the whole state; a full disk is reported and survived, NaN ends the run."""
         role, checkpoints = self.role, self._opened.checkpoints
         lineage, step, now = role.lineages[-1].lineage, role.step, self.now
         if checkpoints.saved_step == step or self._has_bad_weights:
@@ -986,6 +970,11 @@ class LearnerNode(Node):
 
         try:
             oldest_step = await self._model_pool.run(save)
+        except NonfiniteWeightsError as error:
+            version = PolicyVersion(lineage, step)
+            why = self._describe_bad_weights(error.names, error.num_tensors, version)
+            self._failure = EngineError(why)
+            return
         except StorageError as error:
             role.counters.add("checkpoints_failed")
             self.log.warning("%s; the checkpoint before stays the newest", error)
@@ -1006,22 +995,27 @@ class LearnerNode(Node):
             self._progress.begin("evaluating", now=self.now)
             await self._opened.evaluations.wait()
             if self._opened.evaluations.evaluated_step != self.role.step:
-                await self._evaluate_present()
+                await self._evaluate(await self._make_present())
         await self._take_no_more_groups()
         step = self.role.step
         for group in self._buffer.clear():
             end = Discarded(group=group.group_id, reason="run_finished", step=step)
             self._ledger.append(end)
         await self._checkpoint()
+        if self._failure is not None:
+            return
         assert self._published is not None, "the last version is"
         final = self._config.run_dir / "final"
         self._progress.begin("exporting", now=self.now)
         await self._disk_pool.run(self._opened.exporter.export, final, self._published)
-        await self._disk_pool.run(self._ledger.close)
         # The last picture shows who took part, so it is drawn before they leave.
         self._progress.begin("done", now=self.now)
         self.display()
         await self._tell_end("the run is finished")
+        if step >= self._config.run.max_steps:
+            self._ledger.append(Finished(step=step))
+        await self._disk_pool.run(self._ledger.close)
+        self.stop("finished")
 
     async def _save(self) -> None:
         """Save where the run does not end for good, so that --resume goes on from here."""
@@ -1036,7 +1030,7 @@ class LearnerNode(Node):
         """Save, so that --resume goes on once the cause is mended, tell every node, and fail."""
         await self._close_records()
         self.display()
-        await self._tell_end("groups cannot be finished, see the learner's log")
+        await self._tell_end("the run cannot go on, see the learner's log")
         self.stop("failed", failure)
 
     async def _close_records(self) -> None:

@@ -2,39 +2,65 @@
 
 The ledger's last granted id is therefore the dataset's cursor, and a group that is granted again,
 by whichever process, has the same prompt as before.
+
+A task's code makes them, which may take its time. So they are made ahead, one after the other in a
+thread (`PromptsAhead`), and each in bounded time: code that never returns is left alone.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import operator
 import random
 import reprlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import msgspec
 
 from echo.core.bounds import MAX_LEASE_BYTES
 from echo.core.errors import DataError, EchoError
+from echo.leases.scheduler import PromptPendingError
+from echo.runtime.threads import Pool
 from echo.tasks.environment import Environment
-from echo.tasks.process_main import raised_at
+from echo.tasks.process_main import ExampleCall, raised_at
+from echo.tasks.rewards import InlineHost, Limits, RewardError
 from echo.tasks.task import Example, Task
 from echo.tasks.tokenization import TextCodec
 from echo.wire.messages import Lease
 
-CACHED_LEASES = 4096
-"""Leases kept in memory, so that a result is checked without tokenising its prompt again."""
+MIN_KEPT = 4096
+"""Prompts kept in memory, so that a result is checked without making its prompt again."""
+NUM_AHEAD = 64
+"""Prompts made beyond the last one that was asked for."""
 CHECKED_PROMPTS = 32
 """Looked at before a run begins: those of a mixture, or of one table, may be of several kinds."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The prompt of a group."""
+
+    example: Example
+    """With its answer."""
+    lease: Lease
+    """Of the first attempt."""
+
+
 class PromptSource:
-    """Leases by group id."""
+    """Prompts by group id; thread-safe."""
 
     def __init__(
-        self, task: Task, text: TextCodec, *, seed: int, hides_answers: bool = False
+        self,
+        task: Task,
+        text: TextCodec,
+        *,
+        seed: int,
+        hides_answers: bool = False,
+        timeout_s: float = 60.0,
     ) -> None:
         """Take the task, whose examples are visited once per epoch in a new order each time.
 
@@ -43,59 +69,54 @@ class PromptSource:
             text: turns their prompts into tokens.
             seed: the run's seed: order of the examples and seeds of the leases.
             hides_answers: put nothing into leases but the prompt's ids.
+            timeout_s: what the task may take for one example, seconds.
         """
         self._task = task
         self._text = text
         self._seed = seed
         self._num_examples = self._count("train")
         self._hides_answers = hides_answers
-        self._cache: OrderedDict[int, Lease] = OrderedDict()
-        self._epoch = -1
-        self._order: list[int] = []
+        self._host = InlineHost(task, Limits(score_s=timeout_s, step_s=timeout_s))
+        # Of two epochs, for groups of both are under way where one ends and the next begins.
+        self._order_of = functools.lru_cache(maxsize=2)(self._shuffled)
 
     def lease(self, group_id: int, attempt: int) -> Lease:
         """Return the lease of a group; every attempt has the same prompt and another seed.
 
         Raises:
-            DataError: naming the example, if its prompt cannot be turned into tokens.
+            DataError: as `make`.
         """
-        lease = self._cache.get(group_id)
-        if lease is None:
-            lease = self._make(group_id, attempt)
-            self._cache[group_id] = lease
-            if len(self._cache) > CACHED_LEASES:
-                self._cache.popitem(last=False)
-        if lease.attempt != attempt:
-            lease = Lease(
-                group_id=group_id,
-                attempt=attempt,
-                seed=self._seed_of(group_id, attempt),
-                prompt_ids=lease.prompt_ids,
-                example=lease.example,
-            )
-        return lease
+        return self.lease_of(self.make(group_id), attempt)
+
+    def lease_of(self, prompt: Prompt, attempt: int) -> Lease:
+        """Return the lease of an attempt at a prompt."""
+        seed = self._seed_of(prompt.lease.group_id, attempt)
+        return msgspec.structs.replace(prompt.lease, attempt=attempt, seed=seed)
+
+    def close(self) -> None:
+        """Let go of the threads in which the task is asked."""
+        self._host.close()
 
     def check(self) -> None:
         """Refuse prompts that cannot be turned into tokens, as far as the first ones show it.
 
         Raises:
-            DataError: as `lease`.
+            DataError: as `make`.
         """
         for group_id in range(min(CHECKED_PROMPTS, self._num_examples or CHECKED_PROMPTS)):
-            self.lease(group_id, 0)
-
-    def example(self, group_id: int) -> Example:
-        """Return the example of a group, with its answer.
-
-        Raises:
-            DataError: if the task has none, or raises whatever else.
-        """
-        return self._example(self._index(group_id), "train")
+            self.make(group_id)
 
     def _example(self, index: int, split: str) -> Example:
-        where = f"{type(self._task).__name__}.example({index}, split={split!r})"
-        with _naming(where):
-            example = self._task.example(index, split=split)
+        call = ExampleCall(index, split)
+        where = f"{self._host.name}.{call}"
+        if self._task.is_bounded:  # it needs no thread that could be left alone
+            with _naming(where):
+                example = self._task.example(index, split=split)
+        else:
+            try:
+                example = self._host.perform(call)
+            except RewardError as error:
+                raise DataError(str(error)) from error
         if not isinstance(example, Example):
             raise DataError(
                 f"{where} returned {reprlib.repr(example)}; it must return an "
@@ -126,8 +147,13 @@ class PromptSource:
             tools = self._task.tools(example) if isinstance(self._task, Environment) else ()
             return self._text.encode_prompt(example.prompt, tools=tools)
 
-    def _make(self, group_id: int, attempt: int) -> Lease:
-        example = self.example(group_id)
+    def make(self, group_id: int) -> Prompt:
+        """Return the prompt of a group; it blocks.
+
+        Raises:
+            DataError: naming the example, if there is none, or it cannot be turned into tokens.
+        """
+        example = whole = self._example(self._index(group_id), "train")
         try:
             prompt_ids = tuple(self._encode(example))
         except DataError as error:
@@ -138,8 +164,8 @@ class PromptSource:
         try:
             lease = Lease(
                 group_id=group_id,
-                attempt=attempt,
-                seed=self._seed_of(group_id, attempt),
+                attempt=0,
+                seed=self._seed_of(group_id, 0),
                 prompt_ids=prompt_ids,
                 example=asdict(example),
             )
@@ -154,7 +180,7 @@ class PromptSource:
                 f"example {example.index}: {num_bytes} bytes with its prompt of {len(prompt_ids)} "
                 f"tokens; a message to a worker holds {MAX_LEASE_BYTES}"
             )
-        return lease
+        return Prompt(whole, lease)
 
     def _seed_of(self, group_id: int, attempt: int) -> int:
         return random.Random(f"{self._seed}/{group_id}/{attempt}").getrandbits(48)
@@ -163,11 +189,81 @@ class PromptSource:
         if not self._num_examples:
             return group_id  # there is no end, or nothing: then the task says so
         epoch, position = divmod(group_id, self._num_examples)
-        if epoch != self._epoch:
-            self._order = list(range(self._num_examples))
-            random.Random(f"{self._seed}/epoch {epoch}").shuffle(self._order)
-            self._epoch = epoch
-        return self._order[position]
+        return self._order_of(epoch)[position]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(self._num_examples or 0))
+        random.Random(f"{self._seed}/epoch {epoch}").shuffle(order)
+        return order
+
+
+class PromptsAhead:
+    """The prompts of a run as the role asks for them: those that are made."""
+
+    def __init__(
+        self, source: PromptSource, *, num_out: int, first: int = 0, again: Iterable[int] = ()
+    ) -> None:
+        """Take where they come from.
+
+        Args:
+            source: makes them.
+            num_out: groups that may be out at one time: at least their prompts are kept.
+            first: the group that will be granted first, if none is granted again.
+            again: groups that are out already.
+        """
+        self._source = source
+        self._num_kept = max(MIN_KEPT, 2 * num_out)
+        self._made: OrderedDict[int, Prompt | DataError] = OrderedDict()
+        self._wanted = dict.fromkeys(again)
+        self._next, self._end = first, first + NUM_AHEAD
+        self._has_work = asyncio.Event()
+        self._has_work.set()
+
+    def lease(self, group_id: int, attempt: int) -> Lease:
+        """Return the lease of a group.
+
+        Raises:
+            DataError: as `PromptSource.make`.
+            PromptPendingError: if its prompt is still to be made, which is done first now.
+        """
+        self._end = max(self._end, group_id + NUM_AHEAD)
+        self._has_work.set()
+        made = self._made.get(group_id)
+        if made is None:
+            self._wanted[group_id] = None
+            raise PromptPendingError(f"the prompt of group {group_id} is being made")
+        if isinstance(made, DataError):
+            raise made
+        return self._source.lease_of(made, attempt)
+
+    def example(self, group_id: int) -> Example:
+        """Return the example of a group that was granted, with its answer; from any thread.
+
+        Raises:
+            DataError: as `PromptSource.make`.
+        """
+        made = self._made.get(group_id)
+        if not isinstance(made, Prompt):
+            made = self._source.make(group_id)
+        return made.example
+
+    async def make(self, pool: Pool) -> bool:
+        """Wait until a prompt is to be made, and make it; return whether it was asked for."""
+        while not self._wanted and self._next >= self._end:
+            self._has_work.clear()
+            await self._has_work.wait()
+        group_id = next(iter(self._wanted), self._next)
+        self._next += group_id == self._next
+        if group_id not in self._made:
+            try:
+                self._made[group_id] = await pool.run(self._source.make, group_id)
+            except DataError as error:
+                self._made[group_id] = error
+            if len(self._made) > self._num_kept:
+                self._made.popitem(last=False)
+        is_wanted = group_id in self._wanted
+        self._wanted.pop(group_id, None)
+        return is_wanted
 
 
 @contextmanager

@@ -15,7 +15,9 @@ another one is granted.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -27,9 +29,21 @@ from echo.core.errors import ConfigError, StorageError
 from echo.core.rollout import Group, Lineage, find_fault, trim_stale
 from echo.leases.book import LeaseBook
 from echo.records.files import write_file
-from echo.records.ledger import Began, Discarded, LedgerQueue, read_state
+from echo.records.ledger import (
+    Began,
+    Discarded,
+    Finished,
+    LedgerQueue,
+    read_records,
+    read_state,
+)
 from echo.runtime.identity import Identity
-from echo.runtime.learner.checkpoint import CheckpointInfo, Checkpoints
+from echo.runtime.learner.checkpoint import (
+    CheckpointInfo,
+    Checkpoints,
+    checkpoint_name,
+    newest_name,
+)
 
 LOST_WORKER = "(before the restart)"
 """Holder of leases that were out when the learner died, until their worker claims them."""
@@ -191,6 +205,24 @@ class SavedRun:
         for loss in start.losses:
             log.warning("lost: %s", loss)
         return replace(start, uplinks=read_uplinks(self.ledger.run_dir, log=log))
+
+
+def finished_step(run_dir: Path) -> int | None:
+    """Return the step after which a run came to its end; None where there is something left to do.
+
+    There is, too, where somebody has gone back to an earlier checkpoint, or taken the export away.
+
+    Raises:
+        EchoError: if its ledger cannot be read.
+    """
+    if not (run_dir / "final").is_dir():
+        return None
+    last = deque(read_records(run_dir), maxlen=1)
+    with suppress(OSError, ValueError):  # a resume tells of these
+        newest = newest_name(run_dir / "checkpoints")
+        if last and isinstance(last[0], Finished) and newest == checkpoint_name(last[0].step):
+            return last[0].step
+    return None
 
 
 # --- Uplinks: what nodes could send, so that a resumed run plans its first version by it ---

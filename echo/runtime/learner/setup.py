@@ -76,7 +76,7 @@ from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.cost import CostTerms, activation_settings, spent_before
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.runtime.learner.node import Follower, LearnerNode, LearnerRewards, OpenedRun
-from echo.runtime.learner.prompts import PromptSource
+from echo.runtime.learner.prompts import PromptsAhead, PromptSource
 from echo.runtime.learner.publish import Publication, Publisher, make_images
 from echo.runtime.learner.report import Progress
 from echo.runtime.learner.resume import SavedRun, StartingPoint
@@ -167,7 +167,11 @@ def load_prompts(
         vocab_size(model_dir),
     )
     prompts = PromptSource(
-        task, text, seed=config.run.seed, hides_answers=config.reward.where == "learner"
+        task,
+        text,
+        seed=config.run.seed,
+        hides_answers=config.reward.where == "learner",
+        timeout_s=config.task.step_timeout_s,
     )
     prompts.check()
     window, max_new = context_window(model_dir), config.sampling.max_completion_tokens
@@ -410,7 +414,15 @@ def open_run(
         log.info("%s", trainer.describe_rows())
         attribution = make_attribution(config, data.model_dir, trainer)
         buffer = fill_buffer(config, start, trainer, events=events)
-        role = build_role(config, identity, data, start, buffer, advertise=advertise, events=events)
+        prompts = PromptsAhead(
+            data.prompts,
+            num_out=(config.sync.max_staleness + 1) * config.batch.groups_per_step,
+            first=start.next_group_id,
+            again=start.open_attempts,
+        )
+        role = build_role(
+            config, identity, data, start, buffer, prompts, advertise=advertise, events=events
+        )
         for reason in start.ends.values():
             role.counters.add(f"discarded/{reason}")
         save_resolved(config, config.run_dir / "config.json")
@@ -420,7 +432,12 @@ def open_run(
         ledger=ledger,
         checkpoints=saved.checkpoints,
         costs=CostTerms(spent, activation_settings(config)),
-        progress=begin_progress(start, earlier),
+        progress=Progress(
+            staleness_tokens=start.staleness_tokens,
+            now=asyncio.get_running_loop().time(),
+            step=start.step,
+            earlier=earlier,
+        ),
         trainer=trainer,
         attribution=attribution,
         publisher=Publisher(
@@ -434,26 +451,12 @@ def open_run(
         ),
         buffer=buffer,
         role=role,
-        rewards=learner_rewards(config, data),
+        prompts=prompts,
+        rewards=None
+        if config.reward.where != "learner"
+        else LearnerRewards(data.host, prompts, data.text),
         evaluations=evaluations,
         exporter=DirectoryExporter(config, data),
-    )
-
-
-def learner_rewards(config: Config, data: Data) -> LearnerRewards | None:
-    """Return what scores groups at the learner; None where workers do."""
-    if config.reward.where != "learner":
-        return None
-    return LearnerRewards(data.host, data.prompts, data.text)
-
-
-def begin_progress(start: StartingPoint, earlier: LearningCurve | None) -> Progress:
-    """Return the figures of a run, from where it stands."""
-    return Progress(
-        staleness_tokens=start.staleness_tokens,
-        now=asyncio.get_running_loop().time(),
-        step=start.step,
-        earlier=earlier,
     )
 
 
@@ -498,6 +501,7 @@ def build_role(
     data: Data,
     start: StartingPoint,
     buffer: StalenessBuffer,
+    prompts: PromptsAhead,
     *,
     advertise: str,
     events: EventLog,
@@ -542,7 +546,7 @@ def build_role(
         # Each is made in the memory of the one before the last.
         broadcast=wiring.make_broadcast(LEARNER_ID, network, keep_versions=1, events=events),
         buffer=buffer,
-        prompts=events.outside(data.prompts),
+        prompts=events.outside(prompts),
     )
 
 
@@ -568,10 +572,6 @@ def _max_rollout_tokens(config: Config) -> int:
     """Return the tokens of the longest rollout: an agent's counts its whole conversation."""
     longest, agent = config.sampling.max_completion_tokens, config.agent
     return longest if agent.listen is None else max(longest, agent.max_session_tokens)
-
-
-EVALUATION_SEED = 1
-"""The same prompts and samples whatever run.seed is, so that runs compare."""
 
 
 async def build_learner(
@@ -681,7 +681,7 @@ def assemble_learner(
         crew=crew,
     )
     node = LearnerNode(run, transport, config, follower, threads=threads, log=log)
-    node.at_release += [data.host.close, events.close]
+    node.at_release += [data.host.close, data.prompts.close, events.close]
     return node
 
 
@@ -723,7 +723,6 @@ def build_evaluations(
         prompts=prompts,
         text=data.text,
         sampling=make_sampling(config, data.text.stop_ids),
-        seed=EVALUATION_SEED,
         runner=make_runner(turns_of(config, data.task), data.host, engine, data.text),
     )
     return Evaluations(

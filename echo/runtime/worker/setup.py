@@ -189,10 +189,7 @@ def build_parts(
     in_memory = longest_prompt(engine, in_window, max_new)
     agents = None
     if config.agent.listen is not None:
-        agents = _agent_parts(
-            config, config.agent.listen, tokenizer, stop_ids, task, node_dir,
-            window=window, vocab_size=vocab_size(model_dir),
-        )  # fmt: skip
+        agents = _agent_parts(config, config.agent.listen, text, task, node_dir, window=window)
     return WorkerParts(
         engine=engine,
         host=task.host,
@@ -243,23 +240,18 @@ def inherit(config: Config, settings: Mapping[str, Any], node_dir: Path) -> Conf
 def _agent_parts(
     config: Config,
     listen: str,
-    tokenizer: Any,
-    stop_ids: list[int],
+    text: tokenization.TextCodec,
     task: WorkerTask,
     node_dir: Path,
     *,
     window: int,
-    vocab_size: int,
 ) -> AgentParts:
     """Return what outside agents get to work with."""
     return AgentParts(
-        dialogue=Dialogue(
-            tokenizer, stop_ids=stop_ids, chat_template_kwargs=config.model.chat_template_kwargs
-        ),
-        sampling=make_sampling(config, stop_ids),
+        dialogue=Dialogue(text),
+        sampling=make_sampling(config, text.stop_ids),
         group_size=config.batch.group_size,
         window=window,
-        vocab_size=vocab_size,
         max_session_tokens=config.agent.max_session_tokens,
         session_timeout_s=config.agent.session_timeout_s,
         model_name=config.run.name,
