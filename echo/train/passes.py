@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from echo.algo.diagnostics import mismatch_metrics
-from echo.train.sharding import Ranks
+from echo.train.ranks.sharding import Ranks
 
 LOSS, COUNT = "loss", "count/"
 PER_TOKEN = ("learner_logprobs", "sampler_logprobs", "entropies")

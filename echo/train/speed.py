@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 
 from echo.train.flops import ModelFlops, peak_flops
-from echo.train.sharding import Ranks
+from echo.train.ranks.sharding import Ranks
 
 T = TypeVar("T")
 

@@ -28,10 +28,10 @@ Log-probabilities are those of the whole distribution at `temperature`. Sampling
 has other ones: ratios then begin below 1, and the configuration refuses losses whose range ends
 above that (config/losses.py).
 
-Several processes may train one model (sharding.py): each has a trainer, and all make the same calls
-with the same arguments. What they return is the same on each, and so is what they raise, unless a
-process fails by itself. One that runs out of memory in a pass does not: all make the pass again in
-smaller micro-batches, or refuse the batch.
+Several processes may train one model (ranks/sharding.py): each has a trainer, and all make the same
+calls with the same arguments. What they return is the same on each, and so is what they raise,
+unless a process fails by itself. One that runs out of memory in a pass does not: all make the pass
+again in smaller micro-batches, or refuse the batch.
 
 Where adapters are trained there may be several, by name, on the one base in memory: `add_adapter`
 adds one, and from `use` on everything here is about the adapter that it names. The model has a
@@ -76,13 +76,13 @@ from echo.core.units import format_bytes
 from echo.engine.lora import NAME, draw_adapter
 from echo.engine.weights import write_tensors
 from echo.kernels.logprob import EntropyMode, TokenLosses
-from echo.train import sharded_state, sharding
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
 from echo.train.optimizer import KINDS, STEP, AdamW
 from echo.train.passes import Pass, gather_passes, pass_metrics
 from echo.train.policy import Compute, ModelSource, Policy
+from echo.train.ranks import sharded_state, sharding
+from echo.train.ranks.sharding import Ranks
 from echo.train.rescoring import Rescorer, Rescoring, read_version
-from echo.train.sharding import Ranks
 from echo.train.speed import Speedometer
 from echo.train.step import MemoryShortageError, StepError, StepResult
 
@@ -206,7 +206,7 @@ def _check_options(
 # trainer.json            counters, and the state of torch's random generators as hex
 #
 # Several ranks write the tensors of the first two, under the same names, into files of their own
-# (sharded_state.py), and rank 0 the third. Any number of ranks continues from either.
+# (ranks/sharded_state.py), and rank 0 the third. Any number of ranks continues from either.
 #
 # Of several adapters each has a directory of its own with these files, by its name: a trainer of
 # one adapter continues from it, too.
@@ -845,7 +845,7 @@ class Trainer:
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights by name, tied ones once, not copied: the next step changes them.
 
-        Each of several ranks has its part of them (sharding.py).
+        Each of several ranks has its part of them (ranks/sharding.py).
         """
         return self._policy.tensors()
 

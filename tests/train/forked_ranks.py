@@ -110,7 +110,7 @@ def be_rank(function: str, rank: int, size: int, arguments: dict[str, Any], dire
     import torch
     import torch.distributed as dist
 
-    from echo.train.ranks import form
+    from echo.train.ranks.crew import form
 
     os.dup2(2, 1)  # the answers' channel is the server's
     torch.set_num_threads(1)

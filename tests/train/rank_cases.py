@@ -38,12 +38,12 @@ from echo.engine.weights import VersionImages, Weights
 from echo.runtime.learner import publish as publish_module
 from echo.runtime.learner.publish import Coder, Images, Publication, make_publication
 from echo.train import policy as policy_module
-from echo.train import sharded_images, sharding
 from echo.train.batch import AdvantageSettings
 from echo.train.policy import Compute, ModelSource, Policy
-from echo.train.ranks import Build, Crew, LeadTrainer, follow
+from echo.train.ranks import sharded_images, sharding
+from echo.train.ranks.crew import Build, Crew, LeadTrainer, follow
+from echo.train.ranks.sharding import Ranks
 from echo.train.rescoring import Rescoring
-from echo.train.sharding import Ranks
 from echo.train.step import StepError, StepResult
 from echo.train.trainer import Trainer
 from echo.weights import delta

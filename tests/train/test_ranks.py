@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo.core.errors import ConfigError
 from echo.engine.weights import INDEX_FILE
-from echo.train import ranks
-from echo.train.ranks import Beats, Launch, join
-from echo.train.sharded_images import NearRank, address_of
+from echo.train.ranks import crew
+from echo.train.ranks.crew import Beats, Launch, join
+from echo.train.ranks.sharded_images import NearRank, address_of
 from echo.weights.delta import WordBytes, code_block
 from echo.weights.manifest import hash_chunks
 from tests.runtime.families import SMALL, save_family
@@ -162,7 +162,7 @@ def test_a_rank_without_a_gpu_is_told_how_many_there_are(monkeypatch: pytest.Mon
 
 
 def test_a_rank_that_is_busy_before_all_stand_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "BEAT_S", 0.001)
+    monkeypatch.setattr(crew, "BEAT_S", 0.001)
     store, silent = torch.distributed.HashStore(), threading.Event()
     beats = Beats(store, 0, 2, silent_s=0.0)  # and rank 1 has none
     give_up_at = time.monotonic() + 10

@@ -47,8 +47,8 @@ from echo.core.errors import ConfigError, EchoError, RankError, StorageError
 from echo.core.rollout import Group
 from echo.engine.weights import find_places
 from echo.train.policy import Compute
-from echo.train.sharded_images import FollowImages, LeadImages
-from echo.train.sharding import COLLECTIVE_S, Ranks
+from echo.train.ranks.sharded_images import FollowImages, LeadImages
+from echo.train.ranks.sharding import COLLECTIVE_S, Ranks
 from echo.train.step import StepError, StepResult
 from echo.train.trainer import Trainer
 from echo.wire.codec import decode_group, encode_group

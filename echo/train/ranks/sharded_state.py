@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from echo.core.errors import DataError, StorageError
-from echo.train import sharding
 from echo.train.optimizer import PARTS, SCALES, STEP
-from echo.train.sharding import Ranks
+from echo.train.ranks import sharding
+from echo.train.ranks.sharding import Ranks
 
 PATTERN = "shard-*.safetensors"
 """Names of the files."""

@@ -20,7 +20,7 @@ Ranks of a machine meet at a Unix socket that rank 0 listens on: who cannot reac
 one. Two connections stay until a process ends. In the first rank 0 hands over the memory of images,
 which has no name and goes with the last process that maps it, and hears that rows are written; in
 the second it asks for coded blocks and for hashes. What a rank that is gone does not answer, rank 0
-does itself: that the job ends is said elsewhere (ranks.py).
+does itself: that the job ends is said elsewhere (crew.py).
 
 Memory: two images on rank 0's machine, one more while somebody still reads an older one
 (`RecycledMemory`), and the coded blocks of a segment or two. On another machine two copies of each
@@ -69,8 +69,8 @@ from echo.engine.weights import (
     pinned,
     round_into,
 )
-from echo.train import sharding
-from echo.train.sharding import COLLECTIVE_S, Ranks
+from echo.train.ranks import sharding
+from echo.train.ranks.sharding import COLLECTIVE_S, Ranks
 from echo.weights.delta import CodedBlock, WordBytes, code_block, decode_block, word_bytes_of
 from echo.weights.manifest import ChunkHashes, TensorSpec, hash_chunks
 from echo.weights.store import RecycledMemory
