@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo.core.errors import ConfigError
 from echo.engine.weights import INDEX_FILE
-from echo.train.ranks import crew
+from echo.train.ranks import crew, sharded_images
 from echo.train.ranks.crew import Beats, Launch, join
 from echo.train.ranks.sharded_images import NearRank, address_of
 from echo.weights.delta import WordBytes, code_block
@@ -331,7 +331,8 @@ def test_a_rank_that_fails_ends_the_job_with_its_name(
         assert bool(answer.found["silent"]) == (how == "stopped")
 
 
-def test_a_rank_is_not_asked_for_what_it_does_not_see() -> None:
+def test_a_rank_is_not_asked_for_what_it_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded_images, "COLLECTIVE_S", 0.1)  # that nobody answers shows at once
     asking, asked = Pipe()
     image, base = memoryview(bytearray(b"new words")), memoryview(bytearray(b"old words"))
     rank = NearRank(asking, {address_of(image): 1})
