@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from echo.core.errors import ConfigError
 from echo.engine.weights import INDEX_FILE
 from echo.train.ranks import crew, sharded_images
-from echo.train.ranks.crew import Beats, Launch, join
+from echo.train.ranks.crew import Beats, Launch, LeadTrainer, RankCommand, join
 from echo.train.ranks.sharded_images import NearRank, address_of
 from echo.weights.delta import WordBytes, code_block
 from echo.weights.manifest import hash_chunks
@@ -172,6 +173,14 @@ def test_a_rank_that_is_busy_before_all_stand_is_not_gone(monkeypatch: pytest.Mo
     assert silent.wait(10)
     assert store.add("has left words: 0", 0), "where a third rank would take it for gone, too"
     beats.close()
+
+
+def test_the_others_are_told_a_path_that_is_the_same_in_any_directory() -> None:
+    told: list[RankCommand] = []
+    crew: Any = SimpleNamespace(together=told.append)  # which is no context
+    with pytest.raises(TypeError):
+        LeadTrainer(crew, lambda _: make_trainer("", None), Path("run"), published_dtype="")
+    assert told[0].path == str(Path.cwd() / "run")
 
 
 def assert_near(off: dict[str, float]) -> None:

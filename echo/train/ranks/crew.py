@@ -429,7 +429,7 @@ class LeadTrainer:
             EchoError: whatever `build` raises here.
         """
         self._crew = crew
-        path = None if checkpoint is None else str(checkpoint)
+        path = None if checkpoint is None else str(checkpoint.absolute())
         with crew.together(RankCommand("build", path, dtype=published_dtype)):
             self._trainer = build(checkpoint)
             crew.ranks.add_up(0.0)  # until all of them stand
