@@ -32,7 +32,7 @@ A_STEP = 3e-4
 """By how much a step moves a weight, at most."""
 
 DEATHS = {
-    "killed": "with rescore: rank {} gives no sign of life",
+    "killed": "with save_state: rank {} gives no sign of life",
     "has no memory": "with step: rank {}: step: OutOfMemoryError: CUDA out of memory",
     "stopped": "with step: rank {} gives no sign of life",
     "hangs": "with rescore: rank {} does not answer, and is alive: it hangs",

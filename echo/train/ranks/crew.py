@@ -48,7 +48,7 @@ from echo.core.rollout import Group
 from echo.engine.weights import find_places
 from echo.train.policy import Compute
 from echo.train.ranks.sharded_images import FollowImages, LeadImages
-from echo.train.ranks.sharding import COLLECTIVE_S, Ranks
+from echo.train.ranks.sharding import COLLECTIVE_S, Ranks, is_loss
 from echo.train.step import StepError, StepResult
 from echo.train.trainer import Trainer
 from echo.wire.codec import decode_group, encode_group
@@ -353,7 +353,7 @@ class Crew:
             self._is_broken = True
             if isinstance(error, torch.OutOfMemoryError):
                 raise RankError(f"rank 0: {_words(command, error)}") from error
-            if not _is_loss(error):
+            if not is_loss(error):
                 raise
             raise self.lost(command, error) from error
 
@@ -379,14 +379,6 @@ class Crew:
         self.beats.close()
         if not self._is_broken:
             dist.destroy_process_group()
-
-
-def _is_loss(error: BaseException) -> bool:
-    """Return whether an error says that others are gone, and not that this rank has failed."""
-    text = str(error)
-    return isinstance(error, dist.DistError | ConnectionError | EOFError) or (
-        isinstance(error, RuntimeError) and ("gloo" in text or "Connection" in text)
-    )
 
 
 def _first_line(error: BaseException) -> str:
@@ -541,7 +533,7 @@ def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
                 crew.ranks.add_up(0.0)
                 _obey(trainer, images, command, log)
     except BaseException as error:
-        if not _is_loss(error):
+        if not is_loss(error):
             crew.beats.leave(_words(command, error))
             raise
         crew.beats.leave("")  # it is another one's failure

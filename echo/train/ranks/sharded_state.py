@@ -171,6 +171,8 @@ def _named(what: str) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except (CheckpointException, OSError, SafetensorError, ValueError, RuntimeError) as error:
+        if sharding.is_loss(error):
+            raise
         # The first is no Exception, and its text has a trace of each rank: the last line says it.
         cause = str(error).strip().rpartition("\n")[2] or type(error).__name__
         raise StorageError(f"{what}: {cause}") from error
