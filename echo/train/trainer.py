@@ -192,7 +192,7 @@ def _check_options(
 ) -> None:
     try:
         inspect.signature(function).bind(None, **options)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # the second: of one that is not Python's
         raise ConfigError(
             f"loss.kind = {kind!r} is called as function(inputs, **options) with the options "
             f"{sorted(options)} of [loss.options]: {error}"
