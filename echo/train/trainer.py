@@ -218,6 +218,8 @@ WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 TRAINER_FILE = "trainer.json"
 
+COUNTERS = ("step_count", "num_skipped_nonfinite")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainerState:
@@ -300,12 +302,12 @@ def load(
         else:
             weights = load_file(directory / WEIGHTS_FILE)
             moments = load_file(directory / OPTIMIZER_FILE)
-        counters = {name: int(count) for name, count in record["counters"].items()}
+        counters = {name: int(record["counters"][name]) for name in COUNTERS}
+        torch.set_rng_state(generators["cpu"])
+        if device.type == "cuda" and "cuda" in generators:
+            torch.cuda.set_rng_state(generators["cuda"], device)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"{directory}: cannot read the trainer's state: {error!r}") from error
-    torch.set_rng_state(generators["cpu"])
-    if device.type == "cuda" and "cuda" in generators:
-        torch.cuda.set_rng_state(generators["cuda"], device)
     return TrainerState(weights=weights, moments=moments, counters=counters)
 
 

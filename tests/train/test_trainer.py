@@ -673,19 +673,34 @@ def test_an_untied_head_is_trained_too(
     assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
 
 
-@pytest.mark.parametrize("file", ["weights.safetensors", "optimizer.safetensors", "trainer.json"])
-@pytest.mark.parametrize("damage", ["missing", "cut"])
+@pytest.mark.parametrize(
+    ("file", "damaged"),
+    [
+        *(
+            (f"{name}.safetensors", damaged)
+            for name in ("weights", "optimizer")
+            for damaged in (None, lambda data: data[:-7])
+        ),
+        ("trainer.json", None),
+        ("trainer.json", lambda data: data[:-7]),
+        ("trainer.json", lambda data: data.replace(b'"cpu"', b'"gpu"')),
+        ("trainer.json", lambda data: data.replace(b"step_count", b"step count")),
+    ],
+)
 def test_damaged_state_is_refused(
-    make_trainer: MakeTrainer, tmp_path: Path, file: str, damage: str
+    make_trainer: MakeTrainer,
+    tmp_path: Path,
+    file: str,
+    damaged: Callable[[bytes], bytes] | None,
 ) -> None:
     trainer = make_trainer()
     trainer.step(make_groups())
     trainer.save_state(tmp_path)
     path = tmp_path / file
-    if damage == "missing":
+    if damaged is None:
         path.unlink()
     else:
-        path.write_bytes(path.read_bytes()[:-7])
+        path.write_bytes(damaged(path.read_bytes()))
     with pytest.raises(StorageError, match="cannot read the trainer's state"):
         trainer.load_state(tmp_path)
 
