@@ -35,6 +35,18 @@ class Pass:
     """Scalars, as in `LossOutput`."""
 
     @staticmethod
+    def of_nothing(device: torch.device) -> Pass:
+        """Return what is found where no rollout has a gradient."""
+        none = torch.zeros(0, device=device)
+        return Pass(
+            loss=none.sum(),
+            learner_logprobs=none,
+            sampler_logprobs=none,
+            entropies=none,
+            token_counts={},
+        )
+
+    @staticmethod
     def joined(parts: Sequence[Pass]) -> Pass:
         """Return the passes over the parts of one batch as one; at least one."""
         names = dict.fromkeys(name for part in parts for name in part.token_counts)

@@ -1162,6 +1162,8 @@ class Trainer:
 
     def _accumulate_gradients(self, batch: StepBatch, loss: Loss) -> Pass:
         """Run forward and backward over the micro-batches of a batch."""
+        if not batch.samples:
+            return Pass.of_nothing(self.device)
         needs = needs_of(loss)
         scores = self._score_batch(batch.samples, needs) if needs.batch_scores else None
         found: list[Pass] = []

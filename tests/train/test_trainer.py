@@ -363,6 +363,15 @@ def test_equal_rewards_leave_the_weights_bit_identical(make_trainer: MakeTrainer
     assert trainer.step_count == 2  # the batch was consumed all the same
 
 
+def test_the_gradient_of_a_batch_without_an_advantage_is_none(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    before = trainer.snapshot()
+    found = trainer.forward_backward(trainer._prepare([make_group([1, 1])]), trainer._loss)
+    assert float(found.loss) == 0.0
+    assert trainer.optim_step(FAST) == 0.0
+    assert equal(trainer.snapshot(), before)
+
+
 def test_a_batch_masked_throughout_changes_nothing(make_trainer: MakeTrainer) -> None:
     group = make_group([1, 0])
     for index in (0, 1):
