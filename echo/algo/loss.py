@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 
 from echo.core.errors import ConfigError
-
-MAX_LOG_RATIO = 20.0
-"""Bound on |log ratio| before exp, as in verl: finite in float32 and far past every clip."""
+from echo.kernels.contract import MAX_LOG_RATIO
 
 Aggregation = Literal["token_mean", "sequence_mean"]
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from echo.algo.corrections import IMPORTANCE_WEIGHTS, ImportanceWeight, importance_weights
 from echo.algo.loss import (
-    MAX_LOG_RATIO,
     Aggregation,
     Loss,
     LossInputs,
@@ -32,7 +31,7 @@ from echo.algo.loss import (
     sequence_mean,
 )
 from echo.core.errors import ConfigError
-from echo.kernels.contract import RatioClip
+from echo.kernels.contract import MAX_LOG_RATIO, RatioClip
 
 # --- divergence estimators ------------------------------------------------------------------------
 #

@@ -467,7 +467,7 @@ class Policy:
 
     def _losses(
         self, batch: MicroBatch, clip: RatioClip, inv_temperature: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return [N] losses, log-probabilities, ratios and entropies."""
         states, head = self.predictors(batch)
         tokens = linear_policy_loss(
@@ -478,7 +478,6 @@ class Policy:
             batch.pick(batch.advantages[:, None].expand_as(batch.token_ids)),
             inv_temperature,
             clip=clip,
-            entropy="value",
             vocab_chunk=self.compute.vocab_chunk,
             backend=self.compute.backend,
         )

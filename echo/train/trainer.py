@@ -1218,7 +1218,6 @@ class Trainer:
         tokens = self._policy.token_losses(
             micro, clip=loss.fused_clip, inv_temperature=self._inv_temperature
         )
-        assert tokens.entropies is not None, "the policy asks for them"
         return _Scored(logprobs=tokens.logprobs, entropies=tokens.entropies, tokens=tokens)
 
     def _part(
