@@ -425,9 +425,8 @@ class LeadImages:
         self._ranks, self._specs, self._stream = ranks, specs, stream
         self._together, self._lost = together, lost
         self._meeting = accept(ranks)
-        self._pieces: weakref.WeakValueDictionary[int, Bytes] = weakref.WeakValueDictionary()
         self._numbers: dict[int, int] = {}
-        """Of memory that all ranks of this machine map, by address."""
+        """Of memory that all ranks of this machine map, by address, as long as it is in use."""
         self._num_made = 0
         self._made: dict[int, tuple[int, int]] = {}
         """Descriptor and bytes of memory that the others do not have yet, by number."""
@@ -489,15 +488,17 @@ class LeadImages:
         piece = pinned(piece)
         self._num_made += 1
         self._made[self._num_made] = descriptor, num_bytes
-        self._pieces[self._num_made] = piece
-        self._numbers[piece.ctypes.data] = self._num_made
+        address = piece.ctypes.data
+        self._numbers[address] = self._num_made
+        # Before the memory goes, or another's at its address would be taken for it.
+        weakref.finalize(piece, self._numbers.pop, address).atexit = False
         return piece
 
     def _tell(self, image: memoryview) -> None:
         """Tell the ranks of this machine where an image is to be written."""
         made = tuple((number, num_bytes) for number, (_, num_bytes) in self._made.items())
         number = self._numbers.get(address_of(image), 0)
-        told = _encode(Memory(number, made, frozenset(self._pieces)))
+        told = _encode(Memory(number, made, frozenset(self._numbers.values())))
         for link in self._meeting.links.values():
             link.memory.send_bytes(told)
             for descriptor, _ in self._made.values():
