@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from echo.core.errors import ConfigError
 from echo.kernels.contract import MAX_LOG_RATIO
 
 Aggregation = Literal["token_mean", "sequence_mean"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +112,7 @@ def needs_of(loss: Loss) -> LossNeeds:
     return needs
 
 
-def required(value: Tensor | None, name: str, loss: object) -> Tensor:
+def required(value: T | None, name: str, loss: object) -> T:
     """Return an optional input that this loss cannot do without.
 
     Raises:

@@ -431,11 +431,10 @@ class Trainer:
         if not 0.0 < temperature < math.inf:
             raise ValueError(f"temperature = {temperature}: must be positive and finite")
         self.device = compute.device
-        self.copy_stream: torch.cuda.Stream | None = None
+        is_on_gpu = self.device.type == "cuda"
+        self.copy_stream = torch.cuda.Stream(self.device) if is_on_gpu else None  # type: ignore[no-untyped-call]
         """On which others copy the weights beside the next gradient: what changes them waits for
         it. None on a CPU, where a copy is over when it has been made."""
-        if self.device.type == "cuda":
-            self.copy_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         torch.manual_seed(compute.seed)
         self._policy = Policy(source, compute)
         self._loss = loss
@@ -455,12 +454,7 @@ class Trainer:
         self._rescorer = None if rescoring is None else Rescorer(source, compute, rescoring)
         with self._memory_of_adamw():
             self._optimizer = KINDS[compute.optimizer_state](self._shards)
-        self._speed = Speedometer(
-            self._policy.flops,
-            self.device,
-            micro_batch_tokens=compute.micro_batch_tokens,
-            ranks=compute.ranks,
-        )
+        self._speed = Speedometer(self._policy.flops, compute)
         self._notices: list[str] = []
         self._num_skipped_nonfinite = 0
         self._step_count = 0
