@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from echo.kernels.logprob import linear_logprob
 from tests.kernels.reference import linear_logprob_reference
 
-torch.set_num_threads(1)
-
 
 class Case(NamedTuple):
     hidden: Tensor
@@ -272,7 +270,6 @@ MEMORY_SCRIPT = r"""
 import pathlib, re, torch
 from echo.kernels.logprob import linear_logprob
 from tests.kernels.reference import linear_logprob_reference
-torch.set_num_threads(1)
 def step(function, rows, vocab, **options):
     hidden = torch.ones(rows, 16, requires_grad=True)
     weight = torch.ones(vocab, 16, requires_grad=True)

@@ -15,8 +15,6 @@ from echo.kernels.logprob import TokenLosses, linear_logprob, linear_policy_loss
 from tests.kernels.reference import linear_logprob_reference
 from tests.kernels.test_linear_logprob import Case, make_case
 
-torch.set_num_threads(1)
-
 ROWS = 37
 
 

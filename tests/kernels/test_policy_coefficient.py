@@ -13,8 +13,6 @@ from echo.algo.losses import make_loss
 from echo.kernels.contract import PolicyRows, PolicyTerms, RatioClip
 from echo.kernels.torch_kernels import policy_terms
 
-torch.set_num_threads(1)
-
 
 def terms_at(ratios: list[float], advantages: list[float], clip: RatioClip) -> PolicyTerms:
     logprobs = torch.tensor(ratios, dtype=torch.float64).log()

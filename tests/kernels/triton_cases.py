@@ -31,8 +31,6 @@ from tests.kernels.test_linear_logprob import (
 )
 
 pytestmark = pytest.mark.slow  # under the interpreter
-
-torch.set_num_threads(1)
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not deterministic
 DEVICE = "cpu" if triton_kernels.IS_INTERPRETED else "cuda"
 
