@@ -38,7 +38,6 @@ from echo.engine.weights import VersionImages, Weights
 from echo.runtime.learner import publish as publish_module
 from echo.runtime.learner.publish import Coder, Images, Publication, make_publication
 from echo.train import policy as policy_module
-from echo.train.batch import AdvantageSettings
 from echo.train.policy import Compute, ModelSource, Policy
 from echo.train.ranks import sharded_images, sharded_state, sharding
 from echo.train.ranks.crew import Build, Crew, LeadTrainer, follow
@@ -50,9 +49,9 @@ from echo.weights import delta
 from echo.weights.delta import block_bytes_of
 from echo.weights.manifest import encode_signed
 from echo.weights.store import Transfer
-from tests.train.test_trainer import FAST, TWO_UPDATES, make_group, make_groups
+from tests.train.test_trainer import make_group, make_groups
 from tests.train.test_trainer_losses import LOSSES, stale_groups
-from tests.train.trainers import CPU, trainer_of
+from tests.train.trainers import CPU, FAST, TWO_UPDATES, fast_trainer
 
 MORE_LOSSES: dict[str, Loss] = {
     "entropy": EntropyBonusLoss(loss=make_loss("dapo"), coef=0.01),
@@ -89,16 +88,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def make_trainer(model_dir: str, ranks: Ranks | None, **options: Any) -> Trainer:
-    settings: dict[str, Any] = {
-        "loss": LOSSES["dapo"],
-        "optimizer": FAST,
-        "advantages": AdvantageSettings(normalize_by_std=False),
-        "micro_batch_tokens": 80,
-    }
-    settings |= {"ranks": ranks, **options}
     if ranks is not None:
         torch.manual_seed(ranks.rank)  # what is drawn must not depend on what was drawn before
-    return trainer_of(Path(model_dir), **settings)
+    settings = {"loss": LOSSES["dapo"], "micro_batch_tokens": 80, "ranks": ranks}
+    return fast_trainer(Path(model_dir), **(settings | options))
 
 
 class Pair:

@@ -36,8 +36,6 @@ from tests.train.test_trainer import (
 )
 from tests.train.trainers import split
 
-torch.set_num_threads(1)
-
 __all__ = ["make_trainer"]  # a fixture
 
 V0, V1 = PolicyVersion(1, 0), PolicyVersion(1, 1)

@@ -7,15 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from echo.algo.loss import LossNeeds, needs_of
 from echo.algo.losses import GrpoLoss
 from echo.core.errors import ConfigError
 from echo.train.trainer import load_loss
 from tests.algo.batches import doubles, gradient, make_inputs
-
-torch.set_num_threads(1)
 
 SOURCE = """
 from echo.algo.loss import LossInputs, LossNeeds, LossOutput, aggregate

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from echo.algo.advantages import group_advantages
-from echo.algo.losses import GrpoLoss
 from echo.core.errors import DataError, StorageError
 from echo.core.rollout import Group, PolicyVersion, Rollout
 from echo.engine import weights
@@ -32,13 +31,9 @@ from echo.train import policy
 from echo.train.batch import AdvantageSettings
 from echo.train.step import StepError
 from echo.train.trainer import OptimizerSettings, Trainer
-from tests.train.trainers import Descent, trainer_of
-
-torch.set_num_threads(1)
+from tests.train.trainers import FAST, Descent, fast_trainer
 
 PROMPT = [1, 7, 11, 13, 8, 10, 14, 17]
-FAST = OptimizerSettings(learning_rate=3e-4, warmup_steps=0)
-TWO_UPDATES = dataclasses.replace(FAST, minibatches_per_step=2)
 
 MakeTrainer = Callable[..., Trainer]
 
@@ -46,13 +41,7 @@ MakeTrainer = Callable[..., Trainer]
 @pytest.fixture
 def make_trainer(tiny_model_dir: Path) -> MakeTrainer:
     def make(**options: Any) -> Trainer:
-        settings: dict[str, Any] = {
-            "loss": GrpoLoss(),
-            "optimizer": FAST,
-            "advantages": AdvantageSettings(normalize_by_std=False),
-            **options,
-        }
-        return trainer_of(settings.pop("model_dir", tiny_model_dir), **settings)
+        return fast_trainer(options.pop("model_dir", tiny_model_dir), **options)
 
     return make
 
