@@ -221,15 +221,6 @@ TRAINER_FILE = "trainer.json"
 COUNTERS = ("step_count", "num_skipped_nonfinite")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TrainerState:
-    """What a trainer continues from."""
-
-    weights: dict[str, Tensor]
-    moments: dict[str, Tensor]
-    counters: dict[str, int]
-
-
 def save(
     directory: Path,
     *,
@@ -277,8 +268,8 @@ def save(
 
 def load(
     directory: Path, device: torch.device, *, own: Mapping[str, Tensor] | None = None
-) -> TrainerState:
-    """Read what `save` wrote, and set torch's random generators.
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
+    """Return the weights, moments and counters that `save` wrote; set torch's random generators.
 
     Args:
         directory: that it was written into, by however many ranks.
@@ -308,7 +299,7 @@ def load(
             torch.cuda.set_rng_state(generators["cuda"], device)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"{directory}: cannot read the trainer's state: {error!r}") from error
-    return TrainerState(weights=weights, moments=moments, counters=counters)
+    return weights, moments, counters
 
 
 def find_adapters(directory: Path) -> tuple[str, ...]:
@@ -333,12 +324,8 @@ class _Aside:
     num_skipped_nonfinite: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Undo:
-    """Weights and moments as they were before a step of several updates, in the host's memory."""
-
-    weights: dict[str, Tensor]
-    moments: dict[str, Tensor]
+_Undo = tuple[dict[str, Tensor], dict[str, Tensor]]
+"""Weights and moments as they were before a step of several updates, in the host's memory."""
 
 
 # --- trainer --------------------------------------------------------------------------------------
@@ -927,16 +914,15 @@ class Trainer:
         own = self._policy.tensors()
         self._wait_for_copies()
         if self._ranks is None:
-            state = load(directory, self.device)
-            self._policy.load(state.weights)
+            weights, moments, counters = load(directory, self.device)
+            self._policy.load(weights)
         else:
-            state = load(directory, self.device, own=own)
-            with torch.no_grad():
-                for name, tensor in own.items():
-                    sharding.local(tensor).copy_(sharding.local(state.weights[name]))
-        self._optimizer.load(state.moments)
-        self._step_count = state.counters["step_count"]
-        self._num_skipped_nonfinite = state.counters["num_skipped_nonfinite"]
+            weights, moments, counters = load(directory, self.device, own=own)
+            for name, tensor in own.items():
+                sharding.copy_local(tensor, weights[name])
+        self._optimizer.load(moments)
+        self._step_count = counters["step_count"]
+        self._num_skipped_nonfinite = counters["num_skipped_nonfinite"]
 
     # --- parts of a step -------------------------------------------------------------------------
 
@@ -1052,20 +1038,19 @@ class Trainer:
         return norm
 
     def _keep(self) -> _Undo:
-        moments = self._optimizer.tensors()
-        return _Undo(
-            weights={
-                name: shard.detach().to("cpu", copy=True) for name, shard in self._shards.items()
-            },
-            moments={name: tensor.to("cpu", copy=True) for name, tensor in moments.items()},
-        )
+        kept = [
+            {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+            for tensors in (self._shards, self._optimizer.tensors())
+        ]
+        return kept[0], kept[1]
 
     @torch.no_grad()
     def _put_back(self, undo: _Undo) -> None:
+        weights, moments = undo
         for name, shard in self._shards.items():
-            shard.copy_(undo.weights[name])
+            shard.copy_(weights[name])
         self._policy.round()
-        self._optimizer.load(undo.moments)
+        self._optimizer.load(moments)
 
     # --- parts of a pass -------------------------------------------------------------------------
     #

@@ -289,48 +289,36 @@ AGREED: dict[str, tuple[type[EchoError], ...]] = {
 """What a command may raise on all ranks alike; whatever else one raises is its own failure."""
 
 
+@dataclass(slots=True, eq=False)
 class Crew:
     """The ranks of a learner, seen from one of them."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        device: torch.device,
-        beats: Beats,
-        *,
-        control: dist.ProcessGroup | None,
-    ) -> None:
-        """Join what connects them.
-
-        Args:
-            ranks: in the default process group.
-            device: this rank's.
-            beats: signs of life.
-            control: the group in which commands are told.
-        """
-        self.ranks = ranks
-        self.device = device
-        self.beats = beats
-        self._control = control
-        self._is_broken = False
+    ranks: Ranks
+    """In the default process group."""
+    device: torch.device
+    """This rank's."""
+    beats: Beats
+    control: dist.ProcessGroup | None
+    """The group in which commands are told."""
+    _is_broken: bool = False
 
     def tell(self, command: RankCommand) -> None:
         """Tell the others what comes; the leader calls this."""
         data = np.frombuffer(msgspec.msgpack.encode(command), dtype=np.uint8)
-        dist.broadcast(torch.tensor([len(data)]), src=0, group=self._control)
-        dist.broadcast(torch.from_numpy(data.copy()), src=0, group=self._control)
+        dist.broadcast(torch.tensor([len(data)]), src=0, group=self.control)
+        dist.broadcast(torch.from_numpy(data.copy()), src=0, group=self.control)
 
     def hear(self) -> RankCommand:
         """Wait for what the leader tells; the others call this."""
         size = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(size, src=0, group=self._control)
+        dist.broadcast(size, src=0, group=self.control)
         data = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, src=0, group=self._control)
+        dist.broadcast(data, src=0, group=self.control)
         return _decoder.decode(data.numpy().data)
 
     def wait_for_all(self) -> None:
         """Wait until all ranks call this, however long one of them takes to get there."""
-        dist.barrier(group=self._control)
+        dist.barrier(group=self.control)
 
     @contextmanager
     def together(self, command: RankCommand) -> Iterator[None]:
