@@ -64,7 +64,7 @@ from echo.tasks.task import load_task
 from echo.train.batch import AdvantageSettings
 from echo.train.optimizer import KINDS
 from echo.train.policy import Compute, ModelSource
-from echo.train.ranks import AnyTrainer, Crew, Launch, LeadTrainer, follow, join
+from echo.train.ranks.crew import AnyTrainer, Crew, Launch, LeadTrainer, follow, join
 from echo.train.trainer import OptimizerSettings, Trainer
 from echo.weights.delta import block_bytes_of
 from echo.weights.store import Transfer

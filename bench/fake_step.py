@@ -27,10 +27,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from echo.kernels import torch_kernels
 from echo.kernels.contract import LiveRows
-from echo.train import sharding
 from echo.train.optimizer import BLOCK, KINDS, OptimizerState
 from echo.train.policy import Compute, ModelSource, Policy
-from echo.train.sharding import Ranks
+from echo.train.ranks import sharding
+from echo.train.ranks.sharding import Ranks
 
 
 class Head(torch.autograd.Function):

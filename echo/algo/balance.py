@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import accumulate
 
 Bin = list[int]
 """Indices of the rows of one micro-batch, the longest first."""
@@ -52,17 +53,34 @@ def balanced_rounds(
         for unit in units.values()
     ]
     sized.sort(key=lambda item: -item[0])
-    num_bins = min(len(sized), -(-sum(lengths) // max_tokens))  # a long row is one, too
-    num_bins = -(-num_bins // num_ranks) * num_ranks
-    while (bins := _fill(sized, num_bins, max_tokens)) is None:
-        num_bins += num_ranks
+    bins = _fewest(sized, max_tokens, num_ranks)
     for _, rows in bins:
         rows.sort(key=lambda index: -lengths[index])
     bins.sort(key=lambda item: -item[0])
     return [
         [rows for _, rows in bins[first : first + num_ranks]]
-        for first in range(0, num_bins, num_ranks)
+        for first in range(0, len(bins), num_ranks)
     ]
+
+
+def _fewest(
+    units: Sequence[tuple[float, int, Bin]], max_tokens: int, num_ranks: int
+) -> list[tuple[float, Bin]]:
+    """Return what `_fill` makes of the fewest rounds that it can, found in a few attempts."""
+    total = sum(min(tokens, max_tokens) for _, tokens, _ in units)
+    num_alone = sum(2 * tokens > max_tokens for _, tokens, _ in units)  # no two of them fit
+    num_rounds = -(-max(-(-total // max_tokens), num_alone) // num_ranks)
+    too_few, more = num_rounds - 1, 1
+    while (bins := _fill(units, num_rounds * num_ranks, max_tokens)) is None:
+        too_few, num_rounds, more = num_rounds, num_rounds + more, 2 * more
+    while num_rounds - too_few > 1:
+        middle = (too_few + num_rounds) // 2
+        fewer = _fill(units, middle * num_ranks, max_tokens)
+        if fewer is None:
+            too_few = middle
+        else:
+            num_rounds, bins = middle, fewer
+    return bins
 
 
 def _fill(
@@ -74,16 +92,21 @@ def _fill(
         The work and the rows of each bin; None if one has room nowhere.
     """
     contents: list[Bin] = [[] for _ in range(num_bins)]
+    works = [0.0] * num_bins
     lightest = [(0.0, number, 0) for number in range(num_bins)]  # (work, bin, tokens)
+    fewest = list(accumulate((tokens for _, tokens, _ in reversed(units)), min))
     for work, tokens, rows in units:
         too_full = []
         while lightest and lightest[0][2] and lightest[0][2] + tokens > max_tokens:
-            too_full.append(heapq.heappop(lightest))
+            popped = heapq.heappop(lightest)
+            if popped[2] + fewest[-1] <= max_tokens:  # or it has room for none that comes
+                too_full.append(popped)
         if not lightest:
             return None
         held, number, filled = heapq.heappop(lightest)
         contents[number] += rows
+        works[number] = held + work
         for item in (*too_full, (held + work, number, filled + tokens)):
             heapq.heappush(lightest, item)
-    lightest.sort(key=lambda item: item[1])
-    return [(work, contents[number]) for work, number, _ in lightest]
+        fewest.pop()
+    return list(zip(works, contents, strict=True))

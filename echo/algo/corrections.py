@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from echo.algo.loss import (
-    MAX_LOG_RATIO,
     Loss,
     LossInputs,
     LossNeeds,
@@ -31,6 +30,7 @@ from echo.algo.loss import (
     sequence_mean,
 )
 from echo.core.errors import ConfigError
+from echo.kernels.contract import MAX_LOG_RATIO
 
 ImportanceWeight = Literal["token_tis", "sequence_tis", "token_mis", "sequence_mis"]
 IMPORTANCE_WEIGHTS: tuple[str, ...] = ("token_tis", "sequence_tis", "token_mis", "sequence_mis")

@@ -16,17 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from echo.core.errors import ConfigError
-
-MAX_LOG_RATIO = 20.0
-"""Bound on |log ratio| before exp, as in verl: finite in float32 and far past every clip."""
+from echo.kernels.contract import MAX_LOG_RATIO
 
 Aggregation = Literal["token_mean", "sequence_mean"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ def needs_of(loss: Loss) -> LossNeeds:
     return needs
 
 
-def required(value: Tensor | None, name: str, loss: object) -> Tensor:
+def required(value: T | None, name: str, loss: object) -> T:
     """Return an optional input that this loss cannot do without.
 
     Raises:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from echo.algo.corrections import IMPORTANCE_WEIGHTS, ImportanceWeight, importance_weights
 from echo.algo.loss import (
-    MAX_LOG_RATIO,
     Aggregation,
     Loss,
     LossInputs,
@@ -32,7 +31,7 @@ from echo.algo.loss import (
     sequence_mean,
 )
 from echo.core.errors import ConfigError
-from echo.kernels.contract import RatioClip
+from echo.kernels.contract import MAX_LOG_RATIO, RatioClip
 
 # --- divergence estimators ------------------------------------------------------------------------
 #
@@ -141,7 +140,9 @@ def find_clips(
     }
 
 
-def check_clips(clip_low: float | None, clip_high: float | None) -> None:
+def check_clips(
+    clip_low: float | None, clip_high: float | None, dual_clip: float | None = None
+) -> None:
     """Refuse unusable clip ranges.
 
     Raises:
@@ -151,13 +152,8 @@ def check_clips(clip_low: float | None, clip_high: float | None) -> None:
         check_range("clip_low", clip_low, 0.0, 1.0)
     if clip_high is not None:
         check_range("clip_high", clip_high, 0.0, float("inf"))
-
-
-def _check_dual_clip(clip_high: float | None, dual_clip: float | None) -> None:
-    if dual_clip is None:
-        return
     low = float("inf") if clip_high is None else 1.0 + clip_high
-    if not low < dual_clip < float("inf"):
+    if dual_clip is not None and not low < dual_clip < float("inf"):
         raise ConfigError(
             f"loss.dual_clip = {dual_clip}: must be above 1 + loss.clip_high = {low}; "
             "use false to switch it off"
@@ -180,8 +176,7 @@ class ClippedTokenLoss:
     """Bound on the ratio where the advantage is negative, > 1 + clip_high; None for no bound."""
 
     def __post_init__(self) -> None:
-        check_clips(self.clip_low, self.clip_high)
-        _check_dual_clip(self.clip_high, self.dual_clip)
+        check_clips(self.clip_low, self.clip_high, self.dual_clip)
 
     @property
     def fused_clip(self) -> RatioClip | None:
@@ -361,8 +356,7 @@ class DecoupledPpoLoss:
     """Ratio at which a truncating weight stops and above which a masking one drops, >= 1."""
 
     def __post_init__(self) -> None:
-        check_clips(self.clip_low, self.clip_high)
-        _check_dual_clip(self.clip_high, self.dual_clip)
+        check_clips(self.clip_low, self.clip_high, self.dual_clip)
         check_choice("proximal", self.proximal, ("recompute", "loglinear"))
         check_choice("importance_weight", self.importance_weight, IMPORTANCE_WEIGHTS)
         check_range("importance_cap", self.importance_cap, 1.0, float("inf"))
@@ -585,14 +579,11 @@ class M2poLoss:
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss of one micro-batch and the tokens that were masked (`dropped/m2`)."""
-        scores = inputs.batch_scores
-        if scores is None:
-            raise ValueError("LossInputs.batch_scores is missing, and M2poLoss needs it")
+        scores = required(inputs.batch_scores, "batch_scores", self)
         mask = inputs.completion_mask
         is_candidate = scores.log_ratios * scores.advantages > 0
         log_ratios = scores.log_ratios[is_candidate].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        moments = log_ratios.square()
-        limit = second_moment_limit(moments, self.max_second_moment)
+        limit = second_moment_limit(log_ratios.square(), self.max_second_moment)
         advantages = inputs.advantages[:, None]
         log_ratio = masked_log_ratio(inputs)
         data = log_ratio.detach()

@@ -93,12 +93,11 @@ class StalenessController:
             step: optimizer steps done.
             signals: of the last of them.
         """
-        self._smooth("ess", signals.ess)
-        self._smooth("mismatch_kl", signals.mismatch_kl)
-        self._smooth("clip_ratio", signals.clip_ratio)
+        for name in ("ess", "mismatch_kl", "clip_ratio"):
+            self._smooth(name, getattr(signals, name))
         excess, cause = self._excess()
         is_used = signals.staleness >= self.bound
-        self._num_good = self._num_good + 1 if is_used and self._has_space() else 0
+        self._num_good = self._num_good + 1 if is_used and excess < 0.5 else 0
         if step < self._quiet_until or not self._smoothed:
             return None
         if excess > 1.0:
@@ -129,9 +128,6 @@ class StalenessController:
         ]  # fmt: skip
         excess, name, side, limit = max(found)
         return excess, f"{name} {smoothed.get(name, 0.0):.3g} {side} {limit:g}"
-
-    def _has_space(self) -> bool:
-        return self._excess()[0] < 0.5
 
     def _decide(self, step: int, bound: int, cause: str) -> BoundDecision | None:
         self._num_good = 0

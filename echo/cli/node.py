@@ -60,7 +60,7 @@ from echo.ui.summary import as_text, summarise_run
 
 if TYPE_CHECKING:
     from echo.runtime.worker.node import WorkerNode
-    from echo.train.ranks import Crew
+    from echo.train.ranks.crew import Crew
 
 # --- dry run --------------------------------------------------------------------------------------
 #
@@ -350,7 +350,7 @@ def run_rank(
     # Imported here: a relay's machine has no torch.
     from echo.engine.model import pick_device
     from echo.runtime.learner.setup import follow_leader
-    from echo.train.ranks import Launch, join
+    from echo.train.ranks.crew import Launch, join
 
     launch = Launch.of(os.environ)
     crew = join(launch, pick_device(device))

@@ -11,7 +11,7 @@ Numerics, against the defects found elsewhere:
   bfloat16 logits alone is as large as the clip range of GSPO.
 - No phantom column counts as a logit of 0 where the vocabulary is not a multiple of a tile.
 - Each row of the weight's gradient is written once, from one float32 sum.
-- Rows whose gradient is zero (clipped tokens, ignored ids) are dropped before the backward: exact.
+- Rows whose gradient is zero (clipped tokens) are dropped before the backward: exact.
 
 Shapes: N tokens, D model width, V vocabulary.
 """
@@ -42,29 +42,22 @@ from echo.kernels.contract import (
 # not bring it, PyTorch for CUDA does.
 
 
-def load_kernels(backend: BackendName, values: Tensor, weight: Tensor | None = None) -> Kernels:
-    """Return the backend that computes with `values`, and with the LM head if there is one.
+def load_kernels(backend: BackendName, hidden: Tensor, weight: Tensor) -> Kernels:
+    """Return the backend that computes with hidden states [N, D] and the LM head [V, D].
 
-    "auto" is Triton on an NVIDIA GPU, products with the head only in bfloat16; PyTorch elsewhere.
-    No tensor core multiplies float32 exactly, so cuBLAS is best there; gradients of logits in
-    float16 would need their loss scaled up.
-
-    Args:
-        backend: by name.
-        values: [N, D] hidden states with `weight` [V, D], or [N] numbers without.
-        weight: the LM head.
+    "auto" is Triton on an NVIDIA GPU in bfloat16, PyTorch elsewhere. No tensor core multiplies
+    float32 exactly, so cuBLAS is best there; gradients of logits in float16 would need their loss
+    scaled up.
 
     Raises:
         ValueError: if the name is unknown, or Triton is demanded and cannot compute this input.
     """
     if backend not in ("auto", "triton", "torch"):
         raise ValueError(f"backend = {backend!r}: use 'auto', 'triton' or 'torch'")
-    is_faster = values.is_cuda and (weight is None or values.dtype == torch.bfloat16)
+    is_faster = hidden.is_cuda and hidden.dtype == torch.bfloat16
     if backend == "torch" or (backend == "auto" and not is_faster):
         return torch_kernels
-    obstacle = _obstacle_of_device(values.device)
-    if obstacle is None and weight is not None:
-        obstacle = _obstacle_of_head(values, weight)
+    obstacle = _obstacle_of_device(hidden.device) or _obstacle_of_head(hidden, weight)
     if obstacle is None:
         from echo.kernels import triton_kernels
 
@@ -106,8 +99,8 @@ def _obstacle_of_head(hidden: Tensor, weight: Tensor) -> str | None:
 
 # The policy loss of single tokens with its derivative: GRPO's ratio, clip-higher and dual clip
 #
-# With r = exp(learner logprob - sampler logprob), where the log ratio is bounded by
-# RatioClip.MAX_LOG_RATIO, and advantage A of the token's rollout:
+# With r = exp(learner logprob - sampler logprob), where the log ratio is bounded by MAX_LOG_RATIO,
+# and advantage A of the token's rollout:
 #
 #     l = -min(r A, clip(r, 1 - low, 1 + high) A);   for A < 0 with dual clip c also  l <= -c A.
 #
@@ -125,26 +118,6 @@ def _obstacle_of_head(hidden: Tensor, weight: Tensor) -> str | None:
 #
 # Source: GRPO, arXiv:2402.03300; DAPO, arXiv:2503.14476; dual clip, arXiv:1912.09729.
 
-
-def check_policy_rows(
-    sampler_logprobs: Tensor, advantages: Tensor, clip: RatioClip, *, like: Tensor
-) -> PolicyRows:
-    """Return the rows in the dtype of `like` [N], as constants.
-
-    Raises:
-        ValueError: if a shape differs from that of `like`.
-    """
-    for name, values in (("sampler_logprobs", sampler_logprobs), ("advantages", advantages)):
-        if values.shape != like.shape:
-            raise ValueError(
-                f"{name} has shape {list(values.shape)}, expected {list(like.shape)}: one per token"
-            )
-    sampler_logprobs = sampler_logprobs.detach().to(like.dtype).contiguous()
-    return PolicyRows(sampler_logprobs, advantages.detach().to(like.dtype).contiguous(), clip)
-
-
-IGNORE_INDEX = -100
-"""Id of a row that is not scored, as in PyTorch: its outputs and gradients are 0."""
 
 EntropyMode = Literal["none", "value", "grad"]
 """Whether the entropy is computed, and whether it can be differentiated."""
@@ -165,7 +138,7 @@ def linear_logprob(
     Args:
         hidden: [N, D] floating point, the states that predict the ids.
         weight: [V, D], the LM head.
-        ids: [N] integer in 0..V-1, or IGNORE_INDEX.
+        ids: [N] integer in 0..V-1.
         inv_temperature: 1 / temperature, > 0; one number or [N], a constant for autograd.
         entropy: "value" returns the entropy as a constant, "grad" as a differentiable output.
         vocab_chunk: columns of logits or of their gradient held at a time; N * vocab_chunk numbers,
@@ -175,7 +148,7 @@ def linear_logprob(
 
     Returns:
         Log-probabilities and entropy (None unless asked for), both [N] in nats; float32, or float64
-        if `hidden` is float64. Both are 0 on ignored rows.
+        if `hidden` is float64.
 
     Raises:
         ValueError: if shapes disagree, an id is outside the vocabulary, a setting is unusable, or
@@ -183,13 +156,15 @@ def linear_logprob(
     """
     options = _check(hidden, weight, ids, entropy, vocab_chunk, backend)
     scale = _row_scale(hidden, inv_temperature)
-    logprobs, entropies, _, _ = _score(hidden, weight, ids, scale, None, options)
-    return logprobs, entropies
+    outputs: _Outputs = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, ids.long(), scale, None, options
+    )
+    return outputs[:2]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLosses:
-    """What `linear_policy_loss` returns; [N] each, 0 on ignored rows."""
+    """What `linear_policy_loss` returns; [N] each."""
 
     losses: Tensor
     """Clipped surrogate of each token, before any normaliser; carries the gradient."""
@@ -197,8 +172,8 @@ class TokenLosses:
     """Nats; differentiable too."""
     ratios: Tensor
     """Learner over sampler; a constant."""
-    entropies: Tensor | None
-    """Nats; None unless asked for."""
+    entropies: Tensor
+    """Nats; constants."""
 
 
 def linear_policy_loss(
@@ -210,15 +185,14 @@ def linear_policy_loss(
     inv_temperature: float | Tensor = 1.0,
     *,
     clip: RatioClip,
-    entropy: EntropyMode = "none",
     vocab_chunk: int = 8192,
     backend: BackendName = "auto",
 ) -> TokenLosses:
     """Return each token's clipped policy loss along with what `linear_logprob` returns.
 
-    The same numbers as the loss of kernels/logprob.py on top of `linear_logprob`, with ratio,
-    clip and coefficient computed where the log-probability is. The loss of a batch is the sum of
-    `losses` over its trained tokens (others carry IGNORE_INDEX) divided by their number.
+    The same numbers as the loss above on top of `linear_logprob`, with ratio, clip and coefficient
+    computed where the log-probability is. The loss of a batch is the sum of `losses` over its
+    trained tokens divided by their number.
 
     Args:
         hidden: as for `linear_logprob`, like all that is not named here.
@@ -228,19 +202,24 @@ def linear_policy_loss(
         advantages: [N], that of the token's rollout; a constant.
         inv_temperature: same.
         clip: the bounds of the ratio.
-        entropy: same.
         vocab_chunk: same.
         backend: same.
 
     Raises:
         ValueError: as `linear_logprob`.
     """
-    options = _check(hidden, weight, ids, entropy, vocab_chunk, backend)
+    options = _check(hidden, weight, ids, "value", vocab_chunk, backend)
     scale = _row_scale(hidden, inv_temperature)
-    policy = check_policy_rows(sampler_logprobs, advantages, clip, like=scale)
-    logprobs, entropies, losses, ratios = _score(hidden, weight, ids, scale, policy, options)
-    assert losses is not None, "there were policy rows"
-    assert ratios is not None, "there were policy rows"
+    for name, values in (("sampler_logprobs", sampler_logprobs), ("advantages", advantages)):
+        if values.shape != scale.shape:
+            raise ValueError(
+                f"{name} has shape {list(values.shape)}, expected {list(scale.shape)}: one a token"
+            )
+    sampler_logprobs = sampler_logprobs.detach().to(scale.dtype).contiguous()
+    policy = PolicyRows(sampler_logprobs, advantages.detach().to(scale.dtype).contiguous(), clip)
+    logprobs, entropies, losses, ratios = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, ids.long(), scale, policy, options
+    )
     return TokenLosses(losses, logprobs, ratios, entropies)
 
 
@@ -254,34 +233,8 @@ class _Options:
 _Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _score(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    scale: Tensor,
-    policy: PolicyRows | None,
-    options: _Options,
-) -> _Outputs:
-    """Return log-probabilities, entropies, losses and ratios, 0 on ignored rows."""
-    if _are_scored(ids, num_columns=weight.shape[0]):
-        outputs: _Outputs = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, ids.long(), scale, policy, options
-        )
-        return outputs
-    rows = (ids != IGNORE_INDEX).nonzero().squeeze(1)
-    if policy is not None:
-        policy = PolicyRows(policy.sampler_logprobs[rows], policy.advantages[rows], policy.clip)
-    scored = _score(hidden[rows], weight, ids[rows], scale[rows], policy, options)
-    logprobs, *others = (
-        None if part is None else part.new_zeros(ids.shape).index_copy(0, rows, part)
-        for part in scored
-    )
-    assert logprobs is not None, "log-probabilities are always there"
-    return logprobs, others[0], others[1], others[2]
-
-
 class _LinearLogprob(torch.autograd.Function):
-    """The operation for autograd, on rows that are all scored."""
+    """The operation for autograd."""
 
     @staticmethod
     def forward(
@@ -411,22 +364,7 @@ def _check_shapes(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
         )
     if ids.shape != hidden.shape[:1]:
         raise ValueError(f"ids has shape {list(ids.shape)}, expected [{len(hidden)}]")
-
-
-def _are_scored(ids: Tensor, *, num_columns: int) -> bool:
-    """Return whether all rows are scored; False where some are ignored, and the others unchecked.
-
-    Raises:
-        ValueError: if none is ignored and an id is outside the vocabulary.
-    """
-    if not ids.numel():
-        return True
-    low, high = torch.stack(ids.aminmax()).tolist()  # one wait for a GPU
-    if low >= 0 and high < num_columns:
-        return True
-    if bool((ids == IGNORE_INDEX).any()):
-        return False
-    raise ValueError(
-        f"ids span {low}..{high}, but the LM head has {num_columns} rows; use {IGNORE_INDEX} for "
-        "rows that are not scored"
-    )
+    if ids.numel():
+        low, high = torch.stack(ids.aminmax()).tolist()  # one wait for a GPU
+        if low < 0 or high >= len(weight):
+            raise ValueError(f"ids span {low}..{high}, but the LM head has {len(weight)} rows")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from echo.kernels.contract import LiveRows, PolicyRows, PolicyTerms, Scores
+from echo.kernels.contract import MAX_LOG_RATIO, LiveRows, PolicyRows, PolicyTerms, Scores
 
 
 def forward(
@@ -80,13 +80,13 @@ def policy_terms(logprobs: Tensor, policy: PolicyRows) -> PolicyTerms:
     """Return losses, coefficients and ratios by their definition (kernels/logprob.py)."""
     clip, advantages = policy.clip, policy.advantages
     log_ratio = logprobs - policy.sampler_logprobs
-    ratios = log_ratio.clamp(-clip.MAX_LOG_RATIO, clip.MAX_LOG_RATIO).exp()
+    ratios = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     surrogate = ratios * advantages
     losses = -torch.minimum(
         surrogate, ratios.clamp(1.0 - clip.clip_low, 1.0 + clip.clip_high) * advantages
     )
     is_negative = advantages < 0
-    is_flat = log_ratio.abs() > clip.MAX_LOG_RATIO
+    is_flat = log_ratio.abs() > MAX_LOG_RATIO
     is_flat |= is_negative & (ratios < 1.0 - clip.clip_low)
     is_flat |= (advantages > 0) & (ratios > 1.0 + clip.clip_high)
     if clip.dual_clip is not None:

@@ -28,7 +28,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from echo.kernels.contract import LiveRows, PolicyRows, PolicyTerms, RatioClip, Scores, aligned
+from echo.kernels.contract import (
+    MAX_LOG_RATIO,
+    LiveRows,
+    PolicyRows,
+    PolicyTerms,
+    RatioClip,
+    Scores,
+    aligned,
+)
 
 # --- launch configurations ------------------------------------------------------------------------
 #
@@ -216,21 +224,6 @@ def _store_policy_terms(
 
 
 @triton.jit
-def policy_kernel(
-    logprob_ptr, sampler_ptr, advantage_ptr, loss_ptr, coefficient_ptr, ratio_ptr, num_rows,
-    ROWS: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, DUAL: tl.constexpr, MAX_LOG: tl.constexpr,
-):  # fmt: skip
-    """The policy part of combine_kernel, for log-probabilities that are there already."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_row = rows < num_rows
-    _store_policy_terms(
-        tl.load(logprob_ptr + rows, mask=is_row, other=0.0), rows, is_row, sampler_ptr,
-        advantage_ptr, loss_ptr, coefficient_ptr, ratio_ptr, LOW, HIGH, DUAL, MAX_LOG,
-    )  # fmt: skip
-
-
-@triton.jit
 def combine_kernel(
     peak_ptr, total_ptr, weighted_ptr, target_ptr, sampler_ptr, advantage_ptr,
     row_peak_ptr, row_total_ptr, logprob_ptr, entropy_ptr, loss_ptr, coefficient_ptr, ratio_ptr,
@@ -408,18 +401,6 @@ def backward(
     return grad_states, grad_weight
 
 
-@_on_its_device
-def policy_terms(logprobs: Tensor, policy: PolicyRows) -> PolicyTerms:
-    """Return losses, coefficients and ratios, in the dtype of the log-probabilities."""
-    losses, coefficients, ratios = (torch.empty_like(logprobs) for _ in range(3))
-    if len(logprobs):
-        policy_kernel[triton.cdiv(len(logprobs), _ROWS_PER_PROGRAM),](
-            logprobs, policy.sampler_logprobs, policy.advantages, losses, coefficients, ratios,
-            len(logprobs), **_policy_options(policy),
-        )  # fmt: skip
-    return PolicyTerms(losses, coefficients, ratios)
-
-
 def _row_factors(rows: LiveRows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return rate, peak, base, slope and hit, the factors of a row in the gradient of its logits.
 
@@ -482,6 +463,6 @@ def _policy_options(policy: PolicyRows | None) -> dict[str, Any]:
         "LOW": 1.0 - clip.clip_low,
         "HIGH": 1.0 + clip.clip_high,
         "DUAL": clip.dual_clip,
-        "MAX_LOG": clip.MAX_LOG_RATIO,
+        "MAX_LOG": MAX_LOG_RATIO,
         "enable_fp_fusion": True,
     }

@@ -20,6 +20,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from echo.core.rollout import Group, PolicyVersion
 from echo.engine.model import make_sampling
 from echo.engine.weights import tensors_from_image, torch_dtype
 from echo.tasks import tokenization
-from echo.train.ranks import AnyTrainer
+from echo.train.ranks.crew import AnyTrainer
 from echo.train.rescoring import Rescoring
 from echo.train.step import StepError, StepResult
 from echo.weights.manifest import Manifest
@@ -142,7 +143,8 @@ class MismatchProbe:
             try:
                 scores = trainer.rescore([chosen[index] for index in members], path)
             except StorageError:
-                self._versions.forget(version)
+                with suppress(OSError):
+                    self._versions.forget(version)
                 continue
             then, kept = _columns(scores)
             for index, own, log_kept in zip(members, then, kept, strict=True):
@@ -250,16 +252,17 @@ class VersionRetention:
         file_bytes = manifest.num_bytes + HEADER_BYTES * (1 + len(manifest.tensors))
         if file_bytes > self._max_bytes:
             return False
-        self._make_space(file_bytes)
         path = self._path(manifest.version)
         partial = path.with_suffix(".partial")
         view = memoryview(image).toreadonly()
         try:
+            self._make_space(file_bytes)
             save_file(tensors_from_image(manifest.tensors, view), partial)
             partial.rename(path)
             self._sizes[manifest.version] = path.stat().st_size
         except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
             raise StorageError(
                 f"cannot keep {manifest.version} in {self._directory}: {error}; free disk space "
                 "or switch the attribution off (metrics.attribution_steps = 0)"
@@ -271,7 +274,11 @@ class VersionRetention:
         return self._path(version) if version in self._sizes else None
 
     def forget(self, version: PolicyVersion) -> None:
-        """Let go of a version."""
+        """Let go of a version.
+
+        Raises:
+            OSError: if its file cannot be deleted.
+        """
         del self._sizes[version]
         self._path(version).unlink(missing_ok=True)
 
@@ -319,12 +326,13 @@ class Attribution:
         self._probe = probe
         self._retention = retention
         self._interval_steps = interval_steps
+        self._not_kept: list[str] = []
 
     def step(self, groups: Sequence[Group]) -> StepResult:
         """Train on a batch, after a measurement if one is due; a step that has none is told."""
         trainer = self._trainer
         measured: dict[str, float] = {}
-        notices: list[str] = []
+        notices, self._not_kept = self._not_kept, []
         if trainer.step_count % self._interval_steps == 0:
             try:
                 measured = self._probe.measure(groups, trainer)
@@ -338,8 +346,11 @@ class Attribution:
         )
 
     def keep(self, manifest: Manifest, image: bytearray | memoryview) -> None:
-        """Keep a version that is published, to score with it later."""
-        self._retention.keep(manifest, image)
+        """Keep a version that is published, to score with it later; the next step says if not."""
+        try:
+            self._retention.keep(manifest, image)
+        except StorageError as error:
+            self._not_kept = [str(error)]
 
 
 def make_attribution(config: Config, model_dir: Path, trainer: AnyTrainer) -> Attribution | None:

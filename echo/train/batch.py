@@ -93,7 +93,10 @@ def prepare_batch(
         DataError: if a group cannot be trained on; it is named.
     """
     for group in groups:
-        check_group(group, vocab_size, settings.max_abs_reward)
+        # It would poison the weights, or stop the process inside a GPU kernel.
+        if (damage := _find_damage(group, vocab_size, settings.max_abs_reward)) is not None:
+            where = f"group {group.group_id} (attempt {group.attempt}, worker {group.worker_id})"
+            raise DataError(f"{where}{damage[1]}")
     reasons = [_unusable(group, needs) for group in groups]
     kept = [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
     samples = _samples(kept, settings, needs)
@@ -141,18 +144,6 @@ def _unusable(group: Group, needs: LossNeeds) -> str | None:
         return None
     is_whole = all(bool(rollout.completion_mask.any()) for rollout in group.rollouts)
     return None if is_whole else "lost_member"
-
-
-def check_group(group: Group, vocab_size: int, max_abs_reward: float) -> None:
-    """Refuse what would poison the weights or stop the process inside a GPU kernel.
-
-    Raises:
-        DataError: naming the group and what is wrong with it.
-    """
-    damage = _find_damage(group, vocab_size, max_abs_reward)
-    if damage is not None:
-        where = f"group {group.group_id} (attempt {group.attempt}, worker {group.worker_id})"
-        raise DataError(f"{where}{damage[1]}")
 
 
 def _find_damage(group: Group, vocab_size: int, max_abs_reward: float) -> tuple[str, str] | None:

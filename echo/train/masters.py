@@ -5,7 +5,7 @@ numbers, and no operation casts a weight again. Its gradients come in 16 bits, o
 and add up in float32 as those of the masters, which alone are trained, published and saved. What is
 not trained (the base of an adapter, a reference policy) has no master: 2 bytes per parameter.
 
-Shards do without (sharding.py): there each layer is rounded whenever it is put together.
+Shards do without (ranks/sharding.py): there each layer is rounded whenever it is put together.
 """
 
 from __future__ import annotations

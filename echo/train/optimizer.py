@@ -5,9 +5,9 @@
     offloaded   torch's fused AdamW on the CPU: 8 bytes in the host's memory, none beside the
                 weights; those and their gradients go down, one after the other, and come back
 
-An optimizer sees what a rank holds of each parameter as a tensor by itself (sharding.py) with its
-clipped gradient, so it knows nothing of ranks. (torchao has an offloaded one, too. It takes the
-gradients down within the backward, before they can be clipped, and knows whole parameters only.)
+An optimizer sees what a rank holds of each parameter as a tensor by itself, with its clipped
+gradient, so it knows nothing of ranks. (torchao has an offloaded one, too. It takes the gradients
+down within the backward, before they can be clipped, and knows whole parameters only.)
 
 Blocks of 8-bit moments lie within a row of the parameter. Any number of ranks can therefore hold
 codes and scales by rows, and goes on with them bit by bit. Where rows are no multiple of a block,

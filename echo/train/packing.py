@@ -151,32 +151,11 @@ def packed_attention(
         raise NotImplementedError("packed attention has no cache")
     if segment_runs is not None:
         return _attend_runs(query, key, value, segment_runs, scaling, sliding_window), None
-    if cu_seq_lens_q is None or cu_seq_lens_k is None:
+    if cu_seq_lens_q is None:
         # Rows of their own, such as padded ones.
         return _attend(query, key, value, scaling, sliding_window), None
-    assert max_length_q is not None
-    assert max_length_k is not None, "they come together"
-    # Under autocast norms and rotation leave these two in float32; the kernel takes one type.
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if segment_keys is not None:
-        keys, values = keys.index_select(0, segment_keys), values.index_select(0, segment_keys)
-    # Where there are more keys than queries, the kernel takes these for the last ones.
-    attended = varlen_attn(
-        query[0].transpose(0, 1),
-        keys,
-        values,
-        cu_seq_lens_q,
-        cu_seq_lens_k,
-        max_length_q,
-        max_length_k,
-        scale=scaling,
-        # Tokens before and after; the window of transformers counts the token itself.
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    assert isinstance(attended, Tensor), "nothing else was asked for"
-    return attended[None], None
+    segments = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+    return _attend_varlen(query, key, value, segments, segment_keys, scaling, sliding_window), None
 
 
 AttentionInterface.register(NAME, packed_attention)
@@ -204,6 +183,36 @@ def _attend(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return attended.transpose(1, 2).contiguous()
+
+
+def _attend_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: tuple[Any, Any, Any, Any],
+    segment_keys: Tensor | None,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Return [1, L, H, Dv] by the kernel, which is given where segments and their keys end."""
+    # Under autocast norms and rotation leave these two in float32; the kernel takes one type.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    if segment_keys is not None:
+        keys, values = keys.index_select(0, segment_keys), values.index_select(0, segment_keys)
+    # Where there are more keys than queries, the kernel takes these for the last ones.
+    attended = varlen_attn(
+        query[0].transpose(0, 1),
+        keys,
+        values,
+        *segments,
+        scale=scaling,
+        # Tokens before and after; the window of transformers counts the token itself.
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(attended, Tensor), "nothing else was asked for"
+    return attended[None]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

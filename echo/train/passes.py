@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from echo.algo.diagnostics import mismatch_metrics
-from echo.train.sharding import Ranks
+from echo.train.ranks.sharding import Ranks
 
 LOSS, COUNT = "loss", "count/"
 PER_TOKEN = ("learner_logprobs", "sampler_logprobs", "entropies")
@@ -33,6 +33,18 @@ class Pass:
     """[N] nats."""
     token_counts: Mapping[str, Tensor]
     """Scalars, as in `LossOutput`."""
+
+    @staticmethod
+    def of_nothing(device: torch.device) -> Pass:
+        """Return what is found where no rollout has a gradient."""
+        none = torch.zeros(0, device=device)
+        return Pass(
+            loss=none.sum(),
+            learner_logprobs=none,
+            sampler_logprobs=none,
+            entropies=none,
+            token_counts={},
+        )
 
     @staticmethod
     def joined(parts: Sequence[Pass]) -> Pass:

@@ -14,7 +14,7 @@ What is trained is float32. With a compute type of bfloat16 the model itself has
 rounded (masters.py), and hidden states and LM head are multiplied in that type with float32 sums.
 Only then a GPU's tensor cores work, and the fused kernels with them.
 
-Several processes hold a shard of it each (sharding.py); each of them makes the same calls.
+Several processes hold a shard of it each (ranks/sharding.py); each of them makes the same calls.
 
 Dropout is switched off, because the ratio of learner to sampler probability must be 1 when both
 have the same weights.
@@ -63,12 +63,13 @@ from echo.engine.model import (
 )
 from echo.kernels.contract import BackendName, RatioClip
 from echo.kernels.logprob import EntropyMode, TokenLosses, linear_logprob, linear_policy_loss
-from echo.train import packing, sharded_model, sharding
+from echo.train import packing
 from echo.train.flops import model_flops
 from echo.train.masters import Masters
 from echo.train.optimizer import OptimizerState
-from echo.train.sharded_model import lacking
-from echo.train.sharding import Ranks, ShardedModel
+from echo.train.ranks import sharded_model, sharding
+from echo.train.ranks.sharded_model import lacking
+from echo.train.ranks.sharding import Ranks, ShardedModel
 
 LOGIT_SETTINGS = {
     "final_logit_softcapping": None,
@@ -466,7 +467,7 @@ class Policy:
 
     def _losses(
         self, batch: MicroBatch, clip: RatioClip, inv_temperature: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return [N] losses, log-probabilities, ratios and entropies."""
         states, head = self.predictors(batch)
         tokens = linear_policy_loss(
@@ -477,7 +478,6 @@ class Policy:
             batch.pick(batch.advantages[:, None].expand_as(batch.token_ids)),
             inv_temperature,
             clip=clip,
-            entropy="value",
             vocab_chunk=self.compute.vocab_chunk,
             backend=self.compute.backend,
         )

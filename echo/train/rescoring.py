@@ -20,8 +20,8 @@ from echo.algo.batching import MicroBatch
 from echo.core.errors import StorageError
 from echo.engine.engine import Sampling
 from echo.engine.hf.batch import sampling_logprobs
-from echo.train import sharding
 from echo.train.policy import Compute, ModelSource, frozen_policy
+from echo.train.ranks import sharding
 
 ROWS_AT_ONCE = 256
 """Tokens whose full logits exist at one time, where truncation has to be looked at."""

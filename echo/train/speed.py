@@ -19,7 +19,8 @@ from typing import TypeVar
 import torch
 
 from echo.train.flops import ModelFlops, peak_flops
-from echo.train.sharding import Ranks
+from echo.train.policy import Compute
+from echo.train.ranks.sharding import Ranks
 
 T = TypeVar("T")
 
@@ -43,27 +44,14 @@ class _Totals:
 class Speedometer:
     """Measures one step at a time."""
 
-    def __init__(
-        self,
-        model: ModelFlops,
-        device: torch.device,
-        *,
-        micro_batch_tokens: int,
-        ranks: Ranks | None = None,
-    ) -> None:
-        """Take what the numbers are relative to.
-
-        Args:
-            model: the arithmetic of the model that is trained.
-            device: that it is trained on.
-            micro_batch_tokens: what a micro-batch may hold.
-            ranks: those that train the model; None for this process alone.
-        """
-        self._ranks = ranks
+    def __init__(self, model: ModelFlops, compute: Compute) -> None:
+        """Take what the numbers are relative to: the model's arithmetic, and where it computes."""
+        self._ranks = compute.ranks
         self._model = model
-        self._device = device
-        self.micro_batch_tokens = micro_batch_tokens
-        self._peak_flops = peak_flops(device)
+        self._device = compute.device
+        self.micro_batch_tokens = compute.micro_batch_tokens
+        """What a micro-batch may hold."""
+        self._peak_flops = peak_flops(compute.device)
         self._totals = _Totals(time.perf_counter())
 
     def begin(self) -> None:

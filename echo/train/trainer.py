@@ -28,10 +28,10 @@ Log-probabilities are those of the whole distribution at `temperature`. Sampling
 has other ones: ratios then begin below 1, and the configuration refuses losses whose range ends
 above that (config/losses.py).
 
-Several processes may train one model (sharding.py): each has a trainer, and all make the same calls
-with the same arguments. What they return is the same on each, and so is what they raise, unless a
-process fails by itself. One that runs out of memory in a pass does not: all make the pass again in
-smaller micro-batches, or refuse the batch.
+Several processes may train one model (ranks/sharding.py): each has a trainer, and all make the same
+calls with the same arguments. What they return is the same on each, and so is what they raise,
+unless a process fails by itself. One that runs out of memory in a pass does not: all make the pass
+again in smaller micro-batches, or refuse the batch.
 
 Where adapters are trained there may be several, by name, on the one base in memory: `add_adapter`
 adds one, and from `use` on everything here is about the adapter that it names. The model has a
@@ -76,13 +76,13 @@ from echo.core.units import format_bytes
 from echo.engine.lora import NAME, draw_adapter
 from echo.engine.weights import find_nonfinite, write_tensors
 from echo.kernels.logprob import EntropyMode, TokenLosses
-from echo.train import sharded_state, sharding
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
 from echo.train.optimizer import KINDS, STEP, AdamW
 from echo.train.passes import Pass, gather_passes, pass_metrics
 from echo.train.policy import Compute, ModelSource, Policy
+from echo.train.ranks import sharded_state, sharding
+from echo.train.ranks.sharding import Ranks
 from echo.train.rescoring import Rescorer, Rescoring, read_version
-from echo.train.sharding import Ranks
 from echo.train.speed import Speedometer
 from echo.train.step import (
     MemoryShortageError,
@@ -197,7 +197,7 @@ def _check_options(
 ) -> None:
     try:
         inspect.signature(function).bind(None, **options)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # the second: of one that is not Python's
         raise ConfigError(
             f"loss.kind = {kind!r} is called as function(inputs, **options) with the options "
             f"{sorted(options)} of [loss.options]: {error}"
@@ -211,7 +211,7 @@ def _check_options(
 # trainer.json            counters, and the state of torch's random generators as hex
 #
 # Several ranks write the tensors of the first two, under the same names, into files of their own
-# (sharded_state.py), and rank 0 the third. Any number of ranks continues from either.
+# (ranks/sharded_state.py), and rank 0 the third. Any number of ranks continues from either.
 #
 # Of several adapters each has a directory of its own with these files, by its name: a trainer of
 # one adapter continues from it, too.
@@ -223,14 +223,7 @@ WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 TRAINER_FILE = "trainer.json"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TrainerState:
-    """What a trainer continues from."""
-
-    weights: dict[str, Tensor]
-    moments: dict[str, Tensor]
-    counters: dict[str, int]
+COUNTERS = ("step_count", "num_skipped_nonfinite")
 
 
 def save(
@@ -280,8 +273,8 @@ def save(
 
 def load(
     directory: Path, device: torch.device, *, own: Mapping[str, Tensor] | None = None
-) -> TrainerState:
-    """Read what `save` wrote, and set torch's random generators.
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
+    """Return the weights, moments and counters that `save` wrote; set torch's random generators.
 
     Args:
         directory: that it was written into, by however many ranks.
@@ -305,13 +298,13 @@ def load(
         else:
             weights = load_file(directory / WEIGHTS_FILE)
             moments = load_file(directory / OPTIMIZER_FILE)
-        counters = {name: int(count) for name, count in record["counters"].items()}
+        counters = {name: int(record["counters"][name]) for name in COUNTERS}
+        torch.set_rng_state(generators["cpu"])
+        if device.type == "cuda" and "cuda" in generators:
+            torch.cuda.set_rng_state(generators["cuda"], device)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"{directory}: cannot read the trainer's state: {error!r}") from error
-    torch.set_rng_state(generators["cpu"])
-    if device.type == "cuda" and "cuda" in generators:
-        torch.cuda.set_rng_state(generators["cuda"], device)
-    return TrainerState(weights=weights, moments=moments, counters=counters)
+    return weights, moments, counters
 
 
 def find_adapters(directory: Path) -> tuple[str, ...]:
@@ -336,12 +329,8 @@ class _Aside:
     num_skipped_nonfinite: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Undo:
-    """Weights and moments as they were before a step of several updates, in the host's memory."""
-
-    weights: dict[str, Tensor]
-    moments: dict[str, Tensor]
+_Undo = tuple[dict[str, Tensor], dict[str, Tensor]]
+"""Weights and moments as they were before a step of several updates, in the host's memory."""
 
 
 # --- trainer --------------------------------------------------------------------------------------
@@ -434,11 +423,10 @@ class Trainer:
         if not 0.0 < temperature < math.inf:
             raise ValueError(f"temperature = {temperature}: must be positive and finite")
         self.device = compute.device
-        self.copy_stream: torch.cuda.Stream | None = None
+        is_on_gpu = self.device.type == "cuda"
+        self.copy_stream = torch.cuda.Stream(self.device) if is_on_gpu else None  # type: ignore[no-untyped-call]
         """On which others copy the weights beside the next gradient: what changes them waits for
         it. None on a CPU, where a copy is over when it has been made."""
-        if self.device.type == "cuda":
-            self.copy_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         torch.manual_seed(compute.seed)
         self._policy = Policy(source, compute)
         self._loss = loss
@@ -458,12 +446,7 @@ class Trainer:
         self._rescorer = None if rescoring is None else Rescorer(source, compute, rescoring)
         with self._memory_of_adamw():
             self._optimizer = KINDS[compute.optimizer_state](self._shards)
-        self._speed = Speedometer(
-            self._policy.flops,
-            self.device,
-            micro_batch_tokens=compute.micro_batch_tokens,
-            ranks=compute.ranks,
-        )
+        self._speed = Speedometer(self._policy.flops, compute)
         self._notices: list[str] = []
         self._num_skipped_nonfinite = 0
         self._step_count = 0
@@ -850,7 +833,7 @@ class Trainer:
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights by name, tied ones once, not copied: the next step changes them.
 
-        Each of several ranks has its part of them (sharding.py).
+        Each of several ranks has its part of them (ranks/sharding.py).
         """
         return self._policy.tensors()
 
@@ -944,16 +927,15 @@ class Trainer:
         own = self._policy.tensors()
         self._wait_for_copies()
         if self._ranks is None:
-            state = load(directory, self.device)
-            self._policy.load(state.weights)
+            weights, moments, counters = load(directory, self.device)
+            self._policy.load(weights)
         else:
-            state = load(directory, self.device, own=own)
-            with torch.no_grad():
-                for name, tensor in own.items():
-                    sharding.local(tensor).copy_(sharding.local(state.weights[name]))
-        self._optimizer.load(state.moments)
-        self._step_count = state.counters["step_count"]
-        self._num_skipped_nonfinite = state.counters["num_skipped_nonfinite"]
+            weights, moments, counters = load(directory, self.device, own=own)
+            for name, tensor in own.items():
+                sharding.copy_local(tensor, weights[name])
+        self._optimizer.load(moments)
+        self._step_count = counters["step_count"]
+        self._num_skipped_nonfinite = counters["num_skipped_nonfinite"]
 
     # --- parts of a step -------------------------------------------------------------------------
 
@@ -1069,20 +1051,19 @@ class Trainer:
         return norm
 
     def _keep(self) -> _Undo:
-        moments = self._optimizer.tensors()
-        return _Undo(
-            weights={
-                name: shard.detach().to("cpu", copy=True) for name, shard in self._shards.items()
-            },
-            moments={name: tensor.to("cpu", copy=True) for name, tensor in moments.items()},
-        )
+        kept = [
+            {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+            for tensors in (self._shards, self._optimizer.tensors())
+        ]
+        return kept[0], kept[1]
 
     @torch.no_grad()
     def _put_back(self, undo: _Undo) -> None:
+        weights, moments = undo
         for name, shard in self._shards.items():
-            shard.copy_(undo.weights[name])
+            shard.copy_(weights[name])
         self._policy.round()
-        self._optimizer.load(undo.moments)
+        self._optimizer.load(moments)
 
     # --- parts of a pass -------------------------------------------------------------------------
     #
@@ -1173,6 +1154,8 @@ class Trainer:
 
     def _accumulate_gradients(self, batch: StepBatch, loss: Loss) -> Pass:
         """Run forward and backward over the micro-batches of a batch."""
+        if not batch.samples:
+            return Pass.of_nothing(self.device)
         needs = needs_of(loss)
         scores = self._score_batch(batch.samples, needs) if needs.batch_scores else None
         found: list[Pass] = []
@@ -1227,7 +1210,6 @@ class Trainer:
         tokens = self._policy.token_losses(
             micro, clip=loss.fused_clip, inv_temperature=self._inv_temperature
         )
-        assert tokens.entropies is not None, "the policy asks for them"
         return _Scored(logprobs=tokens.logprobs, entropies=tokens.entropies, tokens=tokens)
 
     def _part(

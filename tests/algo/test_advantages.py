@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from echo.algo.advantages import group_advantages, overlong_penalties
 
-torch.set_num_threads(1)
-
 
 def test_numbers_worked_out_by_hand() -> None:
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [3.0, 1.0, 1.0, 1.0]])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.algo.balance import balanced_rounds
+from echo.algo import balance
+from echo.algo.balance import _fill, balanced_rounds
 from echo.algo.batching import pack_micro_batches
 
 
@@ -86,6 +88,22 @@ def test_eight_ranks_are_used(num_rows: int, max_tokens: int) -> None:
         padded_shares.append(sum(work) / spent)
     assert sum(shares) / 5 >= 0.95
     assert sum(shares) > sum(padded_shares) + 5 * 0.05
+
+
+@pytest.mark.parametrize("length", [34, 60, 200])
+def test_a_number_of_bins_is_not_looked_for_one_by_one(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+
+    def fill(units: Any, num_bins: int, max_tokens: int) -> Any:
+        tried.append(num_bins)
+        return _fill(units, num_bins, max_tokens)
+
+    monkeypatch.setattr(balance, "_fill", fill)
+    rounds = balanced_rounds([length] * 999 + [1], [1.0] * 1000, max_tokens=100, num_ranks=2)
+    assert len(rounds) == (250 if length == 34 else 500)
+    assert len(tried) < 20
 
 
 def test_a_budget_of_nothing_is_refused() -> None:

@@ -18,8 +18,6 @@ from echo.algo.losses import GepoLoss, GrpoLoss, M2poLoss
 from echo.core.errors import ConfigError
 from tests.algo.batches import counts, doubles, gradient, make_inputs, random_inputs
 
-torch.set_num_threads(1)
-
 EVERYTHING = torch.ones(1, 3, dtype=torch.bool)
 
 

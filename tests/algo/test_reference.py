@@ -22,8 +22,6 @@ from echo.algo.losses import (
 from echo.core.errors import ConfigError
 from tests.algo.batches import doubles, gradient, make_inputs, random_inputs
 
-torch.set_num_threads(1)
-
 LEARNER = doubles([0.5, 0.3, 0.2])
 SAMPLER = doubles([0.4, 0.35, 0.25])
 REFERENCE = doubles([0.3, 0.3, 0.4])
@@ -132,9 +130,6 @@ def test_unusable_options_are_refused() -> None:
 
 
 # --- estimates of a divergence --------------------------------------------------------------------
-
-
-torch.set_num_threads(1)
 
 P = doubles([0.5, 0.3, 0.2])
 OTHER = doubles([0.4, 0.4, 0.2])

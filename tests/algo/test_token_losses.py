@@ -27,8 +27,6 @@ from echo.algo.losses import (
 )
 from tests.algo.batches import counts, doubles, gradient, make_inputs, random_inputs
 
-torch.set_num_threads(1)
-
 LEARNER = doubles([[-1.0, -0.5, -2.0, -0.1]])
 SAMPLER = doubles([[-1.3, -0.6, -3.4, -0.9]])
 VECTOR = make_inputs(LEARNER, SAMPLER, doubles([1.0]))
@@ -147,9 +145,6 @@ def test_m2po_by_hand() -> None:
 # --- gSPO -----------------------------------------------------------------------------------------
 
 
-torch.set_num_threads(1)
-
-
 def test_published_vector() -> None:
     """ALGORITHMS.md 1.9: s = [.980, 1.051, .819, 1.350], A = r - mean of [1, 0, 0, 1]."""
     learner = doubles([[-0.12], [-0.20], [-0.60], [-0.50]])
@@ -185,9 +180,6 @@ def test_clips_count_the_tokens_of_their_rollouts() -> None:
 
 
 # --- gEPO -----------------------------------------------------------------------------------------
-
-
-torch.set_num_threads(1)
 
 SAMPLER_GEPO = doubles([[-0.10], [-0.25], [-0.40], [-0.80]])
 LEARNER_GEPO = doubles([[-0.12], [-0.20], [-0.60], [-0.50]])
@@ -307,9 +299,6 @@ def test_a_logprob_that_is_not_finite_is_refused(value: float) -> None:
 
 
 # --- gRPO and PPO ---------------------------------------------------------------------------------
-
-
-torch.set_num_threads(1)
 
 # The vector of the design: one rollout, A = 1; r = prox / behav = [1.221, .905, 6.686, 2.226],
 # u = learner / prox = [1.105, 1.221, .607, 1].

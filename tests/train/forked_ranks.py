@@ -2,15 +2,20 @@
 
     python -m tests.train.forked_ranks REQUESTS.json
 
-The file has a list of [function, number of ranks, arguments]. One after the other, each function
-("module:name") is called on all ranks as function(crew, **arguments), and what rank 0 returns (of
-JSON) and what any rank raised is printed, a line each. A function may have `times` that its ranks
-wait for each other, of `form`. Importing takes most of the time of a small
-test of ranks, and is done once; nothing else happens before a fork, so no thread is lost in it.
+The file has a list of [function, number of ranks, arguments]. Each function ("module:name") is
+called on all ranks as function(crew, **arguments), and what rank 0 returns (of JSON) and what any
+rank raised is printed, a line each. A function may have `times` that its ranks wait for each other,
+of `form`.
+
+What every rank would import or work out first takes most of the time of a small test of ranks, and
+is done once, before the first fork; nothing else happens there, so no thread is lost in it. Several
+functions run at once, since some do nothing but wait; those with the same argument `directory` one
+after the other, as one reads what another has written.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -20,6 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +33,10 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120.0
 """Of a whole function."""
+NUM_AT_ONCE = 3
+"""Functions whose ranks run beside each other."""
+IMPORTS = ("torch.distributed.checkpoint", "transformers.models.qwen3.modeling_qwen3", "peft")
+"""What ranks would import by themselves, each again."""
 
 Request = tuple[str, int, dict[str, Any]]
 
@@ -63,46 +73,84 @@ def run_on_ranks(requests: list[Request], directory: Path) -> list[Answer]:
 
 def main(path: str) -> int:
     requests: list[Request] = json.loads(Path(path).read_text())
-    for name in {function.partition(":")[0] for function, _, _ in requests}:
-        importlib.import_module(name)
-    importlib.import_module("torch.distributed.checkpoint")
-    importlib.import_module("transformers.models.qwen3.modeling_qwen3")
-    if sys.platform == "linux":
-        assert len(list(Path("/proc/self/task").iterdir())) == 1, "an import started a thread"
-    for request in requests:
-        with tempfile.TemporaryDirectory() as directory:
-            print(json.dumps(fork_ranks(*request, Path(directory))), flush=True)
+    prepare({function.partition(":")[0] for function, _, _ in requests})
+    waiting, running = requests[::-1], list[Forked]()
+    answers: list[Forked] = []
+    with tempfile.TemporaryDirectory() as directory:
+        while waiting or running:
+            while (
+                waiting
+                and len(running) < NUM_AT_ONCE
+                and not any(each.uses(waiting[-1][2].get("directory")) for each in running)
+            ):
+                own = Path(directory) / str(len(answers))
+                own.mkdir()
+                answers.append(Forked(*waiting.pop(), own))
+                running.append(answers[-1])
+            running = [each for each in running if not each.is_over()]
+            time.sleep(0.005)
+        for each in answers:
+            print(json.dumps(each.answer()))
     return 0
 
 
-def fork_ranks(
-    function: str, size: int, arguments: dict[str, Any], directory: Path
-) -> dict[str, Any]:
-    """Return the value of rank 0 and the traces of all that failed."""
-    running: dict[int, int] = {}
-    for rank in range(size):
-        if not (pid := os.fork()):
-            os._exit(be_rank(function, rank, size, arguments, directory))
-        running[pid] = rank
-    give_up_at = time.monotonic() + TIMEOUT_S
-    errors = []
-    while running:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            rank = running.pop(pid)
+def prepare(modules: Iterable[str]) -> None:
+    """Do once what all ranks need."""
+    for name in (*modules, *IMPORTS):
+        importlib.import_module(name)
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("qwen3")  # the first call compiles those of all families
+    if sys.platform == "linux":
+        assert len(list(Path("/proc/self/task").iterdir())) == 1, "an import started a thread"
+    gc.collect()
+    gc.freeze()  # or each rank's collector would touch, and so copy, all of it
+
+
+class Forked:
+    """The ranks of one request."""
+
+    def __init__(
+        self, function: str, size: int, arguments: dict[str, Any], directory: Path
+    ) -> None:
+        self._directory, self._state = directory, arguments.get("directory")
+        self._running: dict[int, int] = {}
+        for rank in range(size):
+            if not (pid := os.fork()):
+                os._exit(be_rank(function, rank, size, arguments, directory))
+            self._running[pid] = rank
+        self._give_up_at = time.monotonic() + TIMEOUT_S
+        self._errors: list[str] = []
+
+    def uses(self, state: str | None) -> bool:
+        """Return whether these ranks write, or read, in a directory that others are told, too."""
+        return state is not None and state == self._state
+
+    def is_over(self) -> bool:
+        """Look who has ended; kill those whose time is over."""
+        for pid, rank in list(self._running.items()):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if not found:
+                continue
+            del self._running[pid]
             if code := os.waitstatus_to_exitcode(status):
-                trace = directory / f"{rank}.txt"
-                errors.append(trace.read_text() if trace.exists() else f"rank {rank}: code {code}")
+                trace = self._directory / f"{rank}.txt"
+                text = trace.read_text() if trace.exists() else f"rank {rank}: code {code}"
+                self._errors.append(text)
             if code or not rank:  # the others wait for it, and rank 0 says why
-                give_up_at = min(give_up_at, time.monotonic() + (30.0 if rank else 2.0))
-        elif time.monotonic() > give_up_at:
-            for pid in running:
+                soon = time.monotonic() + (30.0 if rank else 2.0)
+                self._give_up_at = min(self._give_up_at, soon)
+        if time.monotonic() > self._give_up_at:
+            for pid in self._running:
                 os.kill(pid, signal.SIGKILL)
-            give_up_at = float("inf")
-        else:
-            time.sleep(0.005)
-    path = directory / "0.json"
-    return {"found": json.loads(path.read_text()) if path.exists() else None, "errors": errors}
+            self._give_up_at = float("inf")
+        return not self._running
+
+    def answer(self) -> dict[str, Any]:
+        """Return the value of rank 0 and the traces of all that failed."""
+        path = self._directory / "0.json"
+        found = json.loads(path.read_text()) if path.exists() else None
+        return {"found": found, "errors": self._errors}
 
 
 def be_rank(function: str, rank: int, size: int, arguments: dict[str, Any], directory: Path) -> int:
@@ -110,7 +158,7 @@ def be_rank(function: str, rank: int, size: int, arguments: dict[str, Any], dire
     import torch
     import torch.distributed as dist
 
-    from echo.train.ranks import form
+    from echo.train.ranks.crew import form
 
     os.dup2(2, 1)  # the answers' channel is the server's
     torch.set_num_threads(1)

@@ -38,21 +38,20 @@ from echo.engine.weights import VersionImages, Weights
 from echo.runtime.learner import publish as publish_module
 from echo.runtime.learner.publish import Coder, Images, Publication, make_publication
 from echo.train import policy as policy_module
-from echo.train import sharded_images, sharding
-from echo.train.batch import AdvantageSettings
 from echo.train.policy import Compute, ModelSource, Policy
-from echo.train.ranks import Build, Crew, LeadTrainer, follow
+from echo.train.ranks import sharded_images, sharded_state, sharding
+from echo.train.ranks.crew import Build, Crew, LeadTrainer, follow
+from echo.train.ranks.sharding import Ranks
 from echo.train.rescoring import Rescoring
-from echo.train.sharding import Ranks
 from echo.train.step import NonfiniteWeightsError, StepError, StepResult
 from echo.train.trainer import Trainer
 from echo.weights import delta
 from echo.weights.delta import block_bytes_of
 from echo.weights.manifest import encode_signed
 from echo.weights.store import Transfer
-from tests.train.test_trainer import FAST, TWO_UPDATES, make_group, make_groups
+from tests.train.test_trainer import make_group, make_groups
 from tests.train.test_trainer_losses import LOSSES, stale_groups
-from tests.train.trainers import CPU, trainer_of
+from tests.train.trainers import CPU, FAST, TWO_UPDATES, fast_trainer
 
 MORE_LOSSES: dict[str, Loss] = {
     "entropy": EntropyBonusLoss(loss=make_loss("dapo"), coef=0.01),
@@ -89,16 +88,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def make_trainer(model_dir: str, ranks: Ranks | None, **options: Any) -> Trainer:
-    settings: dict[str, Any] = {
-        "loss": LOSSES["dapo"],
-        "optimizer": FAST,
-        "advantages": AdvantageSettings(normalize_by_std=False),
-        "micro_batch_tokens": 80,
-    }
-    settings |= {"ranks": ranks, **options}
     if ranks is not None:
         torch.manual_seed(ranks.rank)  # what is drawn must not depend on what was drawn before
-    return trainer_of(Path(model_dir), **settings)
+    settings = {"loss": LOSSES["dapo"], "micro_batch_tokens": 80, "ranks": ranks}
+    return fast_trainer(Path(model_dir), **(settings | options))
 
 
 class Pair:
@@ -637,24 +630,14 @@ be_late.times = {"collective_s": 3.0, "silent_s": 60.0}  # type: ignore[attr-def
 def lose_one(crew: Crew, model_dir: str, how: str) -> dict[str, Any]:
     """Lose the last rank, in one way or another; return what the leader says.
 
-    The others are in the middle of a step, or score under a version.
+    The others are in the middle of a step, save it, or score under a version.
     """
-    is_scoring = how in {"killed", "hangs"}
 
     def build(checkpoint: Path | None) -> Trainer:
         trainer = build_for(crew.ranks, model_dir)(checkpoint)
         if crew.ranks.rank == crew.ranks.size - 1:
-            if how == "has no memory":
-                Memory(0).limit(trainer, "layer")
-            assert trainer._rescorer is not None
-            policy = trainer._rescorer.policy if is_scoring else trainer._policy
-            policy.model.model.layers[0].mlp.register_forward_pre_hook(fail)
+            fail_later(trainer, how)
         return trainer
-
-    def fail(*_: object) -> None:
-        if how == "hangs":
-            time.sleep(60)
-        os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[how])
 
     if crew.ranks.rank:
         follow(crew, build, logging.getLogger())
@@ -664,13 +647,34 @@ def lose_one(crew: Crew, model_dir: str, how: str) -> dict[str, Any]:
     crew.beats.on_silence = silent.append
     began = time.monotonic()
     try:
-        if is_scoring:
+        if how == "hangs":
             led.rescore(make_groups(3), None)
+        elif how == "killed":
+            with TemporaryDirectory() as directory:
+                led.save_state(Path(directory))
         else:
             led.step(make_groups(3))
     except RankError as error:
         return {"says": str(error), "after_s": time.monotonic() - began, "silent": silent}
     return {}
+
+
+def fail_later(trainer: Trainer, how: str) -> None:
+    """Have this rank fail in the middle of what `lose_one` does then."""
+
+    def fail(*_: object, **__: object) -> None:
+        if how == "hangs":
+            time.sleep(60)
+        os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[how])
+
+    if how == "has no memory":
+        Memory(0).limit(trainer, "layer")
+    elif how == "killed":
+        sharded_state.save = fail
+    else:
+        assert trainer._rescorer is not None
+        policy = trainer._rescorer.policy if how == "hangs" else trainer._policy
+        policy.model.model.layers[0].mlp.register_forward_pre_hook(fail)
 
 
 def lose_rows(crew: Crew, model_dir: str) -> dict[str, Any]:

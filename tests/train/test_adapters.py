@@ -19,10 +19,8 @@ from echo.core.rollout import PolicyVersion
 from echo.engine.lora import Lora
 from echo.engine.weights import VersionImages, publish_image
 from echo.train.trainer import OptimizerSettings, Trainer
-from tests.train.test_trainer import FAST, LateStream, equal, make_groups
-from tests.train.trainers import trainer_of
-
-torch.set_num_threads(1)
+from tests.train.test_trainer import LateStream, equal, make_groups
+from tests.train.trainers import FAST, trainer_of
 
 CODE = OptimizerSettings(
     learning_rate=1e-2, warmup_steps=4, betas=(0.8, 0.9), weight_decay=0.1, minibatches_per_step=2

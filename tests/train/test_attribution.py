@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from echo.core.errors import StorageError
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import Sampling
 from echo.engine.hf.batch import sampling_logprobs
@@ -34,8 +35,6 @@ from tests.train.test_trainer import (
     on_policy,
 )
 from tests.train.trainers import split
-
-torch.set_num_threads(1)
 
 __all__ = ["make_trainer"]  # a fixture
 
@@ -258,3 +257,15 @@ def test_a_step_is_made_without_a_measurement_that_fails() -> None:
     found = Attribution(trainer, probe, SimpleNamespace(), interval_steps=2).step([])
     assert found.metrics == {"lr": 1.0}
     assert found.notices == ("no attribution at step 5: too long", "slow")
+
+
+def test_a_version_that_cannot_be_kept_is_told_and_costs_no_step() -> None:
+    def keep(*_: object) -> None:
+        raise StorageError("the disk is full")
+
+    trainer: Any = SimpleNamespace(step_count=1, step=lambda _: StepResult(metrics={}))
+    retention: Any = SimpleNamespace(keep=keep)
+    attribution = Attribution(trainer, SimpleNamespace(), retention, interval_steps=2)
+    attribution.keep(SimpleNamespace(), b"")
+    assert attribution.step([]).notices == ("the disk is full",)
+    assert attribution.step([]).notices == ()

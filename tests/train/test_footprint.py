@@ -18,8 +18,8 @@ from echo.config.load import parse_config
 from echo.config.memory import Footprint, ModelFacts
 from echo.core.rollout import Group
 from echo.train.trainer import Trainer
-from tests.train.test_trainer import FAST, make_rollout
-from tests.train.trainers import trainer_of
+from tests.train.test_trainer import make_rollout
+from tests.train.trainers import FAST, trainer_of
 
 SHAPE = {
     "vocab_size": 1024,

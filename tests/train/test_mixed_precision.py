@@ -18,14 +18,11 @@ from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss, LossInputs, LossOutput
 from echo.algo.losses import make_loss
 from echo.engine.lora import Lora
-from echo.train.batch import AdvantageSettings
 from echo.train.masters import Masters
 from echo.train.trainer import Trainer
-from tests.train.test_trainer import FAST, assert_close, gradients, make_groups
+from tests.train.test_trainer import assert_close, gradients, make_groups
 from tests.train.test_trainer_losses import stale_groups
-from tests.train.trainers import trainer_of
-
-torch.set_num_threads(1)
+from tests.train.trainers import fast_trainer
 
 FUSED: dict[str, Loss] = {
     "grpo": make_loss("grpo"),
@@ -36,12 +33,7 @@ FUSED: dict[str, Loss] = {
 
 
 def make_trainer(model_dir: Path, loss: Loss, **options: Any) -> Trainer:
-    settings: dict[str, Any] = {
-        "optimizer": FAST,
-        "advantages": AdvantageSettings(normalize_by_std=False),
-        **options,
-    }
-    return trainer_of(model_dir, loss=loss, **settings)
+    return fast_trainer(model_dir, loss=loss, **options)
 
 
 def unfused(loss: Loss) -> Loss:

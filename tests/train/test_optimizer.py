@@ -12,13 +12,12 @@ from torch import Tensor
 
 from echo.algo.losses import make_loss
 from echo.core.errors import ConfigError, DataError
-from echo.train.batch import AdvantageSettings
 from echo.train.optimizer import BLOCK, KINDS, AdamW, OptimizerState
 from echo.train.trainer import Trainer
 from tests.train import rank_cases
 from tests.train.forked_ranks import run_on_ranks
-from tests.train.test_trainer import FAST, make_groups
-from tests.train.trainers import trainer_of
+from tests.train.test_trainer import make_groups
+from tests.train.trainers import fast_trainer
 
 SHAPES = {"matrix": (6, 2 * BLOCK), "experts": (2, 3, BLOCK), "odd": (5, 7), "norm": (BLOCK,)}
 STEP = {"learning_rate": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.01}
@@ -199,13 +198,7 @@ def test_without_torchao_there_are_no_8_bits(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def make_trainer(model_dir: Path, kind: OptimizerState) -> Trainer:
-    return trainer_of(
-        model_dir,
-        optimizer_state=kind,
-        loss=make_loss("dapo"),
-        optimizer=FAST,
-        advantages=AdvantageSettings(normalize_by_std=False),
-    )
+    return fast_trainer(model_dir, optimizer_state=kind, loss=make_loss("dapo"))
 
 
 def learnt(trainer: Trainer, num_steps: int) -> float:

@@ -25,14 +25,11 @@ from echo.core.errors import EngineError
 from echo.core.rollout import Group
 from echo.train import packing
 from echo.train import policy as policy_module
-from echo.train.batch import AdvantageSettings
 from echo.train.policy import ModelSource
 from echo.train.trainer import Trainer
 from tests.runtime.families import EXPERTS, FAMILIES, SMALL, save_family
-from tests.train.test_trainer import FAST, TWO_UPDATES, change_of, make_group, make_rollout
-from tests.train.trainers import policy_of, trainer_of
-
-torch.set_num_threads(1)
+from tests.train.test_trainer import change_of, make_group, make_rollout
+from tests.train.trainers import TWO_UPDATES, fast_trainer, policy_of
 
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3 with windows": (
@@ -89,12 +86,8 @@ def stale_groups() -> list[Group]:
 
 
 def make_trainer(model_dir: Path, how: str, **options: Any) -> Trainer:
-    settings: dict[str, Any] = {
-        "loss": EntropyBonusLoss(loss=make_loss("gspo", clip_low=0.9, clip_high=9.0), coef=0.01),
-        "optimizer": FAST,
-        "advantages": AdvantageSettings(normalize_by_std=False),
-    }
-    return trainer_of(model_dir, packing=how, **(settings | options))
+    loss = EntropyBonusLoss(loss=make_loss("gspo", clip_low=0.9, clip_high=9.0), coef=0.01)
+    return fast_trainer(model_dir, packing=how, **({"loss": loss} | options))
 
 
 def pass_of(trainer: Trainer, groups: list[Group]) -> tuple[dict[str, Tensor], dict[str, float]]:

@@ -23,8 +23,6 @@ from echo.train.policy import ModelSource, frozen_policy
 from tests.runtime.families import save_family
 from tests.train.trainers import policy_of
 
-torch.set_num_threads(1)
-
 CPU = torch.device("cpu")
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo.core.errors import ConfigError
 from echo.engine.weights import INDEX_FILE
-from echo.train import ranks
-from echo.train.ranks import Beats, Launch, join
-from echo.train.sharded_images import NearRank, address_of
+from echo.train.ranks import crew, sharded_images
+from echo.train.ranks.crew import Beats, Launch, LeadTrainer, RankCommand, join
+from echo.train.ranks.sharded_images import NearRank, address_of
 from echo.weights.delta import WordBytes, code_block
 from echo.weights.manifest import hash_chunks
 from tests.runtime.families import SMALL, save_family
@@ -31,7 +32,7 @@ A_STEP = 3e-4
 """By how much a step moves a weight, at most."""
 
 DEATHS = {
-    "killed": "with rescore: rank {} gives no sign of life",
+    "killed": "with save_state: rank {} gives no sign of life",
     "has no memory": "with step: rank {}: step: OutOfMemoryError: CUDA out of memory",
     "stopped": "with step: rank {} gives no sign of life",
     "hangs": "with rescore: rank {} does not answer, and is alive: it hangs",
@@ -162,7 +163,7 @@ def test_a_rank_without_a_gpu_is_told_how_many_there_are(monkeypatch: pytest.Mon
 
 
 def test_a_rank_that_is_busy_before_all_stand_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "BEAT_S", 0.001)
+    monkeypatch.setattr(crew, "BEAT_S", 0.001)
     store, silent = torch.distributed.HashStore(), threading.Event()
     beats = Beats(store, 0, 2, silent_s=0.0)  # and rank 1 has none
     give_up_at = time.monotonic() + 10
@@ -172,6 +173,14 @@ def test_a_rank_that_is_busy_before_all_stand_is_not_gone(monkeypatch: pytest.Mo
     assert silent.wait(10)
     assert store.add("has left words: 0", 0), "where a third rank would take it for gone, too"
     beats.close()
+
+
+def test_the_others_are_told_a_path_that_is_the_same_in_any_directory() -> None:
+    told: list[RankCommand] = []
+    crew: Any = SimpleNamespace(together=told.append)  # which is no context
+    with pytest.raises(TypeError):
+        LeadTrainer(crew, lambda _: make_trainer("", None), Path("run"), published_dtype="")
+    assert told[0].path == str(Path.cwd() / "run")
 
 
 def assert_near(off: dict[str, float]) -> None:
@@ -335,7 +344,8 @@ def test_a_rank_that_fails_ends_the_job_with_its_name(
         assert bool(answer.found["silent"]) == (how == "stopped")
 
 
-def test_a_rank_is_not_asked_for_what_it_does_not_see() -> None:
+def test_a_rank_is_not_asked_for_what_it_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded_images, "COLLECTIVE_S", 0.1)  # that nobody answers shows at once
     asking, asked = Pipe()
     image, base = memoryview(bytearray(b"new words")), memoryview(bytearray(b"old words"))
     rank = NearRank(asking, {address_of(image): 1})

@@ -85,6 +85,15 @@ def test_what_is_let_go_of_is_gone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_one_that_cannot_be_deleted_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    retention = VersionRetention(tmp_path, max_bytes=1 << 20, max_versions=1)
+    keep(retention, 0)
+    (tmp_path / "v1_0.safetensors").unlink()
+    (tmp_path / "v1_0.safetensors").mkdir()
+    with pytest.raises(StorageError, match=r"cannot keep .* in"):
+        keep(retention, 1)
+
+
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot keep versions in"):

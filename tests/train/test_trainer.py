@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from echo.algo.advantages import group_advantages
-from echo.algo.losses import GrpoLoss
 from echo.core.errors import DataError, StorageError
 from echo.core.rollout import Group, PolicyVersion, Rollout
 from echo.engine import weights
@@ -32,13 +31,9 @@ from echo.train import policy
 from echo.train.batch import AdvantageSettings
 from echo.train.step import NonfiniteWeightsError, StepError
 from echo.train.trainer import OptimizerSettings, Trainer
-from tests.train.trainers import Descent, trainer_of
-
-torch.set_num_threads(1)
+from tests.train.trainers import FAST, Descent, fast_trainer
 
 PROMPT = [1, 7, 11, 13, 8, 10, 14, 17]
-FAST = OptimizerSettings(learning_rate=3e-4, warmup_steps=0)
-TWO_UPDATES = dataclasses.replace(FAST, minibatches_per_step=2)
 
 MakeTrainer = Callable[..., Trainer]
 
@@ -46,13 +41,7 @@ MakeTrainer = Callable[..., Trainer]
 @pytest.fixture
 def make_trainer(tiny_model_dir: Path) -> MakeTrainer:
     def make(**options: Any) -> Trainer:
-        settings: dict[str, Any] = {
-            "loss": GrpoLoss(),
-            "optimizer": FAST,
-            "advantages": AdvantageSettings(normalize_by_std=False),
-            **options,
-        }
-        return trainer_of(settings.pop("model_dir", tiny_model_dir), **settings)
+        return fast_trainer(options.pop("model_dir", tiny_model_dir), **options)
 
     return make
 
@@ -361,6 +350,15 @@ def test_equal_rewards_leave_the_weights_bit_identical(make_trainer: MakeTrainer
     assert result.metrics["groups/useful"] == 0.0
     assert "grad_norm" not in result.metrics
     assert trainer.step_count == 2  # the batch was consumed all the same
+
+
+def test_the_gradient_of_a_batch_without_an_advantage_is_none(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    before = trainer.snapshot()
+    found = trainer.forward_backward(trainer._prepare([make_group([1, 1])]), trainer._loss)
+    assert float(found.loss) == 0.0
+    assert trainer.optim_step(FAST) == 0.0
+    assert equal(trainer.snapshot(), before)
 
 
 def test_a_batch_masked_throughout_changes_nothing(make_trainer: MakeTrainer) -> None:
@@ -684,19 +682,34 @@ def test_an_untied_head_is_trained_too(
     assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
 
 
-@pytest.mark.parametrize("file", ["weights.safetensors", "optimizer.safetensors", "trainer.json"])
-@pytest.mark.parametrize("damage", ["missing", "cut"])
+@pytest.mark.parametrize(
+    ("file", "damaged"),
+    [
+        *(
+            (f"{name}.safetensors", damaged)
+            for name in ("weights", "optimizer")
+            for damaged in (None, lambda data: data[:-7])
+        ),
+        ("trainer.json", None),
+        ("trainer.json", lambda data: data[:-7]),
+        ("trainer.json", lambda data: data.replace(b'"cpu"', b'"gpu"')),
+        ("trainer.json", lambda data: data.replace(b"step_count", b"step count")),
+    ],
+)
 def test_damaged_state_is_refused(
-    make_trainer: MakeTrainer, tmp_path: Path, file: str, damage: str
+    make_trainer: MakeTrainer,
+    tmp_path: Path,
+    file: str,
+    damaged: Callable[[bytes], bytes] | None,
 ) -> None:
     trainer = make_trainer()
     trainer.step(make_groups())
     trainer.save_state(tmp_path)
     path = tmp_path / file
-    if damage == "missing":
+    if damaged is None:
         path.unlink()
     else:
-        path.write_bytes(path.read_bytes()[:-7])
+        path.write_bytes(damaged(path.read_bytes()))
     with pytest.raises(StorageError, match="cannot read the trainer's state"):
         trainer.load_state(tmp_path)
 

@@ -23,7 +23,8 @@ from echo.train.trainer import Trainer
 from tests.engine.engine_contract import request
 from tests.engine.test_transformers_engine import run, sampling
 from tests.train.test_mixed_precision import cosine, make_trainer
-from tests.train.test_trainer import TWO_UPDATES, gradients, make_groups
+from tests.train.test_trainer import gradients, make_groups
+from tests.train.trainers import TWO_UPDATES
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the compiler's own
 

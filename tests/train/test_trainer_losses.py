@@ -20,7 +20,6 @@ from echo.core.rollout import Group
 from echo.train.batch import AdvantageSettings
 from echo.train.trainer import Trainer
 from tests.train.test_trainer import (
-    FAST,
     assert_close,
     change_of,
     equal,
@@ -30,9 +29,7 @@ from tests.train.test_trainer import (
     make_groups,
     on_policy,
 )
-from tests.train.trainers import trainer_of
-
-torch.set_num_threads(1)
+from tests.train.trainers import fast_trainer
 
 LOSSES: dict[str, Loss] = {
     "grpo": make_loss("grpo"),
@@ -52,8 +49,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def make_trainer(model_dir: Path, loss: Loss, **options: Any) -> Trainer:
-    settings = {"advantages": AdvantageSettings(normalize_by_std=False), **options}
-    return trainer_of(model_dir, loss=loss, optimizer=FAST, **settings)
+    return fast_trainer(model_dir, loss=loss, **options)
 
 
 def stale_groups(model_dir: Path, count: int = 6) -> list[Group]:

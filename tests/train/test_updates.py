@@ -20,12 +20,10 @@ from echo.algo.loss import LossInputs, LossNeeds, LossOutput, needs_of
 from echo.algo.losses import EntropyBonusLoss, GrpoLoss, make_loss
 from echo.core.errors import EngineError
 from echo.core.rollout import Group
-from echo.train.batch import AdvantageSettings, StepBatch
+from echo.train.batch import StepBatch
 from echo.train.step import StepError
 from echo.train.trainer import OptimizerSettings, Trainer
 from tests.train.test_trainer import (
-    FAST,
-    TWO_UPDATES,
     assert_close,
     equal,
     gradients,
@@ -33,18 +31,7 @@ from tests.train.test_trainer import (
     make_groups,
     on_policy,
 )
-from tests.train.trainers import trainer_of
-
-torch.set_num_threads(1)
-
-
-def make_trainer(model_dir: Path, **options: Any) -> Trainer:
-    settings: dict[str, Any] = {
-        "loss": GrpoLoss(),
-        "optimizer": FAST,
-        "advantages": AdvantageSettings(normalize_by_std=False),
-    }
-    return trainer_of(model_dir, **(settings | options))
+from tests.train.trainers import FAST, TWO_UPDATES, fast_trainer
 
 
 def useful_groups(count: int, *, seed: int = 0) -> list[Group]:
@@ -74,10 +61,10 @@ def halves(trainer: Trainer, groups: list[Group]) -> list[StepBatch]:
 
 @pytest.mark.slow
 def test_gradients_add_up_over_calls(tiny_model_dir: Path) -> None:
-    groups, trainer = useful_groups(4), make_trainer(tiny_model_dir)
+    groups, trainer = useful_groups(4), fast_trainer(tiny_model_dir)
     found = [trainer.forward_backward(part, GrpoLoss()) for part in halves(trainer, groups)]
-    assert_close(gradient_now(trainer), gradients(make_trainer(tiny_model_dir), groups))
-    metrics = make_trainer(tiny_model_dir).step(groups).metrics
+    assert_close(gradient_now(trainer), gradients(fast_trainer(tiny_model_dir), groups))
+    metrics = fast_trainer(tiny_model_dir).step(groups).metrics
     assert float(found[0].loss + found[1].loss) == pytest.approx(metrics["loss/policy"])
     assert trainer.optim_step(FAST) == pytest.approx(metrics["grad_norm"], rel=1e-5)
     assert all(tensor.grad is None for tensor in trainer._policy.parameters().values())
@@ -86,9 +73,9 @@ def test_gradients_add_up_over_calls(tiny_model_dir: Path) -> None:
 @pytest.mark.slow
 def test_a_step_is_its_operations_in_a_row(tiny_model_dir: Path) -> None:
     groups = useful_groups(4)
-    whole = make_trainer(tiny_model_dir, optimizer=TWO_UPDATES)
+    whole = fast_trainer(tiny_model_dir, optimizer=TWO_UPDATES)
     metrics = whole.step(groups).metrics
-    by_hand = make_trainer(tiny_model_dir)
+    by_hand = fast_trainer(tiny_model_dir)
     norms = []
     for part in (groups[::2], groups[1::2]):  # dealt, since the quick ones arrive first
         by_hand.forward_backward(by_hand._prepare(part), GrpoLoss())
@@ -100,14 +87,14 @@ def test_a_step_is_its_operations_in_a_row(tiny_model_dir: Path) -> None:
 
 
 def stepped(model_dir: Path, *batches: list[Group], **options: Any) -> Trainer:
-    trainer = make_trainer(model_dir, **options)
+    trainer = fast_trainer(model_dir, **options)
     for groups in batches:
         trainer.step(groups)
     return trainer
 
 
 def test_a_call_that_fails_leaves_no_gradient(tiny_model_dir: Path) -> None:
-    trainer = make_trainer(tiny_model_dir)
+    trainer = fast_trainer(tiny_model_dir)
     first, second = halves(trainer, useful_groups(4))
 
     def raising(inputs: LossInputs) -> LossOutput:
@@ -140,7 +127,7 @@ def test_later_updates_are_held_to_the_policy_at_the_start(tiny_model_dir: Path)
     loss.needs = needs_of(decoupled)  # type: ignore[attr-defined]
     fast = dataclasses.replace(FAST, learning_rate=3e-3)
     twice = dataclasses.replace(fast, minibatches_per_step=2)
-    trainer = make_trainer(tiny_model_dir, loss=loss, optimizer=twice)
+    trainer = fast_trainer(tiny_model_dir, loss=loss, optimizer=twice)
     groups = on_policy(trainer, [make_group([1, 0], n) for n in (4, 4)])
     metrics = trainer.step(groups).metrics
     first, second = seen
@@ -157,7 +144,7 @@ def test_later_updates_are_held_to_the_policy_at_the_start(tiny_model_dir: Path)
 def stepped_metrics(
     model_dir: Path, loss: Any, optimizer: OptimizerSettings, groups: list[Group]
 ) -> dict[str, float]:
-    return make_trainer(model_dir, loss=loss, optimizer=optimizer).step(groups).metrics
+    return fast_trainer(model_dir, loss=loss, optimizer=optimizer).step(groups).metrics
 
 
 @pytest.mark.parametrize("reason", ["nonfinite_gradient", "step_error"])
@@ -198,7 +185,7 @@ def test_several_updates_resume_bit_by_bit(tiny_model_dir: Path, tmp_path: Path)
     options: dict[str, Any] = {"loss": make_loss("decoupled_ppo"), "optimizer": thrice}
     trainer = stepped(tiny_model_dir, make_groups(6), **options)
     trainer.save_state(tmp_path)
-    resumed = make_trainer(tiny_model_dir, **options)
+    resumed = fast_trainer(tiny_model_dir, **options)
     resumed.load_state(tmp_path)
     batch = make_groups(6, seed=1)
     assert resumed.step(batch) == trainer.step(batch)
@@ -256,7 +243,7 @@ def test_the_bonus_is_the_mean_entropy_of_every_rollout(
     (-0.5 * bonus / num_tokens).backward()
     loss = EntropyBonusLoss(loss=zero_loss, coef=0.5)
     assert needs_of(loss) == LossNeeds(every_rollout=True, entropies=True)
-    trainer = make_trainer(tiny_model_dir, loss=loss, micro_batch_tokens=micro_batch_tokens)
+    trainer = fast_trainer(tiny_model_dir, loss=loss, micro_batch_tokens=micro_batch_tokens)
     assert trainer.refusal(groups[1]) is None
     expected = {name: tensor.grad for name, tensor in model.named_parameters()}
     found = gradients(trainer, groups)
@@ -294,11 +281,11 @@ def test_a_step_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(
     }
     groups = useful_groups(6)
     # In the second micro-batch, when there is a gradient of the first.
-    trainer = with_memory_for(make_trainer(tiny_model_dir, **options), 40, from_call=1)
+    trainer = with_memory_for(fast_trainer(tiny_model_dir, **options), 40, from_call=1)
     result = trainer.step(groups)
     smaller = trainer.compute.micro_batch_tokens
     assert 20 <= smaller <= 40
-    undisturbed = make_trainer(tiny_model_dir, **(options | {"micro_batch_tokens": smaller}))
+    undisturbed = fast_trainer(tiny_model_dir, **(options | {"micro_batch_tokens": smaller}))
     assert result == undisturbed.step(groups)
     assert equal(trainer.snapshot(), undisturbed.snapshot())
     assert f"it goes on with learner.micro_batch_tokens = {smaller}: set that" in result.notices[-1]
@@ -310,7 +297,7 @@ def test_a_step_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(
 def test_a_rollout_that_the_memory_does_not_hold_ends_its_group(tiny_model_dir: Path) -> None:
     short, long = make_group([1, 0], 0), make_group([1, 0, 0, 1], 5)
     longest = max(r.num_tokens for r in long.rollouts) + len(long.prompt_ids) - 1
-    trainer = with_memory_for(make_trainer(tiny_model_dir), longest - 1)
+    trainer = with_memory_for(fast_trainer(tiny_model_dir), longest - 1)
     before = trainer.snapshot()
     with pytest.raises(StepError, match=f"with {longest} tokens in a micro-batch, which cannot be"):
         trainer.step([short, long])
@@ -325,14 +312,14 @@ def test_memory_that_the_optimizer_lacks_is_no_groups_fault(
     def step(**settings: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    trainer = make_trainer(tiny_model_dir)
+    trainer = fast_trainer(tiny_model_dir)
     monkeypatch.setattr(trainer._optimizer, "step", step)
     with pytest.raises(EngineError, match=r"= .float32. ran out of memory beside 787 KiB"):
         trainer.step(useful_groups(1))
 
 
 def test_gradients_of_earlier_calls_are_not_lost_in_silence(tiny_model_dir: Path) -> None:
-    trainer = make_trainer(tiny_model_dir)
+    trainer = fast_trainer(tiny_model_dir)
     first, second = halves(trainer, useful_groups(4))
     trainer.forward_backward(first, GrpoLoss())
     with_memory_for(trainer, 60)
@@ -348,7 +335,7 @@ def test_gradients_of_earlier_calls_are_not_lost_in_silence(tiny_model_dir: Path
 
 def test_a_step_tells_its_speed(tiny_model_dir: Path) -> None:
     groups = [*useful_groups(3), make_group([1, 1], 7)]  # the last never gets to the model
-    trainer = make_trainer(tiny_model_dir, micro_batch_tokens=60)
+    trainer = fast_trainer(tiny_model_dir, micro_batch_tokens=60)
     speed = trainer.step(groups).speed
     rows = trainer._prepare(groups).samples
     num_tokens, num_scored = sum(r.num_inputs for r in rows), sum(r.num_trained for r in rows)

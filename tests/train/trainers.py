@@ -1,15 +1,19 @@
 """Trainers and policies of test models on the CPU, by keyword."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from echo.algo.losses import GrpoLoss
+from echo.train.batch import AdvantageSettings
 from echo.train.policy import Compute, ModelSource, Policy
-from echo.train.trainer import Trainer
+from echo.train.trainer import OptimizerSettings, Trainer
 
 CPU = torch.device("cpu")
+FAST = OptimizerSettings(learning_rate=3e-4, warmup_steps=0)
+TWO_UPDATES = replace(FAST, minibatches_per_step=2)
 
 
 def split(model_dir: Path, options: dict[str, Any]) -> tuple[ModelSource, Compute]:
@@ -23,6 +27,16 @@ def split(model_dir: Path, options: dict[str, Any]) -> tuple[ModelSource, Comput
 def trainer_of(model_dir: Path, **options: Any) -> Trainer:
     source, compute = split(model_dir, options)
     return Trainer(source, compute, **options)
+
+
+def fast_trainer(model_dir: Path, **options: Any) -> Trainer:
+    """A trainer of plain GRPO with large updates, unless the options say else."""
+    settings: dict[str, Any] = {
+        "loss": GrpoLoss(),
+        "optimizer": FAST,
+        "advantages": AdvantageSettings(normalize_by_std=False),
+    }
+    return trainer_of(model_dir, **(settings | options))
 
 
 def policy_of(model_dir: Path, **options: Any) -> Policy:

@@ -85,7 +85,7 @@ from echo.wire.messages import BAD_LOGPROBS
 
 if TYPE_CHECKING:
     from echo.train.attribution import Attribution
-    from echo.train.ranks import AnyTrainer
+    from echo.train.ranks.crew import AnyTrainer
 
 
 Row = Mapping[str, float | Mapping[str, float]]

@@ -87,8 +87,8 @@ from echo.tasks.task import Task, load_task, task_digests
 from echo.train.attribution import make_attribution, make_rescoring
 from echo.train.batch import AdvantageSettings
 from echo.train.policy import ModelSource, float32_attention, learner_compute
-from echo.train.ranks import AnyTrainer, Crew, LeadTrainer, follow
-from echo.train.sharding import Ranks
+from echo.train.ranks.crew import AnyTrainer, Crew, LeadTrainer, follow
+from echo.train.ranks.sharding import Ranks
 from echo.train.trainer import OptimizerSettings, Trainer, load_loss
 from echo.weights.topology.sites import Site
 from echo.wire.messages import LEARNER_ID

@@ -37,7 +37,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from echo.core.errors import DataError
 from echo.engine.model import build_shapes, weight_files
-from echo.train import sharding
+from echo.train.ranks import sharding
 
 
 def read(weights_dir: Path, model_dir: Path, model: Any) -> None:

@@ -20,7 +20,7 @@ Ranks of a machine meet at a Unix socket that rank 0 listens on: who cannot reac
 one. Two connections stay until a process ends. In the first rank 0 hands over the memory of images,
 which has no name and goes with the last process that maps it, and hears that rows are written; in
 the second it asks for coded blocks and for hashes. What a rank that is gone does not answer, rank 0
-does itself: that the job ends is said elsewhere (ranks.py).
+does itself: that the job ends is said elsewhere (crew.py).
 
 Memory: two images on rank 0's machine, one more while somebody still reads an older one
 (`RecycledMemory`), and the coded blocks of a segment or two. On another machine two copies of each
@@ -69,8 +69,8 @@ from echo.engine.weights import (
     pinned,
     round_into,
 )
-from echo.train import sharding
-from echo.train.sharding import COLLECTIVE_S, Ranks
+from echo.train.ranks import sharding
+from echo.train.ranks.sharding import COLLECTIVE_S, Ranks
 from echo.weights.delta import CodedBlock, WordBytes, code_block, decode_block, word_bytes_of
 from echo.weights.manifest import ChunkHashes, TensorSpec, hash_chunks
 from echo.weights.store import RecycledMemory
@@ -425,9 +425,8 @@ class LeadImages:
         self._ranks, self._specs, self._stream = ranks, specs, stream
         self._together, self._lost = together, lost
         self._meeting = accept(ranks)
-        self._pieces: weakref.WeakValueDictionary[int, Bytes] = weakref.WeakValueDictionary()
         self._numbers: dict[int, int] = {}
-        """Of memory that all ranks of this machine map, by address."""
+        """Of memory that all ranks of this machine map, by address, as long as it is in use."""
         self._num_made = 0
         self._made: dict[int, tuple[int, int]] = {}
         """Descriptor and bytes of memory that the others do not have yet, by number."""
@@ -489,15 +488,17 @@ class LeadImages:
         piece = pinned(piece)
         self._num_made += 1
         self._made[self._num_made] = descriptor, num_bytes
-        self._pieces[self._num_made] = piece
-        self._numbers[piece.ctypes.data] = self._num_made
+        address = piece.ctypes.data
+        self._numbers[address] = self._num_made
+        # Before the memory goes, or another's at its address would be taken for it.
+        weakref.finalize(piece, self._numbers.pop, address).atexit = False
         return piece
 
     def _tell(self, image: memoryview) -> None:
         """Tell the ranks of this machine where an image is to be written."""
         made = tuple((number, num_bytes) for number, (_, num_bytes) in self._made.items())
         number = self._numbers.get(address_of(image), 0)
-        told = _encode(Memory(number, made, frozenset(self._pieces)))
+        told = _encode(Memory(number, made, frozenset(self._numbers.values())))
         for link in self._meeting.links.values():
             link.memory.send_bytes(told)
             for descriptor, _ in self._made.values():

@@ -207,6 +207,14 @@ class Ranks:
         return float(total)
 
 
+def is_loss(error: BaseException) -> bool:
+    """Return whether an error says that others are gone, and not that this rank has failed."""
+    text = str(error)
+    return isinstance(error, dist.DistError | ConnectionError | EOFError) or (
+        isinstance(error, RuntimeError) and ("gloo" in text or "Connection" in text)
+    )
+
+
 # --- the model in units ---------------------------------------------------------------------------
 
 

@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from echo.core.errors import DataError, StorageError
-from echo.train import sharding
 from echo.train.optimizer import PARTS, SCALES, STEP
-from echo.train.sharding import Ranks
+from echo.train.ranks import sharding
+from echo.train.ranks.sharding import Ranks
 
 PATTERN = "shard-*.safetensors"
 """Names of the files."""
@@ -171,6 +171,8 @@ def _named(what: str) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except (CheckpointException, OSError, SafetensorError, ValueError, RuntimeError) as error:
+        if sharding.is_loss(error):
+            raise
         # The first is no Exception, and its text has a trace of each rank: the last line says it.
         cause = str(error).strip().rpartition("\n")[2] or type(error).__name__
         raise StorageError(f"{what}: {cause}") from error

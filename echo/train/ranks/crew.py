@@ -47,8 +47,8 @@ from echo.core.errors import ConfigError, EchoError, RankError, StorageError
 from echo.core.rollout import Group
 from echo.engine.weights import find_places
 from echo.train.policy import Compute
-from echo.train.sharded_images import FollowImages, LeadImages
-from echo.train.sharding import COLLECTIVE_S, Ranks
+from echo.train.ranks.sharded_images import FollowImages, LeadImages
+from echo.train.ranks.sharding import COLLECTIVE_S, Ranks, is_loss
 from echo.train.step import NonfiniteWeightsError, StepError, StepResult
 from echo.train.trainer import Trainer
 from echo.wire.codec import decode_group, encode_group
@@ -289,48 +289,36 @@ AGREED: dict[str, tuple[type[EchoError], ...]] = {
 """What a command may raise on all ranks alike; whatever else one raises is its own failure."""
 
 
+@dataclass(slots=True, eq=False)
 class Crew:
     """The ranks of a learner, seen from one of them."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        device: torch.device,
-        beats: Beats,
-        *,
-        control: dist.ProcessGroup | None,
-    ) -> None:
-        """Join what connects them.
-
-        Args:
-            ranks: in the default process group.
-            device: this rank's.
-            beats: signs of life.
-            control: the group in which commands are told.
-        """
-        self.ranks = ranks
-        self.device = device
-        self.beats = beats
-        self._control = control
-        self._is_broken = False
+    ranks: Ranks
+    """In the default process group."""
+    device: torch.device
+    """This rank's."""
+    beats: Beats
+    control: dist.ProcessGroup | None
+    """The group in which commands are told."""
+    _is_broken: bool = False
 
     def tell(self, command: RankCommand) -> None:
         """Tell the others what comes; the leader calls this."""
         data = np.frombuffer(msgspec.msgpack.encode(command), dtype=np.uint8)
-        dist.broadcast(torch.tensor([len(data)]), src=0, group=self._control)
-        dist.broadcast(torch.from_numpy(data.copy()), src=0, group=self._control)
+        dist.broadcast(torch.tensor([len(data)]), src=0, group=self.control)
+        dist.broadcast(torch.from_numpy(data.copy()), src=0, group=self.control)
 
     def hear(self) -> RankCommand:
         """Wait for what the leader tells; the others call this."""
         size = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(size, src=0, group=self._control)
+        dist.broadcast(size, src=0, group=self.control)
         data = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, src=0, group=self._control)
+        dist.broadcast(data, src=0, group=self.control)
         return _decoder.decode(data.numpy().data)
 
     def wait_for_all(self) -> None:
         """Wait until all ranks call this, however long one of them takes to get there."""
-        dist.barrier(group=self._control)
+        dist.barrier(group=self.control)
 
     @contextmanager
     def together(self, command: RankCommand) -> Iterator[None]:
@@ -353,7 +341,7 @@ class Crew:
             self._is_broken = True
             if isinstance(error, torch.OutOfMemoryError):
                 raise RankError(f"rank 0: {_words(command, error)}") from error
-            if not _is_loss(error):
+            if not is_loss(error):
                 raise
             raise self.lost(command, error) from error
 
@@ -379,14 +367,6 @@ class Crew:
         self.beats.close()
         if not self._is_broken:
             dist.destroy_process_group()
-
-
-def _is_loss(error: BaseException) -> bool:
-    """Return whether an error says that others are gone, and not that this rank has failed."""
-    text = str(error)
-    return isinstance(error, dist.DistError | ConnectionError | EOFError) or (
-        isinstance(error, RuntimeError) and ("gloo" in text or "Connection" in text)
-    )
 
 
 def _first_line(error: BaseException) -> str:
@@ -429,7 +409,7 @@ class LeadTrainer:
             EchoError: whatever `build` raises here.
         """
         self._crew = crew
-        path = None if checkpoint is None else str(checkpoint)
+        path = None if checkpoint is None else str(checkpoint.absolute())
         with crew.together(RankCommand("build", path, dtype=published_dtype)):
             self._trainer = build(checkpoint)
             crew.ranks.add_up(0.0)  # until all of them stand
@@ -541,7 +521,7 @@ def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
                 crew.ranks.add_up(0.0)
                 _obey(trainer, images, command, log)
     except BaseException as error:
-        if not _is_loss(error):
+        if not is_loss(error):
             crew.beats.leave(_words(command, error))
             raise
         crew.beats.leave("")  # it is another one's failure
