@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from april_engine import Setting
-from april_lab import measure
-from april_learning import Addition
+from april.engine import Setting
+from april.lab import measure
+from april.learning import Addition
 from bench_april import MODES
 from matplotlib.figure import Figure
 

@@ -3,7 +3,7 @@
 Real processes: the learner's role publishes; relays receive, verify, store and pass on. On
 loopback the figures are ratios to one raw TCP stream of the same run. With --path wan every node is
 a namespace behind an emulated uplink (bench/wan.py, needs root), with --path proxy behind a TCP
-proxy with rate and delay (bench/proxy.py, which says what it leaves out). The theory is
+proxy with rate and delay (bench/broadcast/proxy.py, which says what it leaves out). The theory is
 
     chain   size/rate + (hops - 1) * chunk/rate + hops * latency
     star    receivers * size/rate + latency
@@ -47,11 +47,11 @@ from typing import Any
 
 import harness
 import wan
-from broadcast_figures import FIGURES, Bench, Figure
-from broadcast_lab import Echo, Shardcast, Stream, Topology, Variant, shardcast_fault
-from broadcast_machines import Distant, DistantStream, Machines, receive
-from broadcast_paths import Loopback, Proxied, Wan, capacity_gbit, show_work, work_of
-from broadcast_results import Store, deliver, plot, rows_of, show
+from broadcast.figures import FIGURES, Bench, Figure
+from broadcast.lab import Echo, Shardcast, Stream, Topology, Variant, shardcast_fault
+from broadcast.machines import Distant, DistantStream, Machines, receive
+from broadcast.paths import Loopback, Proxied, Wan, capacity_gbit, show_work, work_of
+from broadcast.results import Store, deliver, plot, rows_of, show
 
 from echo.core.units import parse_size
 

@@ -1,6 +1,6 @@
 """Compare dispatch by speed with and without copies of last groups.
 
-The real nodes of learner and workers run on virtual time (april_lab.py); only sampling and training
+The real nodes of learner and workers run on virtual time (april/lab.py); only sampling and training
 are replaced by their durations. Lengths are log-normal with a heavy tail. The fleets: a worker and
 one ten times slower; two equal workers and a slow one of which each is 20 times slower than usual
 with a few of its groups; and four equal ones that install each version 0.1 s after one another,
@@ -20,8 +20,8 @@ from typing import Any
 
 import harness
 import numpy as np
-from april_engine import Lengths, Row, Setting, TimedEngine
-from april_lab import Content, Lab, play
+from april.engine import Lengths, Row, Setting, TimedEngine
+from april.lab import Content, Lab, play
 
 from echo.engine.engine import Completion
 

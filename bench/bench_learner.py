@@ -44,7 +44,7 @@ import harness
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from fake_step import peak_bytes
+from learner.fake_step import peak_bytes
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging

@@ -1,9 +1,10 @@
 """Compare Echo's two modes with a co-located on-policy loop.
 
 Each seed is trained three times from the same model: pull (four processes, on-policy), push_pull
-(four processes, within the bound) and co-located (colocated.py). The differences of the final pass
-rates are paired by seed; pull and co-located agree if the 95 % interval of their mean difference
-lies inside +-0.05. A run adds its row to the rows file as it ends, so seeds can be added later.
+(four processes, within the bound) and co-located (learning/colocated.py). The differences of the
+final pass rates are paired by seed; pull and co-located agree if the 95 % interval of their mean
+difference lies inside +-0.05. A run adds its row to the rows file as it ends, so seeds can
+be added later.
 
     python bench/bench_modes.py --set eval.num_prompts=2048 --set eval.interval_steps=100
     ... --resume --seeds 5 6 7
@@ -32,7 +33,6 @@ from echo.ui.summary import summarise_run
 
 MODES = ("colocated", "pull", "push_pull")
 KINDS = ("sampled", "greedy")
-HERE = Path(__file__).resolve().parent
 AGREEMENT = 0.05
 """Largest difference of final pass rates that counts as none."""
 
@@ -139,11 +139,11 @@ def run(mode: str, seed: int, where: Path, arguments: argparse.Namespace) -> dic
     if model is None:
         sys.exit(f"there is no model of {arguments.task} yet; run bin/echo-quickstart once")
     config = {"addition": "quickstart", "countdown": "countdown"}[arguments.task]
-    command = [sys.executable, str(HERE / "colocated.py"), f"configs/{config}.toml"]
-    overrides += [f"model.name={model}", f"run.seed={seed}"]
-    found = [
-        json.loads(line) for line in start(command, overrides, arguments.timeout_s).splitlines()
-    ]
+    path = harness.ROOT / "configs" / f"{config}.toml"
+    command = [sys.executable, "-m", "learning.colocated", str(path)]
+    overrides += [f"model.name={model.resolve()}", f"run.seed={seed}"]
+    output = start(command, overrides, arguments.timeout_s, harness.ROOT / "bench")
+    found = [json.loads(line) for line in output.splitlines()]
     staleness = found[-1]["staleness"]
     return {
         "evaluations": [{name: row[name] for name in ("step", *KINDS)} for row in found],
@@ -151,11 +151,14 @@ def run(mode: str, seed: int, where: Path, arguments: argparse.Namespace) -> dic
     }
 
 
-def start(command: Sequence[str], overrides: Sequence[str], timeout_s: float) -> str:
+def start(
+    command: Sequence[str], overrides: Sequence[str], timeout_s: float, cwd: Path | None = None
+) -> str:
     """Run a command with overrides and return what it has printed."""
     whole = [*command, *(part for item in overrides for part in ("--set", item))]
-    done = subprocess.run(whole, check=True, timeout=timeout_s, stdout=subprocess.PIPE, text=True)
-    return done.stdout
+    return subprocess.run(
+        whole, check=True, timeout=timeout_s, stdout=subprocess.PIPE, text=True, cwd=cwd
+    ).stdout
 
 
 def compare(finals: dict[str, list[dict[str, float]]]) -> dict[str, Any]:

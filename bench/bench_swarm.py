@@ -1,9 +1,9 @@
 """Swarm against today's plane: unequal fleets on the same emulated links, in turns.
 
-Sixteen receivers and the three fleets of `broadcast_figures.py` ("unequal-16"): 64 MiB in chunks of
+Sixteen receivers and the three fleets of `broadcast/figures.py` ("unequal-16"): 64 MiB in chunks of
 256 KiB, the source at 200 Mbit/s, 40 ms between any two nodes, no rate told to anybody. The swarm
-(`swarm.py` over `echo/net/zmq.py`, `swarm_node.py`) and the plane that is planned
-(`broadcast_node.py`, "auto") stand beside each other on one emulator, and each version goes through
+(`swarm/protocol.py` over `echo/net/zmq.py`, `swarm/node.py`) and the plane that is planned
+(`broadcast/node.py`, "auto") stand beside each other on one emulator, and each version goes through
 one and then through the other: version 1 on cold connections, the others on warm ones. Both have
 touched the memory of their images beforehand.
 
@@ -17,7 +17,7 @@ delivered. `--settings tuned` gives TCP buffers of 64 MiB and takes its slow sta
 `--rates 0.25` has all links at a quarter of that: nodes and emulator need some 20 CPU seconds per
 GB, so two cores are full before the links are, and both planes are then as fast as the CPU.
 `--drift 0.3` draws every uplink anew before each version but the first, so what is known is wrong.
-First the rules alone, on links of paper (`swarm_paper.py`), rates exact; there also 64 receivers,
+First the rules alone, on links of paper (`swarm/paper.py`), rates exact; there also 64 receivers,
 each with 16 neighbours that are chosen by chance.
 
 Needs root, and a machine that is quiet: the nodes take a core, and what others take is missing.
@@ -34,11 +34,11 @@ import statistics
 from typing import Any, NamedTuple
 
 import harness
-from broadcast_figures import MIB, PAYLOAD_SHARE, uplinks_mbit
-from broadcast_lab import Echo, Topology
-from broadcast_paths import Wan, work_of
-from swarm_lab import SwarmFleet
-from swarm_paper import PaperFleet
+from broadcast.figures import MIB, PAYLOAD_SHARE, uplinks_mbit
+from broadcast.lab import Echo, Topology
+from broadcast.paths import Wan, work_of
+from swarm.lab import SwarmFleet
+from swarm.paper import PaperFleet
 
 from echo.weights.topology.throughput import fluid_rate
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import zstandard
 from blake3 import blake3
-from update_state import SCALES, SHAPES, Weights
+from update.state import SCALES, SHAPES, Weights
 
 from echo.engine.weights import publish_image
 from echo.runtime.node import tune_malloc

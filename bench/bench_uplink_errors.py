@@ -1,6 +1,6 @@
 """Loss of a broadcast whose uplinks were estimated wrongly.
 
-The unequal fleets of `broadcast_figures.py` (16 receivers, the learner at 200 Mbit/s, 64 MiB), the
+The unequal fleets of `broadcast/figures.py` (16 receivers, the learner at 200 Mbit/s, 64 MiB), the
 real planner and the real weights plane, on links of paper: every node's uplink is shared equally
 by the connections that have something to send, a message takes 20 ms, nothing is lost, and neither
 TCP nor the CPU costs anything. Rates and bytes are a 64th of the stated ones, which leaves all
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import harness
-from broadcast_figures import MIB, PAYLOAD_SHARE, uplinks_mbit
+from broadcast.figures import MIB, PAYLOAD_SHARE, uplinks_mbit
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.rollout import PolicyVersion

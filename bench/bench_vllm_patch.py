@@ -22,7 +22,7 @@ import harness
 import numpy as np
 import torch
 from transformers import Qwen3Config
-from update_state import SHAPES, SIGMA, Shape
+from update.state import SHAPES, SIGMA, Shape
 
 from echo.core.rollout import PolicyVersion
 from echo.engine.vllm import engine as vllm_engine

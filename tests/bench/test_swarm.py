@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
 import random
-import sys
 from collections import Counter
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from swarm.paper import PaperFleet, random_image
+from swarm.protocol import (
+    ItemArrived,
+    Rarity,
+    Swarm,
+    Want,
+    indices,
+    message_of,
+    runs_of,
+    set_of,
+)
 
 from echo.core.errors import RemoteProtocolError
 from echo.core.rollout import PolicyVersion
@@ -20,20 +27,6 @@ from echo.weights.store import EncodedVersion, ItemStore, Transfer
 from echo.wire.actions import Send
 from echo.wire.messages import FULL, Chunk, Form, Segment
 from tests.weights.encoded_versions import coded, v
-
-
-def load(name: str) -> ModuleType:
-    """Import a script of bench/; they know each other by bare names."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-    try:
-        return importlib.import_module(name)
-    finally:
-        del sys.path[0]
-
-
-swarms, paper = load("swarm"), load("swarm_paper")
-PaperFleet, random_image = paper.PaperFleet, paper.random_image
-Want = swarms.Want
 
 CHUNK = 1 << 10
 SIZE = 24 * CHUNK - 100
@@ -45,19 +38,19 @@ SIZE = 24 * CHUNK - 100
 @given(st.sets(st.integers(0, 300)))
 def test_runs_name_a_set(chunks: set[int]) -> None:
     bits = sum(1 << index for index in chunks)
-    assert set(swarms.indices(bits)) == chunks
-    assert swarms.set_of(swarms.runs_of(bits)) == bits
+    assert set(indices(bits)) == chunks
+    assert set_of(runs_of(bits)) == bits
 
 
 @pytest.mark.parametrize("runs", [(1,), (2, 2), (3, 1), (0, 4, 2, 6)])
 def test_runs_that_are_no_ascending_pairs_are_refused(runs: tuple[int, ...]) -> None:
     with pytest.raises(RemoteProtocolError, match="ascending"):
-        swarms.set_of(runs)
+        set_of(runs)
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 255)), max_size=20))
 def test_the_rarest_have_the_fewest_holders(told: list[tuple[int, int]]) -> None:
-    rarity, theirs = swarms.Rarity(), [0] * 5
+    rarity, theirs = Rarity(), [0] * 5
     for holder, bits in told:
         if theirs[holder] & bits:  # it leaves
             rarity.remove(theirs[holder])
@@ -65,9 +58,9 @@ def test_the_rarest_have_the_fewest_holders(told: list[tuple[int, int]]) -> None
         else:
             rarity.add(bits)
             theirs[holder] |= bits
-    copies = Counter(index for bits in theirs for index in swarms.indices(bits))
+    copies = Counter(index for bits in theirs for index in indices(bits))
     among = sum(1 << index for index in copies)
-    rarest = set(swarms.indices(rarity.rarest(among))) if among else set()
+    rarest = set(indices(rarity.rarest(among))) if among else set()
     assert rarest == {index for index, count in copies.items() if count == min(copies.values())}
 
 
@@ -77,7 +70,7 @@ def test_what_was_not_offered_is_refused() -> None:
     has_chunk = bytearray(b"\1" * 3) + bytearray(num_chunks - 3)
     store = ItemStore()
     store.images[item[0]] = Transfer(*signed, bytearray(image), has_chunk, 3)
-    swarm = swarms.Swarm(store, node_id="here")
+    swarm = Swarm(store, node_id="here")
     swarm.want(item, now=0.0)
     swarm.meet("a", "a", "a/bulk", now=0.0)
     wanted = Want(version=item[0], form=FULL, number=0, chunks=(5,))
@@ -177,7 +170,7 @@ def test_an_open_item_spreads_as_its_tables_become_known() -> None:
     pieces = coded(2, 1, blocks_per_segment=1)
     item_id = v(2), Form("delta", v(1))
     source, receiver = ItemStore(), ItemStore()
-    here, there = swarms.Swarm(source, node_id="s"), swarms.Swarm(receiver, node_id="r")
+    here, there = Swarm(source, node_id="s"), Swarm(receiver, node_id="r")
     here.meet("r", "r", "r/bulk", now=0.0)
     there.meet("s", "s", "s/bulk", now=0.0)
     open_item = source.encoded_versions[item_id] = EncodedVersion(*item_id)
@@ -188,12 +181,12 @@ def test_an_open_item_spreads_as_its_tables_become_known() -> None:
         queue = [(of, action) for action in first]
         while queue:
             swarm, action = queue.pop(0)
-            if isinstance(action, swarms.ItemArrived):
+            if isinstance(action, ItemArrived):
                 arrived.append(action.item_id)
             if not isinstance(action, Send):
                 continue
             other = there if swarm is here else here
-            message = swarms.message_of(action.frames)
+            message = message_of(action.frames)
             payload = [bytes(each) for each in action.frames[1:]]
             if isinstance(message, Segment):
                 table = pieces[message.index][0]

@@ -1,7 +1,7 @@
 """One process of bench_swarm.py: a node of a swarm over the project's own transport.
 
 Commands come as lines on stdin, answers and events leave as JSON lines on stdout, as in
-broadcast_node.py. A node dials others with two links each: one for messages, one over which it is
+broadcast/node.py. A node dials others with two links each: one for messages, one over which it is
 sent chunks, so that no message waits behind chunks; whoever is dialled sends by the congestion
 control that its listening socket has.
 """
@@ -18,11 +18,10 @@ from typing import Any
 
 import uvloop
 from blake3 import blake3
-from broadcast_node import make_publication
+from broadcast.kept_store import KeptStore
+from broadcast.node import make_publication
+from broadcast.stream import commands, tell
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from kept_store import KeptStore
-from stream_node import commands, tell
-from swarm import ItemArrived, NeighbourFailed, Swarm, message_of
 
 from echo.core.bounds import MAX_MESSAGE_BYTES
 from echo.core.errors import RemoteProtocolError
@@ -36,6 +35,7 @@ from echo.weights.store import ItemStore, Transfer, TrustedManifests, allocate
 from echo.wire.actions import Action, Note, Send, Work
 from echo.wire.codec import encode
 from echo.wire.messages import FULL, Announce, Greet, ItemId
+from swarm.protocol import ItemArrived, NeighbourFailed, Swarm, message_of
 
 RUN_ID = "bench"
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))

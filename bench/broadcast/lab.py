@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from broadcast_paths import Loopback, Process
+from broadcast.paths import Loopback, Process
 
 JOIN_S = 120.0
 """Seconds for all nodes of a variant to start and to find their parents."""
@@ -171,7 +171,7 @@ class Echo(Variant):
         advertise = self._path.advertise(index)
         words = (*words, *([f"--listen={listen}"] if listen else []))
         words = (*words, *([f"--advertise={advertise}"] if listen and advertise else []))
-        return self._path.start(index, "broadcast_node.py", role, *self._options, *words)
+        return self._path.start(index, "broadcast.node", role, *self._options, *words)
 
     def prepare(self, num_bytes: int, chunk_bytes: int) -> str:
         """Have the next version made; return its hash."""
@@ -217,17 +217,17 @@ class Echo(Variant):
 
 
 class Stream(Variant):
-    """One stream from node 0 to node 1 that nobody looks at; see stream_node.py."""
+    """One stream from node 0 to node 1 that nobody looks at; see stream.py."""
 
     def __init__(self, path: Loopback, *, is_raw: bool, curve: bool = False) -> None:
         """Connect the ends: raw TCP, or the bare data plane of this project."""
         self.name = "raw TCP" if is_raw else "bare plane" + " curve" * curve
         giver, taker = ("source", "sink") if is_raw else ("giver", "taker")
         options, at = ["--curve"] * curve, path.stream_at
-        source = path.start(at, "stream_node.py", giver, f"--listen={path.listen(at)}", *options)
+        source = path.start(at, "broadcast.stream", giver, f"--listen={path.listen(at)}", *options)
         told = source.hear()["address"]
         address = path.advertise(at) or told
-        sink = path.start(at + 1, "stream_node.py", taker, f"--connect={address}", *options)
+        sink = path.start(at + 1, "broadcast.stream", taker, f"--connect={address}", *options)
         self._processes = [source, sink]
         sink.hear()
 
@@ -270,15 +270,15 @@ class Shardcast(Variant):
         """
         self.topology = Topology("chain" if is_chained else "star", count)
         self.name += " middle" * is_chained + f" {shard_bytes // 10**6}MB"
-        script = "shardcast_node.py"
+        module = "broadcast.shardcast_process"
         self._processes = [
-            path.start(0, script, "origin", f"--shard-bytes={shard_bytes}", python=python)
+            path.start(0, module, "origin", f"--shard-bytes={shard_bytes}", python=python)
         ]
         self._processes[0].hear()
         for index in range(1, count + 1):
             role = "middle" if is_chained and index < count else "client"
             upstream = f"--upstream={path.host(index - 1 if is_chained else 0)}"
-            client = path.start(index, script, role, upstream, python=python)
+            client = path.start(index, module, role, upstream, python=python)
             client.hear()  # one after the other: they share a file in /tmp
             self._processes.append(client)
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+BENCH = Path(__file__).resolve().parents[1]
 CONFIG = """
 [run]
 max_steps = {steps}
@@ -46,7 +47,7 @@ live = "off"
 
 
 def run_nodes(
-    script: str,
+    module: str,
     where: Path,
     workers: Sequence[str],
     options: Callable[[str], Sequence[str]],
@@ -59,7 +60,7 @@ def run_nodes(
     """Run a learner and workers to the learner's end; return the run's directory.
 
     Args:
-        script: of this directory, which takes a role and --config.
+        module: of bench/, which takes a role and --config.
         where: a directory that holds the model, for all that they write.
         workers: their names.
         options: of the node of each name, "learner" among them.
@@ -70,8 +71,7 @@ def run_nodes(
     """
     config = where / "run.toml"
     config.write_text(CONFIG.format(directory=where, **settings) + more)
-    root = Path(__file__).resolve().parent
-    program = [sys.executable, str(root / script)]
+    program = [sys.executable, "-m", module]
     environment = os.environ | ({} if tree is None else {"PYTHONPATH": str(tree)})
     processes: list[subprocess.Popen[bytes]] = []
     run_dir = where / "run"
@@ -81,7 +81,7 @@ def run_nodes(
         def start(role: str, name: str, *own: str) -> None:
             command = [*program, role, "--config", str(config), *options(name), *own]
             processes.append(
-                subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+                subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=BENCH)
             )
 
         try:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from swarm import Have, ItemArrived, NeighbourFailed, Swarm, Tables, message_of
 
 from echo.core.rollout import PolicyVersion
 from echo.weights.manifest import SignedManifest, TensorSpec, build_manifest, sign
@@ -23,6 +22,7 @@ from echo.weights.store import ItemStore, Transfer
 from echo.wire.actions import Action, Note, Send, Work
 from echo.wire.codec import encode
 from echo.wire.messages import FULL, Announce, Chunk, ItemId
+from swarm.protocol import Have, ItemArrived, NeighbourFailed, Swarm, Tables, message_of
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 FRAMING_BYTES = 60

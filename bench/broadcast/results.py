@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from broadcast_lab import Variant
-from broadcast_paths import Loopback
+
+from broadcast.lab import Variant
+from broadcast.paths import Loopback
 
 HEADINGS = {
     "variant": "{:<18}",

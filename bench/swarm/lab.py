@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from broadcast_lab import JOIN_S, Variant
-from broadcast_paths import Loopback
+from broadcast.lab import JOIN_S, Variant
+from broadcast.paths import Loopback
 
 
 class SwarmFleet(Variant):
@@ -23,7 +23,7 @@ class SwarmFleet(Variant):
             path: where they run.
             count: receivers.
             leaves: receivers that nobody can reach, counted from 1.
-            options: of swarm_node.py.
+            options: of node.py.
         """
         self._processes = []
         addresses: list[str | None] = []
@@ -31,7 +31,7 @@ class SwarmFleet(Variant):
             words = [f"node-{index}", *options]
             if index not in leaves:
                 words.append(f"--listen={path.listen(index)}")
-            self._processes.append(path.start(index, "swarm_node.py", *words))
+            self._processes.append(path.start(index, "swarm.node", *words))
         addresses = [each.hear(JOIN_S)["address"] for each in self._processes]
         for index, process in enumerate(self._processes):
             for other, address in enumerate(addresses):
