@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from bench_activation import choose_by_brute_force, random_workers
 
-from bench.random_fleets import choose_by_brute_force, random_workers
 from echo.fleet.activation import MAX_OFFERS, Links, Question, Roll, by_kind, choose
 from echo.fleet.job import Job
 from echo.fleet.market import Offer
