@@ -134,7 +134,8 @@ class Faults:
         self._stage.loop.call_later(site.offer.restart_s, self._await_loss, site, chance)
 
     def _take(self, site: SimulatedSite, *, is_silent: bool, for_s: float | None) -> None:
-        stage, worker = self._stage, site.worker
+        # Empty from now on: what ends there may do so after its successor has begun.
+        stage, worker, site.worker = self._stage, site.worker, None
         site.num_absences += 1
         if worker is not None:
             stage.history.num_deaths += 1
