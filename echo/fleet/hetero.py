@@ -346,22 +346,22 @@ def share_rollouts(replicas: Sequence[tuple[Replica, int]], num_rollouts: int) -
 
 # --- phase 2, division ----------------------------------------------------------------------------
 #
-# Phase 1 prices a division: the fastest training plan on one side, the fastest
-# replicas on the other. Phase 2 finds the division. The paper bisects training's
-# share of the arithmetic and, at each share, takes the partition that keeps links inside training
-# and memory bandwidth inside generation (its Eq. 3); an exact share does not exist for whole GPUs,
-# so the share has a tolerance of half the largest GPU. From there single and joint moves of GPUs
-# are taken until none shortens the step any more.
+# The paper bisects training's share of the arithmetic and, at each share, takes the partition that
+# keeps links inside training and memory bandwidth inside generation (its Eq. 3); an exact share
+# does not exist for whole GPUs, so it has a tolerance of half the largest GPU. From there single
+# and joint moves of GPUs are taken until none shortens the step any more.
 #
 # A step lasts max(C_T, C_I): generation (with rewards and the update of its weights) and training
 # overlap, as far as staleness allows.
 #
 # Source: AReaL-Hex, arXiv:2511.00796, Algorithm 1, Eqs. 1 and 3. Differs from the paper: the moves
-# at the end, and the cost models of phase 1.
+# at the end, the coarser divisions of large clusters, and the cost models of phase 1.
 
 
 MAX_BISECTIONS = 20
 """Halvings of the share; 2^-20 is far below one GPU."""
+MAX_DIVISIONS = 20_000
+"""Divisions that each halving looks at; of more, only every so many GPUs of a type."""
 MAX_MOVE = 8
 """GPUs of one type that change sides at once: a machine."""
 
@@ -479,12 +479,20 @@ class HexScheduler:
         if self._update_s is not None:
             return self._update_s
         trained_on = {stage.gpu for stage in training.stages}
-        crosses = bool(rollouts.types | trained_on) and len(rollouts.types | trained_on) > 1
+        crosses = len(rollouts.types | trained_on) > 1
         link = self.cluster.cross_bytes_per_s if crosses else self.cluster.node_bytes_per_s
         return self.job.model.num_params * BYTES_PER_WEIGHT / link
 
     def _divisions(self) -> Iterator[tuple[int, ...]]:
-        return itertools.product(*(range(self.cluster.counts[name] + 1) for name in self.types))
+        """Return all divisions, or in a large cluster those by steps of several GPUs of a type."""
+        counts = [self.cluster.counts[name] for name in self.types]
+        steps = [1] * len(counts)
+        choices = [range(count + 1) for count in counts]
+        while math.prod(map(len, choices)) > MAX_DIVISIONS:
+            most = max(range(len(counts)), key=lambda index: len(choices[index]))
+            steps[most] *= 2
+            choices[most] = range(0, counts[most] + 1, steps[most])
+        return itertools.product(*choices)
 
     def _neighbours(self, here: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """Yield the divisions in which one or two types move by up to a machine."""
