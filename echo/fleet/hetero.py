@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -102,7 +102,7 @@ class StagePlan:
 class TrainPlan:
     """How one optimizer step is computed."""
 
-    stages: tuple[StagePlan, ...] = field(default=())
+    stages: tuple[StagePlan, ...] = ()
     step_s: float = math.inf
 
 
@@ -143,7 +143,8 @@ def _layouts(name: str, count: int) -> list[tuple[str, int, int, int]]:
 
 
 def _plan(cluster: Cluster, job: HexJob, layout: Sequence[tuple[str, int, int, int]]) -> TrainPlan:
-    layers = _share_layers(cluster, job.model.num_layers, layout)
+    power = [d * t * p * cluster.gpus[name].flops_per_s for name, d, t, p in layout]
+    layers = largest_remainder(job.model.num_layers, power)
     stages = tuple(
         StagePlan(
             gpu=name,
@@ -159,14 +160,6 @@ def _plan(cluster: Cluster, job: HexJob, layout: Sequence[tuple[str, int, int, i
     if not all(_fits(cluster.gpus[stage.gpu], job.model, stage) for stage in stages):
         return TrainPlan()
     return TrainPlan(stages=stages, step_s=step_seconds(cluster, job, stages))
-
-
-def _share_layers(
-    cluster: Cluster, num_layers: int, layout: Sequence[tuple[str, int, int, int]]
-) -> list[int]:
-    """Divide the layers in proportion to arithmetic, by largest remainder."""
-    power = [d * t * p * cluster.gpus[name].flops_per_s for name, d, t, p in layout]
-    return largest_remainder(num_layers, power)
 
 
 def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
@@ -406,7 +399,7 @@ class HexScheduler:
         self.cluster, self.job = cluster, job
         self.types = sorted(cluster.counts)
         self._update_s = update_s
-        self._replicas: tuple[Replica, ...] = possible_replicas(cluster, job)
+        self._replicas = possible_replicas(cluster, job)
         self._training: dict[tuple[int, ...], TrainPlan] = {}
         self._rollouts: dict[tuple[str, int], RolloutPlan] = {}
 

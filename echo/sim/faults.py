@@ -12,6 +12,7 @@ from typing import Protocol
 from echo.config.fleet_file import FaultRow
 from echo.fleet.market import Offer
 from echo.sim.clock import VirtualLoop
+from echo.sim.learner import SimLearner
 from echo.sim.network import Network, Port
 from echo.sim.scenario import LEARNER_REGION, Scenario
 from echo.sim.summary import History, Rental
@@ -47,15 +48,13 @@ class Stage(Protocol):
     network: Network
     history: History
     sites: list[SimulatedSite]
+    learner: SimLearner
 
     def start_worker(self, site: SimulatedSite) -> None:
         """Start a process at a site."""
 
-    def kill_worker(self, worker: SimWorker, *, is_silent: bool) -> None:
-        """End a worker's process."""
-
-    def kill_learner(self, *, is_silent: bool) -> None:
-        """End the learner's process."""
+    def kill(self, node: SimLearner | SimWorker, *, is_silent: bool) -> None:
+        """End a process."""
 
     def resume_learner(self, *, away_s: float) -> None:
         """Start it again after so long."""
@@ -109,7 +108,7 @@ class Faults:
         stage = self._stage
         if self._learner_died_at is None:
             self._learner_died_at = stage.loop.time()
-            stage.kill_learner(is_silent=fault.kind == "preempt")
+            stage.kill(stage.learner, is_silent=fault.kind == "preempt")
             if fault.for_s is not None:
                 stage.loop.call_later(fault.for_s, self._resume_learner)
                 return
@@ -139,7 +138,7 @@ class Faults:
         site.num_absences += 1
         if worker is not None:
             stage.history.num_deaths += 1
-            stage.kill_worker(worker, is_silent=is_silent)
+            stage.kill(worker, is_silent=is_silent)
         if is_silent:
             # A machine that is taken away is not paid for any more; one with a dead process is.
             site.give_back(stage.loop.time())

@@ -248,7 +248,7 @@ class Simulation:
             stage=self,
         )
         if site.rental is None:
-            site.rental = Rental(site.name, offer, offer.region, now)
+            site.rental = Rental(site.name, offer, now)
             self.history.rentals.append(site.rental)
         self._start(site.worker)
 
@@ -265,15 +265,8 @@ class Simulation:
             site.give_back(self.loop.time())
             site.is_given_up = True
 
-    def kill_worker(self, worker: SimWorker, *, is_silent: bool) -> None:
-        """End a worker's process."""
-        self._kill(worker, is_silent=is_silent)
-
-    def kill_learner(self, *, is_silent: bool) -> None:
-        """End the learner's process; what it has not written down is lost."""
-        self._kill(self.learner, is_silent=is_silent)
-
-    def _kill(self, node: SimLearner | SimWorker, *, is_silent: bool) -> None:
+    def kill(self, node: SimLearner | SimWorker, *, is_silent: bool) -> None:
+        """End a process; what it has not sent, or written down, is lost."""
         node.stop("killed")
         node.link.kill(is_silent=is_silent)
 
