@@ -10,7 +10,6 @@ as HiGHS answers, and the time of both.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import random
@@ -197,7 +196,7 @@ def scale(size: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--most", type=int, default=8, help="workers of a small fleet at most")
     arguments = harness.parse(parser, cases=20, most=5)

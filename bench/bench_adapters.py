@@ -42,9 +42,7 @@ options = { kv_cache_memory_bytes = 67108864 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--versions", type=int, default=30, help="that count, of each round")
     parser.add_argument("--step-s", type=float, default=3.0, help="between two versions, at least")

@@ -26,7 +26,6 @@ the 20 s of a step, too, in which a synchronous learner's engines stand still.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import statistics
 from concurrent.futures import ProcessPoolExecutor
@@ -38,7 +37,6 @@ import harness
 from april import paper
 from april.engine import Setting
 from april.lab import measure
-from matplotlib.figure import Figure
 
 MODES = {
     "synchronous": {"max_staleness": 0, "over_submission": 1.0, "groups_per_worker": 4},
@@ -63,7 +61,7 @@ Runs = dict[tuple[float, str, str], list[dict[str, Any]]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--medians", type=float, nargs="+", default=[6000, 12000])
@@ -141,7 +139,7 @@ def without_steps(own: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def draw(runs: Runs, gains: list[dict[str, Any]], path: Path) -> Path:
     """Draw the gains by median, the batches made against time, and what lengths they have."""
-    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    figure = harness.new_figure((12, 3.8), dpi=110)
     bars, made, lengths = figure.subplots(1, 3)
     shown = [
         ("paper", "f = 2", "paper's algorithm"), ("continuous", "f = 1", "Echo, f = 1, continuous"),
@@ -171,7 +169,7 @@ def draw(runs: Runs, gains: list[dict[str, Any]], path: Path) -> Path:
     made.set(xlabel="minutes (virtual)", ylabel="optimizer steps", title=f"median {middle:g}")
     made.legend(fontsize=8, title="continuous")
     lengths.set(xlabel="step", ylabel="mean tokens per trained completion", ylim=(0, None))
-    figure.savefig(path, dpi=110)
+    figure.savefig(path)
     return path
 
 

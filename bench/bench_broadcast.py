@@ -59,9 +59,7 @@ DEFAULT_TOPOLOGIES = [Topology("chain", 1), Topology("chain", 5), Topology("star
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.new_parser(__doc__)
     add = parser.add_argument
     add("--path", choices=["loopback", "wan", "proxy"], default="loopback")
     add("--sizes", nargs="+", type=parse_size, default=[128 << 20], help="of the image: 128MiB")

@@ -10,7 +10,6 @@ times faster than in a full engine.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import statistics
@@ -145,7 +144,7 @@ def figures(lab: Lab, engines: Sequence[TimedEngine]) -> dict[str, float]:
 
 def main() -> None:
     """Measure all combinations and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40, help="after five to warm up")
     parser.add_argument("--tail", type=float, default=1.0, help="sigma of the log of the lengths")

@@ -50,9 +50,7 @@ from echo.train.optimizer import KINDS
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.new_parser(__doc__)
     parser.add_argument("part", nargs="?", choices=PARTS, default="step")
     parser.add_argument("--model", choices=MODELS, default="Qwen3-0.6B")
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")

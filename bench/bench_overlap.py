@@ -11,7 +11,6 @@ predicted from the rates it recorded, as `echo-plan --from` does.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from dataclasses import asdict
@@ -114,7 +113,7 @@ def compare_real(run_dir: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.8, 1.0, 1.2])
     parser.add_argument("--real", type=Path, metavar="RUN")

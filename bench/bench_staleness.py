@@ -109,9 +109,7 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--experiments", nargs="+", choices=EXPERIMENTS, default=[*EXPERIMENTS])
     parser.add_argument("--losses", nargs="+", choices=LOSSES, help="only these")
     parser.add_argument("--lags", nargs="+", help="only these, such as fixed:11")

@@ -25,7 +25,6 @@ Needs root, and a machine that is quiet: the nodes take a core, and what others 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import os
@@ -49,7 +48,7 @@ PAPER_SCALE = 64
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--draws", nargs="+", choices=DRAWS, default=list(DRAWS))
     parser.add_argument("--versions", type=int, default=5)
     parser.add_argument("--rates", type=float, default=1.0, help="of the links, as a share")

@@ -76,9 +76,7 @@ WARM = 3
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.new_parser(__doc__)
     add = parser.add_argument
     add("--parts", nargs="+", choices=["stages", "wire"], default=["stages", "wire"])
     add("--shape", choices=SHAPES, default="Qwen3-0.6B")

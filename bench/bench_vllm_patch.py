@@ -145,7 +145,7 @@ def row_of(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="128MiB")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.001, 0.014, 0.1])
     parser.add_argument("--repeats", type=int, default=5)

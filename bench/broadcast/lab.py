@@ -127,7 +127,7 @@ class Echo(Variant):
                 it lies in a directory of each machine: it is version 0, and receivers keep memory
                 for images of its size. None for no version before the first that is delivered.
         """
-        self.topology, self.codec = topology, codec
+        self.topology, self.codec, self._leaves = topology, codec, leaves
         self._wire_bytes = 0
         parts = ["echo", topology.kind, "delta" if codec == "delta" else "", "curve" * curve]
         self.name = " ".join(filter(None, parts))
@@ -136,32 +136,33 @@ class Echo(Variant):
         if model is not None:
             self._options += [f"--model-bytes={model[0]}", f"--chunk-bytes={model[1]}"]
         self._path = path
+        self._processes = []
+        try:
+            self._join(model)
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self, model: tuple[int, int] | None) -> None:
+        """Start the learner and then the receivers, and sort these by their hops from it."""
+        topology = self.topology
         forced = topology.kind + (f":{topology.ways}" if topology.ways else "")
-        self.learner = self._start(0, "learner", path.listen(0), f"--topology={forced}")
-        self._processes = [self.learner]
-        address = self.learner.hear(JOIN_S)["address"]
-        self.address = address
+        self.learner = self._start(0, "learner", self._path.listen(0), f"--topology={forced}")
+        self.address = self.learner.hear(JOIN_S)["address"]
         if model is not None:
             self.learner.ask("prepare 0 {} {} full".format(*model))
             self.publish()
         receivers: dict[str, Process] = {}
         for index in range(1, topology.num_receivers + 1):
-            where = None if index in leaves else path.listen(index)
-            name = f"receiver-{index}"
-            receivers[name] = self._start(
-                index, "receiver", where, f"--connect={address}", f"--name={name}"
-            )
-        self._processes += receivers.values()
-        try:
-            for receiver in receivers.values():
-                receiver.hear(JOIN_S)
-                if model is not None:
-                    receiver.hear(JOIN_S)  # it has version 0
-            self.learner.say(f"plan {topology.num_receivers}")
-            parents = self.learner.hear(JOIN_S)["parents"]
-        except BaseException:
-            self.close()
-            raise
+            where = None if index in self._leaves else self._path.listen(index)
+            words = [f"--connect={self.address}", f"--name=receiver-{index}"]
+            receivers[f"receiver-{index}"] = self._start(index, "receiver", where, *words)
+        for receiver in receivers.values():
+            receiver.hear(JOIN_S)
+            if model is not None:
+                receiver.hear(JOIN_S)  # it has version 0
+        self.learner.say(f"plan {topology.num_receivers}")
+        parents = self.learner.hear(JOIN_S)["parents"]
         # Nearest the learner first: they join in any order, and the plan follows that.
         self.order = sorted(receivers, key=lambda name: distance(name, parents))
         self.receivers = [receivers[name] for name in self.order]
@@ -171,7 +172,9 @@ class Echo(Variant):
         advertise = self._path.advertise(index)
         words = (*words, *([f"--listen={listen}"] if listen else []))
         words = (*words, *([f"--advertise={advertise}"] if listen and advertise else []))
-        return self._path.start(index, "broadcast.node", role, *self._options, *words)
+        process = self._path.start(index, "broadcast.node", role, *self._options, *words)
+        self._processes.append(process)
+        return process
 
     def prepare(self, num_bytes: int, chunk_bytes: int) -> str:
         """Have the next version made; return its hash."""

@@ -12,7 +12,7 @@ from broadcast.lab import Topology
 @pytest.mark.slow
 def test_the_interval_is_students() -> None:
     """Five values of deviation .01: t(4, .975) = 2.776."""
-    from bench_modes import interval  # which takes longer than most tests
+    from learning.report import interval  # which takes longer than most tests
 
     mean, half_width = interval([0.02, 0.02, 0.03, 0.01, 0.02])
     assert mean == pytest.approx(0.02)
