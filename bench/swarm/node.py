@@ -35,7 +35,8 @@ from echo.weights.store import ItemStore, Transfer, TrustedManifests, allocate
 from echo.wire.actions import Action, Note, Send, Work
 from echo.wire.codec import encode
 from echo.wire.messages import FULL, Announce, Greet, ItemId
-from swarm.protocol import ItemArrived, NeighbourFailed, Swarm, message_of
+from swarm.messages import message_of
+from swarm.protocol import ItemArrived, NeighbourFailed, Swarm
 
 RUN_ID = "bench"
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))

@@ -22,7 +22,8 @@ from echo.weights.store import ItemStore, Transfer
 from echo.wire.actions import Action, Note, Send, Work
 from echo.wire.codec import encode
 from echo.wire.messages import FULL, Announce, Chunk, ItemId
-from swarm.protocol import Have, ItemArrived, NeighbourFailed, Swarm, Tables, message_of
+from swarm.messages import Have, Tables, message_of
+from swarm.protocol import ItemArrived, NeighbourFailed, Swarm
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 FRAMING_BYTES = 60

@@ -59,110 +59,30 @@ of an item that is still being coded are spread as its tables become known (`ext
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated
 
-import msgspec
-from msgspec import Meta
-
-from echo.core.bounds import MAX_RANGES, Place, clamped_rate
-from echo.core.bounds import Rate as BytesPerS
+from echo.core.bounds import clamped_rate
 from echo.core.errors import RemoteProtocolError
-from echo.core.rollout import PolicyVersion
 from echo.weights.link import MAX_BAD_CHUNKS
 from echo.weights.manifest import encode_signed
 from echo.weights.receiver import WRONG_HASH, WriteChunk
 from echo.weights.store import Chunked, EncodedVersion, ItemStore, Transfer
 from echo.wire.actions import Action, Note, Send
-from echo.wire.codec import DECODE_ERRORS, Frame, decode_envelope, encode
+from echo.wire.codec import Frame, encode
 from echo.wire.messages import (
     Announce,
-    AnyMessage,
     Cancel,
     Chunk,
-    Form,
     Gone,
     ItemId,
     Message,
     Segment,
 )
-
-# --- messages: frequent, so with short names of their fields --------------------------------------
-
-MAX_CHUNKS = 1 << 20
-"""Chunks of one item in a swarm: 256 GiB at the smallest usual size."""
-
-ChunkIndex = Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
-ChunkIndices = Annotated[tuple[ChunkIndex, ...], Meta(max_length=MAX_RANGES)]
-
-_SHORT = {
-    "version": "v", "form": "f", "runs": "r", "is_wanting": "w", "num_segments": "s",
-    "uplink_bytes_per_s": "u", "number": "n", "num_chunks": "k", "named": "c", "chunks": "c",
-}  # fmt: skip
-
-
-class Have(Message, frozen=True, omit_defaults=True, rename=_SHORT):
-    """Neighbour to neighbour: I take part in this item, and hold these chunks of it, too."""
-
-    version: PolicyVersion
-    form: Form
-    runs: ChunkIndices
-    """Start, stop, start, stop, ...: half-open runs that were not told before, ascending."""
-    is_wanting: bool
-    """Whether I lack any of it."""
-    num_segments: ChunkIndex = 0
-    """Tables of an encoded version that can be had from me."""
-    uplink_bytes_per_s: BytesPerS | None = None
-    """What I was seen to send in all."""
-
-
-class Turn(Message, frozen=True, omit_defaults=True, rename=_SHORT):
-    """Server to receiver: name so many chunks, and I send them next; answered by Want."""
-
-    version: PolicyVersion
-    form: Form
-    number: Place
-    """Names this turn in its answer; ascending, from 1."""
-    num_chunks: ChunkIndex
-    named: ChunkIndices = ()
-    """What to take if it is lacking: the source's own choice, so that each chunk leaves it once
-    before any leaves it twice."""
-
-
-class Want(Message, frozen=True, omit_defaults=True, rename=_SHORT):
-    """Receiver to server: send these chunks, in this order; none at all passes the turn."""
-
-    version: PolicyVersion
-    form: Form
-    number: Place
-    """Of the turn that it answers; 0 if it asks unbidden, near the end."""
-    chunks: ChunkIndices
-
-
-class Tables(Message, frozen=True, omit_defaults=True, rename=_SHORT):
-    """Neighbour to neighbour: send me the item's manifest, or its signed tables from here on."""
-
-    version: PolicyVersion
-    form: Form
-    num_segments: ChunkIndex
-
-
-_decoder = msgspec.msgpack.Decoder(AnyMessage | Have | Turn | Want | Tables)
-
-
-def message_of(frames: Sequence[Frame]) -> Message:
-    """Return the message of some frames: one of the project's, or of those above."""
-    try:
-        return _decoder.decode(decode_envelope(frames).body)
-    except DECODE_ERRORS as error:
-        raise RemoteProtocolError(f"a malformed message: {error}") from error
-
-
-# --- rules ----------------------------------------------------------------------------------------
+from swarm.chunk_sets import Rarity, indices, runs_of, set_of
+from swarm.messages import MAX_CHUNKS, Have, Tables, Turn, Want
 
 TELL_S = 0.3
 """Between two times that a node tells what is new here."""
@@ -212,80 +132,6 @@ class NeighbourFailed(Action):
 
     peer: str
     reason: str
-
-
-def indices(bits: int) -> Iterator[int]:
-    """Yield the members of a set of chunks, ascending; such a set is an integer."""
-    while bits:
-        low = bits & -bits
-        yield low.bit_length() - 1
-        bits ^= low
-
-
-def runs_of(bits: int) -> tuple[int, ...]:
-    """Return a set of chunks as start, stop, start, stop, ..."""
-    found, at = [], 0
-    while bits:
-        skipped = (bits & -bits).bit_length() - 1
-        bits >>= skipped
-        length = (~bits & (bits + 1)).bit_length() - 1
-        found += [at + skipped, at + skipped + length]
-        bits >>= length
-        at += skipped + length
-    return tuple(found)
-
-
-def set_of(runs: tuple[int, ...]) -> int:
-    """Return the set of chunks in these runs.
-
-    Raises:
-        RemoteProtocolError: if they are not ascending pairs.
-    """
-    if len(runs) % 2 or any(start >= stop for start, stop in itertools.pairwise(runs)):
-        raise RemoteProtocolError("a Have whose runs are not ascending pairs")
-    bits = 0
-    for start, stop in zip(runs[::2], runs[1::2], strict=True):
-        bits |= (1 << stop) - (1 << start)
-    return bits
-
-
-class Rarity:
-    """Sets of chunks by how many neighbours hold them."""
-
-    def __init__(self) -> None:
-        """Start with nothing held by anybody."""
-        self._by_copies: list[int] = [0]
-
-    def add(self, bits: int) -> None:
-        """Count one more holder of each of these."""
-        by_copies = self._by_copies
-        rest = bits
-        for copies in range(len(by_copies) - 1, 0, -1):
-            moved = by_copies[copies] & bits
-            if moved:
-                by_copies[copies] ^= moved
-                rest ^= moved
-                self._put(copies + 1, moved)
-        self._put(1, rest)
-
-    def remove(self, bits: int) -> None:
-        """Count one holder less of each of these."""
-        for copies in range(1, len(self._by_copies)):
-            moved = self._by_copies[copies] & bits
-            self._by_copies[copies] ^= moved
-            self._by_copies[copies - 1] |= moved
-
-    def _put(self, copies: int, bits: int) -> None:
-        if copies == len(self._by_copies):
-            self._by_copies.append(0)
-        self._by_copies[copies] |= bits
-
-    def rarest(self, among: int) -> int:
-        """Return those of a set with the fewest holders that are known."""
-        for held in self._by_copies[1:]:
-            if rare := among & held:
-                return rare
-        return among
 
 
 @dataclass(slots=True, eq=False)

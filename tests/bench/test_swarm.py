@@ -9,17 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from swarm.chunk_sets import Rarity, indices, runs_of, set_of
+from swarm.messages import Want, message_of
 from swarm.paper import PaperFleet, random_image
-from swarm.protocol import (
-    ItemArrived,
-    Rarity,
-    Swarm,
-    Want,
-    indices,
-    message_of,
-    runs_of,
-    set_of,
-)
+from swarm.protocol import ItemArrived, Swarm
 
 from echo.core.errors import RemoteProtocolError
 from echo.core.rollout import PolicyVersion
