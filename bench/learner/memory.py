@@ -1,4 +1,4 @@
-"""What --dry-run reckons with, beside what a step takes."""
+"""Memory budget of --dry-run, beside what a step takes."""
 
 from __future__ import annotations
 
