@@ -285,6 +285,15 @@ class Engine(abc.ABC):
         """Return what has happened since this was last asked, by name ("engine/...")."""
         return {}
 
+    def can_sample(self) -> bool:
+        """Return whether it still samples a token; to be asked where a call has raised."""
+        request = Request("-1.probe", prompt_ids=np.zeros(1, np.int32), seed=0)
+        try:
+            self.generate([request], Sampling(1.0, 1.0, 0, 1, ()))
+        except Exception:  # noqa: BLE001 -- an engine raises anything
+            return False
+        return True
+
     @abc.abstractmethod
     def close(self) -> None:
         """Give back memory and processes; the engine cannot be used afterwards."""
@@ -507,20 +516,13 @@ class VersionSlots:
 
     def _free_slot(self) -> VersionSlot | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._has_free_slot or self._unused)
-            if self._has_free_slot:
-                return None
-            oldest = self._unused[0]
-            self._slots = tuple(slot for slot in self._slots if slot is not oldest)
-            return oldest
-
-    @property
-    def _has_free_slot(self) -> bool:
-        return len(self._slots) < self._num_slots
-
-    @property
-    def _unused(self) -> list[VersionSlot]:
-        return [slot for slot in self._slots[:-1] if not slot.num_calls]
+            while len(self._slots) == self._num_slots:
+                for oldest in self._slots[:-1]:
+                    if not oldest.num_calls:
+                        self._slots = tuple(slot for slot in self._slots if slot is not oldest)
+                        return oldest
+                self._changed.wait()
+            return None
 
     @contextmanager
     def request(

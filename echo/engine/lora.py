@@ -154,13 +154,14 @@ def base_digest(directory: Path) -> str:
     Raises:
         DataError: if they are missing or damaged.
     """
-    tensors = {
-        f"{name} {tensor.dtype} {list(tensor.shape)}": _digest(tensor)
-        for name, tensor in read_tensors(directory)
-    }
+    tensors = {}
+    for name, tensor in read_tensors(directory):
+        values = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        hashed = blake3(values.data, max_threads=blake3.AUTO).digest()
+        tensors[f"{name} {tensor.dtype} {list(tensor.shape)}"] = hashed
     digest = blake3()
-    for label in sorted(tensors):
-        digest.update(label.encode() + b"\n" + tensors[label])
+    for label, hashed in sorted(tensors.items()):
+        digest.update(label.encode() + b"\n" + hashed)
     return digest.hexdigest()
 
 
@@ -234,11 +235,6 @@ def export_adapter(
 def target_names(tensors: Iterable[str]) -> list[str]:
     """Return the last parts of the names of the modules that have an adapter, sorted."""
     return sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in tensors})
-
-
-def _digest(tensor: Tensor) -> bytes:
-    values = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return blake3(values.data, max_threads=blake3.AUTO).digest()
 
 
 def _peft_config(lora: Lora) -> Any:

@@ -316,6 +316,11 @@ def distinct_tensors(model: Any) -> dict[str, Tensor]:
     return found
 
 
+def weight_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Return the memory of weights, bytes; what shares it counts once."""
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}.values())
+
+
 def names_in(directory: Path) -> set[str]:
     """Return the names of the tensors of a model directory.
 

@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -244,6 +244,11 @@ class TensorChange:
     values: Tensor
     """What they are now, in the dtype of the image."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of both."""
+        return self.values.nbytes + (0 if isinstance(self.where, int) else self.where.nbytes)
+
     def store(self, own: Tensor) -> None:
         """Write the values to their places in a contiguous tensor of any dtype and device."""
         target, values = own.view(-1), self.values
@@ -346,7 +351,13 @@ def replaced(directory: Path, what: str) -> Iterator[Path]:
     """
     partial = directory.with_name(f"{directory.name}.partial")
     previous = directory.with_name(f"{directory.name}.previous")
+
+    def put_back() -> None:
+        if previous.exists() and not directory.exists():
+            previous.rename(directory)
+
     try:
+        put_back()  # after a crash between the two renames below
         for leftover in (partial, previous):
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -356,6 +367,8 @@ def replaced(directory: Path, what: str) -> Iterator[Path]:
         partial.rename(directory)
         shutil.rmtree(previous, ignore_errors=True)
     except OSError as error:
+        with suppress(OSError):
+            put_back()
         shutil.rmtree(partial, ignore_errors=True)
         raise StorageError(f"{directory}: the {what} could not be written: {error}") from error
 

@@ -138,6 +138,8 @@ class LeaseBook:
         self._holders: dict[int, dict[int, str]] = {}
         self._returned: list[int] = []
         self._expired: dict[int, set[tuple[int, str]]] = {}
+        self._fatal: dict[int, set[int]] = {}
+        """Group -> the attempts that ended the engine of their worker."""
         self._deadlines: Deadlines[LeaseRecord] = Deadlines(self)
         self._changes: dict[str, int] = {}
 
@@ -208,6 +210,11 @@ class LeaseBook:
         """Take the oldest group that waits to be granted again, if any."""
         return heapq.heappop(self._returned) if self._returned else None
 
+    def _take_returned(self, group_id: int) -> None:
+        if group_id in self._returned:
+            self._returned.remove(group_id)
+            heapq.heapify(self._returned)
+
     def return_group(self, group_id: int) -> None:
         """Put a group without any lease into the queue of groups to be granted again."""
         if group_id not in self._by_group and group_id not in self._returned:
@@ -227,9 +234,7 @@ class LeaseBook:
         self._changed(worker_id)
         self._attempts[group_id] = max(self._attempts.get(group_id, 0), attempt + 1)
         self._holders.setdefault(group_id, {})[attempt] = worker_id
-        if group_id in self._returned:
-            self._returned.remove(group_id)
-            heapq.heapify(self._returned)
+        self._take_returned(group_id)
         return record
 
     def restore(
@@ -264,20 +269,17 @@ class LeaseBook:
         record.num_tokens = num_tokens
         record.renewed_at = now
 
-    def finish(self, group_id: int) -> list[LeaseRecord]:
-        """End all leases of a group that has come to its end; return them."""
-        records = self._by_group.pop(group_id, [])
-        for record in records:
+    def finish(self, group_id: int) -> None:
+        """End all leases of a group that has come to its end."""
+        for record in self._by_group.pop(group_id, []):
             record.is_over = True
             self._by_worker[record.worker_id].remove(record)
             self._changed(record.worker_id)
-        if group_id in self._returned:
-            self._returned.remove(group_id)
-            heapq.heapify(self._returned)
+        self._take_returned(group_id)
         self._attempts.pop(group_id, None)
         self._holders.pop(group_id, None)
         self._expired.pop(group_id, None)
-        return records
+        self._fatal.pop(group_id, None)
 
     def _changed(self, worker_id: str) -> None:
         self._changes[worker_id] = self._changes.get(worker_id, 0) + 1
@@ -314,6 +316,12 @@ class LeaseBook:
         # It lists it until it knows that this was heard.
         self._remember(group_id, attempt, worker_id)
 
+    def note_fatal(self, group_id: int, attempt: int) -> int:
+        """Note that an attempt ended its worker's engine; return how many of the group have."""
+        fatal = self._fatal.setdefault(group_id, set())
+        fatal.add(attempt)
+        return len(fatal)
+
     def _remember(self, group_id: int, attempt: int, worker_id: str) -> None:
         self._expired.setdefault(group_id, set()).add((attempt, worker_id))
 
@@ -321,14 +329,12 @@ class LeaseBook:
         """Return whether this lease of a group that has not ended is over."""
         return (attempt, worker_id) in self._expired.get(group_id, ())
 
-    def drop_worker(self, worker_id: str) -> list[LeaseRecord]:
-        """End all leases of a worker that is gone, and forget it; return them."""
-        records = self.worker_leases(worker_id)
-        for record in records:
+    def drop_worker(self, worker_id: str) -> None:
+        """End all leases of a worker that is gone, and forget it."""
+        for record in self.worker_leases(worker_id):
             self.revoke(record)
         self._by_worker.pop(worker_id, None)
         self._changes.pop(worker_id, None)
-        return records
 
 
 # --- Finished groups, in little memory ---

@@ -57,6 +57,9 @@ MAX_VERSIONS = 16
 MEMORY = 0.8
 """Weight of what was known of a speed when another group comes."""
 
+MAX_SPEED = 1e6
+"""Tokens per second of one completion: no engine is faster, whatever its worker says."""
+
 SLOWEST = 1 / 64
 """A group's own rate in relation to its worker's speed counts as this much at least."""
 
@@ -162,6 +165,7 @@ class FinishTimes:
         speed = self.of(worker_id)
         speed.freed_at = speed.busy_at = now
         if seconds > 0:
+            seconds = max(seconds, num_tokens / MAX_SPEED)
             speed.tokens = MEMORY * speed.tokens + num_tokens
             speed.seconds = MEMORY * speed.seconds + seconds
             speed.load_s = MEMORY * speed.load_s + load * seconds

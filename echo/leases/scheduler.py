@@ -57,6 +57,7 @@ from echo.wire.actions import Action, Complaints, Note, Routes
 from echo.wire.codec import Frame, decode_group, encode_group
 from echo.wire.messages import (
     BAD_LOGPROBS,
+    ENGINE_ERROR,
     SUPERSEDED,
     Ack,
     Deliver,
@@ -73,6 +74,8 @@ GRANT_S = 3e-4
 groups than it samples at a time."""
 MAX_ATTEMPTS = 20
 """Grants of one group after which it is given up: something about it kills workers."""
+MAX_FATAL = 3
+"""Engines that may end while they sample a group, after which it is given up."""
 MAX_UNUSABLE = 1000
 """Prompts in a row that cannot be turned into tokens, after which the run ends."""
 MAX_CAUSE_LENGTH = 2600
@@ -578,13 +581,7 @@ class Scheduler:
         self, worker: LeasedWorker, message: Heartbeat, *, has_progress: bool, now: float
     ) -> list[Action]:
         """Send a worker again what it does not list, and tell it what is not wanted any more."""
-        lost, unwanted = self.reconcile(
-            worker,
-            message,
-            has_progress=has_progress,
-            resend_after_s=2 * self.settings.heartbeat_s,
-            now=now,
-        )
+        lost, unwanted = self.reconcile(worker, message, has_progress=has_progress, now=now)
         actions = self._send(worker.node_id, lost)
         for group_id, attempt in unwanted:
             ack = Ack(group_id=group_id, attempt=attempt, outcome="duplicate")
@@ -592,13 +589,7 @@ class Scheduler:
         return actions
 
     def reconcile(
-        self,
-        worker: LeasedWorker,
-        message: Heartbeat,
-        *,
-        has_progress: bool,
-        resend_after_s: float,
-        now: float,
+        self, worker: LeasedWorker, message: Heartbeat, *, has_progress: bool, now: float
     ) -> tuple[list[Lease], list[tuple[int, int]]]:
         """Bring the book and the worker's own list together.
 
@@ -606,7 +597,6 @@ class Scheduler:
             worker: the worker.
             message: its heartbeat.
             has_progress: whether it has sampled anything since the last one.
-            resend_after_s: how long a lease may be missing from its list before it is sent again.
             now: the present instant.
 
         Returns:
@@ -631,7 +621,7 @@ class Scheduler:
                 if state.num_tokens > record.num_tokens or (has_progress and is_idle):
                     num_tokens = max(state.num_tokens, record.num_tokens)
                     self.leases.renew(record, num_tokens=num_tokens, now=now)
-            elif record.is_confirmed or now - record.sent_at > resend_after_s:
+            elif record.is_confirmed or now - record.sent_at > 2 * self.settings.heartbeat_s:
                 # The Grant was lost, or the worker was restarted under the same incarnation.
                 record.sent_at, record.is_confirmed = now, False
                 if self._find_prompt_fault(record.group_id) is None:
@@ -903,10 +893,12 @@ class Scheduler:
             return self._ack(node_id, message, "duplicate")
         if not self._may_end(node_id, message):
             return self._disown(node_id, message, now)
-        if message.is_elsewhere:
+        if message.is_elsewhere and not self._is_too_fatal(message):
             return self._on_given_back(node_id, message, now)
-        reason = known_reason(message.reason)
-        text = f"group {message.group_id} failed on {node_id}: {reason}: {message.detail}"
+        reason, detail = known_reason(message.reason), message.detail
+        if message.is_elsewhere:
+            detail += f"; it has ended the engines of {MAX_FATAL} workers"
+        text = f"group {message.group_id} failed on {node_id}: {reason}: {detail}"
         leases = self.leases.leases_of(message.group_id)
         others = [record for record in leases if record.attempt != message.attempt]
         return [
@@ -915,12 +907,18 @@ class Scheduler:
                 message.group_id,
                 reason,
                 worker_id=node_id,
-                cause=_printable(f"{message.detail}\n{message.traceback}".strip()),
+                cause=_printable(f"{detail}\n{message.traceback}".strip()),
             ),
             *self._count(node_id, is_useful=False, now=now),
             *self._ack(node_id, message, "refused", reason),
             *self._cancel(others),
         ]
+
+    def _is_too_fatal(self, message: Failed) -> bool:
+        """Return whether a group has ended so many engines that nobody else is to try it."""
+        if message.reason != ENGINE_ERROR:
+            return False
+        return self.leases.note_fatal(message.group_id, message.attempt) >= MAX_FATAL
 
     def _on_given_back(self, node_id: str, message: Failed, now: float) -> list[Action]:
         """Grant a group again that a worker cannot sample now, though others can."""

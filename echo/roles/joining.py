@@ -36,7 +36,7 @@ signed everything it sees. Files have a name out of a fixed table.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -238,17 +238,17 @@ class Assets:
         self.expected = expected or {}
         self.settings = settings or {}
         self.files: dict[str, bytes] = {}
-        for name in self.expected:
-            if name not in INHERITED_FILES:
-                raise RemoteProtocolError(
-                    f"an inherited file with the name {name!r}; only files of a tokenizer, a "
-                    "model's configuration and a chat template are taken"
-                )
 
     @property
     def missing(self) -> list[str]:
         """Names still to be fetched."""
         return [name for name in self.expected if name not in self.files]
+
+    def keep(self, former: Assets) -> None:
+        """Take what has arrived over a link that was lost, and is still expected."""
+        for name, data in former.files.items():
+            if self.expected.get(name) == former.expected[name]:
+                self.files[name] = data
 
     def add(self, name: str, data: bytes) -> None:
         """Take a file that has arrived.
@@ -289,16 +289,6 @@ class NodeSettings:
     region: str = ""
     price_per_gb: float = 0.0
     price: Price = field(default_factory=Price)
-
-
-def describe_failure(settings: NodeSettings, addresses: Sequence[str], *, run_id: str) -> str:
-    """Return what to tell the operator when no learner could be reached."""
-    since = f"run {run_id} was last heard of" if run_id else f"this {settings.role} started"
-    return (
-        f"no learner reached at {', '.join(addresses)} for {settings.reconnect_for_s:.0f} s, since "
-        f"{since}; check that it runs, that its port is open, and the addresses under "
-        f"[{settings.role}] connect; network.reconnect_for_s sets how long to try"
-    )
 
 
 class NodeState(StrEnum):
@@ -509,7 +499,8 @@ class Joining:
             return self.configured(self._digests, now=now)
         if not self._is_building:
             wanted = {} if self.settings.role == "relay" else message.assets
-            self._assets = Assets(wanted, settings=message.settings)
+            former, self._assets = self._assets, Assets(wanted, settings=message.settings)
+            self._assets.keep(former)
         return self.repeat(now) if self._assets.missing else self._configure(now)
 
     def _find_fault(self, message: Welcome) -> tuple[str, RefusedError] | None:
@@ -591,9 +582,13 @@ class Joining:
             Stop(one_line(message.reason)),
         ]
 
-    def _on_fault(
-        self, event: GaveUp | UnfitWelcome, payload: list[Frame], now: float
+    def _on_unfit_welcome(
+        self, event: UnfitWelcome, payload: list[Frame], now: float
     ) -> list[Action]:
+        goodbye = Goodbye(reason=str(event.error), has_failed=True)
+        return [*self._role.to_learner(goodbye), Stop(event.reason, event.error)]
+
+    def _on_gave_up(self, event: GaveUp, payload: list[Frame], now: float) -> list[Action]:
         return [Stop(event.reason, event.error)]
 
     # --- the table ------------------------------------------------------------------------------
@@ -603,7 +598,7 @@ class Joining:
         **_each(WORK_OF_LEARNER, Step(_on_work)),
         Refuse: Step(_on_refuse, NodeState.STOPPED),
         Finish: Step(_on_finish, NodeState.STOPPED),
-        GaveUp: Step(_on_fault, NodeState.STOPPED),
+        GaveUp: Step(_on_gave_up, NodeState.STOPPED),
         Lost: Step(_on_lost, NodeState.DIALLING),
         AnswerToAnother: IGNORED,
     }
@@ -618,7 +613,7 @@ class Joining:
         NodeState.JOINING: {
             **_ALWAYS,
             Welcome: Step(_on_welcome, NodeState.CONFIGURING),
-            UnfitWelcome: Step(_on_fault, NodeState.STOPPED),
+            UnfitWelcome: Step(_on_unfit_welcome, NodeState.STOPPED),
             Built: Step(_on_built),
             **_each((Linked, Asset, Admitted, Rehello), IGNORED),
         },
@@ -628,7 +623,7 @@ class Joining:
             Built: Step(_on_built, NodeState.READYING),
             # Hello goes on being said here, so that both sides know of each other.
             Welcome: Step(_on_welcome_again),
-            UnfitWelcome: Step(_on_fault, NodeState.STOPPED),
+            UnfitWelcome: Step(_on_unfit_welcome, NodeState.STOPPED),
             **_each((Linked, Admitted, Rehello), IGNORED),
         },
         NodeState.READYING: {
@@ -637,7 +632,7 @@ class Joining:
             Rehello: Step(_begin, NodeState.JOINING),
             # The answer to a Hello that was said before.
             Welcome: Step(_on_welcome_again),
-            UnfitWelcome: Step(_on_fault, NodeState.STOPPED),
+            UnfitWelcome: Step(_on_unfit_welcome, NodeState.STOPPED),
             **_each((Linked, Built, Asset), IGNORED),
         },
         NodeState.ADMITTED: {
@@ -966,7 +961,8 @@ class Admission:
             AssetRequest: Step(_on_asset_request),
             Ready: Step(_on_ready, Presence.ADMITTED),
             ReadyRefused: Step(_on_refused, Presence.UNKNOWN),
-            **_each((ReadyOfAnother, *WORK_OF_NODE, Goodbye), Step(_on_stranger)),
+            **_each((ReadyOfAnother, *WORK_OF_NODE), Step(_on_stranger)),
+            Goodbye: Step(_on_work, Presence.UNKNOWN),
             **_each((Silent, Expelled), Step(_ignore, Presence.UNKNOWN)),
         },
         Presence.ADMITTED: {

@@ -22,6 +22,7 @@ from echo.core.bounds import clamped_rate
 from echo.core.errors import DataError, LocalProtocolError, RemoteProtocolError
 from echo.core.metrics import Counters, NodeView
 from echo.core.timers import Paced, earliest
+from echo.core.units import one_line
 from echo.leases.book import LeaseBook, LeasedWorker
 from echo.leases.scheduler import (
     GRANT_S,
@@ -71,6 +72,8 @@ from echo.wire.messages import (
 
 MAX_NAMES_TOLD = 3
 """Silent nodes that one line names; the rest of them it counts."""
+MAX_WORKERS_TOLD = 8
+"""Workers whose state the line says of what the learner waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +271,8 @@ class Learner:
             case Goodbye():
                 if message.is_released:
                     self.roster.release(member)
-                note = Note("info", f"{member.node_id} left: {message.reason}")
+                level = "warning" if message.has_failed else "info"
+                note = Note(level, f"{member.node_id} left: {one_line(message.reason)}")
                 return [note, *self.drop(member, now=now), *self._shutdown.tell()]
         raise LocalProtocolError(f"{type(message).__name__} is no work of a node")
 
@@ -479,7 +483,11 @@ class Learner:
             has_standby = bool(self.roster.members("worker"))
             why = "every worker is on standby" if has_standby else "no worker is connected"
             return f"{missing} groups; {why}"
-        fleet = [member.describe(self.leases.num_leases(member.node_id)) for member in workers]
+        held = [(self.leases.num_leases(member.node_id), member) for member in workers]
+        held.sort(key=lambda each: -each[0])
+        fleet = [member.describe(number) for number, member in held[:MAX_WORKERS_TOLD]]
+        if others := held[MAX_WORKERS_TOLD:]:
+            fleet.append(f"{len(others)} others have {sum(number for number, _ in others)}")
         return f"{missing} of {num_groups} groups; {'; '.join(fleet)}"
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:

@@ -56,8 +56,9 @@ class Member:
     """What the scheduler of leases knows of it."""
     price: Price = field(default_factory=Price)
     presence: Presence = Presence.UNKNOWN
-    tokens_sampled: int = -1
-    """Counter at the last heartbeat: its growth renews waiting leases."""
+    tokens_sampled: int | None = None
+    """Counter at the last heartbeat, which began with its process: its growth renews waiting
+    leases. None before a heartbeat."""
     contested: tuple[float, float] | None = None
     """(first, last) instant at which others asked for its name, be it one process or several."""
     history: deque[tuple[float, int, int]] = field(default_factory=deque)
@@ -97,10 +98,6 @@ class Member:
             self.history.popleft()
         return has_progress
 
-    def has_fresh_weights(self, step: int, max_staleness: int) -> bool:
-        """Return whether it holds weights that may sample for the next step."""
-        return self.installed is not None and step - self.installed.step <= max_staleness
-
     @property
     def is_admitted(self) -> bool:
         """Whether it is a member of the run."""
@@ -120,11 +117,6 @@ class Member:
     def is_standby(self) -> bool:
         """Whether it is given neither leases nor weights for now."""
         return self.node.is_standby
-
-    @property
-    def num_sampled(self) -> int | None:
-        """The worker's counter of tokens, which began with its process; None before a heartbeat."""
-        return self.tokens_sampled if self.tokens_sampled >= 0 else None
 
     def rates(self) -> tuple[float, float]:
         """Return (tokens per second, weight bytes per second) over the last heartbeats."""

@@ -36,7 +36,7 @@ from echo.core.metrics import Counters
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import RecentMap, earliest
 from echo.core.units import one_line
-from echo.roles.joining import Joining, NodeSettings, NodeState, describe_failure
+from echo.roles.joining import Joining, NodeSettings, NodeState
 from echo.weights.broadcast import Broadcast
 from echo.weights.link import Connection, ParentFailed, UplinkProbe, acknowledge
 from echo.weights.parents import CONNECT_TIMEOUT_S, Parents
@@ -71,6 +71,10 @@ MAX_REFUSALS = 3
 """Attempts in a row that each address must have refused before a node gives up."""
 TELL_AFTER_S = 5.0
 """Seconds without the learner before the operator hears of it."""
+MAX_REASON_LENGTH = 500
+"""Characters of why a node leaves."""
+LOST_LINK = "lost link"
+"""Topic of what is told of a lost link to the learner."""
 MAX_PEER_NAMES = 10_000
 """Inbound peers whose names are remembered, for messages to the operator."""
 
@@ -205,7 +209,7 @@ class DialingRole:
         """Handle that a link is gone, inbound or outbound."""
         if self._control is not None and self._control.peer == peer:
             text = f"lost the link to {self._control.address}: {reason}"
-            return [Note("warning", text, "lost link"), *self._next_address(now)]
+            return [Note("warning", text, LOST_LINK), *self._next_address(now)]
         if self._weights.has(peer):
             return self._weights.failed(peer, reason, control=self._control, now=now)
         self._peer_names.discard(peer)
@@ -381,7 +385,8 @@ class DialingRole:
         self._weights.new_learner()
         assert self._control is not None
         where = f"{self._control.address} ({self._control.node_id})"
-        return [Note("info", f"joined run {self._joining.run_id} through {where}")]
+        text = f"joined run {self._joining.run_id} through {where}"
+        return [Note("info", text, ends=LOST_LINK)]
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
         """Take the result of work in a thread: what was wrong with it, or nothing."""
@@ -422,11 +427,8 @@ class DialingRole:
     def _expire_joining(self, now: float) -> list[Action]:
         remaining_s = self._give_up_at - now
         if remaining_s <= 0 and not self.is_leaving:
-            run_id = self._joining.run_id
-            text = describe_failure(self.settings, self._addresses(), run_id=run_id)
-            for fault in self._faults.values():
-                text += f"\n  last attempt: {fault}"
-            return self._joining.give_up("learner_unreachable", TransportError(text), now=now)
+            error = TransportError(self._describe_failure())
+            return self._joining.give_up("learner_unreachable", error, now=now)
         if now < self._joining.retry_at:
             return []
         is_silent = self.is_leaving or self.state is NodeState.CONFIGURING
@@ -434,6 +436,18 @@ class DialingRole:
         if self.state is NodeState.DIALLING or now >= self._heard_at + self._joining.dead_after_s:
             return actions + self._next_address(now)
         return actions + self._joining.repeat(now)
+
+    def _describe_failure(self) -> str:
+        """Return what to tell the operator when no learner could be reached."""
+        role, run_id = self.settings.role, self._joining.run_id
+        since = f"run {run_id} was last heard of" if run_id else f"this {role} started"
+        text = (
+            f"no learner reached at {', '.join(self._addresses())} for "
+            f"{self.settings.reconnect_for_s:.0f} s, since {since}; check that it runs, that its "
+            f"port is open, and the addresses under [{role}] connect; network.reconnect_for_s sets "
+            "how long to try"
+        )
+        return "\n  last attempt: ".join([text, *self._faults.values()])
 
     def _tell_wait(self, remaining_s: float, now: float) -> list[Action]:
         """Say where the learner is looked for: after a moment, then each minute of a state."""
@@ -462,9 +476,12 @@ class DialingRole:
         )
         return self.to_learner(beat)
 
-    def leave(self, reason: str) -> list[Action]:
-        """Say goodbye; the process ends after these actions."""
-        return self.to_learner(Goodbye(reason=reason)) if self.is_admitted else []
+    def leave(self, reason: str, *, has_failed: bool = False) -> list[Action]:
+        """Say goodbye to a learner that knows this process, which ends after these actions."""
+        if self.state not in (NodeState.CONFIGURING, NodeState.READYING, NodeState.ADMITTED):
+            return []  # the name may be another's
+        reason = one_line(reason)[:MAX_REASON_LENGTH]
+        return self.to_learner(Goodbye(reason=reason, has_failed=has_failed))
 
 
 # --- The contract between a role and its shell: a process (`runtime/node.py`) or a simulation ---

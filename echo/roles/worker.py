@@ -12,7 +12,8 @@ not wanted any more.
 
 The role decides, and its shell (`runtime/worker/node.py`, or a simulation) carries out and reports:
 
-    Sample         ->  sampled or spoilt, for each group as it grows; then returned, or refused
+    Sample         ->  sampled or spoilt, for each group as it grows; then returned, refused, or
+                       raised
     Recall             stop that call of the engine: it returns what it has
     OfferEpisodes  ->  finished, or failed; Withdraw -> dropped  (agents)
     Score          ->  scored, or failed
@@ -87,6 +88,7 @@ from echo.wire.actions import Action, Note, Stop
 from echo.wire.codec import Frame, encode_group, payload_bytes
 from echo.wire.messages import (
     BAD_LOGPROBS,
+    ENGINE_ERROR,
     SUPERSEDED,
     Ack,
     Deliver,
@@ -102,29 +104,13 @@ from echo.wire.messages import (
     known_reason,
 )
 
-# --- Timeout of a lease whose version has not come ---
-#
-# The learner counts on the version that a worker has told of. A worker that holds an older one by
-# now, as after a restart, has the newer one soon, or never: its uplink may be cut off, or the
-# version refused by its engine. So it waits, and then gives the lease back, for somebody else.
-
-
 MAX_VERSION_WAIT_S = 30.0
+"""Seconds that a lease waits for its version.
 
-
-class VersionWait:
-    """Since when leases have been waiting."""
-
-    def __init__(self, max_s: float = MAX_VERSION_WAIT_S) -> None:
-        """Take the seconds that one may wait."""
-        self.max_s = max_s
-        self._since: dict[LeaseKey, float] = {}
-
-    def late(self, waiting: Sequence[Lease], *, now: float) -> list[Lease]:
-        """Note which leases wait, and return those that have waited too long."""
-        keys = {key_of(lease): lease for lease in waiting}
-        self._since = {key: self._since.get(key, now) for key in keys}
-        return [keys[key] for key, since in self._since.items() if now >= since + self.max_s]
+The learner counts on the version that a worker has told of. A worker that holds an older one by
+now, as after a restart, has the newer one soon, or never: its uplink may be cut off, or the version
+refused by its engine. So it waits, and then gives the lease back, for somebody else.
+"""
 
 
 # --- The engine as the role sees it, and what is asked of the shell ---
@@ -275,6 +261,7 @@ class Release(Action):
 
 MAX_DETAIL_LENGTH = 500
 """Characters that are told of a group that cannot be finished."""
+MAX_TRACEBACK_LENGTH = 10_000
 DRAIN_S = 30.0
 """Seconds that a worker that leaves waits for its engine, then for its last rewards and acks."""
 INSTALL_AGAIN_S = 30.0
@@ -330,11 +317,14 @@ class Worker(DialingRole):
         self.partials = PartialGroups(outbox)
         self.partial_counts: Counter[str] = Counter()
         """What became of unfinished rollouts, for the learner's metrics."""
-        self.version_wait = VersionWait(version_wait_s)
-        """For leases that ask for newer weights."""
+        self._version_wait_s = version_wait_s
+        self._waiting_since: dict[LeaseKey, float] = {}
+        """Of leases that ask for newer weights."""
         self._versions: tuple[PolicyVersion, ...] = ()
         """Those that the engine holds, as they were installed."""
         self._calls: list[EngineCall] = []
+        self._max_together = MAX_LEASES
+        """Groups to sample in one call: fewer after one that raised, to find whose fault it is."""
         self._scoring: dict[LeaseKey, PartialGroup] = {}
         self._installing: PolicyVersion | None = None
         self._refused_version: PolicyVersion | None = None
@@ -517,7 +507,7 @@ class Worker(DialingRole):
             return []
         is_batch = engine.sampler == "engine" and not engine.is_continuous
         taken = self.partials.take(
-            num_free,
+            min(num_free, self._max_together),
             group_size=engine.group_size,
             max_rollouts=engine.groups_per_batch * engine.group_size if is_batch else None,
             now=now,
@@ -670,6 +660,7 @@ class Worker(DialingRole):
     def returned(self, call: EngineCall, *, num_tokens: int, now: float) -> list[Action]:
         """Take back a call that has ended, and park what it has left unfinished."""
         self._calls.remove(call)
+        self._max_together = min(2 * self._max_together, MAX_LEASES)
         self.tokens_sampled += num_tokens
         engine = self.engine
         assert engine is not None
@@ -703,6 +694,39 @@ class Worker(DialingRole):
             else:
                 actions += self._refuse(group.lease, SUPERSEDED, why)
         return [*actions, *self._send_due(now), *self._next(now)]
+
+    def raised(
+        self, call: EngineCall, why: str, *, traceback: str, is_usable: bool, now: float
+    ) -> list[Action]:
+        """End a group whose sampling raised; of several, sample half as many to see which it is.
+
+        Args:
+            call: what raised.
+            why: the error, in one line.
+            traceback: of it.
+            is_usable: whether the engine still samples. If not this worker ends, and gives back
+                all that the engine had: the learner counts how many engines a group has ended.
+            now: the present instant.
+        """
+        self.counters.add("engine/calls_failed")
+        calls = [call] if is_usable else list(self._calls)
+        unfinished = [group for each in calls for group in each.groups if not group.is_whole]
+        self._calls.remove(call)
+        actions: list[Action] = []
+        if not is_usable:
+            for lease in (group.lease for group in unfinished if not group.is_unwanted):
+                actions += self._report(
+                    lease, ENGINE_ERROR, why, is_elsewhere=True, traceback=traceback
+                )
+            return [*actions, *self._send_due(now)]
+        if len(unfinished) > 1:
+            self._max_together = len(unfinished) // 2
+            for group in unfinished:
+                self.partials.park(group)
+        else:
+            for group in unfinished:
+                actions += self.failed(group.lease, ENGINE_ERROR, why, traceback=traceback, now=now)
+        return [*actions, *self._next(now)]
 
     def _has_enough(self, call: EngineCall, now: float) -> bool:
         """Return whether what is unfinished in a call goes on another time."""
@@ -809,7 +833,7 @@ class Worker(DialingRole):
             reason=reason,
             detail=detail[:MAX_DETAIL_LENGTH],
             is_elsewhere=is_elsewhere,
-            traceback=traceback,
+            traceback=traceback[-MAX_TRACEBACK_LENGTH:],
         )
         self._deliver(key_of(lease), message)
         level = "info" if reason == SUPERSEDED else "warning"
@@ -882,9 +906,9 @@ class Worker(DialingRole):
         self._installing = None
         self._refused_version, self._install_again_at = version, now + INSTALL_AGAIN_S
         self.counters.add("engine/installs_failed")
-        text = f"cannot install {version}, keeping {self.installed_version}: {error}"
         if self.installed_version is None:
-            return [Note("warning", text), Stop("failed", error)]
+            return [Note("warning", f"cannot install {version}: {error}"), Stop("failed", error)]
+        text = f"cannot install {version}, keeping {self.installed_version}: {error}"
         return [Note("warning", text), *self._next(now)]
 
     def install_missed(self, *, now: float) -> list[Action]:
@@ -900,14 +924,20 @@ class Worker(DialingRole):
     def _give_back(self, now: float) -> list[Action]:
         """Give back the leases whose version has not come in time, or has been replaced."""
         installed = self.installed_version
-        late = self.version_wait.late(self.partials.awaiting(installed), now=now)
+        waiting = {key_of(lease): lease for lease in self.partials.awaiting(installed)}
+        self._waiting_since = {key: self._waiting_since.get(key, now) for key in waiting}
+        late = [
+            waiting[key]
+            for key, since in self._waiting_since.items()
+            if now >= since + self._version_wait_s
+        ]
         superseded = self.partials.superseded(installed, self._usable())
         # First what was sampled of them before, for whoever goes on.
         actions = self.ship(interval_s=0.0, now=now) if late or superseded else []
         for lease in late:
             wanted = lease.exact_version or f"{lease.min_version} or newer"
-            here = f"{installed} is installed and no newer one has come"
-            why = f"{wanted} is wanted, {here} in {self.version_wait.max_s:g} s"
+            here = f"{installed or 'no version'} is installed and no newer one has come"
+            why = f"{wanted} is wanted, {here} in {self._version_wait_s:g} s"
             actions += self._refuse(lease, "version_not_installed", why)
         for lease in superseded:
             why = f"exactly {lease.exact_version} is wanted, {installed} is installed"
@@ -1071,12 +1101,13 @@ def _make_call(
     now: float,
     exact_version: PolicyVersion | None,
 ) -> EngineCall:
-    ship_s = engine.rules.ship_s
+    max_s = engine.rules.ship_s
     is_continuable = exact_version is None or engine.num_versions > 1
-    is_bounded = ship_s is not None and is_continuable and engine.sampler == "engine"
+    if max_s is None or not is_continuable or engine.sampler != "engine":
+        max_s = math.inf
     return EngineCall(
         groups,
         num_awaited=math.ceil(len(groups) / engine.rules.over_submission),
-        ends_at=now + ship_s if is_bounded and ship_s is not None else math.inf,
+        ends_at=now + max_s,
         exact_version=exact_version,
     )

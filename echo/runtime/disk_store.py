@@ -44,7 +44,6 @@ What happens when
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import errno
 import itertools
@@ -614,7 +613,7 @@ def advise_huge_pages(mapping: mmap.mmap) -> None:
         mapping.madvise(mmap.MADV_HUGEPAGE)
 
 
-class MappedStore(abc.ABC):
+class MemoryStore:
     """Finds room for versions, `limit_bytes` for all that were not dropped, and takes it back."""
 
     may_block = False
@@ -663,9 +662,8 @@ class MappedStore(abc.ABC):
             self.sealed(version, signed_manifest)
         return pages.lend()
 
-    @abc.abstractmethod
     def sealed(self, version: PolicyVersion, signed_manifest: bytes) -> None:
-        """Keep a manifest that has become known; without one a version is not recovered."""
+        """Keep a manifest that has become known, for a later process; memory has none."""
 
     def drop(self, version: PolicyVersion) -> None:
         """Give a version's room back; one that has no version store here is no error.
@@ -685,19 +683,20 @@ class MappedStore(abc.ABC):
             self._free(spare)
         del self._spares[MAX_SPARES:]
 
-    @abc.abstractmethod
     def recover(self, run_id: str) -> list[Saved]:
         """Return what a former process left of this run, newest first; to be called once joined.
 
         The caller verifies the manifest (echo.weights.manifest.verify), then the chunks
         (`verify_held`), and drops what it does not want. Versions of other runs are dropped.
         """
+        for version in list(self._live):
+            self.drop(version)
+        return []
 
     def write(self, place: memoryview, data: Frame) -> None:
         """Copy a chunk to its place in a version store, from any thread and without the GIL."""
         fill(place, data)
 
-    @abc.abstractmethod
     def begin_patch(self, patch: Patch) -> None:
         """Note what a patch is about to overwrite, where that outlives the process.
 
@@ -705,11 +704,9 @@ class MappedStore(abc.ABC):
             OSError: if the disk refuses it.
         """
 
-    @abc.abstractmethod
     def end_patch(self, patch: Patch) -> None:
         """Name an image after the version that it has become."""
 
-    @abc.abstractmethod
     def cancel_patch(self, patch: Patch) -> None:
         """Forget a patch of which nothing is written any more."""
 
@@ -746,26 +743,30 @@ class MappedStore(abc.ABC):
         self._drop_spares()
         self._live.clear()
 
-    # --- for the kinds of stores -----------------------------------------------------------------
+    # --- where a version lies --------------------------------------------------------------------
 
     @property
-    @abc.abstractmethod
     def where(self) -> str:
         """The place, for messages."""
+        return "memory for versions of the weights"
 
-    @abc.abstractmethod
     def _allocate(self, version: PolicyVersion, num_bytes: int) -> Pages:
         """Find fresh pages, or raise StorageError."""
+        try:
+            return map_memory(num_bytes)
+        except OSError as error:
+            raise StorageError(
+                f"{self.where}: no {format_bytes(num_bytes)} for {version}: {error.strerror}; "
+                "use a machine with more, or set network.store_dir to a directory on a disk"
+            ) from error
 
-    @abc.abstractmethod
     def _enter(self, version: PolicyVersion, pages: Pages) -> None:
         """Give pages the name of a version, or raise StorageError."""
 
-    @abc.abstractmethod
     def _leave(self, pages: Pages) -> bool:
         """Take the name from the pages of a dropped version; tell whether they may be recycled."""
+        return True
 
-    @abc.abstractmethod
     def _free(self, pages: Pages) -> None:
         """Let go of pages for good; they are unmapped when the last view of them has gone."""
 
@@ -793,51 +794,6 @@ class MappedStore(abc.ABC):
             self._free(self._spares.pop())
 
 
-class MemoryStore(MappedStore):
-    """Keeps versions in memory; see DiskStore for the arguments."""
-
-    @property
-    def where(self) -> str:
-        """The place, for messages."""
-        return "memory for versions of the weights"
-
-    def sealed(self, version: PolicyVersion, signed_manifest: bytes) -> None:
-        """Do nothing: there is no later process that could read it."""
-
-    def begin_patch(self, patch: Patch) -> None:
-        """Do nothing: what is overwritten is in the patch."""
-
-    def end_patch(self, patch: Patch) -> None:
-        """Do nothing: memory has no name."""
-
-    def cancel_patch(self, patch: Patch) -> None:
-        """Do nothing."""
-
-    def recover(self, run_id: str) -> list[Saved]:
-        """Return nothing, and drop what is held of an earlier run."""
-        for version in list(self._live):
-            self.drop(version)
-        return []
-
-    def _allocate(self, version: PolicyVersion, num_bytes: int) -> Pages:
-        try:
-            return map_memory(num_bytes)
-        except OSError as error:
-            raise StorageError(
-                f"{self.where}: no {format_bytes(num_bytes)} for {version}: {error.strerror}; "
-                "use a machine with more, or set network.store_dir to a directory on a disk"
-            ) from error
-
-    def _enter(self, version: PolicyVersion, pages: Pages) -> None:
-        """Do nothing: memory has no name."""
-
-    def _leave(self, pages: Pages) -> bool:
-        return True
-
-    def _free(self, pages: Pages) -> None:
-        """Do nothing: the last reference is the caller's."""
-
-
 def _names(versions: Sequence[PolicyVersion]) -> str:
     return ", ".join(map(str, sorted(versions))) or "no version"
 
@@ -855,7 +811,7 @@ _OWN = re.compile(
 )
 
 
-def open_store(directory: str | None, limit_bytes: int | None) -> MappedStore:
+def open_store(directory: str | None, limit_bytes: int | None) -> MemoryStore:
     """Return the store that the configuration asks for.
 
     Args:
@@ -888,7 +844,7 @@ def _refuse_other_format(directory: Path) -> None:
         )
 
 
-class DiskStore(MappedStore):
+class DiskStore(MemoryStore):
     """Keeps versions in files that are mapped into memory.
 
     Args:
@@ -1128,7 +1084,7 @@ class DiskStore(MappedStore):
         if pages.path is None:
             return
         try:
-            pages.path = pages.path.rename(self.directory / f"{self._stem(version)}.image")
+            pages.path = pages.path.rename(self._path(version, "image"))
         except OSError as error:
             _remove(pages.path)
             raise StorageError(
@@ -1184,14 +1140,9 @@ class DiskStore(MappedStore):
 
     def _reopen(self, version: PolicyVersion) -> Saved | None:
         """Map a version again, or remove its files if they are of no use."""
-        path = self.directory / f"{self._stem(version)}.image"
-        if not (path.exists() and path.with_suffix(".manifest").exists()):
-            # It was being decoded (from what it comes, its journal tells), or had been dropped.
-            _remove(path)
-            _remove(path.with_suffix(".manifest"))
-            return None
+        path, manifest = self._path(version, "image"), self._path(version, "manifest")
         try:
-            signed_manifest = path.with_suffix(".manifest").read_bytes()
+            signed_manifest = manifest.read_bytes()
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 num_bytes = os.fstat(descriptor).st_size
@@ -1200,9 +1151,12 @@ class DiskStore(MappedStore):
             finally:
                 os.close(descriptor)
         except (OSError, ValueError, StorageError) as error:
-            _log.warning("%s: removed what was left of %s: %s", self.where, version, error)
+            # Without one of the two it was being decoded (from what it comes, its journal tells),
+            # or had been dropped.
+            if not isinstance(error, FileNotFoundError):
+                _log.warning("%s: removed what was left of %s: %s", self.where, version, error)
             _remove(path)
-            _remove(path.with_suffix(".manifest"))
+            _remove(manifest)
             return None
         self._live[version] = pages
         return Saved(version, signed_manifest, pages.lend())
@@ -1216,10 +1170,7 @@ class DiskStore(MappedStore):
         return self._run
 
     def _path(self, version: PolicyVersion, kind: str) -> Path:
-        return self.directory / f"{self._stem(version)}.{kind}"
-
-    def _stem(self, version: PolicyVersion) -> str:
-        return f"v{version.step}-L{version.lineage}-{self._run}"
+        return self.directory / f"v{version.step}-L{version.lineage}-{self._run}.{kind}"
 
     def _temporary(self) -> Path:
         return self.directory / f"echo-image-{next(self._ids)}.tmp"

@@ -7,6 +7,7 @@ import json
 import re
 import secrets
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,14 +65,8 @@ def load_or_create_signing_key(run_dir: Path) -> Ed25519PrivateKey:
     Raises:
         StorageError: if it cannot be read or written.
     """
-    path = _key_path(run_dir)
-    try:
-        if not path.exists():
-            make_private_directory(path.parent)
-            write_file(path, Ed25519PrivateKey.generate().private_bytes_raw(), mode=0o600)
-        return load_signing_key(run_dir)
-    except (OSError, ValueError, UnsupportedAlgorithm) as error:
-        raise StorageError(f"cannot read or make {path}: {error}") from error
+    # Any bytes of this length are a private key.
+    return Ed25519PrivateKey.from_private_bytes(_load_or_create(_key_path(run_dir), KEY_BYTES))
 
 
 def load_signing_key(run_dir: Path) -> Ed25519PrivateKey:
@@ -201,8 +196,7 @@ def find_join(config: Config, role: str) -> Join | None:
     Raises:
         ConfigError: if the file cannot be read or holds something else.
     """
-    connect = config.relay.connect if role == "relay" else config.worker.connect
-    for address in filter(has_secret, connect):
+    for address in filter(has_secret, _connect(config, role)):
         return Join.parse(address, source=f"{role}.connect")
     given = config.security.join
     if given is not None and has_secret(given):
@@ -223,10 +217,13 @@ def find_join(config: Config, role: str) -> Join | None:
     return Join.parse(text, source=f"{key}{str(path)!r}")
 
 
+def _connect(config: Config, role: str) -> Sequence[str]:
+    return config.relay.connect if role == "relay" else config.worker.connect
+
+
 def dial_addresses(config: Config, role: str) -> tuple[str, ...]:
     """Return the addresses that a relay or worker dials first, in order; no secret is in them."""
-    connect = config.relay.connect if role == "relay" else config.worker.connect
-    if connect:
+    if connect := _connect(config, role):
         return tuple(_without_secret(address) for address in connect)
     join = find_join(config, role)
     return () if join is None else (join.address,)

@@ -54,7 +54,7 @@ from echo.net.transport import (
 from echo.net.zmq import KernelFacts, ZmqTransport, advise, descriptor_limit
 from echo.roles.joining import NodeSettings
 from echo.roles.node import DialingRole, Role
-from echo.runtime.disk_store import MappedStore, SavedKeyframe
+from echo.runtime.disk_store import MemoryStore, SavedKeyframe
 from echo.runtime.event_log import EventLog
 from echo.runtime.identity import dial_addresses, signing_fingerprint
 from echo.runtime.threads import Pool, ThreadPools, Threads
@@ -91,6 +91,7 @@ class Topics:
     def tell(self, note: Note, *, now: float) -> None:
         """Log a note, or count it."""
         self.tell_due(now=now)
+        self._waiting.pop(note.ends, None)
         if note.topic in self._told_at:
             _, number = self._waiting.get(note.topic, (note, 0))
             self._waiting[note.topic] = note, number + 1
@@ -210,9 +211,12 @@ class Node:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
             self.threads.close()
-            self.release()
-            for let_go in self.at_release:
-                let_go()
+            for let_go in (self.release, *self.at_release):
+                try:
+                    let_go()
+                except Exception:
+                    # The others follow, and the last messages of this node, which say why it ends.
+                    self.log.exception("the node ends, and cannot let go of something")
             await self.transport.close()
 
     def interrupt(self) -> None:
@@ -336,8 +340,9 @@ class Node:
         try:
             peer = self.transport.dial(action.address, has_bulk=action.purpose == "weights")
         except TransportError as error:
-            # An address from another node's message; the role moves on when it times out.
-            self.log.warning("%s", error)
+            # An address from another node's message; the role moves on when it times out, and
+            # tries it again.
+            self._topics.tell(Note("warning", str(error), f"dial {action.address}"), now=self.now)
         else:
             self.dialled(action.address, action.purpose, peer)
 
@@ -479,9 +484,31 @@ def _can_choose(name: str) -> bool:
 class DialingNode(Node):
     """What relay and worker share: a role that dials out."""
 
-    role: DialingRole
-    version_store: MappedStore | None = None
-    """Where received versions lie; None in memory without a bound."""
+    def __init__(
+        self,
+        role: DialingRole,
+        transport: Transport,
+        *,
+        version_store: MemoryStore | None = None,
+        threads: Threads | None = None,
+        log: logging.Logger,
+    ) -> None:
+        """Join the parts; see `Node`.
+
+        Args:
+            role: decides.
+            transport: its links.
+            version_store: where received versions lie; None in memory without a bound.
+            threads: where blocking calls are made.
+            log: where to tell what happens.
+        """
+        super().__init__(role, transport, threads=threads, log=log)
+        self.role = role
+        self.version_store = version_store
+
+    async def work(self) -> None:
+        """Look for the learner; everything else is an action."""
+        self.perform(self.role.start(now=self.now))
 
     async def recover(self) -> None:
         """Take over what a former process of this node has left of the run's versions."""
@@ -539,6 +566,14 @@ class DialingNode(Node):
     def dial_failed(self, peer: str, reason: str, *, is_refused: bool) -> list[Action]:
         """Handle that an attempt to dial failed; the transport goes on trying."""
         return self.role.dial_failed(peer, reason, is_refused=is_refused, now=self.now)
+
+    def stop(self, reason: str, error: BaseException | None = None) -> None:
+        """End `run`; tell the learner first if it is with an error."""
+        try:
+            if error is not None and not self.has_ended:
+                self.perform(self.role.leave(str(error), has_failed=True))
+        finally:
+            super().stop(reason, error)
 
     async def drain(self) -> None:
         """Say goodbye, so that nobody waits for this node; the transport delivers it."""

@@ -12,40 +12,23 @@ from echo.net.transport import Transport
 from echo.roles.joining import Configure
 from echo.roles.relay import Relay
 from echo.runtime import node
-from echo.runtime.disk_store import MappedStore, open_store
+from echo.runtime.disk_store import open_store
 from echo.runtime.event_log import EventLog
 from echo.runtime.identity import dial_addresses, node_keys
 from echo.runtime.node import DialingNode
 from echo.runtime.threads import Threads
 from echo.weights.receiver import VersionArrived, VersionAudited, VersionDamaged
-from echo.wire.actions import Action
+from echo.wire.actions import Action, Note
 
 
 class RelayNode(DialingNode):
     """A relay."""
 
-    def __init__(
-        self,
-        role: Relay,
-        transport: Transport,
-        *,
-        version_store: MappedStore | None = None,
-        threads: Threads | None = None,
-        log: logging.Logger,
-    ) -> None:
-        super().__init__(role, transport, threads=threads, log=log)
-        self.role: Relay = role
-        self.version_store = version_store
-
-    async def work(self) -> None:
-        """Start looking for the learner; everything else happens in the role."""
-        self.perform(self.role.start(now=self.now))
-
     def on_action(self, action: Action) -> None:
         """Carry out what concerns a relay."""
         match action:
             case VersionArrived():
-                self.log.info("holds %s", action.version)
+                self.perform([Note("info", f"holds {action.version}", "holds")])
             case VersionAudited() | VersionDamaged():
                 pass  # the role fetches it anew
             case Configure():

@@ -84,10 +84,6 @@ class SimWorker(DialingNode):
         self._num_installing = 0
         self._done_at = -1.0
 
-    async def work(self) -> None:
-        """Start looking for the learner; everything else happens in the role."""
-        self.perform(self.role.start(now=self.now))
-
     # --- what the shell asks ---------------------------------------------------------------------
 
     def perform(self, actions: Iterable[Action]) -> None:

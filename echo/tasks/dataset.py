@@ -215,7 +215,7 @@ def _read_columns(path: Path) -> Rows:
             else:
                 batches = pyarrow.parquet.ParquetFile(file).iter_batches(NUM_BATCH_ROWS)
             yield from _batch_rows(path, batches)
-        except pyarrow.ArrowException as error:
+        except (pyarrow.ArrowException, OSError) as error:
             kind = "an Arrow stream" if is_stream else "Parquet"
             raise DataError(f"{path}: not readable as {kind}: {error}") from error
 
@@ -438,34 +438,33 @@ class RowsTask(Task):
         return sides
 
     def _read(self, path: str) -> list[tuple[str, Example]]:
-        bad: list[DataError] = []
-        examples = list(self._parse(path, bad))
-        if bad:
-            text = "%s: skipped %d of %d rows (task.options.skip_bad); the first: %s"
-            _log.warning(text, path, len(bad), len(bad) + len(examples), bad[0])
-        if not examples and bad:
-            raise DataError(f"{path}: all rows are malformed; the first: {bad[0]}")
-        if not examples:
-            raise DataError(f"{path}: the dataset is empty; write one JSON object per line")
-        return examples
-
-    def _parse(self, path: str, skipped: list[DataError]) -> Iterator[tuple[str, Example]]:
-        """Yield what decides a row's side, and its example.
+        """Return what decides each row's side, and its example.
 
         Raises:
-            DataError: at a malformed row, unless such rows are skipped.
+            DataError: at a malformed row, unless such rows are skipped; or if nothing is left.
         """
+        found: list[tuple[str, Example]] = []
+        bad: list[DataError] = []
         for row in read_rows(path):
             try:
                 if isinstance(row, DataError):
                     raise row
-                found = row.text, self._example_of(row)
+                found.append((row.text, self._example_of(row)))
             except DataError as error:
                 if not self.skip_bad:
                     raise
-                skipped.append(error)
-            else:
-                yield found
+                bad.append(error)
+        if bad:
+            text = "%s: skipped %d of %d rows (task.options.skip_bad); the first: %s"
+            _log.warning(text, path, len(bad), len(bad) + len(found), bad[0])
+        if not found:
+            why = (
+                f"all rows are malformed; the first: {bad[0]}"
+                if bad
+                else ("the dataset is empty; write one JSON object per line")
+            )
+            raise DataError(f"{path}: {why}")
+        return found
 
     def _example_of(self, row: DatasetRow) -> Example:
         try:

@@ -196,7 +196,7 @@ class Performer:
         except _Refused as refused:
             return CallAnswer(fault=refused.fault)
         except BaseException as error:  # noqa: BLE001 -- the caller learns of it, whatever it is
-            text = f"{where} raised {type(error).__name__}: {error}{raised_at(error)}"
+            text = f"{where} raised {what_it_raised(error)}"
             is_transient = isinstance(error, TRANSIENT_ERRORS)
             return CallAnswer(
                 fault=CallFault("reward_error", text, is_transient, _traceback(error))
@@ -280,6 +280,11 @@ def _messages(said: str | Message | list[Message], where: str) -> list[Message]:
     return messages
 
 
+def what_it_raised(error: BaseException) -> str:
+    """Return the kind and text of an error of a task's code, and where it was raised."""
+    return f"{type(error).__name__}: {error}{raised_at(error)}"
+
+
 def _traceback(error: BaseException) -> str:
     """Return the traceback of a task's code, without the frames of this module that called it."""
     frames = error.__traceback__
@@ -315,8 +320,9 @@ def main(fd: int) -> None:
         try:
             task = load_task(spec.kind, spec.options)
             task.prepare()
-        except EchoError as error:
-            text = f"the task's process cannot build it: {error}"
+        except Exception as error:  # noqa: BLE001 -- a task's code raises anything
+            what = error if isinstance(error, EchoError) else what_it_raised(error)
+            text = f"the task's process cannot build it: {what}"
             pipe.send(CallAnswer(fault=CallFault("reward_lost", text)))
             return
         _limit_memory(spec.memory_bytes)

@@ -45,7 +45,7 @@ from typing import Any
 
 import msgspec
 
-from echo.core.errors import EchoError
+from echo.core.errors import ConfigError, EchoError
 from echo.tasks.environment import Message
 from echo.tasks.process_main import (
     Begin,
@@ -59,6 +59,7 @@ from echo.tasks.process_main import (
     Reply,
     ScoreCall,
     TaskSpec,
+    what_it_raised,
 )
 from echo.tasks.task import Example, Task
 
@@ -169,6 +170,13 @@ class TaskHost(abc.ABC):
         Raises:
             RewardError: if there is none.
         """
+        try:
+            return self._perform(call)
+        except RewardError:
+            self.count("env/errors")
+            raise
+
+    def _perform(self, call: Call) -> Any:
         for attempt in range(MAX_RETRIES + 1):
             if attempt:
                 self.count("env/retries")
@@ -178,7 +186,6 @@ class TaskHost(abc.ABC):
                 return self._bounded(call, answer.value)
             if not fault.is_transient:
                 break
-        self.count("env/errors")
         assert fault is not None
         reason, text = fault.reason, fault.text
         if fault.is_transient:
@@ -190,15 +197,11 @@ class TaskHost(abc.ABC):
         try:
             return self._answer(call)
         except TimeoutError:
-            self.count("env/errors")
             raise RewardError(
                 f"{self.name}.{call} did not return within {self.limits.seconds(call):g} s; raise "
                 f"{self.limits.key(call)} or make it faster",
                 reason="reward_timeout",
             ) from None
-        except RewardError:
-            self.count("env/errors")
-            raise
         finally:
             self.count("env/calls")
             self.count("env/milliseconds", round(1000 * (time.monotonic() - started_at)))
@@ -219,7 +222,6 @@ class TaskHost(abc.ABC):
             return value
         if isinstance(value, int | float) and abs(value) <= bound:
             return value
-        self.count("env/errors")
         raise RewardError(
             f"{self.name}.{call} returned {value!r}, beyond task.max_reward = {bound:g}; scale the "
             "task's rewards, or raise it",
@@ -285,8 +287,19 @@ class InlineHost(TaskHost):
     """A task in this process: for one whose code is known to return soon."""
 
     def __init__(self, task: Task, limits: Limits) -> None:
-        """Start no thread yet."""
+        """Prepare the task; start no thread yet.
+
+        Raises:
+            ConfigError: if the task's code cannot.
+        """
         super().__init__(type(task).__name__, limits)
+        try:
+            task.prepare()
+        except EchoError:
+            raise
+        except Exception as error:  # a task's code raises anything
+            what = f"{self.name}.prepare raised {what_it_raised(error)}"
+            raise ConfigError(f"the task cannot be prepared: {what}") from error
         self._performer = Performer(task)
         self._idle: list[_CallingThread] = []
         self._stuck: list[_CallingThread] = []

@@ -52,7 +52,9 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             str(_existing(directory)), local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except DataError:
+        raise
+    except Exception as error:  # the tokenizer's library raises anything at what it cannot read
         raise DataError(
             f"{directory}: no tokenizer could be loaded: {error}; the directory needs "
             "tokenizer.json and tokenizer_config.json beside config.json"

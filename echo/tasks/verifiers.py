@@ -168,7 +168,8 @@ class _Session:
         if request is None:
             return None
         now = self._said
-        if now[: len(before)] != before or now[len(before)].get("role") != "assistant":
+        turn = now[len(before) : len(before) + 1]
+        if now[: len(before)] != before or [m.get("role") for m in turn] != ["assistant"]:
             raise RuntimeError(
                 "the environment rewrites what was said before; only environments that add to a "
                 "conversation can be trained on"

@@ -178,7 +178,7 @@ def pass_rate(
     sampling = Sampling(1.0, 1.0, 0, task.max_completion_tokens, (EOS_ID,), greedy)
     with tempfile.TemporaryDirectory() as directory:
         model.config.save_pretrained(directory)
-        engine = TransformersEngine(directory)
+        engine = TransformersEngine(Path(directory))
     engine.load(dict(model.named_parameters()))
     completions = engine.generate(requests, sampling)
     texts = [_text_of(tokenizer, completion) for completion in completions]

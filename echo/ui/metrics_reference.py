@@ -117,6 +117,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "env/turn_limit": "Episodes ended at `task.max_turns`.",
         "env/token_limit": "Episodes ended at `sampling.max_completion_tokens`.",
         "engine/out_of_memory": "Times that an engine ran out of memory and halved its rollouts.",
+        "engine/calls_failed": "Calls of an engine that raised; the group at fault ended.",
         "engine/installs_failed": "Versions that an engine refused; it kept the one before.",
         "engine/version_refused": "Leases given back because their version is not here.",
     },

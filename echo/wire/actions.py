@@ -66,6 +66,8 @@ class Note(Action):
     text: str
     topic: str = ""
     """Where many may follow: one a minute of each topic is told, with how many there were."""
+    ends: str = ""
+    """The topic that is over with this: what waits to be told of it is not news any more."""
 
 
 @dataclass(frozen=True, slots=True)

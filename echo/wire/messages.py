@@ -322,9 +322,11 @@ class Finish(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """The node leaves on purpose; its leases may be issued again at once."""
+    """The node leaves; its leases may be issued again at once."""
 
     reason: Line
+    has_failed: bool = False
+    """Whether an error has ended it, which is the reason."""
     is_released: bool = False
     """Whether its machine has been given back: it costs nothing any more."""
 
@@ -471,6 +473,11 @@ BAD_LOGPROBS = "bad_logprobs"
 NaN, infinite or positive."""
 
 
+ENGINE_ERROR = "engine_error"
+"""Reason for which a worker gives a group up whose sampling raised, or gives it back where its
+engine samples nothing any more."""
+
+
 REASONS = frozenset(
     {
         # why the learner refuses a group
@@ -478,14 +485,14 @@ REASONS = frozenset(
         "bad_token_ids", "group_size", "mixed_versions", "too_long", BAD_LOGPROBS,
         "no_trainable_token", "abandoned_version", "version_from_the_future", "stale",
         # why a worker gives one up
-        "prompt_too_long", "group_too_large", "reward_error", "reward_too_large", "reward_timeout",
-        "reward_memory", "reward_lost", "reward_retries", "agent_error", "agent_failed",
-        "agent_timeout", "version_not_installed", SUPERSEDED,
+        "prompt_too_long", "group_too_large", ENGINE_ERROR, "reward_error", "reward_too_large",
+        "reward_timeout", "reward_memory", "reward_lost", "reward_retries", "agent_error",
+        "agent_failed", "agent_timeout", "version_not_installed", SUPERSEDED,
         # why the learner ends one itself: nothing could be learned from it, no step be made with
         # it, or it cannot be had or is not needed
         "zero_variance", "all_masked", "lost_member",
         "step_error", "nonfinite_gradient", "out_of_memory", "bad_group",
-        "prompt_error", "lost", "run_finished",
+        "prompt_error", "lost", "attempts_exhausted", "run_finished",
     }
 )  # fmt: skip
 """Why a group was not trained on; they name counters, and no other word of a peer's does."""

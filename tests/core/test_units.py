@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,96 +21,61 @@ from echo.core.units import (
     parse_size,
 )
 
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("30s", 30.0),
-        ("5min", 300.0),
-        ("2h", 7200.0),
-        ("100ms", 0.1),
-        ("1.5 s", 1.5),
-        (3, 3.0),
-        ("1d", 86400.0),
-        ("250us", 0.00025),
-        (0, 0.0),
-        (0.25, 0.25),
-    ],
-)
-def test_durations(text: object, seconds: float) -> None:
-    assert parse_duration(text) == seconds
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [
-        ("8GiB", 8 * 2**30),
-        ("200MB", 200_000_000),
-        ("1 MiB", 2**20),
-        ("1.5KiB", 1536),
-        (17, 17),
-        ("0B", 0),
-        ("2TiB", 2 * 2**40),
-        ("3kB", 3000),
-        ("3KB", 3000),
-    ],
-)
-def test_sizes(text: object, num_bytes: int) -> None:
-    assert parse_size(text) == num_bytes
+DURATIONS: list[Any] = [
+    ("30s", 30.0), ("5min", 300.0), ("2h", 7200.0), ("100ms", 0.1), ("1.5 s", 1.5), (3, 3.0),
+    ("1d", 86400.0), ("250us", 0.00025), (0, 0.0), (0.25, 0.25), ("10000d", MAX_DURATION_S),
+]  # fmt: skip
+SIZES: list[Any] = [
+    ("8GiB", 8 * 2**30), ("200MB", 200_000_000), ("1 MiB", 2**20), ("1.5KiB", 1536), (17, 17),
+    ("0B", 0), ("2TiB", 2 * 2**40), ("3kB", 3000), ("3KB", 3000), ("1000000TiB", MAX_SIZE_BYTES),
+]  # fmt: skip
+NO_DURATIONS: list[Any] = [
+    "fast", "5m", "30", "", "-3s", "9" * 400 + "s", "1e30h", -1, True, None, float("nan"),
+    float("inf"), 10**400, [3],
+]  # fmt: skip
+NO_SIZES: list[Any] = ["8G", "8Mb", "8", "big", -1, 1.5, True, None]
+TOO_LONG: list[Any] = ["10001d", "9" * 18 + "h", "240000.1h", 864_000_001, 1e18]
+TOO_MUCH: list[Any] = ["1000001TiB", "9" * 18 + "MiB", 2**62]
+PARSERS: list[tuple[Callable[[object], float], Mapping[str, Any]]] = [
+    (parse_duration, DURATION_UNITS),
+    (parse_size, SIZE_UNITS),
+]
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("parse", "text", "expected"),
+    [(parse_duration, *each) for each in DURATIONS] + [(parse_size, *each) for each in SIZES],
+)
+def test_what_is_written_is_read(
+    parse: Callable[[object], float], text: object, expected: float
+) -> None:
+    assert parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("parse", "values", "message"),
     [
-        "fast",
-        "5m",
-        "30",
-        "",
-        "-3s",
-        "9" * 400 + "s",
-        "1e30h",
-        -1,
-        True,
-        None,
-        float("nan"),
-        float("inf"),
-        10**400,
-        [3],
+        (parse_duration, NO_DURATIONS, r'is not a duration; .*us, ms, s, min, h, d.*"30s"'),
+        (parse_size, NO_SIZES, r'is not a size; .*KiB, MiB.*"8GiB"'),
+        (parse_duration, TOO_LONG, r'is too long; a duration may have "10000d" at most'),
+        (parse_size, TOO_MUCH, r'is too much; a size may have "1000000TiB" at most'),
     ],
 )
-def test_not_a_duration_says_what_to_write(value: object) -> None:
-    with pytest.raises(ValueError, match=r'is not a duration; .*us, ms, s, min, h, d.*"30s"'):
-        parse_duration(value)
+def test_a_refusal_says_what_to_write(
+    parse: Callable[[object], float], values: list[Any], message: str
+) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=message):
+            parse(value)
 
 
-@pytest.mark.parametrize("value", ["8G", "8Mb", "8", "big", -1, 1.5, True, None])
-def test_not_a_size_says_what_to_write(value: object) -> None:
-    with pytest.raises(ValueError, match=r'is not a size; .*KiB, MiB.*"8GiB"'):
-        parse_size(value)
-
-
-@pytest.mark.parametrize("value", ["10001d", "9" * 18 + "h", "240000.1h", 864_000_001, 1e18])
-def test_a_duration_has_a_bound(value: object) -> None:
-    assert parse_duration("10000d") == MAX_DURATION_S
-    with pytest.raises(ValueError, match=r'is too long; a duration may have "10000d" at most'):
-        parse_duration(value)
-
-
-@pytest.mark.parametrize("value", ["1000001TiB", "9" * 18 + "MiB", 2**62])
-def test_a_size_has_a_bound(value: object) -> None:
-    assert parse_size("1000000TiB") == MAX_SIZE_BYTES
-    with pytest.raises(ValueError, match=r'is too much; a size may have "1000000TiB" at most'):
-        parse_size(value)
-
-
-@given(st.integers(0, 10**6), st.sampled_from(sorted(SIZE_UNITS)))
-def test_a_size_with_a_unit_is_exact(number: int, unit: str) -> None:
-    assert parse_size(f"{number}{unit}") == number * SIZE_UNITS[unit]
-
-
-@given(st.integers(0, 10**4), st.sampled_from(sorted(DURATION_UNITS)))
-def test_a_duration_with_a_unit_is_exact(number: int, unit: str) -> None:
-    assert parse_duration(f"{number}{unit}") == float(number * DURATION_UNITS[unit])
+@pytest.mark.parametrize(("parse", "units"), PARSERS)
+@given(number=st.integers(0, 10**4), data=st.data())
+def test_a_number_with_a_unit_is_exact(
+    parse: Callable[[object], float], units: Mapping[str, Any], number: int, data: st.DataObject
+) -> None:
+    unit = data.draw(st.sampled_from(sorted(units)))
+    assert parse(f"{number}{unit}") == float(number * units[unit])
 
 
 @given(st.integers(0, 2**49))

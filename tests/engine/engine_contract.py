@@ -37,7 +37,7 @@ WITHIN_S = 240.0
 SLOW = threading.Event()
 """Set while something is to happen to a generation; engines that run ahead of their callers heed it
 with the help of their tests."""
-LONG = 400
+LONG = 200
 """Tokens of a completion that must still be running when something happens to it."""
 TOLERANCE = 1e-4
 """Nats between an engine's log-probability and the learner's, both in float32."""
@@ -53,6 +53,8 @@ SAMPLINGS = {
 }
 PLAIN = SAMPLINGS["plain"]
 ENDLESS = Sampling(1.0, 1.0, 0, LONG, ())
+LONGER = replace(ENDLESS, max_completion_tokens=2 * LONG)
+"""For an engine that nobody can make slow, or to which much happens meanwhile."""
 
 
 def request(prompt: Sequence[int], seed: int = 0, name: str = "r") -> Request:
@@ -315,6 +317,7 @@ class EngineContract(PatchContract):
     ) -> None:
         with pytest.raises(EngineError, match=message):
             run(engine, [request([1, 5], name="good"), request(prompt)])
+        assert engine.can_sample()
 
     def test_no_requests_give_no_completions(self, engine: Engine) -> None:
         assert run(engine, []) == []
@@ -546,5 +549,6 @@ class EngineLifeContract(Models):
             run(engine, [request([1])])
         engine.load(weights[0], V1)
         engine.close()
+        assert not engine.can_sample()
         with pytest.raises(EngineError, match="no weights are loaded"):
             run(engine, [request([1])])

@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from echo.core.errors import EngineError
 from echo.engine.engine import Completion, Request, Sampling, describe_nonfinite
+from echo.engine.hf import engine as hf_engine
 from echo.engine.hf.batch import draw_tokens, sampling_logprobs, uniform_at
 from echo.engine.hf.engine import Mailbox, TransformersEngine
 from echo.engine.model import load_directory
@@ -136,18 +137,20 @@ def test_an_abort_returns_what_there_is(engine: TransformersEngine) -> None:
 
 @pytest.mark.slow
 def test_a_small_memory_budget_makes_batches_and_changes_nothing(tiny_model_dir: Path) -> None:
-    weights = 100_736 * 4
     one = 2 * 3 * 2 * 16 * 4 * (19 + 16) + 32 * 32  # 2 layers and the one being grown
-    small = loaded(tiny_model_dir, memory_budget_bytes=weights + 3 * one + one // 2)
+    small = loaded(tiny_model_dir, rollout_bytes=3 * one + one // 2)
     assert small.max_concurrent_rollouts(19, 16) == 3
-    large = loaded(tiny_model_dir, memory_budget_bytes=weights + 100 * one)
+    large = loaded(tiny_model_dir, rollout_bytes=100 * one)
     assert large.max_concurrent_rollouts(19, 16) == 100
     requests = unequal_prompts(10)
     assert_same(run(small, requests, sampling()), run(large, requests, sampling()))
 
 
-def test_a_budget_that_holds_nothing_is_refused_with_the_numbers(tiny_model_dir: Path) -> None:
-    engine = loaded(tiny_model_dir, memory_budget_bytes=500_000)
+def test_a_budget_that_holds_nothing_is_refused_with_the_numbers(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_engine, "free_bytes", lambda _: 1_000_000)
+    engine = loaded(tiny_model_dir)
     with pytest.raises(EngineError, match=r"budget of 500000 bytes.*402944.*max_completion_tokens"):
         engine.max_concurrent_rollouts(100, 1000)
 
@@ -162,11 +165,14 @@ def test_beside_a_trainer_it_holds_what_it_may_have_and_a_rollout_in_any_case(
     assert all(len(found.token_ids) for found in run(engine, equal_prompts(4), sampling()))
 
 
-def test_what_is_continued_needs_no_more_memory_than_when_it_began(tiny_model_dir: Path) -> None:
+def test_what_is_continued_needs_no_more_memory_than_when_it_began(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also beside a row that has nothing yet, which would pad it: then one goes after the other."""
     weights = 100_736 * 4
     one = 2 * 3 * 2 * 16 * 4 * (19 + 16) + 32 * 32  # as above
-    engine = loaded(tiny_model_dir, memory_budget_bytes=weights + one)
+    monkeypatch.setattr(hf_engine, "free_bytes", lambda _: 2 * (weights + one))
+    engine = loaded(tiny_model_dir)
     how = sampling(stop_ids=())
     fresh = request([1, *range(3, 21)])
     whole = run(engine, [fresh], how)[0]

@@ -24,12 +24,13 @@ from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Sampling
 from echo.engine.model import load_directory
-from echo.engine.vllm.backend import BackendOutput
+from echo.engine.vllm.backend import BackendOutput, BackendRequest
 from echo.engine.vllm.engine import MAX_RESTARTS, VllmEngine
 from echo.engine.weights import TensorChange, tensors_from_image
 from echo.weights.manifest import TensorSpec
 from tests.engine.engine_contract import (
     ENDLESS,
+    LONG,
     PLAIN,
     V1,
     V2,
@@ -37,7 +38,6 @@ from tests.engine.engine_contract import (
     WITHIN_S,
     EngineContract,
     EngineLifeContract,
-    Models,
     PatchContract,
     Watched,
     assert_the_learners,
@@ -46,10 +46,9 @@ from tests.engine.engine_contract import (
     tied_first,
     versions_of,
 )
-from tests.engine.lora_models import adapted_policy, published
 from tests.engine.patches import patch_between
-from tests.engine.vllm_layers import nothing_packed
-from tests.engine.vllm_steps import _steps_that_can_be_slow as _steps_that_can_be_slow
+from tests.engine.real_vllm import _real_vllm as _real_vllm
+from tests.engine.real_vllm import nothing_packed
 
 # Third parties; and vLLM, which warns of its own parts.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
@@ -59,9 +58,22 @@ SMALL: dict[str, Any] = {"arguments": {"kv_cache_memory_bytes": 64 << 20}, "num_
 Weights = Mapping[str, Tensor]
 
 
+class BrokenWeights(dict[str, Tensor]):
+    """Weights that can be read once from one end to the other, and then no more."""
+
+    num_reads = 0
+
+    def items(self):  # type: ignore[no-untyped-def]
+        self.num_reads += 1
+        for number, item in enumerate(super().items()):
+            if self.num_reads > 2 and number == 5:
+                raise OSError("the memory is gone")
+            yield item
+
+
 @tied_first
 class TestContract(EngineContract):
-    """The suite that every engine passes."""
+    """The suite that every engine passes, and what is vLLM's own."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -73,8 +85,8 @@ class TestContract(EngineContract):
     ) -> None:
         submit, seen = engine._backend.submit, set[str]()
 
-        def spoilt(name: str, *rest: Any) -> Future[BackendOutput]:
-            future, own = submit(name, *rest), name.partition("/")[0]
+        def spoilt(asked: BackendRequest) -> Future[BackendOutput]:
+            future, own = submit(asked), asked.request_id.partition("/")[0]
             if own == "bad" or (own == "once" and own not in seen):
                 seen.add(own)
                 sample = future.result(timeout=WITHIN_S)
@@ -89,6 +101,118 @@ class TestContract(EngineContract):
         assert len(bad.policy_versions) == 3
         assert good.finish_reason == once.finish_reason == "length"
         assert once.token_ids.tolist() == good.token_ids.tolist()
+
+    # What becomes of swaps and of rollouts under way when something goes wrong.
+
+    def check(
+        self, engine: VllmEngine, watched: Watched, models: list[torch.nn.Module]
+    ) -> list[int]:
+        """All tokens are of v1 and exactly so; return how many each rollout has."""
+        counts = []
+        for completion in watched.result():
+            assert set(versions_of(completion)) == {V1}
+            prompt = request([1, 5, int(completion.request_id)], int(completion.request_id))
+            assert_the_learners(completion, models[0], prompt, ENDLESS)
+            counts.append(len(completion.token_ids))
+        assert engine.installed == V1
+        return counts
+
+    def start(self, engine: VllmEngine) -> Watched:
+        watched = Watched(engine, [request([1, 5, n], n, str(n)) for n in range(2)])
+        watched.wait_for(40)
+        return watched
+
+    def test_weights_that_do_not_arrive_are_found_and_taken_back(
+        self,
+        engine: VllmEngine,
+        models: list[torch.nn.Module],
+        weights: list[Weights],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """The head that vLLM 0.32 forgets on a CPU; of an untied model, a norm that is lost."""
+        vllm_transfer = importlib.import_module("echo.engine.vllm.transfer")
+        is_tied = "lm_head.weight" not in weights[1]
+        read = vllm_transfer._read
+
+        def read_without_norm(update_info):  # type: ignore[no-untyped-def]
+            old = {**weights[1], "model.norm.weight": weights[0]["model.norm.weight"] + 0.2}
+            is_new = vllm_transfer.HANDED_OVER[update_info.key] is weights[1]
+            return iter(old.items()) if is_new else read(update_info)
+
+        if is_tied:
+            monkeypatch.setattr(vllm_transfer, "_repack_tied_heads", lambda model: None)
+        else:
+            monkeypatch.setattr(vllm_transfer, "_read", read_without_norm)
+        watched = self.start(engine)
+        message = r"v2 is installed but not what vLLM samples from: .* nats .*; rolled back.*: v1"
+        with pytest.raises(EngineError, match=message):
+            engine.load(weights[1], V2)
+        assert self.check(engine, watched, models) == [LONG] * 2
+        monkeypatch.undo()
+        engine.load(weights[1], V3)
+        assert set(versions_of(run(engine, [request([1])])[0])) == {V3}
+
+    def test_an_update_that_fails_half_way_is_a_dead_engine_that_comes_back(
+        self, engine: VllmEngine, models: list[torch.nn.Module], weights: list[Weights]
+    ) -> None:
+        watched = self.start(engine)
+        before = engine.current()[0]
+        message = "v2 could not be installed: .*the memory is gone; vLLM was started anew.*: v1"
+        with pytest.raises(EngineError, match=message):
+            engine.load(BrokenWeights(weights[1]), V2)
+        assert engine.current()[0] is not before
+        assert self.check(engine, watched, models) == [LONG] * 2
+
+    @pytest.mark.matrix
+    def test_a_death_costs_no_rollout(
+        self, engine: VllmEngine, models: list[torch.nn.Module]
+    ) -> None:
+        watched = self.start(engine)
+        engine.current()[0].die("killed by the test")
+        assert self.check(engine, watched, models) == [LONG] * 2
+
+    @pytest.mark.matrix
+    @pytest.mark.parametrize("waits", [True, False], ids=["swap-waits", "swap-follows"])
+    def test_a_step_that_fails_is_no_fault_of_the_next_swap(
+        self, engine: VllmEngine, models: list[torch.nn.Module], weights: list[Weights], waits: bool
+    ) -> None:
+        watched = self.start(engine)
+        backend = engine.current()[0]
+        vllm, has_failed = backend._engine, threading.Event()
+
+        def fail() -> None:
+            has_failed.set()
+            while waits and backend._jobs.empty():
+                time.sleep(0.001)
+            raise RuntimeError("a step failed")
+
+        vllm.step = fail
+        assert has_failed.wait(120)
+        if not waits:
+            backend._thread.join(120)
+        engine.load(weights[0], V1)
+        assert self.check(engine, watched, models) == [LONG] * 2
+
+    @pytest.mark.matrix
+    def test_an_abort_that_nobody_asked_for_is_not_taken_for_an_end(
+        self, engine: VllmEngine, models: list[torch.nn.Module]
+    ) -> None:
+        """As when somebody tells vLLM's own process to stop."""
+        watched = self.start(engine)
+        backend = engine.current()[0]
+        backend.abort(list(backend.num_sampled()))
+        assert self.check(engine, watched, models) == [LONG] * 2
+
+    def test_prompts_that_together_exceed_one_step_are_sampled(
+        self, engine: VllmEngine, models: list[torch.nn.Module]
+    ) -> None:
+        """Prefills in pieces kill vLLM 0.32 on a CPU where requests have seeds."""
+        requests = [request([1, *([n + 3, 7] * 230)], n, str(n)) for n in range(16)]
+        how = Sampling(1.0, 1.0, 0, 8, ())
+        before = engine.current()[0]
+        for prompt, completion in zip(requests, run(engine, requests, how), strict=True):
+            assert_the_learners(completion, models[0], prompt, how)
+        assert engine.current()[0] is before
 
 
 Images = list[tuple[tuple[TensorSpec, ...], bytearray]]
@@ -225,174 +349,6 @@ class TestLifeContract(EngineLifeContract):
         return partial(VllmEngine, **SMALL)
 
 
-class BrokenWeights(dict[str, Tensor]):
-    """Weights that can be read once from one end to the other, and then no more."""
-
-    num_reads = 0
-
-    def items(self):  # type: ignore[no-untyped-def]
-        self.num_reads += 1
-        for number, item in enumerate(super().items()):
-            if self.num_reads > 2 and number == 5:
-                raise OSError("the memory is gone")
-            yield item
-
-
-@tied_first
-class TestTransactions(Models):
-    """What becomes of swaps and of rollouts under way when something goes wrong."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def shared_engine(cls, model_dirs: list[Path]) -> Iterator[VllmEngine]:
-        engine = VllmEngine(model_dirs[0], **SMALL)
-        yield engine
-        engine.close()
-
-    @pytest.fixture
-    def engine(self, shared_engine: VllmEngine, weights: list[Weights]) -> VllmEngine:
-        shared_engine.load(weights[0], V1)
-        return shared_engine
-
-    def check(
-        self, engine: VllmEngine, watched: Watched, models: list[torch.nn.Module]
-    ) -> list[int]:
-        """All tokens are of v1 and exactly so; return how many each rollout has."""
-        counts = []
-        for completion in watched.result():
-            assert set(versions_of(completion)) == {V1}
-            prompt = request([1, 5, int(completion.request_id)], int(completion.request_id))
-            assert_the_learners(completion, models[0], prompt, ENDLESS)
-            counts.append(len(completion.token_ids))
-        assert engine.installed == V1
-        return counts
-
-    def start(self, engine: VllmEngine) -> Watched:
-        watched = Watched(engine, [request([1, 5, n], n, str(n)) for n in range(4)])
-        watched.wait_for(40)
-        return watched
-
-    def test_weights_that_do_not_arrive_are_found_and_taken_back(
-        self,
-        engine: VllmEngine,
-        models: list[torch.nn.Module],
-        weights: list[Weights],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        """The head that vLLM 0.32 forgets on a CPU; of an untied model, a norm that is lost."""
-        vllm_transfer = importlib.import_module("echo.engine.vllm.transfer")
-        is_tied = "lm_head.weight" not in weights[1]
-        read = vllm_transfer._read
-
-        def read_without_norm(update_info):  # type: ignore[no-untyped-def]
-            old = {**weights[1], "model.norm.weight": weights[0]["model.norm.weight"] + 0.2}
-            is_new = vllm_transfer.HANDED_OVER[update_info.key] is weights[1]
-            return iter(old.items()) if is_new else read(update_info)
-
-        if is_tied:
-            monkeypatch.setattr(vllm_transfer, "_repack_tied_heads", lambda model: None)
-        else:
-            monkeypatch.setattr(vllm_transfer, "_read", read_without_norm)
-        watched = self.start(engine)
-        message = r"v2 is installed but not what vLLM samples from: .* nats .*; rolled back.*: v1"
-        with pytest.raises(EngineError, match=message):
-            engine.load(weights[1], V2)
-        assert self.check(engine, watched, models) == [400] * 4
-        monkeypatch.undo()
-        engine.load(weights[1], V3)
-        assert set(versions_of(run(engine, [request([1])])[0])) == {V3}
-
-    def test_an_update_that_fails_half_way_is_a_dead_engine_that_comes_back(
-        self, engine: VllmEngine, models: list[torch.nn.Module], weights: list[Weights]
-    ) -> None:
-        watched = self.start(engine)
-        before = engine.current()[0]
-        message = "v2 could not be installed: .*the memory is gone; vLLM was started anew.*: v1"
-        with pytest.raises(EngineError, match=message):
-            engine.load(BrokenWeights(weights[1]), V2)
-        assert engine.current()[0] is not before
-        assert self.check(engine, watched, models) == [400] * 4
-
-    @pytest.mark.matrix
-    def test_a_death_costs_no_rollout(
-        self, engine: VllmEngine, models: list[torch.nn.Module]
-    ) -> None:
-        watched = self.start(engine)
-        engine.current()[0].die("killed by the test")
-        assert self.check(engine, watched, models) == [400] * 4
-
-    @pytest.mark.matrix
-    @pytest.mark.parametrize("waits", [True, False], ids=["swap-waits", "swap-follows"])
-    def test_a_step_that_fails_is_no_fault_of_the_next_swap(
-        self, engine: VllmEngine, models: list[torch.nn.Module], weights: list[Weights], waits: bool
-    ) -> None:
-        watched = self.start(engine)
-        backend = engine.current()[0]
-        vllm, has_failed = backend._engine, threading.Event()
-
-        def fail() -> None:
-            has_failed.set()
-            while waits and backend._jobs.empty():
-                time.sleep(0.001)
-            raise RuntimeError("a step failed")
-
-        vllm.step = fail
-        assert has_failed.wait(120)
-        if not waits:
-            backend._thread.join(120)
-        engine.load(weights[0], V1)
-        assert self.check(engine, watched, models) == [400] * 4
-
-    @pytest.mark.matrix
-    def test_an_abort_that_nobody_asked_for_is_not_taken_for_an_end(
-        self, engine: VllmEngine, models: list[torch.nn.Module]
-    ) -> None:
-        """As when somebody tells vLLM's own process to stop."""
-        watched = self.start(engine)
-        backend = engine.current()[0]
-        backend.abort(list(backend.num_sampled()))
-        assert self.check(engine, watched, models) == [400] * 4
-
-    def test_prompts_that_together_exceed_one_step_are_sampled(
-        self, engine: VllmEngine, models: list[torch.nn.Module]
-    ) -> None:
-        """Prefills in pieces kill vLLM 0.32 on a CPU where requests have seeds."""
-        requests = [request([1, *([n + 3, 7] * 230)], n, str(n)) for n in range(16)]
-        how = Sampling(1.0, 1.0, 0, 8, ())
-        before = engine.current()[0]
-        for prompt, completion in zip(requests, run(engine, requests, how), strict=True):
-            assert_the_learners(completion, models[0], prompt, how)
-        assert engine.current()[0] is before
-
-    def test_vllm_that_dies_again_and_again_is_given_up(
-        self, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(engine, "_num_restarts", MAX_RESTARTS)
-        with pytest.raises(EngineError, match="vLLM died 4 times without a swap that worked"):
-            engine.revive(engine.current()[0])
-
-    def test_a_group_larger_than_the_cache_runs_in_batches(
-        self, model_dirs: list[Path], weights: list[Weights], shared_engine: VllmEngine
-    ) -> None:
-        shared_engine.close()
-        # 2 layers of keys and values, 2 heads of 32, float32: 1 KiB per token.
-        engine = VllmEngine(
-            model_dirs[0],
-            num_threads=1,
-            arguments={"kv_cache_memory_bytes": 540 << 10, "max_num_seqs": 8},
-        )
-        try:
-            engine.load(weights[0], V1)
-            assert engine.max_concurrent_rollouts(16, 48) == 7
-            assert engine.max_concurrent_rollouts(16, 16) == 8
-            requests = [request([1, 5, n], n, str(n)) for n in range(20)]
-            completions = run(engine, requests, Sampling(1.0, 1.0, 0, 40, ()))
-            assert [c.request_id for c in completions] == [r.request_id for r in requests]
-            assert {len(c.token_ids) for c in completions} == {40}
-        finally:
-            engine.close()
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("num_held", [3, 0])
 def test_out_of_memory_makes_it_start_anew_for_fewer_at_one_time(
@@ -486,81 +442,12 @@ def test_a_smaller_cache_still_holds_the_longest_rollout(
         assert engine.max_concurrent_rollouts(64, 64) == 1
         engine._num_restarts = MAX_RESTARTS  # of other things, which will not be the end of it
         requests = [request([1, 5, n], n, str(n)) for n in range(6)]
-        run(engine, requests, Sampling(1.0, 1.0, 0, 20, ()))
+        completions = run(engine, requests, Sampling(1.0, 1.0, 0, 20, ()))
+        assert [c.request_id for c in completions] == [r.request_id for r in requests]
+        assert {len(c.token_ids) for c in completions} == {20}
         assert engine.take_counts() == {"engine/out_of_memory": 1}
         assert engine.max_concurrent_rollouts(64, 64) == 1
         [whole] = run(engine, requests[:1], ENDLESS)
         assert len(whole.token_ids) == 125
-    finally:
-        engine.close()
-
-
-@pytest.mark.matrix
-def test_memory_that_runs_out_while_nothing_is_sampled_is_not_laid_to_the_rollouts(
-    make_tiny_model: Callable[..., Path],
-) -> None:
-    """As where other weights are handed over, or somebody else takes the memory."""
-    model_dir = make_tiny_model(head_dim=32)
-    engine = VllmEngine(model_dir, **SMALL)
-    try:
-        engine.load(load_directory(model_dir, "float32"), V1)
-        most = engine.max_concurrent_rollouts(3, 4)
-        engine.current()[0].die("the update failed: CUDA out of memory")
-        [completion] = run(engine, [request([1, 5])])
-        assert set(versions_of(completion)) == {V1}
-        assert engine.max_concurrent_rollouts(3, 4) == most
-        assert engine.take_counts() == {}
-    finally:
-        engine.close()
-
-
-@pytest.mark.matrix
-def test_memory_that_runs_out_at_the_start_makes_it_try_with_fewer(
-    make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where vLLM measures a GPU with as many sequences as it may have to hold."""
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    make = LLMEngine.from_engine_args.__func__
-
-    def limited(cls, arguments, *others, **more):  # type: ignore[no-untyped-def]
-        if arguments.max_num_seqs > 40:
-            raise RuntimeError("CUDA out of memory occurred when warming up sampler")
-        return make(cls, arguments, *others, **more)
-
-    monkeypatch.setattr(LLMEngine, "from_engine_args", classmethod(limited))
-    engine = VllmEngine(make_tiny_model(head_dim=32), **SMALL)
-    try:
-        assert engine.max_concurrent_rollouts(3, 4) == 32
-        assert engine.take_counts() == {"engine/out_of_memory": 2}
-    finally:
-        engine.close()
-
-
-@pytest.mark.matrix
-def test_memory_that_runs_out_at_the_start_keeps_fewer_versions(
-    make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where vLLM makes room for adapters on a GPU."""
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    make = LLMEngine.from_engine_args.__func__
-
-    def limited(cls, arguments, *others, **more):  # type: ignore[no-untyped-def]
-        if arguments.max_loras > 4:
-            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return make(cls, arguments, *others, **more)
-
-    monkeypatch.setattr(LLMEngine, "from_engine_args", classmethod(limited))
-    base_dir = make_tiny_model(initializer_range=0.2, head_dim=32)
-    policy, lora = adapted_policy(base_dir)
-    lora = replace(lora, num_versions=6)
-    engine = VllmEngine(base_dir, lora=lora, **SMALL)
-    try:
-        assert engine.num_versions == 3
-        assert engine.take_counts() == {}, "as many rollouts as before"
-        for step in range(1, 6):
-            engine.load(published(policy), PolicyVersion(1, step))
-        assert len(engine.current()[0]._engine.list_loras()) == 4
     finally:
         engine.close()

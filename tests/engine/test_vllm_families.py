@@ -16,6 +16,7 @@ import torch
 from echo.core.errors import EngineError
 from echo.engine.lora import Lora
 from echo.engine.vllm.engine import VllmEngine
+from tests.engine.real_vllm import _real_vllm as _real_vllm
 from tests.runtime.families import (
     FAMILIES,
     TOLERANCE,

@@ -20,7 +20,7 @@ from echo.engine.model import load_directory
 from echo.engine.vllm.arguments import Process
 from echo.engine.vllm.engine import VllmEngine
 from tests.engine.engine_contract import (
-    ENDLESS,
+    LONGER,
     V1,
     V2,
     Watched,
@@ -67,13 +67,13 @@ def test_bfloat16_weights_are_swapped_in_flight(
     try:
         engine.load(first, V1)
         requests = [request([1, 5, n], n, str(n)) for n in range(4)]
-        watched = Watched(engine, requests)
+        watched = Watched(engine, requests, LONGER)
         watched.wait_for(40)
         engine.load(second, V2)
         for prompt, completion in zip(requests, watched.result(), strict=True):
             num_old = versions_of(completion).count(V1)
             assert 0 < num_old < len(completion.token_ids)
-            old, new = (reference_logprobs(m, prompt, completion, ENDLESS) for m in models)
+            old, new = (reference_logprobs(m, prompt, completion, LONGER) for m in models)
             mine = completion.logprobs
             assert np.abs(mine - old)[:num_old].mean() < ROUNDING
             assert np.abs(mine - new)[num_old:].mean() < ROUNDING

@@ -21,6 +21,7 @@ from echo.engine.vllm.engine import VllmEngine
 from echo.train.policy import Policy
 from tests.engine.engine_contract import (
     LONG,
+    LONGER,
     PLAIN,
     Watched,
     assert_the_learners,
@@ -30,7 +31,7 @@ from tests.engine.engine_contract import (
     versions_of,
 )
 from tests.engine.lora_models import adapted_policy, published
-from tests.engine.vllm_steps import _steps_that_can_be_slow as _steps_that_can_be_slow
+from tests.engine.real_vllm import _real_vllm as _real_vllm
 
 # Third parties; and vLLM, which warns of its own parts.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
@@ -101,7 +102,7 @@ def test_more_versions_than_slots_take_the_place_of_the_oldest(adapted: Adapted)
     for number in range(5):
         versions.append(adapted.load(number % 3))
         if watched is None:
-            watched = Watched(engine, requests)
+            watched = Watched(engine, requests, LONGER)
             watched.wait_for(20)
         adapted.check(number % 3, requests, run(engine, requests))
     for number, version in enumerate(versions):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from echo.core.errors import EngineError
-from echo.core.rollout import PolicyVersion
 from echo.engine.model import load_directory
-from echo.engine.vllm.engine import NUM_TOKENS, SwapProbe, VllmEngine
+from echo.engine.vllm.engine import NUM_TOKENS, SwapProbe
 from echo.engine.weights import publish_image, tensors_from_image
 
-V1 = PolicyVersion(1, 1)
 MakeTinyModel = Callable[..., Path]
 
 
@@ -48,22 +43,6 @@ def test_it_expects_what_transformers_computes_from_the_given_weights(
         assert probe.weight_bytes == sum(4 * tensor.numel() for tensor in tensors.values())
         expected = probe.expected(tensors)
         np.testing.assert_allclose(expected, reference(directory, probe.prompt_ids), atol=1e-5)
-
-
-def test_what_was_sampled_while_vllm_died_of_its_probe_counts_for_nothing() -> None:
-    """A call would wait for the verdict for ever."""
-    backend = SimpleNamespace(close=lambda: None, death=None)
-    engine = VllmEngine.__new__(VllmEngine)
-    own: dict[str, Any] = {
-        "_lock": threading.RLock(), "_backend": backend, "_is_closed": False, "_num_restarts": 0,
-        "_adapters": {}, "_good": None, "_versions": {"1": V1}, "_tag": "2", "_start": lambda: None,
-    }  # fmt: skip
-    vars(engine).update(own)
-    with pytest.raises(KeyError):
-        engine.version_of("2")
-    engine.revive(backend)  # type: ignore[arg-type]
-    assert engine.version_of("2") is None
-    assert engine.version_of("1") == V1
 
 
 def test_weights_of_another_model_are_refused(

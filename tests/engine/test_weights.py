@@ -205,6 +205,31 @@ def test_a_failed_export_keeps_the_one_before(tmp_path: Path, tiny_model_dir: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
 
 
+@pytest.mark.parametrize("failing", ["final", "final.partial"])
+def test_an_export_that_cannot_take_its_place_keeps_the_one_before(
+    tmp_path: Path, tiny_model_dir: Path, failing: str
+) -> None:
+    assets = {"config.json": tiny_model_dir / "config.json"}
+    save_hf(tmp_path / "final", assets, {"x": torch.ones(2)})
+    rename = Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if path.name == failing:
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    with (
+        mock.patch.object(Path, "rename", fail),
+        pytest.raises(StorageError, match=r"final: .*Input/output error"),
+    ):
+        save_hf(tmp_path / "final", assets, {"x": torch.zeros(2)})
+    assert load_directory(tmp_path / "final", "float32")["x"].tolist() == [1, 1]
+    (tmp_path / "final").rename(tmp_path / "final.previous")  # as a crash may leave it
+    with pytest.raises(StorageError, match="No such file"):
+        save_hf(tmp_path / "final", {"a": tmp_path / "absent"}, {})
+    assert load_directory(tmp_path / "final", "float32")["x"].tolist() == [1, 1]
+
+
 def test_missing_and_damaged_weights_are_named(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(DataError, match=r"model\.safetensors are missing.*pytorch_model\.bin"):

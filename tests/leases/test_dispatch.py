@@ -300,6 +300,15 @@ def test_the_rest_is_the_mean_of_what_is_longer(seen: list[int], num_tokens: flo
     assert lengths.mean == pytest.approx(statistics.fmean(seen[-MAX_LENGTHS:]))
 
 
+def test_a_worker_that_says_it_took_no_time_has_a_speed_all_the_same() -> None:
+    times = FinishTimes(max_tokens=100, group_size=2, heartbeat_s=1.0)
+    times.made("w1", num_tokens=10, seconds=5e-324, now=0.0)
+    record = LeaseRecord(0, 0, "w1", 0.0, 0.0)
+    state = LeaseState(group_id=0, attempt=0, num_tokens=5, running_s=1.0)
+    times.heard(record, state, now=1.0)
+    assert all(map(math.isfinite, times.outlook(record, is_running=True, now=1.0)))
+
+
 def test_a_speed_is_of_the_load_at_which_it_was_measured() -> None:
     forecast = make_forecast()
     assert forecast.of("w1").load == 1

@@ -112,9 +112,7 @@ def test_a_lease_names_the_exact_version_of_its_worker_where_groups_must_not_mix
     record.is_confirmed = True
 
     def lost(member: LeasedWorker) -> list[Lease]:
-        return granting.reconcile(
-            member, listing(), has_progress=False, resend_after_s=1.0, now=0.1
-        )[0]
+        return granting.reconcile(member, listing(), has_progress=False, now=0.1)[0]
 
     # It is the same lease that is sent again, whatever is installed by now.
     newer = make_worker("w1", (2, 4), 2)
@@ -171,7 +169,7 @@ def test_a_prompt_that_is_gone_when_its_group_comes_back_costs_that_group_only()
     assert any(
         a.text == "group 12 is left out: the row is gone" for a in actions if isinstance(a, Note)
     )
-    lost, _ = granting.reconcile(worker, listing(), has_progress=False, resend_after_s=1.0, now=2.0)
+    lost, _ = granting.reconcile(worker, listing(), has_progress=False, now=2.1)
     assert [lease.group_id for lease in lost] == [14], "13 expires, and is left out then"
     granting.leases.expire(now=20.0)
     records, leases = granting.grant([worker], now=20.0)
@@ -248,9 +246,7 @@ def test_what_the_worker_lacks_is_sent_again_and_what_the_book_lacks_is_entered(
     granting.leases.restore(25, {0: "w2", 3: "w1"}, "(before the restart)", now=0.0)
 
     def reconcile(now: float, *leases: tuple[int, int, int]) -> tuple[list[int], Any]:
-        lost, unwanted = granting.reconcile(
-            worker, listing(*leases), has_progress=False, resend_after_s=2.0, now=now
-        )
+        lost, unwanted = granting.reconcile(worker, listing(*leases), has_progress=False, now=now)
         return [lease.group_id for lease in lost], unwanted
 
     assert reconcile(1.0, (12, 0, 0)) == ([], [])  # 13 may still be on its way
@@ -270,12 +266,12 @@ def test_an_expired_lease_is_not_entered_again_and_binds_its_worker_until_it_is_
     granted(granting, worker)
     assert len(granting.leases.expire(now=10.0)) == 2
     beat = listing((12, 0, 0), (13, 0, -1))
-    granting.reconcile(worker, beat, has_progress=False, resend_after_s=2.0, now=10.1)
+    granting.reconcile(worker, beat, has_progress=False, now=10.1)
     assert len(granting.leases._returned) == 2
     # 13 lies finished in its outbox; 12 still occupies its engine.
     assert (worker.num_unknown, worker.is_stuck) == (1, True)
     assert granted(granting, worker) == {}
-    granting.reconcile(worker, beat, has_progress=True, resend_after_s=2.0, now=10.2)
+    granting.reconcile(worker, beat, has_progress=True, now=10.2)
     assert granted(granting, worker) == {"w1": [12]}
 
 
@@ -295,9 +291,7 @@ def test_nobody_but_its_holder_has_a_say_in_a_lease() -> None:
     for reason in ("", "reward_error"):
         assert all(isinstance(each, Note) for each in say("w2", 12, reason))
     assert granting.counters["refused/not_leased"] == 2
-    unwanted = granting.reconcile(
-        rival, listing((12, 0, 5)), has_progress=True, resend_after_s=2.0, now=0.1
-    )[1]
+    unwanted = granting.reconcile(rival, listing((12, 0, 5)), has_progress=True, now=0.1)[1]
     assert unwanted == [(12, 0)]
     assert granting.leases.num_leases("w1") == 2
     assert granting.leases.num_leases("w2") == 0
@@ -314,7 +308,7 @@ def test_a_lease_from_before_a_restart_is_no_rival_of_whoever_claims_it(is_liste
         granting.leases.restore(group_id, {0: "w2", 1: "w1"}, "(before the restart)", now=0.0)
     if is_listed:
         beat = listing((12, 1, 5), (13, 1, 5))
-        granting.reconcile(worker, beat, has_progress=True, resend_after_s=2.0, now=0.1)
+        granting.reconcile(worker, beat, has_progress=True, now=0.1)
     group = make_group(12, PolicyVersion(2, 3), attempt=1)
     message = Deliver(group_id=12, attempt=1)
     [store] = granting.on_deliver("w1", message, list(encode_group(group)), now=0.2)
@@ -350,7 +344,6 @@ def test_progress_on_one_group_renews_those_that_wait_behind_it() -> None:
             worker,
             listing((12, 0, num_tokens), (13, 0, 0)),
             has_progress=False,
-            resend_after_s=2.0,
             now=now,
         )
 

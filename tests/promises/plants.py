@@ -261,10 +261,10 @@ def say_installed(patch: pytest.MonkeyPatch) -> None:
 @plant(23)
 def begin_anew(patch: pytest.MonkeyPatch) -> None:
     """Find nothing right of what a killed process had fetched."""
-    from echo.runtime.disk_store import DiskStore, MappedStore
+    from echo.runtime.disk_store import DiskStore, MemoryStore
 
     patch.setattr(
-        MappedStore, "verify_held", lambda self, manifest, storage: bytearray(manifest.num_chunks)
+        MemoryStore, "verify_held", lambda self, manifest, storage: bytearray(manifest.num_chunks)
     )
     patch.setattr(DiskStore, "recover_encoded", lambda self: [])
 

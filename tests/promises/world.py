@@ -63,9 +63,9 @@ from echo.weights.manifest import TensorSpec, build_manifest, hash_image, sign
 from echo.weights.store import Patch
 from echo.wire import codec
 from echo.wire.actions import Send
-from echo.wire.messages import FULL, Ack, Deliver, Fetch, Goodbye, Hello, Message
+from echo.wire.messages import FULL, Ack, Deliver, Fetch, Goodbye, Message
 from tests.e2e.audit import audit, read_ledger
-from tests.roles.harness import make_group, message_of
+from tests.roles.harness import make_group, make_hello, message_of
 
 Version = tuple[int, int]
 """(lineage, step)."""
@@ -1029,11 +1029,7 @@ class World:
 
     def claim(self, name: str, *, over: str) -> None:
         """Say hello to the learner as another process of this name, over the link of a node."""
-        hello = Hello(
-            node_id=name, role="worker", incarnation="other", echo_version="", advertise=None,
-            digests={},
-        )  # fmt: skip
-        self._say(hello, name, over)
+        self._say(make_hello(name, incarnation="other"), name, over)
 
     def leave(self, name: str, *, over: str) -> None:
         """Say goodbye to the learner under this name, over the link of a node."""

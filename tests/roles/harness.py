@@ -12,12 +12,13 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.rollout import Group, PolicyVersion
+from echo.roles.joining import NodeSettings
 from echo.roles.learner import Learner
 from echo.weights.broadcast import Broadcast
 from echo.weights.manifest import Manifest, SignedManifest, TensorSpec, build_manifest, sign
 from echo.wire.actions import Action
 from echo.wire.codec import decode_envelope, decode_message
-from echo.wire.messages import Lease
+from echo.wire.messages import Hello, Lease
 from tests.core.groups import make_rollout
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
@@ -46,6 +47,29 @@ def make_version(
         chunk_bytes=CHUNK_BYTES,
     )
     return sign(manifest, key), manifest, image
+
+
+def make_hello(name: str = "w1", **fields: Any) -> Hello:
+    """Return the Hello of a worker that brings no hashes."""
+    hello = Hello(
+        node_id=name,
+        role="worker",
+        incarnation="i1",
+        echo_version="0",
+        advertise=None,
+        digests={},
+    )
+    return msgspec.structs.replace(hello, **fields)
+
+
+def make_node_settings(**fields: Any) -> NodeSettings:
+    """Return the settings of a worker that looks for the learner at one address."""
+    settings: dict[str, Any] = {
+        "node_id": "w1", "role": "worker", "incarnation": "i1",
+        "addresses": ("tcp://learner:1",), "advertise": None, "echo_version": "0",
+        "reconnect_for_s": 600.0, "max_image_bytes": 1 << 30, "digests": {},
+    }  # fmt: skip
+    return NodeSettings(**(settings | fields))
 
 
 def make_lease(group_id: int, attempt: int = 0, **fields: Any) -> Lease:

@@ -25,7 +25,6 @@ from echo.roles.joining import (
     Built,
     Configure,
     Joining,
-    NodeSettings,
     NodeState,
     describe_assets,
     digest_mismatch,
@@ -51,7 +50,6 @@ from echo.wire.messages import (
     Goodbye,
     Grant,
     Heartbeat,
-    Hello,
     Message,
     NodeStats,
     Partial,
@@ -64,7 +62,14 @@ from echo.wire.messages import (
 )
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
-from tests.roles.harness import KEY, PUBLIC_KEY, make_broadcast, message_of
+from tests.roles.harness import (
+    KEY,
+    PUBLIC_KEY,
+    make_broadcast,
+    make_hello,
+    make_node_settings,
+    message_of,
+)
 
 FILE = b"[1, 2]"
 DIGESTS = {"model": "aaaa"}
@@ -77,17 +82,7 @@ class Node:
     def __init__(self) -> None:
         self.said: list[Message] = []
         self.work: list[Message] = []
-        settings = NodeSettings(
-            node_id="w1",
-            role="worker",
-            incarnation="i1",
-            addresses=("tcp://learner:1",),
-            advertise=None,
-            echo_version="0",
-            reconnect_for_s=600.0,
-            max_image_bytes=1 << 30,
-            digests=DIGESTS,
-        )
+        settings = make_node_settings(digests=DIGESTS)
         self.joining = Joining(settings, make_broadcast("w1"), self)
 
     def to_learner(self, message: Message, *payload: Frame) -> list[Action]:
@@ -173,14 +168,7 @@ def said_in(actions: list[Action]) -> list[Message]:
     return [message_of(action.frames) for action in actions if isinstance(action, Send)]
 
 
-HELLO = Hello(
-    node_id="w1",
-    role="worker",
-    incarnation="i1",
-    echo_version="0",
-    advertise=None,
-    digests=DIGESTS,
-)
+HELLO = make_hello(digests=DIGESTS)
 READY = Ready(incarnation="i1", digests=DIGESTS)
 [WELCOME] = said_in(LearnerEnd().hear(HELLO))
 OF_LEARNER: dict[type[Message], Message] = {
@@ -478,6 +466,21 @@ def test_files_are_taken_if_they_are_the_ones_announced() -> None:
     assert (assets.missing, assets.files) == ([], FILES)
 
 
+def test_files_that_came_before_the_link_was_lost_are_not_asked_for_again() -> None:
+    node, files = Node(), {"config.json": b"{}", "tokenizer.json": FILE, "vocab.txt": b"1"}
+    changed = files | {"tokenizer.json": b"[3]"}
+    for offered, now in ((files, 0.0), (changed, 1.0)):
+        node.joining.linked(now=now)
+        welcome = msgspec.structs.replace(WELCOME, assets=describe_assets(offered))
+        node.joining.receive(sign_welcome(welcome, KEY), [], now=now)
+        for name in ("config.json", "tokenizer.json"):
+            if offered is files:
+                node.joining.receive(Asset(name=name), [files[name]], now=now)
+        node.joining.lost(retry_at=now, now=now)
+    asked = [message.name for message in node.said if isinstance(message, AssetRequest)]
+    assert asked == ["config.json", "tokenizer.json", "vocab.txt", "tokenizer.json"]
+
+
 def test_the_learner_sends_no_other_names_than_a_node_takes() -> None:
     assert {*CONFIG_FILES, *TOKENIZER_FILES, TEMPLATE_FILE} == INHERITED_FILES
 
@@ -488,8 +491,12 @@ def test_the_learner_sends_no_other_names_than_a_node_takes() -> None:
      "model.safetensors", "sitecustomize.py", "CONFIG.JSON", "config.json "],
 )  # fmt: skip
 def test_a_file_has_a_known_name_and_cannot_be_written_anywhere_else(name: str) -> None:
-    with pytest.raises(RemoteProtocolError, match="only files of a tokenizer"):
-        Assets({name: ("00", 1)})
+    node = Node()
+    node.joining.linked(now=0.0)
+    offer = sign_welcome(msgspec.structs.replace(WELCOME, assets={name: ("00", 1)}), KEY)
+    [stop] = node.joining.receive(offer, [], now=0.0)
+    assert isinstance(stop, Stop)
+    assert stop.reason == "unknown_file"
 
 
 # --- what the learner has signed ------------------------------------------------------------------

@@ -12,12 +12,13 @@ import pytest
 from echo.core.metrics import Counters
 from echo.core.rollout import PartialRollout
 from echo.leases.partials import PartialGroup, ShippedPartials, encode_members
+from echo.roles.members import Member, Presence
 from echo.wire import codec
 from echo.wire.messages import Heartbeat, NodeStats, Partial
 from tests.core.groups import make_partial
 from tests.leases.test_scheduler import make_worker
 from tests.promises.world import World
-from tests.roles.harness import make_lease
+from tests.roles.harness import make_hello, make_lease
 
 
 def partial(num_tokens: int, *, step: int = 0, reason: str = "abort") -> PartialRollout:
@@ -210,3 +211,17 @@ def test_partials_of_others_groups_are_not_believed(hung_world: World) -> None:
 def frames_of(members: list[PartialRollout], **fields: Any) -> list[Any]:
     message = Partial(**({"group_id": 0, "attempt": 0} | fields))
     return codec.encode(message, [encode_members(members)], source="w1", target="learner")
+
+
+def test_what_the_learner_waits_for_is_one_line_however_many_workers_there_are(
+    hung_world: World,
+) -> None:
+    role = hung_world.node("learner").role
+    for number in range(1000):
+        member = Member.of(make_hello(f"v{number}"), now=hung_world.now)
+        role.roster.move(member, Presence.ADMITTED)
+    text = role.describe_wait()
+    assert text.startswith("2 of 2 groups; w1 has 2 (")
+    assert "); v0 has 0 (idle); v1 has 0 (idle); " in text
+    assert text.endswith("v6 has 0 (idle); 993 others have 0")
+    assert len(text) < 500

@@ -4,7 +4,8 @@ import pytest
 
 from echo.core.rollout import PolicyVersion
 from echo.roles.members import Member, Presence, Roster
-from echo.wire.messages import Heartbeat, Hello, NodeStats
+from echo.wire.messages import Heartbeat, NodeStats
+from tests.roles.harness import make_hello
 
 
 @pytest.fixture
@@ -14,14 +15,7 @@ def roster() -> Roster:
 
 def hello(roster: Roster, incarnation: str, *, now: float, name: str = "w1") -> str:
     """Return what a Hello's claim comes to, and let the node in if it is right."""
-    message = Hello(
-        node_id=name,
-        role="worker",
-        incarnation=incarnation,
-        echo_version="0",
-        advertise=None,
-        digests={},
-    )
+    message = make_hello(name, incarnation=incarnation)
     claim = roster.claim(message, now=now)
     if claim in ("new", "restarted"):
         roster.move(Member.of(message, now=now), Presence.KNOWN)

@@ -7,14 +7,14 @@ import pytest
 
 from echo.core.rollout import PolicyVersion
 from echo.leases.book import most_promised, oldest_step
-from echo.roles.worker import VersionWait, Worker
+from echo.roles.worker import MAX_VERSION_WAIT_S, Worker
 from echo.wire.actions import Note
 from echo.wire.messages import Lease
 from tests.promises.conftest import MakeWorld
 from tests.roles.harness import make_lease
 from tests.roles.test_worker import Paper
 
-NEWER = PolicyVersion(1, 7)
+OLD, HERE, NEXT, NEWER = (PolicyVersion(1, step) for step in (0, 1, 2, 7))
 
 
 def asking(group_id: int, version: PolicyVersion | None = NEWER) -> Lease:
@@ -22,15 +22,23 @@ def asking(group_id: int, version: PolicyVersion | None = NEWER) -> Lease:
 
 
 def test_a_lease_waits_for_so_long_and_no_longer() -> None:
-    wait = VersionWait(max_s=5.0)
-    first, second = asking(1), asking(2)
-    assert wait.late([first], now=10.0) == []
-    assert wait.late([first, second], now=14.9) == []
-    assert wait.late([first, second], now=15.0) == [first]
-    assert wait.late([second], now=16.0) == []
+    paper = Paper(version=OLD)
+    role, first, second = paper.role, asking(1), asking(2)
+    late_at = 10.0 + MAX_VERSION_WAIT_S
+
+    def given_back(now: float, *leases: Lease) -> list[int]:
+        role.partials.queue = {(each.group_id, 0): each for each in leases}
+        role.outbox._deliveries.clear()
+        paper.do(role.expire(now=now))
+        return paper.delivered()
+
+    assert given_back(10.0, first) == []
+    assert given_back(late_at - 0.1, first, second) == []
+    assert given_back(late_at, first, second) == [1]
+    assert given_back(late_at + 1.0, second) == []
     # One whose version came, and that waits again later, waits anew.
-    assert wait.late([], now=17.0) == []
-    assert wait.late([second], now=30.0) == []
+    assert given_back(late_at + 2.0) == []
+    assert given_back(2 * late_at, second) == []
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
@@ -61,9 +69,6 @@ def taken(role: Worker, installed: PolicyVersion | None) -> list[int]:
     """Return the groups that an engine with this version samples."""
     groups = role.partials.take(9, group_size=2, installed=installed)
     return [group.lease.group_id for group in groups]
-
-
-OLD, HERE, NEXT = (PolicyVersion(1, step) for step in (0, 1, 2))
 
 
 def test_older_weights_sample_nothing_of_it_and_newer_ones_do() -> None:

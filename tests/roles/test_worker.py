@@ -12,7 +12,6 @@ from echo.core.errors import EngineError
 from echo.core.rollout import Lineage, PartialRollout, PolicyVersion
 from echo.leases.outbox import Outbox
 from echo.leases.partials import PartialGroup, PartialRules, decode_groups, encode_groups
-from echo.roles.joining import NodeSettings
 from echo.roles.worker import (
     DRAIN_S,
     INSTALL_AGAIN_S,
@@ -35,7 +34,7 @@ from echo.wire.actions import Action, Note, Stop
 from echo.wire.codec import decode_group
 from echo.wire.messages import Ack, Failed, Lease
 from tests.core.groups import make_partial
-from tests.roles.harness import make_lease
+from tests.roles.harness import make_lease, make_node_settings
 
 V0, V1, V2 = (PolicyVersion(1, step) for step in range(3))
 LENGTHS = {0: (2, 50), 1: (2, 3), 2: (60, 2), 3: (3, 3), 4: (2, 2), 5: (4, 4)}
@@ -61,11 +60,7 @@ class Role(Worker):
 
 
 def make_role(terms: ReleaseTerms | None = None) -> Role:
-    settings = NodeSettings(
-        node_id="w1", role="worker", incarnation="1", addresses=("tcp://learner:1",),
-        advertise=None, echo_version="0", reconnect_for_s=300.0, max_image_bytes=1 << 20,
-        digests={}, heartbeat_s=5.0, dead_after_s=20.0,
-    )  # fmt: skip
+    settings = make_node_settings(reconnect_for_s=300.0, dead_after_s=20.0)
     weights = Weights(node_id="w1", window_bytes=4096, stall_s=0.5)
     return Role(settings, weights, Outbox(max_deliveries=8, retry_s=1e9), terms=terms, now=0.0)
 
@@ -428,6 +423,43 @@ def test_an_acknowledgement_takes_a_lease_from_the_queue() -> None:
     assert len(paper.engine) == 1, "what it samples goes on"
 
 
+@pytest.mark.parametrize("is_usable", [True, False])
+def test_whose_fault_it_is_that_a_call_raised_is_found_by_halves(is_usable: bool) -> None:
+    paper = Paper(dict.fromkeys(range(4), (2, 2)))
+    paper.grant()
+    while paper.engine:
+        [call] = paper.engine
+        if is_faulty := any(group.key == (1, 0) for group in call.groups):
+            del paper.engine[call]
+            paper.do(
+                paper.role.raised(call, "it raised", traceback="", is_usable=is_usable, now=0.0)
+            )
+        if is_faulty and not is_usable:
+            break
+        paper.turn()
+    sizes = [len(members) // 2 for members in paper.sampled]
+    ends = {key[0]: sent.message for key, sent in paper.role.outbox._deliveries.items()}
+    assert set(ends) == set(range(4))
+    failed = {i: m for i, m in ends.items() if isinstance(m, Failed)}
+    assert {m.reason for m in failed.values()} == {"engine_error"}
+    assert {m.is_elsewhere for m in failed.values()} == {not is_usable}
+    if is_usable:
+        assert sizes == [4, 2, 1, 2, 1, 1, 1]
+        assert list(failed) == [1]
+    else:
+        assert sizes == [4]
+        assert len(failed) == 4
+
+
+def test_all_that_a_dead_engine_had_is_given_back_whichever_call_tells_of_it_first() -> None:
+    paper = Paper(dict.fromkeys(range(3), (2, 2)), is_continuous=True)
+    paper.grant()
+    first, *_ = paper.engine
+    paper.do(paper.role.raised(first, "it died", traceback="", is_usable=False, now=0.0))
+    reports = [sent.message for sent in paper.role.outbox._deliveries.values()]
+    assert [each.is_elsewhere for each in reports if isinstance(each, Failed)] == [True] * 3
+
+
 def test_groups_that_an_engine_gives_back_go_on_before_fresh_ones() -> None:
     paper = Paper(version=None)
     paper.grant(*map(make_lease, range(3)))
@@ -623,6 +655,7 @@ def test_a_worker_that_has_no_version_at_all_ends_with_the_engines_words() -> No
     assert paper.arrive(V1) == [V1]
     error = EngineError("it does not fit")
     paper.do(paper.role.install_failed(V1, error, now=0.0))
+    assert paper.take(Note)[-1].text == "cannot install v1: it does not fit"
     assert paper.take(Stop) == [Stop("failed", error)]
 
 

@@ -17,10 +17,11 @@ from echo.runtime.learner.cost import (
     CostMeter,
     spent_before,
 )
-from echo.wire.messages import Hello, NodeStats
+from echo.wire.messages import NodeStats
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
 from tests.records.rows import write_ledger
+from tests.roles.harness import make_hello
 
 QUICK = {"review_s": 0.5, "min_dwell_s": 0.0}
 """An activation that decides within the seconds of a test."""
@@ -244,15 +245,8 @@ def make(**changes: Any) -> CostMeter:
 
 
 def join(roster: Roster, name: str, per_h: float | None, *, per_gb: float = 0.0) -> Member:
-    hello = Hello(
-        node_id=name,
-        role="worker",
-        incarnation=f"{name}-1",
-        echo_version="",
-        advertise=None,
-        digests={},
-        price=Price(per_h=per_h, per_gb=per_gb),
-    )
+    price = Price(per_h=per_h, per_gb=per_gb)
+    hello = make_hello(name, incarnation=f"{name}-1", price=price)
     roster.nodes[name] = Member.of(hello, now=0.0)
     return roster.nodes[name]
 

@@ -223,17 +223,22 @@ def test_each_request_is_sampled_within_its_own_bounds(tiny_model_dir: Path) -> 
     engine.close()
 
 
-def test_a_call_is_sampled_whatever_others_ask_for_and_not_once_its_caller_has_gone() -> None:
+@pytest.mark.parametrize("error", [EngineError("its prompt has unknown tokens"), IndexError("99")])
+def test_a_call_is_sampled_whatever_others_ask_for_and_not_once_its_caller_has_gone(
+    error: Exception,
+) -> None:
     asked: list[list[str]] = []
 
     def generate(requests: list[Request], *_: object, **__: object) -> list[Completion]:
         asked.append([request.request_id for request in requests])
         if "bad" in asked[-1]:
-            raise EngineError("its prompt has tokens that the model does not know")
+            raise error
         none = np.empty(0, np.int32)
         return [Completion(name, none, none, "stop", none) for name in asked[-1]]
 
-    engine: Any = SimpleNamespace(is_continuous=False, num_versions=1, generate=generate)
+    engine: Any = SimpleNamespace(
+        is_continuous=False, num_versions=1, generate=generate, can_sample=lambda: True
+    )
 
     async def main() -> list[Completion | BaseException]:
         threads = ThreadPools()
@@ -259,6 +264,25 @@ def test_a_call_is_sampled_whatever_others_ask_for_and_not_once_its_caller_has_g
         "good",
         "fine",
     ]
+
+
+def test_an_engine_that_samples_nothing_any_more_ends_whoever_lends_it() -> None:
+    engine: Any = SimpleNamespace(
+        is_continuous=False,
+        num_versions=1,
+        generate=lambda *_, **__: 1 / 0,
+        can_sample=lambda: False,
+    )
+
+    async def main() -> None:
+        sampler = CallSampler(engine, NOBODY, threads=ThreadPools())
+        request = Request("r", np.array([1]), 0)
+        call = asyncio.create_task(sampler.sample(request, HOW, ANY_VERSION))
+        with pytest.raises(ZeroDivisionError):
+            await sampler.run()
+        call.cancel()
+
+    asyncio.run(main())
 
 
 # --- sessions -------------------------------------------------------------------------------------

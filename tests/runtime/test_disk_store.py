@@ -39,7 +39,6 @@ from echo.runtime.disk_store import (
     MAX_SPARES,
     DiskStore,
     KeyframeFile,
-    MappedStore,
     MemoryStore,
     SavedKeyframe,
     held_chunks,
@@ -634,14 +633,14 @@ def address(view: memoryview) -> int:
 
 
 @pytest.fixture(params=["memory", "files"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MappedStore]:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MemoryStore]:
     made = MemoryStore(8 * SIZE) if request.param == "memory" else DiskStore(tmp_path, 8 * SIZE)
     assert made.recover("run") == []
     yield made
     made.close()
 
 
-def test_the_same_version_twice_or_no_bytes_is_a_bug(store: MappedStore) -> None:
+def test_the_same_version_twice_or_no_bytes_is_a_bug(store: MemoryStore) -> None:
     store.create(version(1), None, SIZE)
     with pytest.raises(ValueError, match=r"v1: .* asked for twice"):
         store.create(version(1), None, SIZE)
@@ -651,7 +650,7 @@ def test_the_same_version_twice_or_no_bytes_is_a_bug(store: MappedStore) -> None
         MemoryStore(0)
 
 
-def test_the_limit_counts_what_was_not_dropped(store: MappedStore) -> None:
+def test_the_limit_counts_what_was_not_dropped(store: MemoryStore) -> None:
     store.create(version(1), None, 5 * SIZE)
     with pytest.raises(
         StorageError, match=r"v2 needs 256 KiB, but 320 KiB of 512 KiB .* v1; raise"
@@ -664,7 +663,7 @@ def test_the_limit_counts_what_was_not_dropped(store: MappedStore) -> None:
     assert store._spares == []
 
 
-def test_a_dropped_storage_is_recycled_when_no_view_is_left(store: MappedStore) -> None:
+def test_a_dropped_storage_is_recycled_when_no_view_is_left(store: MemoryStore) -> None:
     storage = store.create(version(1), None, SIZE)
     place = address(storage)
     piece = storage[10:20].toreadonly()
@@ -687,7 +686,7 @@ def test_a_dropped_storage_is_recycled_when_no_view_is_left(store: MappedStore) 
 
 
 @pytest.mark.slow
-def test_a_tensor_made_from_a_storage_keeps_it(store: MappedStore) -> None:
+def test_a_tensor_made_from_a_storage_keeps_it(store: MemoryStore) -> None:
     """As of the weights that a worker on a CPU has installed."""
     storage = store.create(version(1), None, SIZE)
     place = address(storage)
@@ -706,7 +705,7 @@ def test_a_tensor_made_from_a_storage_keeps_it(store: MappedStore) -> None:
 
 
 def test_only_the_largest_spares_are_kept_and_views_of_the_others_stay_valid(
-    store: MappedStore,
+    store: MemoryStore,
 ) -> None:
     views = [store.create(version(step), None, step * 4096) for step in range(1, 5)]
     for step, view in enumerate(views, start=1):
@@ -718,7 +717,7 @@ def test_only_the_largest_spares_are_kept_and_views_of_the_others_stay_valid(
     assert [view[0] for view in views] == [1, 2, 3, 4]
 
 
-def test_views_outlive_the_store(store: MappedStore) -> None:
+def test_views_outlive_the_store(store: MemoryStore) -> None:
     kept = store.create(version(1), None, SIZE)
     dropped = store.create(version(2), None, SIZE)
     kept[:4], dropped[:4] = b"kept", b"drop"
@@ -729,7 +728,7 @@ def test_views_outlive_the_store(store: MappedStore) -> None:
 
 
 @pytest.mark.slow
-def test_what_libzmq_has_not_sent_yet_is_not_handed_out(store: MappedStore) -> None:
+def test_what_libzmq_has_not_sent_yet_is_not_handed_out(store: MemoryStore) -> None:
     """The receiver takes nothing at first, so slices wait in the sender without a copy."""
     num_bytes = 24 << 20  # more than the sockets' buffers hold
     store.limit_bytes = 8 * num_bytes
@@ -759,7 +758,7 @@ def test_what_libzmq_has_not_sent_yet_is_not_handed_out(store: MappedStore) -> N
         assert address(store.create(version(3), None, num_bytes)) == place
 
 
-def test_the_rehash_looks_at_the_version_s_own_bytes(store: MappedStore) -> None:
+def test_the_rehash_looks_at_the_version_s_own_bytes(store: MemoryStore) -> None:
     store.limit_bytes = 2 * len(IMAGE)
     manifest = describe(IMAGE)
     storage = store.create(manifest.version, b"", len(IMAGE))
@@ -769,7 +768,7 @@ def test_the_rehash_looks_at_the_version_s_own_bytes(store: MappedStore) -> None
         store.verify_held(manifest, storage[:5])
 
 
-def test_a_new_run_drops_the_versions_of_the_old_one(store: MappedStore) -> None:
+def test_a_new_run_drops_the_versions_of_the_old_one(store: MemoryStore) -> None:
     store.create(version(1), b"manifest", SIZE)
     assert store.recover("another") == []
     assert store.bytes_held == 0

@@ -1,4 +1,4 @@
-"""The end of a run reaches nodes that are away just then."""
+"""The end of a run reaches nodes that are away just then, and the end of a node its learner."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from echo.core.errors import ConfigError
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
 
@@ -95,3 +96,49 @@ def test_who_died_long_ago_is_not_waited_for_and_relays_are_told(make_world: Mak
     finish(world)
     assert world.now - began[0] < world.node("learner")._return_s
     assert world.end("r1") == OVER
+
+
+# --- a node that ends by itself -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_engine", [False, True])
+def test_a_worker_that_fails_tells_the_learner_why_and_is_not_missed(
+    make_world: MakeWorld, caplog: pytest.LogCaptureFixture, has_engine: bool
+) -> None:
+    world = make_world()
+    world.learner()
+    world.worker("w1")
+    if has_engine:
+        world.refuse_version("w1", 0)
+    else:
+        world.node("w1")._build = fail
+    world.run_until(lambda: world.end("w1"))
+    world.run(0.1)
+    assert not world.node("learner").role.roster.nodes
+    why = "the probe found other weights" if has_engine else "settings differ:"
+    [record] = [each for each in caplog.records if each.getMessage().startswith("w1 left: ")]
+    assert record.levelname == "WARNING"
+    assert why in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+def fail(*_: object) -> None:
+    raise ConfigError("the learner's settings differ:\n  sync.max_staleness = 5")
+
+
+def test_a_newcomer_that_is_refused_for_its_name_takes_nobody_with_it(
+    make_world: MakeWorld,
+) -> None:
+    """Even where both are heard over one link."""
+    world = make_world()
+    world.learner()
+    world.relay("r1")
+    world.worker("w1", via=["r1"])
+    roster = world.node("learner").role.roster
+    world.run_until(lambda: "w1" in roster.nodes)
+    former = roster.nodes["w1"].incarnation
+    world.worker("w1", via=["r1"])
+    world.run_until(lambda: world.end("w1"))
+    world.run(1.0)
+    assert roster.nodes["w1"].incarnation == former
+    assert not [note for note in world.notes("learner") if "left" in note]

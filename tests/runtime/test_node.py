@@ -20,6 +20,7 @@ from echo.weights.store import DecodeBlock
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
 from echo.wire.codec import Frame, encode
 from echo.wire.messages import Chunk, Gone, Goodbye
+from tests.promises.conftest import MakeWorld
 from tests.sim.virtual import run_virtual
 
 
@@ -287,6 +288,51 @@ def test_notes_of_a_topic_are_told_once_a_minute_with_their_number(
     ]
 
 
+def test_a_topic_that_is_over_is_told_of_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    topics = Topics(logging.getLogger("test.topics"))
+    with caplog.at_level(logging.INFO):
+        for second in range(3):
+            topics.tell(Note("warning", "lost the link", "lost link"), now=float(second))
+        topics.tell(Note("info", "joined", ends="lost link"), now=3.0)
+        topics.tell_due(now=100.0)
+        topics.tell(Note("warning", "lost the link", "lost link"), now=100.0)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["lost the link", "joined", "lost the link"]
+
+
+def test_an_address_that_cannot_be_dialled_is_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(node: Node, script: Script, network: Network) -> None:
+        for _ in range(3):
+            node.perform([Dial("tcp://nowhere", "weights")])
+        await node.transport.close()
+
+    play(scenario)
+    assert len([each for each in caplog.records if "tcp://nowhere" in each.getMessage()]) == 1
+
+
+def test_what_cannot_be_let_go_of_keeps_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(node: Node, script: Script, network: Network) -> None:
+        let_go: list[str] = []
+        node.release = lambda: let_go.append("role") or 1 / 0  # type: ignore[assignment, func-returns-value]
+        node.at_release.append(lambda: let_go.append("engine"))
+        closed, close = [], node.transport.close
+
+        async def closing() -> None:
+            closed.append(1)
+            await close()
+
+        node.transport.close = closing  # type: ignore[method-assign]
+        running = await begun(node)
+        node.stop("done")
+        assert await running == "done"
+        assert (let_go, closed) == (["role", "engine"], [1])
+
+    play(scenario)
+    assert "cannot let go of something" in caplog.text
+
+
 def test_an_interrupt_drains_once() -> None:
     async def scenario(node: Node, script: Script, network: Network) -> None:
         drained = []
@@ -391,3 +437,12 @@ def test_a_loop_that_is_held_up_again_and_again_comes_to_what_is_due() -> None:
         await running
 
     play(scenario)
+
+
+def test_a_relay_tells_of_the_versions_that_it_holds_now_and_then(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.learner()
+    world.relay("r1")
+    world.worker("w1")
+    world.run_until(lambda: world.step >= 5)
+    assert [note for note in world.notes("r1") if "holds" in note] == ["holds v0"]

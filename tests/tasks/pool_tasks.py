@@ -79,6 +79,13 @@ class Misbehaving(Task):
         return 1.0
 
 
+class Unready(Misbehaving):
+    """Lacks a file."""
+
+    def prepare(self) -> None:
+        raise FileNotFoundError("no such sandbox")
+
+
 class Counting(Environment):
     """Wants to be told 1, 2, 3; anything else is tried as a mischief."""
 

@@ -115,11 +115,18 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
     path = tmp_path / "rows.parquet"
-    path.write_bytes(b"PAR1 and nothing else")
-    with pytest.raises(DataError, match=r"rows\.parquet: not readable as Parquet"):
-        list(read_rows(str(path)))
+    write_parquet(path, ROWS)
+    whole = path.read_bytes()
+    for damaged in (b"PAR1 and nothing else", whole[:4] + bytes(40) + whole[44:]):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"rows\.parquet: not readable as Parquet"):
+            list(read_rows(str(path)))
+    write_saved(tmp_path / "saved", ROWS)
+    path = next((tmp_path / "saved").glob("*.arrow"))
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(DataError, match=r"\.arrow: not readable as an Arrow stream"):
+        list(read_rows(str(path.parent)))
 
 
 def test_typed_values_become_json_and_bytes_are_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from echo.core.errors import ConfigError
 from echo.tasks.rewards import (
     MAX_STUCK_THREADS,
     InlineHost,
@@ -53,14 +54,28 @@ def gate() -> Iterator[threading.Event]:
     event.set()
 
 
-def score(function: Callable[[str], object], **limits: float) -> float:
-    return InlineHost(Grader(function), replace(LIMITS, **limits)).score(EXAMPLE, "")
+def score_by(task: Task) -> float:
+    return InlineHost(task, LIMITS).score(EXAMPLE, "")
+
+
+def score(function: Callable[[str], object]) -> float:
+    return score_by(Grader(function))
 
 
 def test_a_task_in_this_process_is_scored_in_order() -> None:
     host = InlineHost(Grader(len), LIMITS)
     assert list(host.score_all(EXAMPLE, ["", "a", "bc"])) == [0, 1, 2]
     assert host.take_counts()["env/calls"] == 3
+
+
+def test_a_task_in_this_process_is_prepared_before_it_is_called() -> None:
+    class Lazy(Grader):
+        def prepare(self) -> None:
+            self.function = self.function("")  # type: ignore[assignment]
+
+    assert score_by(Lazy(lambda _: lambda _: 3)) == 3.0
+    with pytest.raises(ConfigError, match=r"Lazy\.prepare raised ZeroDivisionError: .*\.py:\d+\)"):
+        score_by(Lazy(lambda _: 1 / 0))
 
 
 @pytest.mark.parametrize(("value", "reward"), [(0.25, 0.25), (True, 1.0), (-3, -3.0)])
@@ -367,9 +382,16 @@ def test_a_process_that_is_killed_while_it_is_idle_costs_no_reward(make_pool: Po
 
 
 @pytest.mark.slow
-def test_a_task_that_cannot_be_built_is_named(make_pool: Pools) -> None:
-    with pytest.raises(RewardError, match=r"cannot build it: .*no 'Missing'") as caught:
-        make_pool("tests.tasks.pool_tasks:Missing").score(EXAMPLE, "number 1")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Missing", "no 'Missing'"),
+        ("Unready", r"FileNotFoundError: no such sandbox \(pool_tasks\.py:\d+\)$"),
+    ],
+)
+def test_a_task_that_cannot_be_built_is_named(make_pool: Pools, name: str, message: str) -> None:
+    with pytest.raises(RewardError, match=f"process cannot build it: .*{message}") as caught:
+        make_pool(f"tests.tasks.pool_tasks:{name}").score(EXAMPLE, "number 1")
     assert caught.value.reason == "reward_lost"
 
 

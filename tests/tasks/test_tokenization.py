@@ -149,6 +149,12 @@ def test_a_missing_or_unusable_directory_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "absent")
     with pytest.raises(DataError, match="no tokenizer could be loaded"):
         load_tokenizer(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_bytes())
+    content["model"] = {"type": "of another release"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(DataError, match=r"no tokenizer could be loaded: .*did not match any"):
+        load_tokenizer(tmp_path)
     with pytest.raises(DataError, match=r"no config\.json"):
         asset_files(tmp_path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import queue
 import re
 import sys
 from typing import Any
@@ -14,7 +15,7 @@ from echo.core.extras import install_command
 from echo.tasks.environment import Environment
 from echo.tasks.rewards import Limits, PoolHost, RewardError
 from echo.tasks.task import load_task
-from echo.tasks.verifiers import VerifiersTask
+from echo.tasks.verifiers import VerifiersTask, _Session
 
 ENV = "tests.tasks.verifiers_envs"
 
@@ -101,6 +102,17 @@ def test_it_runs_in_a_process_of_its_own() -> None:
             episodes[1].outcome()
     finally:
         pool.close()
+
+
+@pytest.mark.parametrize("said", [[], ["user"], ["user", "user"], ["system", "assistant"]])
+def test_an_environment_that_rewrites_what_was_said_is_refused(said: list[str]) -> None:
+    session = _Session.__new__(_Session)
+    session._said = [{"role": "user", "content": "1"}]
+    session._requests = queue.SimpleQueue()
+    session._requests.put([{"role": role, "content": "1"} for role in said])
+    session._answer = lambda _: None  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="rewrites what was said before"):
+        session.reply("2")
 
 
 def test_a_split_without_rows_is_named() -> None:

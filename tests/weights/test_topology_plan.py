@@ -35,9 +35,10 @@ from echo.weights.topology.plan import (
 from echo.weights.topology.sites import PlannedNode, Site
 from echo.weights.topology.throughput import fluid_rate
 from echo.wire.actions import Action, Note
-from echo.wire.messages import LEARNER_ID, Hello, NodeStats, TopologyPlan
+from echo.wire.messages import LEARNER_ID, NodeStats, TopologyPlan
 from tests.promises.conftest import MakeWorld, make_world  # noqa: F401 -- a fixture
 from tests.promises.world import CHUNK_BYTES
+from tests.roles.harness import make_hello
 from tests.weights.encoded_versions import v
 from tests.weights.fleets import MBIT, check, draw, flat, fleet_of, learner, site, trees_of
 
@@ -507,15 +508,7 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
     now = role.roster.nodes["w0"].heard_at
     num_leases = role.leases.num_leases("w0")
     for number in range(1, 200):
-        hello = Hello(
-            node_id=f"w{number}",
-            role="worker",
-            incarnation="i",
-            echo_version="",
-            advertise=None,
-            digests={},
-        )
-        member = Member.of(hello, now=now if number < 140 else now + 1.0)
+        member = Member.of(make_hello(f"w{number}"), now=now if number < 140 else now + 1.0)
         role.roster.move(member, Presence.ADMITTED)
     calls: list[int] = []
     made, grants = role.planning.plan, role.grant

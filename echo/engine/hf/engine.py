@@ -48,7 +48,13 @@ from echo.engine.engine import (
 )
 from echo.engine.hf.batch import StaticBatch, draw_tokens
 from echo.engine.lora import Lora, build_adapted
-from echo.engine.model import build_meta_model, check_weights, free_bytes
+from echo.engine.model import (
+    build_meta_model,
+    check_weights,
+    free_bytes,
+    set_num_threads,
+    weight_bytes,
+)
 from echo.engine.weights import scatter, torch_dtype
 from echo.weights.manifest import TensorSpec
 from echo.weights.store import Patch
@@ -125,10 +131,8 @@ class TransformersEngine(Engine):
         model_dir: directory with config.json; weights in it are not read.
         device: "cpu", "cuda" or another torch device.
         dtype: the dtype to compute in: "float32", "bfloat16" or "float16".
-        memory_budget_bytes: memory for weights and rollouts together; None for half of what is
-            available now.
-        rollout_bytes: memory for rollouts in place of what that leaves them; it holds one in any
-            case. None where nobody else has reckoned with them.
+        rollout_bytes: memory for rollouts; it holds one in any case. None where nobody else has
+            reckoned with them: half of what is available now is for weights and rollouts then.
         is_beside: whether another thread computes on the same device meanwhile. On a GPU this goes
             on in a stream of its own then: in the other's, each token would wait for all that it
             has launched.
@@ -141,11 +145,10 @@ class TransformersEngine(Engine):
 
     def __init__(
         self,
-        model_dir: str | Path,
+        model_dir: Path,
         *,
         device: str = "cpu",
         dtype: str = "float32",
-        memory_budget_bytes: int | None = None,
         rollout_bytes: int | None = None,
         is_beside: bool = False,
         attn_implementation: str = "sdpa",
@@ -166,7 +169,7 @@ class TransformersEngine(Engine):
         self.takes_patches = lora is None
         self._adapter: dict[str, Tensor] | None = None
         if lora is None:
-            self._model = build_meta_model(Path(model_dir), torch_dtype(dtype), attn_implementation)
+            self._model = build_meta_model(model_dir, torch_dtype(dtype), attn_implementation)
         else:
             self._model, self._adapter = build_adapted(
                 lora, torch_dtype(dtype), attn_implementation
@@ -179,12 +182,11 @@ class TransformersEngine(Engine):
             self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._least_rollouts = 0 if rollout_bytes is None else 1
-        if rollout_bytes is not None:
-            self._budget_bytes = self._weight_bytes() + rollout_bytes
-        elif memory_budget_bytes is not None:
-            self._budget_bytes = memory_budget_bytes
-        else:
-            self._budget_bytes = free_bytes(self._device) // 2
+        self._budget_bytes = (
+            free_bytes(self._device) // 2
+            if rollout_bytes is None
+            else self._weight_bytes() + rollout_bytes
+        )
         text_config = self._model.config.get_text_config()
         self._vocab_size = int(text_config.vocab_size)
         window = getattr(text_config, "max_position_embeddings", None)
@@ -318,9 +320,8 @@ class TransformersEngine(Engine):
                 vocab_size=self._vocab_size,
                 max_completion_tokens=sampling.max_completion_tokens,
             )
-        if self._num_threads:
-            # Each thread has its own setting, and this may not be the one that built the engine.
-            torch.set_num_threads(self._num_threads)
+        # Each thread has its own setting, and this may not be the one that built the engine.
+        set_num_threads(self._num_threads)
         max_tokens = sampling.max_completion_tokens
         self.max_concurrent_rollouts(max(len(r.prompt_ids) for r in requests), max_tokens)
         # Beside a row that has nothing yet, what is to be continued is padded; alone it is not.
@@ -377,7 +378,7 @@ class TransformersEngine(Engine):
         return self._weight_bytes(), one
 
     def _weight_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in _distinct(self._model.state_dict()))
+        return weight_bytes(self._model.state_dict())
 
     def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[None]:
         """Keep newer weights out while the body runs."""
@@ -501,10 +502,6 @@ def _keep_rows(cache: DynamicCache, rows: Tensor) -> None:
     and of linear attention.
     """
     cache.reorder_cache(rows)  # type: ignore[arg-type]  # it says LongTensor, and means int64
-
-
-def _distinct(state: Mapping[str, Tensor]) -> list[Tensor]:
-    return list({tensor.data_ptr(): tensor for tensor in state.values()}.values())
 
 
 def _kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:

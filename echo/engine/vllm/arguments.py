@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
-import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from echo.core.errors import EngineError
 from echo.core.extras import install_command
 from echo.core.units import format_bytes
 from echo.engine.lora import Lora
-from echo.engine.model import free_bytes
+from echo.engine.model import fields_of_model, free_bytes
 from echo.engine.vllm.plugin import BACKEND, WORKER_EXTENSION, register
 
 Process = Literal["inline", "engine"]
@@ -128,11 +127,8 @@ def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) ->
         EngineError: if it is not installed, or not as it should be.
     """
     check_installation()
-    prepare_environment(
-        is_cpu=is_cpu,
-        num_workers=_count(passed, "tensor_parallel_size", 1),
-        num_threads=num_threads,
-    )
+    num_workers = _count(passed, "tensor_parallel_size", 1)
+    _set_environment(is_cpu=is_cpu, num_workers=num_workers, num_threads=num_threads)
     importlib.import_module("vllm.v1.engine.async_llm")
     if is_cpu:  # on a GPU it has a process, and so descriptors, of its own
         importlib.import_module("vllm.v1.worker.cpu_worker")
@@ -150,7 +146,7 @@ def _count(passed: Mapping[str, Any], name: str, default: int) -> int:
     return value
 
 
-def prepare_environment(*, is_cpu: bool, num_workers: int, num_threads: int) -> None:
+def _set_environment(*, is_cpu: bool, num_workers: int, num_threads: int) -> None:
     """Set what vLLM reads from the environment, where the user has not; before it is imported."""
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -180,11 +176,8 @@ def make_arguments(
     dtype: str,
     process: Process,
     passed: Mapping[str, Any],
-    lora_rank: int = 0,
-    lora_targets: Sequence[str] = (),
-    num_versions: int = 1,
 ) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine.
+    """Return the arguments of vLLM's engine; those of adapters come on top (`lora_arguments`).
 
     Args:
         model_dir: directory with config.json.
@@ -192,14 +185,11 @@ def make_arguments(
         dtype: to compute in.
         process: where vLLM runs.
         passed: the user's own, [engine.options].
-        lora_rank: of adapters over the directory's own weights; 0 for none.
-        lora_targets: last parts of the names of their modules.
-        num_versions: of the adapter, sampled side by side.
 
     Raises:
         EngineError: listing each that is unknown, ours, or impossible.
     """
-    _check(model_dir, is_cpu=is_cpu, process=process, passed=passed, lora_rank=lora_rank)
+    _check(model_dir, is_cpu=is_cpu, process=process, passed=passed)
     from vllm.config import WeightTransferConfig
 
     arguments: dict[str, Any] = {
@@ -222,20 +212,37 @@ def make_arguments(
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": WORKER_EXTENSION,
     }
-    if lora_rank:
-        arguments |= {
-            **adapter_slots(num_versions),
-            "load_format": "auto",
-            "use_tqdm_on_load": False,
-            "enable_lora": True,
-            "max_lora_rank": _space_of(lora_rank),
-            # Else the head gets room for one too, and 0.32 fails on the probe's log-probabilities.
-            "lora_target_modules": list(lora_targets),
-        }
     if is_cpu:
         num_bytes = min(free_bytes(torch.device("cpu")) // 4, MAX_CPU_KV_BYTES)
         arguments.setdefault("kv_cache_memory_bytes", num_bytes)
     return arguments
+
+
+def lora_arguments(rank: int, targets: list[str], num_versions: int) -> dict[str, Any]:
+    """Return what adapters over the model's own weights add to the arguments.
+
+    Args:
+        rank: of the adapters.
+        targets: last parts of the names of their modules.
+        num_versions: sampled side by side.
+
+    Raises:
+        EngineError: if vLLM takes none of this rank.
+    """
+    if rank > MAX_LORA_RANKS[-1]:
+        raise EngineError(
+            f"lora.rank = {rank} on the learner: vLLM takes at most {MAX_LORA_RANKS[-1]}; lower it "
+            'there, or set engine.kind = "transformers" here'
+        )
+    return {
+        **adapter_slots(num_versions),
+        "load_format": "auto",
+        "use_tqdm_on_load": False,
+        "enable_lora": True,
+        "max_lora_rank": _space_of(rank),
+        # Else the head gets room for one too, and 0.32 fails on the probe's log-probabilities.
+        "lora_target_modules": targets,
+    }
 
 
 def adapter_slots(num_versions: int) -> dict[str, int]:
@@ -268,18 +275,11 @@ def versions_in_memory(lora: Lora, adapter_bytes: int, num_bytes: int) -> int:
 
 
 def _space_of(rank: int) -> int:
-    """Return the room that vLLM has for adapters of a rank; the largest for those above."""
+    """Return the room that vLLM has for adapters of a rank; the largest for those beyond."""
     return next((space for space in MAX_LORA_RANKS if space >= rank), MAX_LORA_RANKS[-1])
 
 
-def _check(
-    model_dir: Path,
-    *,
-    is_cpu: bool,
-    process: Process,
-    passed: Mapping[str, Any],
-    lora_rank: int,
-) -> None:
+def _check(model_dir: Path, *, is_cpu: bool, process: Process, passed: Mapping[str, Any]) -> None:
     """Refuse what vLLM cannot do, all of it at once."""
     from vllm import EngineArgs
 
@@ -287,11 +287,6 @@ def _check(
     if process == "inline" and _count(passed, "tensor_parallel_size", 1) > 1:
         problems.append('tensor_parallel_size above 1 needs engine.process = "engine"')
     problems += _build_problems(is_cpu=is_cpu)
-    if lora_rank > MAX_LORA_RANKS[-1]:
-        problems.append(
-            f"lora.rank = {lora_rank} on the learner: vLLM takes at most {MAX_LORA_RANKS[-1]}; "
-            'lower it there, or set engine.kind = "transformers" here'
-        )
     if is_cpu:
         problems += _head_problems(model_dir)
     if problems:
@@ -324,8 +319,7 @@ def _head_problems(model_dir: Path) -> list[str]:
     """Say if vLLM's attention for CPUs was not made for this model; it would die at a prompt."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    fields = {**fields, **fields.get("text_config", {})}
+    fields = fields_of_model(model_dir)
     num_heads = fields.get("num_attention_heads")
     size = fields.get("head_dim") or (num_heads and fields.get("hidden_size", 0) // num_heads)
     known = CPUAttentionBackend.get_supported_head_sizes()

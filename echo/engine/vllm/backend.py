@@ -18,6 +18,7 @@ import contextlib
 import logging
 import os
 import queue
+import shutil
 import signal
 import tempfile
 import threading
@@ -35,11 +36,13 @@ import torch
 from torch import Tensor
 
 from echo.core.errors import EngineError
+from echo.core.units import format_bytes
 from echo.engine.engine import FinishReason, VersionSlot, describe_error
 from echo.engine.lora import Lora, write_adapter
+from echo.engine.model import weight_bytes
 from echo.engine.vllm.places import save_changes
 from echo.engine.vllm.plugin import VARIABLE, count_kills
-from echo.engine.weights import TensorChange, save_safetensors
+from echo.engine.weights import WEIGHTS_FILE, TensorChange, Weights, save_safetensors
 
 # --- contract -------------------------------------------------------------------------------------
 #
@@ -89,6 +92,22 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
+class BackendRequest:
+    """What a backend is asked to sample."""
+
+    request_id: str
+    """Not in use."""
+    prompt: Mapping[str, Any]
+    """vLLM's, with the token ids."""
+    params: Any
+    """vLLM's SamplingParams."""
+    adapter: Any = None
+    """vLLM's LoRARequest of one that is loaded; None for the base."""
+    priority: int = 0
+    """Lower ones go first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """Tokens [start, end) of a sample and the tag of the weights that sampled them."""
 
@@ -110,6 +129,10 @@ class BackendOutput:
     """[P - 1] of the prompt's tokens after the first; empty if they were not asked for."""
 
 
+HandedOver = Weights | Sequence[TensorChange]
+"""All weights, or what has changed of those that vLLM has."""
+
+
 class Backend(abc.ABC):
     """A running vLLM; its methods may be called from any thread."""
 
@@ -117,32 +140,9 @@ class Backend(abc.ABC):
     death: Death | None = None
     """Set once it is known to have died, or was given up."""
 
-    @property
     @abc.abstractmethod
-    def is_dead(self) -> bool:
-        """Whether it has died or was given up."""
-
-    @abc.abstractmethod
-    def submit(
-        self,
-        request_id: str,
-        prompt: Mapping[str, Any],
-        params: Any,
-        priority: int,
-        adapter: Any = None,
-    ) -> Future[BackendOutput]:
-        """Begin to sample.
-
-        Args:
-            request_id: not in use.
-            prompt: vLLM's, with the token ids.
-            params: vLLM's SamplingParams.
-            priority: lower ones first.
-            adapter: vLLM's LoRARequest of one that is loaded; None for the base.
-
-        Returns:
-            What gets the sample, or EngineDeadError.
-        """
+    def submit(self, request: BackendRequest) -> Future[BackendOutput]:
+        """Begin to sample; what is returned gets the sample, or EngineDeadError."""
 
     @abc.abstractmethod
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -153,24 +153,18 @@ class Backend(abc.ABC):
         """Return the tokens so far of every request that runs."""
 
     @abc.abstractmethod
-    def update(
-        self,
-        update_info: Mapping[str, str],
-        tag: str,
-        *,
-        clears_cache: bool,
-        is_patch: bool = False,
-    ) -> None:
-        """Pause, take the weights over, tag what follows, and go on; bounded in time.
+    def update(self, weights: HandedOver, tag: str, *, clears_cache: bool) -> None:
+        """Pause, take weights over, tag what follows, and go on; bounded in time.
 
         Args:
-            update_info: where the weights are, for `transfer`.
+            weights: all of them, or what has changed of them; see `why_unplaced`.
             tag: not used before.
             clears_cache: whether keys and values are thrown away and computed anew.
-            is_patch: whether only what has changed lies there; see `why_unplaced`.
 
         Raises:
+            EngineWasDeadError: if it has died before.
             EngineDeadError: if that fails at any point; the engine is of no use any more.
+            EngineError: if there is no space to hand them over; nothing has changed then.
         """
 
     @abc.abstractmethod
@@ -178,7 +172,8 @@ class Backend(abc.ABC):
         """Return why vLLM takes whole versions only; nothing if it takes patches.
 
         Raises:
-            EngineDeadError: if it has died.
+            EngineWasDeadError: if it has died before.
+            EngineDeadError: if it does not answer.
         """
 
     @abc.abstractmethod
@@ -245,6 +240,19 @@ def num_sampled(output_processor: Any) -> dict[str, int]:
     """Return the tokens so far of every request, from vLLM's bookkeeping in this process."""
     states = list(output_processor.request_states.values())
     return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
+
+
+def update_calls(weights: HandedOver, where: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
+    """Return what vLLM's workers are called to take weights over: methods and their arguments.
+
+    Args:
+        weights: that are handed over.
+        where: they lie, as `transfer.TransferUpdate` has it.
+    """
+    info = {"update_info": dict(where)}
+    if isinstance(weights, Mapping):
+        return [("start_weight_update", {}), ("update_weights", info), ("finish_weight_update", {})]
+    return [("patch_weights", info)]
 
 
 def read_facts(vllm_config: Any) -> Facts:
@@ -356,25 +364,18 @@ class InlineBackend(Backend):
             job()
 
     def _resolve(self, output: Any) -> None:
-        future = self._futures.pop(output.request_id, None)
-        if future is not None and not future.done():
-            future.set_result(read_output(output))
+        answer = read_output(output)  # first: if that fails the request dies with the engine
+        if (future := self._pop(output.request_id)) is not None:
+            future.set_result(answer)
+
+    def _pop(self, request_id: str) -> Future[BackendOutput] | None:
+        """Return the future of a request for the caller alone to end; None if it has ended."""
+        with self._lock:
+            return self._futures.pop(request_id, None)
 
     # --- other threads ---------------------------------------------------------------------------
 
-    @property
-    def is_dead(self) -> bool:
-        """Whether it has died or was given up."""
-        return self.death is not None
-
-    def submit(
-        self,
-        request_id: str,
-        prompt: Mapping[str, Any],
-        params: Any,
-        priority: int,
-        adapter: Any = None,
-    ) -> Future[BackendOutput]:
+    def submit(self, request: BackendRequest) -> Future[BackendOutput]:
         """Begin to sample between two steps."""
         future: Future[BackendOutput] = Future()
 
@@ -383,17 +384,21 @@ class InlineBackend(Backend):
                 return
             try:
                 self._engine.add_request(
-                    request_id, dict(prompt), params, lora_request=adapter, priority=priority
+                    request.request_id,
+                    dict(request.prompt),
+                    request.params,
+                    lora_request=request.adapter,
+                    priority=request.priority,
                 )
             except Exception as error:  # noqa: BLE001 -- the request's fault, and its answer
-                if self._futures.pop(request_id, None) is not None:  # not given up meanwhile
+                if self._pop(request.request_id) is not None:  # not given up meanwhile
                     future.set_exception(error)
 
         with self._lock:
             if self.death is not None:
                 future.set_exception(EngineDeadError(self.death.reason))
                 return future
-            self._futures[request_id] = future
+            self._futures[request.request_id] = future
         self._jobs.put(add)
         return future
 
@@ -417,24 +422,21 @@ class InlineBackend(Backend):
         """Return the tokens so far of every request that runs."""
         return num_sampled(self._engine.output_processor)
 
-    def update(
-        self,
-        update_info: Mapping[str, str],
-        tag: str,
-        *,
-        clears_cache: bool,
-        is_patch: bool = False,
-    ) -> None:
-        """Swap weights between two steps."""
-        info = {"update_info": dict(update_info)}
-        update = self._patch if is_patch else self._load
+    def update(self, weights: HandedOver, tag: str, *, clears_cache: bool) -> None:
+        """Swap weights between two steps, taken from where they are."""
+        from echo.engine.vllm.transfer import HANDED_OVER
+
+        key = f"{id(self):x} {tag}"
+        HANDED_OVER[key] = weights
         try:
-            self._between_steps(lambda: self._swap(lambda: update(info), tag, clears_cache))
+            self._between_steps(lambda: self._swap(weights, key, tag, clears_cache))
         except EngineDeadError:
             raise
         except Exception as error:  # vLLM's layers raise anything; the model is now half updated
             self.die(f"the update failed: {type(error).__name__}: {error}")
             raise EngineDeadError(f"{type(error).__name__}: {error}") from error
+        finally:
+            del HANDED_OVER[key]
 
     def add_adapter(self, adapter: Any) -> None:
         """Load an adapter between two steps."""
@@ -478,21 +480,14 @@ class InlineBackend(Backend):
             self.die(reason)
             raise EngineDeadError(reason) from error
 
-    def _swap(self, update: Callable[[], object], tag: str, clears_cache: bool) -> None:
+    def _swap(self, weights: HandedOver, key: str, tag: str, clears_cache: bool) -> None:
         """Swap weights, in the engine's thread."""
         core = self._engine.engine_core.engine_core
         core.pause_scheduler("keep", clears_cache)
-        update()
+        for method, arguments in update_calls(weights, {"key": key}):
+            self._engine.collective_rpc(method, kwargs=arguments)
         self._engine.set_weight_version(tag)
         core.resume_scheduler()
-
-    def _load(self, info: Mapping[str, Any]) -> None:
-        self._engine.collective_rpc("start_weight_update")
-        self._engine.collective_rpc("update_weights", kwargs=info)
-        self._engine.collective_rpc("finish_weight_update")
-
-    def _patch(self, info: Mapping[str, Any]) -> None:
-        self._engine.collective_rpc("patch_weights", kwargs=info)
 
     def why_unplaced(self) -> str:
         """Ask vLLM's worker between two steps."""
@@ -507,8 +502,7 @@ class InlineBackend(Backend):
             self._futures.clear()
         self._jobs.put(None)
         for future in futures:
-            if not future.done():
-                future.set_exception(EngineDeadError(reason))
+            future.set_exception(EngineDeadError(reason))
 
     def close(self) -> None:
         """Stop the thread and the engine."""
@@ -516,75 +510,14 @@ class InlineBackend(Backend):
         self._thread.join(INLINE_CLOSE_TIMEOUT_S)
 
 
-# --- hand-over of weights -------------------------------------------------------------------------
+# --- hand-over by files ---------------------------------------------------------------------------
 
 
 MEMORY = Path("/dev/shm")
 """Where a file is memory that vLLM's processes can map."""
 
-
-def hand_over(
-    backend: Backend,
-    tensors: Mapping[str, Tensor],
-    tag: str,
-    *,
-    clears_cache: bool,
-    is_same_process: bool,
-) -> None:
-    """Have vLLM take all weights over; what it samples from then on has their tag.
-
-    Args:
-        backend: the running vLLM.
-        tensors: all weights.
-        tag: not used before.
-        clears_cache: whether keys and values are thrown away and computed anew.
-        is_same_process: whether vLLM runs in this process.
-
-    Raises:
-        EngineDeadError: if that fails at any point; the engine is of no use any more.
-        EngineError: if there is no space for the file; nothing has changed then.
-    """
-    if is_same_process:
-        from echo.engine.vllm.transfer import HANDED_OVER
-
-        key = f"{id(backend):x} {tag}"
-        HANDED_OVER[key] = tensors
-        try:
-            backend.update({"key": key}, tag, clears_cache=clears_cache)
-        finally:
-            del HANDED_OVER[key]
-        return
-    with _directory_in_memory() as directory:
-        save_safetensors(directory, tensors, max_shard_bytes=1 << 62)
-        [path] = directory.iterdir()
-        backend.update({"path": str(path)}, tag, clears_cache=clears_cache)
-
-
-def hand_over_changes(
-    backend: Backend,
-    changes: Sequence[TensorChange],
-    tag: str,
-    *,
-    clears_cache: bool,
-    is_same_process: bool,
-) -> None:
-    """Have vLLM take over what has changed of its weights, for which it has places.
-
-    Arguments and errors as for `hand_over`.
-    """
-    if is_same_process:
-        from echo.engine.vllm.transfer import CHANGES
-
-        key = f"{id(backend):x} {tag}"
-        CHANGES[key] = changes
-        try:
-            backend.update({"key": key}, tag, clears_cache=clears_cache, is_patch=True)
-        finally:
-            del CHANGES[key]
-        return
-    with _directory_in_memory() as directory:
-        path = save_changes(directory, changes)
-        backend.update({"path": str(path)}, tag, clears_cache=clears_cache, is_patch=True)
+HEADER_BYTES = 16 << 20
+"""More than names and shapes take in a file of tensors."""
 
 
 def hand_over_adapter(
@@ -603,20 +536,30 @@ def hand_over_adapter(
         EngineError: if it refuses the adapter, or there is no space for the file; the others are
             as they were.
     """
-    with _directory_in_memory() as directory:
+    with _directory_for(weight_bytes(tensors)) as directory:
         write_adapter(directory, tensors, lora, base_name="")
         backend.add_adapter(adapter_request(slot, str(directory)))
 
 
 @contextmanager
-def _directory_in_memory() -> Iterator[Path]:
+def _directory_for(num_bytes: int) -> Iterator[Path]:
+    """Yield a directory in memory, or on the disk where that has no space: a container's is small.
+
+    Args:
+        num_bytes: of the tensors that are to be written.
+    """
     try:
+        needed = num_bytes + HEADER_BYTES
+        has_space = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= needed
         with tempfile.TemporaryDirectory(
-            prefix="echo-", dir=MEMORY if MEMORY.is_dir() else None
+            prefix="echo-", dir=MEMORY if has_space else None
         ) as directory:
             yield Path(directory)
     except OSError as error:
-        raise EngineError(f"no space to hand the weights to vLLM: {error}") from error
+        raise EngineError(
+            f"no space to hand the weights to vLLM: {error}; free {format_bytes(needed)} in "
+            f"{MEMORY} (of a container: docker run --shm-size) or {tempfile.gettempdir()}"
+        ) from error
 
 
 # --- crash reason ---------------------------------------------------------------------------------
@@ -722,14 +665,7 @@ class ProcessBackend(Backend):
         with self._crash_reason.told():
             self._engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
-    async def _sample(
-        self,
-        request_id: str,
-        prompt: Mapping[str, Any],
-        params: Any,
-        priority: int,
-        adapter: Any,
-    ) -> BackendOutput:
+    async def _sample(self, request: BackendRequest) -> BackendOutput:
         from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
         from vllm.v1.engine.exceptions import EngineGenerateError
 
@@ -741,7 +677,11 @@ class ProcessBackend(Backend):
             if self.death is not None:
                 raise EngineDeadError(self.death.reason)
             stream = self._engine.generate(
-                dict(prompt), params, request_id, lora_request=adapter, priority=priority
+                dict(request.prompt),
+                request.params,
+                request.request_id,
+                lora_request=request.adapter,
+                priority=request.priority,
             )
             async for found in stream:
                 output = found
@@ -754,22 +694,16 @@ class ProcessBackend(Backend):
         finally:
             self._tasks.discard(task)
         if output is None:
-            raise EngineError(f"request {request_id}: vLLM gave no answer")
+            raise EngineError(f"request {request.request_id}: vLLM gave no answer")
         return read_output(output)
 
-    async def _update(
-        self, update_info: Mapping[str, str], tag: str, clears_cache: bool, is_patch: bool
-    ) -> None:
-        engine, info = self._engine, {"update_info": dict(update_info)}
+    async def _swap(self, weights: HandedOver, path: Path, tag: str, clears_cache: bool) -> None:
+        engine = self._engine
         # Not `pause_generation`, which sleeps for 20 ms so that outputs come before it returns.
         pause = engine.engine_core.pause_scheduler_async
         await self._bounded(pause(mode="keep", clear_cache=clears_cache))
-        if is_patch:
-            await self._bounded(engine.collective_rpc("patch_weights", kwargs=info))
-        else:
-            await self._bounded(engine.collective_rpc("start_weight_update"))
-            await self._bounded(engine.collective_rpc("update_weights", kwargs=info))
-            await self._bounded(engine.collective_rpc("finish_weight_update"))
+        for method, arguments in update_calls(weights, {"path": str(path)}):
+            await self._bounded(engine.collective_rpc(method, kwargs=arguments))
         await self._bounded(engine.update_weight_version(tag))
         await self._bounded(engine.resume_generation())
 
@@ -787,24 +721,16 @@ class ProcessBackend(Backend):
     # --- other threads ---------------------------------------------------------------------------
 
     @property
-    def is_dead(self) -> bool:
-        """Whether it has died or was given up."""
+    def _is_dead(self) -> bool:
         return self.death is not None or bool(self._engine.errored)
 
-    def submit(
-        self,
-        request_id: str,
-        prompt: Mapping[str, Any],
-        params: Any,
-        priority: int,
-        adapter: Any = None,
-    ) -> Future[BackendOutput]:
+    def submit(self, request: BackendRequest) -> Future[BackendOutput]:
         """Begin to sample."""
         if self.death is not None:
             future: Future[BackendOutput] = Future()
             future.set_exception(EngineDeadError(self.death.reason))
             return future
-        return self._post(self._sample(request_id, prompt, params, priority, adapter))
+        return self._post(self._sample(request))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests."""
@@ -815,62 +741,72 @@ class ProcessBackend(Backend):
         """Return the tokens so far of every request that runs."""
         return num_sampled(self._engine.output_processor)
 
-    def update(
-        self,
-        update_info: Mapping[str, str],
-        tag: str,
-        *,
-        clears_cache: bool,
-        is_patch: bool = False,
-    ) -> None:
-        """Swap weights while generation is paused."""
-        self._see_through(self._update(update_info, tag, clears_cache, is_patch))
+    def update(self, weights: HandedOver, tag: str, *, clears_cache: bool) -> None:
+        """Swap weights while generation is paused, taken from a file in memory."""
+        if isinstance(weights, Mapping):
+            num_bytes = weight_bytes(weights)
+        else:
+            num_bytes = sum(change.num_bytes for change in weights)
+        with _directory_for(num_bytes) as directory:
+            if isinstance(weights, Mapping):
+                save_safetensors(directory, weights, max_shard_bytes=1 << 62)
+                path = directory / WEIGHTS_FILE
+            else:
+                path = save_changes(directory, weights)
+            self._see_through(lambda: self._swap(weights, path, tag, clears_cache))
 
     def why_unplaced(self) -> str:
         """Ask vLLM's workers between two steps."""
-        asked = self._bounded(self._engine.collective_rpc("why_unplaced"))
-        return next(filter(None, self._see_through(asked)), "")
+        found: list[str] = self._see_through(
+            lambda: self._bounded(self._engine.collective_rpc("why_unplaced"))
+        )
+        return next(filter(None, found), "")
 
-    def _see_through(self, update: Coroutine[Any, Any, T]) -> T:
+    def add_adapter(self, adapter: Any) -> None:
+        """Load an adapter between two steps."""
+        self._see_through(lambda: self._bounded(self._engine.add_lora(adapter)), may_refuse=True)
+
+    def remove_adapter(self, serial: int) -> None:
+        """Unload an adapter between two steps."""
+        self._see_through(lambda: self._bounded(self._engine.remove_lora(serial)), may_refuse=True)
+
+    def _see_through(
+        self, ask: Callable[[], Coroutine[Any, Any, T]], *, may_refuse: bool = False
+    ) -> T:
+        """Have the loop ask vLLM something, and return its answer; bounded in time.
+
+        Raises:
+            EngineWasDeadError: if it has died before.
+            EngineDeadError: if it dies, is silent, or fails; it may be half updated then.
+            EngineError: if it fails where it `may_refuse`.
+        """
+        if self._is_dead:
+            raise EngineWasDeadError("it had died before")
         try:
-            return self._post(update).result(6 * TIMEOUT_S)
-        except Exception as error:  # vLLM's processes raise anything; they are half updated
+            return self._post(ask()).result(6 * TIMEOUT_S)
+        except Exception as error:  # vLLM's processes raise anything
             is_late = isinstance(error, TimeoutError)
             why = f"no answer in {TIMEOUT_S:g} s" if is_late else self._why(error)
+            if may_refuse and not (is_late or self._is_dead):
+                raise EngineError(f"vLLM refuses the adapter: {why}") from error
             reason = f"the update failed: {why}"
             self.die(reason)
             raise EngineDeadError(reason) from error
 
-    def add_adapter(self, adapter: Any) -> None:
-        """Load an adapter between two steps."""
-        self._change_adapters(self._engine.add_lora(adapter))
-
-    def remove_adapter(self, serial: int) -> None:
-        """Unload an adapter between two steps."""
-        self._change_adapters(self._engine.remove_lora(serial))
-
-    def _change_adapters(self, change: Awaitable[object]) -> None:
-        try:
-            self._post(self._bounded(change)).result(2 * TIMEOUT_S)
-        except Exception as error:  # vLLM's processes raise anything
-            is_late = isinstance(error, TimeoutError)
-            why = f"no answer in {TIMEOUT_S:g} s" if is_late else self._why(error)
-            if not (is_late or self.is_dead):
-                raise EngineError(f"vLLM refuses the adapter: {why}") from error
-            self.die(why)
-            raise EngineDeadError(why) from error
-
     def die(self, reason: str) -> None:
         """Fail every request."""
         self.death = self.death or Death(reason, len(self._tasks))
-        self._loop.call_soon_threadsafe(self._cancel_all)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it all requests
+            self._loop.call_soon_threadsafe(self._cancel_all)
 
     def _cancel_all(self) -> None:
         for task in list(self._tasks):
             task.cancel()
 
     def close(self) -> None:
-        """End vLLM's processes and our thread."""
+        """End vLLM's processes and our thread; a second call changes nothing."""
+        if self._loop.is_closed():
+            return
         self.die("the engine is closed")
         try:
             self._post(self._shut_down()).result(CLOSE_TIMEOUT_S)

@@ -29,7 +29,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,12 +66,14 @@ from echo.engine.model import (
     has_other_names_on_disk,
     names_on_disk,
     set_num_threads,
+    weight_bytes,
 )
 from echo.engine.vllm.arguments import (
     MIN_VERSIONS,
     Process,
     adapter_slots,
     import_vllm,
+    lora_arguments,
     make_arguments,
     versions_in_memory,
 )
@@ -80,16 +81,16 @@ from echo.engine.vllm.backend import (
     TIMEOUT_S,
     Backend,
     BackendOutput,
+    BackendRequest,
     Death,
     EngineDeadError,
     EngineWasDeadError,
     Facts,
+    HandedOver,
     InlineBackend,
     ProcessBackend,
     adapter_request,
-    hand_over,
     hand_over_adapter,
-    hand_over_changes,
 )
 from echo.engine.weights import changes, tensors_from_image, torch_dtype
 from echo.weights.manifest import TensorSpec
@@ -156,7 +157,6 @@ class Call:
     def __init__(
         self,
         engine: VllmEngine,
-        space: CacheCapacity,
         requests: Sequence[Request],
         sampling: Sampling,
         watcher: Watcher,
@@ -166,7 +166,7 @@ class Call:
         self._engine = engine
         self._slot = slot
         self._adapter = None if slot is None else adapter_request(slot)
-        self._space = space
+        self._space = engine.space
         self._requests = requests
         self._sampling = sampling
         self._watcher = watcher
@@ -203,12 +203,13 @@ class Call:
         while self._waiting:
             index = self._waiting[0]
             request = self._requests[index]
+            self._engine.check(request, self._sampling)  # one started anew may hold less
             context = request.context_ids
             num_tokens = min(
                 self._sampling.max_completion_tokens - len(request.prefix_ids),
                 facts.max_model_len - len(context),
             )
-            num_blocks = -(-(len(context) + num_tokens) // facts.block_size)
+            num_blocks = facts.blocks_of(len(context) + num_tokens)
             if not self._space.take(num_blocks):
                 return
             self._waiting.popleft()
@@ -219,13 +220,20 @@ class Call:
             # Ours alone: callers may use the same names at the same time.
             request_id = f"{request.request_id}/{id(self):x}/{self._num_tries}"
             params = make_params(self._sampling, request.seed, num_tokens)
-            future = backend.submit(request_id, prompt, params, 0, self._adapter)
+            future = backend.submit(BackendRequest(request_id, prompt, params, self._adapter))
             self._running.append(_Running(index, request_id, num_blocks, backend, future))
 
     def _end_all(self) -> None:
         """Abort what runs, and give up what has not begun; may be called again."""
-        while self._waiting:
-            self._finish(self._waiting.popleft(), None)
+        for index in self._waiting:
+            self._done[index] = Completion(
+                self._requests[index].request_id,
+                np.empty(0, np.int32),
+                np.empty(0, np.float32),
+                "abort",
+                np.empty((0, 2), np.int32),
+            )
+        self._waiting.clear()
         for backend in {running.backend for running in self._running}:
             # Repeated until it works: one that vLLM has not yet taken in cannot be aborted.
             backend.abort([r.request_id for r in self._running if r.backend is backend])
@@ -263,7 +271,9 @@ class Call:
         for running in ended:
             error = running.future.exception()
             if error is None:
-                self._held.append((running, running.future.result()))
+                sample = running.future.result()
+                self._watcher.on_tokens(len(sample.token_ids) - running.num_tokens)
+                self._held.append((running, sample))
             elif isinstance(error, EngineDeadError):
                 self._engine.revive(running.backend)
                 self._waiting.append(running.index)
@@ -301,20 +311,10 @@ class Call:
             num_tokens = int(is_bad.argmax()) + 1
             ids, logprobs, reason = ids[:num_tokens], logprobs[:num_tokens], "nonfinite"
         request_id = self._requests[running.index].request_id
-        self._finish(
-            running.index, Completion(request_id, ids, logprobs, reason, versions[: len(ids)])
-        )
-
-    def _finish(self, index: int, completion: Completion | None) -> None:
-        self._done[index] = completion or Completion(
-            self._requests[index].request_id,
-            np.empty(0, np.int32),
-            np.empty(0, np.float32),
-            "abort",
-            np.empty((0, 2), np.int32),
-        )
-        if self._done[index].finish_reason != "abort":
-            self._watcher.on_completion(self._done[index])
+        completion = Completion(request_id, ids, logprobs, reason, versions[: len(ids)])
+        self._done[running.index] = completion
+        if reason != "abort":
+            self._watcher.on_completion(completion)
 
 
 def make_params(
@@ -373,18 +373,19 @@ class SwapProbe:
         self._tolerance = TOLERANCES[dtype]
         # Built once: it shares the memory of the weights it was last given, which the engine keeps
         # anyway. Its own, untouched, costs nothing before.
-        self._model: Any
+        self.model: Any
+        """transformers' own; its weights are those that were last expected to give something."""
         self._adapter: dict[str, Tensor] | None = None
         if lora is None:
-            self._model = build_meta_model(Path(model_dir), self._dtype, "eager")
+            self.model = build_meta_model(model_dir, self._dtype, "eager")
         else:
-            self._model, self._adapter = build_adapted(lora, self._dtype, "eager")
+            self.model, self._adapter = build_adapted(lora, self._dtype, "eager")
         # An architecture that is not vLLM's own runs in the classes of transformers, which vLLM
         # changes for this process: models of theirs that it has not built itself lack this.
-        type(self._model.base_model).do_not_compile = True
+        type(self.model.base_model).do_not_compile = True
         self.lora_targets = target_names(self._adapter or ())
         """Last parts of the names of the modules that have an adapter."""
-        config = self._model.config.get_text_config()
+        config = self.model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         window = int(getattr(config, "max_position_embeddings", None) or NUM_TOKENS + 1)
         self.prompt_ids = [
@@ -392,11 +393,9 @@ class SwapProbe:
             for i in range(max(2, min(NUM_TOKENS, window - 1)))
         ]
         """Token ids spread over the vocabulary."""
-        distinct = {tensor.data_ptr(): tensor for tensor in self._model.state_dict().values()}
-        self.weight_bytes: int = sum(t.numel() * t.element_size() for t in distinct.values())
+        self.weight_bytes = weight_bytes(self.model.state_dict())
         """Memory of the weights in the engine's dtype."""
-        adapter = (self._adapter or {}).values()
-        self.adapter_bytes: int = sum(t.numel() * t.element_size() for t in adapter)
+        self.adapter_bytes = weight_bytes(self._adapter or {})
         """Of these, those of the adapter."""
 
     @torch.inference_mode()
@@ -409,7 +408,7 @@ class SwapProbe:
         Raises:
             EngineError: if they are not exactly the weights of this model.
         """
-        model = self._model
+        model = self.model
         if self._adapter is None:
             check_weights(model.state_dict(), tensors)
             cast = {name: tensor.to(self._dtype) for name, tensor in tensors.items()}
@@ -425,15 +424,6 @@ class SwapProbe:
             logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].numpy()
         )
         return found
-
-    @property
-    def has_other_names_on_disk(self) -> bool:
-        """Whether `on_disk` changes names."""
-        return has_other_names_on_disk(self._model)
-
-    def on_disk(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return weights as files have them, which is how vLLM reads them."""
-        return names_on_disk(self._model, tensors)
 
     def complaint(
         self, measured: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]
@@ -470,6 +460,20 @@ class _Installed:
     expected: npt.NDArray[np.float32]
 
 
+def _refuse(device: str, kv_cache: KvCache, lora: Lora | None) -> None:
+    """Refuse settings that vLLM, or an adapter in it, has no use for."""
+    if device not in ("cpu", "cuda"):
+        raise EngineError(
+            f'vLLM takes the GPUs that it sees: in place of worker.device = "{device}" set '
+            'CUDA_VISIBLE_DEVICES and worker.device = "cuda"'
+        )
+    if lora is not None and kv_cache == "keep":
+        raise EngineError(
+            'engine.kv_cache = "keep" has no use with lora.rank above 0, where vLLM samples each '
+            "rollout from one version; remove it"
+        )
+
+
 class VllmEngine(Engine):
     """Sample from a causal language model with vLLM.
 
@@ -493,7 +497,7 @@ class VllmEngine(Engine):
 
     def __init__(
         self,
-        model_dir: str | Path,
+        model_dir: Path,
         *,
         device: str = "cpu",
         dtype: str = "float32",
@@ -503,38 +507,27 @@ class VllmEngine(Engine):
         num_threads: int = 0,
         lora: Lora | None = None,
     ) -> None:
-        if device not in ("cpu", "cuda"):
-            raise EngineError(
-                f'vLLM takes the GPUs that it sees: in place of worker.device = "{device}" set '
-                'CUDA_VISIBLE_DEVICES and worker.device = "cuda"'
-            )
-        if lora is not None and kv_cache == "keep":
-            raise EngineError(
-                'engine.kv_cache = "keep" has no use with lora.rank above 0, where vLLM samples '
-                "each rollout from one version; remove it"
-            )
-        passed = dict(arguments or {})
-        is_cpu = device == "cpu"
+        _refuse(device, kv_cache, lora)
+        passed, is_cpu = arguments or {}, device == "cpu"
         import_vllm(is_cpu=is_cpu, passed=passed, num_threads=num_threads)
         self._device = device
         self._process: Process = process
         self._num_threads = num_threads
         self._clears_cache = kv_cache == "recompute"
         self._lora = lora
-        self._probe = SwapProbe(Path(model_dir), dtype, lora)
-        if lora is not None:
-            free = free_bytes(torch.device("cpu"))
-            self.num_versions = versions_in_memory(lora, self._probe.adapter_bytes, free)
+        self._probe = SwapProbe(model_dir, dtype, lora)
         self._arguments = make_arguments(
-            Path(model_dir) if lora is None else lora.base_dir,
+            model_dir if lora is None else lora.base_dir,
             is_cpu=is_cpu,
             dtype=dtype,
             process=process,
             passed=passed,
-            lora_rank=0 if lora is None else lora.rank,
-            lora_targets=self._probe.lora_targets,
-            num_versions=self.num_versions,
         )
+        if lora is not None:
+            free = free_bytes(torch.device("cpu"))
+            self.num_versions = versions_in_memory(lora, self._probe.adapter_bytes, free)
+            targets = self._probe.lora_targets
+            self._arguments |= lora_arguments(lora.rank, targets, self.num_versions)
         self._adapters: dict[VersionSlot, _Installed] = {}
         """What vLLM has loaded."""
         self._lock = threading.RLock()
@@ -550,7 +543,8 @@ class VllmEngine(Engine):
         self._num_restarts = 0
         self._is_closed = False
         self._concurrency = Concurrency()
-        self._space = CacheCapacity()
+        self.space = CacheCapacity()
+        """Of vLLM's cache and batch, for all calls."""
         self._backend = self._start(is_first=True)
         self._barrier: VersionBarrier | VersionSlots = (
             VersionBarrier() if lora is None else VersionSlots(self.num_versions + 1)
@@ -601,14 +595,8 @@ class VllmEngine(Engine):
         """Sample a completion for each request, beside whatever else runs."""
         with self._barrier.request(min_version, exact_version) as slot:
             for request in requests:
-                request.check(
-                    window=self.window,
-                    vocab_size=self._probe.vocab_size,
-                    max_completion_tokens=sampling.max_completion_tokens,
-                )
-                num_tokens = len(request.prompt_ids) + sampling.max_completion_tokens
-                self.max_concurrent_rollouts(0, num_tokens)
-            return Call(self, self._space, requests, sampling, watcher, slot).run()
+                self.check(request, sampling)
+            return Call(self, requests, sampling, watcher, slot).run()
 
     def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[object]:
         """Keep newer weights out, or an adapter loaded, while the body runs."""
@@ -642,6 +630,19 @@ class VllmEngine(Engine):
 
     # --- what a call asks ------------------------------------------------------------------------
 
+    def check(self, request: Request, sampling: Sampling) -> None:
+        """Refuse a request that the running vLLM cannot sample.
+
+        Raises:
+            EngineError: naming the request, or what does not hold it.
+        """
+        request.check(
+            window=self._backend.facts.max_model_len,
+            vocab_size=self._probe.vocab_size,
+            max_completion_tokens=sampling.max_completion_tokens,
+        )
+        self.max_concurrent_rollouts(len(request.prompt_ids), sampling.max_completion_tokens)
+
     def current(self) -> tuple[Backend, str | None]:
         """Return the running vLLM and, where caches outlive weights, what keeps versions apart."""
         with self._lock:
@@ -666,104 +667,92 @@ class VllmEngine(Engine):
     def _swap(
         self,
         version: PolicyVersion,
-        install: Callable[[], _Installed | str],
+        install: Callable[[], str | None],
         take_back: Callable[[], None] = lambda: None,
     ) -> None:
         """Install, if need be on a vLLM started anew: it may have died of something else.
 
         Args:
             version: to name in errors.
-            install: returns what is installed, or what is wrong with it.
+            install: returns what is wrong with what is installed.
             take_back: makes the weights of the version before what they were.
         """
         with self._lock:
             before = "none" if self._good is None else str(self._good.version)
             while True:
                 try:
-                    self._check_alive()
-                    found = install()
+                    complaint = install()
+                    break
                 except EngineDeadError as error:
                     take_back()
                     self._restart()
-                    if isinstance(error, EngineWasDeadError):
-                        continue  # until it is given up
-                    raise EngineError(
-                        f"{version} could not be installed: {error}; vLLM was started anew, "
-                        f"version: {before}"
-                    ) from error
+                    if not isinstance(error, EngineWasDeadError):  # else until it is given up
+                        raise EngineError(
+                            f"{version} could not be installed: {error}; vLLM was started anew, "
+                            f"version: {before}"
+                        ) from error
                 except BaseException:  # as where there is no space to hand weights over
                     take_back()
                     raise
-                break
-            if isinstance(found, _Installed):
-                self._good = found
+            if complaint is None:
                 self._num_restarts = 0
                 return
             take_back()
             self._roll_back()
             raise EngineError(
-                f"{version} is installed but not what vLLM samples from: {found}; rolled back, "
+                f"{version} is installed but not what vLLM samples from: {complaint}; rolled back, "
                 f"version: {before}"
             )
-
-    def _check_alive(self) -> None:
-        if self._backend.is_dead:
-            raise EngineWasDeadError("it had died before")
 
     def _roll_back(self) -> None:
         if self._good is None:
             return
         try:
-            found = self._install(self._good)
-        except EngineDeadError as error:
-            found = str(error)
-        if isinstance(found, str):
-            log.warning("cannot go back to %s in place: %s", self._good.version, found)
+            complaint = self._install(self._good)
+        except EngineError as error:  # dead, or there is no space to hand weights over
+            complaint = str(error)
+        if complaint is not None:
+            log.warning("cannot go back to %s in place: %s", self._good.version, complaint)
             self._restart()
 
-    def _install(self, weights: _Installed) -> _Installed | str:
-        """Hand weights over, probe them and judge their tag; return what is wrong with them."""
+    def _install(self, weights: _Installed) -> str | None:
+        """Hand weights over and probe them; return what is wrong with them."""
+        return self._hand_over(names_on_disk(self._probe.model, weights.tensors), weights)
+
+    def _hand_over(self, what: HandedOver, weights: _Installed) -> str | None:
+        """Hand over weights, or what makes vLLM's own into them, and judge what it samples then."""
         self._tag = tag = str(next(self._serials))
-        hand_over(
-            self._backend,
-            self._probe.on_disk(weights.tensors),
-            tag,
-            clears_cache=self._clears_cache,
-            is_same_process=self._process == "inline",
-        )
-        return self._check_version(weights, tag)
+        self._backend.update(what, tag, clears_cache=self._clears_cache)
+        complaint = self._complaint(self._backend, weights, tag)
+        self._versions[tag] = weights.version if complaint is None else None
+        if complaint is None:
+            self._good = weights
+        return complaint
 
     def _install_patch(
         self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]
-    ) -> _Installed | str:
+    ) -> str | None:
         """Write a patch to the image, hand over what changed, and probe it; else the whole."""
         why_whole = self._tell_why_whole()
         patch.write(image)
-        tensors = tensors_from_image(specs, image.toreadonly())
+        weights = self._expected(tensors_from_image(specs, image.toreadonly()), patch.version)
         if why_whole:
-            return self._install(self._expected(tensors, patch.version))
-        self._tag = tag = str(next(self._serials))
-        hand_over_changes(
-            self._backend,
-            list(changes(patch, image, specs)),
-            tag,
-            clears_cache=self._clears_cache,
-            is_same_process=self._process == "inline",
+            return self._install(weights)
+        complaint = self._hand_over(list(changes(patch, image, specs)), weights)
+        if complaint is None:
+            return None
+        log.warning(
+            "%s, changed in place, is not what vLLM samples: %s", weights.version, complaint
         )
-        try:
-            return self._check_patch(self._expected(tensors, patch.version), tag)
-        except EngineDeadError:
-            raise
-        except Exception as error:  # PyTorch raises anything; nobody can judge what samples then
-            reason = f"it was changed in place and cannot be probed: {describe_error(error)}"
-            self._backend.die(reason)
-            raise EngineDeadError(reason) from error
+        complaint = self._install(weights)
+        self._is_misplaced = complaint is None
+        return complaint
 
     def _tell_why_whole(self) -> str:
         """Return why vLLM gets whole versions, and say so once; nothing if it gets patches."""
         if self._is_misplaced:
             why = "a patch was found wrong"
-        elif self._probe.has_other_names_on_disk:
+        elif has_other_names_on_disk(self._probe.model):
             why = "vLLM has other names for the weights than the version"
         else:
             why = self._backend.why_unplaced()
@@ -772,34 +761,25 @@ class VllmEngine(Engine):
         self._why_whole = why
         return why
 
-    def _check_patch(self, weights: _Installed, tag: str) -> _Installed | str:
-        """Probe what was changed in place; where it is wrong, hand the whole version over."""
-        found = self._check_version(weights, tag)
-        if isinstance(found, _Installed):
-            return found
-        log.warning("%s, changed in place, is not what vLLM samples: %s", weights.version, found)
-        found = self._install(weights)
-        self._is_misplaced = isinstance(found, _Installed)
-        return found
-
-    def _check_version(self, weights: _Installed, tag: str) -> _Installed | str:
-        """Probe what has a tag; return it, or what is wrong with it."""
-        complaint = self._complaint(self._backend, weights, tag)
-        self._versions[tag] = weights.version if complaint is None else None
-        return weights if complaint is None else complaint
-
     def _complaint(
         self, backend: Backend, weights: _Installed, tag: str, adapter: Any = None
     ) -> str | None:
-        """Probe weights; return what is wrong with what vLLM samples from."""
+        """Probe weights; return what is wrong with what vLLM samples from.
+
+        Raises:
+            EngineDeadError: if there is no answer: nobody could judge what it samples.
+        """
         params = make_params(Sampling(1.0, 1.0, 0, 1, ()), 0, 1, of_prompt=True)
         prompt = {"prompt_token_ids": self._probe.prompt_ids, "cache_salt": f"probe {tag}"}
-        future = backend.submit(f"probe {tag}", prompt, params, -1, adapter)
+        future = backend.submit(BackendRequest(f"probe {tag}", prompt, params, adapter, -1))
         try:
             sample = future.result(timeout=TIMEOUT_S)
-        except FutureTimeoutError as error:
-            reason = f"the probe got no answer in {TIMEOUT_S:g} s"
-            backend.die(reason)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # vLLM refuses requests with anything
+            is_late = isinstance(error, TimeoutError)
+            why = f"no answer in {TIMEOUT_S:g} s" if is_late else describe_error(error)
+            backend.die(reason := f"it cannot be probed: {why}")
             raise EngineDeadError(reason) from error
         return self._probe.complaint(sample.prompt_logprobs, weights.expected)
 
@@ -862,17 +842,13 @@ class VllmEngine(Engine):
 
     # --- vLLM itself -----------------------------------------------------------------------------
 
-    def _found_right(self) -> list[_Installed]:
-        return [*self._adapters.values(), *([] if self._good is None else [self._good])]
-
     def _reinstall(self) -> str | None:
         """Install all that was found right before; return what is wrong with it now."""
         for slot, weights in self._adapters.items():
             complaint = self._add_adapter(self._backend, slot, weights)
             if complaint is not None:
                 return complaint
-        found = None if self._good is None else self._install(self._good)
-        return found if isinstance(found, str) else None
+        return None if self._good is None else self._install(self._good)
 
     def _start(self, *, is_first: bool = False) -> Backend:
         """Start vLLM, if need be for fewer rollouts at one time; then count its room.
@@ -881,7 +857,10 @@ class VllmEngine(Engine):
         """
         while True:
             try:
-                backend = self._make_backend()
+                if self._process == "inline":
+                    backend: Backend = InlineBackend(self._arguments, num_threads=self._num_threads)
+                else:
+                    backend = ProcessBackend(self._arguments)
             except EngineDeadError as error:
                 if not is_out_of_memory(str(error)):
                     raise
@@ -893,7 +872,7 @@ class VllmEngine(Engine):
             else:
                 facts = backend.facts
                 self._num_blocks = facts.num_blocks - self._spare_blocks(facts)
-                self._space.resize(self._num_blocks, facts.max_num_seqs - 1)
+                self.space.resize(self._num_blocks, facts.max_num_seqs - 1)
                 return backend
 
     def _keep_fewer(self, why: str) -> bool:
@@ -910,11 +889,6 @@ class VllmEngine(Engine):
         self.num_versions = number
         self._arguments |= adapter_slots(number)
         return True
-
-    def _make_backend(self) -> Backend:
-        if self._process == "inline":
-            return InlineBackend(self._arguments, num_threads=self._num_threads)
-        return ProcessBackend(self._arguments)
 
     def _spare_blocks(self, facts: Facts) -> int:
         """Return blocks that no rollout gets: one is vLLM's own, some are the probe's."""
@@ -970,8 +944,8 @@ class VllmEngine(Engine):
                 f"vLLM died {self._num_restarts} times without a swap that worked in between; its "
                 "own messages stand above"
             )
-        versions = [weights.version for weights in self._found_right()]
-        version = ", ".join(map(str, versions)) or "no version"
+        found_right = [*self._adapters.values(), *([] if self._good is None else [self._good])]
+        version = ", ".join(str(weights.version) for weights in found_right) or "no version"
         log.warning("vLLM is started anew with %s", version)
         self._backend = self._start()
         try:
@@ -980,5 +954,9 @@ class VllmEngine(Engine):
             log.warning("vLLM died again at once: %s", error)
             self._restart()
             return
+        except EngineError as error:  # as where there is no space to hand weights over
+            complaint = str(error)
         if complaint is not None:
-            raise EngineError(f"started anew with {version}, vLLM is wrong: {complaint}")
+            why = f"started anew with {version}, vLLM is wrong: {complaint}"
+            self._backend.die(why)  # or other calls would sample from it
+            raise EngineError(why)

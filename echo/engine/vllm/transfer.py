@@ -32,11 +32,9 @@ from vllm.model_executor.model_loader.reload import (
 from echo.engine.vllm.places import UnplacedError, load_changes, trace_places
 from echo.engine.weights import TensorChange
 
-HANDED_OVER: dict[str, Mapping[str, Tensor]] = {}
-"""Weights for an engine in this process, under a key that is told to it."""
-
-CHANGES: dict[str, Iterable[TensorChange]] = {}
-"""The same for what changes."""
+HANDED_OVER: dict[str, Any] = {}
+"""What an engine in this process is handed over, weights or changes, by a key that is told to it.
+"""
 
 
 @dataclass
@@ -106,7 +104,8 @@ class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
     def patch_weights(self, update_info: TransferUpdate) -> None:
         """Scatter what has changed since the last version into its places."""
         key, path = update_info.key, update_info.path
-        for change in CHANGES[key] if key else load_changes(Path(path)):
+        changes: Iterable[TensorChange] = HANDED_OVER[key] if key else load_changes(Path(path))
+        for change in changes:
             change.store(self._places[change.name])
 
     def shutdown(self) -> None:

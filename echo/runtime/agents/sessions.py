@@ -28,6 +28,7 @@ from echo.engine.engine import (
     Sampling,
     VersionError,
     Watcher,
+    describe_error,
     describe_nonfinite,
 )
 from echo.leases.partials import LeaseKey, key_of
@@ -135,7 +136,7 @@ class CallSampler:
     async def _generate(
         self, requests: Sequence[Request], sampling: Sampling, bounds: CallBounds
     ) -> list[Completion]:
-        return await self._pool.run(
+        generated = self._pool.run(
             lambda: self._engine.generate(
                 requests,
                 sampling,
@@ -144,6 +145,15 @@ class CallSampler:
                 exact_version=bounds.exact_version,
             ),
         )
+        try:
+            return await generated
+        except EchoError:
+            raise
+        except Exception as error:
+            # Of one request, or of an engine that is of no use to any other.
+            if not await self._pool.run(self._engine.can_sample):
+                raise
+            raise EngineError(f"the engine has raised {describe_error(error)}") from error
 
 
 # --- Sessions of calls of outside agents, and the groups made of them ---

@@ -133,14 +133,14 @@ class Activation:
         for member in members:
             state = self._states.get(member.node_id)
             if state is None or state.incarnation != member.incarnation:
-                throughput = Throughput(tokens_sampled=member.num_sampled, now=now)
+                throughput = Throughput(tokens_sampled=member.tokens_sampled, now=now)
                 self._states[member.node_id] = _State(member.incarnation, throughput, now)
                 actions += self._welcome(role, member, now)
                 continue
             slots = max(1, member.worker.capacity // 2)
             state.throughput.look(
                 load=role.leases.num_leases(member.node_id) / slots,
-                tokens_sampled=member.num_sampled,
+                tokens_sampled=member.tokens_sampled,
                 now=now,
             )
         if len(self._states) > len(members):
@@ -222,7 +222,9 @@ class Activation:
             active=frozenset(m.node_id for m in members if not m.is_standby),
             steady=frozenset(m.node_id for m in members if self._is_steady(m, now)),
             ready=frozenset(
-                m.node_id for m in members if m.has_fresh_weights(role.step, max_staleness)
+                m.node_id
+                for m in members
+                if m.installed is not None and role.step - m.installed.step <= max_staleness
             ),
             idle_share=idle_share,
             min_saving=self.settings.min_saving,
@@ -504,7 +506,7 @@ class CostMeter:
             rollouts = self._bytes_per_token * stats.tokens_sampled
             total = stats.bytes_received + stats.bytes_sent + rollouts
             if machine.traffic_bytes is None:
-                machine.traffic_bytes = None if member.num_sampled is None else total
+                machine.traffic_bytes = None if member.tokens_sampled is None else total
                 continue
             cost += member.price.per_gb * max(0, total - machine.traffic_bytes) / GIGABYTE
             machine.traffic_bytes = max(total, machine.traffic_bytes)

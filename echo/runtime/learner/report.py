@@ -325,6 +325,7 @@ RARE = (
     "env/turn_limit",
     "env/token_limit",
     "engine/out_of_memory",
+    "engine/calls_failed",
     "engine/installs_failed",
     "engine/version_refused",
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from echo.core.errors import ConfigError, EngineError, LocalProtocolError, StorageError
+from echo.core.errors import (
+    ConfigError,
+    EchoError,
+    EngineError,
+    LocalProtocolError,
+    StorageError,
+)
 from echo.core.extras import install_command
 from echo.core.metrics import WorkerView
 from echo.core.rollout import PolicyVersion
@@ -30,7 +37,9 @@ from echo.engine.engine import (
     Sampling,
     VersionError,
     Watcher,
+    describe_error,
     describe_nonfinite,
+    is_out_of_memory,
 )
 from echo.engine.weights import tensors_from_image
 from echo.leases.partials import PartialGroup, PartialRules
@@ -53,6 +62,7 @@ from echo.roles.worker import (
     Worker,
 )
 from echo.runtime.agents.sessions import AgentParts, Agents, CallSampler
+from echo.runtime.disk_store import MemoryStore
 from echo.runtime.episodes import EpisodeRunner, openings_of
 from echo.runtime.node import DialingNode, Node
 from echo.runtime.threads import MAX_BLOCKING, Pool, Threads
@@ -235,6 +245,7 @@ class WorkerNode(DialingNode):
         *,
         build: Callable[[Mapping[str, Any], Mapping[str, bytes]], WorkerParts],
         on_release: str | None = None,
+        version_store: MemoryStore | None = None,
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
@@ -245,10 +256,11 @@ class WorkerNode(DialingNode):
             transport: its links.
             build: (inherited settings, inherited files) -> parts; slow, called in a thread.
             on_release: shell command that gives the machine back; None for none.
+            version_store: see `DialingNode`.
             threads: see `Node`.
             log: where to tell what happens.
         """
-        super().__init__(role, transport, threads=threads, log=log)
+        super().__init__(role, transport, version_store=version_store, threads=threads, log=log)
         self.role: Worker = role
         self._build = build
         self._engine_pool = self.threads.pool("engine")
@@ -268,7 +280,7 @@ class WorkerNode(DialingNode):
         """Return what this worker does, for its operator."""
         role = self.role
         version = role.installed_version
-        has_learner = role.state in (NodeState.ADMITTED, NodeState.STOPPED)
+        has_learner = role.state not in (NodeState.DIALLING, NodeState.JOINING)
         return WorkerView(
             version="no version" if version is None else str(version),
             num_tokens=role.tokens_sampled + sum(call.seen_tokens for call in self._calls),
@@ -318,14 +330,14 @@ class WorkerNode(DialingNode):
                 return self._give_back(action.reason)
         raise LocalProtocolError(f"a worker cannot {type(action).__name__}")
 
-    async def work(self) -> None:
-        """Look for the learner; everything else is an action."""
-        self.perform(self.role.start(now=self.now))
-
     async def _set_up(self, configure: Configure) -> None:
         settings, assets = configure.settings, configure.assets
         parts = await self._engine_pool.run(self._build, settings, assets)
         self._parts = parts
+        # Their processes would outlive this one.
+        self.at_release += [parts.host.close, parts.engine.close]
+        if parts.runner is not None:
+            self.at_release.append(parts.runner.close)
         places = parts.facts.num_places if parts.engine.is_continuous else 1
         self._sample_pool = self.threads.pool("sample", places)
         await self.recover()
@@ -398,15 +410,15 @@ class WorkerNode(DialingNode):
         try:
             while (completion := await watcher.ended.get()) is not None:
                 extend(completion)
-            completions = generated.result()
-            if self.has_ended:
-                return
-        except VersionError as error:
-            # Newer weights came first.
-            self.perform(role.refused(call, str(error), now=self.now))
-            return
         finally:
             generated.cancel()
+        try:
+            completions = generated.result()
+        except Exception as error:  # noqa: BLE001 -- an engine raises anything
+            await self._raised(call, error)
+            return
+        if self.has_ended:
+            return
         for completion in completions:
             if completion.finish_reason == "abort":
                 extend(completion)
@@ -428,8 +440,8 @@ class WorkerNode(DialingNode):
                     exact_version=call.exact_version,
                 )
             )
-        except VersionError as error:
-            self.perform(role.refused(call, str(error), now=self.now))
+        except Exception as error:  # noqa: BLE001 -- an engine raises anything
+            await self._raised(call, error)
             return
         if self.has_ended:
             return
@@ -441,6 +453,35 @@ class WorkerNode(DialingNode):
             num_tokens += sum(int(rollout.completion_mask.sum()) for rollout in result)
             self.perform(role.played(lease, result, now=self.now))
         self.perform(role.returned(call, num_tokens=num_tokens, now=self.now))
+
+    async def _raised(self, call: EngineCall, error: Exception) -> None:
+        """Tell the role what a call has raised.
+
+        Raises:
+            EchoError: if the engine samples nothing any more.
+        """
+        if self.has_ended:
+            return
+        if isinstance(error, VersionError):
+            # Newer weights came first.
+            self.perform(self.role.refused(call, str(error), now=self.now))
+            return
+        text, frames = describe_error(error), "".join(traceback.format_exception(error))
+        line = self._reports.say("engine", text, f"the engine has raised: {text}", now=self.now)
+        if line is not None:
+            self.log.warning("%s", line, exc_info=error)
+        # Where memory does not hold one rollout a token says nothing, and others may have more.
+        is_usable = not is_out_of_memory(error) and await self._sample_pool.run(
+            self.parts.engine.can_sample
+        )
+        self.perform(
+            self.role.raised(call, text, traceback=frames, is_usable=is_usable, now=self.now)
+        )
+        if not is_usable:
+            if isinstance(error, EchoError):
+                raise error
+            why = f"the engine samples nothing any more since it raised {text}; start it anew"
+            raise EngineError(why) from error
 
     # --- agents, where rollouts come from them ---------------------------------------------------
 
@@ -473,8 +514,10 @@ class WorkerNode(DialingNode):
         return rewards
 
     def _give_up(self, lease: Lease, error: RewardError) -> None:
-        text, traceback = str(error), error.traceback
-        self.perform(self.role.failed(lease, error.reason, text, traceback=traceback, now=self.now))
+        frames = error.traceback
+        self.perform(
+            self.role.failed(lease, error.reason, str(error), traceback=frames, now=self.now)
+        )
 
     async def _install(self, version: PolicyVersion) -> None:
         parts, broadcast = self.parts, self.role.broadcast
@@ -547,15 +590,6 @@ class WorkerNode(DialingNode):
         self.perform(self.role.drain(now=self.now))
         await self._drained.wait()
         await super().drain()
-
-    def release(self) -> None:
-        """Stop the engine and the task, whose processes would outlive this one; free the images."""
-        if self._parts is not None:
-            self._parts.host.close()
-            if self._parts.runner is not None:
-                self._parts.runner.close()
-            self._parts.engine.close()
-        super().release()
 
 
 async def serve_agents(agents: Agents, *, log: logging.Logger) -> None:

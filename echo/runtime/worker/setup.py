@@ -148,10 +148,10 @@ def assemble_worker(
         transport,
         build=partial(build_parts, config, node_dir),
         on_release=section.on_release,
+        version_store=version_store,
         threads=threads,
         log=log,
     )
-    node.version_store = version_store
     node.at_release.append(events.close)
     return node
 
