@@ -5,8 +5,8 @@
 A learner that trains an adapter and three workers with vLLM are real processes that talk over
 sockets on loopback, encrypted, recorded, acknowledged; the model is tiny and its weights random.
 The clock starts when the optimizer's step is done and ends with the first token under the new
-version at the last of the workers, which sample groups all the time (adapter_node.py). `--before`
-has the nodes of another commit do the same in turns.
+version at the last of the workers, which sample groups all the time (nodes/adapter_node.py).
+`--before` has the nodes of another commit do the same in turns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from real_nodes import run_nodes
+from nodes.processes import run_nodes
 
 from echo.engine.model import VLLM_HEAD_DIM, build_model, save_tiny_model
 
@@ -42,9 +42,7 @@ options = { kv_cache_memory_bytes = 67108864 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--versions", type=int, default=30, help="that count, of each round")
     parser.add_argument("--step-s", type=float, default=3.0, help="between two versions, at least")
@@ -71,7 +69,7 @@ def run(tree: Path, where: Path, arguments: argparse.Namespace) -> Run:
     names = [f"w{number}" for number in range(arguments.workers)]
     paths = {name: where / f"{name}.jsonl" for name in ("learner", *names)}
     run_nodes(
-        "adapter_node.py",
+        "nodes.adapter_node",
         where,
         names,
         lambda name: [f"--step-s={arguments.step_s}", f"--events={paths[name]}"],

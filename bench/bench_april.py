@@ -3,11 +3,11 @@
 The setting is the paper's as far as it is known: batches of 32 groups of 8, 64 groups submitted
 where rollouts are stopped early, responses of at most 16384 tokens. What is not known is stated:
 8 engines, each of which takes as long for a token as an H100 that reads the weights of a 4B model
-and the caches of all rows that sample (april_engine.py), with 64 rows; lognormal lengths of sigma
+and the caches of all rows that sample (april/engine.py), with 64 rows; lognormal lengths of sigma
 1, half of its square between prompts, and a range of medians. Compared are
 
     paper       a synchronous learner whose rollout phase waits for every rollout, without Echo,
-                and the same with the paper's early stop (april_paper.py): what the paper's
+                and the same with the paper's early stop (april/paper.py): what the paper's
                 algorithm gains in this setting, beside what is published of it
     synchronous Echo with max_staleness = 0, where each batch waits for every one of its rollouts
                 (its workers have rows for just their share of a batch, 4 groups, so that none of
@@ -17,7 +17,7 @@ and the caches of all rows that sample (april_engine.py), with 64 rows; lognorma
 
 on an engine that takes requests at any time (vLLM) and on one that samples batches (transformers).
 The engine is timed; worker and learner roles, leases, admission, parking and continuing are the
-real ones (april_lab.py). Time is virtual, so the figures do not depend on the machine. The paper
+real ones (april/lab.py). Time is virtual, so the figures do not depend on the machine. The paper
 compares the throughput of rollout phases, in which no step is made: `rollout` below. `whole` counts
 the 20 s of a step, too, in which a synchronous learner's engines stand still.
 
@@ -26,7 +26,6 @@ the 20 s of a step, too, in which a synchronous learner's engines stand still.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import statistics
 from concurrent.futures import ProcessPoolExecutor
@@ -34,11 +33,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import april_paper
 import harness
-from april_engine import Setting
-from april_lab import measure
-from matplotlib.figure import Figure
+from april import paper
+from april.engine import Setting
+from april.lab import measure
 
 MODES = {
     "synchronous": {"max_staleness": 0, "over_submission": 1.0, "groups_per_worker": 4},
@@ -63,7 +61,7 @@ Runs = dict[tuple[float, str, str], list[dict[str, Any]]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--medians", type=float, nargs="+", default=[6000, 12000])
@@ -77,7 +75,7 @@ def main() -> None:
             submitted = base.groups_per_step
             for mode, number in {"synchronous": submitted, "f = 2": 2 * submitted}.items():
                 long = [replace(setting, num_steps=4 * base.num_steps) for setting in seeds]
-                found = [april_paper.play(setting, num_submitted=number) for setting in long]
+                found = [paper.play(setting, num_submitted=number) for setting in long]
                 runs[median, "paper", mode] = found
             for engine, mode in COMPARED:
                 changes = {"is_continuous": ENGINES[engine], **MODES[mode]}
@@ -141,7 +139,7 @@ def without_steps(own: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def draw(runs: Runs, gains: list[dict[str, Any]], path: Path) -> Path:
     """Draw the gains by median, the batches made against time, and what lengths they have."""
-    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    figure = harness.new_figure((12, 3.8), dpi=110)
     bars, made, lengths = figure.subplots(1, 3)
     shown = [
         ("paper", "f = 2", "paper's algorithm"), ("continuous", "f = 1", "Echo, f = 1, continuous"),
@@ -171,7 +169,7 @@ def draw(runs: Runs, gains: list[dict[str, Any]], path: Path) -> Path:
     made.set(xlabel="minutes (virtual)", ylabel="optimizer steps", title=f"median {middle:g}")
     made.legend(fontsize=8, title="continuous")
     lengths.set(xlabel="step", ylabel="mean tokens per trained completion", ylim=(0, None))
-    figure.savefig(path, dpi=110)
+    figure.savefig(path)
     return path
 
 

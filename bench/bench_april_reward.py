@@ -21,17 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from april_engine import Setting
-from april_lab import measure
-from april_learning import Addition
+from april.engine import Setting
+from april.lab import measure
+from april.learning import Addition
 from bench_april import MODES
-from matplotlib.figure import Figure
 
 SHOWN = ("synchronous", "f = 1", "f = 2")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.new_parser(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
@@ -125,7 +124,7 @@ def minutes_to(level: float, run: dict[str, Any]) -> float | None:
 
 def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> Path:
     """Draw the held-out pass rates against time and against steps."""
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    figure = harness.new_figure((10, 3.8), dpi=110)
     by_time, by_step = figure.subplots(1, 2, sharey=True)
     for number, (mode, own) in enumerate(runs.items()):
         for place, run in enumerate(own):
@@ -139,7 +138,7 @@ def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> Path:
     by_time.set(xlabel="minutes (virtual)", ylabel="held-out pass rate, sampled")
     by_step.set(xlabel="optimizer steps")
     by_time.legend(fontsize=8, loc="lower right")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path)
     return path
 
 

@@ -3,7 +3,7 @@
 Real processes: the learner's role publishes; relays receive, verify, store and pass on. On
 loopback the figures are ratios to one raw TCP stream of the same run. With --path wan every node is
 a namespace behind an emulated uplink (bench/wan.py, needs root), with --path proxy behind a TCP
-proxy with rate and delay (bench/proxy.py, which says what it leaves out). The theory is
+proxy with rate and delay (bench/broadcast/proxy.py, which says what it leaves out). The theory is
 
     chain   size/rate + (hops - 1) * chunk/rate + hops * latency
     star    receivers * size/rate + latency
@@ -47,11 +47,11 @@ from typing import Any
 
 import harness
 import wan
-from broadcast_figures import FIGURES, Bench, Figure
-from broadcast_lab import Echo, Shardcast, Stream, Topology, Variant, shardcast_fault
-from broadcast_machines import Distant, DistantStream, Machines, receive
-from broadcast_paths import Loopback, Proxied, Wan, capacity_gbit, show_work, work_of
-from broadcast_results import Store, deliver, plot, rows_of, show
+from broadcast.figures import FIGURES, Bench, Figure
+from broadcast.lab import Echo, Shardcast, Stream, Topology, Variant, shardcast_fault
+from broadcast.machines import Distant, DistantStream, Machines, receive
+from broadcast.paths import Loopback, Proxied, Wan, capacity_gbit, show_work, work_of
+from broadcast.results import Store, deliver, plot, rows_of, show
 
 from echo.core.units import parse_size
 
@@ -59,9 +59,7 @@ DEFAULT_TOPOLOGIES = [Topology("chain", 1), Topology("chain", 5), Topology("star
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.new_parser(__doc__)
     add = parser.add_argument
     add("--path", choices=["loopback", "wan", "proxy"], default="loopback")
     add("--sizes", nargs="+", type=parse_size, default=[128 << 20], help="of the image: 128MiB")

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -62,9 +61,7 @@ class Case:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.new_parser(__doc__)
     add = parser.add_argument
     add("--weights", type=int, default=8 << 20, help="simulated weights")
     add("--steps", type=int, default=40, help="of Adam")
@@ -254,12 +251,8 @@ def show(row: dict[str, Any]) -> None:
 
 
 def plot(rows: list[dict[str, Any]]) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4.5), sharey=True, layout="constrained")
+    figure = harness.new_figure((13, 4.5))
+    axes = figure.subplots(1, 3, sharey=True)
     places = np.arange(len(rows))
     for axis, what, title in zip(
         axes,
@@ -277,7 +270,7 @@ def plot(rows: list[dict[str, Any]]) -> None:
     axes[0].set_yticks(places, [row["case"] for row in rows])
     axes[0].invert_yaxis()
     axes[0].legend()
-    figure.savefig(harness.result_path("delta", ".png"), dpi=120)
+    figure.savefig(harness.result_path("delta", ".png"))
 
 
 def main() -> None:
@@ -293,7 +286,7 @@ def main() -> None:
     settings["zstandard"] = zstandard.__version__
     path = harness.save("delta", {"settings": settings, "rows": rows})
     plot(rows)
-    print(f"wrote {path.name} and its .png", file=sys.stderr)
+    print(f"wrote {path} and its .png")
 
 
 if __name__ == "__main__":

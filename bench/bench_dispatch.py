@@ -1,6 +1,6 @@
 """Compare dispatch by speed with and without copies of last groups.
 
-The real nodes of learner and workers run on virtual time (april_lab.py); only sampling and training
+The real nodes of learner and workers run on virtual time (april/lab.py); only sampling and training
 are replaced by their durations. Lengths are log-normal with a heavy tail. The fleets: a worker and
 one ten times slower; two equal workers and a slow one of which each is 20 times slower than usual
 with a few of its groups; and four equal ones that install each version 0.1 s after one another,
@@ -10,7 +10,6 @@ times faster than in a full engine.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import statistics
@@ -20,8 +19,8 @@ from typing import Any
 
 import harness
 import numpy as np
-from april_engine import Lengths, Row, Setting, TimedEngine
-from april_lab import Content, Lab, play
+from april.engine import Lengths, Row, Setting, TimedEngine
+from april.lab import Content, Lab, play
 
 from echo.engine.engine import Completion
 
@@ -145,7 +144,7 @@ def figures(lab: Lab, engines: Sequence[TimedEngine]) -> dict[str, float]:
 
 def main() -> None:
     """Measure all combinations and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40, help="after five to warm up")
     parser.add_argument("--tail", type=float, default=1.0, help="sigma of the log of the lengths")

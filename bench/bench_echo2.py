@@ -13,7 +13,6 @@ moved alone from the middle of its range.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from typing import Any
 
@@ -155,7 +154,7 @@ def study(model: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    harness.new_parser(__doc__).parse_args()
     result: dict[str, Any] = {"published": PUBLISHED, "baseline_step_s": BASELINE_STEP_S}
     result |= {"ranges": RANGES, "models": {}}
     for model in ("Qwen3-4B", "Qwen3-8B"):

@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--width", type=int, default=2560)
     parser.add_argument("--vocab", type=int, default=151936)

@@ -14,7 +14,6 @@ Each turn is a process of its own. The ledger before comes from a checkout of th
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib.util
 import json
@@ -248,7 +247,7 @@ def summarise(turns: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--before", type=Path, help="checkout with ledger.jsonl, to compare with")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
     parser.add_argument("--rounds", type=int, default=5)

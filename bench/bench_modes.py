@@ -1,9 +1,10 @@
 """Compare Echo's two modes with a co-located on-policy loop.
 
 Each seed is trained three times from the same model: pull (four processes, on-policy), push_pull
-(four processes, within the bound) and co-located (colocated.py). The differences of the final pass
-rates are paired by seed; pull and co-located agree if the 95 % interval of their mean difference
-lies inside +-0.05. A run adds its row to the rows file as it ends, so seeds can be added later.
+(four processes, within the bound) and co-located (learning/colocated.py). The differences of the
+final pass rates are paired by seed; pull and co-located agree if the 95 % interval of their mean
+difference lies inside +-0.05. A run adds its row to the rows file as it ends, so seeds can
+be added later.
 
     python bench/bench_modes.py --set eval.num_prompts=2048 --set eval.interval_steps=100
     ... --resume --seeds 5 6 7
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -24,21 +24,20 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from bench_quickstart import read_evaluations
 from harness import add_row, read_rows
-from scipy.stats import t as student
+from learning.quickstart import read_evaluations, train
+from learning.report import interval
 
 from echo.ui.summary import summarise_run
 
 MODES = ("colocated", "pull", "push_pull")
 KINDS = ("sampled", "greedy")
-HERE = Path(__file__).resolve().parent
 AGREEMENT = 0.05
 """Largest difference of final pass rates that counts as none."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--task", default="addition", choices=("addition", "countdown"))
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
@@ -122,40 +121,35 @@ def shares(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
 def run(mode: str, seed: int, where: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Train once; return the evaluations, and tokens (co-located: groups) by staleness."""
     name = f"{mode}-{seed}"
-    overrides = [f"run.dir={where}", f"run.name={name}", "ui.live=off", *arguments.set]
+    settings = [f"run.dir={where}", f"run.name={name}", *arguments.set]
     if mode != "colocated":
         # The modes differ by their own settings, not by the quickstart's bound.
-        pull = ["sync.max_staleness=0", "sync.publish_period=1"] if mode == "pull" else []
-        command = [sys.executable, "-m", "echo.cli.main", "quickstart", "--task", arguments.task]
-        overrides += [f"sync.mode={mode}", *pull]
-        start([*command, "--seed", str(seed)], overrides, arguments.timeout_s)
-        evaluations = read_evaluations(where / name / "metrics.jsonl")
+        settings += [f"sync.mode={mode}"]
+        settings += ["sync.max_staleness=0", "sync.publish_period=1"] * (mode == "pull")
+        train(arguments.task, seed, settings, timeout_s=arguments.timeout_s)
         staleness = summarise_run(where / name).staleness_tokens
         return {
-            "evaluations": evaluations,
+            "evaluations": read_evaluations(where / name / "metrics.jsonl"),
             "staleness": {str(lag): staleness[lag] for lag in sorted(staleness)},
         }
     model = next(Path("build/models").glob(f"{arguments.task}-*"), None)
     if model is None:
         sys.exit(f"there is no model of {arguments.task} yet; run bin/echo-quickstart once")
     config = {"addition": "quickstart", "countdown": "countdown"}[arguments.task]
-    command = [sys.executable, str(HERE / "colocated.py"), f"configs/{config}.toml"]
-    overrides += [f"model.name={model}", f"run.seed={seed}"]
-    found = [
-        json.loads(line) for line in start(command, overrides, arguments.timeout_s).splitlines()
-    ]
+    path = harness.ROOT / "configs" / f"{config}.toml"
+    command = [sys.executable, "-m", "learning.colocated", str(path)]
+    for setting in (*settings, f"model.name={model.resolve()}", f"run.seed={seed}"):
+        command += ["--set", setting]
+    output = subprocess.run(
+        command, check=True, timeout=arguments.timeout_s, stdout=subprocess.PIPE, text=True,
+        cwd=harness.ROOT / "bench",
+    ).stdout  # fmt: skip
+    found = [json.loads(line) for line in output.splitlines()]
     staleness = found[-1]["staleness"]
     return {
         "evaluations": [{name: row[name] for name in ("step", *KINDS)} for row in found],
         "staleness": staleness,
     }
-
-
-def start(command: Sequence[str], overrides: Sequence[str], timeout_s: float) -> str:
-    """Run a command with overrides and return what it has printed."""
-    whole = [*command, *(part for item in overrides for part in ("--set", item))]
-    done = subprocess.run(whole, check=True, timeout=timeout_s, stdout=subprocess.PIPE, text=True)
-    return done.stdout
 
 
 def compare(finals: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
@@ -178,15 +172,6 @@ def compare(finals: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
             verdict = "agrees" if agrees else "does not show agreement"
             print(f"{mode:>9} - colocated, {kind}: {mean:+.3f} +- {half_width:.3f}, {verdict}")
     return found
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and the half width of its 95 % interval (Student); infinite for one value."""
-    mean = statistics.mean(values)
-    if len(values) < 2:
-        return mean, math.inf
-    quantile = float(student.ppf(0.975, len(values) - 1))
-    return mean, quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python bench/bench_overlap.py [--steps 30] [--rates 0.8 1.0 1.2] [--real RUN]
 
 A learner and workers talk over sockets on loopback, encrypted, recorded, acknowledged. Only the
-model work takes a given time (timed_node.py), so that the rate of the workers is known: these
+model work takes a given time (nodes/timed_node.py), so that the rate of the workers is known: these
 shares of the rate that the rule asks for. The first fifth of the steps is run-in. `--real` names
 the directory of a finished run with real models: its idle share is compared with the one that is
 predicted from the rates it recorded, as `echo-plan --from` does.
@@ -11,7 +11,6 @@ predicted from the rates it recorded, as `echo-plan --from` does.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from dataclasses import asdict
@@ -20,7 +19,7 @@ from statistics import fmean
 from typing import Any
 
 import harness
-from real_nodes import run_nodes
+from nodes.processes import run_nodes
 
 from echo.cli.plan import read_rates
 from echo.engine.model import build_model, save_tiny_model
@@ -40,7 +39,7 @@ def run(share: float, steps: int, where: Path) -> dict[str, Any]:
     group_s = WORKERS * SLOTS * STEP_S / (GROUPS * share)
     timed = [f"--step-s={STEP_S}", f"--group-s={group_s}", f"--spread={SPREAD}"]
     run_dir = run_nodes(
-        "timed_node.py",
+        "nodes.timed_node",
         where,
         [f"w{number}" for number in range(WORKERS)],
         lambda _: timed,
@@ -114,7 +113,7 @@ def compare_real(run_dir: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.8, 1.0, 1.2])
     parser.add_argument("--real", type=Path, metavar="RUN")

@@ -9,7 +9,6 @@ times that the paper measured) and how a budget is divided between the types.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 from typing import Any
@@ -123,7 +122,7 @@ def interval(values: list[float], published: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    harness.new_parser(__doc__).parse_args()
     result: dict[str, Any] = {"models": {}, "seconds_for_56_gpus": {}}
     for model in PUBLISHED:
         began = time.perf_counter()

@@ -9,24 +9,21 @@ differ in prompts and sampling.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import harness
+from learning.quickstart import read_evaluations, train
 
 from echo.ui.plots import learning_curve
 from echo.ui.summary import summarise_run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--task", default="addition")
     parser.add_argument("--name", help="of the result; the task's if none is given")
@@ -47,12 +44,8 @@ def main() -> None:
 def run(where: Path, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run one seed and return its figures."""
     started_at = time.monotonic()
-    command = [sys.executable, "-m", "echo.cli.main", "quickstart", "--task", arguments.task]
-    command += ["--seed", str(seed)]
-    own = ["ui.live=off", f"run.dir={where}", f"run.name=seed-{seed}"]
-    for setting in (*arguments.set, *own):
-        command += ["--set", setting]
-    subprocess.run(command, check=True, timeout=arguments.timeout_s, env=os.environ)
+    own = [f"run.dir={where}", f"run.name=seed-{seed}"]
+    train(arguments.task, seed, [*arguments.set, *own], timeout_s=arguments.timeout_s)
     wall_s = time.monotonic() - started_at
     summary = summarise_run(where / f"seed-{seed}")
     rows = read_evaluations(where / f"seed-{seed}" / "metrics.jsonl")
@@ -70,17 +63,6 @@ def run(where: Path, seed: int, arguments: argparse.Namespace) -> dict[str, Any]
             path.stat().st_size for path in (where / f"seed-{seed}" / "final").glob("*.safetensors")
         ),
     }
-
-
-def read_evaluations(path: Path) -> list[dict[str, float]]:
-    """Return step and pass rates of every evaluation."""
-    found = []
-    for row in map(json.loads, path.read_text().splitlines()):
-        sampled = [value for key, value in row.items() if key.endswith("/pass@1")]
-        greedy = [value for key, value in row.items() if key.endswith("/greedy")]
-        if sampled and greedy:
-            found.append({"step": row["step"], "sampled": sampled[0], "greedy": greedy[0]})
-    return found
 
 
 def report(

@@ -19,8 +19,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ import harness
 import numpy as np
 import numpy.typing as npt
 from bench_delta import Echo, XorZstd, rounded, timed
+from learning.quickstart import train
 from safetensors.numpy import load_file
 
 from echo.train.trainer import WEIGHTS_FILE
@@ -41,9 +40,7 @@ HEADINGS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.new_parser(__doc__)
     add = parser.add_argument
     add("--tasks", nargs="+", default=["addition", "countdown"])
     add("--rates", nargs="+", default=["3e-4", "3e-5", "3e-6", "1e-6"], help="of learning")
@@ -57,22 +54,18 @@ def main() -> None:
             rows.append(run(task, rate, arguments))
             show(rows[-1])
     settings = {name: getattr(arguments, name) for name in ("tasks", "rates", "steps")}
-    path = harness.save("recorded", {"settings": settings, "rows": rows})
-    print(f"wrote {path.name}", file=sys.stderr)
+    print(f"wrote {harness.save('recorded', {'settings': settings, 'rows': rows})}")
 
 
 def run(task: str, rate: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Train once and return the figures of its versions."""
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "echo.cli.main", "quickstart"]
-        command += ["--task", task, "--seed", "0"]
-        for setting in (
-            f"run.dir={scratch}", "run.name=run", f"run.max_steps={arguments.steps}", "ui.live=off",
+        settings = (
+            f"run.dir={scratch}", "run.name=run", f"run.max_steps={arguments.steps}",
             f"optimizer.learning_rate={rate}", "checkpoint.interval_steps=1",
             f"checkpoint.keep_last={arguments.steps}", f"eval.interval_steps={arguments.steps}",
-        ):  # fmt: skip
-            command += ["--set", setting]
-        subprocess.run(command, check=True, timeout=arguments.timeout_s, stderr=subprocess.DEVNULL)
+        )  # fmt: skip
+        train(task, 0, settings, timeout_s=arguments.timeout_s)
         images = [image_of(path) for path in checkpoints(Path(scratch) / "run")]
     return {"task": task, "learning_rate": float(rate), **figures_of(images)}
 

@@ -11,7 +11,6 @@ with none.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -20,7 +19,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from harness import environment, new_figure, parse, result_path, save
+from harness import environment, new_figure, new_parser, parse, result_path, save
 
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
@@ -302,7 +301,7 @@ def plot(cells: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Measure, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--every", type=int, default=1, help="so manieth cell of the grid only")

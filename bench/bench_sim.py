@@ -8,14 +8,13 @@ the steps that it made.
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import time
 from pathlib import Path
 from typing import Any
 
-from harness import environment, new_figure, parse, result_path, save
+from harness import environment, new_figure, new_parser, parse, result_path, save
 
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
@@ -137,7 +136,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Measure each size, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument(
         "sizes", nargs="*", default=SIZES, help="WORKERSxSTEPSxCHUNKS, such as 1000x200x8"
     )

@@ -1,8 +1,9 @@
 """Train at given lags with every correction, and compare.
 
-Each run is colocated.py's: the real trainer, engine, task and small model in one process, where
-groups wait for their step as long as the lag says. A run adds its row to the rows file as it ends,
-so the grid can be filled over several sessions; --report makes results and plots of what is there.
+Each run is learning/colocated.py's: the real trainer, engine, task and small model in one process,
+where groups wait for their step as long as the lag says. A run adds its row to the rows file as
+it ends, so the grid can be filled over several sessions; --report makes results and plots of what
+is there.
 
     python bench/bench_staleness.py --experiments fixed addition --jobs 2 --resume
     python bench/bench_staleness.py --experiments fixed addition --report
@@ -30,8 +31,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import harness
-from delays import DelayInjector, DelaySettings, Direction
 from harness import add_row, read_rows
+from learning.delays import DelayInjector, DelaySettings, Direction
 
 CONFIGS = {"addition": "quickstart", "countdown": "countdown"}
 LAGS = (
@@ -108,9 +109,7 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--experiments", nargs="+", choices=EXPERIMENTS, default=[*EXPERIMENTS])
     parser.add_argument("--losses", nargs="+", choices=LOSSES, help="only these")
     parser.add_argument("--lags", nargs="+", help="only these, such as fixed:11")
@@ -126,12 +125,12 @@ def main() -> None:
     arguments = harness.parse(parser, **quick)
     arguments.rows = arguments.rows or harness.RESULTS / "staleness_rows.jsonl"
     if arguments.report:
-        import staleness_report
+        from learning import report
 
         same = {"steps": arguments.steps, "prompts": arguments.prompts, "set": arguments.set}
         rows = [row for row in read_rows(arguments.rows) if same.items() <= row.items()]
         chosen = {name: EXPERIMENTS[name] for name in arguments.experiments}
-        staleness_report.report(rows, chosen, same)
+        report.report(rows, chosen, same)
         return
     if arguments.rows.exists() and not arguments.resume:
         sys.exit(f"{arguments.rows} exists; --resume goes on with it, --rows names another")
@@ -188,7 +187,7 @@ def make_model(task: str) -> Path:
 
 def train_one(run: Run, model: Path) -> dict[str, Any]:
     """Train once and return the row."""
-    from colocated import make_lags, scores, train
+    from learning.colocated import make_lags, scores, train
 
     from echo.config.load import load_config
 

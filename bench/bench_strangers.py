@@ -9,7 +9,6 @@ on connections per second (echo/net/zmq.py), and without it. CURVE is on, all on
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import math
 import secrets
@@ -18,7 +17,7 @@ import sys
 import time
 from typing import Any
 
-from harness import environment, parse, save
+from harness import new_parser, parse, save
 
 from echo.net import zmq
 from echo.net.curve import CurveKeys, KeyPair
@@ -84,7 +83,7 @@ async def measure(seconds: float, *, is_flooded: bool) -> dict[str, float]:
 
 def main() -> None:
     """Measure in turns, print the medians, write all."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = new_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each kind")
     arguments = parse(parser, seconds=1.0, rounds=1)
@@ -100,7 +99,7 @@ def main() -> None:
         names = [name for name in mine[0] if name not in ("kind", "round")]
         medians = {name: statistics.median(row[name] for row in mine) for name in names}
         print(kind, {name: round(value, 4) for name, value in medians.items()})
-    print(save("strangers", {"environment": environment(), "limit_per_s": limit, "rows": rows}))
+    print(save("strangers", {"limit_per_s": limit, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -74,7 +74,9 @@ def swap_in_flight(
         )
     )
     thread.start()
-    half_way.wait()
+    while not half_way.wait(1.0):
+        if not thread.is_alive():
+            raise SystemExit("the engine ended before a quarter of the tokens was sampled")
     started = time.perf_counter()
     engine.load(new, NEW)
     seconds = time.perf_counter() - started
@@ -99,7 +101,7 @@ def log_ratios(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.new_parser(__doc__)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("--engine", choices=["vllm", "transformers"], default="vllm")

@@ -9,7 +9,6 @@ arithmetic, not a transfer: uplinks are shared equally by all the children that 
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import statistics
@@ -18,14 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import harness
-import matplotlib as mpl
 
 from echo.weights.topology.plan import plan_topology
 from echo.weights.topology.sites import Site
 from echo.weights.topology.throughput import fluid_rate
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt
 
 MBIT = 125e3
 LEARNER_MBIT, LEAST_DOWNLINK_MBIT, RTT_S = 1000.0, 200.0, 0.1
@@ -39,7 +34,7 @@ PAYLOADS = {"16 GB": (16 * 10**9, 1 << 20), "143 MB": (143 * 10**6, 256 << 10)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--nodes", type=int, nargs="+", default=[16, 64, 512])
     parser.add_argument("--draws", type=int, default=50, help="fleets for each row")
     parser.add_argument("--time-nodes", type=int, nargs="+", default=[16, 64, 256, 1000, 4000])
@@ -144,7 +139,8 @@ def report(rows: list[dict[str, Any]]) -> None:
 
 
 def draw(rows: list[dict[str, Any]], times: list[dict[str, Any]]) -> Any:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.5), width_ratios=[3, 1])
+    figure = harness.new_figure((13, 4.5), dpi=130)
+    left, right = figure.subplots(1, 2, width_ratios=[3, 1])
     width = 0.8 / len(NAMES)
     for number, name in enumerate(NAMES):
         heights = [one["shares"].get(name, {"median": 0.0})["median"] for one in rows]
@@ -160,9 +156,8 @@ def draw(rows: list[dict[str, Any]], times: list[dict[str, Any]]) -> Any:
     right.set_xlabel("nodes")
     right.set_ylabel("seconds to plan")
     right.legend(fontsize=7)
-    figure.tight_layout()
     path = harness.result_path("topology", ".png")
-    figure.savefig(path, dpi=130)
+    figure.savefig(path)
     return path
 
 

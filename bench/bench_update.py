@@ -1,7 +1,7 @@
 """Measure an update of the weights, from the optimizer's step to the version that is installed.
 
 **Stages.** CPU seconds (user + system, all threads) per GB of the bf16 image, in a process of its
-own for each kind of update (update_stages.py), with Qwen3-0.6B's shapes and float32 weights of
+own for each kind of update (update/stages.py), with Qwen3-0.6B's shapes and float32 weights of
 which a step changes a given share of the bf16 words. Kinds take turns:
 
     changes   weights are views of the image / in float32, which changes are scattered into
@@ -15,7 +15,7 @@ do in the background (the seal of a version, its audit) is told apart.
 
 **Wire.** Seconds from the end of the step until the version is installed, by a learner and a node
 that writes it in place as soon as it is there, two processes that talk over the project's
-transport (update_node.py). Links of a given rate are emulated (wan.py, needs root); the wire's time
+transport (update/node.py). Links of a given rate are emulated (wan.py, needs root); the wire's time
 is that of the bytes that came, at what TCP can use of the rate. The cores are those of both
 processes together; the emulator may use all.
 
@@ -43,10 +43,9 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from broadcast_paths import Loopback, Wan, show_work, work_of
-from update_state import SCALES, SHAPES
+from broadcast.paths import Loopback, Wan, show_work, work_of
+from update.state import SCALES, SHAPES
 
-HERE = Path(__file__).resolve().parent
 MTU_SHARE = 1448 / 1500
 KINDS = {
     "changes, views": ("changes", "views"),
@@ -77,9 +76,7 @@ WARM = 3
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.new_parser(__doc__)
     add = parser.add_argument
     add("--parts", nargs="+", choices=["stages", "wire"], default=["stages", "wire"])
     add("--shape", choices=SHAPES, default="Qwen3-0.6B")
@@ -105,12 +102,16 @@ def stages_of(
 ) -> list[dict[str, Any]]:
     """Return the updates of one process of a tree."""
     path, engine = KINDS[kind]
-    script = tree / "bench" / "update_stages.py"
-    command = [sys.executable, str(script), path, f"--engine={engine}"]
+    bench = tree / "bench"
+    # Where older commits have it.
+    module = "update.stages" if (bench / "update").exists() else "update_stages"
+    command = [sys.executable, "-m", module, path, f"--engine={engine}"]
     command += [f"--shape={arguments.shape}", f"--share={share}", f"--device={arguments.device}"]
     command += [f"--updates={arguments.updates}"]
     own = os.environ | {"PYTHONPATH": str(tree)}
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=tree, env=own)
+    done = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, cwd=bench, env=own
+    )
     updates = [json.loads(line) for line in done.stdout.splitlines()]
     ends = [sum(end_s(update, end) for end in CRITICAL) for update in updates]
     taken = ", ".join(f"{each:.3f}" for each in ends)
@@ -236,11 +237,11 @@ class Pair:
     def __init__(self, path: Loopback, kind: str, share: float, shape: str) -> None:
         """Start them, and have a first version installed."""
         words = [f"--kind={kind}", f"--share={share}", f"--shape={shape}"]
-        self._learner = path.start(0, "update_node.py", f"--listen={path.listen(0)}", *words)
+        self._learner = path.start(0, "update.node", f"--listen={path.listen(0)}", *words)
         self._processes = [self._learner]
         address = self._learner.hear()["address"]
         words = [f"--listen={path.listen(1)}", f"--connect={address}", "--name=receiver-1"]
-        self._receiver = path.start(1, "broadcast_node.py", "receiver", *words)
+        self._receiver = path.start(1, "broadcast.node", "receiver", *words)
         self._processes.append(self._receiver)
         self._receiver.hear()
         self._learner.ask("plan")

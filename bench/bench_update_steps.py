@@ -14,7 +14,6 @@ least of all rounds is told beside the median: on a machine with other work it d
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 import zstandard
 from blake3 import blake3
-from update_state import SCALES, SHAPES, Weights
+from update.state import SCALES, SHAPES, Weights
 
 from echo.engine.weights import publish_image
 from echo.runtime.node import tune_malloc
@@ -125,9 +124,7 @@ def measure(blocks: Blocks, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="128MiB")
     parser.add_argument("--share", type=float, choices=SCALES, default=0.014)
     parser.add_argument("--rounds", type=int, default=15)

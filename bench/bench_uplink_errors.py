@@ -1,6 +1,6 @@
 """Loss of a broadcast whose uplinks were estimated wrongly.
 
-The unequal fleets of `broadcast_figures.py` (16 receivers, the learner at 200 Mbit/s, 64 MiB), the
+The unequal fleets of `broadcast/figures.py` (16 receivers, the learner at 200 Mbit/s, 64 MiB), the
 real planner and the real weights plane, on links of paper: every node's uplink is shared equally
 by the connections that have something to send, a message takes 20 ms, nothing is lost, and neither
 TCP nor the CPU costs anything. Rates and bytes are a 64th of the stated ones, which leaves all
@@ -18,7 +18,6 @@ version is there.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import itertools
 import random
@@ -29,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import harness
-from broadcast_figures import MIB, PAYLOAD_SHARE, uplinks_mbit
+from broadcast.figures import MIB, PAYLOAD_SHARE, uplinks_mbit
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.rollout import PolicyVersion
@@ -58,7 +57,7 @@ DRAWS = ("log-normal", "80/20", "half NAT")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--errors", type=float, nargs="+", default=[0.0, 0.1, 0.3])
     parser.add_argument("--repeats", type=int, default=5, help="draws of each error but 0")
     parser.add_argument("--joined", type=int, default=3, help="fleets that have just joined")
@@ -97,9 +96,7 @@ def main() -> None:
 
 def measure(draw: str, error: float, chunk_bytes: int, seed: int) -> dict[str, Any]:
     """Return the shares of the optimum that one plan promises and gets."""
-    mbit = [LEARNER_MBIT, *uplinks_mbit(draw, random.Random(1))]
-    rates = [rate * 1e6 / 8 * PAYLOAD_SHARE / SCALE for rate in mbit]
-    best = min(rates[0], sum(rates) / (len(rates) - 1))
+    rates, best = uplinks(draw)
     fleet = Fleet(rates)
     chance = random.Random(seed)
     wrong = [rates[0], *(rate * chance.lognormvariate(0, error) for rate in rates[1:])]
@@ -122,9 +119,7 @@ def measure(draw: str, error: float, chunk_bytes: int, seed: int) -> dict[str, A
 
 def measure_joined(draw: str, chunk_bytes: int, seed: int, *, known: str) -> dict[str, Any]:
     """Return the shares of the optimum that versions get in a fleet that has just joined."""
-    mbit = [LEARNER_MBIT, *uplinks_mbit(draw, random.Random(1))]
-    rates = [rate * 1e6 / 8 * PAYLOAD_SHARE / SCALE for rate in mbit]
-    best = min(rates[0], sum(rates) / (len(rates) - 1))
+    rates, best = uplinks(draw)
     size = IMAGE_BYTES // SCALE
     chance = random.Random(seed)
     order = list(range(1, len(rates)))
@@ -148,6 +143,13 @@ def measure_joined(draw: str, chunk_bytes: int, seed: int, *, known: str) -> dic
         "plan": f"{topology.kind} {topology.num_stripes}",
         "got": [size / best / one for one in seconds],
     }
+
+
+def uplinks(draw: str) -> tuple[list[float], float]:
+    """Return the uplinks of a fleet, the learner's first, and the fluid optimum, bytes/s."""
+    mbit = [LEARNER_MBIT, *uplinks_mbit(draw, random.Random(1))]
+    rates = [rate * 1e6 / 8 * PAYLOAD_SHARE / SCALE for rate in mbit]
+    return rates, min(rates[0], sum(rates) / (len(rates) - 1))
 
 
 def name_of(index: int) -> str:

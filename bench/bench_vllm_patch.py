@@ -22,7 +22,7 @@ import harness
 import numpy as np
 import torch
 from transformers import Qwen3Config
-from update_state import SHAPES, SIGMA, Shape
+from update.state import SHAPES, SIGMA, Shape
 
 from echo.core.rollout import PolicyVersion
 from echo.engine.vllm.arguments import import_vllm
@@ -147,7 +147,7 @@ def row_of(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.new_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="128MiB")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.001, 0.014, 0.1])
     parser.add_argument("--repeats", type=int, default=5)

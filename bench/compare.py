@@ -13,7 +13,6 @@ and the rounds before it count.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
@@ -41,9 +40,7 @@ COSTS = ("_s", "_ms", "_mib", "bytes", "idle", "wasted", "stale", "worst", "_ste
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.new_parser(__doc__)
     parser.add_argument("old")
     parser.add_argument("new", nargs="?", default="HEAD")
     parser.add_argument("--only", nargs="+", choices=QUICK, default=QUICK)

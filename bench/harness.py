@@ -39,6 +39,13 @@ PACKAGES = (
 )
 
 
+def new_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser for a script that says what its docstring does."""
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
 def parse(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
     """Return the options of a script, with --quick among them.
 

@@ -19,9 +19,8 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from learning.delays import DelayInjector, Direction, add_options, read_injectors
 
-from bench.delays import DelayInjector, Direction, add_options, read_injectors
 from echo.cli.node import read_run_file, run_role
 from echo.core.buffer import StalenessBuffer
 from echo.core.rollout import Group

@@ -242,7 +242,7 @@ def check_python(words: list[str]) -> None:
         assert importlib.util.find_spec(words[1]) is not None, words[1]
         return
     script = ROOT / words[0]
-    source = "".join(path.read_text(encoding="utf-8") for path in script.parent.glob("*.py"))
+    source = "".join(path.read_text(encoding="utf-8") for path in script.parent.rglob("*.py"))
     assert script.exists(), words[0]
     for flag in {word for word in words if word.startswith("--")} - {"--help"}:
         field = flag[2:].replace("-", "_")  # of the settings that some scripts take all

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -102,7 +102,7 @@ class StagePlan:
 class TrainPlan:
     """How one optimizer step is computed."""
 
-    stages: tuple[StagePlan, ...] = field(default=())
+    stages: tuple[StagePlan, ...] = ()
     step_s: float = math.inf
 
 
@@ -143,7 +143,8 @@ def _layouts(name: str, count: int) -> list[tuple[str, int, int, int]]:
 
 
 def _plan(cluster: Cluster, job: HexJob, layout: Sequence[tuple[str, int, int, int]]) -> TrainPlan:
-    layers = _share_layers(cluster, job.model.num_layers, layout)
+    power = [d * t * p * cluster.gpus[name].flops_per_s for name, d, t, p in layout]
+    layers = largest_remainder(job.model.num_layers, power)
     stages = tuple(
         StagePlan(
             gpu=name,
@@ -159,14 +160,6 @@ def _plan(cluster: Cluster, job: HexJob, layout: Sequence[tuple[str, int, int, i
     if not all(_fits(cluster.gpus[stage.gpu], job.model, stage) for stage in stages):
         return TrainPlan()
     return TrainPlan(stages=stages, step_s=step_seconds(cluster, job, stages))
-
-
-def _share_layers(
-    cluster: Cluster, num_layers: int, layout: Sequence[tuple[str, int, int, int]]
-) -> list[int]:
-    """Divide the layers in proportion to arithmetic, by largest remainder."""
-    power = [d * t * p * cluster.gpus[name].flops_per_s for name, d, t, p in layout]
-    return largest_remainder(num_layers, power)
 
 
 def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
@@ -346,22 +339,22 @@ def share_rollouts(replicas: Sequence[tuple[Replica, int]], num_rollouts: int) -
 
 # --- phase 2, division ----------------------------------------------------------------------------
 #
-# Phase 1 prices a division: the fastest training plan on one side, the fastest
-# replicas on the other. Phase 2 finds the division. The paper bisects training's
-# share of the arithmetic and, at each share, takes the partition that keeps links inside training
-# and memory bandwidth inside generation (its Eq. 3); an exact share does not exist for whole GPUs,
-# so the share has a tolerance of half the largest GPU. From there single and joint moves of GPUs
-# are taken until none shortens the step any more.
+# The paper bisects training's share of the arithmetic and, at each share, takes the partition that
+# keeps links inside training and memory bandwidth inside generation (its Eq. 3); an exact share
+# does not exist for whole GPUs, so it has a tolerance of half the largest GPU. From there single
+# and joint moves of GPUs are taken until none shortens the step any more.
 #
 # A step lasts max(C_T, C_I): generation (with rewards and the update of its weights) and training
 # overlap, as far as staleness allows.
 #
 # Source: AReaL-Hex, arXiv:2511.00796, Algorithm 1, Eqs. 1 and 3. Differs from the paper: the moves
-# at the end, and the cost models of phase 1.
+# at the end, the coarser divisions of large clusters, and the cost models of phase 1.
 
 
 MAX_BISECTIONS = 20
 """Halvings of the share; 2^-20 is far below one GPU."""
+MAX_DIVISIONS = 20_000
+"""Divisions that each halving looks at; of more, only every so many GPUs of a type."""
 MAX_MOVE = 8
 """GPUs of one type that change sides at once: a machine."""
 
@@ -406,7 +399,7 @@ class HexScheduler:
         self.cluster, self.job = cluster, job
         self.types = sorted(cluster.counts)
         self._update_s = update_s
-        self._replicas: tuple[Replica, ...] = possible_replicas(cluster, job)
+        self._replicas = possible_replicas(cluster, job)
         self._training: dict[tuple[int, ...], TrainPlan] = {}
         self._rollouts: dict[tuple[str, int], RolloutPlan] = {}
 
@@ -479,12 +472,20 @@ class HexScheduler:
         if self._update_s is not None:
             return self._update_s
         trained_on = {stage.gpu for stage in training.stages}
-        crosses = bool(rollouts.types | trained_on) and len(rollouts.types | trained_on) > 1
+        crosses = len(rollouts.types | trained_on) > 1
         link = self.cluster.cross_bytes_per_s if crosses else self.cluster.node_bytes_per_s
         return self.job.model.num_params * BYTES_PER_WEIGHT / link
 
     def _divisions(self) -> Iterator[tuple[int, ...]]:
-        return itertools.product(*(range(self.cluster.counts[name] + 1) for name in self.types))
+        """Return all divisions, or in a large cluster those by steps of several GPUs of a type."""
+        counts = [self.cluster.counts[name] for name in self.types]
+        steps = [1] * len(counts)
+        choices = [range(count + 1) for count in counts]
+        while math.prod(map(len, choices)) > MAX_DIVISIONS:
+            most = max(range(len(counts)), key=lambda index: len(choices[index]))
+            steps[most] *= 2
+            choices[most] = range(0, counts[most] + 1, steps[most])
+        return itertools.product(*choices)
 
     def _neighbours(self, here: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """Yield the divisions in which one or two types move by up to a machine."""

@@ -12,6 +12,7 @@ from typing import Protocol
 from echo.config.fleet_file import FaultRow
 from echo.fleet.market import Offer
 from echo.sim.clock import VirtualLoop
+from echo.sim.learner import SimLearner
 from echo.sim.network import Network, Port
 from echo.sim.scenario import LEARNER_REGION, Scenario
 from echo.sim.summary import History, Rental
@@ -47,15 +48,13 @@ class Stage(Protocol):
     network: Network
     history: History
     sites: list[SimulatedSite]
+    learner: SimLearner
 
     def start_worker(self, site: SimulatedSite) -> None:
         """Start a process at a site."""
 
-    def kill_worker(self, worker: SimWorker, *, is_silent: bool) -> None:
-        """End a worker's process."""
-
-    def kill_learner(self, *, is_silent: bool) -> None:
-        """End the learner's process."""
+    def kill(self, node: SimLearner | SimWorker, *, is_silent: bool) -> None:
+        """End a process."""
 
     def resume_learner(self, *, away_s: float) -> None:
         """Start it again after so long."""
@@ -109,7 +108,7 @@ class Faults:
         stage = self._stage
         if self._learner_died_at is None:
             self._learner_died_at = stage.loop.time()
-            stage.kill_learner(is_silent=fault.kind == "preempt")
+            stage.kill(stage.learner, is_silent=fault.kind == "preempt")
             if fault.for_s is not None:
                 stage.loop.call_later(fault.for_s, self._resume_learner)
                 return
@@ -134,11 +133,12 @@ class Faults:
         self._stage.loop.call_later(site.offer.restart_s, self._await_loss, site, chance)
 
     def _take(self, site: SimulatedSite, *, is_silent: bool, for_s: float | None) -> None:
-        stage, worker = self._stage, site.worker
+        # Empty from now on: what ends there may do so after its successor has begun.
+        stage, worker, site.worker = self._stage, site.worker, None
         site.num_absences += 1
         if worker is not None:
             stage.history.num_deaths += 1
-            stage.kill_worker(worker, is_silent=is_silent)
+            stage.kill(worker, is_silent=is_silent)
         if is_silent:
             # A machine that is taken away is not paid for any more; one with a dead process is.
             site.give_back(stage.loop.time())

@@ -124,7 +124,7 @@ class SimLearner(LearnerNode):
         history, trainer = self._disk.history, self.trainer
         if self.pace.num_broadcasts > self._num_broadcasts:
             self._num_broadcasts = self.pace.num_broadcasts
-            history.broadcast(figures["broadcast/seconds"])
+            history.broadcasts.append(figures["broadcast/seconds"])
         history.stepped(
             StepRecord(
                 step=step,

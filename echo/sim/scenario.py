@@ -76,7 +76,7 @@ class Scenario:
     name: str
     fleet: RentedFleet
     job: Job
-    """With the publish period; `is_auto` says whether it follows what is measured."""
+    """With the publish period; `is_auto_period` says whether it follows what is measured."""
     counts: Sequence[int]
     """Nodes of each offer."""
     settings: Settings = field(default_factory=Settings)

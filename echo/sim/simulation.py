@@ -14,6 +14,7 @@ import logging
 import math
 import random
 from collections.abc import Iterator
+from typing import Any
 
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -87,6 +88,7 @@ class Simulation:
         self.learner: SimLearner
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._ended: asyncio.Future[str] = self.loop.create_future()
+        self.loop.set_exception_handler(self._on_fault)
 
     # --- building --------------------------------------------------------------------------------
 
@@ -127,7 +129,21 @@ class Simulation:
         """Run a node beside the others, until it ends by itself or is killed."""
         task = self.loop.create_task(self._run(node))
         self._tasks[task] = None
-        task.add_done_callback(self._tasks.pop)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _on_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Handle that a call of the loop has raised something."""
+        self._fail(context.get("exception") or RuntimeError(context["message"]))
+
+    def _fail(self, error: BaseException) -> None:
+        """End the run with a fault of the program, which would be told as a fleet's failure."""
+        if not self._ended.done():
+            self._ended.set_exception(error)
 
     async def _run(self, node: Node) -> None:
         try:
@@ -232,7 +248,7 @@ class Simulation:
             stage=self,
         )
         if site.rental is None:
-            site.rental = Rental(site.name, offer, offer.region, now)
+            site.rental = Rental(site.name, offer, now)
             self.history.rentals.append(site.rental)
         self._start(site.worker)
 
@@ -249,15 +265,8 @@ class Simulation:
             site.give_back(self.loop.time())
             site.is_given_up = True
 
-    def kill_worker(self, worker: SimWorker, *, is_silent: bool) -> None:
-        """End a worker's process."""
-        self._kill(worker, is_silent=is_silent)
-
-    def kill_learner(self, *, is_silent: bool) -> None:
-        """End the learner's process; what it has not written down is lost."""
-        self._kill(self.learner, is_silent=is_silent)
-
-    def _kill(self, node: SimLearner | SimWorker, *, is_silent: bool) -> None:
+    def kill(self, node: SimLearner | SimWorker, *, is_silent: bool) -> None:
+        """End a process; what it has not sent, or written down, is lost."""
         node.stop("killed")
         node.link.kill(is_silent=is_silent)
 

@@ -60,9 +60,7 @@ class Rental:
     """The time in which one machine was paid for."""
 
     name: str
-    offer: Offer | None
-    """None for a relay."""
-    region: str
+    offer: Offer
     since_s: float
     until_s: float | None = None
 
@@ -137,10 +135,6 @@ class History:
                 )
                 self.decisions.append((record.at, made))
 
-    def broadcast(self, seconds: float) -> None:
-        """Take down how long a version took to reach every worker."""
-        self.broadcasts.append(seconds)
-
     def lost(self, reason: str, tokens: float) -> None:
         """Take down a group that was not trained."""
         self.lost_tokens[reason] = self.lost_tokens.get(reason, 0.0) + tokens
@@ -149,8 +143,6 @@ class History:
 
 def rent(rental: Rental, prices: Sequence[PriceRow], until_s: float) -> float:
     """Return $ for a machine up to an instant, following the prices of its offer."""
-    if rental.offer is None:
-        return 0.0
     end_s = until_s if rental.until_s is None else min(rental.until_s, until_s)
     price, since_s, total = rental.offer.price_per_h, rental.since_s, 0.0
     for change in sorted(prices, key=lambda change: change.at_s):

@@ -87,11 +87,6 @@ class EngineModel:
         self.is_paused = False
         self._at = 0.0
 
-    @property
-    def space(self) -> int:
-        """How many groups more may begin."""
-        return self.groups_per_batch - len(self.groups)
-
     def begin(self, lease: Lease, length: GroupLength, *, now: float) -> None:
         """Take a group in."""
         assert self.version is not None

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from bench.delays import (
+from learning.delays import (
     DelayInjector,
     DelayLags,
     DelayLaw,

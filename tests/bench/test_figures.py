@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-from pathlib import Path
-from types import ModuleType
 
 import pytest
-
-
-@pytest.fixture
-def bench_modes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return load("bench_modes", monkeypatch)
-
-
-def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Import a module of bench/, which takes longer than most tests, when one needs it."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
-    return importlib.import_module(name)
+from broadcast.figures import FIGURES
+from broadcast.lab import Topology
 
 
 @pytest.mark.slow
-def test_the_interval_is_students(bench_modes: ModuleType) -> None:
+def test_the_interval_is_students() -> None:
     """Five values of deviation .01: t(4, .975) = 2.776."""
-    mean, half_width = bench_modes.interval([0.02, 0.02, 0.03, 0.01, 0.02])
+    from learning.report import interval  # which takes longer than most tests
+
+    mean, half_width = interval([0.02, 0.02, 0.03, 0.01, 0.02])
     assert mean == pytest.approx(0.02)
     assert half_width == pytest.approx(2.776 * math.sqrt(0.00005) / math.sqrt(5), rel=1e-3)
-    assert bench_modes.interval([0.0]) == (0.0, math.inf)
+    assert interval([0.0]) == (0.0, math.inf)
 
 
 @pytest.mark.parametrize(
@@ -39,20 +29,21 @@ def test_the_interval_is_students(bench_modes: ModuleType) -> None:
     ],
 )
 def test_only_a_narrow_interval_around_nothing_is_agreement(
-    bench_modes: ModuleType, differences: list[float], agrees: bool
+    differences: list[float], agrees: bool
 ) -> None:
+    from bench_modes import compare
+
     base = [{"sampled": 0.8, "greedy": 0.9}] * 5
     moved = [{"sampled": 0.8 + d, "greedy": 0.9} for d in differences]
-    found = bench_modes.compare({"colocated": base, "pull": moved, "push_pull": base})
+    found = compare({"colocated": base, "pull": moved, "push_pull": base})
     assert found["pull/sampled"]["agrees"] is agrees
     assert found["pull/greedy"]["agrees"]
     assert found["push_pull/sampled"]["mean"] == 0.0
 
 
-def test_theory_is_that_of_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    parse = load("broadcast_lab", monkeypatch).Topology.parse
+def test_theory_is_that_of_the_links() -> None:
     seconds = {
-        text: parse(text).theory_s(1000, 10, 100.0, 0.5)
+        text: Topology.parse(text).theory_s(1000, 10, 100.0, 0.5)
         for text in ("star:4", "chain:1", "chain:4", "tree:6:2", "stripes:6:2")
     }
     assert seconds["star:4"] == 40.5
@@ -62,9 +53,8 @@ def test_theory_is_that_of_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seconds["stripes:6:2"] == pytest.approx(10 + 2 * (0.2 + 0.5))
 
 
-def test_a_verdict_knows_which_way_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = load("broadcast_figures", monkeypatch).FIGURES
-    stall, chain = figures["stall"], figures["sixteen"]
+def test_a_verdict_knows_which_way_is_better() -> None:
+    stall, chain = FIGURES["stall"], FIGURES["sixteen"]
     assert stall.verdict({"killed": 0.6, "black-holed": 0.7}) == {
         "killed": "missed",
         "black-holed": "aim",

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 from pathlib import Path
 
+import harness
 import pytest
 
 
 def test_a_commit_is_measured_beside_what_has_become_of_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
-    harness = importlib.import_module("harness")
     monkeypatch.setattr(harness, "ROOT", tmp_path)
 
     def git(*words: str) -> str:

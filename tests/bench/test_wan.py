@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import json
 import os
 import random
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wan
 
 BENCH = Path(__file__).parents[2] / "bench"
 GSO_BYTES = 1448
@@ -38,14 +38,6 @@ connection.sendall(bytes(int(sys.argv[1])))
 """
 
 
-def load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-wan = load("wan")
 needs_root = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0 or not Path("/dev/net/tun").exists(),
     reason="network namespaces need root on Linux and /dev/net/tun",

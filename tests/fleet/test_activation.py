@@ -8,23 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from bench_activation import choose_by_brute_force, random_workers
 
-from bench.random_fleets import choose_by_brute_force, random_workers
 from echo.fleet.activation import MAX_OFFERS, Links, Question, Roll, by_kind, choose
-from echo.fleet.job import Job
 from echo.fleet.market import Offer
+from tests.fleet import fleets
 
-JOB = Job(
-    groups_per_step=8,
-    group_size=8,
-    max_staleness=3,
-    publish_period=1,
-    train_s=10.0,
-    completion_tokens=100.0,
-    max_completion_tokens=100.0,
-    version_bytes=1e6,
-    margin=0.1,
-)
+JOB = replace(fleets.JOB, max_completion_tokens=100.0, version_bytes=1e6, margin=0.1)
 """Needs 6.4 rollouts per second, with margin 7.04."""
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from echo.fleet.gpus import GPUS, MODELS, TRAIN_EFFICIENCY, train_flops
 from echo.fleet.hetero import (
+    MAX_DIVISIONS,
     Cluster,
     HexJob,
     HexScheduler,
@@ -91,6 +92,14 @@ def test_56_gpus_take_few_tries(model: str) -> None:
     # H800s train at a third of the price, H20s generate at a third.
     assert schedule.train_counts["H800"] >= 20
     assert schedule.train_counts["H20"] == 0
+
+
+def test_a_large_cluster_is_divided_by_more_than_one_gpu_at_a_time() -> None:
+    names = ("A100-80GB", "H100-SXM", "H20", "H800", "L40S")
+    scheduler = HexScheduler(cluster(**dict.fromkeys(names, 64)), JOB)
+    looked_at = list(itertools.islice(scheduler._divisions(), MAX_DIVISIONS + 1))
+    assert MAX_DIVISIONS / 32 < len(looked_at) <= MAX_DIVISIONS
+    assert {0, 64} <= {count for division in looked_at for count in division}
 
 
 def test_every_gpu_is_used_once_and_the_sides_overlap() -> None:

@@ -19,18 +19,9 @@ from echo.fleet.overlap import (
     required_rate,
     staleness_range,
 )
+from tests.fleet import fleets
 
-JOB = Job(
-    groups_per_step=8,
-    group_size=8,
-    max_staleness=3,
-    publish_period=2,
-    train_s=10.0,
-    completion_tokens=100.0,
-    max_completion_tokens=400.0,
-    version_bytes=1e9,
-    margin=0.0,
-)
+JOB = replace(fleets.JOB, publish_period=2)
 
 
 def test_required_rates_by_hand() -> None:

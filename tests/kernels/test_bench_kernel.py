@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-BENCH = Path(__file__).parents[2] / "bench"
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -23,7 +21,6 @@ def test_the_quick_run_measures_ours_and_names_who_is_absent(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
     import bench_kernel
 
     out = tmp_path / "result.json"

@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
+from late_node import DelayedBuffer, LateWorker, delay_installs
+from learning.delays import DelayInjector, DelaySettings, Direction
 
-from bench.delays import DelayInjector, DelaySettings, Direction
-from bench.late_node import DelayedBuffer, LateWorker, delay_installs
 from echo.core.rollout import Group, Lineage
 from echo.runtime.learner import setup
 from echo.runtime.worker import setup as worker_setup

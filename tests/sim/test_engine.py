@@ -29,10 +29,8 @@ def make_engine(**changes: float) -> EngineModel:
 
 def test_groups_share_the_rate_and_the_one_left_has_it_alone() -> None:
     engine = make_engine()
-    assert engine.space == 2
     engine.begin(lease(1), GroupLength(100, 50), now=0.0)
     engine.begin(lease(2), GroupLength(300, 80), now=0.0)
-    assert engine.space == 0
     assert engine.next_at == pytest.approx(2.0)
     assert [run.lease.group_id for run in engine.finished(now=2.0)] == [1]
     assert engine.next_at == pytest.approx(4.0)

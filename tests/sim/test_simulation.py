@@ -14,9 +14,11 @@ import pytest
 from echo.config.fleet_file import FaultRow, PriceRow
 from echo.fleet.market import Region
 from echo.fleet.overlap import predict
+from echo.sim.learner import SimLearner
 from echo.sim.scenario import ActivationRule
 from echo.sim.simulation import Simulation
 from echo.sim.summary import History, Summary, summarise
+from echo.sim.worker import SimWorker
 from tests.sim.scenarios import MB, make_job, make_offer, make_scenario, simulate
 
 
@@ -135,6 +137,31 @@ def test_a_dead_worker_costs_its_rollouts_and_comes_back() -> None:
     assert after.is_complete
     assert after.duration_s > before.duration_s + 10
     assert after.thrown_away > 0
+
+
+@pytest.mark.slow
+def test_a_spot_machine_that_is_replaced_at_once_works_on() -> None:
+    offer = make_offer(count=2, can_listen=True, losses_per_h=60.0, restart_s=0.0)
+    _, history = simulate(make_scenario(offer, num_steps=12))
+    assert history.num_deaths > 2
+    assert [rental.until_s for rental in history.rentals].count(None) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(SimLearner, "write_metrics"), (SimWorker, "work"), (SimWorker, "_look")],
+    ids=["in the learner", "in a worker", "in a call of the loop"],
+)
+def test_a_fault_of_the_program_ends_the_run_with_its_name(
+    owner: type, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("broken")
+
+    monkeypatch.setattr(owner, method, fail)
+    with pytest.raises(KeyError, match="broken"):
+        simulate(make_scenario(num_steps=2))
 
 
 @pytest.mark.slow

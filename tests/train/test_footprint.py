@@ -153,7 +153,6 @@ def test_it_is_that_of_real_widths(
     """Two layers of Qwen3-4B at 8,192 tokens, on tensors without memory."""
     if "8bit" in options:
         pytest.importorskip("torchao", reason="bin/echo-setup --extra torchao")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
     import bench_learner
     import harness
 

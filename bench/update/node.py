@@ -1,6 +1,6 @@
 """One process of bench_update.py: a learner that takes steps and publishes.
 
-The receiver is that of broadcast_node.py, from which the words of the commands are. With `publish`
+The receiver is that of broadcast/node.py, from which the words of the commands are. With `publish`
 the clock starts, then weights are rounded, coded and sent as a run does it.
 """
 
@@ -10,13 +10,11 @@ import argparse
 import asyncio
 import time
 
-import broadcast_node
 import uvloop
-from broadcast_node import LOG, configuration, is_planned
+from broadcast.node import LOG, configuration, force, is_planned
+from broadcast.publishing import publishing_role
+from broadcast.stream import commands, tell, tell_cpu
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from publishing import publishing_role
-from stream_node import commands, tell, tell_cpu
-from update_state import SCALES, SHAPES, Weights
 
 from echo.config.schema import Config
 from echo.core.rollout import PolicyVersion
@@ -27,6 +25,7 @@ from echo.runtime.identity import Identity
 from echo.runtime.learner.publish import Publisher, VersionEncoder, make_images
 from echo.runtime.node import Node, tune_malloc
 from echo.wire.actions import Action
+from update.state import SCALES, SHAPES, Weights
 
 
 class Stepper(Node):
@@ -101,7 +100,7 @@ async def run(config: Config, arguments: argparse.Namespace) -> None:
     transport = await node.start_transport(config.network, arguments.listen, None)
     identity = Identity("bench", Ed25519PrivateKey.generate())
     role = publishing_role(config, identity, transport.listen_address)
-    broadcast_node.force(role, "chain", 0)
+    force(role, "chain", 0)
     publisher = Publisher(identity, config, model_digest="", images=make_images(config))
     weights = Weights(arguments.shape, arguments.share)
     is_whole = arguments.kind == "whole"

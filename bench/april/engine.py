@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-import virtual_time
 
+from april import virtual_time
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import (
     NOBODY,

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from broadcast_paths import Loopback, Process
+from broadcast.paths import Loopback, Process
 
 JOIN_S = 120.0
 """Seconds for all nodes of a variant to start and to find their parents."""
@@ -127,7 +127,7 @@ class Echo(Variant):
                 it lies in a directory of each machine: it is version 0, and receivers keep memory
                 for images of its size. None for no version before the first that is delivered.
         """
-        self.topology, self.codec = topology, codec
+        self.topology, self.codec, self._leaves = topology, codec, leaves
         self._wire_bytes = 0
         parts = ["echo", topology.kind, "delta" if codec == "delta" else "", "curve" * curve]
         self.name = " ".join(filter(None, parts))
@@ -136,32 +136,33 @@ class Echo(Variant):
         if model is not None:
             self._options += [f"--model-bytes={model[0]}", f"--chunk-bytes={model[1]}"]
         self._path = path
+        self._processes = []
+        try:
+            self._join(model)
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self, model: tuple[int, int] | None) -> None:
+        """Start the learner and then the receivers, and sort these by their hops from it."""
+        topology = self.topology
         forced = topology.kind + (f":{topology.ways}" if topology.ways else "")
-        self.learner = self._start(0, "learner", path.listen(0), f"--topology={forced}")
-        self._processes = [self.learner]
-        address = self.learner.hear(JOIN_S)["address"]
-        self.address = address
+        self.learner = self._start(0, "learner", self._path.listen(0), f"--topology={forced}")
+        self.address = self.learner.hear(JOIN_S)["address"]
         if model is not None:
             self.learner.ask("prepare 0 {} {} full".format(*model))
             self.publish()
         receivers: dict[str, Process] = {}
         for index in range(1, topology.num_receivers + 1):
-            where = None if index in leaves else path.listen(index)
-            name = f"receiver-{index}"
-            receivers[name] = self._start(
-                index, "receiver", where, f"--connect={address}", f"--name={name}"
-            )
-        self._processes += receivers.values()
-        try:
-            for receiver in receivers.values():
-                receiver.hear(JOIN_S)
-                if model is not None:
-                    receiver.hear(JOIN_S)  # it has version 0
-            self.learner.say(f"plan {topology.num_receivers}")
-            parents = self.learner.hear(JOIN_S)["parents"]
-        except BaseException:
-            self.close()
-            raise
+            where = None if index in self._leaves else self._path.listen(index)
+            words = [f"--connect={self.address}", f"--name=receiver-{index}"]
+            receivers[f"receiver-{index}"] = self._start(index, "receiver", where, *words)
+        for receiver in receivers.values():
+            receiver.hear(JOIN_S)
+            if model is not None:
+                receiver.hear(JOIN_S)  # it has version 0
+        self.learner.say(f"plan {topology.num_receivers}")
+        parents = self.learner.hear(JOIN_S)["parents"]
         # Nearest the learner first: they join in any order, and the plan follows that.
         self.order = sorted(receivers, key=lambda name: distance(name, parents))
         self.receivers = [receivers[name] for name in self.order]
@@ -171,7 +172,9 @@ class Echo(Variant):
         advertise = self._path.advertise(index)
         words = (*words, *([f"--listen={listen}"] if listen else []))
         words = (*words, *([f"--advertise={advertise}"] if listen and advertise else []))
-        return self._path.start(index, "broadcast_node.py", role, *self._options, *words)
+        process = self._path.start(index, "broadcast.node", role, *self._options, *words)
+        self._processes.append(process)
+        return process
 
     def prepare(self, num_bytes: int, chunk_bytes: int) -> str:
         """Have the next version made; return its hash."""
@@ -217,17 +220,17 @@ class Echo(Variant):
 
 
 class Stream(Variant):
-    """One stream from node 0 to node 1 that nobody looks at; see stream_node.py."""
+    """One stream from node 0 to node 1 that nobody looks at; see stream.py."""
 
     def __init__(self, path: Loopback, *, is_raw: bool, curve: bool = False) -> None:
         """Connect the ends: raw TCP, or the bare data plane of this project."""
         self.name = "raw TCP" if is_raw else "bare plane" + " curve" * curve
         giver, taker = ("source", "sink") if is_raw else ("giver", "taker")
         options, at = ["--curve"] * curve, path.stream_at
-        source = path.start(at, "stream_node.py", giver, f"--listen={path.listen(at)}", *options)
+        source = path.start(at, "broadcast.stream", giver, f"--listen={path.listen(at)}", *options)
         told = source.hear()["address"]
         address = path.advertise(at) or told
-        sink = path.start(at + 1, "stream_node.py", taker, f"--connect={address}", *options)
+        sink = path.start(at + 1, "broadcast.stream", taker, f"--connect={address}", *options)
         self._processes = [source, sink]
         sink.hear()
 
@@ -270,15 +273,15 @@ class Shardcast(Variant):
         """
         self.topology = Topology("chain" if is_chained else "star", count)
         self.name += " middle" * is_chained + f" {shard_bytes // 10**6}MB"
-        script = "shardcast_node.py"
+        module = "broadcast.shardcast_process"
         self._processes = [
-            path.start(0, script, "origin", f"--shard-bytes={shard_bytes}", python=python)
+            path.start(0, module, "origin", f"--shard-bytes={shard_bytes}", python=python)
         ]
         self._processes[0].hear()
         for index in range(1, count + 1):
             role = "middle" if is_chained and index < count else "client"
             upstream = f"--upstream={path.host(index - 1 if is_chained else 0)}"
-            client = path.start(index, script, role, upstream, python=python)
+            client = path.start(index, module, role, upstream, python=python)
             client.hear()  # one after the other: they share a file in /tmp
             self._processes.append(client)
 

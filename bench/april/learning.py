@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from april_engine import Row, Script, Setting
-from april_lab import Content
 
+from april.engine import Row, Script, Setting
+from april.lab import Content
 from echo.config.load import load_config
 from echo.core.rollout import Group, Lineage, PolicyVersion
 from echo.engine.engine import Completion, Request, Sampling
@@ -36,7 +36,7 @@ from echo.tasks.rewards import TaskHost
 from echo.weights.manifest import TensorSpec
 from echo.wire.messages import Lease
 
-CONFIG = Path(__file__).resolve().parents[1] / "configs" / "quickstart.toml"
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 MEAN_TOKENS = 16
 """Real tokens of an average answer."""
 

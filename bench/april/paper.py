@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from april_engine import Setting
+
+from april.engine import Setting
 
 STEP_TOKENS = 32
 """Grid of the tokens that an engine's rows have made."""

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+BENCH = Path(__file__).resolve().parents[1]
 PATIENCE_S = 300.0
 """Longest silence of a process that is taken for work."""
 
@@ -22,7 +22,7 @@ class Process:
     def __init__(self, command: list[str]) -> None:
         self._command = command
         self._popen = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE.parent
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=BENCH
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -106,9 +106,9 @@ class Loopback:
         """Return where others reach it, if that is not where it listens."""
         return None
 
-    def start(self, index: int, script: str, *arguments: str, python: str = "") -> Process:
-        """Start a script of this directory on node `index`."""
-        return Process([python or sys.executable, str(HERE / script), *arguments])
+    def start(self, index: int, module: str, *arguments: str, python: str = "") -> Process:
+        """Start a module of bench/ on node `index`."""
+        return Process([python or sys.executable, "-m", module, *arguments])
 
     def status(self) -> dict[str, float]:
         """Return what the emulator tells: cpu_s, at, and what it carried; nothing without one."""
@@ -136,7 +136,7 @@ class Wan(Loopback):
         for key, value in options.items():
             flag = "--" + key.replace("_", "-")
             words += [flag] if value is True else [f"{flag}={value}"] if value else []
-        self._core = Process([sys.executable, str(HERE / "wan.py"), *words])
+        self._core = Process([sys.executable, str(BENCH / "wan.py"), *words])
         try:
             self._nodes = self._core.hear(60)["nodes"]
         except RuntimeError as error:
@@ -150,10 +150,10 @@ class Wan(Loopback):
         """Return where node `index` shall listen."""
         return f"tcp://{self.host(index)}:0"
 
-    def start(self, index: int, script: str, *arguments: str, python: str = "") -> Process:
-        """Start a script of this directory on node `index`."""
+    def start(self, index: int, module: str, *arguments: str, python: str = "") -> Process:
+        """Start a module of bench/ on node `index`."""
         inside = ["ip", "netns", "exec", self._nodes[index][0]]
-        return Process([*inside, python or sys.executable, str(HERE / script), *arguments])
+        return Process([*inside, python or sys.executable, "-m", module, *arguments])
 
     def set(self, index: int, what: str, value: float) -> None:
         """Change a node's link: up, down (Mbit/s), delay (ms), loss, dead."""
@@ -178,7 +178,7 @@ class Proxied(Loopback):
         self.stream_at = num_nodes
         options = {"nodes": num_nodes + 2, "rate-mbit": rate_mbit, "latency-ms": latency_ms}
         words = [f"--{key}={value}" for key, value in options.items()]
-        self._core = Process([sys.executable, str(HERE / "proxy.py"), *words])
+        self._core = Process([sys.executable, "-m", "broadcast.proxy", *words])
         self._ports = self._core.hear(60)["nodes"]
 
     def listen(self, index: int) -> str:
@@ -204,7 +204,7 @@ class Proxied(Loopback):
 
 def capacity_gbit() -> float:
     """Return what one stream reaches through the emulator of the WAN without limits."""
-    command = [sys.executable, str(HERE / "wan.py"), "--capacity"]
+    command = [sys.executable, str(BENCH / "wan.py"), "--capacity"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return float(done.stdout.split()[0])
 

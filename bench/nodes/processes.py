@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+BENCH = Path(__file__).resolve().parents[1]
+END_S = 30.0
+"""For a node that was told to end, before it is killed."""
 CONFIG = """
 [run]
 max_steps = {steps}
@@ -46,7 +51,7 @@ live = "off"
 
 
 def run_nodes(
-    script: str,
+    module: str,
     where: Path,
     workers: Sequence[str],
     options: Callable[[str], Sequence[str]],
@@ -59,7 +64,7 @@ def run_nodes(
     """Run a learner and workers to the learner's end; return the run's directory.
 
     Args:
-        script: of this directory, which takes a role and --config.
+        module: of bench/, which takes a role and --config.
         where: a directory that holds the model, for all that they write.
         workers: their names.
         options: of the node of each name, "learner" among them.
@@ -70,32 +75,37 @@ def run_nodes(
     """
     config = where / "run.toml"
     config.write_text(CONFIG.format(directory=where, **settings) + more)
-    root = Path(__file__).resolve().parent
-    program = [sys.executable, str(root / script)]
     environment = os.environ | ({} if tree is None else {"PYTHONPATH": str(tree)})
+    join, output_path = where / "run" / "keys" / "join", where / "output.txt"
+    give_up_at = time.monotonic() + within_s
     processes: list[subprocess.Popen[bytes]] = []
-    run_dir = where / "run"
-    join = run_dir / "keys" / "join"
-    with (where / "output.txt").open("wb") as output:
+    with output_path.open("wb") as output:
 
         def start(role: str, name: str, *own: str) -> None:
-            command = [*program, role, "--config", str(config), *options(name), *own]
+            command = [sys.executable, "-m", module, role, "--config", str(config), *options(name)]
             processes.append(
-                subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+                subprocess.Popen(
+                    [*command, *own], stdout=output, stderr=output, env=environment, cwd=BENCH
+                )
             )
 
         try:
             start("learner", "learner")
             while not join.exists():
-                if processes[0].poll() is not None:
-                    raise SystemExit((where / "output.txt").read_text()[-3000:])
+                if processes[0].poll() is not None or time.monotonic() > give_up_at:
+                    said = output_path.read_text()[-3000:]
+                    raise SystemExit(f"no learner that workers can join: {said or 'it is silent'}")
+                time.sleep(0.1)
             for name in workers:
                 sets = (f"worker.name={name}", f"security.join={join}")
                 start("worker", name, *(word for each in sets for word in ("--set", each)))
-            processes[0].wait(timeout=within_s)
+            processes[0].wait(timeout=max(0.0, give_up_at - time.monotonic()))
         finally:
             for process in processes:
                 process.terminate()
             for process in processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=END_S)
+                process.kill()
                 process.wait()
-    return run_dir
+    return where / "run"

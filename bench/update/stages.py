@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from update_state import SCALES, SHAPES, Weights
 
 from echo.core.rollout import PolicyVersion
 from echo.engine.weights import VersionImages, publish_image, scatter, tensors_from_image
@@ -34,6 +33,7 @@ from echo.weights.manifest import encode_signed, hash_image
 from echo.weights.receiver import WriteChunk
 from echo.weights.store import AuditChunks, ItemStore, Transfer
 from echo.wire.messages import Form
+from update.state import SCALES, SHAPES, Weights
 
 RUN = "bench"
 CHUNK_BYTES = 1 << 20
@@ -208,7 +208,7 @@ class Worker:
 
 def require(is_so: bool, what: str) -> None:
     if not is_so:
-        raise SystemExit(f"update_stages.py: wrong: {what}")
+        raise SystemExit(f"update/stages.py: wrong: {what}")
 
 
 def update(step: int, kind: str, learner: Learner, worker: Worker, stages: Stages) -> int:

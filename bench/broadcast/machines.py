@@ -9,9 +9,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from broadcast_lab import JOIN_S, Topology, Variant
-from broadcast_paths import Loopback, Process
-
+from broadcast.lab import JOIN_S, Topology, Variant
+from broadcast.paths import Loopback, Process
 from echo.net.transport import format_address, parse_address, without_key
 
 START_S = 3600.0
@@ -33,18 +32,20 @@ class Machines(Loopback):
             count: receivers.
             rate_mbit: of the link, for the theory.
             latency_ms: one way, for the theory.
-            options: of broadcast_node.py.
+            options: of broadcast/node.py.
         """
         self.name = f"between {1 + count} machines"
         self.bytes_per_s, self.latency_s = rate_mbit * 1e6 / 8, latency_ms / 1e3
         self.fault = ""
         """Why there is no raw stream."""
-        self.learner = self.start(0, "broadcast_node.py", "learner", f"--listen={listen}", *options)
+        self.learner = self.start(0, "broadcast.node", "learner", f"--listen={listen}", *options)
         self.source = self.learner
         try:
             address = self.learner.hear(JOIN_S)["address"]
             where = stream_address(address)
-            self.source = self.start(0, "stream_node.py", "source", f"--listen={where}", "--acked")
+            self.source = self.start(
+                0, "broadcast.stream", "source", f"--listen={where}", "--acked"
+            )
             self.source.hear(JOIN_S)
             print(f"on the other machines: --connect '{address}'", file=sys.stderr, flush=True)
             self.learner.say(f"plan {count}")
@@ -124,8 +125,8 @@ def receive(connect: str, options: list[str]) -> None:
     path = Loopback()
     where = stream_address(connect.partition("#")[0])
     processes: list[Process] = [
-        path.start(0, "broadcast_node.py", "receiver", f"--connect={connect}", *options),
-        path.start(0, "stream_node.py", "sink", f"--connect={where}", "--follow"),
+        path.start(0, "broadcast.node", "receiver", f"--connect={connect}", *options),
+        path.start(0, "broadcast.stream", "sink", f"--connect={where}", "--follow"),
     ]
     receiver = processes[0]
     try:

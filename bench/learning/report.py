@@ -1,7 +1,8 @@
-"""Results and plots of bench_staleness.py, from its rows."""
+"""Results and plots of bench_staleness.py, from its rows, and the interval of paired seeds."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 import harness
-from bench_modes import interval
+from scipy.stats import t as student
 
 LAST = 3
 """Evaluations at the end of a run whose mean is its last value: one alone is noisy."""
@@ -120,6 +121,15 @@ def _stdev(values: Sequence[float]) -> float:
 
 def _round(value: float) -> float:
     return float(f"{value:.4g}")
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and the half width of its 95 % interval (Student); infinite for one value."""
+    mean = statistics.mean(values)
+    if len(values) < 2:
+        return mean, math.inf
+    quantile = float(student.ppf(0.975, len(values) - 1))
+    return mean, quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def add_differences(found: dict[str, Any], references: Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ step: `fixed:N`, `uniform:N` (0 to N, equally often), or `delays:N`, where the l
 delays (delays.py) with steps of --step-s emulated seconds, and groups beyond N are lost.
 The same command gives the same numbers again.
 
-    python bench/colocated.py configs/quickstart.toml --set model.name=DIR --set run.seed=1
+    cd bench; python -m learning.colocated ../configs/quickstart.toml --set model.name=DIR
     ... --lag uniform:11 --set loss.kind=gspo
     ... --lag delays:64 --step-s 30 --workers 4 --law lognormal
 """
@@ -25,16 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from delays import (
-    DelayInjector,
-    DelayLags,
-    Direction,
-    FixedLag,
-    Lags,
-    UniformLag,
-    add_options,
-    read_injectors,
-)
 
 from echo.config.load import load_config
 from echo.config.schema import Config
@@ -50,6 +40,16 @@ from echo.tasks.rewards import InlineHost
 from echo.tasks.task import Example
 from echo.train.trainer import Trainer
 from echo.wire.messages import Lease
+from learning.delays import (
+    DelayInjector,
+    DelayLags,
+    Direction,
+    FixedLag,
+    Lags,
+    UniformLag,
+    add_options,
+    read_injectors,
+)
 
 MAX_TRIES = 4
 """Prompts tried for each group, before a step takes groups that teach nothing."""

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import uvloop
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from kept_store import KeptStore
-from publishing import ForcedPlanning, publishing_role
-from stream_node import commands, tell
 
+from broadcast.kept_store import KeptStore
+from broadcast.publishing import ForcedPlanning, publishing_role
+from broadcast.stream import commands, tell
 from echo.config.load import parse_config
 from echo.config.schema import Config
 from echo.core.errors import EchoError

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from timed_node import make_timed_step
 
 from echo.cli.node import read_run_file, run_learner, run_role
 from echo.core.errors import EngineError
@@ -26,6 +25,7 @@ from echo.core.rollout import PolicyVersion
 from echo.engine.engine import UNVERSIONED, Request, Sampling
 from echo.runtime.learner.node import LearnerNode
 from echo.train.trainer import Trainer
+from nodes.timed_node import make_timed_step
 
 REST_S = 0.01
 """Between two requests for nobody."""

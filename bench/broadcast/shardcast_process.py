@@ -1,6 +1,6 @@
 """Baseline process of bench_broadcast.py: the package `shardcast`.
 
-Run by an interpreter that has the package. Commands and answers are those of broadcast_node.py.
+Run by an interpreter that has the package. Commands and answers are those of node.py.
 The package keeps scratch files beside its own code, so each process imports a copy of its own:
 several on one machine would overwrite each other's. Clients download from the origin, or each from
 the middle node before it; a middle node asks again only after 2 to 15 s when a shard is not there

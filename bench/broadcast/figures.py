@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from broadcast_lab import Echo, Shardcast, Stream, Topology, Variant, shardcast_fault
-from broadcast_paths import Loopback, Wan, show_work, work_of
-from broadcast_results import deliver, rows_of, show
-
+from broadcast.lab import Echo, Shardcast, Stream, Topology, Variant, shardcast_fault
+from broadcast.paths import Loopback, Wan, show_work, work_of
+from broadcast.results import deliver, rows_of, show
 from echo.config.memory import read_machine
 
 MIB = 1 << 20

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from broadcast_lab import Variant
-from broadcast_paths import Loopback
+
+from broadcast.lab import Variant
+from broadcast.paths import Loopback
 
 HEADINGS = {
     "variant": "{:<18}",
@@ -135,20 +136,14 @@ class Store:
 
 def plot(title: str, bars: list[tuple[str, float, float | None]], path: Path, unit: str) -> Path:
     """Draw one bar for each (label, value, mark); the mark is what it is compared with."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     labels = [label for label, _, _ in bars][::-1]
-    figure, axis = plt.subplots(figsize=(9, 1.5 + 0.36 * len(bars)))
+    figure = harness.new_figure((9, 1.5 + 0.36 * len(bars)), dpi=110)
+    axis = figure.subplots()
     axis.barh(labels, [value for _, value, _ in bars][::-1], color="#4878a8", label="measured")
     marks = [float("nan") if mark is None else mark for _, _, mark in bars][::-1]
     axis.plot(marks, labels, "|", color="#c03028", markersize=16, label="compared with")
     axis.set_xlabel(unit)
     axis.set_title(title)
     axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    figure.savefig(path)
     return path

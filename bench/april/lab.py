@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import virtual_time
-from april_engine import Lengths, Script, Setting, TimedEngine
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from april import virtual_time
+from april.engine import Lengths, Script, Setting, TimedEngine
 from echo.config.load import parse_config
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer

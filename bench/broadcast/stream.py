@@ -2,7 +2,7 @@
 
 Two kinds: `source` and `sink` are one raw TCP connection; `giver` and `taker` are the bare data
 plane of this project, its transport between a ROUTER and a DEALER with credits, where chunks are
-counted but not hashed and not stored. Commands and answers are those of broadcast_node.py.
+counted but not hashed and not stored. Commands and answers are those of node.py.
 """
 
 from __future__ import annotations

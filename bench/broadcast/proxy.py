@@ -1,6 +1,6 @@
 """Emulate links without root: a TCP proxy before every node.
 
-    python bench/proxy.py --nodes 3 --rate-mbit 200 --latency-ms 20
+    python bench/broadcast/proxy.py --nodes 3 --rate-mbit 200 --latency-ms 20
 
 prints for each node where others reach it (the proxy) and where it must listen itself, as a JSON
 line, and ends with its stdin. What a node sends over the connections that others opened to it

@@ -1,0 +1,29 @@
+"""The quickstart as a benchmark runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def train(task: str, seed: int, settings: Iterable[str], *, timeout_s: float) -> None:
+    """Run the quickstart to its end; what it says goes to stderr."""
+    command = [sys.executable, "-m", "echo.cli.main", "quickstart"]
+    command += ["--task", task, "--seed", str(seed), "--set", "ui.live=off"]
+    for setting in settings:
+        command += ["--set", setting]
+    subprocess.run(command, check=True, timeout=timeout_s, stdout=sys.stderr)
+
+
+def read_evaluations(path: Path) -> list[dict[str, float]]:
+    """Return step and pass rates of every evaluation."""
+    found = []
+    for row in map(json.loads, path.read_text().splitlines()):
+        sampled = [value for key, value in row.items() if key.endswith("/pass@1")]
+        greedy = [value for key, value in row.items() if key.endswith("/greedy")]
+        if sampled and greedy:
+            found.append({"step": row["step"], "sampled": sampled[0], "greedy": greedy[0]})
+    return found
