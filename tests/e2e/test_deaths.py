@@ -59,7 +59,7 @@ def deaths(make_cluster: Callable[[], Cluster]) -> Deaths:
 
     relay.kill()
 
-    direct = f"through {cluster.learner_address}#"  # with the key that the plan says
+    direct = f"through {cluster.learner_address} (learner)"
     for node in workers:  # one alone could end the run before the other is back
         cluster.wait_for(
             lambda name=node.name: direct in cluster.log(name),
