@@ -173,7 +173,7 @@ class SamplingSection(Section):
     """How workers sample."""
 
     roles = ("learner", "worker")
-    temperature: Inherited[float] = Field(default=1.0, gt=0)
+    temperature: Inherited[float] = Field(default=1.0, ge=0.01)
     """Divides the logits; the learner applies it too. Evaluation adds a greedy score itself."""
     top_p: Inherited[float] = Field(default=1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with this probability; 1 is off."""

@@ -47,12 +47,16 @@ KvCache = Literal["recompute", "keep"]
 FinishReason = Literal["stop", "length", "abort", "nonfinite"]
 
 
+MIN_TEMPERATURE = 0.01
+"""vLLM raises what is lower to this, and the learner would divide the logits by another number."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are drawn: the same for every request of a call."""
 
     temperature: float
-    """Divides the logits; above 0."""
+    """Divides the logits; at least MIN_TEMPERATURE."""
     top_p: float
     """Keep the fewest most likely tokens that reach this probability; 1 keeps all."""
     top_k: int
@@ -66,7 +70,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         checks = {
-            "temperature": (self.temperature > 0, "above 0; for the most likely token use greedy"),
+            "temperature": (
+                self.temperature >= MIN_TEMPERATURE,
+                f"at least {MIN_TEMPERATURE}; for the most likely token use greedy",
+            ),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "top_k": (self.top_k >= 0, "at least 0 (0 = off)"),
             "max_completion_tokens": (self.max_completion_tokens >= 1, "at least 1"),

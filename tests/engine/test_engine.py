@@ -42,6 +42,7 @@ VALID: dict[str, Any] = {
     ("name", "value"),
     [
         ("temperature", 0.0),
+        ("temperature", 0.009),
         ("temperature", float("nan")),
         ("top_p", 0.0),
         ("top_p", 1.5),

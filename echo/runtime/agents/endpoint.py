@@ -40,7 +40,7 @@ from echo.core.bounds import MAX_TOKENS, TokenId
 from echo.core.errors import DataError, EchoError, StorageError, TransportError
 from echo.core.rollout import PolicyVersion
 from echo.core.units import one_line
-from echo.engine.engine import VersionError
+from echo.engine.engine import MIN_TEMPERATURE, VersionError
 from echo.net.transport import format_address, is_loopback, parse_address
 from echo.records.files import write_file
 from echo.runtime.agents.sessions import (
@@ -62,8 +62,8 @@ from echo.wire.codec import DECODE_ERRORS
 
 
 MAX_VERSION_WAIT_S = 60.0
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
-"""Beyond, logits divided by it are no numbers any more, or all the same."""
+MAX_TEMPERATURE = 1e3
+"""Beyond, logits divided by it are all the same."""
 
 Int = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
