@@ -653,8 +653,8 @@ class VersionImage:
 
     specs: tuple[TensorSpec, ...]
     memory: memoryview
-    """Its bytes, once `arrival` is done."""
-    arrival: Future[CodedDelta | None] | None = None
+    """Its bytes, once `ready` is done."""
+    ready: Future[CodedDelta | None] | None = None
     """Done when the bytes are there, with the delta against the version before where that had to be
     made anyway; None: they are there, and it had not."""
 
@@ -701,7 +701,7 @@ class VersionImages:
         self._is_on_device = False if block_bytes % ALIGNMENT_BYTES else is_on_device
         self._stream = copy_stream
         self._thread = self._threads(1, "image")
-        self._arrival: Future[CodedDelta | None] | None = None
+        self._ready: Future[CodedDelta | None] | None = None
         self._last: _Last | None = None
         # That of the last version, and of the one being made.
         self._memory = RecycledMemory(2, image_memory)
@@ -714,8 +714,8 @@ class VersionImages:
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
         """Return the image of a version, which may still be on its way."""
-        if self._arrival is not None:
-            wait([self._arrival])
+        if self._ready is not None:
+            wait([self._ready])
         specs, tensors = lay_out(weights, self._dtype, self._unrounded)
         device = self._device(weights)
         if device is not None:
@@ -723,7 +723,7 @@ class VersionImages:
                 return self._make_there(specs, tensors, version, device)
             except torch.OutOfMemoryError:
                 self._leave(device)
-        self._last = self._arrival = None
+        self._last = self._ready = None
         memory = self._memory.take(image_bytes(specs))
         if self._stream is None:
             write_image(specs, tensors, host_bytes(memory))
@@ -732,8 +732,8 @@ class VersionImages:
             with torch.cuda.stream(self._stream):
                 write_image(specs, tensors, host_bytes(memory), is_beside=True)
             has_come = self._stream.record_event()
-            self._arrival = self._thread.submit(has_come.synchronize)
-        return VersionImage(specs, memory, self._arrival)
+            self._ready = self._thread.submit(has_come.synchronize)
+        return VersionImage(specs, memory, self._ready)
 
     def _device(self, weights: Weights) -> torch.device | None:
         """Return where to look for changes; None for nowhere."""
@@ -768,8 +768,8 @@ class VersionImages:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         memory = self._memory.take(new.numel())
         self._last = _Last(version, specs, memory, new)
-        self._arrival = self._thread.submit(self._bring, self._last, last)
-        return VersionImage(specs, memory, self._arrival)
+        self._ready = self._thread.submit(self._bring, self._last, last)
+        return VersionImage(specs, memory, self._ready)
 
     def _bring(self, made: _Last, last: _Last | None) -> CodedDelta | None:
         """Have an image on the host, too; return its delta if there is one."""

@@ -734,8 +734,8 @@ def test_weights_may_change_while_a_version_on_the_device_is_looked_at() -> None
     with mock.patch.object(DeviceDelta, "changed_share", late):
         made = unsealed(images, learner.weights, 1)
         learner.step(1.0, 1e-4)
-        assert made.arrival is not None
-        assert not made.arrival.done()
+        assert made.ready is not None
+        assert not made.ready.done()
         gate.set()
         assert_same(CODER.seal(made), expected)
     assert made.coded is not None

@@ -323,11 +323,11 @@ def test_a_version_that_comes_down_late_has_the_weights_of_its_step(
     )
     _, before = weights.publish_image(trainer.tensors(), "bfloat16")
     made = images.make(trainer.tensors(), PolicyVersion(1, 0))
-    assert made.arrival is not None
-    assert not made.arrival.done()
+    assert made.ready is not None
+    assert not made.ready.done()
     trainer.step(make_groups())
     stream.run()  # at last, had nobody waited for it
-    assert made.arrival.result() is None
+    assert made.ready.result() is None
     assert made.memory == before
     assert weights.publish_image(trainer.tensors(), "bfloat16")[1] != before
 

@@ -107,8 +107,8 @@ def test_a_version_is_of_the_weights_before_the_next_step(
         _, expected = publish_image(trainer.snapshot(), "bfloat16")
         made = images.make(trainer.tensors(), PolicyVersion(1, step))
         trainer.step(make_groups(6, seed=step))
-        if made.arrival is not None:
-            made.arrival.result()
+        if made.ready is not None:
+            made.ready.result()
         assert torch.equal(host_bytes(made.memory), host_bytes(expected))
 
 

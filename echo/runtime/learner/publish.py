@@ -78,7 +78,7 @@ class Publication:
     """Without any hash until then."""
     memory: bytearray | memoryview
     """Its image, once that has arrived; not changed any more, as long as anybody holds it."""
-    arrival: Future[CodedDelta | None] | None = None
+    ready: Future[CodedDelta | None] | None = None
     """As in `VersionImage`."""
 
     @property
@@ -90,7 +90,7 @@ class Publication:
     @property
     def coded(self) -> CodedDelta | None:
         """Its delta against the version before, where making the image has made it too."""
-        return None if self.arrival is None else self.arrival.result()
+        return None if self.ready is None else self.ready.result()
 
     def sealed(
         self, hashes: Sequence[ChunkHashes], key: Ed25519PrivateKey, chunk_key: bytes = b""
@@ -159,7 +159,7 @@ def make_publication(
         chunk_bytes=chunk_bytes,
         chunk_hashes=b"",
     )
-    return Publication(None, manifest, made.memory, made.arrival)
+    return Publication(None, manifest, made.memory, made.ready)
 
 
 class ImageHelper(Protocol):

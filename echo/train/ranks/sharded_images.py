@@ -122,8 +122,8 @@ def begin_to_write(
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         write()
-    arrival: torch.cuda.Event = stream.record_event()
-    return arrival.synchronize
+    copied: torch.cuda.Event = stream.record_event()
+    return copied.synchronize
 
 
 def spans_of(specs: Sequence[TensorSpec], tensors: Weights, rank: int, size: int) -> list[RowSpan]:
@@ -434,7 +434,7 @@ class LeadImages:
         self._memory = RecycledMemory(2, self._make_piece if links else image_memory)
         self._last: memoryview | None = None
         self._thread = ThreadPoolExecutor(1, "image")
-        self._arrival: Future[CodedDelta | None] | None = None
+        self._ready: Future[CodedDelta | None] | None = None
         self.helpers = tuple(NearRank(link.coding, self._numbers) for link in links.values())
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
@@ -447,8 +447,8 @@ class LeadImages:
         Raises:
             RankError: if another rank is gone.
         """
-        if self._arrival is not None:
-            self._arrival.result()
+        if self._ready is not None:
+            self._ready.result()
         image, size = self._memory.take(image_bytes(self._specs)), self._ranks.size
         with self._together():
             self._tell(image)
@@ -461,9 +461,9 @@ class LeadImages:
             for rank in range(1, size)
             if rank not in self._meeting.links
         }
-        self._arrival = self._thread.submit(self._receive, wait, far, image, self._last)
+        self._ready = self._thread.submit(self._receive, wait, far, image, self._last)
         self._last = image
-        return VersionImage(self._specs, image, self._arrival)
+        return VersionImage(self._specs, image, self._ready)
 
     def _receive(
         self,
