@@ -85,7 +85,7 @@ def test_an_engine_has_its_own_keys() -> None:
         ("run.name=..", "cannot name a directory"),
         (f"run.name={'x' * 65}", "messages hold names of 64"),
         (f"network.region={'x' * 65}", "at most 64 characters"),
-        ("sampling.temperature=0", "must be a number, above 0"),
+        ("sampling.temperature=0", "must be a number, at least 0.01"),
         ("sampling.top_p=1.1", "must be a number, above 0, at most 1"),
         ("loss.dual_clip=1", "must be a number, above 1"),
         ("loss.dual_clip=true", "must be a number, above 1"),

@@ -424,7 +424,7 @@ def patches_of(images: list[bytes]) -> list[Patch]:
 @pytest.mark.slow
 def test_whoever_reads_while_another_writes_gets_the_bytes_of_one_version() -> None:
     """A thread reads v0 again and again, while v1, v2 ... are written, some of them taken back."""
-    num_versions = 12
+    num_versions = 6
     images = bf16_images(num_versions, 32 * BLOCK_BYTES)
     storage = memoryview(bytearray(images[0]))
     signed, manifest = described(0, len(images[0]))
