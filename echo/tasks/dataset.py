@@ -298,9 +298,12 @@ def _download(path: str, **options: Any) -> list[Path]:
             **options,
         )
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        # What a dry run raises only says that it was one.
+        cause = (options.get("dry_run") and error.__cause__) or error
+        line = str(cause).splitlines()[0].rstrip(".")
         raise DataError(
-            f"{path}: the hub cannot deliver it: {type(error).__name__}: "
-            f"{str(error).splitlines()[0]}. Without a network fetch it where there is one,\n"
+            f"{path}: the hub cannot deliver it: {type(cause).__name__}: {line}. Without a network "
+            "fetch it where there is one,\n"
             f"  hf download {repository} --repo-type dataset --revision {PARQUET_REVISION} "
             f"--include '{folder}/*.parquet' --local-dir DIR\n"
             f"copy DIR here and write DIR/{folder} in place of {path} in the configuration"
