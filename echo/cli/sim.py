@@ -202,7 +202,7 @@ def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
         f"  broadcast: {format_duration(summary.broadcast_s)} until every worker holds a version; "
         f"published every {summary.publish_period:.3g} steps",
         f"  thrown away: {summary.thrown_away:.1%} of the sampled tokens; groups not trained: "
-        f"{lost or 'none'}; {summary.num_deaths} deaths",
+        f"{lost or 'none'}; nodes died {_times(summary.num_deaths)}",
         f"  cost: ${summary.cost:.2f}, ${summary.cost_per_step:.3f} per step, "
         f"${summary.cost_per_million_tokens:.3f} per million trained tokens; "
         f"learner ${summary.cost_of_learner:.2f}, nodes ${summary.cost_of_nodes:.2f}, traffic "
@@ -227,7 +227,7 @@ def _events_text(summary: Summary) -> list[str]:
     lines = []
     if summary.num_restarts:
         lines.append(
-            f"  the learner died {summary.num_restarts} times, was away for "
+            f"  the learner died {_times(summary.num_restarts)}, was away for "
             f"{format_duration(summary.down_s)} and made {summary.num_steps_undone} steps again"
         )
     if summary.cost_as_counted is not None:
@@ -397,3 +397,7 @@ def write(
     written = write_run(scenario, summary, history, out)
     print(f"wrote {out / 'sim.json'}, {', '.join(map(str, written))}")
     return 0 if summary.is_complete else 1
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"

@@ -511,7 +511,7 @@ class LimitsSection(Section):
     spool_bytes: Bytes = Field(default=8 * 2**30, ge=2**20)
     """Bytes of rollouts kept in the run directory."""
     min_free_disk_bytes: Bytes = Field(default=256 * 2**20, ge=0)
-    """Bytes that must stay free; below, no checkpoint is written and the one before stays."""
+    """Bytes that a checkpoint must leave free; else it is not written and the one before stays."""
 
 
 class MetricsSection(Section):

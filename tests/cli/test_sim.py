@@ -99,7 +99,7 @@ def test_prices_and_a_death_of_the_learner_take_part(
     )
     assert main([str(scenario), "--out", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
-    assert "the learner died 1 times, was away for 10s" in text
+    assert "the learner died once, was away for 10s" in text
     assert "workers on standby in the end; the learner itself counts $" in " ".join(text.split())
     record = json.loads((tmp_path / "out" / "sim.json").read_text())
     assert record["num_restarts"] == 1

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,22 @@ def test_a_failure_leaves_the_old_one_and_no_rubbish(tmp_path: Path) -> None:
 def test_a_disk_that_is_nearly_full_is_not_filled(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"limits\.min_free_disk_bytes"):
         make(tmp_path, min_free_bytes=1 << 62).save(FailingTrainer(), lineage=1, step=20, now=0.0)
+
+
+def test_one_that_would_take_what_must_stay_free_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 10)
+    size = sum(path.stat().st_size for path in (tmp_path / "step_000010").iterdir())
+    checkpoints = make(tmp_path, min_free_bytes=1000)
+    trainer = Trainer("1/20")
+    usage = SimpleNamespace(free=1000 + size - 1)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    with pytest.raises(StorageError, match=f"a checkpoint takes {size} B"):
+        checkpoints.save(trainer, lineage=1, step=20, now=0.0)
+    usage.free += 1
+    checkpoints.save(trainer, lineage=1, step=20, now=0.0)
+    assert list(list_checkpoints(tmp_path)) == [10, 20]
 
 
 def test_a_checkpoint_of_an_abandoned_lineage_does_not_push_out_the_new_one(tmp_path: Path) -> None:

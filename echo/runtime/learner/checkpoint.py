@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from echo.core.errors import EchoError, StorageError
+from echo.core.units import format_bytes
 from echo.records.files import hash_file, sync_path, write_file
 
 FORMAT = 2
@@ -82,7 +83,7 @@ class Checkpoints:
             interval_steps: steps between checkpoints.
             interval_s: seconds after which one is due even so; None for no such rule.
             keep_last: checkpoints to keep, at least 1.
-            min_free_bytes: free disk below which nothing is written.
+            min_free_bytes: what a checkpoint must leave free.
             now: the loop's clock, seconds.
         """
         self.saved_step: int | None = None
@@ -115,12 +116,7 @@ class Checkpoints:
         temporary = directory / f".{name}.tmp"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            free_bytes = shutil.disk_usage(directory).free
-            if free_bytes < self._min_free_bytes:
-                raise StorageError(
-                    f"no checkpoint: {directory} has {free_bytes} bytes free, "
-                    f"limits.min_free_disk_bytes asks for {self._min_free_bytes}; free some space"
-                )
+            self._check_space()
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             trainer.save_state(temporary)
@@ -145,6 +141,24 @@ class Checkpoints:
         for each in steps.keys() - set(kept):
             shutil.rmtree(steps[each], ignore_errors=True)
         return kept[0]
+
+    def _check_space(self) -> None:
+        """Refuse to begin where a checkpoint as large as the newest would leave too little free.
+
+        Raises:
+            StorageError: with what is free and what is needed.
+            OSError: if the disk cannot be asked.
+        """
+        saved = list_checkpoints(self._directory)
+        newest = saved[max(saved)] if saved else None
+        own_bytes = sum((newest / name).stat().st_size for name in _files(newest)) if newest else 0
+        free_bytes = shutil.disk_usage(self._directory).free
+        if free_bytes - own_bytes < self._min_free_bytes:
+            raise StorageError(
+                f"no checkpoint: {self._directory} has {format_bytes(free_bytes)} free, a "
+                f"checkpoint takes {format_bytes(own_bytes)}, and limits.min_free_disk_bytes = "
+                f"{format_bytes(self._min_free_bytes)} must stay free; free some space"
+            )
 
     def drop_later(self, step: int) -> None:
         """Delete the checkpoints after `step`: the run continues from there without them.
