@@ -77,14 +77,14 @@ from echo.runtime.learner.cost import CostTerms, activation_settings, spent_befo
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.runtime.learner.node import Follower, LearnerNode, LearnerRewards, OpenedRun
 from echo.runtime.learner.prompts import PromptsAhead, PromptSource
-from echo.runtime.learner.publish import Publication, Publisher, make_images
+from echo.runtime.learner.publish import Images, Publication, Publisher, make_images
 from echo.runtime.learner.report import Progress
 from echo.runtime.learner.resume import SavedRun, StartingPoint
 from echo.runtime.threads import Threads
 from echo.tasks import tokenization
 from echo.tasks.rewards import TaskHost
 from echo.tasks.task import Task, load_task, task_digests
-from echo.train.attribution import make_attribution, make_rescoring
+from echo.train.attribution import Attribution, make_attribution, make_rescoring
 from echo.train.batch import AdvantageSettings
 from echo.train.policy import ModelSource, float32_attention, learner_compute
 from echo.train.ranks.crew import AnyTrainer, Crew, LeadTrainer, follow
@@ -400,26 +400,18 @@ def open_run(
     Raises:
         EchoError: if something is missing or does not fit.
     """
-    digest = data.digests["model"]
     with ExitStack() as on_failure:
         ledger = Ledger(config.run_dir, spool_bytes=config.limits.spool_bytes)
         on_failure.callback(ledger.close)
         saved = SavedRun(ledger, make_checkpoints(config, identity))
         start = saved.find_start(config, identity, resume=resume, log=log)
         spent = spent_before(ledger.records(), now=ledger.now()) if resume else 0.0
-        fits = budget is None or budget.has_versions_on_gpu
-        images = partial(make_images, config, fits_on_gpu=fits)
         own = config if budget is None else with_checkpointing(config, budget)
         trainer = build_trainer(own, data.model_dir, start, data.lora, crew)
         log.info("%s", trainer.describe_rows())
         attribution = make_attribution(config, data.model_dir, trainer)
         buffer = fill_buffer(config, start, trainer, events=events)
-        prompts = PromptsAhead(
-            data.prompts,
-            num_out=(config.sync.max_staleness + 1) * config.batch.groups_per_step,
-            first=start.next_group_id,
-            again=start.open_attempts,
-        )
+        prompts = prompts_ahead(config, data, start)
         role = build_role(
             config, identity, data, start, buffer, prompts, advertise=advertise, events=events
         )
@@ -440,15 +432,7 @@ def open_run(
         ),
         trainer=trainer,
         attribution=attribution,
-        publisher=Publisher(
-            identity,
-            config,
-            model_digest=digest,
-            images=trainer.images
-            if isinstance(trainer, LeadTrainer)
-            else images(trainer.unrounded, copy_stream=trainer.copy_stream),
-            attribution=attribution,
-        ),
+        publisher=make_publisher(config, data, identity, trainer, attribution, budget),
         buffer=buffer,
         role=role,
         prompts=prompts,
@@ -457,6 +441,42 @@ def open_run(
         else LearnerRewards(data.host, prompts, data.text),
         evaluations=evaluations,
         exporter=DirectoryExporter(config, data),
+    )
+
+
+def prompts_ahead(config: Config, data: Data, start: StartingPoint) -> PromptsAhead:
+    """Return the prompts of a run from its starting point on."""
+    return PromptsAhead(
+        data.prompts,
+        num_out=(config.sync.max_staleness + 1) * config.batch.groups_per_step,
+        first=start.next_group_id,
+        again=start.open_attempts,
+    )
+
+
+def make_publisher(
+    config: Config,
+    data: Data,
+    identity: Identity,
+    trainer: AnyTrainer,
+    attribution: Attribution | None,
+    budget: Budget | None,
+) -> Publisher:
+    """Return what makes versions of a trainer's weights; several ranks write them together."""
+    images: Images
+    if isinstance(trainer, LeadTrainer):
+        images = trainer.images
+    else:
+        fits = budget is None or budget.has_versions_on_gpu
+        images = make_images(
+            config, trainer.unrounded, fits_on_gpu=fits, copy_stream=trainer.copy_stream
+        )
+    return Publisher(
+        identity,
+        config,
+        model_digest=data.digests["model"],
+        images=images,
+        attribution=attribution,
     )
 
 
