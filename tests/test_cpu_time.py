@@ -111,6 +111,20 @@ def test_in_continuous_integration_a_budget_binds(
     assert run({"tests/test_c.py": FILES["tests/test_c.py"]}).ret == status
 
 
+def test_where_most_packages_are_over_only_the_one_far_beyond_the_others_is_told(
+    run: Run, tmp_path: Path
+) -> None:
+    used = {"core": 4.0, "net": 5.0, "sim": 5.0, "ui": 6.0, "wire": 7.6}
+    limits = "".join(f"{package} = 1\n" for package in used)
+    (tmp_path / "budget.toml").write_text(f"piece_of_work_s = 0.01\n[cpu_s]\n{limits}")
+    files = {f"tests/{n}/test_{n}.py": f"def test(): use({s})" for n, s in used.items()}
+    told = [line for line in lines_of(run(files)) if "OVER BUDGET" in line]
+    assert told == [
+        "OVER BUDGET: wire used 7.6 s of CPU, and its budget is 1 s (times 7.50 on this machine): "
+        "see --durations=20"
+    ]
+
+
 @pytest.mark.parametrize(
     ("mark", "use", "options", "is_refused"),
     [
