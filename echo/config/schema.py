@@ -335,9 +335,6 @@ class LearnerSection(Section):
     packing: Literal["auto", "packed", "padded"] = "auto"
     """Rollouts one after the other in a row, or each padded in its own; auto: the first, where the
     model keeps them apart; the log says which."""
-    share_prompts: bool = True
-    """Compute the prompt of a group once for its rollouts, on packed rows, if it has 128 tokens or
-    more and that saves a fifth of the work."""
     gradient_checkpointing: Literal["auto", "offload"] | bool = "auto"
     """Recompute activations in the backward pass: less memory, about a third more time; offload:
     and keep the inputs of the layers in the host's memory; auto: where they would not fit

@@ -173,7 +173,6 @@ def learner_compute(config: Config) -> Compute:
         attn_implementation=config.model.attn_implementation,
         micro_batch_tokens=section.micro_batch_tokens,
         packing=section.packing,
-        share_prompts=section.share_prompts,
         gradient_checkpointing=checkpointing,
         compile_layers=section.compile_layers,
         optimizer_state=config.optimizer.state,
