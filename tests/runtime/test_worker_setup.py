@@ -14,6 +14,7 @@ from blake3 import blake3
 from echo.config.load import inherited_settings, parse_config
 from echo.core.errors import ConfigError, RefusedError, StorageError
 from echo.engine import model
+from echo.engine.hf.engine import SAMPLING_BYTES_PER_LOGIT
 from echo.engine.model import model_directory, own_model
 from echo.roles.relay import Relay
 from echo.runtime import relay
@@ -141,6 +142,26 @@ def test_a_model_of_the_shared_file_is_the_learners_unless_it_is_here_or_set_her
     here = {"model": {"name": str(model_dir)}}
     assert own_model(parse_config(here, source="two-machines.toml")) == model_dir
     assert own_model(parse_config(hub_id, ["model.name=my/copy"])) == Path("my/copy")
+
+
+def test_the_longest_prompt_is_what_the_window_or_the_memory_leaves(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, assets = inherited(model_dir, kind="addition")
+    settings["sampling.max_completion_tokens"] = 6
+    config_json = json.loads(assets["config.json"]) | {"max_position_embeddings": 2048}
+    assets["config.json"] = json.dumps(config_json).encode()
+
+    def bound() -> tuple[int, str]:
+        parts = build_parts(parse_config({}), tmp_path / "w1", settings, assets)
+        parts.engine.close()
+        return parts.max_prompt_tokens, parts.prompt_bound
+
+    assert bound() == (2042, "the model's window")
+    weights, one_token = 100_736 * 4, 2 * 3 * 2 * 16 * 4
+    budget = weights + SAMPLING_BYTES_PER_LOGIT * 32 + one_token * (1200 + 6)
+    monkeypatch.setattr("echo.engine.hf.engine.free_bytes", lambda device: 2 * budget)
+    assert bound() == (1200, "this worker's memory")
 
 
 def test_inherited_files_cannot_ask_for_code(model_dir: Path, tmp_path: Path) -> None:
