@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -51,6 +52,9 @@ def make_config(model_dir: Path, **sections: dict[str, Any]) -> Config:
     return parse_config(table, role="learner")
 
 
+EQUAL = make_group([1, 1], 1)
+
+
 def pull(trainer: Trainer) -> float:
     """The mean penalty of a step."""
     return trainer.step([make_group([1, 0], 2), make_group([1, 1], 1)]).metrics["kl/reference"]
@@ -77,33 +81,31 @@ def test_offloading_needs_a_gpu(model_dir: Path) -> None:
         build_trainer(config, model_dir, START)
 
 
-def test_a_step_makes_the_updates_that_are_set(model_dir: Path) -> None:
-    trainer = build_trainer(
-        make_config(model_dir, batch={"minibatches_per_step": 2}), model_dir, START
-    )
-    groups = [make_group([1, 0], 2), make_group([0, 1], 1)]
-    assert [
-        len(each.samples) for each in trainer._minibatches(groups, trainer._prepare(groups))
-    ] == [2, 2]
-
-
-def test_there_is_no_reference_unless_it_is_asked_for(model_dir: Path) -> None:
-    config = make_config(model_dir)
+def test_there_is_no_reference_and_one_update_unless_more_is_asked_for(model_dir: Path) -> None:
+    config = make_config(model_dir, batch={"minibatches_per_step": 2})
     assert not isinstance(build_loss(config), ReferenceKlLoss)
     trainer = build_trainer(config, model_dir, START)
     assert trainer._reference is None
-    assert "kl/reference" not in trainer.step([make_group([1, 0], 2)]).metrics
+    groups = [make_group([1, 0], 2), make_group([0, 1], 1)]
+    updates = trainer._minibatches(groups, trainer._prepare(groups))
+    assert [len(each.samples) for each in updates] == [2, 2]
+    assert "kl/reference" not in trainer.step(groups).metrics
+    assert trainer.refusal(EQUAL) == "zero_variance"
 
 
 @pytest.mark.slow
-def test_the_reference_stays_at_the_start_also_after_a_resume(
+def test_the_reference_is_frozen_at_the_start_also_after_a_resume(
     model_dir: Path, tmp_path: Path
 ) -> None:
     config = make_config(model_dir, reference={"kl_coef": 0.1})
     trainer = build_trainer(config, model_dir, START)
+    assert trainer.refusal(EQUAL) is None, "there is a pull without an advantage, too"
+    assert trainer._reference is not None
+    assert trainer._reference.parameters() == {}
+    before = {name: tensor.clone() for name, tensor in trainer._reference.tensors().items()}
     assert pull(trainer) == pytest.approx(0.0, abs=1e-9)
-    moved = pull(trainer)
-    assert moved > 1e-5
+    assert pull(trainer) > 1e-5
+    assert all(torch.equal(t, before[n]) for n, t in trainer._reference.tensors().items())
     trainer.save_state(tmp_path)
     expected = pull(trainer)
     resumed = StartingPoint(lineages=(Lineage(1, 0),), step=2, checkpoint=tmp_path)
@@ -122,24 +124,6 @@ def test_another_start_is_another_reference(model_dir: Path, tmp_path: Path) -> 
     assert pull(build_trainer(config, model_dir, START)) > 1e-3
 
 
-def test_it_is_frozen(model_dir: Path) -> None:
-    config = make_config(model_dir, reference={"kl_coef": 0.1})
-    trainer = build_trainer(config, model_dir, START)
-    assert trainer._reference is not None
-    before = {n: t.clone() for n, t in trainer._reference.tensors().items()}
-    pull(trainer)
-    assert trainer._reference.parameters() == {}
-    assert all(torch.equal(t, before[n]) for n, t in trainer._reference.tensors().items())
-
-
-def test_groups_without_an_advantage_count_where_there_is_a_pull(model_dir: Path) -> None:
-    equal = make_group([1, 1], 1)
-    plain = build_trainer(make_config(model_dir), model_dir, START)
-    assert plain.refusal(equal) == "zero_variance"
-    config = make_config(model_dir, reference={"kl_coef": 0.1})
-    assert build_trainer(config, model_dir, START).refusal(equal) is None
-
-
 def test_a_reference_with_another_vocabulary_is_refused(
     model_dir: Path, make_tiny_model: Any
 ) -> None:
@@ -156,14 +140,11 @@ MakeTinyModel = Callable[..., Path]
 
 
 def learner_config(model_dir: Path, run_dir: Path, **learner: str) -> Config:
-    table: dict[str, Any] = {
-        "run": {"dir": str(run_dir)},
-        "model": {"name": str(model_dir)},
-        "lora": {"rank": 4},
-        "learner": {"device": "cpu", "num_threads": 1, **learner},
-    }
     (run_dir / "run").mkdir(exist_ok=True)
-    return parse_config(table, role="learner")
+    sections = {"run": {"dir": str(run_dir)}, "lora": {"rank": 4}}
+    return make_config(
+        model_dir, learner={"device": "cpu", "num_threads": 1, **learner}, **sections
+    )
 
 
 def told(config: Config, *, is_resumed: bool = False) -> dict[str, Any]:
@@ -181,9 +162,8 @@ def find(settings: dict[str, Any], *overrides: str) -> Path:
     return lora.base_dir
 
 
-def test_without_a_rank_there_is_no_adapter(tiny_model_dir: Path, tmp_path: Path) -> None:
-    config = learner_config(tiny_model_dir, tmp_path)
-    config = config.model_copy(update={"lora": config.lora.model_copy(update={"rank": 0})})
+def test_without_a_rank_there_is_no_adapter(tiny_model_dir: Path) -> None:
+    config = make_config(tiny_model_dir)
     assert learner_lora(config, tiny_model_dir) is None
     assert base_settings(config, None, is_resumed=False) == {}
     assert worker_lora(config, {}) is None
@@ -252,15 +232,10 @@ def test_a_resumed_run_refuses_another_base(make_tiny_model: MakeTinyModel, tmp_
 
 
 @pytest.mark.slow
-def test_the_reference_is_the_base(tiny_model_dir: Path, tmp_path: Path) -> None:
-    table = {"model": {"name": str(tiny_model_dir)}, "lora": {"rank": 4}}
-    config = parse_config(
-        {**table, "learner": {"device": "cpu"}, "reference": {"kl_coef": 0.1}},
-        ["optimizer.learning_rate=0.01", "optimizer.warmup_steps=0"],
-        "learner",
-    )
+def test_the_reference_of_an_adapter_is_the_base(tiny_model_dir: Path) -> None:
+    config = make_config(tiny_model_dir, lora={"rank": 4}, reference={"kl_coef": 0.1})
     trainer = build_trainer(config, tiny_model_dir, START, learner_lora(config, tiny_model_dir))
-    pulls = [trainer.step([make_group([1, 0], 2)]).metrics["kl/reference"] for _ in range(3)]
+    pulls = [pull(trainer) for _ in range(3)]
     assert pulls[0] == pytest.approx(0.0, abs=1e-7)
     assert pulls[2] > 1e-6
 
@@ -315,43 +290,33 @@ def test_the_evaluation_computes_in_what_is_published_on_a_gpu(
 def test_the_memory_is_divided_before_anything_is_built(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: dict[str, Any] = {}
-
-    def note(name: str, function: Any) -> Any:
-        def noted(*given: Any, **named: Any) -> Any:
-            seen[name] = given, named
-            return function(*given, **named)
-
-        return noted
+    built: dict[str, Mock] = {}
+    for name in ("TransformersEngine", "Trainer", "make_images"):
+        built[name] = Mock(side_effect=getattr(setup, name))
+        monkeypatch.setattr(setup, name, built[name])
+    budget_here, divided = setup.budget_here, itertools.count()
 
     def told(config: Config, *given: Any) -> Any:
-        assert "TransformersEngine" not in seen, "which takes of what is free"
-        budget = setup_budget(config, *given)
+        if next(divided):
+            return None  # the trainer's own question comes later, and has its answer
+        assert not built["TransformersEngine"].called, "which takes of what is free"
+        budget = budget_here(config, *given)
         assert budget is not None
         return dataclasses.replace(
             budget, gradient_checkpointing=True, has_versions_on_gpu=False, evaluation_bytes=12_345
         )
 
-    setup_budget = setup.budget_here
     monkeypatch.setattr(setup, "budget_here", told)
-    for name in ("TransformersEngine", "Trainer", "make_images"):
-        monkeypatch.setattr(setup, name, note(name, getattr(setup, name)))
 
     async def scenario(run: Run) -> None:
-        # The trainer's own question comes later, and has its answer.
-        monkeypatch.setattr(setup, "make_trainer", partial(make_trainer_of, setup.make_trainer))
         async with running(await run.learner()):
             pass
 
-    def make_trainer_of(make: Any, *given: Any) -> Any:
-        monkeypatch.setattr(setup, "budget_here", lambda *_: None)
-        return make(*given)
-
     play(scenario)
-    engine = seen["TransformersEngine"][1]
+    engine = built["TransformersEngine"].call_args.kwargs
     assert (engine["rollout_bytes"], engine["is_beside"]) == (12_345, True)
-    assert seen["Trainer"][0][1].gradient_checkpointing is True
-    assert seen["make_images"][1]["fits_on_gpu"] is False
+    assert built["Trainer"].call_args.args[1].gradient_checkpointing is True
+    assert built["make_images"].call_args.kwargs["fits_on_gpu"] is False
 
 
 def test_a_rollout_of_the_evaluation_is_reckoned_as_its_engine_does(model_dir: Path) -> None:
