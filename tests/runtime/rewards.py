@@ -8,8 +8,8 @@ from collections import Counter
 from echo.tasks.task import Example, Task
 
 
-class SometimesEqual(Task):
-    """Rewards differ within every third group; the others are all right and all wrong in turn."""
+class InTurn(Task):
+    """Rewards of each prompt are 1 and 0 in turn, however many others are scored meanwhile."""
 
     is_bounded = True
 
@@ -21,30 +21,24 @@ class SometimesEqual(Task):
         return Example(index=index, split=split, prompt=f"{index % 10}+1=")
 
     def reward(self, example: Example, completion: str) -> float:
-        if example.index % 3:
-            return float(example.index % 3 == 1)
-        return self.in_turn(example)
-
-    def in_turn(self, example: Example) -> float:
-        """Return 1 and 0 in turn for one prompt, however many others are scored meanwhile."""
         with self._lock:
             self._num_scored[example.index] += 1
             return float(self._num_scored[example.index] % 2)
 
 
-class RightLater(SometimesEqual):
+class RightLater(InTurn):
     """Rewards differ for the first prompts; all others are right whatever is answered."""
 
     def reward(self, example: Example, completion: str) -> float:
         if example.split != "train" or example.index >= 6:
             return 1.0
-        return self.in_turn(example)
+        return super().reward(example, completion)
 
 
-class OneLarge(SometimesEqual):
+class OneLarge(InTurn):
     """Rewards differ within every group; one group's are far larger than those of the others."""
 
     def reward(self, example: Example, completion: str) -> float:
-        value = self.in_turn(example)
+        value = super().reward(example, completion)
         is_large = example.split == "train" and example.index == 1
         return 100.0 * (0.5 + 0.5 * value) if is_large else value

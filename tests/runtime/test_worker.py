@@ -72,6 +72,28 @@ def test_a_worker_whose_memory_runs_out_goes_on_with_less_at_a_time(
     assert re.search(r"out of memory with \d rollouts under way .* from now on \d", caplog.text)
 
 
+@pytest.mark.slow
+def test_a_run_with_over_submission_keeps_its_promises(play: Play) -> None:
+    """Rollouts are stopped early and go on under newer weights."""
+
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(
+            run={"max_steps": 6},
+            sampling={"max_completion_tokens": 60},
+            sync={"max_staleness": 3},
+            rollout={"over_submission": 2.0},
+        )
+        worker = await run.worker("w1", worker={"max_concurrent_rollouts": 8})
+        async with running(learner, worker) as (learning, _):
+            assert await learning == "finished"
+        assert worker.role.partial_counts["interrupted"] > 0
+        assert worker.role.partial_counts["resumed"] > 0
+        assert any(len(record["versions"]) > 1 for record in run.ledger("accepted"))
+        run.audit(max_staleness=3)
+
+    play(scenario)
+
+
 # --- on virtual time ------------------------------------------------------------------------------
 
 
