@@ -280,29 +280,25 @@ def test_a_machine_counts_until_its_release_is_confirmed(roster: Roster) -> None
     assert meter.total == pytest.approx(2 / 60 + 1.0)
 
 
-def test_a_machine_that_returns_goes_on_counting_once(roster: Roster) -> None:
+def test_a_machine_that_returns_goes_on_counting_and_one_that_was_released_counts_again(
+    roster: Roster,
+) -> None:
     meter = make()
     member = join(roster, "w", 1.0)
     meter.update(roster, bytes_sent=0, now=0.0)
     del roster.nodes["w"]
     meter.update(roster, bytes_sent=0, now=600.0)
     roster.nodes["w"] = member
-    meter.update(roster, bytes_sent=0, now=1200.0)
-    meter.update(roster, bytes_sent=0, now=HOUR)
+    for now in (1200.0, HOUR):
+        meter.update(roster, bytes_sent=0, now=now)
     assert meter.total == pytest.approx(1.0)
     assert meter.bill().unconfirmed_per_h == 0.0
-
-
-def test_a_new_start_of_a_released_name_counts_again(roster: Roster) -> None:
-    meter = make()
-    member = join(roster, "w", 1.0)
     roster.move(member, Presence.UNKNOWN)
     roster.release(member)
-    again = join(roster, "w", 1.0)
-    again.incarnation = "w-2"
-    meter.update(roster, bytes_sent=0, now=0.0)
+    join(roster, "w", 1.0).incarnation = "w-2"
+    meter.update(roster, bytes_sent=0, now=HOUR)
     del roster.nodes["w"]
-    meter.update(roster, bytes_sent=0, now=60.0)
+    meter.update(roster, bytes_sent=0, now=HOUR + 60.0)
     assert meter.bill().machines_per_h == 1.0
 
 

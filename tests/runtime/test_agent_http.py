@@ -23,7 +23,6 @@ from openai import (
     APIConnectionError,
     APIStatusError,
     AsyncOpenAI,
-    BadRequestError,
     ConflictError,
     InternalServerError,
 )
@@ -34,7 +33,7 @@ from echo.core.errors import ConfigError, TransportError
 from echo.core.rollout import Group
 from echo.runtime.agents import endpoint
 from echo.runtime.agents.endpoint import TOKEN_VARIABLE, Endpoint
-from echo.runtime.agents.sessions import SEGMENT_TOKENS, StoppingError
+from echo.runtime.agents.sessions import StoppingError
 from echo.runtime.worker.node import serve_agents
 from echo.train.trainer import OptimizerSettings
 from tests.runtime.harness import Play, Run, running
@@ -318,8 +317,7 @@ def test_a_call_gets_the_version_that_it_asks_for_or_none(play: Play, template: 
         async with site(run, template, steps=50) as (here, _):
 
             async def ask(**fields: Any) -> Any:
-                plain: Json = {"model": "m", "prompt": "12+34=", "max_tokens": 40, "seed": 1}
-                plain |= {name: fields.pop(name) for name in ("seed", "stream") if name in fields}
+                plain: Json = {"model": "m", "prompt": "12+34=", "max_tokens": 4}
                 return await here.openai.completions.create(**plain, extra_body=fields)
 
             for fields in ({"min_version": "v0"}, {"exact_version": "v0"}):
@@ -329,20 +327,6 @@ def test_a_call_gets_the_version_that_it_asks_for_or_none(play: Play, template: 
             assert caught.value.code == "version_not_installed"
             with pytest.raises(ConflictError, match=r"no newer one .* version_wait_s = 0\.2 s"):
                 await ask(exact_version="v9/L2", version_wait_s=0.2)
-            with pytest.raises(BadRequestError, match='min_version = "1" is no version'):
-                await ask(min_version="1")
-            with pytest.raises(BadRequestError, match="version_wait_s = 61"):
-                await ask(min_version="v1", version_wait_s=61)
-
-            # Between two pieces another version could take over.
-            for seed in range(100):
-                whole = await ask(exact_version="v0", seed=seed)
-                if whole.usage.completion_tokens > SEGMENT_TOKENS:
-                    break
-            pieces = await ask(exact_version="v0", seed=seed, stream=True)
-            assert [p.choices[0].text async for p in pieces if p.choices[0].text] == [
-                whole.choices[0].text
-            ]
 
             # One that comes soon enough is waited for.
             later = asyncio.create_task(ask(min_version="v1", version_wait_s=60))

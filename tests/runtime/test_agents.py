@@ -81,8 +81,7 @@ def test_the_pieces_of_an_answer_are_of_one_version_while_the_engine_holds_it(
     num_held: int,
 ) -> None:
     """A newer version comes between any two pieces of three."""
-    agents = make_agents()
-    loaded = [V1]
+    agents, loaded, read_so_far = make_agents(), [V1], list[int]()
 
     async def sample(request: Request, how: Sampling, bounds: CallBounds) -> Completion:
         if bounds.exact_version not in (None, *loaded):
@@ -93,7 +92,8 @@ def test_the_pieces_of_an_answer_are_of_one_version_while_the_engine_holds_it(
         del loaded[: max(0, len(loaded) - 1 - num_held)]
         return completion_of([0] * number, step=version.step, reason="length")
 
-    async def read(_: object) -> None: ...
+    async def read(ids: Sequence[int]) -> None:
+        read_so_far.append(len(ids))
 
     sampler: Any = SimpleNamespace(sample=sample, has_several_versions=num_held > 0)
     agents._sampler = sampler
@@ -103,6 +103,11 @@ def test_the_pieces_of_an_answer_are_of_one_version_while_the_engine_holds_it(
     whole = asyncio.run(agents._sample(ids, how, "", ANY_VERSION, reader))
     steps = [int(step) for step in whole.policy_versions[::SEGMENT_TOKENS, 1]]
     assert steps == {0: [1, 2, 3], 1: [1, 1, 3], 2: [1, 1, 1]}[num_held]
+    assert read_so_far == [SEGMENT_TOKENS, 2 * SEGMENT_TOKENS, 3 * SEGMENT_TOKENS]
+    # Of a version that is asked for by name there is one piece.
+    newest = CallBounds(exact_version=loaded[-1])
+    asyncio.run(agents._sample(ids, how, "", newest, reader))
+    assert read_so_far[3:] == [3 * SEGMENT_TOKENS]
 
 
 HOW = Sampling(1.0, 1.0, 0, 4, ())

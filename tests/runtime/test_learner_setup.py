@@ -140,7 +140,7 @@ MakeTinyModel = Callable[..., Path]
 
 
 def learner_config(model_dir: Path, run_dir: Path, **learner: str) -> Config:
-    (run_dir / "run").mkdir(exist_ok=True)
+    (run_dir / "run").mkdir(parents=True, exist_ok=True)
     sections = {"run": {"dir": str(run_dir)}, "lora": {"rank": 4}}
     return make_config(
         model_dir, learner={"device": "cpu", "num_threads": 1, **learner}, **sections
@@ -179,6 +179,12 @@ def test_a_worker_takes_its_own_copy_or_the_learners_directory(
     assert find(settings) == ours
     assert find(settings, f"model.name={copy}") == copy
     assert find(settings, f"model.name={other}") == ours, "its own has another hash"
+    # A whole model to start from becomes the base.
+    config = learner_config(ours, tmp_path / "other", init_from=str(other))
+    lora = learner_lora(config, ours)
+    assert lora is not None
+    assert lora.base_dir == other
+    assert find(told(config), f"model.name={ours}") == other
 
 
 def test_a_worker_without_the_base_is_told_what_to_do(
@@ -191,17 +197,6 @@ def test_a_worker_without_the_base_is_told_what_to_do(
         find(settings, f"model.name={other}")
     assert f"{other}: other weights than the learner's base" in str(caught.value)
     assert "no such directory" in str(caught.value)
-
-
-def test_a_whole_model_to_start_from_becomes_the_base(
-    make_tiny_model: MakeTinyModel, tmp_path: Path
-) -> None:
-    model, start = make_tiny_model(), make_tiny_model(seed=1)
-    config = learner_config(model, tmp_path, init_from=str(start))
-    lora = learner_lora(config, model)
-    assert lora is not None
-    assert lora.base_dir == start
-    assert find(told(config), f"model.name={model}") == start
 
 
 @pytest.mark.slow

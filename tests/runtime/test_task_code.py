@@ -68,13 +68,18 @@ def check(run: Run) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["worker", "learner"])
 def test_a_tasks_code_is_killed_counted_and_survived_and_kept_where_it_runs(
-    play: Play, sums: str, monkeypatch: pytest.MonkeyPatch, where: str
+    play: Play,
+    sums: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: str,
 ) -> None:
     async def scenario(run: Run) -> None:
         settings: dict[str, Any] = {
             "task": {"kind": sums, "reward_timeout_s": 2.0},
             "reward": {"max_concurrent": 2, "where": where},
-            "network": {"lease_timeout_s": 30.0},
+            # That code hangs is no reason for leases to expire.
+            "network": {"lease_timeout_s": 1.0},
         }
         if where == "learner":
             lease = load_data(run.config("learner", **settings)).prompts.lease(0, 0)
@@ -85,6 +90,8 @@ def test_a_tasks_code_is_killed_counted_and_survived_and_kept_where_it_runs(
         async with running(learner, await run.worker("w1")) as (learning, _):
             assert await learning == "finished"
         check(run)
+        assert learner.role.counters["leases_expired"] == 0
+        assert re.search(r"group 1 .*reward_timeout.*did not return within 2 s", caplog.text)
 
     play(scenario)
 
@@ -102,8 +109,6 @@ def test_an_example_that_is_gone_when_its_group_is_scored_ends_that_group_alone(
 
 
 BROKEN = """
-import threading
-
 from echo.tasks.task import Example, Task
 
 class Raises(Task):
@@ -114,12 +119,6 @@ class Raises(Task):
 
     def reward(self, example, completion):
         raise KeyError("answer")
-
-class Hangs(Raises):
-    def reward(self, example, completion):
-        if example.split == "train":
-            threading.Event().wait(3)
-        return 0.0
 """
 
 
@@ -147,27 +146,6 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_traceback(
         assert "process_main.py" not in text, "and of nothing else"
         assert run.ledger("checkpoint")[-1]["step"] == 0, "it may be resumed"
         assert not (run.run_dir / "final").exists()
-
-    play(scenario)
-
-
-@pytest.mark.slow
-def test_a_hanging_reward_is_named_as_such_and_not_as_an_expired_lease(
-    play: Play, write_task: Callable[[str, str], None]
-) -> None:
-    write_task("broken_task", BROKEN)
-
-    async def scenario(run: Run) -> None:
-        learner = await run.learner(
-            task={"kind": "broken_task:Hangs", "reward_timeout_s": 1.5},
-            batch={"max_zero_signal_batches": 1},
-            network={"lease_timeout_s": 0.5},
-        )
-        async with running(learner, await run.worker("w1")) as (learning, _):
-            with pytest.raises(RewardError, match=r"reward_timeout.*did not return within 1\.5 s"):
-                await learning
-        assert {record["reason"] for record in run.ledger("discarded")} == {"reward_timeout"}
-        assert learner.role.counters["leases_expired"] == 0
 
     play(scenario)
 
