@@ -8,7 +8,7 @@ page.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,13 +19,14 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from echo.core.rollout import Group, PolicyVersion, Rollout
-from echo.engine.engine import Completion, Engine, Request, Sampling
+from echo.core.rollout import Group, PartialRollout, PolicyVersion
+from echo.engine.engine import Engine, Request, Sampling
 from echo.engine.lora import ALL_LINEAR, Lora
 from echo.engine.model import model_class
 from echo.engine.weights import VersionImages, tensors_from_image
 from echo.train.trainer import OptimizerSettings, Trainer
 from echo.weights.manifest import TensorSpec
+from tests.core.groups import make_group
 from tests.engine.patches import BLOCK_BYTES, patch_between
 from tests.train.trainers import fast_trainer
 
@@ -349,28 +350,16 @@ def sample(engine: Engine, version: PolicyVersion) -> list[Group]:
     prompts = [rng.integers(3, 32, length).astype(np.int32) for length in (1, 3, 9)]
     requests = [Request(f"{n}", prompts[n // 4], n) for n in range(12)]
     found = engine.generate(requests, HOW, exact_version=version)
-    rollouts = [_rollout(each, (1, 0, 0, 1)[n % 4]) for n, each in enumerate(found)]
+    rollouts = [
+        PartialRollout()
+        .extended(one.token_ids, one.logprobs, one.policy_versions, finish_reason="length")
+        .rollout((1, 0, 0, 1)[number % 4], stale_tokens="keep")
+        for number, one in enumerate(found)
+    ]
     return [
-        Group(
-            group_id=number,
-            attempt=0,
-            worker_id="w",
-            prompt_ids=prompt,
-            rollouts=tuple(rollouts[4 * number :][:4]),
-        )
+        replace(make_group(*rollouts[4 * number :][:4], group_id=number), prompt_ids=prompt)
         for number, prompt in enumerate(prompts)
     ]
-
-
-def _rollout(completion: Completion, reward: float) -> Rollout:
-    return Rollout(
-        token_ids=completion.token_ids,
-        sampler_logprobs=completion.logprobs,
-        policy_versions=completion.policy_versions,
-        completion_mask=np.ones(len(completion.token_ids), np.bool_),
-        reward=reward,
-        finish_reason="length",
-    )
 
 
 def farthest(trainer: Trainer, groups: Sequence[Group]) -> float:

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import sys
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -70,10 +69,9 @@ def make_agents() -> Agents:
         max_groups=0, installed_version=V1, counters=counters, count=counters.add
     )
     parts: Any = SimpleNamespace(group_size=1, session_timeout_s=60.0)
-    sampler: Any = None
     node: Any = SimpleNamespace(now=0.0, perform=lambda actions: None)
-    pool = ThreadPools().pool("reward")
-    return Agents(parts, role, sampler, node=node, pool=pool)  # type: ignore[arg-type]
+    nothing: Any = None
+    return Agents(parts, role, nothing, node=node, pool=nothing)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_held", [0, 1, 2])
@@ -178,34 +176,20 @@ def test_a_call_that_waits_for_a_version_is_refused_once_the_worker_stops(
     asyncio.run(main())
 
 
-def test_a_context_becomes_tokens_beside_the_loop_and_its_session_may_end_meanwhile() -> None:
+def test_a_context_becomes_tokens_in_a_thread_and_its_session_may_end_meanwhile() -> None:
     agents = make_agents()
     agents._episodes.add(lease_of(3), now=0.0)
     session = begin(agents._episodes)
-    threads: list[str] = []
 
-    async def main() -> None:
-        loop, begun, may_end = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    async def run(function: object, *_: object) -> tuple[np.ndarray, None, str]:
+        assert function == agents._tokens
+        agents.abandon(session.session_id)
+        return np.array([5], np.int32), None, ""
 
-        def encode(*_: object, **__: object) -> tuple[np.ndarray, None]:
-            threads.append(threading.current_thread().name)
-            loop.call_soon_threadsafe(begun.set)
-            assert may_end.wait(60)
-            return np.array([5], np.int32), None
-
-        parts: Any = SimpleNamespace(dialogue=SimpleNamespace(continue_text=encode))
-        agents.parts = parts
-        call = asyncio.create_task(agents.call(session.session_id, "1+1=", CallOptions()))
-        async with asyncio.timeout(60):
-            await begun.wait()
-            agents.abandon(session.session_id)
-            may_end.set()
-            with pytest.raises(SessionError, match="no open session"):
-                await call
-
-    asyncio.run(main())
-    [name] = threads
-    assert name.startswith("reward")
+    pool: Any = SimpleNamespace(run=run)
+    agents._pool = pool
+    with pytest.raises(SessionError, match="no open session"):
+        asyncio.run(agents.call(session.session_id, "1+1=", CallOptions()))
 
 
 # --- sampling for agents --------------------------------------------------------------------------
