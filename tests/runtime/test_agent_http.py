@@ -28,13 +28,14 @@ from openai import (
 )
 
 from echo.algo.losses import GrpoLoss
-from echo.cli.output import exit_code
+from echo.config.load import inherited_settings, parse_config
 from echo.core.errors import ConfigError, TransportError
 from echo.core.rollout import Group
 from echo.runtime.agents import endpoint
 from echo.runtime.agents.endpoint import TOKEN_VARIABLE, Endpoint
 from echo.runtime.agents.sessions import StoppingError
 from echo.runtime.worker.node import serve_agents
+from echo.runtime.worker.setup import inherit
 from echo.train.trainer import OptimizerSettings
 from tests.runtime.harness import Play, Run, running
 from tests.train.trainers import trainer_of
@@ -68,11 +69,10 @@ class Site:
     groups: list[Group] = field(default_factory=list)
     """What the worker has delivered."""
 
-    async def begin(self, wait_s: float = 30.0) -> Json | None:
+    async def begin(self) -> Json | None:
         """An episode; None when the run is over."""
-        async with self.http.post(
-            f"{self.url}/v1/echo/sessions", json={"wait_s": wait_s}
-        ) as response:
+        address = f"{self.url}/v1/echo/sessions"
+        async with self.http.post(address, json={"wait_s": 30.0}) as response:
             if response.status == 410:
                 return None
             assert response.status == 200, await response.text()
@@ -95,13 +95,13 @@ class Site:
 
 @asynccontextmanager
 async def site(
-    run: Run, template: str, *, steps: int = 1, **sections: Json
+    run: Run, template: str, *, steps: int = 50, listen: str = LISTEN["listen"]
 ) -> AsyncIterator[tuple[Site, asyncio.Task[str]]]:
     """Run a learner and a worker with an endpoint beside the block."""
     learner = await run.learner(
         run={"max_steps": steps}, agent=AGENT, model={"chat_template": template, "dtype": "float32"}
     )
-    worker = await run.worker("w1", agent={**LISTEN, **sections.pop("agent", {})}, **sections)
+    worker = await run.worker("w1", agent={"listen": listen})
     groups: list[Group] = []
     finished = worker.role.finished
 
@@ -162,7 +162,7 @@ async def play_one(here: Site, episode: Json, played: dict[str, Played]) -> None
 def test_an_agent_of_two_calls_is_trained_on_what_it_sampled(play: Play, template: str) -> None:
     async def scenario(run: Run) -> None:
         played: dict[str, Played] = {}
-        async with site(run, template) as (here, learning):
+        async with site(run, template, steps=1) as (here, learning):
             try:
                 while (episode := await here.begin()) is not None:
                     await play_one(here, episode, played)
@@ -198,7 +198,7 @@ def test_the_agent_of_the_documentation_works(play: Play, template: str, tmp_pat
     (tmp_path / "agent.py").write_text(code, encoding="utf-8")
 
     async def scenario(run: Run) -> None:
-        async with site(run, template) as (_, learning):
+        async with site(run, template, steps=1) as (_, learning):
             agent = await asyncio.create_subprocess_exec(
                 sys.executable,
                 str(tmp_path / "agent.py"),
@@ -216,7 +216,7 @@ def test_the_agent_of_the_documentation_works(play: Play, template: str, tmp_pat
 @pytest.mark.slow
 def test_streams_logprobs_and_texts(play: Play, template: str) -> None:
     async def scenario(run: Run) -> None:
-        async with site(run, template, steps=50) as (here, _):
+        async with site(run, template) as (here, _):
             episode = await here.begin()
             assert episode is not None
             options: Json = {"stream": True, "stream_options": {"include_usage": True}}
@@ -258,8 +258,7 @@ def test_what_cannot_be_done_is_refused_with_a_reason(
     caplog.set_level(logging.INFO)
 
     async def scenario(run: Run) -> None:
-        agent = {"listen": "tcp://0.0.0.0:0"}
-        async with site(run, template, steps=50, agent=agent) as (here, _):
+        async with site(run, template, listen="tcp://0.0.0.0:0") as (here, _):
             assert here.token == "my-own-token"
             ask = here.openai.chat.completions.create
             hello: Json = {"model": "m", "messages": [{"role": "user", "content": "1+1="}]}
@@ -314,7 +313,7 @@ def test_what_cannot_be_done_is_refused_with_a_reason(
 @pytest.mark.slow
 def test_a_call_gets_the_version_that_it_asks_for_or_none(play: Play, template: str) -> None:
     async def scenario(run: Run) -> None:
-        async with site(run, template, steps=50) as (here, _):
+        async with site(run, template) as (here, _):
 
             async def ask(**fields: Any) -> Any:
                 plain: Json = {"model": "m", "prompt": "12+34=", "max_tokens": 4}
@@ -351,7 +350,7 @@ def test_leases_come_with_agents_and_what_one_gives_up_goes_to_the_next(
     play: Play, template: str
 ) -> None:
     async def scenario(run: Run) -> None:
-        async with site(run, template, steps=50) as (here, _):
+        async with site(run, template) as (here, _):
             await asyncio.sleep(0.3)
             assert not run.ledger("granted"), "no agent waits"
             first = await here.begin()
@@ -371,16 +370,9 @@ def test_leases_come_with_agents_and_what_one_gives_up_goes_to_the_next(
     play(scenario)
 
 
-def test_a_worker_for_agents_in_a_run_without_them_is_refused(play: Play) -> None:
-    async def scenario(run: Run) -> None:
-        learner = await run.learner()
-        worker = await run.worker("w1", agent=LISTEN)
-        async with running(learner, worker) as (_, working):
-            with pytest.raises(ConfigError, match=r"agent\.listen = .* contradicts") as caught:
-                await working
-        assert exit_code(caught.value) == 2
-
-    play(scenario)
+def test_a_worker_for_agents_in_a_run_without_them_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"agent\.listen = .* contradicts"):
+        inherit(parse_config({"agent": LISTEN}), inherited_settings(parse_config({})), tmp_path)
 
 
 def test_a_worker_for_agents_without_their_package_says_what_to_install(

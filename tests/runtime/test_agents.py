@@ -1,4 +1,4 @@
-"""Calls that wait for a version."""
+"""Calls of outside agents, their sessions, and the JSON in which both go over HTTP."""
 
 from __future__ import annotations
 
