@@ -1,4 +1,4 @@
-"""Faults of a worker: memory that runs out, weights that do not come, engines that raise."""
+"""Faults of a worker: memory that runs out, engines that raise, a disk that is full."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Request
 from echo.engine.hf.engine import TransformersEngine
-from echo.leases.scheduler import Scheduler
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import StubEngine
 from tests.runtime.harness import Play, Run, running
@@ -95,29 +93,6 @@ def test_a_run_with_over_submission_keeps_its_promises(play: Play) -> None:
 
 
 # --- on virtual time ------------------------------------------------------------------------------
-
-
-def test_a_lease_of_newer_weights_is_waited_for_and_given_back(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The learner asks twice for weights that nobody has, and then for those that there are."""
-    oldest, wanted = Scheduler._oldest_version, [PolicyVersion(1, 99)] * 2
-    monkeypatch.setattr(
-        Scheduler,
-        "_oldest_version",
-        lambda granting, number: wanted.pop() if wanted else oldest(granting, number),
-    )
-    world = make_world()
-    world.learner()
-    world.worker("w1", engine={"version_wait_s": 2.0})
-    world.run_until(lambda: world.count("learner", "leases_given_back") == 2)
-    assert 2.0 < world.now < 5.0
-    assert world.count("w1", "engine/version_refused") == 2
-    assert any(
-        re.search(r"v99 or newer is wanted, v\d is installed", note) for note in world.notes("w1")
-    )
-    world.run_until(lambda: world.step >= 5)
-    assert "version_not_installed" not in {r["reason"] for r in world.records("discarded")}
 
 
 def raise_in_engines(
@@ -207,23 +182,6 @@ def test_a_disk_that_takes_no_note_of_what_is_installed_is_told_and_survived(
     assert not world.has_failed("w1")
     [note] = [note for note in world.notes("w1") if "cannot note in " in note]
     assert "installed.jsonl that v0 is installed: [Errno 28] No space left on device" in note
-
-
-def test_an_interrupted_worker_delivers_and_says_goodbye(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.learner()
-    world.worker("w1")
-    world.run_until(lambda: world.step >= 2)
-    world.interrupt("w1")
-    world.run_until(lambda: world.end("w1"))
-    assert world.end("w1") == ("interrupted", "")
-    worker, learner = world.node("w1").role, world.node("learner").role
-    assert not worker.partials.running
-    assert not len(worker.outbox)
-    world.run(0.1)
-    assert not learner.roster.nodes
-    assert learner.leases.num_leases("w1") == 0
-    assert "w1 left: stopped by its operator" in world.notes("learner"), "it was missed instead"
 
 
 def test_a_worker_says_that_it_has_no_learner_while_it_has_none(make_world: MakeWorld) -> None:
