@@ -144,7 +144,7 @@ def test_where_nothing_is_gained_everybody_works(make_world: MakeWorld, why: str
     nodes = world.node("learner").role.roster.nodes
     world.run_until(lambda: "w2" in nodes)
     nodes["w2"].worker.is_set_aside = why == "set aside"  # and w1 would stand by, as above
-    world.run(50.0)
+    world.run(40.0)
     assert standby(world) == []
     assert world.records("activation") == []
 
@@ -165,29 +165,24 @@ def test_one_who_would_pass_the_budget_stands_by_from_the_beginning(make_world: 
 
 
 @pytest.mark.slow
-def test_who_was_not_looked_at_yet_takes_no_part_in_a_question(
+def test_who_was_not_looked_at_yet_takes_no_part_in_a_question_and_its_answer(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in large fleets, where nobody is looked at ten times a second."""
     world = crowd(make_world, 0.3, 0.1)
+    role, activation = world.node("learner").role, world.node("learner")._costs._activation
+    world.run_until(lambda: len(role.roster.active("worker")) == 2)
+    # Nobody leaves by an answer that was found while w1 was away.
+    activation._states.pop("w1", None)  # gone at the last look
+    question: Any = SimpleNamespace(workers=[SimpleNamespace(name=name) for name in ("w1", "w2")])
+    answer: Any = SimpleNamespace(active={"w2"}, after=None, is_pending=False)
+    assert activation.decide(role, question, answer, now=world.now) == ([], None)
+    # As in large fleets, where nobody is looked at ten times a second.
     world.run_until(lambda: world.step >= 4)
     monkeypatch.setattr(cost, "LOOKS_PER_S", 0.05)
     world.worker("late", worker={"price_per_h": 0.2})
     world.run(20.0)
     assert world.is_alive("learner")
-    assert "late" in world.node("learner").role.roster.nodes
-
-
-def test_who_came_back_while_a_question_was_answered_is_left_as_it_is(
-    make_world: MakeWorld,
-) -> None:
-    world = crowd(make_world, 0.3, 0.1)
-    world.run_until(lambda: len(world.node("learner").role.roster.active("worker")) == 2)
-    role, activation = world.node("learner").role, world.node("learner")._costs._activation
-    activation._states.pop("w1", None)  # gone at the last look
-    question: Any = SimpleNamespace(workers=[SimpleNamespace(name=name) for name in ("w1", "w2")])
-    answer: Any = SimpleNamespace(active={"w2"}, after=None, is_pending=False)
-    assert activation.decide(role, question, answer, now=world.now) == ([], None)
+    assert "late" in role.roster.nodes
 
 
 @pytest.mark.matrix
