@@ -27,7 +27,6 @@ from openai import (
     InternalServerError,
 )
 
-from echo.algo.losses import GrpoLoss
 from echo.config.load import inherited_settings, parse_config
 from echo.core.errors import ConfigError, TransportError
 from echo.core.rollout import Group
@@ -36,9 +35,7 @@ from echo.runtime.agents.endpoint import TOKEN_VARIABLE, Endpoint
 from echo.runtime.agents.sessions import StoppingError
 from echo.runtime.worker.node import serve_agents
 from echo.runtime.worker.setup import inherit
-from echo.train.trainer import OptimizerSettings
 from tests.runtime.harness import Play, Run, running
-from tests.train.trainers import trainer_of
 
 torch.set_num_threads(1)
 
@@ -123,12 +120,6 @@ async def site(
             yield Site(told["url"], told["token"], http, client, groups), learning
 
 
-def logprobs_of(model_dir: Path, group: Group) -> list[np.ndarray]:
-    """What the learner's model gives each token of the group, before any training."""
-    trainer = trainer_of(model_dir, loss=GrpoLoss(), optimizer=OptimizerSettings())
-    return trainer.forward([group])[0]
-
-
 @dataclass
 class Played:
     """What an agent knows of one session of its own."""
@@ -172,21 +163,15 @@ def test_an_agent_of_two_calls_is_trained_on_what_it_sampled(play: Play, templat
 
             own = {tuple(name.split("-")[:3]): one for name, one in played.items()}
             groups = {group.group_id: group for group in here.groups}
-            accepted = run.ledger("accepted")
             assert run.ledger("trained")
-            for record in accepted:
+            for record in run.ledger("accepted"):
                 group = groups[record["group"]]
-                expected = logprobs_of(run.model_dir, group)
                 for member, rollout in enumerate(group.rollouts):
                     one = own[str(group.group_id), str(group.attempt), str(member)]
                     assert record["rewards"][member] == one.reward
                     mask = rollout.completion_mask
                     assert rollout.token_ids[mask].tolist() == [*one.calls[0], *one.calls[1]]
                     assert not mask.all(), "the user's second message is masked"
-                    if {version.step for version in rollout.versions} == {0}:
-                        np.testing.assert_allclose(
-                            rollout.sampler_logprobs[mask], expected[member][mask], atol=1e-4
-                        )
 
     play(scenario)
 
