@@ -124,7 +124,9 @@ async def site(
 class Played:
     """What an agent knows of one session of its own."""
 
-    calls: list[list[int]]
+    seen: list[int]
+    """All tokens of the last call, and of what came before it."""
+    sampled: list[int]
     reward: float
 
 
@@ -145,7 +147,8 @@ async def play_one(here: Site, episode: Json, played: dict[str, Played]) -> None
     assert first.usage.completion_tokens == len(before["token_ids"])
     assert first.system_fingerprint.startswith("v")
     reward = sum(map(str.isdigit, text)) / 6
-    played[name] = Played([before["token_ids"], after["token_ids"]], reward)
+    whole = after["prompt_token_ids"] + after["token_ids"]
+    played[name] = Played(whole, before["token_ids"] + after["token_ids"], reward)
     assert await here.reward(name, {"reward": reward}) == (200, {"reward": reward})
 
 
@@ -169,9 +172,9 @@ def test_an_agent_of_two_calls_is_trained_on_what_it_sampled(play: Play, templat
                 for member, rollout in enumerate(group.rollouts):
                     one = own[str(group.group_id), str(group.attempt), str(member)]
                     assert record["rewards"][member] == one.reward
-                    mask = rollout.completion_mask
-                    assert rollout.token_ids[mask].tolist() == [*one.calls[0], *one.calls[1]]
-                    assert not mask.all(), "the user's second message is masked"
+                    assert [*group.prompt_ids, *rollout.token_ids] == one.seen
+                    # The user's second message is masked.
+                    assert rollout.token_ids[rollout.completion_mask].tolist() == one.sampled
 
     play(scenario)
 
