@@ -19,7 +19,7 @@ from echo.core.errors import DataError
 from echo.leases.scheduler import PromptPendingError
 from echo.runtime.learner import prompts as prompts_module
 from echo.runtime.learner.prompts import PromptsAhead, PromptSource
-from echo.runtime.threads import Pool
+from echo.sim.clock import InlineThreads
 from echo.tasks.dataset import DatasetTask
 from echo.tasks.task import Example, Task, is_heldout
 from echo.tasks.tokenization import TextCodec
@@ -75,24 +75,12 @@ def test_an_epoch_visits_every_example_once_in_an_order_of_its_own() -> None:
 # --- made ahead -----------------------------------------------------------------------------------
 
 
-class Here(Pool):
-    """Makes each call in the loop."""
-
-    def run(self, function: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        try:
-            future.set_result(function(*arguments))
-        except DataError as error:
-            future.set_exception(error)
-        return future
-
-
 async def make_all(prompts: PromptsAhead) -> list[bool]:
     """Make what is to be made; return which of it somebody had asked for."""
-    found = []
+    found, pool = [], InlineThreads().pool("prompts")
     with suppress(TimeoutError):
         while True:
-            found.append(await asyncio.wait_for(prompts.make(Here()), 0.01))
+            found.append(await asyncio.wait_for(prompts.make(pool), 0.01))
     return found
 
 
