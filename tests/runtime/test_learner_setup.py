@@ -218,12 +218,21 @@ def test_an_adapter_to_start_from_is_trained_on(
         initial_adapter(plain)
 
 
-def test_a_resumed_run_refuses_another_base(make_tiny_model: MakeTinyModel, tmp_path: Path) -> None:
-    told(learner_config(make_tiny_model(), tmp_path))
-    told(learner_config(make_tiny_model(), tmp_path), is_resumed=True)
+def test_a_resumed_run_refuses_another_base_and_says_how_to_mend_a_record_that_is_none(
+    make_tiny_model: MakeTinyModel, tmp_path: Path
+) -> None:
+    config, path = learner_config(make_tiny_model(), tmp_path), tmp_path / "run" / "base.json"
+    before = told(config)
+    told(learner_config(make_tiny_model(), tmp_path), is_resumed=True)  # the same, elsewhere
     other = learner_config(make_tiny_model(seed=1), tmp_path)
     with pytest.raises(DataError, match="not those that this run's adapter was trained on"):
         told(other, is_resumed=True)
+    for damage in (None, "", "{", "[]", "{}"):
+        path.unlink() if damage is None else path.write_text(damage)
+        with pytest.raises(DataError, match=r"base\.json does not say which .* restore") as caught:
+            told(config, is_resumed=True)
+        path.write_text(str(caught.value).partition("write this line into it: ")[2])
+        assert told(config, is_resumed=True) == before
 
 
 @pytest.mark.slow
@@ -251,34 +260,29 @@ def test_ranks_with_other_settings_are_told_which(model_dir: Path) -> None:
 
 def test_ranks_wait_for_one_whose_model_is_under_way(model_dir: Path) -> None:
     """In the group without a limit of time, and before they meet in any other."""
-    called: list[str] = []
-
-    def gather(own: bytes) -> list[bytes]:
-        called.append("gather")
-        raise InterruptedError
-
-    crew: Any = SimpleNamespace(
-        wait_for_all=lambda: called.append("wait"), ranks=SimpleNamespace(gather=gather)
-    )
+    crew = Mock()
+    crew.ranks.gather.side_effect = InterruptedError
     with pytest.raises(InterruptedError):
         setup.make_trainer(make_config(model_dir), model_dir, None, crew=crew)
-    assert called == ["wait", "gather"]
+    assert [name for name, *_ in crew.mock_calls] == ["wait_for_all", "ranks.gather"]
+
+
+def given(model_dir: Path) -> Any:
+    """Return what an evaluation asks of a run's data."""
+    return SimpleNamespace(model_dir=model_dir, lora=None)
 
 
 def test_the_evaluation_computes_in_what_is_published_on_a_gpu(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built: list[Any] = []
-    monkeypatch.setattr(setup, "TransformersEngine", lambda _, **given: built.append(given))
-    given: Any = SimpleNamespace(model_dir=model_dir, lora=None)
-    config = make_config(model_dir, learner={"device": "auto"})
+    engine = Mock()
+    monkeypatch.setattr(setup, "TransformersEngine", engine)
     for device in ("cuda", "cpu"):
         monkeypatch.setattr(setup, "pick_device", lambda _, device=device: device)
-        setup.evaluation_engine(config, given, None, None)
-    assert [(each["device"], each["dtype"]) for each in built] == [
-        ("cuda", "bfloat16"),
-        ("cpu", "float32"),
-    ]
+        setup.evaluation_engine(make_config(model_dir), given(model_dir), None, None)
+    built = [call.kwargs for call in engine.call_args_list]
+    assert [each["device"] for each in built] == ["cuda", "cpu"]
+    assert [each["dtype"] for each in built] == ["bfloat16", "float32"]
 
 
 @pytest.mark.slow
@@ -316,12 +320,9 @@ def test_the_memory_is_divided_before_anything_is_built(
 
 def test_a_rollout_of_the_evaluation_is_reckoned_as_its_engine_does(model_dir: Path) -> None:
     config = make_config(model_dir, learner={"device": "cpu"})
-    given: Any = SimpleNamespace(model_dir=model_dir, lora=None)
-    _, one = setup.evaluation_engine(config, given, None, None)._needs(
-        10, config.sampling.max_completion_tokens
-    )
-    facts = read_model_facts(model_dir)
-    footprint = Footprint(config=config, facts=facts, prompt_tokens=10)
+    engine = setup.evaluation_engine(config, given(model_dir), None, None)
+    _, one = engine._needs(10, config.sampling.max_completion_tokens)
+    footprint = Footprint(config=config, facts=read_model_facts(model_dir), prompt_tokens=10)
     assert footprint.evaluated_rollout_bytes == one
 
 
@@ -341,9 +342,7 @@ def test_the_evaluation_of_several_ranks_has_no_weights_of_its_own(model_dir: Pa
     config = make_config(model_dir)
     weights = build_model(seed=1).state_dict()
     specs, image = publish_image(weights, config.model.dtype)
-    given: Any = SimpleNamespace(model_dir=model_dir, lora=None)
-    crew: Any = object()
-    engine = setup.evaluation_engine(config, given, None, crew)
+    engine = setup.evaluation_engine(config, given(model_dir), None, Mock())
     engine.load(tensors_from_image(specs, memoryview(image).toreadonly()))
     start = np.frombuffer(image, np.uint8).ctypes.data
     parameters = list(engine._model.parameters())
@@ -352,17 +351,3 @@ def test_the_evaluation_of_several_ranks_has_no_weights_of_its_own(model_dir: Pa
     request = Request("eval.0", np.array([1, 4], np.int32), seed=0)
     [found] = engine.generate([request], dataclasses.replace(sampling, max_completion_tokens=2))
     assert len(found.token_ids) == 2
-
-
-@pytest.mark.parametrize("damage", [None, "", "{", "[]", "{}"])
-def test_a_resumed_run_that_does_not_know_its_base_says_how_to_mend_it(
-    tiny_model_dir: Path, tmp_path: Path, damage: str | None
-) -> None:
-    config = learner_config(tiny_model_dir, tmp_path)
-    before = told(config)
-    path = tmp_path / "run" / "base.json"
-    path.unlink() if damage is None else path.write_text(damage)
-    with pytest.raises(DataError, match=r"base\.json does not say which base .* restore") as caught:
-        told(config, is_resumed=True)
-    path.write_text(str(caught.value).partition("write this line into it: ")[2])
-    assert told(config, is_resumed=True) == before
