@@ -1,10 +1,13 @@
-"""Tasks whose rewards do not depend on the model, for tests of what the learner makes of them."""
+"""Tasks and a loss that do not depend on the model, for tests of what the learner makes of them."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import replace
 
+from echo.algo.loss import LossInputs, LossOutput
+from echo.algo.losses import GrpoLoss
 from echo.tasks.task import Example, Task
 
 
@@ -42,3 +45,18 @@ class OneLarge(InTurn):
         value = super().reward(example, completion)
         is_large = example.split == "train" and example.index == 1
         return 100.0 * (0.5 + 0.5 * value) if is_large else value
+
+
+class Raises(InTurn):
+    """No reward can be had."""
+
+    def reward(self, example: Example, completion: str) -> float:
+        raise KeyError("answer")
+
+
+def overflowing(inputs: LossInputs) -> LossOutput:
+    """GRPO, but for a micro-batch with an advantage above 2."""
+    output = GrpoLoss()(inputs)
+    if float(inputs.advantages.abs().max()) <= 2.0:
+        return output
+    return replace(output, loss=output.loss * float("inf"))

@@ -120,7 +120,7 @@ def test_a_group_that_makes_a_step_fail_ends_and_the_others_are_trained(play: Pl
     async def scenario(run: Run) -> None:
         learner = await run.learner(
             task={"kind": f"{REWARDS}:OneLarge"},
-            loss={"kind": "tests.runtime.losses:overflowing", "normalize_by_std": False},
+            loss={"kind": f"{REWARDS}:overflowing", "normalize_by_std": False},
             sync={"max_staleness": 0},  # there is room for one batch: what ended gives its back
         )
         async with running(learner, await run.worker("w1")) as (learning, _):

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from torch import Tensor
 
 from echo.algo.diagnostics import GroupStats
 from echo.core.metrics import LearningCurve
 from echo.core.rollout import Group, PolicyVersion
-from echo.engine.engine import UNVERSIONED, Completion, Request, Sampling
+from echo.engine.engine import Completion, Request, Sampling
 from echo.runtime.learner import report
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.runtime.learner.report import IDLE_WINDOW_STEPS, Progress, TaskMetrics
@@ -206,9 +205,6 @@ def test_what_is_rare_is_shown_from_its_first_time_on_and_of_no_call_nothing() -
 
 class EchoEngine(StubEngine):
     """Answers with the prompt's last token; sampled ones with that plus the seed's parity."""
-
-    def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
-        """Take nothing."""
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *_: Any, **named: Any

@@ -22,6 +22,7 @@ from echo.tasks.tokenization import load_tokenizer
 from tests.core.groups import make_group, make_rollout
 from tests.runtime.harness import Play, Run, running
 
+WriteTask = Callable[[str, str], None]
 TASK = """
 import threading
 
@@ -45,38 +46,21 @@ class Sums(Task):
 """
 
 
-@pytest.fixture
-def sums(write_task: Callable[[str, str], None]) -> str:
-    write_task("sums_task", TASK)
-    return "sums_task:Sums"
-
-
-def check(run: Run) -> None:
-    """Two groups failed for two reasons, each group has one end, and the run went on."""
-    reasons = {record["reason"] for record in run.ledger("discarded")}
-    assert {"reward_timeout", "reward_retries"} <= reasons
-    run.audit()
-    rewards = [r for record in run.ledger("accepted") for r in record["rewards"]]
-    assert rewards
-    assert all(reward >= 1 for reward in rewards), "no fault became a reward of 0"
-    row = next(row for _, row in reversed(run.rows) if "env/latency" in row)
-    assert row["env/calls"] > 0
-    assert sum(row.get("env/errors", 0) for _, row in run.rows) > 0
-    assert sum(row.get("env/retries", 0) for _, row in run.rows) > 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["worker", "learner"])
 def test_a_tasks_code_is_killed_counted_and_survived_and_kept_where_it_runs(
     play: Play,
-    sums: str,
+    write_task: WriteTask,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     where: str,
 ) -> None:
+    """Two groups fail for two reasons, each group has one end, and the run goes on."""
+    write_task("sums_task", TASK)
+
     async def scenario(run: Run) -> None:
         settings: dict[str, Any] = {
-            "task": {"kind": sums, "reward_timeout_s": 2.0},
+            "task": {"kind": "sums_task:Sums", "reward_timeout_s": 2.0},
             "reward": {"max_concurrent": 2, "where": where},
             # That code hangs is no reason for leases to expire.
             "network": {"lease_timeout_s": 1.0},
@@ -89,9 +73,17 @@ def test_a_tasks_code_is_killed_counted_and_survived_and_kept_where_it_runs(
         learner = await run.learner(**settings)
         async with running(learner, await run.worker("w1")) as (learning, _):
             assert await learning == "finished"
-        check(run)
+        run.audit()
+        reasons = {record["reason"] for record in run.ledger("discarded")}
+        assert {"reward_timeout", "reward_retries"} <= reasons
         assert learner.role.counters["leases_expired"] == 0
         assert re.search(r"group 1 .*reward_timeout.*did not return within 2 s", caplog.text)
+        rewards = [r for record in run.ledger("accepted") for r in record["rewards"]]
+        assert min(rewards) >= 1, "no fault became a reward of 0"
+        row = next(row for _, row in reversed(run.rows) if "env/latency" in row)
+        assert row["env/calls"] > 0
+        for name in ("env/errors", "env/retries"):
+            assert sum(row.get(name, 0) for _, row in run.rows) > 0
 
     play(scenario)
 
@@ -108,29 +100,14 @@ def test_an_example_that_is_gone_when_its_group_is_scored_ends_that_group_alone(
     assert caught.value.reason == "reward_error"
 
 
-BROKEN = """
-from echo.tasks.task import Example, Task
-
-class Raises(Task):
-    is_bounded = True
-
-    def example(self, index, *, split):
-        return Example(index=index, split=split, prompt=f"{index % 10}+1=")
-
-    def reward(self, example, completion):
-        raise KeyError("answer")
-"""
-
-
 @pytest.mark.slow
-def test_a_reward_that_always_fails_ends_the_run_with_its_traceback(
-    play: Play, write_task: Callable[[str, str], None]
-) -> None:
-    write_task("broken_task", BROKEN)
-
+def test_a_reward_that_always_fails_ends_the_run_with_its_traceback(play: Play) -> None:
     async def scenario(run: Run) -> None:
-        settings: dict[str, Any] = {"task": {"kind": "broken_task:Raises"}, "run": {"max_steps": 9}}
-        learner = await run.learner(**settings, batch={"max_zero_signal_batches": 3})
+        learner = await run.learner(
+            task={"kind": "tests.runtime.rewards:Raises"},
+            run={"max_steps": 9},
+            batch={"max_zero_signal_batches": 3},
+        )
         async with running(learner, await run.worker("w1")) as (learning, working):
             with pytest.raises(RewardError) as caught:
                 await learning
@@ -172,19 +149,15 @@ class Guess(Environment):
 """
 
 
-@pytest.fixture
-def guess(write_task: Callable[[str, str], None]) -> str:
-    write_task("guess_task", GUESS)
-    return "guess_task:Guess"
-
-
 @pytest.mark.slow
 def test_an_environment_is_played_masked_trained_on_and_evaluated(
-    play: Play, guess: str, monkeypatch: pytest.MonkeyPatch
+    play: Play, write_task: WriteTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    write_task("guess_task", GUESS)
+
     async def scenario(run: Run) -> None:
         learner = await run.learner(
-            task={"kind": guess, "max_turns": 3},
+            task={"kind": "guess_task:Guess", "max_turns": 3},
             sampling={"max_completion_tokens": 24},
             reward={"max_concurrent": 2},
             network={"lease_timeout_s": 30.0},
