@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import numpy as np
@@ -367,18 +367,8 @@ def test_a_worker_for_agents_without_their_package_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, endpoint.__name__, None)
-    nobody: Any = None
     with pytest.raises(ConfigError, match=r"agent\.listen needs aiohttp.*--extra agents"):
-        asyncio.run(serve_agents(nobody, log=logging.getLogger("test.agents")))
-
-
-class Untouched:
-    """Agents of whom nothing is asked."""
-
-    role = SimpleNamespace(installed_version=None)
-
-    def close(self) -> None:
-        """Nothing is held."""
+        asyncio.run(serve_agents(Mock(), log=logging.getLogger("test.agents")))
 
 
 async def ask_raw(port: int, text: bytes) -> bytes:
@@ -391,7 +381,8 @@ async def ask_raw(port: int, text: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def endpoint_of(agents: Any) -> AsyncIterator[int]:
+async def endpoint_of(agents: Mock) -> AsyncIterator[int]:
+    agents.role.installed_version = None
     endpoint = Endpoint(agents, token="t", log=logging.getLogger())
     async with endpoint.listening("127.0.0.1", 0) as port, asyncio.timeout(60):
         yield port
@@ -401,17 +392,16 @@ def test_nobody_without_the_token_stays_connected(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(endpoint, "TOKEN_S", 0.05)
 
     async def main() -> None:
-        async with endpoint_of(Untouched()) as port:
+        async with endpoint_of(Mock()) as port:
             assert await ask_raw(port, b"") == b""
             assert await ask_raw(port, b"GET /v1/models HT") == b""
             health = await ask_raw(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert health.startswith(b"HTTP/1.1 503")
             # Refused by its headers: not a byte of the body is waited for.
             head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n"
-            assert (await ask_raw(port, head + b"\r\n")).startswith(b"HTTP/1.1 401")
-            assert (await ask_raw(port, head + b"Authorization: \xff\r\n\r\n")).startswith(
-                b"HTTP/1.1 401"
-            )
+            for token in (b"", b"Authorization: \xff\r\n"):
+                refusal = await ask_raw(port, head + token + b"\r\n")
+                assert refusal.startswith(b"HTTP/1.1 401")
             large = head.replace(b"99", b"99999999") + b"Authorization: Bearer t\r\n\r\n"
             assert (await ask_raw(port, large)).startswith(b"HTTP/1.1 413")
 
@@ -423,7 +413,7 @@ def test_too_many_without_the_token_are_closed_at_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(endpoint, "TOKEN_S", 100.0)
 
     async def main() -> None:
-        async with endpoint_of(Untouched()) as port:
+        async with endpoint_of(Mock()) as port:
             pairs = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
             assert await pairs[0][0].read() == b"", "the oldest one"
             for _, writer in pairs:
@@ -433,26 +423,19 @@ def test_too_many_without_the_token_are_closed_at_once(monkeypatch: pytest.Monke
     asyncio.run(main())
 
 
-class CutShort:
-    """Agents whose answers break off after the first piece."""
-
-    parts = SimpleNamespace(
-        dialogue=SimpleNamespace(answer_of=lambda ids: "1" * len(ids)), model_name="m"
-    )
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-    async def call(self, *arguments: Any) -> None:
+def test_a_stream_that_breaks_off_ends_with_the_reason() -> None:
+    async def call(*arguments: Any) -> None:
         await arguments[-1].read(np.array([5], np.int32))
         raise StoppingError("the worker stops")
 
+    agents = Mock(call=call)
+    agents.parts.model_name = "m"
+    agents.parts.dialogue.answer_of = lambda ids: "1" * len(ids)
 
-def test_a_stream_that_breaks_off_ends_with_the_reason() -> None:
     async def main() -> None:
         headers, body = {"Authorization": "Bearer t"}, {"prompt": "1", "stream": True}
         async with (
-            endpoint_of(CutShort()) as port,
+            endpoint_of(agents) as port,
             aiohttp.ClientSession(headers=headers) as http,
             http.post(f"http://127.0.0.1:{port}/v1/completions", json=body) as response,
         ):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -65,13 +66,9 @@ def completion_of(ids: Sequence[int], *, step: int = 0, reason: str = "stop") ->
 def make_agents() -> Agents:
     """Return the agents of a worker on v1, which samples nothing."""
     counters = Counters()
-    role = SimpleNamespace(
-        max_groups=0, installed_version=V1, counters=counters, count=counters.add
-    )
-    parts: Any = SimpleNamespace(group_size=1, session_timeout_s=60.0)
-    node: Any = SimpleNamespace(now=0.0, perform=lambda actions: None)
-    nothing: Any = None
-    return Agents(parts, role, nothing, node=node, pool=nothing)  # type: ignore[arg-type]
+    role = Mock(max_groups=0, installed_version=V1, counters=counters, count=counters.add)
+    parts = Mock(group_size=1, session_timeout_s=60.0)
+    return Agents(parts, role, Mock(), node=Mock(now=0.0), pool=Mock())
 
 
 @pytest.mark.parametrize("num_held", [0, 1, 2])
@@ -93,9 +90,8 @@ def test_the_pieces_of_an_answer_are_of_one_version_while_the_engine_holds_it(
     async def read(ids: Sequence[int]) -> None:
         read_so_far.append(len(ids))
 
-    sampler: Any = SimpleNamespace(sample=sample, has_several_versions=num_held > 0)
-    agents._sampler = sampler
-    reader: Any = SimpleNamespace(read=read)
+    agents._sampler = Mock(sample=sample, has_several_versions=num_held > 0)
+    reader = Mock(read=read)
     how = Sampling(1.0, 1.0, 0, 3 * SEGMENT_TOKENS, ())
     ids = np.array([5], np.int32)
     whole = asyncio.run(agents._sample(ids, how, "", ANY_VERSION, reader))
@@ -186,8 +182,7 @@ def test_a_context_becomes_tokens_in_a_thread_and_its_session_may_end_meanwhile(
         agents.abandon(session.session_id)
         return np.array([5], np.int32), None, ""
 
-    pool: Any = SimpleNamespace(run=run)
-    agents._pool = pool
+    agents._pool = Mock(run=run)
     with pytest.raises(SessionError, match="no open session"):
         asyncio.run(agents.call(session.session_id, "1+1=", CallOptions()))
 
