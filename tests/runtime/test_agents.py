@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -105,34 +104,29 @@ def test_the_pieces_of_an_answer_are_of_one_version_while_the_engine_holds_it(
 
 
 HOW = Sampling(1.0, 1.0, 0, 4, ())
+PROMPT = np.array([5], np.int32)
 
 
-def sample_all(
-    engine: Any,
-    requests: Sequence[Request],
-    bounds: Iterable[CallBounds] = itertools.repeat(ANY_VERSION),
-    *,
-    gone: int | None = None,
-) -> list[Any]:
+def sample_all(engine: Any, calls: dict[str, CallBounds], *, gone: str = "") -> dict[str, Any]:
     """Return what calls are answered that are there before the first batch; of one nobody waits."""
 
-    async def main() -> list[Any]:
+    async def main() -> dict[str, Any]:
         threads = ThreadPools()
         sampler = CallSampler(engine, NOBODY, threads=threads)
-        calls = [
-            asyncio.create_task(sampler.sample(request, HOW, bound))
-            for request, bound in zip(requests, bounds, strict=False)
-        ]
+        answers = {
+            name: asyncio.create_task(sampler.sample(Request(name, PROMPT, 0), HOW, bounds))
+            for name, bounds in calls.items()
+        }
         await asyncio.sleep(0)
-        if gone is not None:
-            calls.pop(gone).cancel()
+        if gone:
+            answers.pop(gone).cancel()
             await asyncio.sleep(0)
         running = asyncio.create_task(sampler.run())
         async with asyncio.timeout(60):
-            found = await asyncio.gather(*calls, return_exceptions=True)
+            found = await asyncio.gather(*answers.values(), return_exceptions=True)
         running.cancel()
         threads.close()
-        return found
+        return dict(zip(answers, found, strict=True))
 
     return asyncio.run(main())
 
@@ -143,14 +137,13 @@ def test_a_call_for_which_the_model_gives_no_probabilities_fails_alone(is_contin
     spoilt = replace(completion_of([0], reason="nonfinite", step=1), logprobs=nan)
 
     def generate(requests: list[Request], *_: object, **__: object) -> list[Completion]:
-        return [spoilt if request.seed else completion_of([0]) for request in requests]
+        return [spoilt if each.request_id == "bad" else completion_of([0]) for each in requests]
 
     engine = SimpleNamespace(is_continuous=is_continuous, num_versions=1, generate=generate)
-    requests = [Request(str(seed), np.array([5], np.int32), seed) for seed in range(2)]
-    good, bad = sample_all(engine, requests)
-    assert isinstance(good, Completion)
-    assert isinstance(bad, EngineError)
-    assert "a log-probability of nan at token 0 of request r under v1" in str(bad)
+    found = sample_all(engine, dict.fromkeys(("good", "bad"), ANY_VERSION))
+    assert isinstance(found["good"], Completion)
+    assert isinstance(found["bad"], EngineError)
+    assert "log-probability of nan at token 0 of request r under v1" in str(found["bad"])
 
 
 @pytest.mark.parametrize("bounds", [CallBounds(min_version=V2), CallBounds(exact_version=V2)])
@@ -208,15 +201,14 @@ def test_a_call_is_sampled_whatever_others_ask_for_and_not_once_its_caller_has_g
     engine = SimpleNamespace(
         is_continuous=False, num_versions=1, generate=generate, can_sample=lambda: True
     )
-    bounds = {"good": ANY_VERSION, "newer": CallBounds(V2), "bad": ANY_VERSION, "gone": ANY_VERSION}
-    bounds |= {"exact": CallBounds(V1, V2), "fine": ANY_VERSION}
-    requests = [Request(name, np.array([1]), 0) for name in bounds]
-    found = sample_all(engine, requests, bounds.values(), gone=3)
+    calls = dict.fromkeys(("good", "newer", "bad", "gone", "exact", "fine"), ANY_VERSION)
+    calls |= {"newer": CallBounds(V2), "exact": CallBounds(V1, V2)}
+    found = sample_all(engine, calls, gone="gone")
     alike, *others = asked
     assert alike == (["good", "bad", "fine"], ANY_VERSION)
-    assert others == [([name], bounds[name]) for name in ("good", "bad", "fine", "newer", "exact")]
-    names = [isinstance(each, EngineError) or each.request_id for each in found]
-    assert names == ["good", "newer", True, "exact", "fine"]
+    assert others == [([name], calls[name]) for name in ("good", "bad", "fine", "newer", "exact")]
+    assert isinstance(found.pop("bad"), EngineError)
+    assert [answer.request_id for answer in found.values()] == ["good", "newer", "exact", "fine"]
 
 
 def test_an_engine_that_samples_nothing_any_more_ends_whoever_lends_it() -> None:
@@ -225,8 +217,7 @@ def test_an_engine_that_samples_nothing_any_more_ends_whoever_lends_it() -> None
 
     async def main() -> None:
         sampler = CallSampler(engine, NOBODY, threads=ThreadPools())
-        request = Request("r", np.array([1]), 0)
-        call = asyncio.create_task(sampler.sample(request, HOW, ANY_VERSION))
+        call = asyncio.create_task(sampler.sample(Request("r", PROMPT, 0), HOW, ANY_VERSION))
         with pytest.raises(ZeroDivisionError):
             await sampler.run()
         call.cancel()
