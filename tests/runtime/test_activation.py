@@ -72,9 +72,12 @@ def test_what_was_spent_before_a_resume_is_read_from_the_ledger(tmp_path: Path) 
 
 
 def crowd(make_world: MakeWorld, *prices: float, **activation: float) -> World:
-    """Return a learner at $2 an hour whose steps take 5 s, and workers w1, w2, ... with prices."""
+    """Return a learner whose steps take 5 s, and workers w1, w2, ... at these prices.
+
+    The learner costs $2 an hour where anybody has a price.
+    """
     world = make_world(train_s=5.0, sample_s=0.5, sync={"max_staleness": 6})
-    world.learner(activation=activation, learner={"price_per_h": 2.0})
+    world.learner(activation=activation, learner={"price_per_h": 2.0} if any(prices) else {})
     control = world.node("learner")._costs._activation
     control.settings = replace(control.settings, review_s=5.0, min_dwell_s=20.0)
     for number, price in enumerate(prices, start=1):
