@@ -8,40 +8,32 @@ page.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
-from blake3 import blake3
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from echo.algo.losses import make_loss
-from echo.core.rollout import Group, PolicyVersion, Rollout
-from echo.engine.engine import Completion, Engine, Request, Sampling
+from echo.core.rollout import Group, PartialRollout, PolicyVersion
+from echo.engine.engine import Engine, Request, Sampling
 from echo.engine.lora import ALL_LINEAR, Lora
 from echo.engine.model import model_class
 from echo.engine.weights import VersionImages, tensors_from_image
-from echo.runtime.learner.publish import CodedSegment, Coder, Publication, make_publication
-from echo.train.batch import AdvantageSettings
 from echo.train.trainer import OptimizerSettings, Trainer
-from echo.weights.delta import block_bytes_of
-from echo.weights.manifest import encode_signed, hash_image, verify
-from echo.weights.store import EncodedVersion, Patch, Transfer
-from echo.wire.messages import Form
-from tests.train.trainers import trainer_of
+from echo.weights.manifest import TensorSpec
+from tests.core.groups import make_group
+from tests.engine.patches import BLOCK_BYTES, patch_between
+from tests.train.trainers import fast_trainer
 
 TOLERANCE = 1e-5
 """Nats between an engine's log-probability and the learner's, both in float32."""
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 HOW = Sampling(1.0, 1.0, 0, 8, ())
-CHUNK_BYTES = 1 << 12
 
 # --- families -------------------------------------------------------------------------------------
 
@@ -339,90 +331,17 @@ def save_family(
 # --- one step through the real parts --------------------------------------------------------------
 
 
-class Wire:
-    """A learner's versions, sealed, encrypted, cut into chunks, and put together by a worker."""
-
-    def __init__(self, trainer: Trainer, dtype: str) -> None:
-        self._trainer = trainer
-        key = Ed25519PrivateKey.generate()
-        self._public_key = key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
-        self._coder = Coder(key, encrypts=True, num_threads=1)
-        self._images = VersionImages(
-            dtype, block_bytes=block_bytes_of(CHUNK_BYTES), unrounded=trainer.unrounded
-        )
-
-    def publish(self, version: PolicyVersion) -> Publication:
-        return make_publication(
-            self._trainer.tensors(),
-            version,
-            run_id="run",
-            model_digest="model",
-            images=self._images,
-            chunk_bytes=CHUNK_BYTES,
-        )
-
-    def whole(self, publication: Publication) -> Transfer:
-        """Return a version in memory of the worker's own."""
-        made = self._coder.seal(publication)
-        assert made.signed is not None
-        manifest, number = made.manifest, made.manifest.num_chunks
-        sent = Transfer(made.signed, manifest, made.image, bytearray(b"\1" * number), number)
-        signed, found = verify(
-            encode_signed(made.signed),
-            public_key=self._public_key,
-            run_id="run",
-            max_bytes=1 << 30,
-        )
-        got = Transfer(signed, found, bytearray(found.num_bytes), bytearray(number))
-        for index in range(number):
-            chunk = sent.chunk(index)
-            assert blake3(chunk).digest() == found.sent_hash(index)
-            got.put(index, chunk)
-            got.mark(index)
-        assert hash_image(got.storage, found.chunk_bytes) == found.image_hash
-        return got
-
-    def patch(self, publication: Publication, old: Publication, base: Transfer) -> Patch:
-        """Return what a delta that was sent in chunks changes of the worker's memory."""
-        sealed = self._coder.seal(old)
-        number = sealed.manifest.num_chunks
-        held = Transfer(sealed.signed, sealed.manifest, old.image, bytearray(number), number)
-        segments: Sequence[CodedSegment] = list(self._coder.segments(publication, held))
-        first = segments[0].table
-        assert first.base is not None
-        encoded = EncodedVersion(first.version, Form("delta", first.base))
-        patch = encoded.patch = Patch(first.base, first.version, first.block_bytes)
-        work = []
-        for segment in segments:
-            table = encoded.verify(
-                segment.frame, public_key=self._public_key, run_id="run", max_bytes=1 << 30
-            )
-            encoded.add(table, segment.frame)
-            for start in range(0, len(segment.payload), table.chunk_bytes):
-                chunk, index = segment.payload[start : start + table.chunk_bytes], encoded.num_held
-                assert blake3(chunk).digest() == encoded.chunk_hash(index)
-                encoded.put(index, chunk)
-                encoded.mark(index)
-                work += encoded.decodable(index, memoryview(base.storage))
-        for each in work:
-            assert each.run() == ""
-            encoded.decoded(each)
-        assert encoded.is_ready
-        return patch
-
-    def close(self) -> None:
-        self._coder.close()
+def publish(trainer: Trainer, dtype: str) -> tuple[Sequence[TensorSpec], bytearray]:
+    """Return where each tensor lies in the image of the weights, and the image."""
+    images = VersionImages(dtype, block_bytes=BLOCK_BYTES, unrounded=trainer.unrounded)
+    made = images.make(trainer.tensors(), V1)
+    return made.specs, bytearray(made.memory)
 
 
 def make_trainer(name: str, model_dir: Path, lora: Lora | None = None) -> Trainer:
-    return trainer_of(
-        model_dir,
-        lora=lora,
-        attn_implementation=FAMILIES[name].attention,
-        loss=make_loss("grpo"),
-        optimizer=OptimizerSettings(learning_rate=3e-3, warmup_steps=0),
-        advantages=AdvantageSettings(normalize_by_std=False),
-    )
+    optimizer = OptimizerSettings(learning_rate=3e-3, warmup_steps=0)
+    attention = FAMILIES[name].attention
+    return fast_trainer(model_dir, lora=lora, attn_implementation=attention, optimizer=optimizer)
 
 
 def sample(engine: Engine, version: PolicyVersion) -> list[Group]:
@@ -431,30 +350,16 @@ def sample(engine: Engine, version: PolicyVersion) -> list[Group]:
     prompts = [rng.integers(3, 32, length).astype(np.int32) for length in (1, 3, 9)]
     requests = [Request(f"{n}", prompts[n // 4], n) for n in range(12)]
     found = engine.generate(requests, HOW, exact_version=version)
+    rollouts = [
+        PartialRollout()
+        .extended(one.token_ids, one.logprobs, one.policy_versions, finish_reason="length")
+        .rollout((1, 0, 0, 1)[number % 4], stale_tokens="keep")
+        for number, one in enumerate(found)
+    ]
     return [
-        Group(
-            group_id=number,
-            attempt=0,
-            worker_id="w",
-            prompt_ids=prompt,
-            rollouts=tuple(
-                _rollout(one, reward)
-                for one, reward in zip(found[4 * number :], (1, 0, 0, 1))  # noqa: B905
-            ),
-        )
+        replace(make_group(*rollouts[4 * number :][:4], group_id=number), prompt_ids=prompt)
         for number, prompt in enumerate(prompts)
     ]
-
-
-def _rollout(completion: Completion, reward: float) -> Rollout:
-    return Rollout(
-        token_ids=completion.token_ids,
-        sampler_logprobs=completion.logprobs,
-        policy_versions=completion.policy_versions,
-        completion_mask=np.ones(len(completion.token_ids), np.bool_),
-        reward=reward,
-        finish_reason="length",
-    )
 
 
 def farthest(trainer: Trainer, groups: Sequence[Group]) -> float:
@@ -479,39 +384,29 @@ def train_one_step(
 ) -> None:
     """Publish, sample, train, publish what changed, and sample again.
 
-    Args:
-        trainer: of weights that `dtype` represents.
-        engine: that computes in float32.
-        dtype: of the images.
-        tolerance: nats.
-        check: compares an engine's weights with those of an image.
+    The weights are such as `dtype` represents; `check` compares an engine's with those of an image.
     """
-    wire = Wire(trainer, dtype)
-    first = wire.publish(V1)
-    first = Publication(None, first.manifest, bytes(first.image), None)  # its memory is used again
-    held = wire.whole(first)
-    specs, image = held.manifest.tensors, memoryview(held.storage)
-    own = trainer.tensors()
+    specs, first = publish(trainer, dtype)
+    image, own = memoryview(bytearray(first)), trainer.tensors()
     for key, tensor in tensors_from_image(specs, image).items():
         assert torch.equal(tensor.float(), own[key].float()), key  # routers' biases included
     engine.load(tensors_from_image(specs, image.toreadonly()), V1)
     groups = sample(engine, V1)
     assert farthest(trainer, groups) < tolerance
     trainer.step(groups)
-    second = wire.publish(V2)
-    patch = wire.patch(second, first, held)
+    _, second = publish(trainer, dtype)
+    patch = patch_between(specs, first, second, base=V1, version=V2)
     assert patch.num_words
     if engine.takes_patches:
         engine.patch(patch, image, specs)
     else:
         patch.write(image)
         engine.load(tensors_from_image(specs, image.toreadonly()), V2)
-    assert image == second.image
+    assert image == second
     tensors = tensors_from_image(specs, image.toreadonly())
     check(engine, tensors)
     trainer._policy.load(tensors)
     assert farthest(trainer, sample(engine, V2)) < tolerance
-    wire.close()
 
 
 # --- table ----------------------------------------------------------------------------------------

@@ -1,15 +1,18 @@
-"""Tasks whose rewards do not depend on the model, for tests of what the learner makes of them."""
+"""Tasks and a loss that do not depend on the model, for tests of what the learner makes of them."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import replace
 
+from echo.algo.loss import LossInputs, LossOutput
+from echo.algo.losses import GrpoLoss
 from echo.tasks.task import Example, Task
 
 
-class SometimesEqual(Task):
-    """Rewards differ within every third group; the others are all right and all wrong in turn."""
+class InTurn(Task):
+    """Rewards of each prompt are 1 and 0 in turn, however many others are scored meanwhile."""
 
     is_bounded = True
 
@@ -21,30 +24,39 @@ class SometimesEqual(Task):
         return Example(index=index, split=split, prompt=f"{index % 10}+1=")
 
     def reward(self, example: Example, completion: str) -> float:
-        if example.index % 3:
-            return float(example.index % 3 == 1)
-        return self.in_turn(example)
-
-    def in_turn(self, example: Example) -> float:
-        """Return 1 and 0 in turn for one prompt, however many others are scored meanwhile."""
         with self._lock:
             self._num_scored[example.index] += 1
             return float(self._num_scored[example.index] % 2)
 
 
-class RightLater(SometimesEqual):
+class RightLater(InTurn):
     """Rewards differ for the first prompts; all others are right whatever is answered."""
 
     def reward(self, example: Example, completion: str) -> float:
         if example.split != "train" or example.index >= 6:
             return 1.0
-        return self.in_turn(example)
+        return super().reward(example, completion)
 
 
-class OneLarge(SometimesEqual):
+class OneLarge(InTurn):
     """Rewards differ within every group; one group's are far larger than those of the others."""
 
     def reward(self, example: Example, completion: str) -> float:
-        value = self.in_turn(example)
+        value = super().reward(example, completion)
         is_large = example.split == "train" and example.index == 1
         return 100.0 * (0.5 + 0.5 * value) if is_large else value
+
+
+class Raises(InTurn):
+    """No reward can be had."""
+
+    def reward(self, example: Example, completion: str) -> float:
+        raise KeyError("answer")
+
+
+def overflowing(inputs: LossInputs) -> LossOutput:
+    """GRPO, but for a micro-batch with an advantage above 2."""
+    output = GrpoLoss()(inputs)
+    if float(inputs.advantages.abs().max()) <= 2.0:
+        return output
+    return replace(output, loss=output.loss * float("inf"))

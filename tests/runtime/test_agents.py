@@ -1,26 +1,23 @@
-"""Calls that wait for a version."""
+"""Calls of outside agents, their sessions, and the JSON in which both go over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import sys
-import threading
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from echo.core.errors import EngineError
 from echo.core.metrics import Counters
-from echo.core.rollout import PolicyVersion
+from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import NOBODY, Completion, Request, Sampling, VersionError
-from echo.engine.hf.engine import TransformersEngine
-from echo.engine.model import load_directory
 from echo.runtime.agents.endpoint import (
     Body,
     BodyError,
@@ -54,17 +51,23 @@ from echo.wire.messages import Lease
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 
 
+def completion_of(ids: Sequence[int], *, step: int = 0, reason: str = "stop") -> Completion:
+    """Return tokens of one version, each less likely than the one before."""
+    return Completion(
+        "r",
+        np.array(ids, np.int32),
+        -np.arange(1, len(ids) + 1, dtype=np.float32),
+        reason,  # type: ignore[arg-type]
+        np.tile(np.array([[1, step]], np.int32), (len(ids), 1)),
+    )
+
+
 def make_agents() -> Agents:
     """Return the agents of a worker on v1, which samples nothing."""
     counters = Counters()
-    role = SimpleNamespace(
-        max_groups=0, installed_version=V1, counters=counters, count=counters.add
-    )
-    parts: Any = SimpleNamespace(group_size=1, session_timeout_s=60.0)
-    sampler: Any = None
-    node: Any = SimpleNamespace(now=0.0, perform=lambda actions: None)
-    pool = ThreadPools().pool("reward")
-    return Agents(parts, role, sampler, node=node, pool=pool)  # type: ignore[arg-type]
+    role = Mock(max_groups=0, installed_version=V1, counters=counters, count=counters.add)
+    parts = Mock(group_size=1, session_timeout_s=60.0)
+    return Agents(parts, role, Mock(), node=Mock(now=0.0), pool=Mock())
 
 
 @pytest.mark.parametrize("num_held", [0, 1, 2])
@@ -72,8 +75,7 @@ def test_the_pieces_of_an_answer_are_of_one_version_while_the_engine_holds_it(
     num_held: int,
 ) -> None:
     """A newer version comes between any two pieces of three."""
-    agents = make_agents()
-    loaded = [V1]
+    agents, loaded, read_so_far = make_agents(), [V1], list[int]()
 
     async def sample(request: Request, how: Sampling, bounds: CallBounds) -> Completion:
         if bounds.exact_version not in (None, *loaded):
@@ -82,80 +84,66 @@ def test_the_pieces_of_an_answer_are_of_one_version_while_the_engine_holds_it(
         number = how.max_completion_tokens - len(request.prefix_ids)
         loaded.append(PolicyVersion(1, loaded[-1].step + 1))
         del loaded[: max(0, len(loaded) - 1 - num_held)]
-        return Completion(
-            request.request_id,
-            np.zeros(number, np.int32),
-            np.zeros(number, np.float32),
-            "length",
-            np.tile(np.array([version.lineage, version.step], np.int32), (number, 1)),
-        )
+        return completion_of([0] * number, step=version.step, reason="length")
 
-    async def read(_: object) -> None: ...
+    async def read(ids: Sequence[int]) -> None:
+        read_so_far.append(len(ids))
 
-    sampler: Any = SimpleNamespace(sample=sample, has_several_versions=num_held > 0)
-    agents._sampler = sampler
-    reader: Any = SimpleNamespace(read=read)
+    agents._sampler = Mock(sample=sample, has_several_versions=num_held > 0)
+    reader = Mock(read=read)
     how = Sampling(1.0, 1.0, 0, 3 * SEGMENT_TOKENS, ())
     ids = np.array([5], np.int32)
     whole = asyncio.run(agents._sample(ids, how, "", ANY_VERSION, reader))
     steps = [int(step) for step in whole.policy_versions[::SEGMENT_TOKENS, 1]]
     assert steps == {0: [1, 2, 3], 1: [1, 1, 3], 2: [1, 1, 1]}[num_held]
+    assert read_so_far == [SEGMENT_TOKENS, 2 * SEGMENT_TOKENS, 3 * SEGMENT_TOKENS]
+    # Of a version that is asked for by name there is one piece.
+    newest = CallBounds(exact_version=loaded[-1])
+    asyncio.run(agents._sample(ids, how, "", newest, reader))
+    assert read_so_far[3:] == [3 * SEGMENT_TOKENS]
 
 
 HOW = Sampling(1.0, 1.0, 0, 4, ())
+PROMPT = np.array([5], np.int32)
 
 
-def sample_all(
-    engine: Any,
-    requests: Sequence[Request],
-    bounds: Iterable[CallBounds] = itertools.repeat(ANY_VERSION),
-    *,
-    gone: int | None = None,
-) -> list[Any]:
+def sample_all(engine: Any, calls: dict[str, CallBounds], *, gone: str = "") -> dict[str, Any]:
     """Return what calls are answered that are there before the first batch; of one nobody waits."""
 
-    async def main() -> list[Any]:
+    async def main() -> dict[str, Any]:
         threads = ThreadPools()
         sampler = CallSampler(engine, NOBODY, threads=threads)
-        calls = [
-            asyncio.create_task(sampler.sample(request, HOW, bound))
-            for request, bound in zip(requests, bounds, strict=False)
-        ]
+        answers = {
+            name: asyncio.create_task(sampler.sample(Request(name, PROMPT, 0), HOW, bounds))
+            for name, bounds in calls.items()
+        }
         await asyncio.sleep(0)
-        if gone is not None:
-            calls.pop(gone).cancel()
+        if gone:
+            answers.pop(gone).cancel()
             await asyncio.sleep(0)
         running = asyncio.create_task(sampler.run())
         async with asyncio.timeout(60):
-            found = await asyncio.gather(*calls, return_exceptions=True)
+            found = await asyncio.gather(*answers.values(), return_exceptions=True)
         running.cancel()
         threads.close()
-        return found
+        return dict(zip(answers, found, strict=True))
 
     return asyncio.run(main())
 
 
 @pytest.mark.parametrize("is_continuous", [False, True])
 def test_a_call_for_which_the_model_gives_no_probabilities_fails_alone(is_continuous: bool) -> None:
+    nan = np.array([np.nan], np.float32)
+    spoilt = replace(completion_of([0], reason="nonfinite", step=1), logprobs=nan)
+
     def generate(requests: list[Request], *_: object, **__: object) -> list[Completion]:
-        versions = np.array([[1, 1]], np.int32)
-        return [
-            Completion(
-                request.request_id,
-                np.zeros(1, np.int32),
-                np.array([np.nan if request.seed else -1.0], np.float32),
-                "nonfinite" if request.seed else "stop",
-                versions,
-            )
-            for request in requests
-        ]
+        return [spoilt if each.request_id == "bad" else completion_of([0]) for each in requests]
 
     engine = SimpleNamespace(is_continuous=is_continuous, num_versions=1, generate=generate)
-    requests = [Request(str(seed), np.array([5], np.int32), seed) for seed in range(2)]
-    good, bad = sample_all(engine, requests)
-    assert isinstance(good, Completion)
-    assert isinstance(bad, EngineError)
-    assert "a log-probability of nan at token 0 of request 1 under v1" in str(bad)
+    found = sample_all(engine, dict.fromkeys(("good", "bad"), ANY_VERSION))
+    assert isinstance(found["good"], Completion)
+    assert isinstance(found["bad"], EngineError)
+    assert "log-probability of nan at token 0 of request r under v1" in str(found["bad"])
 
 
 @pytest.mark.parametrize("bounds", [CallBounds(min_version=V2), CallBounds(exact_version=V2)])
@@ -177,94 +165,59 @@ def test_a_call_that_waits_for_a_version_is_refused_once_the_worker_stops(
     asyncio.run(main())
 
 
-def test_a_context_becomes_tokens_beside_the_loop_and_its_session_may_end_meanwhile() -> None:
+def test_a_context_becomes_tokens_in_a_thread_and_its_session_may_end_meanwhile() -> None:
     agents = make_agents()
     agents._episodes.add(lease_of(3), now=0.0)
     session = begin(agents._episodes)
-    threads: list[str] = []
 
-    async def main() -> None:
-        loop, begun, may_end = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    async def run(function: object, *_: object) -> tuple[np.ndarray, None, str]:
+        assert function == agents._tokens
+        agents.abandon(session.session_id)
+        return np.array([5], np.int32), None, ""
 
-        def encode(*_: object, **__: object) -> tuple[np.ndarray, None]:
-            threads.append(threading.current_thread().name)
-            loop.call_soon_threadsafe(begun.set)
-            assert may_end.wait(60)
-            return np.array([5], np.int32), None
-
-        parts: Any = SimpleNamespace(dialogue=SimpleNamespace(continue_text=encode))
-        agents.parts = parts
-        call = asyncio.create_task(agents.call(session.session_id, "1+1=", CallOptions()))
-        async with asyncio.timeout(60):
-            await begun.wait()
-            agents.abandon(session.session_id)
-            may_end.set()
-            with pytest.raises(SessionError, match="no open session"):
-                await call
-
-    asyncio.run(main())
-    [name] = threads
-    assert name.startswith("reward")
+    agents._pool = Mock(run=run)
+    with pytest.raises(SessionError, match="no open session"):
+        asyncio.run(agents.call(session.session_id, "1+1=", CallOptions()))
 
 
 # --- sampling for agents --------------------------------------------------------------------------
-
-
-def test_each_request_is_sampled_within_its_own_bounds(tiny_model_dir: Path) -> None:
-    engine = TransformersEngine(tiny_model_dir, num_threads=1)
-    engine.load(load_directory(tiny_model_dir, "float32"), V1)
-    wanted = [
-        ANY_VERSION,
-        CallBounds(exact_version=V1),
-        CallBounds(min_version=V2),
-        CallBounds(V1, V2),
-    ]
-
-    requests = [Request(f"r{n}", np.array([1, 5], np.int32), n) for n in range(len(wanted))]
-    first, second, third, fourth = sample_all(engine, requests, wanted)
-    assert [isinstance(one, Completion) for one in (first, second)] == [True, True]
-    assert isinstance(third, VersionError)
-    assert "at least v2 is wanted" in str(third)
-    assert isinstance(fourth, VersionError)
-    assert "exactly v2 is wanted" in str(fourth)
-    engine.close()
 
 
 @pytest.mark.parametrize("error", [EngineError("its prompt has unknown tokens"), IndexError("99")])
 def test_a_call_is_sampled_whatever_others_ask_for_and_not_once_its_caller_has_gone(
     error: Exception,
 ) -> None:
-    asked: list[list[str]] = []
+    asked: list[tuple[list[str], CallBounds]] = []
 
-    def generate(requests: list[Request], *_: object, **__: object) -> list[Completion]:
-        asked.append([request.request_id for request in requests])
-        if "bad" in asked[-1]:
+    def generate(
+        requests: list[Request], *_: object, min_version: Any, exact_version: Any
+    ) -> list[Completion]:
+        names = [request.request_id for request in requests]
+        asked.append((names, CallBounds(min_version, exact_version)))
+        if "bad" in names:
             raise error
-        none = np.empty(0, np.int32)
-        return [Completion(name, none, none, "stop", none) for name in asked[-1]]
+        return [replace(completion_of([]), request_id=name) for name in names]
 
     engine = SimpleNamespace(
         is_continuous=False, num_versions=1, generate=generate, can_sample=lambda: True
     )
-    requests = [Request(name, np.array([1]), 0) for name in ("good", "bad", "gone", "fine")]
-    good, bad, fine = sample_all(engine, requests, gone=2)
-    assert asked == [["good", "bad", "fine"], ["good"], ["bad"], ["fine"]]
-    assert isinstance(bad, EngineError)
-    assert [good.request_id, fine.request_id] == ["good", "fine"]
+    calls = dict.fromkeys(("good", "newer", "bad", "gone", "exact", "fine"), ANY_VERSION)
+    calls |= {"newer": CallBounds(V2), "exact": CallBounds(V1, V2)}
+    found = sample_all(engine, calls, gone="gone")
+    alike, *others = asked
+    assert alike == (["good", "bad", "fine"], ANY_VERSION)
+    assert others == [([name], calls[name]) for name in ("good", "bad", "fine", "newer", "exact")]
+    assert isinstance(found.pop("bad"), EngineError)
+    assert [answer.request_id for answer in found.values()] == ["good", "newer", "exact", "fine"]
 
 
 def test_an_engine_that_samples_nothing_any_more_ends_whoever_lends_it() -> None:
-    engine: Any = SimpleNamespace(
-        is_continuous=False,
-        num_versions=1,
-        generate=lambda *_, **__: 1 / 0,
-        can_sample=lambda: False,
-    )
+    engine: Any = SimpleNamespace(is_continuous=False, num_versions=1, can_sample=lambda: False)
+    engine.generate = lambda *_, **__: 1 / 0
 
     async def main() -> None:
         sampler = CallSampler(engine, NOBODY, threads=ThreadPools())
-        request = Request("r", np.array([1]), 0)
-        call = asyncio.create_task(sampler.sample(request, HOW, ANY_VERSION))
+        call = asyncio.create_task(sampler.sample(Request("r", PROMPT, 0), HOW, ANY_VERSION))
         with pytest.raises(ZeroDivisionError):
             await sampler.run()
         call.cancel()
@@ -280,14 +233,7 @@ def lease_of(group_id: int, attempt: int = 0) -> Lease:
 
 
 def turn_of(context: list[int], sampled: list[int], *, parent: Turn | None = None, step: int = 0):
-    completion = Completion(
-        "r",
-        np.array(sampled, np.int32),
-        -np.arange(1, len(sampled) + 1, dtype=np.float32),
-        "stop",
-        np.tile(np.array([[1, step]], np.int32), (len(sampled), 1)),
-    )
-    return Turn(np.array(context, np.int32), completion, "", parent)
+    return Turn(np.array(context, np.int32), completion_of(sampled, step=step), "", parent)
 
 
 @pytest.fixture
@@ -301,53 +247,31 @@ def begin(episodes: Episodes, now: float = 0.0) -> Session:
     return session
 
 
-def test_each_member_is_given_out_once_oldest_lease_first(episodes: Episodes) -> None:
+def test_members_are_given_out_once_oldest_lease_first_and_the_last_reward_makes_the_group(
+    episodes: Episodes,
+) -> None:
     assert episodes.begin(now=0) is None
     for group_id in (3, 4):
         episodes.add(lease_of(group_id), now=0)
     assert episodes.num_free == 4
     sessions = [begin(episodes) for _ in range(4)]
     assert [(s.lease.group_id, s.member) for s in sessions] == [(3, 0), (3, 1), (4, 0), (4, 1)]
-    assert len({s.session_id for s in sessions}) == 4
     assert episodes.begin(now=0) is None
-
-
-def test_the_last_reward_completes_the_group_in_order(episodes: Episodes) -> None:
-    episodes.add(lease_of(3), now=0)
-    first, second = begin(episodes), begin(episodes)
-    first.turns.append(turn_of([1, 5], [8]))
+    first, second, *_ = sessions
     second.turns.append(turn_of([1, 5], [9]))
     assert episodes.finish(second, 1.0) is None
-    outcomes = episodes.finish(first, 0.5)
+    # Made as many calls as one may, it is rewarded all the same; but not while one is running.
+    first.turns = [turn_of([1, 5], [8])] * MAX_SESSION_CALLS
+    first.num_running = 1
+    with pytest.raises(SessionError, match="still being answered"):
+        episodes.finish(first, 0.5)
+    first.num_running = 0
+    outcomes = episodes.finish(episodes.find(first.session_id, now=1.0), 0.5)
     assert outcomes is not None
     assert [outcome.reward for outcome in outcomes] == [0.5, 1.0]
-    assert not episodes.leases
+    assert [lease.group_id for lease in episodes.leases] == [4]
     with pytest.raises(SessionError, match=r"no open session.*begin another"):
         episodes.find(first.session_id, now=0)
-
-
-def test_a_session_without_calls_or_with_one_running_is_not_rewarded(episodes: Episodes) -> None:
-    episodes.add(lease_of(3), now=0)
-    session = begin(episodes)
-    with pytest.raises(SessionError, match="has no call to be rewarded: send its id"):
-        episodes.finish(session, 1.0)
-    session.turns.append(turn_of([1], [8]))
-    session.num_running = 1
-    with pytest.raises(SessionError, match="still being answered"):
-        episodes.finish(session, 1.0)
-
-
-def test_an_abandoned_episode_is_given_out_again_but_not_for_ever(episodes: Episodes) -> None:
-    episodes.add(lease_of(3), now=0)
-    other = begin(episodes)
-    for attempt in range(MAX_EPISODE_ATTEMPTS):
-        session = begin(episodes)
-        assert session.member == 1
-        is_free_again = episodes.abandon(session)
-        assert is_free_again == (attempt < MAX_EPISODE_ATTEMPTS - 1)
-    assert not episodes.leases
-    with pytest.raises(SessionError):
-        episodes.find(other.session_id, now=0)
 
 
 def test_silence_frees_episodes_and_then_gives_the_lease_up(episodes: Episodes) -> None:
@@ -371,15 +295,19 @@ def test_silence_frees_episodes_and_then_gives_the_lease_up(episodes: Episodes) 
 
 def test_episodes_that_fall_silent_together_give_their_lease_up_once(episodes: Episodes) -> None:
     episodes.add(lease_of(3), now=0)
-    now = 0.0
+    now, given_up, sessions = 0.0, [], ()
     for _ in range(MAX_EPISODE_ATTEMPTS):
-        begin(episodes, now), begin(episodes, now)
+        assert given_up == []
+        sessions = begin(episodes, now), begin(episodes, now)
         now += 11
         given_up = episodes.expire(now=now)
     [(lease, why)] = given_up
     assert lease.group_id == 3
     assert why == f"{MAX_EPISODE_ATTEMPTS} agents did not finish episode 0"
     assert not episodes.leases
+    for session in sessions:
+        with pytest.raises(SessionError):
+            episodes.find(session.session_id, now=now)
 
 
 def test_a_session_makes_so_many_calls_and_is_not_kept_alive_by_more(episodes: Episodes) -> None:
@@ -397,21 +325,6 @@ def test_a_session_makes_so_many_calls_and_is_not_kept_alive_by_more(episodes: E
             session.num_running, session.turns = 0, [*session.turns, turn]
     with pytest.raises(SessionError, match="no open session '3-0-0-1'"):
         episodes.find(session.session_id, now=16.0)
-
-
-def test_a_session_that_has_made_its_calls_is_rewarded(episodes: Episodes) -> None:
-    episodes.add(lease_of(3), now=0.0)
-    session = begin(episodes)
-    session.turns = [turn_of([1, 5], [8])] * MAX_SESSION_CALLS
-    assert episodes.finish(episodes.find(session.session_id, now=1.0), 1.0) is None
-
-
-def test_a_chain_may_be_longer_than_a_stack_of_calls() -> None:
-    last = None
-    for _ in range(2 * sys.getrecursionlimit()):
-        last = turn_of([1], [8], parent=last)
-    assert last is not None
-    assert last.num_sampled == 2 * sys.getrecursionlimit()
 
 
 def test_the_chain_with_the_most_sampled_tokens_becomes_the_rollout() -> None:
@@ -434,21 +347,22 @@ def test_the_chain_with_the_most_sampled_tokens_becomes_the_rollout() -> None:
     assert short.completion_mask.tolist() == [False, True]
     assert group.rewards == [1.0, 0.0]
 
+    # One context may be the beginning of another; those that share nothing make no group.
+    def group_with(*contexts: list[int]) -> Group:
+        outcomes = [SessionOutcome(turn_of(context, [8]), 1.0) for context in contexts]
+        return group_of(lease_of(3), "w1", outcomes)
 
-def test_contexts_that_share_nothing_make_no_group() -> None:
-    outcomes = [SessionOutcome(turn_of([1], [8]), 1.0), SessionOutcome(turn_of([2], [8]), 0.0)]
-    with pytest.raises(SessionError, match="do not begin with the same token"):
-        group_of(lease_of(3), "w1", outcomes)
-
-
-def test_one_context_may_be_the_beginning_of_another() -> None:
-    outcomes = [
-        SessionOutcome(turn_of([1, 2], [8]), 1.0),
-        SessionOutcome(turn_of([1, 2, 3], [8]), 0.0),
-    ]
-    group = group_of(lease_of(3), "w1", outcomes)
+    group = group_with([1, 2], [1, 2, 3])
     assert group.prompt_ids.tolist() == [1, 2]
     assert [r.completion_mask.tolist() for r in group.rollouts] == [[True], [False, True]]
+    with pytest.raises(SessionError, match="do not begin with the same token"):
+        group_with([1], [2])
+    # A chain may be longer than a stack of calls.
+    last = None
+    for _ in range(2 * sys.getrecursionlimit()):
+        last = turn_of([1], [8], parent=last)
+    assert last is not None
+    assert last.num_sampled == 2 * sys.getrecursionlimit()
 
 
 # --- what goes over HTTP --------------------------------------------------------------------------
@@ -467,91 +381,93 @@ class Letters:
         return "".join(map(chr, ids))
 
 
-def turn_of_wire(text: str) -> Turn:
-    ids = np.array([ord(letter) for letter in text], np.int32)
-    versions = np.tile(np.array([[1, 3]], np.int32), (len(ids), 1))
-    completion = Completion("r", ids, np.zeros(len(ids), np.float32), "stop", versions)
-    return Turn(np.array([1], np.int32), completion, "", None)
-
-
-def answer_of(**fields: object) -> ChatAnswer:
-    body = read({"messages": [{"role": "user", "content": "?"}], **fields})
-    dialogue = Dialogue(TextCodec(Letters(), [], {}))
-    return ChatAnswer(body, dialogue, model="m", call_id="1")
-
-
-def read(fields: dict[str, object], kind: type[ChatBody] | type[TextBody] = ChatBody) -> Body:
+def read(fields: dict[str, object], kind: type[ChatBody] | type[TextBody] = TextBody) -> Body:
     return read_body(json.dumps(fields).encode(), kind)
 
 
-def test_calls_of_tools_come_back_as_openai_writes_them() -> None:
-    [choice] = answer_of(tools=TOOLS).whole(turn_of_wire(f"So: {CALL}"))["choices"]
-    assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["content"] == "So:"
-    [call] = choice["message"]["tool_calls"]
-    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
-    [last] = answer_of(tools=TOOLS).last(turn_of_wire(CALL))
-    assert last["choices"][0]["delta"]["tool_calls"][0]["function"]["name"] == "add"
+def answer_of(body: Body, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the choice that a call is answered with, and the end of its stream, of a text."""
+    answer = ChatAnswer(body, Dialogue(TextCodec(Letters(), [], {})), model="m", call_id="1")
+    turn = turn_of([1], [*map(ord, text)], step=3)
+    [choice], [last] = answer.whole(turn)["choices"], answer.last(turn)
+    return choice, last
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "content", "num_calls"),
+    [
+        ({"tools": TOOLS}, f"So: {CALL}", "So:", 1),
+        # One call that cannot be read leaves all of it text.
+        ({"tools": TOOLS}, f"{CALL}<tool_call>{{oops</tool_call>", None, 0),
+        ({}, CALL, None, 0),
+        ({"tools": TOOLS, "tool_choice": "none"}, CALL, None, 0),
+    ],
+)
+def test_calls_of_tools_come_back_as_openai_writes_them_and_all_else_is_text(
+    fields: dict[str, object], text: str, content: str | None, num_calls: int
+) -> None:
+    messages = [{"role": "user", "content": "?"}]
+    choice, last = answer_of(read({"messages": messages, **fields}, ChatBody), text)
+    message = choice["message"]
+    assert choice["finish_reason"] == ("tool_calls" if num_calls else "stop")
+    assert message["content"] == (text if content is None else content)
+    assert len(message.get("tool_calls", [])) == num_calls
+    for call in message.get("tool_calls", []):
+        assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+        assert call in last["choices"][0]["delta"]["tool_calls"]
     assert last["system_fingerprint"] == "v3"
 
 
-def test_a_call_that_cannot_be_read_leaves_all_of_it_text() -> None:
-    text = f"{CALL}<tool_call>{{oops</tool_call>"
-    [choice] = answer_of(tools=TOOLS).whole(turn_of_wire(text))["choices"]
-    assert choice["finish_reason"] == "stop"
-    assert choice["message"]["content"] == text
-    assert "tool_calls" not in choice["message"]
-
-
-@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}])
-def test_without_tools_the_same_is_text(fields: dict[str, object]) -> None:
-    [choice] = answer_of(**fields).whole(turn_of_wire(CALL))["choices"]
-    assert choice["finish_reason"] == "stop"
-    assert choice["message"]["content"] == CALL
-    assert "tool_calls" not in choice["message"]
-
-
 def test_logprobs_of_text_have_offsets() -> None:
-    body = read({"prompt": "1", "logprobs": 0}, TextBody)
-    dialogue = Dialogue(TextCodec(Letters(), [], {}))
-    [choice] = ChatAnswer(body, dialogue, model="m", call_id="1").whole(turn_of_wire("abc"))[
-        "choices"
-    ]
+    choice, _ = answer_of(read({"prompt": "1", "logprobs": 0}), "abc")
     assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
     assert choice["logprobs"]["text_offset"] == [0, 1, 2]
+
+
+NO_VERSIONS = ["12", "v", "v1.5", "v12 ", "v1/L", "v1/2", "v99999999999"]
 
 
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
         ({"prompt": ""}, "prompt is empty"),
-        ({"prompt": "1", "max_tokens": 0}, "max_tokens = 0: at least 1"),
-        ({"prompt": "1", "top_p": 0}, "top_p above 0"),
-        ({"prompt": "1", "logit_bias": {"3": 1}}, "logit_bias is not supported: remove it"),
+        ({"max_tokens": 0}, "max_tokens = 0: at least 1"),
+        ({"top_p": 0}, "top_p above 0"),
+        ({"logit_bias": {"3": 1}}, "logit_bias is not supported: remove it"),
+        ({"n": 2}, "n is not supported: ask as often"),
+        ({"tool_choice": "required"}, "tool_choice is not supported: the model decides"),
+        ({"temperature": -1}, "temperature must be at least 0"),
+        ({"temperature": 1e-300}, "temperature = 1e-300: 0 for the likeliest"),
+        ({"temperature": 1e300}, "temperature = "),
+        ({"top_k": 99999999999}, "cannot be read: "),
+        ({"max_tokens": 1e30}, "cannot be read: "),
+        ({"prompt": [-1]}, "cannot be read: "),
+        ({"prompt": [1 << 32]}, "cannot be read: "),
         ({"prompt": 3}, "cannot be read: Expected"),
+        ({"version_wait_s": -0.1}, "version_wait_s = -0.1: 0 to 60"),
+        ({"version_wait_s": 60.1}, "version_wait_s = 60.1: 0 to 60"),
+        *(({"exact_version": text}, "is no version; write it as") for text in NO_VERSIONS),
     ],
 )
-def test_bad_bodies(fields: dict[str, object], complaint: str) -> None:
+def test_a_body_that_cannot_be_served_is_refused_by_its_field(
+    fields: dict[str, object], complaint: str
+) -> None:
     with pytest.raises(BodyError, match=complaint):
-        read(fields, TextBody)
+        options_of(read({"prompt": "1", **fields}))
+
+
+@pytest.mark.parametrize(
+    "data", [b'{"prompt": "\xff"}', b'{"prompt": ' + b"[" * 100_000, b'{"messages": []}']
+)
+def test_bytes_that_are_no_call_are_refused(data: bytes) -> None:
+    for kind in (TextBody, ChatBody):
+        with pytest.raises(BodyError):
+            read_body(data, kind)
 
 
 def test_versions_are_read_as_they_are_told() -> None:
     asked = {"prompt": "1", "min_version": "v12", "exact_version": "v7/L2", "version_wait_s": 3}
-    options = options_of(read(asked, TextBody))
-    assert options.bounds.min_version == PolicyVersion(1, 12)
-    assert options.bounds.exact_version == PolicyVersion(2, 7)
+    options = options_of(read(asked))
+    assert options.bounds == CallBounds(PolicyVersion(1, 12), PolicyVersion(2, 7))
     assert str(options.bounds.exact_version) == "v7/L2"
     assert options.version_wait_s == 3
-
-
-@pytest.mark.parametrize("text", ["12", "v", "v1.5", "v12 ", "v1/L", "v1/2", "v99999999999"])
-def test_other_texts_are_no_versions(text: str) -> None:
-    with pytest.raises(BodyError, match=r"exact_version = .* is no version; write it as"):
-        options_of(read({"prompt": "1", "exact_version": text}, TextBody))
-
-
-@pytest.mark.parametrize("wait_s", [-0.1, 60.1])
-def test_nobody_waits_for_a_version_for_ever(wait_s: float) -> None:
-    with pytest.raises(BodyError, match=r"version_wait_s = .*: 0 to 60"):
-        read({"prompt": "1", "version_wait_s": wait_s}, TextBody)

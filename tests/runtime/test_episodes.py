@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from torch import Tensor
 
 from echo.core.rollout import PolicyVersion, Rollout
-from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
+from echo.engine.engine import Completion, Request, Sampling
 from echo.runtime.episodes import EpisodeRunner, Opening
 from echo.tasks.environment import Environment
 from echo.tasks.rewards import InlineHost, Limits, RewardError
 from echo.tasks.task import Example
+from tests.promises.world import StubEngine
 
 STOP = 0
 """Ids are code points; this one ends a turn."""
 
-SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_completion_tokens=30, stop_ids=(STOP,))
+SAMPLING = Sampling(1.0, 1.0, 0, 30, (STOP,))
 
 
-class Script(Engine):
+class Script(StubEngine):
     """Says the lines of a script, a new version for every turn, and keeps what it was asked."""
 
-    installed = None
-
     def __init__(self, lines: Callable[[int, int], str]) -> None:
+        super().__init__()
         self._lines = lines
         self.calls: list[list[Request]] = []
         self.held: list[PolicyVersion | None] = []
         self.named: list[PolicyVersion | None] = []
-
-    def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
-        pass
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *_: Any, **named: Any
@@ -45,16 +41,15 @@ class Script(Engine):
         self.named.append(named.get("exact_version"))
         found = []
         for request in requests:
-            member = int(request.request_id.split(".")[-2])
+            line = self._lines(int(request.request_id.split(".")[-2]), turn)
             room = sampling.max_completion_tokens - len(request.prefix_ids)
-            ids = [*map(ord, self._lines(member, turn)), STOP][:room]
+            ids = np.array([*map(ord, line), STOP][:room], np.int32)
             versions = np.tile(np.array([1, turn], np.int32), (len(ids), 1))
             logprobs = np.full(len(ids), -0.5, np.float32)
             reason = "stop" if ids[-1] == STOP else "length"
-            if ids[:-1] == [*map(ord, "NaN")]:
+            if line == "NaN":
                 reason, logprobs[-1] = "nonfinite", np.nan
-            token_ids = np.array(ids, np.int32)
-            found.append(Completion(request.request_id, token_ids, logprobs, reason, versions))
+            found.append(Completion(request.request_id, ids, logprobs, reason, versions))
         return found
 
     @contextmanager
@@ -62,12 +57,6 @@ class Script(Engine):
         self.held.append(exact_version)
         yield
         self.held.append(None)
-
-    def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
-        return 8
-
-    def close(self) -> None:
-        pass
 
 
 class Counting(Environment):
@@ -111,85 +100,72 @@ class Characters:
         return "".join(chr(i) for i in ids if i != STOP)
 
 
-Play = Callable[..., tuple[list[list[Rollout] | RewardError], Script, Counting, InlineHost]]
+Results = list[list[Rollout] | RewardError]
+Lines = Callable[[int, int], str]
 
 
-@pytest.fixture
-def play() -> Iterator[Play]:
-    runners: list[EpisodeRunner] = []
+def count(member: int, turn: int) -> str:
+    """Say what is right."""
+    return str(turn + 1)
 
-    def play(
-        lines: Callable[[int, int], str],
-        *,
-        sizes: Sequence[int] = (1,),
-        max_turns: int = 8,
-        exact_version: PolicyVersion | None = None,
-    ) -> tuple[list[list[Rollout] | RewardError], Script, Counting, InlineHost]:
-        engine, task = Script(lines), Counting()
-        host = InlineHost(task, Limits(score_s=60.0, step_s=60.0))
-        runner = EpisodeRunner(
-            engine,
-            host,
-            Characters(),  # type: ignore[arg-type]
-            max_turns=max_turns,
+
+def play(
+    lines: Lines,
+    *,
+    sizes: Sequence[int] = (1,),
+    max_turns: int = 8,
+    exact_version: PolicyVersion | None = None,
+) -> tuple[Results, Script, Counting, InlineHost]:
+    engine, task, text = Script(lines), Counting(), Characters()
+    host = InlineHost(task, Limits(score_s=60.0, step_s=60.0))
+    runner = EpisodeRunner(engine, host, text, max_turns=max_turns)  # type: ignore[arg-type]
+    openings = [
+        Opening(
+            name=f"{number}.0",
+            prompt_ids=np.array([9, 9], np.int32),
+            example=task.example(number, split="train"),
+            seeds=range(100 * number, 100 * number + size),
         )
-        runners.append(runner)
-        openings = [
-            Opening(
-                name=f"{number}.0",
-                prompt_ids=np.array([9, 9], np.int32),
-                example=task.example(number, split="train"),
-                seeds=range(100 * number, 100 * number + size),
-            )
-            for number, size in enumerate(sizes)
-        ]
-        results = runner.play(
-            openings,
-            SAMPLING,
-            exact_version=exact_version,
-        )
-        return results, engine, task, host
-
-    yield play
-    for runner in runners:
-        runner.close()
+        for number, size in enumerate(sizes)
+    ]
+    results = runner.play(openings, SAMPLING, exact_version=exact_version)
+    runner.close()
+    return results, engine, task, host
 
 
 def text_of(rollout: Rollout) -> str:
     return "".join("|" if i == STOP else chr(i) for i in rollout.token_ids)
 
 
-def only(results: list[list[Rollout] | RewardError]) -> Rollout:
-    [group] = results
-    assert not isinstance(group, RewardError), group
-    [rollout] = group
+def only(results: Results) -> Rollout:
+    [[rollout]] = results  # type: ignore[misc]
     return rollout
 
 
-def test_a_model_that_gives_no_probabilities_ends_its_group_and_no_other(play: Play) -> None:
-    lines = {(1, 1): "NaN"}
-    [bad, good], engine, task, _ = play(
-        lambda member, turn: lines.get((member, turn), str(turn + 1)), sizes=(2, 1)
+@pytest.mark.parametrize(
+    ("line", "reason", "what"),
+    [
+        ("NaN", "bad_logprobs", "log-probability of nan at token 3 of request 0.0.1.1 under v1"),
+        ("half", "reward_error", "0: what it says cannot be turned into tokens: TextEncode"),
+        ("fail", "reward_error", "Counting.reply on train example 0 raised ValueError: on purpose"),
+    ],
+)
+def test_a_fault_ends_its_group_and_no_other(line: str, reason: str, what: str) -> None:
+    lines = {(1, 1): line}
+    results, engine, task, _ = play(
+        lambda member, turn: lines.get((member, turn), count(member, turn)), sizes=(2, 1)
     )
+    bad, good = results
     assert isinstance(bad, RewardError)
-    assert bad.reason == "bad_logprobs"
-    assert "a log-probability of nan at token 3 of request 0.0.1.1 under v1" in str(bad)
-    assert not isinstance(good, RewardError)
-    assert [len(call) for call in engine.calls] == [3, 3, 1]
+    assert bad.reason == reason
+    assert what in str(bad)
+    assert [rollout.reward for rollout in good] == [1.0]  # type: ignore[union-attr]
+    assert [len(call) for call in engine.calls] == [3, 3, 1], "nobody goes on with a failed group"
     assert "NaN" not in task.heard
 
 
-def test_what_makes_no_tokens_fails_its_group_and_no_other(play: Play) -> None:
-    [bad, good], *_ = play(lambda member, turn: "half" if member else str(turn + 1), sizes=(2, 1))
-    assert isinstance(bad, RewardError)
-    what = "Counting on train example 0: what it says cannot be turned into tokens: TextEncode"
-    assert str(bad).startswith(what)
-    assert bad.reason == "reward_error"
-    assert not isinstance(good, RewardError)
-
-
-def test_what_is_sampled_stays_and_what_is_said_is_masked(play: Play) -> None:
-    results, engine, task, _ = play(lambda member, turn: str(turn + 1))
+def test_what_is_sampled_stays_and_what_is_said_is_masked() -> None:
+    results, engine, task, _ = play(count)
     rollout = only(results)
     assert text_of(rollout) == "1|<go on>2|<go on>3|"
     sampled = [c not in "<go on>" for c in text_of(rollout)]
@@ -204,7 +180,7 @@ def test_what_is_sampled_stays_and_what_is_said_is_masked(play: Play) -> None:
     assert len({call[0].seed for call in engine.calls}) == 3
 
 
-def test_an_environment_that_never_ends_is_ended_and_counted(play: Play) -> None:
+def test_an_environment_that_never_ends_is_ended_and_counted() -> None:
     results, engine, _, host = play(lambda member, turn: "x", max_turns=2)
     rollout = only(results)
     assert text_of(rollout) == "x|<go on>x|"
@@ -220,7 +196,7 @@ def test_an_environment_that_never_ends_is_ended_and_counted(play: Play) -> None
         ("x" * 50, "x" * 30),  # the turn itself is cut off
     ],
 )
-def test_an_episode_ends_where_its_tokens_do(play: Play, line: str, text: str) -> None:
+def test_an_episode_ends_where_its_tokens_do(line: str, text: str) -> None:
     results, _, task, host = play(lambda member, turn: line)
     rollout = only(results)
     assert (text_of(rollout), rollout.finish_reason) == (text, "length")
@@ -228,46 +204,22 @@ def test_an_episode_ends_where_its_tokens_do(play: Play, line: str, text: str) -
     assert task.heard == [text.rstrip("|")], "it hears the last turn, too"
 
 
-def test_members_end_at_different_turns(play: Play) -> None:
-    results, engine, _, _ = play(
-        lambda m, turn: str(turn + 1) if m else "1", sizes=(2,), max_turns=4
+def test_members_end_at_different_turns() -> None:
+    results, engine, *_ = play(
+        lambda member, turn: count(member, turn if member else 0), sizes=(2,), max_turns=4
     )
     [group] = results
-    assert not isinstance(group, RewardError)
-    assert [rollout.reward for rollout in group] == [1 / 3, 1.0]
+    assert [rollout.reward for rollout in group] == [1 / 3, 1.0]  # type: ignore[union-attr]
     assert [len(call) for call in engine.calls] == [2, 2, 2, 1]
 
 
-def test_a_fault_fails_its_group_alone(play: Play) -> None:
-    def lines(member: int, turn: int) -> str:
-        return "fail" if member == 1 and turn == 1 else str(turn + 1)
-
-    results, engine, _, _ = play(lines, sizes=(1, 2, 1))
-    first, second, third = results
-    assert isinstance(second, RewardError)
-    assert second.reason == "reward_error"
-    assert "Counting.reply on train example 1 raised ValueError: on purpose" in str(second)
-    for group in (first, third):
-        assert not isinstance(group, RewardError)
-        assert group[0].reward == 1.0
-    assert [len(call) for call in engine.calls] == [4, 4, 2], "nobody goes on with a failed group"
-
-
-def test_an_exact_version_is_held_over_all_turns(play: Play) -> None:
-    version = PolicyVersion(1, 7)
-    [[rollout]], engine, *_ = play(lambda member, turn: str(turn + 1), exact_version=version)
-    assert isinstance(rollout, Rollout)
-    assert len(engine.calls) == 3
-    assert engine.held == [version, None]
-    assert engine.named == [None] * 3
-    assert play(lambda member, turn: str(turn + 1))[1].held == []
-
-
-def test_of_several_versions_each_turn_names_its_own(
-    play: Play, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_versions", [1, 2])
+def test_an_exact_version_is_held_over_all_turns_and_named_where_there_are_several(
+    monkeypatch: pytest.MonkeyPatch, num_versions: int
 ) -> None:
     version = PolicyVersion(1, 7)
-    monkeypatch.setattr(Engine, "num_versions", 2)
-    _, engine, *_ = play(lambda member, turn: str(turn + 1), exact_version=version)
+    monkeypatch.setattr(Script, "num_versions", num_versions)
+    _, engine, *_ = play(count, exact_version=version)
     assert engine.held == [version, None]
-    assert engine.named == [version] * 3
+    assert engine.named == [version if num_versions > 1 else None] * 3
+    assert play(count)[1].held == []

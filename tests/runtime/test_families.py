@@ -1,4 +1,4 @@
-"""Every family of the table: learner, wire and the transformers engine, and back."""
+"""Every family of the table: the learner, the transformers engine, and back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from transformers import AutoConfig
 
 from echo.config.load import parse_config
 from echo.core.errors import ConfigError
-from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Engine
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import Lora, export_adapter
@@ -28,13 +27,13 @@ from echo.engine.model import (
     names_in,
     read_tensors,
 )
-from echo.engine.weights import save_safetensors
+from echo.engine.weights import save_safetensors, tensors_from_image
 from echo.runtime.learner.setup import DirectoryExporter
 from tests.runtime.families import (
     FAMILIES,
     IN_EVERY_RUN,
-    Wire,
     make_trainer,
+    publish,
     save_family,
     table,
     train_one_step,
@@ -114,8 +113,9 @@ def test_files_are_read_under_the_names_of_memory_and_written_under_their_own(
         assert torch.equal(tensor.float(), tensors[key].float()), key
     final = tmp_path / "final"
     data: Any = SimpleNamespace(model_dir=model_dir, lora=None)
-    publication = Wire(trainer, "bfloat16").publish(PolicyVersion(1, 0))
-    DirectoryExporter(parse_config({}), data).export(final, publication)
+    specs, image = publish(trainer, "bfloat16")
+    published: Any = SimpleNamespace(tensors=lambda: tensors_from_image(specs, memoryview(image)))
+    DirectoryExporter(parse_config({}), data).export(final, published)
     written = dict(read_tensors(final))
     for key, tensor in read_tensors(model_dir):
         assert torch.equal(written[key].float(), tensor), key

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -51,6 +52,9 @@ def make_config(model_dir: Path, **sections: dict[str, Any]) -> Config:
     return parse_config(table, role="learner")
 
 
+EQUAL = make_group([1, 1], 1)
+
+
 def pull(trainer: Trainer) -> float:
     """The mean penalty of a step."""
     return trainer.step([make_group([1, 0], 2), make_group([1, 1], 1)]).metrics["kl/reference"]
@@ -77,33 +81,31 @@ def test_offloading_needs_a_gpu(model_dir: Path) -> None:
         build_trainer(config, model_dir, START)
 
 
-def test_a_step_makes_the_updates_that_are_set(model_dir: Path) -> None:
-    trainer = build_trainer(
-        make_config(model_dir, batch={"minibatches_per_step": 2}), model_dir, START
-    )
-    groups = [make_group([1, 0], 2), make_group([0, 1], 1)]
-    assert [
-        len(each.samples) for each in trainer._minibatches(groups, trainer._prepare(groups))
-    ] == [2, 2]
-
-
-def test_there_is_no_reference_unless_it_is_asked_for(model_dir: Path) -> None:
-    config = make_config(model_dir)
+def test_there_is_no_reference_and_one_update_unless_more_is_asked_for(model_dir: Path) -> None:
+    config = make_config(model_dir, batch={"minibatches_per_step": 2})
     assert not isinstance(build_loss(config), ReferenceKlLoss)
     trainer = build_trainer(config, model_dir, START)
     assert trainer._reference is None
-    assert "kl/reference" not in trainer.step([make_group([1, 0], 2)]).metrics
+    groups = [make_group([1, 0], 2), make_group([0, 1], 1)]
+    updates = trainer._minibatches(groups, trainer._prepare(groups))
+    assert [len(each.samples) for each in updates] == [2, 2]
+    assert "kl/reference" not in trainer.step(groups).metrics
+    assert trainer.refusal(EQUAL) == "zero_variance"
 
 
 @pytest.mark.slow
-def test_the_reference_stays_at_the_start_also_after_a_resume(
+def test_the_reference_is_frozen_at_the_start_also_after_a_resume(
     model_dir: Path, tmp_path: Path
 ) -> None:
     config = make_config(model_dir, reference={"kl_coef": 0.1})
     trainer = build_trainer(config, model_dir, START)
+    assert trainer.refusal(EQUAL) is None, "there is a pull without an advantage, too"
+    assert trainer._reference is not None
+    assert trainer._reference.parameters() == {}
+    before = {name: tensor.clone() for name, tensor in trainer._reference.tensors().items()}
     assert pull(trainer) == pytest.approx(0.0, abs=1e-9)
-    moved = pull(trainer)
-    assert moved > 1e-5
+    assert pull(trainer) > 1e-5
+    assert all(torch.equal(t, before[n]) for n, t in trainer._reference.tensors().items())
     trainer.save_state(tmp_path)
     expected = pull(trainer)
     resumed = StartingPoint(lineages=(Lineage(1, 0),), step=2, checkpoint=tmp_path)
@@ -122,24 +124,6 @@ def test_another_start_is_another_reference(model_dir: Path, tmp_path: Path) -> 
     assert pull(build_trainer(config, model_dir, START)) > 1e-3
 
 
-def test_it_is_frozen(model_dir: Path) -> None:
-    config = make_config(model_dir, reference={"kl_coef": 0.1})
-    trainer = build_trainer(config, model_dir, START)
-    assert trainer._reference is not None
-    before = {n: t.clone() for n, t in trainer._reference.tensors().items()}
-    pull(trainer)
-    assert trainer._reference.parameters() == {}
-    assert all(torch.equal(t, before[n]) for n, t in trainer._reference.tensors().items())
-
-
-def test_groups_without_an_advantage_count_where_there_is_a_pull(model_dir: Path) -> None:
-    equal = make_group([1, 1], 1)
-    plain = build_trainer(make_config(model_dir), model_dir, START)
-    assert plain.refusal(equal) == "zero_variance"
-    config = make_config(model_dir, reference={"kl_coef": 0.1})
-    assert build_trainer(config, model_dir, START).refusal(equal) is None
-
-
 def test_a_reference_with_another_vocabulary_is_refused(
     model_dir: Path, make_tiny_model: Any
 ) -> None:
@@ -156,14 +140,11 @@ MakeTinyModel = Callable[..., Path]
 
 
 def learner_config(model_dir: Path, run_dir: Path, **learner: str) -> Config:
-    table: dict[str, Any] = {
-        "run": {"dir": str(run_dir)},
-        "model": {"name": str(model_dir)},
-        "lora": {"rank": 4},
-        "learner": {"device": "cpu", "num_threads": 1, **learner},
-    }
-    (run_dir / "run").mkdir(exist_ok=True)
-    return parse_config(table, role="learner")
+    (run_dir / "run").mkdir(parents=True, exist_ok=True)
+    sections = {"run": {"dir": str(run_dir)}, "lora": {"rank": 4}}
+    return make_config(
+        model_dir, learner={"device": "cpu", "num_threads": 1, **learner}, **sections
+    )
 
 
 def told(config: Config, *, is_resumed: bool = False) -> dict[str, Any]:
@@ -181,9 +162,8 @@ def find(settings: dict[str, Any], *overrides: str) -> Path:
     return lora.base_dir
 
 
-def test_without_a_rank_there_is_no_adapter(tiny_model_dir: Path, tmp_path: Path) -> None:
-    config = learner_config(tiny_model_dir, tmp_path)
-    config = config.model_copy(update={"lora": config.lora.model_copy(update={"rank": 0})})
+def test_without_a_rank_there_is_no_adapter(tiny_model_dir: Path) -> None:
+    config = make_config(tiny_model_dir)
     assert learner_lora(config, tiny_model_dir) is None
     assert base_settings(config, None, is_resumed=False) == {}
     assert worker_lora(config, {}) is None
@@ -199,6 +179,12 @@ def test_a_worker_takes_its_own_copy_or_the_learners_directory(
     assert find(settings) == ours
     assert find(settings, f"model.name={copy}") == copy
     assert find(settings, f"model.name={other}") == ours, "its own has another hash"
+    # A whole model to start from becomes the base.
+    config = learner_config(ours, tmp_path / "other", init_from=str(other))
+    lora = learner_lora(config, ours)
+    assert lora is not None
+    assert lora.base_dir == other
+    assert find(told(config), f"model.name={ours}") == other
 
 
 def test_a_worker_without_the_base_is_told_what_to_do(
@@ -211,17 +197,6 @@ def test_a_worker_without_the_base_is_told_what_to_do(
         find(settings, f"model.name={other}")
     assert f"{other}: other weights than the learner's base" in str(caught.value)
     assert "no such directory" in str(caught.value)
-
-
-def test_a_whole_model_to_start_from_becomes_the_base(
-    make_tiny_model: MakeTinyModel, tmp_path: Path
-) -> None:
-    model, start = make_tiny_model(), make_tiny_model(seed=1)
-    config = learner_config(model, tmp_path, init_from=str(start))
-    lora = learner_lora(config, model)
-    assert lora is not None
-    assert lora.base_dir == start
-    assert find(told(config), f"model.name={model}") == start
 
 
 @pytest.mark.slow
@@ -243,24 +218,28 @@ def test_an_adapter_to_start_from_is_trained_on(
         initial_adapter(plain)
 
 
-def test_a_resumed_run_refuses_another_base(make_tiny_model: MakeTinyModel, tmp_path: Path) -> None:
-    told(learner_config(make_tiny_model(), tmp_path))
-    told(learner_config(make_tiny_model(), tmp_path), is_resumed=True)
+def test_a_resumed_run_refuses_another_base_and_says_how_to_mend_a_record_that_is_none(
+    make_tiny_model: MakeTinyModel, tmp_path: Path
+) -> None:
+    config, path = learner_config(make_tiny_model(), tmp_path), tmp_path / "run" / "base.json"
+    before = told(config)
+    told(learner_config(make_tiny_model(), tmp_path), is_resumed=True)  # the same, elsewhere
     other = learner_config(make_tiny_model(seed=1), tmp_path)
     with pytest.raises(DataError, match="not those that this run's adapter was trained on"):
         told(other, is_resumed=True)
+    for damage in (None, "", "{", "[]", "{}"):
+        path.unlink() if damage is None else path.write_text(damage)
+        with pytest.raises(DataError, match=r"base\.json does not say which .* restore") as caught:
+            told(config, is_resumed=True)
+        path.write_text(str(caught.value).partition("write this line into it: ")[2])
+        assert told(config, is_resumed=True) == before
 
 
 @pytest.mark.slow
-def test_the_reference_is_the_base(tiny_model_dir: Path, tmp_path: Path) -> None:
-    table = {"model": {"name": str(tiny_model_dir)}, "lora": {"rank": 4}}
-    config = parse_config(
-        {**table, "learner": {"device": "cpu"}, "reference": {"kl_coef": 0.1}},
-        ["optimizer.learning_rate=0.01", "optimizer.warmup_steps=0"],
-        "learner",
-    )
+def test_the_reference_of_an_adapter_is_the_base(tiny_model_dir: Path) -> None:
+    config = make_config(tiny_model_dir, lora={"rank": 4}, reference={"kl_coef": 0.1})
     trainer = build_trainer(config, tiny_model_dir, START, learner_lora(config, tiny_model_dir))
-    pulls = [trainer.step([make_group([1, 0], 2)]).metrics["kl/reference"] for _ in range(3)]
+    pulls = [pull(trainer) for _ in range(3)]
     assert pulls[0] == pytest.approx(0.0, abs=1e-7)
     assert pulls[2] > 1e-6
 
@@ -281,87 +260,69 @@ def test_ranks_with_other_settings_are_told_which(model_dir: Path) -> None:
 
 def test_ranks_wait_for_one_whose_model_is_under_way(model_dir: Path) -> None:
     """In the group without a limit of time, and before they meet in any other."""
-    called: list[str] = []
-
-    def gather(own: bytes) -> list[bytes]:
-        called.append("gather")
-        raise InterruptedError
-
-    crew: Any = SimpleNamespace(
-        wait_for_all=lambda: called.append("wait"), ranks=SimpleNamespace(gather=gather)
-    )
+    crew = Mock()
+    crew.ranks.gather.side_effect = InterruptedError
     with pytest.raises(InterruptedError):
         setup.make_trainer(make_config(model_dir), model_dir, None, crew=crew)
-    assert called == ["wait", "gather"]
+    assert [name for name, *_ in crew.mock_calls] == ["wait_for_all", "ranks.gather"]
+
+
+def given(model_dir: Path) -> Any:
+    """Return what an evaluation asks of a run's data."""
+    return SimpleNamespace(model_dir=model_dir, lora=None)
 
 
 def test_the_evaluation_computes_in_what_is_published_on_a_gpu(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built: list[Any] = []
-    monkeypatch.setattr(setup, "TransformersEngine", lambda _, **given: built.append(given))
-    given: Any = SimpleNamespace(model_dir=model_dir, lora=None)
-    config = make_config(model_dir, learner={"device": "auto"})
+    engine = Mock()
+    monkeypatch.setattr(setup, "TransformersEngine", engine)
     for device in ("cuda", "cpu"):
         monkeypatch.setattr(setup, "pick_device", lambda _, device=device: device)
-        setup.evaluation_engine(config, given, None, None)
-    assert [(each["device"], each["dtype"]) for each in built] == [
-        ("cuda", "bfloat16"),
-        ("cpu", "float32"),
-    ]
+        setup.evaluation_engine(make_config(model_dir), given(model_dir), None, None)
+    built = [call.kwargs for call in engine.call_args_list]
+    assert [each["device"] for each in built] == ["cuda", "cpu"]
+    assert [each["dtype"] for each in built] == ["bfloat16", "float32"]
 
 
 @pytest.mark.slow
 def test_the_memory_is_divided_before_anything_is_built(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: dict[str, Any] = {}
-
-    def note(name: str, function: Any) -> Any:
-        def noted(*given: Any, **named: Any) -> Any:
-            seen[name] = given, named
-            return function(*given, **named)
-
-        return noted
+    built: dict[str, Mock] = {}
+    for name in ("TransformersEngine", "Trainer", "make_images"):
+        built[name] = Mock(side_effect=getattr(setup, name))
+        monkeypatch.setattr(setup, name, built[name])
+    budget_here, divided = setup.budget_here, itertools.count()
 
     def told(config: Config, *given: Any) -> Any:
-        assert "TransformersEngine" not in seen, "which takes of what is free"
-        budget = setup_budget(config, *given)
+        if next(divided):
+            return None  # the trainer's own question comes later, and has its answer
+        assert not built["TransformersEngine"].called, "which takes of what is free"
+        budget = budget_here(config, *given)
         assert budget is not None
         return dataclasses.replace(
             budget, gradient_checkpointing=True, has_versions_on_gpu=False, evaluation_bytes=12_345
         )
 
-    setup_budget = setup.budget_here
     monkeypatch.setattr(setup, "budget_here", told)
-    for name in ("TransformersEngine", "Trainer", "make_images"):
-        monkeypatch.setattr(setup, name, note(name, getattr(setup, name)))
 
     async def scenario(run: Run) -> None:
-        # The trainer's own question comes later, and has its answer.
-        monkeypatch.setattr(setup, "make_trainer", partial(make_trainer_of, setup.make_trainer))
         async with running(await run.learner()):
             pass
 
-    def make_trainer_of(make: Any, *given: Any) -> Any:
-        monkeypatch.setattr(setup, "budget_here", lambda *_: None)
-        return make(*given)
-
     play(scenario)
-    engine = seen["TransformersEngine"][1]
+    engine = built["TransformersEngine"].call_args.kwargs
     assert (engine["rollout_bytes"], engine["is_beside"]) == (12_345, True)
-    assert seen["Trainer"][0][1].gradient_checkpointing is True
-    assert seen["make_images"][1]["fits_on_gpu"] is False
+    assert built["Trainer"].call_args.args[1].gradient_checkpointing is True
+    assert built["make_images"].call_args.kwargs["fits_on_gpu"] is False
 
 
 def test_a_rollout_of_the_evaluation_is_reckoned_as_its_engine_does(model_dir: Path) -> None:
     config = make_config(model_dir, learner={"device": "cpu"})
-    given: Any = SimpleNamespace(model_dir=model_dir, lora=None)
-    _, one = setup.evaluation_engine(config, given, None, None)._needs(
-        10, config.sampling.max_completion_tokens
-    )
-    facts = read_model_facts(model_dir)
-    footprint = Footprint(config=config, facts=facts, prompt_tokens=10)
+    engine = setup.evaluation_engine(config, given(model_dir), None, None)
+    _, one = engine._needs(10, config.sampling.max_completion_tokens)
+    footprint = Footprint(config=config, facts=read_model_facts(model_dir), prompt_tokens=10)
     assert footprint.evaluated_rollout_bytes == one
 
 
@@ -381,9 +342,7 @@ def test_the_evaluation_of_several_ranks_has_no_weights_of_its_own(model_dir: Pa
     config = make_config(model_dir)
     weights = build_model(seed=1).state_dict()
     specs, image = publish_image(weights, config.model.dtype)
-    given: Any = SimpleNamespace(model_dir=model_dir, lora=None)
-    crew: Any = object()
-    engine = setup.evaluation_engine(config, given, None, crew)
+    engine = setup.evaluation_engine(config, given(model_dir), None, Mock())
     engine.load(tensors_from_image(specs, memoryview(image).toreadonly()))
     start = np.frombuffer(image, np.uint8).ctypes.data
     parameters = list(engine._model.parameters())
@@ -392,17 +351,3 @@ def test_the_evaluation_of_several_ranks_has_no_weights_of_its_own(model_dir: Pa
     request = Request("eval.0", np.array([1, 4], np.int32), seed=0)
     [found] = engine.generate([request], dataclasses.replace(sampling, max_completion_tokens=2))
     assert len(found.token_ids) == 2
-
-
-@pytest.mark.parametrize("damage", [None, "", "{", "[]", "{}"])
-def test_a_resumed_run_that_does_not_know_its_base_says_how_to_mend_it(
-    tiny_model_dir: Path, tmp_path: Path, damage: str | None
-) -> None:
-    config = learner_config(tiny_model_dir, tmp_path)
-    before = told(config)
-    path = tmp_path / "run" / "base.json"
-    path.unlink() if damage is None else path.write_text(damage)
-    with pytest.raises(DataError, match=r"base\.json does not say which base .* restore") as caught:
-        told(config, is_resumed=True)
-    path.write_text(str(caught.value).partition("write this line into it: ")[2])
-    assert told(config, is_resumed=True) == before

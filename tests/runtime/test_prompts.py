@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from echo.core.errors import DataError
 from echo.leases.scheduler import PromptPendingError
 from echo.runtime.learner import prompts as prompts_module
 from echo.runtime.learner.prompts import PromptsAhead, PromptSource
-from echo.runtime.threads import Pool
+from echo.sim.clock import InlineThreads
 from echo.tasks.dataset import DatasetTask
 from echo.tasks.task import Example, Task, is_heldout
 from echo.tasks.tokenization import TextCodec
@@ -67,33 +68,19 @@ def test_an_epoch_visits_every_example_once_in_an_order_of_its_own() -> None:
     assert [make(20, seed=1).lease(i, 0).example["index"] for i in range(20)] != epochs[0]
     # Asked for out of order, as when an old lease is granted again.
     assert source.lease(3, 1).example["index"] == epochs[0][3]
-
-
-def test_an_endless_task_is_walked_in_order() -> None:
+    # A task without end is walked in order.
     assert [make().lease(i, 0).example["index"] for i in (0, 1, 10**9)] == [0, 1, 10**9]
 
 
 # --- made ahead -----------------------------------------------------------------------------------
 
 
-class Here(Pool):
-    """Makes each call in the loop."""
-
-    def run(self, function: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        try:
-            future.set_result(function(*arguments))
-        except DataError as error:
-            future.set_exception(error)
-        return future
-
-
 async def make_all(prompts: PromptsAhead) -> list[bool]:
     """Make what is to be made; return which of it somebody had asked for."""
-    found = []
+    found, pool = [], InlineThreads().pool("prompts")
     with suppress(TimeoutError):
         while True:
-            found.append(await asyncio.wait_for(prompts.make(Here()), 0.01))
+            found.append(await asyncio.wait_for(prompts.make(pool), 0.01))
     return found
 
 
@@ -132,21 +119,6 @@ def test_what_is_kept_is_bounded_and_made_again(monkeypatch: pytest.MonkeyPatch)
     asyncio.run(main())
 
 
-def test_a_prompt_that_cannot_be_made_says_so_whenever_it_is_asked_for() -> None:
-    class Gone(Counting):
-        def example(self, index: int, *, split: str) -> Example:
-            raise KeyError(index)
-
-    async def main() -> None:
-        prompts = PromptsAhead(make(task=Gone()), num_out=4)
-        await make_all(prompts)
-        for ask in (lambda: prompts.lease(0, 0), lambda: prompts.example(0)):
-            with pytest.raises(DataError, match=r"Gone\.example\(0, split='train'\) raised KeyErr"):
-                ask()
-
-    asyncio.run(main())
-
-
 def test_an_example_that_never_comes_is_left_alone() -> None:
     hold = threading.Event()
 
@@ -173,22 +145,6 @@ def test_no_heldout_prompt_is_used_twice(num_heldout: int | None, expected: int)
     assert [ids for _, ids in found] == [[1, i] for i in range(expected)]
 
 
-ENDLESS: dict[str, object] = {}
-ENDLESS["itself"] = ENDLESS
-
-
-@pytest.mark.parametrize(
-    "info", [{"id": 1 << 64}, {"text": "\ud800"}, {"lock": threading.Lock()}, ENDLESS]
-)
-def test_an_example_that_no_message_holds_is_named(info: dict[str, object]) -> None:
-    class Large(Counting):
-        def example(self, index: int, *, split: str) -> Example:
-            return Example(index=index, split=split, prompt=f"x {index}", info=info)
-
-    with pytest.raises(DataError, match="example 3 cannot be sent to a worker"):
-        make(task=Large()).lease(3, 0)
-
-
 def test_an_example_is_the_same_for_whichever_thread_asks_while_an_epoch_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -211,54 +167,74 @@ def test_an_example_is_the_same_for_whichever_thread_asks_while_an_epoch_begins(
     assert found == 2 * expected
 
 
-def test_prompts_that_cannot_be_had_are_found_before_a_run_begins() -> None:
+def test_the_first_prompts_are_looked_at_before_a_run_begins() -> None:
     seen: list[int] = []
 
-    class NoSeven(Numbers):
-        def encode_prompt(self, prompt: object, *, tools: object = ()) -> list[int]:
-            _, number = super().encode_prompt(prompt)
-            if number == 7:
-                raise DataError("no chat template")
-            seen.append(number)
-            return [1]
+    class Noted(Counting):
+        def example(self, index: int, *, split: str) -> Example:
+            seen.append(index)
+            return super().example(index, split=split)
 
-    text = NoSeven(None, [], {})
-    with pytest.raises(DataError, match="example 7: no chat template"):
-        PromptSource(Counting(), text, seed=0).check()
-    seen.clear()
-    PromptSource(Counting(5), text, seed=0).check()
+    make(task=Noted(5)).check()
     assert sorted(seen) == [0, 1, 2, 3, 4]
+    seen.clear()
+    make(task=Noted()).check()
+    assert seen == [*range(prompts_module.CHECKED_PROMPTS)]
 
 
-def test_what_a_tasks_code_raises_is_told_of_its_example() -> None:
-    class Gappy(Counting):
-        def example(self, index: int, *, split: str) -> Example:
-            prompts = {0: "one 1", 1: "no number"}
-            return Example(index=index, split=split, prompt=prompts[index])
+class Odd(Counting):
+    """Example 40 is whatever this returns or raises."""
 
-    source = make(task=Gappy(num_heldout=3))
-    assert source.lease(0, 0).prompt_ids == (1, 1)
-    what = r"example 1: what its prompt passes through raised ValueError: .*test_prompts\.py:\d+"
-    with pytest.raises(DataError, match=what):
-        source.lease(1, 0)
-    what = r"Gappy\.example\(2, split='train'\) raised KeyError: 2 \(test_prompts\.py:\d+\)"
-    with pytest.raises(DataError, match=what):
-        source.lease(2, 0)
-    with pytest.raises(DataError, match="split='heldout'"):
-        source.heldout(3)
+    def __init__(self, make_odd: Callable[[], Any]) -> None:
+        super().__init__()
+        self.make_odd = make_odd
+
+    def example(self, index: int, *, split: str) -> Example:
+        return self.make_odd() if index == 40 else super().example(index, split=split)
 
 
-@pytest.mark.parametrize("found", [None, {"prompt": "x 1"}, "x " + "1" * 10**6])
-def test_what_is_no_example_is_told_of_by_its_number(found: object) -> None:
-    class Careless(Counting):
-        def example(self, index: int, *, split: str) -> Example:
-            return found if index == 40 else super().example(index, split=split)  # type: ignore[return-value]
+def odd_example(prompt: str = "x 40", **info: object) -> Example:
+    return Example(index=40, split="train", prompt=prompt, info=info)
 
-    source = make(task=Careless())
+
+ENDLESS: dict[str, object] = {}
+ENDLESS["itself"] = ENDLESS
+CANNOT_BE_SENT = [{"id": 1 << 64}, {"text": "\ud800"}, {"lock": threading.Lock()}, ENDLESS]
+NO_EXAMPLE = r"Odd\.example\(40, split='train'\) returned .{1,100}; it must return an echo"
+
+
+@pytest.mark.parametrize(
+    ("make_odd", "what"),
+    [
+        (lambda: None, NO_EXAMPLE),
+        (lambda: {"prompt": "x 1"}, NO_EXAMPLE),
+        (lambda: "x " + "1" * 10**6, NO_EXAMPLE),
+        (lambda: {}[2], r"Odd\.example\(40, split='train'\) raised KeyError: 2 \(test_prompts.py:"),
+        (
+            lambda: odd_example("no number"),
+            r"example 40: what its prompt passes through raised ValueError: .*test_prompts\.py:\d",
+        ),
+        *(
+            (partial(odd_example, **info), "example 40 cannot be sent to a worker")
+            for info in CANNOT_BE_SENT
+        ),
+    ],
+)
+def test_what_makes_no_prompt_is_told_of_its_example_whenever_it_is_asked_for(
+    make_odd: Callable[[], Any], what: str
+) -> None:
+    source = make(task=Odd(make_odd))
     source.check()
-    what = r"Careless\.example\(40, split='train'\) returned .{1,100}; it must return an echo"
-    with pytest.raises(DataError, match=what):
-        source.lease(40, 0)
+
+    async def main() -> None:
+        prompts = PromptsAhead(source, num_out=4, first=40)
+        await make_all(prompts)
+        for ask in (lambda: prompts.lease(40, 0), lambda: prompts.example(40)):
+            with pytest.raises(DataError, match=what):
+                ask()
+        assert prompts.lease(41, 0).prompt_ids == (1, 41)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from torch import Tensor
 
 from echo.algo.diagnostics import GroupStats
 from echo.core.metrics import LearningCurve
 from echo.core.rollout import Group, PolicyVersion
-from echo.engine.engine import UNVERSIONED, Completion, Engine, Request, Sampling
+from echo.engine.engine import Completion, Request, Sampling
 from echo.runtime.learner import report
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
-from echo.runtime.learner.report import (
-    IDLE_WINDOW_STEPS,
-    Progress,
-    TaskMetrics,
-)
+from echo.runtime.learner.report import IDLE_WINDOW_STEPS, Progress, TaskMetrics
 from echo.tasks.rewards import InlineHost, Limits
 from echo.tasks.task import Example, Task
 from tests.engine.watchers import watching
 from tests.promises.conftest import MakeWorld
+from tests.promises.world import StubEngine
 from tests.runtime.test_checkpoint import make_group
 
 
@@ -111,34 +107,22 @@ def test_the_recent_idle_share_forgets_what_was_long_ago() -> None:
     assert progress.idle_ratio_by_now(now + 30) == pytest.approx(930 / 1090)
     assert progress.recent_idle_ratio(now + 30) == pytest.approx(0.5)
     assert progress.recent_idle_ratio(now + 600) > 0.98
-
-
-def test_the_recent_idle_share_of_long_steps_is_that_of_some_steps() -> None:
-    progress = Progress(staleness_tokens={}, now=0.0)
-    now = run_steps(progress, 30, now=0.0, waited_s=100.0, trained_s=300.0)
+    # Of long steps it is that of some steps.
+    now = run_steps(progress, 30, now=now, waited_s=100.0, trained_s=300.0)
     assert progress.recent_idle_ratio(now) == pytest.approx(0.25)
     assert len(progress._waits) <= IDLE_WINDOW_STEPS + 1
 
 
-CURVE = LearningCurve(
-    rewards={step: step / 10 for step in range(1, 8)},
-    evaluations=((0, 0.3, 0.2), (4, 0.5, 0.4), (6, 0.6, 0.5)),
-)
-
-
-def test_the_curve_goes_on_where_a_run_was_resumed() -> None:
-    progress = Progress(staleness_tokens={}, now=0.0, step=4, earlier=CURVE)
-    assert list(progress._rewards) == [0.1, 0.2, 0.3, 0.4]  # later ones are void
+def test_the_curve_goes_on_where_a_run_was_resumed_after_its_last_hole() -> None:
+    rewards = {step: step / 10 for step in range(1, 8) if step != 2}
+    evaluations = ((0, 0.3, 0.2), (4, 0.5, 0.4), (6, 0.6, 0.5))
+    curve = LearningCurve(rewards=rewards, evaluations=evaluations)
+    progress = Progress(staleness_tokens={}, now=0.0, step=4, earlier=curve)
+    assert list(progress._rewards) == [0.3, 0.4]  # later ones are void
     assert list(progress._evals) == [(0, 0.3, 0.2), (4, 0.5, 0.4)]
     progress.evaluated(4, 0.55, 0.45, num_errors=2)
     assert list(progress._evals) == [(0, 0.3, 0.2), (4, 0.55, 0.45)]
     assert progress._eval_errors == {4: 2}
-
-
-def test_a_curve_with_a_hole_begins_after_it() -> None:
-    curve = LearningCurve(rewards={1: 0.1, 3: 0.3, 4: 0.4}, evaluations=())
-    progress = Progress(staleness_tokens={}, now=0.0, step=4, earlier=curve)
-    assert list(progress._rewards) == [0.3, 0.4]
 
 
 def test_the_learner_says_whom_it_waits_for(make_world: MakeWorld) -> None:
@@ -166,9 +150,8 @@ def test_a_snapshot_shows_every_node_and_at_the_end_what_the_run_has_learned(
     for name in ("w0", "w1"):
         world.worker(name)
     world.run_until(lambda: world.end("learner"))
-    seen = {node.node_id for snapshot in world.snapshots for node in snapshot.nodes}
-    assert seen == {"w0", "w1"}
     last = world.snapshots[-1]
+    assert {node.node_id for each in world.snapshots for node in each.nodes} == {"w0", "w1"}
     assert sum(last.staleness_tokens.values()) > 0
     assert len(last.reward_history) == 8
     assert (last.activity, last.waiting_for) == ("done", "")
@@ -193,13 +176,9 @@ def test_totals_become_differences_over_all_workers() -> None:
     assert metrics.row(second) == pytest.approx(
         {"env/calls": 4, "env/errors": 0, "env/retries": 0, "env/latency": 0.01}
     )
-
-
-def test_a_worker_that_leaves_or_starts_anew_takes_nothing_back() -> None:
-    metrics = TaskMetrics()
-    metrics.row({"w1": {"env/calls": 10}, "w2": {"env/calls": 7}})
+    # A worker that starts anew or leaves takes nothing back.
     assert metrics.row({"w1": {"env/calls": 3}})["env/calls"] == 3
-    assert metrics.row({"w1": {"env/calls": 3}, "w2": {"env/calls": 8}})["env/calls"] == 1
+    assert metrics.row({"w1": {"env/calls": 3}, "w2": {"env/calls": 11}})["env/calls"] == 1
 
 
 def test_of_workers_that_come_and_go_the_newest_are_remembered(
@@ -213,13 +192,9 @@ def test_of_workers_that_come_and_go_the_newest_are_remembered(
     assert metrics.row({"w1": {"env/calls": 11}})["env/calls"] == 11
 
 
-def test_without_a_task_that_is_called_there_is_no_row() -> None:
-    assert TaskMetrics().row({"w1": {"refused/stale": 3}}) == {}
-
-
-def test_what_rarely_happens_is_shown_from_its_first_time_on() -> None:
+def test_what_is_rare_is_shown_from_its_first_time_on_and_of_no_call_nothing() -> None:
     metrics = TaskMetrics()
-    assert metrics.row({"w1": {"engine/out_of_memory": 0}}) == {}
+    assert metrics.row({"w1": {"engine/out_of_memory": 0, "refused/stale": 3}}) == {}
     assert metrics.row({"w1": {"engine/out_of_memory": 2}}) == {"engine/out_of_memory": 2}
     second = {"w1": {"engine/out_of_memory": 2, "env/turn_limit": 5}}
     assert metrics.row(second) == {"engine/out_of_memory": 0, "env/turn_limit": 5}
@@ -228,37 +203,18 @@ def test_what_rarely_happens_is_shown_from_its_first_time_on() -> None:
 # --- evaluation -----------------------------------------------------------------------------------
 
 
-class EchoEngine(Engine):
+class EchoEngine(StubEngine):
     """Answers with the prompt's last token; sampled ones with that plus the seed's parity."""
 
-    installed = None
-
-    def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
-        pass
-
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, *_: object, **named: object
+        self, requests: Sequence[Request], sampling: Sampling, *_: Any, **named: Any
     ) -> list[Completion]:
         ids = [int(r.prompt_ids[-1]) + (0 if sampling.greedy else r.seed % 2) for r in requests]
+        logprobs, versions = np.zeros(1, np.float32), np.zeros((1, 2), np.int32)
         return [
-            Completion(
-                r.request_id,
-                np.array([i], np.int32),
-                np.zeros(1, np.float32),
-                "stop",
-                np.zeros((1, 2), np.int32),
-            )
+            Completion(r.request_id, np.array([i], np.int32), logprobs, "stop", versions)
             for r, i in zip(requests, ids, strict=True)
         ]
-
-    def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[None]:
-        raise NotImplementedError
-
-    def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
-        return 8
-
-    def close(self) -> None:
-        pass
 
 
 class Same(Task):
@@ -271,23 +227,19 @@ class Same(Task):
         return float(completion == example.answer)
 
 
-SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_completion_tokens=4, stop_ids=())
-
-
-class FirstId:
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(ids[0])
+SAMPLING = Sampling(1.0, 1.0, 0, 4, ())
 
 
 def make_evaluator(
-    prompts: Sequence[int] = range(4), engine: type[Engine] = EchoEngine
+    prompts: Sequence[int] = range(4), engine: type[StubEngine] = EchoEngine
 ) -> Evaluator:
     task = Same()
+    text: Any = SimpleNamespace(decode=lambda ids: str(ids[0]))
     return Evaluator(
         engine(),
         InlineHost(task, Limits(score_s=60.0, step_s=60.0)),
         prompts=[(task.example(i, split="heldout"), [0, i]) for i in prompts],
-        text=FirstId(),  # type: ignore[arg-type]
+        text=text,
         sampling=SAMPLING,
     )
 
@@ -335,20 +287,19 @@ def test_it_stops_wherever_it_is(after: int) -> None:
     assert make_evaluator().evaluate(PolicyVersion(1, 0), {}, stop) is None
 
 
-def due_steps(published: Sequence[int], *, max_steps: int = 1000) -> list[int]:
-    async def ask() -> list[int]:
-        evaluations = Evaluations(make_evaluator(), interval_steps=20, max_steps=max_steps)
-        return [s for s in published if await evaluations.is_due(PolicyVersion(1, s))]
-
-    return asyncio.run(ask())
-
-
 def test_every_interval_is_evaluated_once_whatever_the_publish_period() -> None:
-    assert due_steps(range(61)) == [0, 20, 40, 60]
-    assert due_steps(range(0, 70, 3)) == [0, 21, 42, 60]
-    assert due_steps(range(0, 100, 30)) == [0, 30, 60, 90]
-    assert due_steps(range(25, 62)) == [40, 60], "a resume between two waits for the next"
-    assert due_steps(range(34), max_steps=33) == [0, 20, 33], "the last one always is"
+    def due_steps(*published: int, max_steps: int = 1000) -> list[int]:
+        async def ask() -> list[int]:
+            evaluations = Evaluations(make_evaluator(), interval_steps=20, max_steps=max_steps)
+            return [s for s in published if await evaluations.is_due(PolicyVersion(1, s))]
+
+        return asyncio.run(ask())
+
+    assert due_steps(*range(61)) == [0, 20, 40, 60]
+    assert due_steps(*range(0, 70, 3)) == [0, 21, 42, 60]
+    assert due_steps(*range(0, 100, 30)) == [0, 30, 60, 90]
+    assert due_steps(*range(25, 62)) == [40, 60], "a resume between two waits for the next"
+    assert due_steps(*range(34), max_steps=33) == [0, 20, 33], "the last one always is"
 
 
 def test_one_runs_at_a_time_and_the_last_waits_for_it() -> None:

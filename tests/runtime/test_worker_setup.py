@@ -7,26 +7,19 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from blake3 import blake3
 
 from echo.config.load import inherited_settings, parse_config
-from echo.core.errors import ConfigError, RefusedError, StorageError
+from echo.core.errors import ConfigError, StorageError
 from echo.engine import model
+from echo.engine.hf.engine import SAMPLING_BYTES_PER_LOGIT
 from echo.engine.model import model_directory, own_model
-from echo.roles.relay import Relay
-from echo.runtime import relay
 from echo.runtime.episodes import code_settings
-from echo.runtime.identity import load_or_create_keys, write_join
 from echo.runtime.worker import setup
 from echo.runtime.worker.setup import build_parts
 from echo.tasks.tokenization import asset_files
 from echo.weights.manifest import hash_image
-from echo.wire.actions import Action, Send
-from echo.wire.codec import decode_envelope, decode_message, encode
-from echo.wire.messages import LEARNER_ID, Asset, AssetRequest, Welcome
-from tests.runtime.harness import RELAY, Play, Run, running
+from tests.runtime.harness import Play, Run, running
 
 EVIL = b"""
 from pathlib import Path
@@ -37,59 +30,6 @@ Path(__file__).with_name("was_run").touch()
 def correct(completion):
     return 1.0
 """
-
-
-# --- a relay that is anybody ----------------------------------------------------------------------
-
-
-class PosingRelay(Relay):
-    """Sends a Python file along, and names it as the reward function."""
-
-    directory = Path()
-    """Of the worker's inherited files."""
-
-    def forward(self, peer: str, envelope: Any, frames: list[Any]) -> list[Action]:
-        match message := decode_message(envelope):
-            case Welcome():
-                options = {"reward": f"{self.directory / 'evil.py'}:correct"}
-                changed = msgspec.structs.replace(
-                    message,
-                    settings=message.settings | {"task.kind": "dataset", "task.options": options},
-                    assets=message.assets | {"evil.py": (blake3(EVIL).hexdigest(), len(EVIL))},
-                )
-                frames = encode(changed, source=envelope.source, target=envelope.target)
-                envelope = decode_envelope(frames)
-            case AssetRequest(name="evil.py"):
-                answer = encode(Asset("evil.py"), [EVIL], source=LEARNER_ID, target=envelope.source)
-                return [Send(peer, answer)]
-        return super().forward(peer, envelope, frames)
-
-
-def test_a_relay_cannot_have_a_worker_run_its_code(
-    play: Play, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(relay, "Relay", PosingRelay)
-
-    async def scenario(run: Run) -> None:
-        join = write_join(run.run_dir, "tcp://learner:7700", *load_or_create_keys(run.run_dir))
-        node_dir = run.run_dir / "workers" / "w1"
-        monkeypatch.setattr(PosingRelay, "directory", node_dir / "model")
-        learner = await run.learner()
-        relay = await run.relay()
-        worker = await run.worker("w1", worker={"connect": [RELAY]}, security={"join": str(join)})
-        async with running(learner, relay, worker) as (_, _, working):
-            with pytest.raises(RefusedError) as caught:
-                await working
-        assert f"over {RELAY} (relay): " in str(caught.value)
-        assert "has not signed" in str(caught.value)
-        assert not list(node_dir.rglob("*")), "a file was written"
-
-    play(scenario)
-    assert not list(tmp_path.rglob("was_run")), "code was run"
-
-
-# --- code -----------------------------------------------------------------------------------------
 
 
 def inherited(model_dir: Path, **task: Any) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -141,6 +81,26 @@ def test_a_model_of_the_shared_file_is_the_learners_unless_it_is_here_or_set_her
     here = {"model": {"name": str(model_dir)}}
     assert own_model(parse_config(here, source="two-machines.toml")) == model_dir
     assert own_model(parse_config(hub_id, ["model.name=my/copy"])) == Path("my/copy")
+
+
+def test_the_longest_prompt_is_what_the_window_or_the_memory_leaves(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, assets = inherited(model_dir, kind="addition")
+    settings["sampling.max_completion_tokens"] = 6
+    config_json = json.loads(assets["config.json"]) | {"max_position_embeddings": 2048}
+    assets["config.json"] = json.dumps(config_json).encode()
+
+    def bound() -> tuple[int, str]:
+        parts = build_parts(parse_config({}), tmp_path / "w1", settings, assets)
+        parts.engine.close()
+        return parts.max_prompt_tokens, parts.prompt_bound
+
+    assert bound() == (2042, "the model's window")
+    weights, one_token = 100_736 * 4, 2 * 3 * 2 * 16 * 4
+    budget = weights + SAMPLING_BYTES_PER_LOGIT * 32 + one_token * (1200 + 6)
+    monkeypatch.setattr("echo.engine.hf.engine.free_bytes", lambda device: 2 * budget)
+    assert bound() == (1200, "this worker's memory")
 
 
 def test_inherited_files_cannot_ask_for_code(model_dir: Path, tmp_path: Path) -> None:
