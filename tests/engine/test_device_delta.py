@@ -116,6 +116,8 @@ def test_blocks_that_are_short_or_end_within_a_word_are_those_of_the_host(num_by
     tensors = [TensorSpec("a", "bfloat16", (num_bytes // 2,), 0, num_bytes // 2 * 2)]
     delta = DeviceDelta(torch.from_numpy(old))
     assert list(delta.encode(torch.from_numpy(new), tensors)) == on_host(old, new, tensors, 1 << 16)
+    with pytest.raises(EngineError, match=rf"uint8\[9\] on cpu cannot follow .*uint8\[{num_bytes}"):
+        list(delta.encode(torch.zeros(9, dtype=torch.uint8), []))
 
 
 def test_an_abandoned_iteration_leaves_the_last_image() -> None:
@@ -125,12 +127,6 @@ def test_an_abandoned_iteration_leaves_the_last_image() -> None:
     next(delta.encode(torch.from_numpy(second), tensors))
     made = list(delta.encode(torch.from_numpy(third), tensors))
     assert made == on_host(first, third, tensors, 1 << 13)
-
-
-def test_an_image_of_another_length_is_refused() -> None:
-    delta = DeviceDelta(torch.zeros(8, dtype=torch.uint8))
-    with pytest.raises(EngineError, match=r"uint8\[9\] on cpu cannot follow one of torch.uint8\[8"):
-        list(delta.encode(torch.zeros(9, dtype=torch.uint8), []))
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -328,14 +329,11 @@ class TestPatches(PatchContract):
                 store(change, own)
 
         monkeypatch.setattr(TensorChange, "store", store_most)
+        (specs, old), (_, new) = images
         for _ in range(2):
             self.patch(engine, image, images)
             self.assert_samples(engine, models[1], V2)
-            engine.patch(
-                patch_between(images[0][0], images[1][1], images[0][1], base=V2, version=V1),
-                image,
-                images[0][0],
-            )
+            engine.patch(patch_between(specs, new, old, base=V2, version=V1), image, specs)
         assert caplog.text.count("v2, changed in place, is not what vLLM samples") == 1
 
 
@@ -349,105 +347,95 @@ class TestLifeContract(EngineLifeContract):
         return partial(VllmEngine, **SMALL)
 
 
+@pytest.fixture
+def own_engine(make_tiny_model: Callable[..., Path]) -> Iterator[Callable[..., VllmEngine]]:
+    """Return a function that starts an engine for one test alone, with v1."""
+    engines: list[VllmEngine] = []
+
+    def make(num_bytes: int) -> VllmEngine:
+        model_dir = make_tiny_model(head_dim=32, seed=3, initializer_range=0.2)
+        cache = {"kv_cache_memory_bytes": num_bytes}
+        engines.append(VllmEngine(model_dir, arguments=cache, num_threads=1))
+        engines[-1].load(load_directory(model_dir, "float32"), V1)
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def fail_steps(monkeypatch: pytest.MonkeyPatch, is_too_much: Callable[[int], bool]) -> None:
+    """Have steps of real vLLM fail as CUDA does where so many rollouts exceed the memory."""
+    llm_engine = importlib.import_module("vllm.v1.engine.llm_engine")
+    step = llm_engine.LLMEngine.step
+
+    def limited(vllm: Any) -> Any:
+        if is_too_much(len(vllm.output_processor.request_states)):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return step(vllm)
+
+    monkeypatch.setattr(llm_engine.LLMEngine, "step", limited)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("num_held", [3, 0])
 def test_out_of_memory_makes_it_start_anew_for_fewer_at_one_time(
-    make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, num_held: int
+    own_engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch, num_held: int
 ) -> None:
-    """A step of real vLLM fails as CUDA does where more rollouts run than memory holds."""
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    torch.set_num_threads(1)
-    model_dir = make_tiny_model(head_dim=32, seed=3, initializer_range=0.2)
-    step, is_short = LLMEngine.step, False
-
-    def limited(vllm):  # type: ignore[no-untyped-def]
-        if is_short and len(vllm.output_processor.request_states) > num_held:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return step(vllm)
-
-    monkeypatch.setattr(LLMEngine, "step", limited)
-    engine = VllmEngine(model_dir, **SMALL)
-    try:
-        engine.load(load_directory(model_dir, "float32"), V1)
-        requests = [request([1, 5, n], n, str(n)) for n in range(12)]
-        how = Sampling(1.0, 1.0, 0, 40, ())
-        expected = run(engine, requests, how)
-        num_blocks = engine.current()[0].facts.num_blocks
-        is_short = True
-        if not num_held:
-            with pytest.raises(EngineError) as caught:
-                run(engine, requests, how)
-            for part in (
-                "a single rollout",
-                "CUDA out of memory",
-                "the weights take ",
-                " blocks of ",
-            ):
-                assert part in str(caught.value)
-            return
-        for one, other in zip(run(engine, requests, how), expected, strict=True):
-            assert one.token_ids.tolist() == other.token_ids.tolist()
-        assert engine.take_counts() == {"engine/out_of_memory": 2}
-        assert engine.max_concurrent_rollouts(3, 40) == 3
-        facts = engine.current()[0].facts
-        assert facts.max_num_seqs == 4
-        assert facts.num_blocks == num_blocks // 4
-        assert engine.window == facts.max_model_len == 128
-        run(engine, requests, how)
-        assert engine.take_counts() == {}, "the smaller concurrency was not kept"
-    finally:
-        engine.close()
+    engine = own_engine(64 << 20)
+    requests = [request([1, 5, n], n, str(n)) for n in range(12)]
+    how = Sampling(1.0, 1.0, 0, 40, ())
+    expected = run(engine, requests, how)
+    num_blocks = engine.current()[0].facts.num_blocks
+    fail_steps(monkeypatch, lambda num_rollouts: num_rollouts > num_held)
+    if not num_held:
+        with pytest.raises(EngineError) as caught:
+            run(engine, requests, how)
+        for part in ("a single rollout", "CUDA out of memory", "the weights take ", " blocks of "):
+            assert part in str(caught.value)
+        return
+    for one, other in zip(run(engine, requests, how), expected, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert engine.take_counts() == {"engine/out_of_memory": 2}
+    assert engine.max_concurrent_rollouts(3, 40) == 3
+    facts = engine.current()[0].facts
+    assert facts.max_num_seqs == 4
+    assert facts.num_blocks == num_blocks // 4
+    assert engine.window == facts.max_model_len == 128
+    run(engine, requests, how)
+    assert engine.take_counts() == {}, "the smaller concurrency was not kept"
 
 
 def test_a_start_that_fails_of_something_else_is_not_tried_again(
-    make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    own_engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    num_tries = 0
-
-    def fail(*_: object, **__: object) -> None:
-        nonlocal num_tries
-        num_tries += 1
-        raise ValueError("no such kernel")
-
-    monkeypatch.setattr(LLMEngine, "from_engine_args", fail)
+    start = mock.Mock(side_effect=ValueError("no such kernel"))
+    llm_engine = importlib.import_module("vllm.v1.engine.llm_engine")
+    monkeypatch.setattr(llm_engine.LLMEngine, "from_engine_args", start)
     with pytest.raises(EngineError, match="vLLM does not start: ValueError: no such kernel"):
-        VllmEngine(make_tiny_model(head_dim=32), **SMALL)
-    assert num_tries == 1
+        own_engine(64 << 20)
+    assert start.call_count == 1
 
 
 def test_a_smaller_cache_still_holds_the_longest_rollout(
-    make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    own_engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.v1.engine.llm_engine import LLMEngine
+    engine = own_engine(220 << 10)  # room for 220 tokens, of which one rollout may have 128
+    assert engine.max_concurrent_rollouts(64, 64) == 1
+    engine._num_restarts = MAX_RESTARTS  # of other things, which will not be the end of it
+    failed: list[int] = []
 
-    step, num_failures = LLMEngine.step, 0
+    def is_too_much_once(number: int) -> bool:
+        is_first = number > 2 and not failed
+        failed.extend([number] * is_first)
+        return is_first
 
-    def fail_once(vllm):  # type: ignore[no-untyped-def]
-        nonlocal num_failures
-        if not num_failures and len(vllm.output_processor.request_states) > 2:
-            num_failures += 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return step(vllm)
-
-    monkeypatch.setattr(LLMEngine, "step", fail_once)
-    model_dir = make_tiny_model(head_dim=32)
-    weights = load_directory(model_dir, "float32")
-    # Room for 220 tokens, of which one rollout may have 128.
-    engine = VllmEngine(model_dir, arguments={"kv_cache_memory_bytes": 220 << 10}, num_threads=1)
-    try:
-        engine.load(weights, V1)
-        assert engine.max_concurrent_rollouts(64, 64) == 1
-        engine._num_restarts = MAX_RESTARTS  # of other things, which will not be the end of it
-        requests = [request([1, 5, n], n, str(n)) for n in range(6)]
-        completions = run(engine, requests, Sampling(1.0, 1.0, 0, 20, ()))
-        assert [c.request_id for c in completions] == [r.request_id for r in requests]
-        assert {len(c.token_ids) for c in completions} == {20}
-        assert engine.take_counts() == {"engine/out_of_memory": 1}
-        assert engine.max_concurrent_rollouts(64, 64) == 1
-        [whole] = run(engine, requests[:1], ENDLESS)
-        assert len(whole.token_ids) == 125
-    finally:
-        engine.close()
+    fail_steps(monkeypatch, is_too_much_once)
+    requests = [request([1, 5, n], n, str(n)) for n in range(6)]
+    completions = run(engine, requests, Sampling(1.0, 1.0, 0, 20, ()))
+    assert [c.request_id for c in completions] == [r.request_id for r in requests]
+    assert {len(c.token_ids) for c in completions} == {20}
+    assert engine.take_counts() == {"engine/out_of_memory": 1}
+    assert engine.max_concurrent_rollouts(64, 64) == 1
+    [whole] = run(engine, requests[:1], ENDLESS)
+    assert len(whole.token_ids) == 125

@@ -27,7 +27,7 @@ from tests.engine.engine_contract import (
     V2,
     Models,
     Watched,
-    assert_the_learners,
+    assert_swapped,
     request,
     run,
     versions_of,
@@ -103,14 +103,7 @@ class TestProcess(Models):
         watched.wait_for(40)
         engine.patch(patch_between(specs, old, new, base=V1, version=V2), image, specs)
         for prompt, completion in zip(requests, watched.result(), strict=True):
-            num_old = versions_of(completion).count(V1)
-            assert set(versions_of(completion)) == {V1, V2}
-            assert len(completion.token_ids) == 400
-            for model, part in [
-                (models[0], slice(None, num_old)),
-                (models[1], slice(num_old, None)),
-            ]:
-                assert_the_learners(completion, model, prompt, LONGER, part)
+            assert_swapped(completion, prompt, models, LONGER)
 
         watched = Watched(engine, requests, LONGER)
         watched.wait_for(40)
