@@ -30,6 +30,9 @@ from tests.engine.watchers import STOPPED, watching
 
 MakeTinyModel = Callable[..., Path]
 MakeEngine = Callable[..., Engine]
+Module = torch.nn.Module
+Weights = Mapping[str, Tensor]
+Image = tuple[tuple[TensorSpec, ...], bytearray]
 
 EOS = 2
 WITHIN_S = 240.0
@@ -74,7 +77,7 @@ def run(engine: Engine, requests: Sequence[Request], how: Sampling = PLAIN) -> l
 
 @torch.no_grad()
 def reference_logprobs(
-    model: torch.nn.Module, prompt: Request, completion: Completion, how: Sampling
+    model: Module, prompt: Request, completion: Completion, how: Sampling
 ) -> np.ndarray:
     """One full forward over prompt and completion: no cache, no padding, no batch."""
     ids = torch.tensor([*prompt.context_ids.tolist(), *completion.token_ids.tolist()])
@@ -85,7 +88,7 @@ def reference_logprobs(
 
 def assert_the_learners(
     completion: Completion,
-    model: torch.nn.Module,
+    model: Module,
     prompt: Request,
     how: Sampling = PLAIN,
     part: slice = slice(None),
@@ -101,10 +104,7 @@ def versions_of(completion: Completion) -> list[PolicyVersion]:
 
 
 def assert_swapped(
-    completion: Completion,
-    prompt: Request,
-    models: Sequence[torch.nn.Module],
-    how: Sampling = ENDLESS,
+    completion: Completion, prompt: Request, models: Sequence[Module], how: Sampling = ENDLESS
 ) -> int:
     """Check that each token is what the version it names would have sampled, v1's and then v2's.
 
@@ -198,13 +198,13 @@ class Models:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def models(cls, model_dirs: list[Path]) -> list[torch.nn.Module]:
+    def models(cls, model_dirs: list[Path]) -> list[Module]:
         torch.set_num_threads(1)
         return [AutoModelForCausalLM.from_pretrained(path).eval() for path in model_dirs]
 
     @pytest.fixture(scope="class")
     @classmethod
-    def weights(cls, model_dirs: list[Path]) -> list[Mapping[str, Tensor]]:
+    def weights(cls, model_dirs: list[Path]) -> list[Weights]:
         """As they arrive at a worker: views of a version's image."""
         return [
             tensors_from_image(specs, memoryview(image).toreadonly())
@@ -213,12 +213,12 @@ class Models:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def images(cls, model_dirs: list[Path]) -> list[tuple[tuple[TensorSpec, ...], bytearray]]:
+    def images(cls, model_dirs: list[Path]) -> list[Image]:
         """The images themselves."""
         return list(map(_published, model_dirs))
 
 
-def _published(path: Path) -> tuple[tuple[TensorSpec, ...], bytearray]:
+def _published(path: Path) -> Image:
     return publish_image(load_directory(path, "float32"), "float32")
 
 
@@ -233,17 +233,14 @@ class PatchContract(Models):
         engine.close()
 
     @pytest.fixture
-    def engine(self, shared_engine: Engine, weights: list[Mapping[str, Tensor]]) -> Engine:
+    def engine(self, shared_engine: Engine, weights: list[Weights]) -> Engine:
         """An engine that samples from the first weights, called v1."""
         shared_engine.load(weights[0], V1)
         return shared_engine
 
     @pytest.mark.slow
     def test_a_patch_is_written_while_tokens_come(
-        self,
-        engine: Engine,
-        models: list[torch.nn.Module],
-        images: list[tuple[tuple[TensorSpec, ...], bytearray]],
+        self, engine: Engine, models: list[Module], images: list[Image]
     ) -> None:
         (specs, old), (_, new) = images
         image = memoryview(bytearray(old))
@@ -265,7 +262,7 @@ class EngineContract(PatchContract):
 
     @pytest.mark.parametrize("how", SAMPLINGS.values(), ids=SAMPLINGS.keys())
     def test_logprobs_are_the_learners(
-        self, engine: Engine, models: list[torch.nn.Module], how: Sampling
+        self, engine: Engine, models: list[Module], how: Sampling
     ) -> None:
         requests = mixed_requests(16)
         for prompt, completion in zip(requests, run(engine, requests, how), strict=True):
@@ -285,9 +282,7 @@ class EngineContract(PatchContract):
         alone = run(engine, requests[1:2], replace(PLAIN, stop_ids=()))[0]
         assert alone.token_ids.tolist() == second.token_ids.tolist()
 
-    def test_greedy_is_the_most_likely_token(
-        self, engine: Engine, models: list[torch.nn.Module]
-    ) -> None:
+    def test_greedy_is_the_most_likely_token(self, engine: Engine, models: list[Module]) -> None:
         [completion] = run(engine, [request([1, 5, 6])], SAMPLINGS["greedy"])
         tokens = completion.token_ids.tolist()
         with torch.no_grad():
@@ -332,9 +327,7 @@ class EngineContract(PatchContract):
         assert engine.can_sample()
         assert run(engine, []) == []
 
-    def test_abort_returns_what_was_sampled(
-        self, engine: Engine, models: list[torch.nn.Module]
-    ) -> None:
+    def test_abort_returns_what_was_sampled(self, engine: Engine, models: list[Module]) -> None:
         requests = [request([1, 5, 6], seed, f"r{seed}") for seed in range(4)]
         watched = Watched(engine, requests)
         watched.wait_for(40)
@@ -351,7 +344,7 @@ class EngineContract(PatchContract):
         assert {c.finish_reason for c in at_once} == {"abort"}
         assert sum(len(c.token_ids) for c in at_once) < 8 * LONG
 
-    def test_a_prefix_is_continued(self, engine: Engine, models: list[torch.nn.Module]) -> None:
+    def test_a_prefix_is_continued(self, engine: Engine, models: list[Module]) -> None:
         how = replace(PLAIN, stop_ids=(), max_completion_tokens=10)
         begun = Request("r", np.array([1, 5], np.int32), 3, np.array([7, 8, 9], np.int32))
         completion = run(engine, [begun], how)[0]
@@ -362,10 +355,7 @@ class EngineContract(PatchContract):
             run(engine, [full], how)
 
     def test_a_stopped_rollout_goes_on_under_other_weights(
-        self,
-        engine: Engine,
-        models: list[torch.nn.Module],
-        weights: list[Mapping[str, Tensor]],
+        self, engine: Engine, models: list[Module], weights: list[Weights]
     ) -> None:
         """Segments of two versions join into one rollout, each token exact under its own."""
         requests = [request([1, 5, *range(3, 4 + n)], n, f"r{n}") for n in range(3)]
@@ -406,10 +396,7 @@ class EngineContract(PatchContract):
 
     @pytest.mark.slow
     def test_weights_are_swapped_while_tokens_come(
-        self,
-        engine: Engine,
-        models: list[torch.nn.Module],
-        weights: list[Mapping[str, Tensor]],
+        self, engine: Engine, models: list[Module], weights: list[Weights]
     ) -> None:
         requests = [request([1, 5, 6, *range(3, 3 + n)], n, f"r{n}") for n in range(4)]
         watched = Watched(engine, requests)
@@ -421,7 +408,7 @@ class EngineContract(PatchContract):
             assert_swapped(completion, prompt, models)
 
     def test_wrong_weights_leave_the_version_before(
-        self, engine: Engine, models: list[torch.nn.Module], weights: list[Mapping[str, Tensor]]
+        self, engine: Engine, models: list[Module], weights: list[Weights]
     ) -> None:
         name = "model.norm.weight"
         missing = {key: value for key, value in weights[1].items() if key != name}
@@ -446,7 +433,7 @@ class EngineContract(PatchContract):
 
     @pytest.mark.slow
     def test_a_swap_waits_for_requests_of_an_exact_version(
-        self, engine: Engine, weights: list[Mapping[str, Tensor]]
+        self, engine: Engine, weights: list[Weights]
     ) -> None:
         started = threading.Event()
         with ThreadPoolExecutor(2) as pool:
@@ -465,7 +452,7 @@ class EngineContract(PatchContract):
         assert engine.installed == V2
 
     def test_a_swap_waits_for_several_calls_that_are_held_together(
-        self, engine: Engine, weights: list[Mapping[str, Tensor]]
+        self, engine: Engine, weights: list[Weights]
     ) -> None:
         with ThreadPoolExecutor(1) as pool:
             with engine.holding(V1):
@@ -481,7 +468,7 @@ class EngineContract(PatchContract):
             pass
 
     def test_calls_from_several_threads_get_their_own(
-        self, engine: Engine, models: list[torch.nn.Module]
+        self, engine: Engine, models: list[Module]
     ) -> None:
         batches = [[request([1, n], n, f"{n}.{i}") for i in range(3)] for n in range(3, 7)]
         with ThreadPoolExecutor(4) as pool:
@@ -503,9 +490,9 @@ class EngineLifeContract(Models):
         self,
         make_engine: MakeEngine,
         model_dirs: list[Path],
-        models: list[torch.nn.Module],
-        images: list[tuple[tuple[TensorSpec, ...], bytearray]],
-        weights: list[Mapping[str, Tensor]],
+        models: list[Module],
+        images: list[Image],
+        weights: list[Weights],
         is_patch: bool,
     ) -> None:
         (specs, old), (_, new) = images
@@ -533,7 +520,7 @@ class EngineLifeContract(Models):
             engine.close()
 
     def test_before_weights_and_after_close_nothing_is_generated(
-        self, make_engine: MakeEngine, model_dirs: list[Path], weights: list[Mapping[str, Tensor]]
+        self, make_engine: MakeEngine, model_dirs: list[Path], weights: list[Weights]
     ) -> None:
         engine = make_engine(model_dirs[0])
         assert engine.installed is None

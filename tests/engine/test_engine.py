@@ -159,9 +159,7 @@ def test_the_ways_in_which_memory_runs_out_are_known(error: BaseException, is_me
     assert is_out_of_memory(error) is is_out_of_memory(describe_error(error)) is is_memory
 
 
-def test_the_limit_is_halved_until_one_alone_is_too_much(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_limit_is_halved_until_one_alone_is_too_much(caplog: pytest.LogCaptureFixture) -> None:
     concurrency = Concurrency()
     assert concurrency.bounded(100) == 100
     for limit in (3, 1):

@@ -15,13 +15,7 @@ from transformers import AutoModelForCausalLM
 from echo.algo.losses import GrpoLoss
 from echo.core.errors import ConfigError, DataError, EngineError
 from echo.engine.hf.engine import TransformersEngine
-from echo.engine.lora import (
-    Lora,
-    base_digest,
-    build_adapted,
-    export_adapter,
-    load_adapter,
-)
+from echo.engine.lora import Lora, base_digest, build_adapted, export_adapter, load_adapter
 from echo.engine.model import load_directory
 from echo.engine.weights import save_safetensors
 from echo.train.trainer import OptimizerSettings, Trainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,9 @@ from tests.engine.engine_contract import (
     EngineContract,
     EngineLifeContract,
     Models,
+    Module,
     Watched,
+    Weights,
     assert_the_learners,
     request,
     run,
@@ -45,7 +47,6 @@ from tests.engine.engine_contract import (
 from tests.engine.test_engine import CPU, CUDA
 from tests.engine.watchers import STOPPED, watching
 
-Weights = Mapping[str, Tensor]
 MakeTinyModel = Callable[..., Path]
 
 
@@ -425,10 +426,7 @@ class TestTransactions(Models):
 
     @pytest.mark.slow
     def test_rollouts_under_way_go_on_with_it(
-        self,
-        engine: TransformersEngine,
-        models: list[torch.nn.Module],
-        weights: list[Weights],
+        self, engine: TransformersEngine, models: list[Module], weights: list[Weights]
     ) -> None:
         prompts = [request([1, 5, n], n, f"r{n}") for n in range(2)]
         watched = Watched(engine, prompts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,6 @@ from echo.engine.model import load_directory
 from echo.engine.vllm.backend import BackendOutput, BackendRequest
 from echo.engine.vllm.engine import MAX_RESTARTS, VllmEngine
 from echo.engine.weights import TensorChange, tensors_from_image
-from echo.weights.manifest import TensorSpec
 from tests.engine.engine_contract import (
     ENDLESS,
     LONG,
@@ -39,8 +38,11 @@ from tests.engine.engine_contract import (
     WITHIN_S,
     EngineContract,
     EngineLifeContract,
+    Image,
+    Module,
     PatchContract,
     Watched,
+    Weights,
     assert_the_learners,
     request,
     run,
@@ -55,8 +57,6 @@ from tests.engine.real_vllm import nothing_packed
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 SMALL: dict[str, Any] = {"arguments": {"kv_cache_memory_bytes": 64 << 20}, "num_threads": 1}
-
-Weights = Mapping[str, Tensor]
 
 
 class BrokenWeights(dict[str, Tensor]):
@@ -105,9 +105,7 @@ class TestContract(EngineContract):
 
     # What becomes of swaps and of rollouts under way when something goes wrong.
 
-    def check(
-        self, engine: VllmEngine, watched: Watched, models: list[torch.nn.Module]
-    ) -> list[int]:
+    def check(self, engine: VllmEngine, watched: Watched, models: list[Module]) -> list[int]:
         """All tokens are of v1 and exactly so; return how many each rollout has."""
         counts = []
         for completion in watched.result():
@@ -126,7 +124,7 @@ class TestContract(EngineContract):
     def test_weights_that_do_not_arrive_are_found_and_taken_back(
         self,
         engine: VllmEngine,
-        models: list[torch.nn.Module],
+        models: list[Module],
         weights: list[Weights],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
@@ -154,7 +152,7 @@ class TestContract(EngineContract):
         assert set(versions_of(run(engine, [request([1])])[0])) == {V3}
 
     def test_an_update_that_fails_half_way_is_a_dead_engine_that_comes_back(
-        self, engine: VllmEngine, models: list[torch.nn.Module], weights: list[Weights]
+        self, engine: VllmEngine, models: list[Module], weights: list[Weights]
     ) -> None:
         watched = self.start(engine)
         before = engine.current()[0]
@@ -165,9 +163,7 @@ class TestContract(EngineContract):
         assert self.check(engine, watched, models) == [LONG] * 2
 
     @pytest.mark.matrix
-    def test_a_death_costs_no_rollout(
-        self, engine: VllmEngine, models: list[torch.nn.Module]
-    ) -> None:
+    def test_a_death_costs_no_rollout(self, engine: VllmEngine, models: list[Module]) -> None:
         watched = self.start(engine)
         engine.current()[0].die("killed by the test")
         assert self.check(engine, watched, models) == [LONG] * 2
@@ -175,7 +171,7 @@ class TestContract(EngineContract):
     @pytest.mark.matrix
     @pytest.mark.parametrize("waits", [True, False], ids=["swap-waits", "swap-follows"])
     def test_a_step_that_fails_is_no_fault_of_the_next_swap(
-        self, engine: VllmEngine, models: list[torch.nn.Module], weights: list[Weights], waits: bool
+        self, engine: VllmEngine, models: list[Module], weights: list[Weights], waits: bool
     ) -> None:
         watched = self.start(engine)
         backend = engine.current()[0]
@@ -196,7 +192,7 @@ class TestContract(EngineContract):
 
     @pytest.mark.matrix
     def test_an_abort_that_nobody_asked_for_is_not_taken_for_an_end(
-        self, engine: VllmEngine, models: list[torch.nn.Module]
+        self, engine: VllmEngine, models: list[Module]
     ) -> None:
         """As when somebody tells vLLM's own process to stop."""
         watched = self.start(engine)
@@ -205,7 +201,7 @@ class TestContract(EngineContract):
         assert self.check(engine, watched, models) == [LONG] * 2
 
     def test_prompts_that_together_exceed_one_step_are_sampled(
-        self, engine: VllmEngine, models: list[torch.nn.Module]
+        self, engine: VllmEngine, models: list[Module]
     ) -> None:
         """Prefills in pieces kill vLLM 0.32 on a CPU where requests have seeds."""
         requests = [request([1, *([n + 3, 7] * 230)], n, str(n)) for n in range(16)]
@@ -214,9 +210,6 @@ class TestContract(EngineContract):
         for prompt, completion in zip(requests, run(engine, requests, how), strict=True):
             assert_the_learners(completion, models[0], prompt, how)
         assert engine.current()[0] is before
-
-
-Images = list[tuple[tuple[TensorSpec, ...], bytearray]]
 
 
 @tied_first
@@ -232,20 +225,18 @@ class TestPatches(PatchContract):
             engine.close()
 
     @pytest.fixture
-    def image(self, engine: VllmEngine, images: Images) -> memoryview:
+    def image(self, engine: VllmEngine, images: list[Image]) -> memoryview:
         """The memory of v1, which the engine was given."""
         specs, old = images[0]
         image = memoryview(bytearray(old))
         engine.load(tensors_from_image(specs, image.toreadonly()), V1)
         return image
 
-    def patch(self, engine: VllmEngine, image: memoryview, images: Images) -> None:
+    def patch(self, engine: VllmEngine, image: memoryview, images: list[Image]) -> None:
         (specs, old), (_, new) = images
         engine.patch(patch_between(specs, old, new, base=V1, version=V2), image, specs)
 
-    def assert_samples(
-        self, engine: VllmEngine, model: torch.nn.Module, version: PolicyVersion
-    ) -> None:
+    def assert_samples(self, engine: VllmEngine, model: Module, version: PolicyVersion) -> None:
         assert engine.installed == version
         [completion] = run(engine, [request([1, 5, 6])])
         assert set(versions_of(completion)) == {version}
@@ -255,8 +246,8 @@ class TestPatches(PatchContract):
         self,
         engine: VllmEngine,
         image: memoryview,
-        images: Images,
-        models: list[torch.nn.Module],
+        images: list[Image],
+        models: list[Module],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """And what a patch did not name has stayed where it was."""
@@ -273,8 +264,8 @@ class TestPatches(PatchContract):
         self,
         engine: VllmEngine,
         image: memoryview,
-        images: Images,
-        models: list[torch.nn.Module],
+        images: list[Image],
+        models: list[Module],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         expected = engine._probe.expected
@@ -290,8 +281,8 @@ class TestPatches(PatchContract):
         self,
         engine: VllmEngine,
         image: memoryview,
-        images: Images,
-        models: list[torch.nn.Module],
+        images: list[Image],
+        models: list[Module],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         store, num_stored = TensorChange.store, 0
@@ -316,8 +307,8 @@ class TestPatches(PatchContract):
         self,
         engine: VllmEngine,
         image: memoryview,
-        images: Images,
-        models: list[torch.nn.Module],
+        images: list[Image],
+        models: list[Module],
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:

@@ -20,12 +20,13 @@ from echo.engine.engine import Sampling, is_out_of_memory
 from echo.engine.model import load_directory
 from echo.engine.vllm.engine import VllmEngine
 from echo.engine.weights import tensors_from_image
-from echo.weights.manifest import TensorSpec
 from tests.engine.engine_contract import (
     LONGER,
     V1,
     V2,
+    Image,
     Models,
+    Module,
     Watched,
     assert_swapped,
     request,
@@ -89,10 +90,7 @@ class TestProcess(Models):
             engine.close()
 
     def test_swaps_aborts_and_deaths(
-        self,
-        engine: VllmEngine,
-        models: list[torch.nn.Module],
-        images: list[tuple[tuple[TensorSpec, ...], bytearray]],
+        self, engine: VllmEngine, models: list[Module], images: list[Image]
     ) -> None:
         requests = [request([1, 5, n], n, str(n)) for n in range(4)]
         (specs, old), (_, new) = images

@@ -17,13 +17,7 @@ from typing import Any
 import pytest
 
 from echo.core.errors import ConfigError
-from echo.tasks.rewards import (
-    MAX_STUCK_THREADS,
-    InlineHost,
-    Limits,
-    PoolHost,
-    RewardError,
-)
+from echo.tasks.rewards import MAX_STUCK_THREADS, InlineHost, Limits, PoolHost, RewardError
 from echo.tasks.task import Example, Task
 
 EXAMPLE = Example(index=3, split="train", prompt="?", answer=3, source="rows.jsonl:4")
