@@ -48,45 +48,24 @@ from echo.core.errors import ConfigError
 PATHS = sorted({leaf.path for leaf in every_leaf()})
 BROKEN = """
 batch_size = 128
-
-[batch]
-group_sise = 8
-
-[sync]
-max_staleness = 1
-publish_period = 9
-
-[model]
-dtype = "bfloat"
-
-[optimizer]
-learning_rate = "3e-4"
-
-[task]
-reward_timeout_s = "5m"
-
-[worker]
-connect = ["tcp://a:7700", "foo"]
-
-[checkpoint]
-keep_last = 0
+batch.group_sise = 8
+sync.max_staleness = 1
+sync.publish_period = 9
+model.dtype = "bfloat"
+optimizer.learning_rate = "3e-4"
+task.reward_timeout_s = "5m"
+worker.connect = ["tcp://a:7700", "foo"]
+checkpoint.keep_last = 0
 """
 
 
 ANY_VALUE = st.recursive(
-    st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(),
-        st.just(10**400),
-        st.floats(allow_nan=False),
-        st.text(max_size=5),
-    ),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=2), st.dictionaries(st.text(max_size=3), inner, max_size=2)
-    ),
+    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats(allow_nan=False)
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2)
+    | st.dictionaries(st.text(max_size=3), inner, max_size=2),
     max_leaves=4,
-)
+)  # fmt: skip
 
 
 def problems_of(table: Mapping[str, object], *overrides: str, role: str | None = None) -> str:
@@ -96,14 +75,14 @@ def problems_of(table: Mapping[str, object], *overrides: str, role: str | None =
 
 
 def test_profiles() -> None:
-    config = parse_config({})
-    assert (config.profile, config.sync.max_staleness, config.sync.publish_period) == ("lan", 2, 1)
-    config = parse_config({"profile": "wan"})
-    assert (config.sync.max_staleness, config.sync.publish_period) == (6, "auto")
-    assert config.sync.initial_publish_period == 5
-    assert config.loss.kind == "gspo"
+    lan, wan = parse_config({}), parse_config({"profile": "wan"})
+    assert (lan.profile, lan.sync.max_staleness, lan.sync.publish_period) == ("lan", 2, 1)
+    assert (wan.sync.max_staleness, wan.sync.publish_period) == (6, "auto")
+    assert (wan.sync.initial_publish_period, wan.loss.kind) == (5, "gspo")
     changed = ["loss.dual_clip=2", "loss.kind=grpo"]
     assert parse_config({"profile": "wan"}, changed).loss.kind == "grpo"
+    with pytest.raises(ConfigError, match=r'"trainer" .* learner, worker, relay'):
+        parse_config({}, role="trainer")
 
 
 def test_later_sources_win_and_are_remembered() -> None:
@@ -175,26 +154,23 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
     path.write_text(BROKEN, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["run.max_step=3", "run.seed"], "learner")
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "the configuration has 11 problems:"
+    head, *lines = str(caught.value).splitlines()
+    assert head == "the configuration has 11 problems:"
     expected = [
-        f"{path}: batch_size = 128: unknown key; there are .*",
-        f"{path}: batch.group_sise = 8: unknown key; did you mean group_size?",
+        "FILE: batch_size = 128: unknown key; there are ",
+        "FILE: batch.group_sise = 8: unknown key; did you mean group_size?",
         "--set: run.max_step = 3: unknown key; did you mean max_steps?",
         '--set: "run.seed" is not an override; write section.key=value',
-        f'{path}: model.dtype = "bfloat": must be one of "bfloat16", "float16", "float32"; '
-        'did you mean "bfloat16"?',
-        f'{path}: task.reward_timeout_s = "5m": "5m" is not a duration; write .* s, min, h',
-        f'{path}: optimizer.learning_rate = "3e-4": must be a number, above 0',
-        f'{path}: worker.connect = ["tcp://a:7700", "foo"]: "foo" is not an address',
-        f"{path}: checkpoint.keep_last = 0: must be an integer, at least 1 (Checkpoints kept;",
-        f"{path}: sync.publish_period = 9: must be at most sync.max_staleness + 1 = 2, or the run",
-        f"{path}: model.name: the learner needs it: a model directory or a hub id",
+        'FILE: model.dtype = "bfloat": must be one of "bfloat16", "float16", "float32"; did you ',
+        'FILE: task.reward_timeout_s = "5m": "5m" is not a duration; write ',
+        'FILE: optimizer.learning_rate = "3e-4": must be a number, above 0',
+        'FILE: worker.connect = ["tcp://a:7700", "foo"]: "foo" is not an address',
+        "FILE: checkpoint.keep_last = 0: must be an integer, at least 1 (Checkpoints kept;",
+        "FILE: sync.publish_period = 9: must be at most sync.max_staleness + 1 = 2, or the run",
+        "FILE: model.name: the learner needs it: a model directory or a hub id",
     ]
-    for start, line in zip(expected, lines[1:], strict=True):
-        first, _, rest = start.partition(".*")
-        assert line.strip().startswith(first)
-        assert rest in line
+    for start, line in zip(expected, lines, strict=True):
+        assert line.strip().startswith(start.replace("FILE", str(path)))
 
 
 def test_a_value_is_reported_once_and_no_rule_is_checked_on_it() -> None:
@@ -209,8 +185,10 @@ def test_a_value_is_reported_once_and_no_rule_is_checked_on_it() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        *(("batch.group_size", value, "must be an integer, at least 2") for value in (True, "8")),
-        *(("batch.group_size", value, "must be an integer, at least 2") for value in (8.0, None)),
+        ("batch.group_size", True, "must be an integer, at least 2"),
+        ("batch.group_size", "8", "must be an integer, at least 2"),
+        ("batch.group_size", 8.0, "must be an integer, at least 2"),
+        ("batch.group_size", None, "must be an integer, at least 2"),
         ("optimizer.max_grad_norm", math.inf, "inf: must be a number, above 0"),
         ("optimizer.learning_rate", math.nan, "nan: must be a number, above 0"),
     ],
@@ -250,18 +228,12 @@ def test_a_file_that_does_not_end_in_time_is_too_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as /dev/zero, which would take all memory."""
-    path = tmp_path / "run.toml"
-    path.write_text("[batch]\n")
+    (tmp_path / "run.toml").write_text("[batch]\n")
     monkeypatch.setattr("echo.config.fields.MAX_FILE_LENGTH", 8)
-    load_config(path)
+    load_config(tmp_path / "run.toml")
     monkeypatch.setattr("echo.config.fields.MAX_FILE_LENGTH", 7)
     with pytest.raises(ConfigError, match=r"run\.toml: cannot be read: File too large; give"):
-        load_config(path)
-
-
-def test_an_unknown_role() -> None:
-    with pytest.raises(ConfigError, match=r'"trainer" .* learner, worker, relay'):
-        parse_config({}, role="trainer")
+        load_config(tmp_path / "run.toml")
 
 
 def test_the_resolved_configuration_comes_back(tmp_path: Path) -> None:
@@ -436,13 +408,6 @@ def test_tables_within_tables_have_a_bound(tmp_path: Path, key: str) -> None:
             load_config(path)
 
 
-def test_numbers_of_64_bits_reach_a_worker() -> None:
-    options = {"least": -(2**63), "most": 2**63 - 1, "share": 1e300}
-    config = parse_config({"task": {"options": options}, "sync": {"max_staleness": 2**63 - 1}})
-    told = msgspec.msgpack.decode(msgspec.msgpack.encode(inherited_settings(config)))
-    assert apply_inherited(parse_config({}), told).task.options == options
-
-
 @pytest.mark.parametrize("text", ["run.seed", "=3", ".seed=3", "run..seed=3", ""])
 def test_not_an_override(text: str) -> None:
     assert f'"{text}" is not an override; write section.key=value' in problems_of({}, text)
@@ -455,15 +420,16 @@ LEARNER = ("profile=wan", "sampling.temperature=0.9", "task.options.digits=3", "
 
 
 def test_a_worker_with_only_an_address_takes_all_settings() -> None:
-    settings = inherited_settings(parse_config({}, LEARNER))
-    assert json.loads(json.dumps(settings)) == settings
+    options = {"least": -(2**63), "most": 2**63 - 1, "share": 1e300}
+    learner = parse_config({"task": {"options": options}}, LEARNER)
+    settings = msgspec.msgpack.decode(msgspec.msgpack.encode(inherited_settings(learner)))
     assert set(settings) == set(inherited_keys())
-    told = {"sync.max_staleness": 6, "task.options": {"digits": 3}, "model.chat_template": None}
-    assert settings.items() >= (told | {"sampling.temperature": 0.9}).items()
     worker = parse_config({}, ["worker.connect=tcp://a:1"], "worker")
     assert check_inherited(worker, settings) == []
     effective = apply_inherited(worker, settings)
-    assert inherited_settings(effective) == settings
+    assert inherited_settings(effective) == inherited_settings(learner) == settings
+    assert effective.task.options == {**options, "digits": 3}
+    assert (effective.sync.max_staleness, effective.model.chat_template) == (6, None)
     assert effective.worker.connect == ("tcp://a:1",)
     assert effective.sources["sampling.temperature"] == "learner"
     assert effective.sources["worker.connect"] == "--set"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +44,7 @@ from tests.engine.engine_contract import (
     versions_of,
 )
 from tests.engine.test_engine import CPU, CUDA
-from tests.engine.watchers import STOPPED, watching
+from tests.engine.watchers import watching
 
 MakeTinyModel = Callable[..., Path]
 
@@ -101,31 +100,6 @@ def test_a_model_with_learned_positions_agrees_too(tmp_path: Path) -> None:
     requests = unequal_prompts(8)
     for prompt, completion in zip(requests, run(loaded(tmp_path), requests), strict=True):
         assert_the_learners(completion, model, prompt)
-
-
-@pytest.mark.slow
-def test_a_request_does_not_depend_on_its_batch_mates(engine: TransformersEngine) -> None:
-    requests = unequal_prompts(16)
-    together = run(engine, requests)
-    assert_same(together, [run(engine, [one])[0] for one in requests])
-    assert_same(together[::-1], run(engine, requests[::-1]))
-
-
-def test_an_abort_returns_what_there_is(engine: TransformersEngine) -> None:
-    requests = equal_prompts(32)
-    how = sampling(stop_ids=(EOS, 9, 30))
-    whole = run(engine, requests, how)
-    polls = itertools.count(1)
-    partial = engine.generate(requests, how, watching(should_stop=lambda: next(polls) > 4))
-    assert next(polls) == 6  # once before the prompts, then after each token
-    for one, all_of_it in zip(partial, whole, strict=True):
-        ended = len(all_of_it.token_ids) <= 4
-        assert one.finish_reason == (all_of_it.finish_reason if ended else "abort")
-        assert one.token_ids.tolist() == all_of_it.token_ids[:4].tolist()
-        assert len(one.logprobs) == len(one.token_ids)
-    assert {one.finish_reason for one in partial} == {"stop", "abort"}
-    none = engine.generate(requests, how, STOPPED)
-    assert all((len(c.token_ids), c.finish_reason) == (0, "abort") for c in none)
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -294,24 +268,6 @@ def test_a_tied_tensor_may_come_under_either_name(
         assert_same(run(own_engine, equal_prompts(8)), expected)
     with pytest.raises(EngineError, match=r"tied by config\.json but different: .*lm_head"):
         own_engine.load({**tensors, "lm_head.weight": torch.zeros(32, 64)})
-
-
-@pytest.mark.slow
-def test_new_weights_replace_the_old_and_the_given_ones_are_never_written_to(
-    make_tiny_model: MakeTinyModel,
-) -> None:
-    engine = loaded(make_tiny_model(seed=1))
-    first, second = (make_tiny_model(seed=seed) for seed in (2, 3))
-    given = [load_directory(first, "float32"), load_directory(second, "bfloat16")]
-    given.append(load_directory(first, "float32"))
-    before = [{name: tensor.clone() for name, tensor in each.items()} for each in given]
-    sampled = []
-    for tensors in given:
-        engine.load(tensors)
-        sampled.append(run(engine, equal_prompts(8)))
-    assert_same(sampled[0], sampled[2])
-    for tensors, were in zip(given, before, strict=True):
-        assert all(torch.equal(tensor, were[name]) for name, tensor in tensors.items())
 
 
 def test_weights_that_do_not_fit_are_listed(
