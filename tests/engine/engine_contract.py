@@ -185,7 +185,7 @@ tied_first = pytest.mark.parametrize(
 class Models:
     """Fixtures: two sets of weights for one model, as a directory, as a model, as tensors."""
 
-    @pytest.fixture(scope="class", params=["tied", pytest.param("untied", marks=pytest.mark.slow)])
+    @pytest.fixture(scope="class")
     @classmethod
     def model_dirs(
         cls, request: pytest.FixtureRequest, make_tiny_model: MakeTinyModel
