@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,21 +106,17 @@ class TestContract(EngineContract):
 
     # What becomes of swaps and of rollouts under way when something goes wrong.
 
-    def check(self, engine: VllmEngine, watched: Watched, models: list[Module]) -> list[int]:
-        """All tokens are of v1 and exactly so; return how many each rollout has."""
-        counts = []
-        for completion in watched.result():
-            assert set(versions_of(completion)) == {V1}
-            prompt = request([1, 5, int(completion.request_id)], int(completion.request_id))
-            assert_the_learners(completion, models[0], prompt, ENDLESS)
-            counts.append(len(completion.token_ids))
-        assert engine.installed == V1
-        return counts
-
     def start(self, engine: VllmEngine) -> Watched:
         watched = Watched(engine, [request([1, 5, n], n, str(n)) for n in range(2)])
         watched.wait_for(40)
         return watched
+
+    def check(self, engine: VllmEngine, watched: Watched, models: list[Module]) -> None:
+        """Both rollouts are whole, and all tokens are of v1 and exactly so."""
+        for number, completion in enumerate(watched.result()):
+            assert versions_of(completion) == [V1] * LONG
+            assert_the_learners(completion, models[0], request([1, 5, number], number), ENDLESS)
+        assert engine.installed == V1
 
     def test_weights_that_do_not_arrive_are_found_and_taken_back(
         self,
@@ -128,26 +125,21 @@ class TestContract(EngineContract):
         weights: list[Weights],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """The head that vLLM 0.32 forgets on a CPU; of an untied model, a norm that is lost."""
-        vllm_transfer = importlib.import_module("echo.engine.vllm.transfer")
-        is_tied = "lm_head.weight" not in weights[1]
-        read = vllm_transfer._read
+        transfer = importlib.import_module("echo.engine.vllm.transfer")
+        read = transfer._read
 
-        def read_without_norm(update_info):  # type: ignore[no-untyped-def]
+        def read_without_norm(update_info: Any) -> Any:
             old = {**weights[1], "model.norm.weight": weights[0]["model.norm.weight"] + 0.2}
-            is_new = vllm_transfer.HANDED_OVER[update_info.key] is weights[1]
+            is_new = transfer.HANDED_OVER[update_info.key] is weights[1]
             return iter(old.items()) if is_new else read(update_info)
 
-        if is_tied:
-            monkeypatch.setattr(vllm_transfer, "_repack_tied_heads", lambda model: None)
-        else:
-            monkeypatch.setattr(vllm_transfer, "_read", read_without_norm)
         watched = self.start(engine)
         message = r"v2 is installed but not what vLLM samples from: .* nats .*; rolled back.*: v1"
-        with pytest.raises(EngineError, match=message):
-            engine.load(weights[1], V2)
-        assert self.check(engine, watched, models) == [LONG] * 2
-        monkeypatch.undo()
+        with monkeypatch.context() as patched:
+            patched.setattr(transfer, "_read", read_without_norm)
+            with pytest.raises(EngineError, match=message):
+                engine.load(weights[1], V2)
+        self.check(engine, watched, models)
         engine.load(weights[1], V3)
         assert set(versions_of(run(engine, [request([1])])[0])) == {V3}
 
@@ -160,13 +152,7 @@ class TestContract(EngineContract):
         with pytest.raises(EngineError, match=message):
             engine.load(BrokenWeights(weights[1]), V2)
         assert engine.current()[0] is not before
-        assert self.check(engine, watched, models) == [LONG] * 2
-
-    @pytest.mark.matrix
-    def test_a_death_costs_no_rollout(self, engine: VllmEngine, models: list[Module]) -> None:
-        watched = self.start(engine)
-        engine.current()[0].die("killed by the test")
-        assert self.check(engine, watched, models) == [LONG] * 2
+        self.check(engine, watched, models)
 
     @pytest.mark.matrix
     @pytest.mark.parametrize("waits", [True, False], ids=["swap-waits", "swap-follows"])
@@ -188,7 +174,7 @@ class TestContract(EngineContract):
         if not waits:
             backend._thread.join(120)
         engine.load(weights[0], V1)
-        assert self.check(engine, watched, models) == [LONG] * 2
+        self.check(engine, watched, models)
 
     @pytest.mark.matrix
     def test_an_abort_that_nobody_asked_for_is_not_taken_for_an_end(
@@ -198,7 +184,7 @@ class TestContract(EngineContract):
         watched = self.start(engine)
         backend = engine.current()[0]
         backend.abort(list(backend.num_sampled()))
-        assert self.check(engine, watched, models) == [LONG] * 2
+        self.check(engine, watched, models)
 
     def test_prompts_that_together_exceed_one_step_are_sampled(
         self, engine: VllmEngine, models: list[Module]
@@ -210,6 +196,32 @@ class TestContract(EngineContract):
         for prompt, completion in zip(requests, run(engine, requests, how), strict=True):
             assert_the_learners(completion, models[0], prompt, how)
         assert engine.current()[0] is before
+
+
+@dataclass
+class Patched:
+    """An engine whose v1 lies in an image that a test can have changed to v2 and back."""
+
+    engine: VllmEngine
+    images: list[Image]
+    models: list[Module]
+
+    def __post_init__(self) -> None:
+        self.specs, old = self.images[0]
+        self.memory = memoryview(bytearray(old))
+        self.engine.load(tensors_from_image(self.specs, self.memory.toreadonly()), V1)
+
+    def change(self, to: int, base: PolicyVersion, version: PolicyVersion) -> None:
+        (_, old), (_, new) = self.images[1 - to], self.images[to]
+        patch = patch_between(self.specs, old, new, base=base, version=version)
+        self.engine.patch(patch, self.memory, self.specs)
+
+    def assert_samples(self, which: int, version: PolicyVersion) -> None:
+        assert self.memory == self.images[which][1]
+        assert self.engine.installed == version
+        [completion] = run(self.engine, [request([1, 5, 6])])
+        assert set(versions_of(completion)) == {version}
+        assert_the_learners(completion, self.models[which], request([1, 5, 6]))
 
 
 @tied_first
@@ -225,92 +237,53 @@ class TestPatches(PatchContract):
             engine.close()
 
     @pytest.fixture
-    def image(self, engine: VllmEngine, images: list[Image]) -> memoryview:
-        """The memory of v1, which the engine was given."""
-        specs, old = images[0]
-        image = memoryview(bytearray(old))
-        engine.load(tensors_from_image(specs, image.toreadonly()), V1)
-        return image
-
-    def patch(self, engine: VllmEngine, image: memoryview, images: list[Image]) -> None:
-        (specs, old), (_, new) = images
-        engine.patch(patch_between(specs, old, new, base=V1, version=V2), image, specs)
-
-    def assert_samples(self, engine: VllmEngine, model: Module, version: PolicyVersion) -> None:
-        assert engine.installed == version
-        [completion] = run(engine, [request([1, 5, 6])])
-        assert set(versions_of(completion)) == {version}
-        assert_the_learners(completion, model, request([1, 5, 6]))
+    def patched(self, engine: VllmEngine, images: list[Image], models: list[Module]) -> Patched:
+        return Patched(engine, images, models)
 
     def test_only_what_changes_is_handed_over(
-        self,
-        engine: VllmEngine,
-        image: memoryview,
-        images: list[Image],
-        models: list[Module],
-        monkeypatch: pytest.MonkeyPatch,
+        self, patched: Patched, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """And what a patch did not name has stayed where it was."""
         transfer = importlib.import_module("echo.engine.vllm.transfer")
         monkeypatch.setattr(transfer, "_read", None)
         monkeypatch.setattr(transfer, "initialize_layerwise_reload", None)
-        self.patch(engine, image, images)
-        self.assert_samples(engine, models[1], V2)
-        (specs, old), (_, new) = images
-        engine.patch(patch_between(specs, new, old, base=V2, version=V3), image, specs)
-        self.assert_samples(engine, models[0], V3)
+        patched.change(1, V1, V2)
+        patched.assert_samples(1, V2)
+        patched.change(0, V2, V3)
+        patched.assert_samples(0, V3)
 
     def test_what_the_probe_finds_wrong_is_taken_back(
-        self,
-        engine: VllmEngine,
-        image: memoryview,
-        images: list[Image],
-        models: list[Module],
-        monkeypatch: pytest.MonkeyPatch,
+        self, patched: Patched, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        expected = engine._probe.expected
-        monkeypatch.setattr(engine._probe, "expected", lambda tensors: expected(tensors) + 1)
+        probe = patched.engine._probe
+        expected = probe.expected
+        monkeypatch.setattr(probe, "expected", lambda tensors: expected(tensors) + 1)
         message = r"v2 is installed but not what vLLM samples from: .* nats .*; rolled back.*: v1"
         with pytest.raises(EngineError, match=message):
-            self.patch(engine, image, images)
-        assert image == images[0][1]
-        self.assert_samples(engine, models[0], V1)
+            patched.change(1, V1, V2)
+        patched.assert_samples(0, V1)
 
     @pytest.mark.matrix
     def test_a_patch_that_fails_half_way_is_a_dead_engine_that_comes_back(
-        self,
-        engine: VllmEngine,
-        image: memoryview,
-        images: list[Image],
-        models: list[Module],
-        monkeypatch: pytest.MonkeyPatch,
+        self, patched: Patched, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        store, num_stored = TensorChange.store, 0
+        store, numbers = TensorChange.store, itertools.count(1)
 
         def fail(change: TensorChange, own: Tensor) -> None:
-            nonlocal num_stored
-            num_stored += 1
-            if num_stored == 5:
+            if next(numbers) == 5:
                 raise RuntimeError("the device is lost")
             store(change, own)
 
         monkeypatch.setattr(TensorChange, "store", fail)
         message = "v2 could not be installed: .*the device is lost; vLLM was started anew.*: v1"
         with pytest.raises(EngineError, match=message):
-            self.patch(engine, image, images)
-        assert image == images[0][1]
-        self.assert_samples(engine, models[0], V1)
-        self.patch(engine, image, images)
-        self.assert_samples(engine, models[1], V2)
+            patched.change(1, V1, V2)
+        patched.assert_samples(0, V1)
+        patched.change(1, V1, V2)
+        patched.assert_samples(1, V2)
 
     def test_weights_in_the_wrong_places_make_it_take_whole_versions(
-        self,
-        engine: VllmEngine,
-        image: memoryview,
-        images: list[Image],
-        models: list[Module],
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
+        self, patched: Patched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         """The version is installed all the same."""
         store = TensorChange.store
@@ -320,11 +293,10 @@ class TestPatches(PatchContract):
                 store(change, own)
 
         monkeypatch.setattr(TensorChange, "store", store_most)
-        (specs, old), (_, new) = images
         for _ in range(2):
-            self.patch(engine, image, images)
-            self.assert_samples(engine, models[1], V2)
-            engine.patch(patch_between(specs, new, old, base=V2, version=V1), image, specs)
+            patched.change(1, V1, V2)
+            patched.assert_samples(1, V2)
+            patched.change(0, V2, V1)
         assert caplog.text.count("v2, changed in place, is not what vLLM samples") == 1
 
 

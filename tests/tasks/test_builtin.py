@@ -161,19 +161,6 @@ def test_without_math_verify_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
         Gsm8kTask()
 
 
-def complete_lines(path: Path) -> list[bytes]:
-    """The lines of a file, less a last one that a broken download cut short.
-
-    The task itself refuses such a file (it names the line); what is tested here is the verifier.
-    """
-    *lines, last = path.read_bytes().splitlines()
-    try:
-        json.loads(last)
-    except ValueError:
-        return lines
-    return [*lines, last]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason="the GSM8K files are not beside the repository")
 @pytest.mark.parametrize(
@@ -187,7 +174,8 @@ def complete_lines(path: Path) -> list[bytes]:
 def test_all_references_of_the_data_set_are_right_and_perturbed_ones_wrong(
     tmp_path: Path, name: str, num_published: int, every: int
 ) -> None:
-    lines = complete_lines(DATA / name)
+    # A broken download may have cut the last line short.
+    lines = [line for line in (DATA / name).read_bytes().splitlines() if line.endswith(b"}")]
     assert num_published - 1 <= len(lines) <= num_published
     path = tmp_path / name
     path.write_bytes(b"\n".join(lines))
