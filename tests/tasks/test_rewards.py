@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -22,7 +23,7 @@ from echo.tasks.task import Example, Task
 
 EXAMPLE = Example(index=3, split="train", prompt="?", answer=3, source="rows.jsonl:4")
 
-LIMITS = Limits(score_s=60.0, step_s=60.0)
+LIMITS = Limits(score_s=60.0, step_s=60.0, max_abs_reward=10.0)
 
 # --- any host, and threads ------------------------------------------------------------------------
 
@@ -48,10 +49,6 @@ def gate() -> Iterator[threading.Event]:
     event.set()
 
 
-def score(function: Callable[[str], object]) -> float:
-    return InlineHost(Grader(function), LIMITS).score(EXAMPLE, "")
-
-
 def test_a_task_in_this_process_is_prepared_before_it_is_called() -> None:
     class Lazy(Grader):
         def prepare(self) -> None:
@@ -62,29 +59,27 @@ def test_a_task_in_this_process_is_prepared_before_it_is_called() -> None:
         InlineHost(Lazy(lambda _: 1 / 0), LIMITS)
 
 
-@pytest.mark.parametrize(("value", "reward"), [(0.25, 0.25), (True, 1.0), (-10, -10.0)])
-def test_a_finite_number_is_the_reward(value: object, reward: float) -> None:
-    limits = replace(LIMITS, max_abs_reward=10.0)
-    result = InlineHost(Grader(lambda _: value), limits).score(EXAMPLE, "")
-    assert (result, type(result)) == (reward, float)
+@pytest.mark.parametrize("value", [0.25, True, -10])
+def test_a_finite_number_is_the_reward(value: float) -> None:
+    result = InlineHost(Grader(lambda _: value), LIMITS).score(EXAMPLE, "")
+    assert (result, type(result)) == (value, float)
 
 
 @pytest.mark.parametrize(
     "value",
-    [math.nan, math.inf, None, "1.0", [1] * 10**4, 10**400, pytest.param(10**5000, id="10**5000")],
-)
+    [math.nan, math.inf, None, "1.0", [1] * 10**4, 10**400, pytest.param(10**5000, id="10**5000"),
+     -10.5, 1e38],
+)  # fmt: skip
 def test_anything_else_is_refused_by_name(value: object) -> None:
-    what = r"Grader\.reward on rows\.jsonl:4 returned .{1,100}; .* finite number$"
-    with pytest.raises(RewardError, match=what):
-        score(lambda _: value)
-
-
-@pytest.mark.parametrize("reward", [-10.5, 1e38])
-def test_a_reward_beyond_the_bound_is_a_fault(reward: float) -> None:
-    host = InlineHost(Grader(lambda _: reward), replace(LIMITS, max_abs_reward=10.0))
-    with pytest.raises(RewardError, match=r"returned .*, beyond task\.max_reward = 10;") as caught:
+    host = InlineHost(Grader(lambda _: value), LIMITS)
+    with pytest.raises(
+        RewardError, match=r"Grader\.reward on rows\.jsonl:4 returned .{1,100};"
+    ) as caught:
         host.score(EXAMPLE, "")
-    assert caught.value.reason == "reward_too_large"
+    is_too_large = value in (-10.5, 1e38)
+    assert caught.value.reason == ("reward_too_large" if is_too_large else "reward_error")
+    assert ("beyond task.max_reward = 10;" in str(caught.value)) is is_too_large
+    assert str(caught.value).endswith("finite number") is not is_too_large
     assert host.take_counts()["env/errors"] == 1
 
 
@@ -93,18 +88,13 @@ def test_what_it_raises_is_reported_with_its_cause(
     kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("echo.tasks.rewards.time.sleep", lambda _: None)
-    calls: list[str] = []
-
-    def fail(text: str) -> float:
-        calls.append(text)
-        raise kind("on purpose")
-
-    what = rf"rows\.jsonl:4 raised {kind.__name__}: on purpose \(test_rewards\.py:\d+\)"
+    grade = mock.Mock(side_effect=kind("on purpose"))
+    what = rf"rows\.jsonl:4 raised {kind.__name__}: on purpose \(.*\.py:\d+\)"
     with pytest.raises(RewardError, match=what) as caught:
-        score(fail)
+        InlineHost(Grader(grade), LIMITS).score(EXAMPLE, "")
     is_transient = kind is TimeoutError
     assert caught.value.reason == ("reward_retries" if is_transient else "reward_error")
-    assert len(calls) == (3 if is_transient else 1)
+    assert grade.call_count == (3 if is_transient else 1)
 
 
 def test_calls_that_hang_are_abandoned_and_their_number_is_bounded(gate: threading.Event) -> None:
@@ -187,10 +177,9 @@ def hurried(pool: PoolHost, **limits: float) -> Iterator[None]:
 def is_running(pid: int) -> bool:
     """Whether a process exists and is no zombie."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-    return state != "Z"
 
 
 def wait_until(condition: Any, *, within_s: float = 120.0) -> bool:

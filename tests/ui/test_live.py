@@ -271,11 +271,18 @@ def test_staleness_bins_mark_the_bound_and_keep_every_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (999, "999"), (999.9, "1k"), (12345, "12.3k"), (4.56e6, "4.56M"), (2e10, "20G")],
-)
-def test_short_count(value: float, text: str) -> None:
-    assert live.short_count(value) == text
+    ("short", "value", "text"),
+    [
+        (live.short_count, 0, "0"), (live.short_count, 999, "999"), (live.short_count, 999.9, "1k"),
+        (live.short_count, 12345, "12.3k"), (live.short_count, 4.56e6, "4.56M"),
+        (live.short_count, 2e10, "20G"),
+        (live.clock, 0, "0:00"), (live.clock, 7.4, "0:07"), (live.clock, 59.6, "1:00"),
+        (live.clock, 754, "12:34"), (live.clock, 3723, "1:02:03"), (live.clock, 183840, "2d 03:04"),
+        (live.clock, -1, "0:00"), (live.clock, math.inf, "-"),
+    ],
+)  # fmt: skip
+def test_numbers_and_times_are_short(short: Any, value: float, text: str) -> None:
+    assert short(value) == text
 
 
 def test_node_table_shows_every_column_where_there_is_room(make_snapshot) -> None:
@@ -306,42 +313,32 @@ def test_long_waits_wrap_and_end_visibly_cut(make_snapshot) -> None:
     assert rows[3].plain.rstrip().endswith("...")
 
 
-COST = CostView(
-    per_h=16.2,
-    total=3.456,
-    per_million_tokens=1.25,
-    standby_per_h=14.0,
-    unconfirmed_per_h=0.0,
-    budget_per_run=20.0,
-    num_active=1,
-    num_standby=2,
-    decision="fewer or cheaper workers are enough: 1 of 3 workers active",
-)
-
-
-def test_costs_have_a_row_and_the_last_decision_another(make_snapshot) -> None:
-    without = live.status(make_snapshot(), 120, num_wait_rows=1)
-    rows = live.status(make_snapshot(cost=COST), 140, num_wait_rows=1)
-    assert [row.plain.rstrip() for row in rows[len(without) :]] == [
+def test_costs_and_the_learners_speed_have_rows_of_their_own(make_snapshot) -> None:
+    cost = CostView(
+        per_h=16.2,
+        total=3.456,
+        per_million_tokens=1.25,
+        standby_per_h=14.0,
+        unconfirmed_per_h=0.0,
+        budget_per_run=20.0,
+        num_active=1,
+        num_standby=2,
+        decision="fewer or cheaper workers are enough: 1 of 3 workers active",
+    )
+    spent = {"forward_backward_s": 1.23, "optimizer_s": 0.104}
+    speed = SpeedView(tokens_per_s=43210.0, mfu=0.403, peak_memory_bytes=61.5 * 2**30, **spent)
+    without = live.status(make_snapshot(), 140, num_wait_rows=1)
+    rows = live.status(make_snapshot(cost=cost, speed=speed), 140, num_wait_rows=1)
+    assert len(rows) == len(without) + 3
+    assert [row.plain.rstrip() for row in (rows[1], *rows[-2:])] == [
+        "trainer  43.2k tokens/s   40% MFU   peak 61.5 GiB   1.2 s passes, 0.1 s update",
         "cost     $16.20/h   $3.46 so far of $20.00   $1.25 per million tokens   "
         "1 active, 2 on standby   $14.00/h for machines on standby",
         "         fewer or cheaper workers are enough: 1 of 3 workers active",
     ]
-
-
-def test_the_learners_speed_is_shown_once_it_is_measured(make_snapshot) -> None:
-    spent = {"forward_backward_s": 1.23, "optimizer_s": 0.104}
-    speed = SpeedView(tokens_per_s=43210.0, mfu=0.403, peak_memory_bytes=61.5 * 2**30, **spent)
-    rows = live.status(make_snapshot(speed=speed), 80, num_wait_rows=1)
-    assert rows[1].plain.rstrip() == (
-        "trainer  43.2k tokens/s   40% MFU   peak 61.5 GiB   1.2 s passes, 0.1 s update"
-    )
     assert live.speed_row(replace(speed, mfu=None, peak_memory_bytes=2**20)).plain == (
         "trainer  43.2k tokens/s   peak 1 MiB   1.2 s passes, 0.1 s update"
     )
-
-
-# --- time -----------------------------------------------------------------------------------------
 
 
 STEADY = ((80, 0.0), (81, 900.0), (82, 910.0), (83, 920.0), (84, 930.0))
@@ -373,17 +370,6 @@ def test_remaining_time(
 
 
 """A resumed run, which made no step before its workers had joined."""
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0:00"), (7.4, "0:07"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03"),
-        (183840, "2d 03:04"), (-1, "0:00"), (math.inf, "-"),
-    ],
-)  # fmt: skip
-def test_clock(seconds: float, text: str) -> None:
-    assert live.clock(seconds) == text
 
 
 # --- lines of a plain log -------------------------------------------------------------------------
@@ -428,10 +414,10 @@ def test_a_step_is_told_once_and_fast_steps_are_skipped_but_the_last(
 def test_what_was_evaluated_before_a_resume_is_no_news(log: Log, make_snapshot) -> None:
     quiet = {"notices": (), "resumed_at": 5, "step": 5}
     assert not any("eval" in line for line in log.lines_for(make_snapshot(**quiet)))
-    again = ((0, 0.36, 0.30), (5, 0.62, 0.71))
-    [line] = log.lines_for(make_snapshot(**quiet, eval_history=again))
+    again = make_snapshot(**quiet, eval_history=((0, 0.36, 0.30), (5, 0.62, 0.71)))
+    [line] = log.lines_for(again)
     assert "eval at step 5: held-out pass rate 0.620 sampled" in line
-    assert log.lines_for(make_snapshot(**quiet, eval_history=again)) == []
+    assert log.lines_for(again) == []
 
 
 def test_waits_are_told_less_and_less_often(log: Log, make_snapshot) -> None:
