@@ -338,28 +338,28 @@ def test_checkpointing_is_chosen_where_activations_would_not_fit(
 
 
 @pytest.mark.parametrize(
-    ("facts", "gb", "overrides", "chosen", "place"),
+    ("facts", "gb", "overrides", "num_ranks", "chosen", "is_on_gpu"),
     [
-        (QWEN3_4B, 83, "eval.interval_steps=0 learner.micro_batch_tokens=8192", True, "host"),
-        (QWEN3_4B, 83, "eval.interval_steps=0", "offload", "host"),
-        (QWEN3_4B, 80, "optimizer.state=8bit", True, "host"),
-        (QWEN3_600M, 24, "", True, "GPU"),
+        (QWEN3_4B, 83, "eval.interval_steps=0 learner.micro_batch_tokens=8192", 1, True, False),
+        (QWEN3_4B, 83, "eval.interval_steps=0", 1, "offload", False),
+        (QWEN3_4B, 80, "optimizer.state=8bit", 1, True, False),
+        (QWEN3_4B, 80, "", 2, True, False),
+        (QWEN3_600M, 24, "", 1, True, True),
     ],
 )
 def test_what_fits_a_card(
-    facts: ModelFacts, gb: int, overrides: str, chosen: bool | str, place: str
+    facts: ModelFacts,
+    gb: int,
+    overrides: str,
+    num_ranks: int,
+    chosen: bool | str,
+    is_on_gpu: bool,
 ) -> None:
     machine = Machine(host_bytes=200 * GIB, gpu_bytes=gb * 10**9)
     config = config_of(*EIGHT_THOUSAND, *overrides.split())
-    budget = memory_budget(config, "learner", facts, machine)
+    budget = memory_budget(config, "learner", facts, machine, num_ranks=num_ranks)
     assert (budget.fits, budget.gradient_checkpointing) == (True, chosen)
-    assert budget.has_versions_on_gpu is (place == "GPU")
-
-
-def test_two_ranks_need_no_other_settings() -> None:
-    machine = Machine(host_bytes=200 * GIB, gpu_bytes=80 * 10**9)
-    config = config_of(*EIGHT_THOUSAND)
-    assert memory_budget(config, "learner", QWEN3_4B, machine, num_ranks=2).fits
+    assert budget.has_versions_on_gpu is is_on_gpu
 
 
 def test_a_machine_that_nothing_helps() -> None:
@@ -414,9 +414,9 @@ DIMENSIONS = {
 }
 
 
-def write_config(directory: Path, table: object) -> Path:
-    (directory / "config.json").write_text(json.dumps(table), encoding="utf-8")
-    return directory
+def encoded(**changes: object) -> bytes:
+    """config.json of a model with these dimensions, but for the changes."""
+    return json.dumps(DIMENSIONS | changes).encode()
 
 
 def write_safetensors(path: Path, shapes: dict[str, list[int]]) -> None:
@@ -426,62 +426,47 @@ def write_safetensors(path: Path, shapes: dict[str, list[int]]) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text)
 
 
-def test_parameters_are_counted_in_the_files(tmp_path: Path) -> None:
-    write_config(tmp_path, DIMENSIONS)
+def test_parameters_are_counted_in_the_files_or_estimated(tmp_path: Path) -> None:
+    def read(table: dict[str, Any]) -> ModelFacts:
+        (tmp_path / "config.json").write_text(json.dumps(table), encoding="utf-8")
+        return read_model_facts(tmp_path)
+
+    # The quickstart's Qwen3: 100 736 with the four norms of queries and keys, 16 numbers each.
+    assert read(DIMENSIONS).num_params == 100_736 - 64
+    assert read(DIMENSIONS | {"tie_word_embeddings": False}).num_params == 100_736 - 64 + 32 * 64
+    assert read({"text_config": DIMENSIONS}).hidden_size == 64
+    older = read({"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 32})
+    assert (older.head_dim, older.num_kv_heads, older.intermediate_size) == (16, 4, 256)
     write_safetensors(tmp_path / "model-00001-of-00002.safetensors", {"a": [3, 4], "b": [5]})
     write_safetensors(tmp_path / "model-00002-of-00002.safetensors", {"c": []})
-    facts = read_model_facts(tmp_path)
+    facts = read(DIMENSIONS)
     assert facts.num_params == 12 + 5 + 1
     assert (facts.num_layers, facts.head_dim, facts.num_kv_heads) == (2, 16, 2)
 
 
-def test_parameters_are_estimated_without_files(tmp_path: Path) -> None:
-    # The quickstart's Qwen3: 100 736 with the four norms of queries and keys, 16 numbers each.
-    assert read_model_facts(write_config(tmp_path, DIMENSIONS)).num_params == 100_736 - 64
-    untied = {**DIMENSIONS, "tie_word_embeddings": False}
-    assert read_model_facts(write_config(tmp_path, untied)).num_params == 100_736 - 64 + 32 * 64
-
-
-def test_older_and_nested_configurations(tmp_path: Path) -> None:
-    gpt2 = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 32}
-    facts = read_model_facts(write_config(tmp_path, gpt2))
-    assert (facts.head_dim, facts.num_kv_heads, facts.intermediate_size) == (16, 4, 256)
-    nested = read_model_facts(write_config(tmp_path, {"text_config": DIMENSIONS}))
-    assert nested.hidden_size == 64
-
-
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("name", "content", "message"),
     [
-        (None, "no readable model configuration"),
-        ("{", "no readable model configuration"),
-        ("{}", "num_hidden_layers = None is not a dimension"),
-        ("[1]", "num_hidden_layers = None is not a dimension"),
-        ('{"text_config": [1]}', "num_hidden_layers = None is not a dimension"),
-        (json.dumps({**DIMENSIONS, "vocab_size": "32"}), "vocab_size = '32' is not a dimension"),
-        (json.dumps({**DIMENSIONS, "num_attention_heads": 0}), "num_attention_heads = 0 is not a"),
+        ("other.json", b"", "no readable model configuration"),
+        ("config.json", b"{", "no readable model configuration"),
+        ("config.json", b"{}", "num_hidden_layers = None is not a dimension"),
+        ("config.json", b"[1]", "num_hidden_layers = None is not a dimension"),
+        ("config.json", b'{"text_config": [1]}', "num_hidden_layers = None is not a dimension"),
+        ("config.json", encoded(vocab_size="32"), "vocab_size = '32' is not a dimension"),
+        ("config.json", encoded(num_attention_heads=0), "num_attention_heads = 0 is not a dim"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "not a safetensors"),
+        ("model.safetensors", b"\x05" + bytes(7) + b"[1,2]", "not a safetensors file"),
+        ("model.safetensors", b"\x02" + bytes(7) + b"{", "not a safetensors file"),
+        ("model.safetensors", b"\x07" + bytes(7) + b'{"a":1}', "not a safetensors file"),
     ],
 )
-def test_not_a_language_model(tmp_path: Path, text: str | None, message: str) -> None:
-    if text is not None:
-        (tmp_path / "config.json").write_text(text, encoding="utf-8")
-    with pytest.raises(DataError, match=f"config.json: {message}"):
-        read_model_facts(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"version https://git-lfs.github.com/spec/v1\n",
-        b"\x05" + bytes(7) + b"[1,2]",
-        b"\x02" + bytes(7) + b"{",
-        b"\x07" + bytes(7) + b'{"a":1}',
-    ],
-)
-def test_a_damaged_weights_file(tmp_path: Path, content: bytes) -> None:
-    write_config(tmp_path, DIMENSIONS)
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(DataError, match=r"model\.safetensors: not a safetensors file"):
+def test_what_is_no_language_model_is_named(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    if name == "model.safetensors":
+        (tmp_path / "config.json").write_bytes(encoded())
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"{name.replace('other', 'config')}: {message}"):
         read_model_facts(tmp_path)
 
 
