@@ -250,6 +250,7 @@ def test_a_rollout_takes_blocks_of_the_cache_and_a_place(
     assert engine.max_concurrent_rollouts(16, 16) == 8
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_at_the_start_makes_it_try_with_fewer(
     make_engine: Callable[..., VllmEngine], tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
