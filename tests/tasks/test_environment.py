@@ -85,23 +85,15 @@ def test_the_schema_follows_the_signature() -> None:
         """Search the archive."""
         return query
 
-    assert schema_of(search) == {
-        "type": "function",
-        "function": {
-            "name": "search",
-            "description": "Search the archive.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "query": {"type": "string"},
-                    "tags": {"type": "array", "items": {"type": "string"}},
-                    "depth": {"type": "integer"},
-                    "order": {"enum": ["up", "down"]},
-                },
-                "required": ["query", "tags"],
-            },
-        },
+    properties = {
+        "query": {"type": "string"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "depth": {"type": "integer"},
+        "order": {"enum": ["up", "down"]},
     }
+    parameters = {"type": "object", "properties": properties, "required": ["query", "tags"]}
+    function = {"name": "search", "description": "Search the archive.", "parameters": parameters}
+    assert schema_of(search) == {"type": "function", "function": function}
 
 
 # --- calls in a text ------------------------------------------------------------------------------
