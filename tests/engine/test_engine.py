@@ -1,4 +1,4 @@
-"""What engines share: settings, versions that are kept or swapped, and memory that runs out."""
+"""The common part of engines: settings, versions that are kept or swapped, memory that runs out."""
 
 from __future__ import annotations
 
