@@ -173,6 +173,21 @@ class Watched:
             self._pool.shutdown()
 
 
+class Torn(dict[str, Tensor]):
+    """Weights of which the middle is gone once they have been read: to be checked, for instance."""
+
+    def __init__(self, tensors: Weights, num_reads: int = 1) -> None:
+        super().__init__(tensors)
+        self.num_reads_left = num_reads
+
+    def items(self):  # type: ignore[no-untyped-def]
+        self.num_reads_left -= 1
+        for number, item in enumerate(super().items()):
+            if self.num_reads_left < 0 and number == len(self) // 2:
+                raise OSError("the memory is gone")
+            yield item
+
+
 tied_first = pytest.mark.parametrize(
     "model_dirs",
     ["tied", pytest.param("untied", marks=pytest.mark.matrix)],

@@ -12,9 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from echo.core.errors import EngineError
@@ -36,6 +33,7 @@ from tests.engine.engine_contract import (
     Models,
     Module,
     PatchContract,
+    Torn,
     Watched,
     Weights,
     assert_the_learners,
@@ -333,19 +331,6 @@ def test_a_row_for_which_the_model_gives_no_probabilities_ends_alone(
     assert text in describe_nonfinite(found[-1])
 
 
-class Torn(dict[str, Tensor]):
-    """Weights of which the middle is gone when they are copied, once they have been checked."""
-
-    num_reads_left = 1
-
-    def items(self):  # type: ignore[no-untyped-def]
-        self.num_reads_left -= 1
-        for number, item in enumerate(super().items()):
-            if self.num_reads_left < 0 and number == len(self) // 2:
-                raise OSError("the memory is gone")
-            yield item
-
-
 @tied_first
 class TestTransactions(Models):
     """A swap that fails half way leaves the version before, every bit of it."""
@@ -398,9 +383,7 @@ class TestTransactions(Models):
     def test_where_the_version_before_is_gone_too_nothing_is_sampled_any_more(
         self, engine: TransformersEngine, weights: list[Weights]
     ) -> None:
-        first = Torn(weights[0])
-        first.num_reads_left = 0
-        engine._tensors = first
+        engine._tensors = Torn(weights[0], 0)
         watched = Watched(engine, [request([1, 5])])
         watched.wait_for(20)
         with pytest.raises(EngineError, match=r"v2 could not .* nor v1 again .* are neither"):
@@ -531,14 +514,6 @@ def test_a_tiny_nucleus_still_holds_the_most_likely_token() -> None:
     logprobs = sampling_logprobs(LOGITS[None], sampling(top_p=1e-9))[0]
     assert logprobs.isfinite().nonzero().flatten().tolist() == [LOGITS.argmax().item()]
     assert logprobs.max().item() == 0
-
-
-@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=5), st.integers(0, 10**6))
-def test_a_number_depends_on_its_own_seed_and_step_only(seeds: list[int], step: int) -> None:
-    together = uniform_at(np.array(seeds, np.uint64), step)
-    alone = [uniform_at(np.array([seed], np.uint64), step)[0] for seed in seeds]
-    assert together.tolist() == alone
-    assert all(0 <= number < 1 for number in alone)
 
 
 def test_numbers_are_uniform_over_seeds_and_over_steps_and_unrelated() -> None:

@@ -42,6 +42,7 @@ from tests.engine.engine_contract import (
     Image,
     Module,
     PatchContract,
+    Torn,
     Watched,
     Weights,
     assert_the_learners,
@@ -58,19 +59,6 @@ from tests.engine.real_vllm import nothing_packed
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 SMALL: dict[str, Any] = {"arguments": {"kv_cache_memory_bytes": 64 << 20}, "num_threads": 1}
-
-
-class BrokenWeights(dict[str, Tensor]):
-    """Weights that can be read once from one end to the other, and then no more."""
-
-    num_reads = 0
-
-    def items(self):  # type: ignore[no-untyped-def]
-        self.num_reads += 1
-        for number, item in enumerate(super().items()):
-            if self.num_reads > 2 and number == 5:
-                raise OSError("the memory is gone")
-            yield item
 
 
 @tied_first
@@ -150,7 +138,7 @@ class TestContract(EngineContract):
         before = engine.current()[0]
         message = "v2 could not be installed: .*the memory is gone; vLLM was started anew.*: v1"
         with pytest.raises(EngineError, match=message):
-            engine.load(BrokenWeights(weights[1]), V2)
+            engine.load(Torn(weights[1], 2), V2)
         assert engine.current()[0] is not before
         self.check(engine, watched, models)
 
