@@ -23,7 +23,7 @@ from echo.engine.weights import publish_image, scatter, tensors_from_image
 from echo.weights.manifest import TensorSpec
 from echo.weights.store import Patch, RecycledMemory
 from tests.engine.engine_contract import V1, V2, V3, request, run
-from tests.engine.patches import BLOCK_BYTES, patch_between
+from tests.engine.patches import BLOCK_BYTES, assert_identical, patch_between
 
 MakeTinyModel = Callable[..., Path]
 KINDS = [
@@ -88,13 +88,6 @@ def parameters(engine: TransformersEngine) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in engine._model.state_dict().items()}
 
 
-def assert_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        same = tensor.contiguous().view(torch.uint8) == other[name].contiguous().view(torch.uint8)
-        assert bool(same.all()), name
-
-
 def begun(directory: Path, dtype: str, version: Version) -> TransformersEngine:
     engine = TransformersEngine(directory, dtype=dtype)
     engine.load(version.tensors(), V1)
@@ -114,7 +107,7 @@ def test_a_patch_gives_what_a_load_gives_bit_for_bit_or_is_taken_back(
         engine.patch(Failing(first.to(second)), memoryview(there.image), there.specs)
     assert engine.installed == V1
     assert there.image == first.image
-    assert_equal(parameters(engine), before)
+    assert_identical(parameters(engine), before)
     assert logprobs(engine) == sampled
     kinds = set()
     for old, new, base, version in ((first, second, V1, V2), (second, third, V2, V3)):
@@ -124,7 +117,7 @@ def test_a_patch_gives_what_a_load_gives_bit_for_bit_or_is_taken_back(
         assert engine.installed == version
         assert there.image == new.image
         whole = begun(directory, computed, new.copy())
-        assert_equal(parameters(engine), parameters(whole))
+        assert_identical(parameters(engine), parameters(whole))
         assert logprobs(engine) == logprobs(whole)
     assert kinds == {False, True}
     engine.load(first.tensors(), V1)
@@ -194,7 +187,7 @@ def test_words_that_cannot_be_scattered_are_taken_back_everywhere(
         with pytest.raises(EngineError, match="the device is lost; rolled back, version: v1"):
             engine.patch(first.to(second), memoryview(there.image), there.specs)
     assert there.image == first.image
-    assert_equal(parameters(engine), before)
+    assert_identical(parameters(engine), before)
 
 
 # --- words scattered ------------------------------------------------------------------------------
@@ -238,7 +231,7 @@ def test_what_is_scattered_is_what_a_copy_gives(
     patch.write(memoryview(old.image))
     assert old.image == new.image
     scatter(patch, memoryview(old.image), old.specs, target)
-    assert_equal(target, own(new))
+    assert_identical(target, own(new))
 
 
 # --- memory ---------------------------------------------------------------------------------------

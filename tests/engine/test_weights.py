@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from echo.core.errors import ConfigError, DataError, EngineError, StorageError
@@ -24,19 +23,9 @@ from echo.engine.weights import (
     tensors_from_image,
 )
 from echo.weights.manifest import TensorSpec
+from tests.engine.patches import assert_identical
 
 MakeTinyModel = Callable[..., Path]
-
-
-def bits(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def assert_identical(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        assert (tensor.dtype, tensor.shape) == (second[name].dtype, second[name].shape), name
-        assert bits(tensor) == bits(second[name]), name
 
 
 def test_all_65536_bfloat16_values_survive_and_floats_are_rounded_to_nearest_even() -> None:
