@@ -77,11 +77,7 @@ def test_a_child_needs_an_address(role: str) -> None:
     assert f"{role}.connect = [] (default): the {role} needs at least one address" in text
     assert f"--set {role}.connect=tcp://" in text
     parse_config({}, [f"{role}.connect=tcp://a:1"], role)
-
-
-def test_the_learner_needs_a_model() -> None:
     assert "model.name: the learner needs it" in problems_of(role="learner")
-    parse_config({}, ["model.name=org/model"], "learner")
 
 
 def test_nobody_connects_to_itself() -> None:

@@ -60,15 +60,18 @@ def problems(*edits: tuple[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_the_example_is_complete() -> None:
+def test_the_example_is_complete_and_may_stand_in_two_files(tmp_path: Path) -> None:
     request = load_fleet([EXAMPLE])
-    assert [offer.name for offer in request.fleet.offers] == [
-        "fra-4090",
-        "ore-4090-spot",
-        "ore-a100",
-    ]
+    names = [offer.name for offer in request.fleet.offers]
+    assert names == ["fra-4090", "ore-4090-spot", "ore-a100"]
     assert request.periods == (1, 2, 3, 4, 5, 6, 7)
     assert request.job.version_bytes == 800e6
+    job, rest = EXAMPLE.read_text(encoding="utf-8").split("[learner]")
+    (tmp_path / "job.toml").write_text(job)
+    (tmp_path / "fleet.toml").write_text("[learner]" + rest)
+    assert load_fleet([tmp_path / "fleet.toml", tmp_path / "job.toml"]).job == request.job
+    with pytest.raises(ConfigError, match=r"job.toml: \[job\] stands in fleet-example.toml too"):
+        load_fleet([EXAMPLE, tmp_path / "job.toml"])
 
 
 def test_units_become_bytes_and_seconds() -> None:
@@ -82,92 +85,64 @@ def test_units_become_bytes_and_seconds() -> None:
 
 
 def test_a_rate_that_is_not_given_is_estimated_and_said_so() -> None:
-    request = parse_fleet(
-        changed(
-            ("offers.0.tokens_per_s", ...), ("offers.0.concurrency", ...), ("learner.train_s", ...)
-        )
-    )
+    left_out = ("offers.0.tokens_per_s", "offers.0.concurrency", "learner.train_s")
+    request = parse_fleet(changed(*((place, ...) for place in left_out)))
     assert request.fleet.offers[0].tokens_per_s > 1000
-    assert [notice.partition(":")[0] for notice in request.notices] == [
-        "RTX 4090 in frankfurt",
-        "learner",
-    ]
+    told = [notice.partition(":")[0] for notice in request.notices]
+    assert told == ["RTX 4090 in frankfurt", "learner"]
+    with pytest.raises(ConfigError, match="no node on offer can run the model"):
+        parse_fleet(changed(*((place, ...) for place in left_out), ("job.model", "Qwen3-32B")))
 
 
-def test_an_odd_price_is_pointed_out() -> None:
+def test_an_odd_price_is_pointed_out_and_ones_own_machines_cost_nothing() -> None:
     # $0.34 is typical; 30 was meant per month, or in cents.
-    assert parse_fleet(GOOD).notices == ()
     [notice] = parse_fleet(changed(("offers.0.price_per_h", 30.0))).notices
     assert notice.startswith("RTX 4090 in frankfurt: $30/h is far from the $0.34/h")
+    request = parse_fleet(changed(("offers.0.price_per_h", 0)))
+    assert request.fleet.offers[0].price_per_h == 0
+    assert request.notices == ()
+
+
+OWN_GPU = {"name": "X1", "tflops": 100, "gb_per_s": 1000, "memory_gib": 24, "price_per_h": 0.1}
 
 
 def test_the_files_own_gpus_and_models_are_known() -> None:
-    gpu = {"name": "X1", "tflops": 100, "gb_per_s": 1000, "memory_gib": 24, "price_per_h": 0.1}
-    model = {
-        "name": "mine",
-        "num_params": 1e9,
-        "num_layers": 20,
-        "hidden_size": 2048,
-        "num_kv_heads": 8,
-    }
+    sizes = {"num_params": 1e9, "num_layers": 20, "hidden_size": 2048, "num_kv_heads": 8}
     table = changed(("offers.0.gpu", "X1"), ("job.model", "mine"))
-    request = parse_fleet({**table, "gpus": [gpu], "models": [model]})
+    request = parse_fleet({**table, "gpus": [OWN_GPU], "models": [{"name": "mine", **sizes}]})
     assert request.model.num_params == 1e9
     assert request.fleet.offers[0].name == "X1"
 
 
-def test_fleet_and_job_may_stand_in_two_files(tmp_path: Path) -> None:
-    text = EXAMPLE.read_text(encoding="utf-8")
-    job, rest = text.split("[learner]")
-    (tmp_path / "job.toml").write_text(job)
-    (tmp_path / "fleet.toml").write_text("[learner]" + rest)
-    both = load_fleet([tmp_path / "fleet.toml", tmp_path / "job.toml"])
-    assert both.job == load_fleet([EXAMPLE]).job
-    with pytest.raises(ConfigError, match=r"job.toml: \[job\] stands in fleet-example.toml too"):
-        load_fleet([EXAMPLE, tmp_path / "job.toml"])
-
-
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("place", "value", "message"),
     [
-        (
-            ("offers.0.price_per_h", -1.0),
-            "offers[1] (RTX 4090, frankfurt): price_per_h = -1.0: must be greater than or equal",
-        ),
-        (("offers.0.price_per_h", ...), "price_per_h: missing ($ per hour for one node;"),
-        (("offers.0.tokens_per_s", 0), "tokens_per_s = 0: must be greater than 0"),
-        (("offers.0.down_mbit_per_s", -5), "down_mbit_per_s = -5: must be greater than 0"),
-        (("offers.0.count", 0), "count = 0: must be greater than or equal to 1"),
-        (
-            ("offers.0.gpu", "RTX4900"),
-            'offers[1] (RTX4900, frankfurt): gpu = "RTX4900": unknown; did you mean "RTX 4090"?',
-        ),
-        (("offers.0.gpu", "abacus"), 'gpu = "abacus": unknown; known are T4, '),
-        (("offers.0.region", "frankfort"), '"frankfort": unknown; did you mean "frankfurt"?'),
-        (
-            ("regions.0.mbit_per_s", ...),
-            'offers[1] (RTX 4090, frankfurt): region "frankfurt" has no path from the learner',
-        ),
-        (("regions", []), "there are no [[regions]]"),
-        (("offers", []), "the fleet is empty; describe what can be rented"),
-        (("offers", ...), "the fleet is empty"),
-        (("job", ...), "[job] is missing"),
-        (("job.modl", "x"), "[job]: modl: unknown key; did you mean model?"),
-        (("jobs", {}), "[jobs]: unknown table; did you mean job?"),
-        (("job.model", "Qwen3-5B"), '[job]: model = "Qwen3-5B": unknown; did you mean "Qwen3-'),
-        (("job.publish_period", 4), "publish_period = 4 with max_staleness = 2"),
-        (("job.publish_period", 0), "publish_period = 0: must be"),
-        (("job.completion_tokens", 2000), "cannot exceed max_completion_tokens = 1000"),
-        (("job.budget_per_h", 0.2), "budget_per_h = 0.2 does not pay for a single node"),
-        (("job.useful_share", 0), "useful_share = 0: must be greater than 0"),
-        (("learner.train_s", "30m"), 'train_s = "30m": must be "30m" is not a duration'),
-        (("learner", []), "learner must be written [learner], one table"),
-        (("offers", {}), "offers must be written [[offers]], a list of tables"),
-        (("offers.0.concurrency", ...), "tokens_per_s and concurrency were measured together"),
+        ("offers.0.price_per_h", -1.0, "offers[1] (RTX 4090, frankfurt): price_per_h = -1.0: must"),
+        ("offers.0.price_per_h", ..., "price_per_h: missing ($ per hour for one node;"),
+        ("offers.0.gpu", "RTX4900", '"RTX4900": unknown; did you mean "RTX 4090"?'),
+        ("offers.0.gpu", "abacus", 'gpu = "abacus": unknown; known are T4, '),
+        ("offers.0.region", "frankfort", '"frankfort": unknown; did you mean "frankfurt"?'),
+        ("regions.0.mbit_per_s", ..., 'region "frankfurt" has no path from the learner'),
+        ("regions", [], "there are no [[regions]]"),
+        ("offers", [], "the fleet is empty; describe what can be rented"),
+        ("offers", ..., "the fleet is empty"),
+        ("job", ..., "[job] is missing"),
+        ("job.modl", "x", "[job]: modl: unknown key; did you mean model?"),
+        ("jobs", {}, "[jobs]: unknown table; did you mean job?"),
+        ("job.model", "Qwen3-5B", '[job]: model = "Qwen3-5B": unknown; did you mean "Qwen3-'),
+        ("job.publish_period", 4, "publish_period = 4 with max_staleness = 2"),
+        ("job.publish_period", 0, "publish_period = 0: must be"),
+        ("job.completion_tokens", 2000, "cannot exceed max_completion_tokens = 1000"),
+        ("job.budget_per_h", 0.2, "budget_per_h = 0.2 does not pay for a single node"),
+        ("job.useful_share", 0, "useful_share = 0: must be greater than 0"),
+        ("learner.train_s", "30m", 'train_s = "30m": must be "30m" is not a duration'),
+        ("learner", [], "learner must be written [learner], one table"),
+        ("offers", {}, "offers must be written [[offers]], a list of tables"),
+        ("offers.0.concurrency", ..., "tokens_per_s and concurrency were measured together"),
     ],
-)  # fmt: skip
-def test_each_problem_names_its_row(edit: tuple[str, Any], message: str) -> None:
-    assert message in problems(edit)
+)
+def test_each_problem_names_its_row(place: str, value: Any, message: str) -> None:
+    assert message in problems((place, value))
 
 
 def test_rows_that_are_wrong_are_compared_with_the_others_all_the_same() -> None:
@@ -190,14 +165,8 @@ def test_rows_that_are_wrong_are_compared_with_the_others_all_the_same() -> None
 
 
 def test_a_bad_row_is_known_by_its_name() -> None:
-    gpu = {"name": "X1", "tflops": -1, "gb_per_s": 1000, "memory_gib": 24, "price_per_h": 0.1}
-    table = {**changed(("offers.0.gpu", "X1"), ("regions.0.mbit_per_s", -1)), "gpus": [gpu]}
-    with pytest.raises(ConfigError) as caught:
-        parse_fleet(table)
-    text = str(caught.value)
-    assert text.startswith("the fleet has 2 problems")
-    assert "tflops = -1" in text
-    assert "mbit_per_s = -1" in text
+    edits = (("offers.0.gpu", "X1"), ("gpus", [OWN_GPU | {"tflops": -1}]))
+    assert problems(*edits, ("regions.0.mbit_per_s", -1)).startswith("the fleet has 2 problems")
 
 
 @pytest.mark.parametrize("name", [..., 3, ["frankfurt"]])
@@ -233,31 +202,14 @@ def test_every_unreadable_file_is_named(tmp_path: Path) -> None:
         assert "two.toml: cannot be read" in str(caught.value)
 
 
-def test_ones_own_machines_cost_nothing() -> None:
-    request = parse_fleet(changed(("offers.0.price_per_h", 0)))
-    assert request.fleet.offers[0].price_per_h == 0
-    assert request.notices == ()
-
-
 def test_names_must_differ() -> None:
-    twice = changed(("offers", [GOOD["offers"][0]] * 2), ("regions", GOOD["regions"] * 2))
-    with pytest.raises(ConfigError) as caught:
-        parse_fleet(twice)
-    assert 'a second region called "frankfurt"' in str(caught.value)
-    assert "offers[2] (RTX 4090, frankfurt): a second offer of" in str(caught.value)
-
-
-def test_offers_of_one_kind_in_two_regions_need_names_for_their_nodes() -> None:
+    text = problems(("offers", GOOD["offers"] * 2), ("regions", GOOD["regions"] * 2))
+    assert 'a second region called "frankfurt"' in text
+    assert "offers[2] (RTX 4090, frankfurt): a second offer of" in text
+    # Offers of one kind in two regions need names for their nodes.
     regions = [*GOOD["regions"], {"name": "oregon", "mbit_per_s": 400}]
     offers = [*GOOD["offers"], GOOD["offers"][0] | {"region": "oregon"}]
     text = problems(("regions", regions), ("offers", offers))
     assert "a second offer of nodes called RTX-4090; give each a name of its own" in text
     offers[1]["name"] = "oregon"
     assert len(parse_fleet(changed(("regions", regions), ("offers", offers))).offers) == 2
-
-
-def test_a_gpu_too_small_for_the_model_is_left_out() -> None:
-    edits = [("offers.0.tokens_per_s", ...), ("offers.0.concurrency", ...)]
-    table = changed(*edits, ("job.model", "Qwen3-32B"))
-    with pytest.raises(ConfigError, match="no node on offer can run the model"):
-        parse_fleet(table)

@@ -24,7 +24,6 @@ from echo.config.load import (
     classify,
     diff_configs,
     dry_run_text,
-    flatten,
     inherited_settings,
     keys_set_by_user,
     load_config,
@@ -32,12 +31,11 @@ from echo.config.load import (
     nest,
     parse_config,
     read_layer,
-    read_override,
     resolved,
     save_resolved,
 )
 from echo.config.schema import (
-    Config,
+    PROFILES,
     every_leaf,
     find_leaf,
     inherited_keys,
@@ -50,49 +48,24 @@ from echo.core.errors import ConfigError
 PATHS = sorted({leaf.path for leaf in every_leaf()})
 BROKEN = """
 batch_size = 128
-
-[batch]
-group_sise = 8
-
-[sync]
-max_staleness = 1
-publish_period = 9
-
-[model]
-dtype = "bfloat"
-
-[optimizer]
-learning_rate = "3e-4"
-
-[task]
-reward_timeout_s = "5m"
-
-[worker]
-connect = ["tcp://a:7700", "foo"]
-
-[checkpoint]
-keep_last = 0
+batch.group_sise = 8
+sync.max_staleness = 1
+sync.publish_period = 9
+model.dtype = "bfloat"
+optimizer.learning_rate = "3e-4"
+task.reward_timeout_s = "5m"
+worker.connect = ["tcp://a:7700", "foo"]
+checkpoint.keep_last = 0
 """
 
 
 ANY_VALUE = st.recursive(
-    st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(),
-        st.just(10**400),
-        st.floats(allow_nan=False),
-        st.text(max_size=5),
-    ),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=2), st.dictionaries(st.text(max_size=3), inner, max_size=2)
-    ),
+    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats(allow_nan=False)
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2)
+    | st.dictionaries(st.text(max_size=3), inner, max_size=2),
     max_leaves=4,
-)
-
-
-def config_of(table: Mapping[str, object], *overrides: str, role: str | None = None) -> Config:
-    return parse_config(table, overrides, role)
+)  # fmt: skip
 
 
 def problems_of(table: Mapping[str, object], *overrides: str, role: str | None = None) -> str:
@@ -101,30 +74,20 @@ def problems_of(table: Mapping[str, object], *overrides: str, role: str | None =
     return str(caught.value)
 
 
-def test_an_empty_file_is_the_lan_profile() -> None:
-    config = config_of({})
-    assert config.profile == "lan"
-    assert (config.sync.max_staleness, config.sync.publish_period) == (2, 1)
-    assert (config.batch.group_size, config.batch.groups_per_step) == (8, 64)
-    assert (config.network.heartbeat_s, config.network.dead_after_s) == (2.0, 10.0)
-    assert config.checkpoint.interval_s is None
-    assert config.run_dir == Path("runs/run")
-
-
-def test_the_wan_profile() -> None:
-    config = config_of({"profile": "wan"})
-    assert (config.sync.max_staleness, config.sync.publish_period) == (6, "auto")
-    assert config.sync.initial_publish_period == 5
-    assert (config.batch.group_size, config.batch.groups_per_step) == (16, 32)
-    assert (config.checkpoint.interval_steps, config.checkpoint.interval_s) == (10, 900.0)
-    assert config.sampling.max_completion_tokens == 8192
-    assert config.loss.kind == "gspo"
-    assert config_of({"profile": "wan"}, "loss.dual_clip=2", "loss.kind=grpo").loss.kind == "grpo"
+def test_profiles() -> None:
+    lan, wan = parse_config({}), parse_config({"profile": "wan"})
+    assert (lan.profile, lan.sync.max_staleness, lan.sync.publish_period) == ("lan", 2, 1)
+    assert (wan.sync.max_staleness, wan.sync.publish_period) == (6, "auto")
+    assert (wan.sync.initial_publish_period, wan.loss.kind) == (5, "gspo")
+    changed = ["loss.dual_clip=2", "loss.kind=grpo"]
+    assert parse_config({"profile": "wan"}, changed).loss.kind == "grpo"
+    with pytest.raises(ConfigError, match=r'"trainer" .* learner, worker, relay'):
+        parse_config({}, role="trainer")
 
 
 def test_later_sources_win_and_are_remembered() -> None:
     table = {"profile": "wan", "batch": {"group_size": 4}, "run": {"max_steps": 7}}
-    config = config_of(table, "run.max_steps=8", "run.max_steps=9")
+    config = parse_config(table, ["run.max_steps=8", "run.max_steps=9"])
     assert (config.batch.group_size, config.run.max_steps) == (4, 9)
     assert config.sources["batch.group_size"] == "configuration"
     assert config.sources["run.max_steps"] == "--set"
@@ -154,15 +117,17 @@ def test_later_sources_win_and_are_remembered() -> None:
 )
 def test_overrides_are_toml_or_else_text(override: str, key: str, value: object) -> None:
     section, name = key.split(".")
-    assert getattr(getattr(config_of({}, override), section), name) == value
+    assert getattr(getattr(parse_config({}, [override]), section), name) == value
+
+
+OPTIONS = {"task": {"options": {"digits": 2, "deep": {"x": 1}}}}
 
 
 def test_tables_of_the_users_own_keys_merge() -> None:
-    table = {"task": {"options": {"digits": 2, "deep": {"x": 1}}}}
-    config = config_of(table, "task.options.digits=3", "task.options.deep.y=[1, 2]")
+    config = parse_config(OPTIONS, ["task.options.digits=3", "task.options.deep.y=[1, 2]"])
     assert config.task.options == {"digits": 3, "deep": {"x": 1, "y": [1, 2]}}
     assert config.sources["task.options"] == "configuration + --set"
-    assert config_of({}).task.options == {}, "no default may be changed by a load"
+    assert parse_config({}).task.options == {}, "no default may be changed by a load"
 
 
 @pytest.mark.parametrize(
@@ -172,19 +137,16 @@ def test_tables_of_the_users_own_keys_merge() -> None:
         (["task.options={digits=3}"], {"digits": 3}),
         (["task.options={}", "task.options.digits=3"], {"digits": 3}),
         (["task.options.digits=3", "task.options={}"], {}),
-        (["task.options.deep={}"], {"digits": 2, "deep": {}}),
         (["task.options.deep={y=1}"], {"digits": 2, "deep": {"y": 1}}),
         (["task={kind='gsm8k'}"], {"digits": 2, "deep": {"x": 1}}),
         (["task.options.digits.least=3"], {"digits": {"least": 3}, "deep": {"x": 1}}),
         (["task.options.deep=3", "task.options.deep.y=4"], {"digits": 2, "deep": {"y": 4}}),
-        (["task.options.deep=3"], {"digits": 2, "deep": 3}),
     ],
 )
 def test_what_is_set_replaces_what_was_there_before(
     overrides: list[str], expected: dict[str, Any]
 ) -> None:
-    table = {"task": {"options": {"digits": 2, "deep": {"x": 1}}}}
-    assert config_of(table, *overrides).task.options == expected
+    assert parse_config(OPTIONS, overrides).task.options == expected
 
 
 def test_all_problems_at_once(tmp_path: Path) -> None:
@@ -192,133 +154,110 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
     path.write_text(BROKEN, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["run.max_step=3", "run.seed"], "learner")
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "the configuration has 11 problems:"
+    head, *lines = str(caught.value).splitlines()
+    assert head == "the configuration has 11 problems:"
     expected = [
-        f"{path}: batch_size = 128: unknown key; there are .*",
-        f"{path}: batch.group_sise = 8: unknown key; did you mean group_size?",
+        "FILE: batch_size = 128: unknown key; there are ",
+        "FILE: batch.group_sise = 8: unknown key; did you mean group_size?",
         "--set: run.max_step = 3: unknown key; did you mean max_steps?",
         '--set: "run.seed" is not an override; write section.key=value',
-        f'{path}: model.dtype = "bfloat": must be one of "bfloat16", "float16", "float32"; '
-        'did you mean "bfloat16"?',
-        f'{path}: task.reward_timeout_s = "5m": "5m" is not a duration; write .* s, min, h',
-        f'{path}: optimizer.learning_rate = "3e-4": must be a number, above 0',
-        f'{path}: worker.connect = ["tcp://a:7700", "foo"]: "foo" is not an address',
-        f"{path}: checkpoint.keep_last = 0: must be an integer, at least 1 (Checkpoints kept;",
-        f"{path}: sync.publish_period = 9: must be at most sync.max_staleness + 1 = 2, or the run",
-        f"{path}: model.name: the learner needs it: a model directory or a hub id",
+        'FILE: model.dtype = "bfloat": must be one of "bfloat16", "float16", "float32"; did you ',
+        'FILE: task.reward_timeout_s = "5m": "5m" is not a duration; write ',
+        'FILE: optimizer.learning_rate = "3e-4": must be a number, above 0',
+        'FILE: worker.connect = ["tcp://a:7700", "foo"]: "foo" is not an address',
+        "FILE: checkpoint.keep_last = 0: must be an integer, at least 1 (Checkpoints kept;",
+        "FILE: sync.publish_period = 9: must be at most sync.max_staleness + 1 = 2, or the run",
+        "FILE: model.name: the learner needs it: a model directory or a hub id",
     ]
-    for start, line in zip(expected, lines[1:], strict=True):
-        first, _, rest = start.partition(".*")
-        assert line.strip().startswith(first)
-        assert rest in line
+    for start, line in zip(expected, lines, strict=True):
+        assert line.strip().startswith(start.replace("FILE", str(path)))
 
 
-def test_a_rule_is_not_checked_on_a_value_that_was_reported() -> None:
+def test_a_value_is_reported_once_and_no_rule_is_checked_on_it() -> None:
     text = problems_of({"sync": {"max_staleness": -1, "publish_period": 9}})
     assert "sync.max_staleness = -1: must be an integer, at least 0" in text
     assert "deadlock" not in text
-
-
-def test_a_union_is_reported_once() -> None:
-    text = problems_of({"sync": {"publish_period": 0}})
+    text = problems_of({"sync": {"publish_period": 0}})  # a union
     assert text.count("publish_period = 0") == 1
     assert 'must be "auto" or an integer, at least 1' in text
 
 
-@pytest.mark.parametrize("value", [True, "8", 8.0, None])
-def test_types_are_strict(value: object) -> None:
-    assert "must be an integer, at least 2" in problems_of({"batch": {"group_size": value}})
-
-
-def test_numbers_must_be_finite() -> None:
-    table = {"optimizer": {"max_grad_norm": float("inf"), "learning_rate": float("nan")}}
-    text = problems_of(table)
-    assert "optimizer.max_grad_norm = inf: must be a number, above 0" in text
-    assert "optimizer.learning_rate = nan: must be a number, above 0" in text
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("batch.group_size", True, "must be an integer, at least 2"),
+        ("batch.group_size", "8", "must be an integer, at least 2"),
+        ("batch.group_size", 8.0, "must be an integer, at least 2"),
+        ("batch.group_size", None, "must be an integer, at least 2"),
+        ("optimizer.max_grad_norm", math.inf, "inf: must be a number, above 0"),
+        ("optimizer.learning_rate", math.nan, "nan: must be a number, above 0"),
+    ],
+)
+def test_types_are_strict_and_numbers_finite(key: str, value: object, message: str) -> None:
+    section, _, name = key.partition(".")
+    assert message in problems_of({section: {name: value}})
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "message"),
     [
-        (b"[batch\n", "not valid TOML: .*at line 1"),
-        (b"a = 1\na = 2\n", "not valid TOML: Cannot overwrite a value .at line 2"),
-        (b"a = '\xff'", "not UTF-8 text"),
+        ("a.toml", b"[batch\n", "not valid TOML: .*at line 1"),
+        ("a.toml", b"a = 1\na = 2\n", "not valid TOML: Cannot overwrite a value .at line 2"),
+        ("a.toml", b"a = '\xff'", "not UTF-8 text"),
+        ("a.toml", None, "cannot be read: No such file .*configs/"),
+        ("", None, "cannot be read: Is a directory"),
+        ("a.toml", b"a = " + b"[" * 5000, "not valid TOML"),
+        ("a.toml", b"a = " + b"9" * 5000, "not valid TOML"),
+        ("a.json", b"[" * 5000, "not valid JSON"),
+        ("a.json", b"9" * 5000, "not valid JSON"),
+        ("a.json", b"{", "not valid JSON"),
+        ("a.json", b"[1, 2]", "holds no configuration"),
     ],
 )
-def test_an_unreadable_file(tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "run.toml"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=f"run.toml: {message}"):
-        load_config(path)
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.toml: cannot be read: No such file .*configs/"):
-        load_config(tmp_path / "none.toml")
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
-        load_config(tmp_path)
+def test_an_unreadable_file_is_named(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{name}: {message}"):
+        load_resolved(path) if name == "a.json" else load_config(path)
 
 
 def test_a_file_that_does_not_end_in_time_is_too_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as /dev/zero, which would take all memory."""
-    path = tmp_path / "run.toml"
-    path.write_text("[batch]\n")
+    (tmp_path / "run.toml").write_text("[batch]\n")
     monkeypatch.setattr("echo.config.fields.MAX_FILE_LENGTH", 8)
-    load_config(path)
+    load_config(tmp_path / "run.toml")
     monkeypatch.setattr("echo.config.fields.MAX_FILE_LENGTH", 7)
     with pytest.raises(ConfigError, match=r"run\.toml: cannot be read: File too large; give"):
-        load_config(path)
-
-
-def test_an_unknown_role() -> None:
-    with pytest.raises(ConfigError, match=r'"trainer" .* learner, worker, relay'):
-        parse_config({}, role="trainer")
+        load_config(tmp_path / "run.toml")
 
 
 def test_the_resolved_configuration_comes_back(tmp_path: Path) -> None:
-    config = config_of({"profile": "wan"}, "loss.clip_low=false", "worker.connect=tcp://a:1")
-    save_resolved(config, tmp_path / "config.json")
-    again = load_resolved(tmp_path / "config.json")
-    assert resolved(again) == resolved(config)
-    changed = load_resolved(tmp_path / "config.json", ["run.max_steps=500"])
-    assert changed.run.max_steps == 500
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-
-
-def test_every_key_is_in_the_resolved_configuration() -> None:
-    table = resolved(config_of({}))
-    assert json.loads(json.dumps(table)) == table
+    path, overrides = tmp_path / "config.json", ["loss.clip_low=false", "worker.connect=tcp://a:1"]
+    config = parse_config({"profile": "wan"}, overrides)
+    save_resolved(config, path)
+    table = json.loads(path.read_text())
+    assert resolved(load_resolved(path)) == resolved(config) == table
     keys = {f"{name}.{key}" for name, part in table.items() if name != "profile" for key in part}
-    assert keys | {"profile"} == {leaf.key for leaf in leaves(kinds_of(config_of({}))).values()}
-
-
-@pytest.mark.parametrize("content", ["{", "[1, 2]"])
-def test_a_damaged_resolved_configuration(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"config\.json: (not valid JSON|holds no configuration)"):
-        load_resolved(path)
+    assert keys | {"profile"} == {leaf.key for leaf in leaves(kinds_of(config)).values()}
+    assert load_resolved(path, ["run.max_steps=500"]).run.max_steps == 500
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 @pytest.mark.slow
 @given(st.dictionaries(st.sampled_from(PATHS), ANY_VALUE, min_size=1, max_size=4))
 def test_no_value_does_anything_but_load_or_be_reported(values: dict[tuple[str, ...], Any]) -> None:
-    table: dict[str, Any] = {}
-    for path, value in values.items():
-        section = table.setdefault(path[0], {}) if len(path) == 2 else table
-        section[path[-1]] = value
-    message = ""
+    table, message = nest({path: Setting(value, "file") for path, value in values.items()}), ""
     try:
         config = parse_config(table)
+        assert json.loads(json.dumps(resolved(config))) == resolved(config)
     except ConfigError as error:
         message = str(error)
-    if message:
-        assert any(".".join(path) in message for path in values)
-    else:
-        assert json.loads(json.dumps(resolved(config))) == resolved(config)
+    assert not message or any(".".join(path) in message for path in values)
 
 
 def test_the_secret_of_a_join_string_is_never_written_or_shown(tmp_path: Path) -> None:
@@ -358,12 +297,8 @@ def test_options_that_another_loss_lacks_give_way_on_resume(tmp_path: Path) -> N
     path = saved(tmp_path, "loss.dual_clip=4", "loss.clip_high=0.3", "loss.veto=1e-4", *pull)
     config = load_resolved(path, ["loss.kind=gepo"])
     # gepo has clips, and neither a dual clip nor masks.
-    assert config.loss.own_options() == {
-        "clip_low": 0.2,
-        "clip_high": 0.3,
-        "gate_kl": None,
-        "sampler_kl_coef": 0.0,
-    }
+    own = {"clip_low": 0.2, "clip_high": 0.3, "gate_kl": None, "sampler_kl_coef": 0.0}
+    assert config.loss.own_options() == own
     keys = {change.key for change in diff_configs(load_resolved(path), config)}
     assert {"loss.kind", "loss.dual_clip", "loss.veto"} <= keys
     assert "loss.clip_high" not in keys
@@ -385,55 +320,25 @@ def test_what_is_asked_for_now_does_not_give_way(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------- pull mode
 
 
-def test_pull_is_on_policy_whatever_the_profile() -> None:
-    for profile in ("lan", "wan"):
-        config = parse_config({}, [f"profile={profile}", "sync.mode=pull"])
-        assert (config.sync.max_staleness, config.sync.publish_period) == (0, 1)
-        # The workers' defaults contradict nothing.
-        assert "sync.max_staleness" not in keys_set_by_user(config)
-    config = parse_config({}, ["sync.mode=push_pull"])
-    assert config.sync.max_staleness == 2
-
-
-def test_pull_with_a_lag_is_refused_and_gives_way_on_resume(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_config({}, ["sync.mode=pull", "sync.max_staleness=3", "sync.publish_period=2"])
-    assert "sync.max_staleness = 3: must be 0" in str(caught.value)
-    assert "sync.publish_period = 2: must be 1" in str(caught.value)
+def test_pull_is_on_policy_whatever_the_profile(tmp_path: Path) -> None:
     path = saved(tmp_path, "sync.max_staleness=3", "sync.publish_period=2")
-    config = load_resolved(path, ["sync.mode=pull"])
-    assert (config.sync.max_staleness, config.sync.publish_period) == (0, 1)
+    on_policy = [parse_config({}, [f"profile={name}", "sync.mode=pull"]) for name in PROFILES]
+    # A lag gives way on resume.
+    for config in (*on_policy, load_resolved(path, ["sync.mode=pull"])):
+        assert (config.sync.max_staleness, config.sync.publish_period) == (0, 1)
+    # The workers' defaults contradict nothing.
+    assert not any("sync.max_staleness" in keys_set_by_user(config) for config in on_policy)
+    text = problems_of({}, "sync.mode=pull", "sync.max_staleness=3", "sync.publish_period=2")
+    assert "sync.max_staleness = 3: must be 0" in text
+    assert "sync.publish_period = 2: must be 1" in text
 
 
 # --- layers of a configuration --------------------------------------------------------------------
 
 
-VALUES = st.one_of(st.integers(), st.text(max_size=3), st.lists(st.integers(), max_size=2))
-TABLES = st.recursive(
-    st.dictionaries(st.text(max_size=3), VALUES, max_size=3),
-    lambda inner: st.dictionaries(st.text(max_size=3), st.one_of(VALUES, inner), max_size=3),
-    max_leaves=8,
-)
-
-
-@pytest.mark.slow
-@given(TABLES)
-def test_nesting_undoes_flattening(table: dict[str, Any]) -> None:
-    settings = {path: Setting(value, "file") for path, value in flatten(table)}
-    assert nest(settings) == table
-
-
-def test_every_key_is_known_to_its_layer() -> None:
-    for leaf in every_leaf():
-        layer = read_override(f"{leaf.key}=1")
-        assert list(layer.settings) == [leaf.path]
-        assert not layer.problems
-
-
 @pytest.mark.parametrize(
     ("table", "text"),
     [
-        ({"batch": {"group_sise": 8}}, "unknown key; did you mean group_size?"),
         ({"batch": {"max_staleness": 8}}, "unknown key; did you mean sync.max_staleness?"),
         ({"batch": {"zebra": 8}}, "[batch] has group_size, groups_per_step"),
         ({"worker": {"max_grad_nrm": 8}}, "unknown key; did you mean optimizer.max_grad_norm?"),
@@ -455,7 +360,7 @@ def test_every_key_is_known_to_its_layer() -> None:
     ],
 )
 def test_an_unknown_key_finds_its_match(table: dict[str, Any], text: str) -> None:
-    layer = read_layer(table, "run.toml")
+    layer = read_layer({**table, "relay": {}}, "run.toml")
     (problem,) = layer.problems
     assert text in problem.text
     assert not layer.settings
@@ -485,24 +390,10 @@ def test_what_would_not_reach_a_worker_as_written(
     assert text in problems
 
 
-DEEP = "[" * 5000
-MANY_DIGITS = "9" * 5000
-
-
-@pytest.mark.parametrize("text", [DEEP, "{a=" * 500, MANY_DIGITS])
+@pytest.mark.parametrize("text", ["[" * 5000, "{a=" * 500, "9" * 5000])
 def test_an_override_that_python_cannot_read_is_text(text: str) -> None:
-    assert config_of({}, f"task.options.a={text}").task.options == {"a": text}
+    assert parse_config({}, [f"task.options.a={text}"]).task.options == {"a": text}
     assert "max_steps = " in problems_of({}, f"run.max_steps={text}")
-
-
-@pytest.mark.parametrize("text", [f"a = {DEEP}", f"a = {MANY_DIGITS}"])
-def test_a_file_that_python_cannot_read_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "a.toml").write_text(text)
-    (tmp_path / "a.json").write_text(text.partition("= ")[2])
-    with pytest.raises(ConfigError, match=r"a\.toml: not valid TOML"):
-        load_config(tmp_path / "a.toml")
-    with pytest.raises(ConfigError, match=r"a\.json: not valid JSON"):
-        load_resolved(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize("key", ["task.options", "model.chat_template_kwargs", "nothing"])
@@ -517,22 +408,9 @@ def test_tables_within_tables_have_a_bound(tmp_path: Path, key: str) -> None:
             load_config(path)
 
 
-def test_numbers_of_64_bits_reach_a_worker() -> None:
-    options = {"least": -(2**63), "most": 2**63 - 1, "share": 1e300}
-    config = config_of({"task": {"options": options}, "sync": {"max_staleness": 2**63 - 1}})
-    told = msgspec.msgpack.decode(msgspec.msgpack.encode(inherited_settings(config)))
-    assert apply_inherited(config_of({}), told).task.options == options
-
-
-def test_an_empty_section_is_fine_and_an_unknown_one_is_not() -> None:
-    assert not read_layer({"learner": {}}, "run.toml").problems
-    assert read_layer({"learnr": {}}, "run.toml").problems
-
-
 @pytest.mark.parametrize("text", ["run.seed", "=3", ".seed=3", "run..seed=3", ""])
 def test_not_an_override(text: str) -> None:
-    (problem,) = read_override(text).problems
-    assert problem.text == f'"{text}" is not an override; write section.key=value'
+    assert f'"{text}" is not an override; write section.key=value' in problems_of({}, text)
 
 
 # --- what workers inherit -------------------------------------------------------------------------
@@ -541,26 +419,22 @@ def test_not_an_override(text: str) -> None:
 LEARNER = ("profile=wan", "sampling.temperature=0.9", "task.options.digits=3", "run.seed=5")
 
 
-def test_the_settings_are_plain_values_of_real_keys() -> None:
-    settings = inherited_settings(parse_config({}, LEARNER))
-    assert json.loads(json.dumps(settings)) == settings
+def test_a_worker_with_only_an_address_takes_all_settings() -> None:
+    options = {"least": -(2**63), "most": 2**63 - 1, "share": 1e300}
+    learner = parse_config({"task": {"options": options}}, LEARNER)
+    settings = msgspec.msgpack.decode(msgspec.msgpack.encode(inherited_settings(learner)))
     assert set(settings) == set(inherited_keys())
-    assert all(find_leaf(tuple(key.split("."))) for key in settings)
-    assert settings["sampling.temperature"] == 0.9
-    assert settings["sync.max_staleness"] == 6
-    assert settings["task.options"] == {"digits": 3}
-    assert settings["model.chat_template"] is None
-
-
-def test_a_worker_with_only_an_address_takes_them_all() -> None:
-    settings = inherited_settings(parse_config({}, LEARNER))
     worker = parse_config({}, ["worker.connect=tcp://a:1"], "worker")
     assert check_inherited(worker, settings) == []
     effective = apply_inherited(worker, settings)
-    assert inherited_settings(effective) == settings
+    assert inherited_settings(effective) == inherited_settings(learner) == settings
+    assert effective.task.options == {**options, "digits": 3}
+    assert (effective.sync.max_staleness, effective.model.chat_template) == (6, None)
     assert effective.worker.connect == ("tcp://a:1",)
     assert effective.sources["sampling.temperature"] == "learner"
     assert effective.sources["worker.connect"] == "--set"
+    with pytest.raises(ConfigError, match=r"the learner's settings: batch\.group_size = 1"):
+        apply_inherited(worker, {"batch.group_size": 1})
 
 
 def test_a_contradiction_names_both_values() -> None:
@@ -570,11 +444,7 @@ def test_a_contradiction_names_both_values() -> None:
     (line,) = check_inherited(worker, settings)
     assert line.startswith("worker.toml: sampling.temperature = 1.0 contradicts the learner")
     assert "uses 0.9; remove it here" in line
-
-
-def test_one_file_for_both_roles_never_contradicts() -> None:
-    config = parse_config({"sampling": {"temperature": 0.7}, "batch": {"group_size": 4}})
-    assert check_inherited(config, inherited_settings(config)) == []
+    assert check_inherited(worker, inherited_settings(worker)) == [], "one file for both roles"
 
 
 def test_the_chat_template_travels_as_text(tmp_path: Path) -> None:
@@ -590,19 +460,8 @@ def test_the_chat_template_travels_as_text(tmp_path: Path) -> None:
     template.unlink()
     with pytest.raises(ConfigError, match=r"model\.chat_template = .*cannot be read"):
         inherited_settings(config)
-
-
-def test_a_chat_template_that_only_the_learner_has_contradicts_nothing() -> None:
-    """One file serves all machines, and the template's text comes from the learner."""
-    worker = parse_config({"model": {"chat_template": "only/there.jinja"}})
-    settings = inherited_settings(parse_config({})) | {"model.chat_template": "{{ messages }}"}
-    assert check_inherited(worker, settings) == []
-
-
-def test_settings_that_do_not_fit_are_refused() -> None:
-    worker = parse_config({})
-    with pytest.raises(ConfigError, match=r"the learner's settings: batch\.group_size = 1"):
-        apply_inherited(worker, {"batch.group_size": 1})
+    # One file serves all machines, and the template's text comes from the learner.
+    assert check_inherited(config, settings) == []
 
 
 # --- what a resume may change ---------------------------------------------------------------------
@@ -611,14 +470,10 @@ def test_settings_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     ("override", "is_safe"),
     [
-        ("run.max_steps=200", True),
         ("optimizer.learning_rate=1e-4", True),
-        ("sync.max_staleness=1", True),
         ("learner.micro_batch_tokens=64", True),
         ("batch.group_size=4", False),
-        ("model.name=org/other", False),
         ("task.options.digits=4", False),
-        ("sampling.temperature=0.5", False),
         ("learner.listen=tcp://0.0.0.0:1", False),
         ("run.seed=9", False),
     ],
@@ -631,15 +486,11 @@ def test_a_change_is_classed_with_its_reason(override: str, is_safe: bool) -> No
     assert str(change).startswith("safe" if is_safe else "UNSAFE")
 
 
-def test_a_line_shows_both_values() -> None:
-    old, new = parse_config({}), parse_config({}, ["loss.dual_clip=false"])
-    (change,) = diff_configs(old, new)
+def test_a_line_shows_both_values_and_a_profile_lists_what_it_changes() -> None:
+    old = parse_config({})
+    (change,) = diff_configs(old, parse_config({}, ["loss.dual_clip=false"]))
     assert str(change) == "safe   loss.dual_clip: 3.0 -> false (computed anew for every batch)"
-
-
-def test_a_profile_lists_what_it_changes() -> None:
-    old, new = parse_config({}), parse_config({"profile": "wan"})
-    keys = [change.key for change in diff_configs(old, new)]
+    keys = [change.key for change in diff_configs(old, parse_config({"profile": "wan"}))]
     assert keys[0] == "profile"
     assert {"sync.max_staleness", "batch.group_size", "network.heartbeat_s"} < set(keys)
 

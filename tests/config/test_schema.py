@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echo.config.load import parse_config
@@ -14,16 +14,15 @@ from echo.core.errors import ConfigError
 from echo.fleet.overlap import auto_publish_period
 
 
-def test_every_key_has_help_that_is_a_sentence() -> None:
+def test_every_key_has_help_and_profiles_list_the_same_keys() -> None:
     for leaf in every_leaf():
         assert leaf.help.endswith("."), leaf.key
         assert len(leaf.help) > 12, leaf.key
-
-
-def test_profiles_list_the_same_keys_and_only_real_ones() -> None:
     keys = {leaf.key for leaf in every_leaf()}
-    assert PROFILES["lan"].keys() == PROFILES["wan"].keys()
-    assert PROFILES["lan"].keys() <= keys
+    assert PROFILES["lan"].keys() == PROFILES["wan"].keys() <= keys
+
+
+JOIN = f"tcp://10.0.0.5:7700#{'k' * 43}.{'s' * 22}.{'f' * 22}"
 
 
 @pytest.mark.parametrize(
@@ -34,31 +33,16 @@ def test_profiles_list_the_same_keys_and_only_real_ones() -> None:
         "learner.advertise=tcp://learner.example.org:7700",
         "worker.connect=tcp://[fe80::1]:65535",
         "learner.device=cuda:1",
-        "task.kind=my_tasks.sorting:SortTask",
-        "sampling.top_k=0",
-        "loss.kind=gepo",
         "loss.kind=my_package.losses:loss",
         "loss.clip_high=false",
-        "loss.dual_clip=2",
         f"worker.connect=tcp://10.0.0.5:7700#{'k' * 43}",
-        f"relay.connect=['tcp://10.0.0.5:7700#{'k' * 43}.{'s' * 22}.{'f' * 22}', 'tcp://a:1']",
-        f"security.join=tcp://10.0.0.5:7700#{'k' * 43}.{'s' * 22}.{'f' * 22}",
-        "engine.kind=vllm",
+        f"relay.connect=['{JOIN}', 'tcp://a:1']",
         "leases.hedge_factor=false",
-        "leases.hedge_factor=1.5",
-        "checkpoint.interval_s=false",
-        "eval.interval_steps=0",
+        "worker.price_per_h=0",
     ],
 )
 def test_accepted(override: str) -> None:
     parse_config({}, [override])
-
-
-def test_an_engine_has_its_own_keys() -> None:
-    options = "engine.options.max_num_seqs=64"
-    parse_config({}, ["engine.kind=vllm", options])
-    with pytest.raises(ConfigError, match=r'unknown key with engine\.kind = "transformers"'):
-        parse_config({}, [options])
 
 
 @pytest.mark.parametrize(
@@ -72,10 +56,7 @@ def test_an_engine_has_its_own_keys() -> None:
         ("optimizer.betas=[0.9]", "must be a list of 2, each a number, at least 0, below 1"),
         ("worker.connect=tcp://a:1#short", "must be a key of 43 letters"),
         (f"worker.connect=tcp://a:1#{'k' * 43}.short", "the last two of 22"),
-        (
-            f"worker.connect=tcp://a:1#{'k' * 43}.{'s' * 22}",
-            "is a join string of an earlier release",
-        ),
+        (f"worker.connect=tcp://a:1#{'k' * 43}.{'s' * 22}", "join string of an earlier release"),
         (f"worker.advertise=tcp://a:1#{'k' * 43}", "each process adds its own"),
         (f"security.join=tcp://a:1#{'k' * 43}", "is not a join string"),
         ("learner.device=gpu", 'write "auto", "cpu", "cuda" or "cuda:1"'),
@@ -84,30 +65,22 @@ def test_an_engine_has_its_own_keys() -> None:
         ("run.name=a/b", "cannot name a directory"),
         ("run.name=..", "cannot name a directory"),
         (f"run.name={'x' * 65}", "messages hold names of 64"),
-        (f"network.region={'x' * 65}", "at most 64 characters"),
-        ("sampling.temperature=0", "must be a number, at least 0.01"),
-        ("sampling.top_p=1.1", "must be a number, above 0, at most 1"),
-        ("loss.dual_clip=1", "must be a number, above 1"),
         ("loss.dual_clip=true", "must be a number, above 1"),
         ("loss.kind=gepoo", '"package.module:function"; did you mean "gepo"?'),
         ("loss.kind=my.losses:", '"package.module:function"'),
         ("loss.clip_low=0", "must be a number, above 0, at most 1 or false"),
-        ("loss.clip_high=true", "must be a number, above 0 or false"),
         ("loss.normalize_by_std=1", "must be true or false"),
         ("loss.kind=decoupled_ppo loss.importance_weight=tis", '"sequence_tis", "token_mis"'),
-        ("network.chunk_bytes=1GiB", "at least 1024, at most 16777216"),
-        ("network.store_dir=", "must be text, not empty"),
-        ("network.store_bytes=0", "at least 1 (Bytes that versions may"),
-        ("checkpoint.keep_last=0", "must be an integer, at least 1"),
         ("checkpoint.interval_s=0", "must be a duration"),
         ("batch.group_size=1", "must be an integer, at least 2, at most 65536 (Rollouts per"),
         ("model.name=", "must be text, not empty"),
-        ("run.seed=-1", "must be an integer, at least 0"),
         ("task.options=3", "must be a table"),
         ("engine.kind=sglang", 'one of "transformers", "vllm"'),
-        ("engine.kind=vllm engine.process=thread", 'one of "auto", "inline", "engine"'),
-        ("leases.hedge_factor=0.5", "at least 1"),
-        ("engine.kv_cache=drop", 'one of "recompute", "keep"'),
+        ("engine.options.max_num_seqs=6", 'unknown key with engine.kind = "transformers"'),
+        ("worker.price_per_h=-0.1", "at least 0"),
+        ("worker.losses_per_h=0.2", "worker.price_per_h is not set"),
+        ("activation.mode=off activation.budget_per_h=2", 'activation.mode = "off"'),
+        ("sync.mode=pull activation.budget_per_h=2", "sync.mode"),
     ],
 )
 def test_refused(override: str, message: str) -> None:
@@ -127,10 +100,8 @@ def test_values_are_shown_as_toml() -> None:
 def test_default_ports_do_not_collide_on_one_machine() -> None:
     """Of what one machine has several, workers and their endpoints, none has a port of its own."""
     config = parse_config({})
-    fixed = [config.learner.listen, config.relay.listen]
-    assert len(set(fixed)) == 2
-    assert config.worker.listen is None
-    assert config.agent.listen is None
+    assert config.learner.listen != config.relay.listen
+    assert config.worker.listen is config.agent.listen is None
 
 
 # --- publish periods ------------------------------------------------------------------------------
@@ -141,15 +112,9 @@ def test_the_preset(max_staleness: int, period: int) -> None:
     assert preset_publish_period(max_staleness) == period
 
 
-@pytest.mark.parametrize(
-    ("t_bcast_s", "period"),
-    [(0.0, 1), (9.9, 1), (10.0, 2), (19.9, 2), (25.0, 3), (1e9, 7), (float("inf"), 7)],
-)
-def test_the_smallest_that_hides_the_broadcast(t_bcast_s: float, period: int) -> None:
-    assert auto_publish_period(10.0, t_bcast_s, 6) == period
-
-
-@given(st.floats(1e-3, 1e4), st.floats(0, 1e6), st.integers(0, 100))
+@given(st.floats(1e-3, 1e4), st.floats(0, 1e6) | st.just(math.inf), st.integers(0, 100))
+@example(t_train=10.0, t_bcast=10.0, bound=6)
+@example(t_train=10.0, t_bcast=math.inf, bound=6)
 def test_it_never_deadlocks_and_is_smallest(t_train: float, t_bcast: float, bound: int) -> None:
     period = auto_publish_period(t_train, t_bcast, bound)
     assert 1 <= period <= bound + 1
@@ -165,36 +130,6 @@ def test_it_never_deadlocks_and_is_smallest(t_train: float, t_bcast: float, boun
 def test_refuses_what_cannot_be(arguments: tuple[float, float, int]) -> None:
     with pytest.raises(ValueError, match="t_train_s must be above 0"):
         auto_publish_period(*arguments)
-
-
-# --- prices ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("overrides", "complaint"),
-    [
-        (["worker.price_per_h=-0.1"], "worker.price_per_h"),
-        (["worker.price_per_gb=-1"], "worker.price_per_gb"),
-        (["relay.price_per_h=-1"], "relay.price_per_h"),
-        (["learner.price_per_h=-1"], "learner.price_per_h"),
-        (["worker.losses_per_h=-1"], "worker.losses_per_h"),
-        (["worker.losses_per_h=0.2"], "worker.price_per_h is not set"),
-        (["activation.budget_per_h=0"], "activation.budget_per_h"),
-        (["activation.budget_per_run=-5"], "activation.budget_per_run"),
-        (["activation.margin=-0.1"], "activation.margin"),
-        (["activation.mode=off", "activation.budget_per_h=2"], 'activation.mode = "off"'),
-        (["sync.mode=pull", "activation.budget_per_h=2"], "sync.mode"),
-    ],
-)
-def test_what_contradicts_itself_is_refused(overrides: list[str], complaint: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_config({}, overrides)
-    assert complaint in str(caught.value)
-
-
-def test_free_and_unknown_are_two_things() -> None:
-    assert parse_config({}, ["worker.price_per_h=0"]).worker.price_per_h == 0.0
-    assert parse_config({}).worker.price_per_h is None
 
 
 # --- groups that grow old -------------------------------------------------------------------------

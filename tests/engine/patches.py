@@ -1,8 +1,11 @@
-"""Patches of images for tests of engines, through the wire's form of them."""
+"""Patches of images for tests of engines, through the wire's form of them; tensors compared."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
 
 from echo.core.rollout import PolicyVersion
 from echo.weights.delta import encode_delta, open_block, split_blocks, word_bytes_of
@@ -28,3 +31,13 @@ def patch_between(
         coded = encode_delta(before, after, word_bytes=word_bytes_of(specs, start, stop))
         patch.blocks[number] = open_block(memoryview(coded.coded), before, coded.old_hash)
     return patch
+
+
+def assert_identical(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
+    """Check that tensors are the same, bit for bit."""
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        other = second[name]
+        assert (tensor.dtype, tensor.shape) == (other.dtype, other.shape), name
+        bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other)]
+        assert torch.equal(*bits), name

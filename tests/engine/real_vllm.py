@@ -29,6 +29,8 @@ def _real_vllm() -> Iterator[None]:
     """Make steps slow while something is to happen to a generation, and starts and ends cheap.
 
     Each of these collects garbage in all that was ever imported, which costs more than the rest.
+    The first of a class of models would besides import vLLM into another process, to look at the
+    class without CUDA.
     """
     import_vllm(is_cpu=True, passed={}, num_threads=1)
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -41,8 +43,10 @@ def _real_vllm() -> Iterator[None]:
         return step(vllm)
 
     gc.freeze()
+    registry = importlib.import_module("vllm.model_executor.models.registry")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LLMEngine, "step", step_slowly)
+        patch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
         patch.setattr(gc, "freeze", lambda: None)
         patch.setattr(gc, "unfreeze", lambda: None)
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,23 +15,23 @@ from torch import Tensor
 
 from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
-from echo.engine.engine import Request, Sampling
+from echo.engine.engine import Sampling
 from echo.engine.hf import engine as hf_engine
 from echo.engine.hf.engine import TransformersEngine
-from echo.engine.lora import Lora
 from echo.engine.model import load_directory
 from echo.engine.weights import publish_image, scatter, tensors_from_image
 from echo.weights.manifest import TensorSpec
 from echo.weights.store import Patch, RecycledMemory
-from tests.engine.patches import BLOCK_BYTES, patch_between
+from tests.engine.engine_contract import V1, V2, V3, request, run
+from tests.engine.patches import BLOCK_BYTES, assert_identical, patch_between
 
 MakeTinyModel = Callable[..., Path]
-V1, V2, V3 = (PolicyVersion(1, step) for step in (1, 2, 3))
 KINDS = [
     pytest.param("float32", "float32", marks=pytest.mark.slow),
-    ("bfloat16", "float32"),
-    ("bfloat16", "bfloat16"),
+    pytest.param("bfloat16", "float32", marks=pytest.mark.slow),
+    pytest.param("bfloat16", "bfloat16", marks=pytest.mark.slow),
 ]
+"""Dtypes of (image, engine): views, words scattered into float32, views."""
 """Dtypes of (image, engine): views, words scattered into float32, views."""
 
 
@@ -41,6 +41,10 @@ class Version:
 
     specs: tuple[TensorSpec, ...]
     image: bytearray
+
+    def copy(self) -> Version:
+        """The same in memory of its own."""
+        return Version(self.specs, bytearray(self.image))
 
     def tensors(self) -> Mapping[str, Tensor]:
         return tensors_from_image(self.specs, memoryview(self.image).toreadonly())
@@ -75,13 +79,8 @@ def directory(request: pytest.FixtureRequest, make_tiny_model: MakeTinyModel) ->
     return make_tiny_model(tie_word_embeddings=request.param == "tied", seed=3)
 
 
-def request_of(*prompt: int) -> list[Request]:
-    return [Request("r", np.array(prompt, np.int32), 0)]
-
-
 def logprobs(engine: TransformersEngine) -> list[float]:
-    how = Sampling(1.0, 1.0, 0, 12, ())
-    [completion] = engine.generate(request_of(1, 5, 6), how)
+    [completion] = run(engine, [request([1, 5, 6])], Sampling(1.0, 1.0, 0, 12, ()))
     return [float(each) for each in completion.logprobs]
 
 
@@ -89,35 +88,27 @@ def parameters(engine: TransformersEngine) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in engine._model.state_dict().items()}
 
 
-def assert_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        same = tensor.contiguous().view(torch.uint8) == other[name].contiguous().view(torch.uint8)
-        assert bool(same.all()), name
-
-
-def begun(directory: Path, dtype: str, first: Version) -> TransformersEngine:
+def begun(directory: Path, dtype: str, version: Version) -> TransformersEngine:
     engine = TransformersEngine(directory, dtype=dtype)
-    engine.load(first.tensors(), V1)
-    return engine
-
-
-def fresh(directory: Path, dtype: str, version: Version) -> TransformersEngine:
-    """Return an engine that has loaded a version whole, from memory of its own."""
-    engine = TransformersEngine(directory, dtype=dtype)
-    engine.load(Version(version.specs, bytearray(version.image)).tensors(), V1)
+    engine.load(version.tensors(), V1)
     return engine
 
 
 @pytest.mark.parametrize(("published", "computed"), KINDS)
-@pytest.mark.slow
-def test_a_patch_gives_what_a_load_gives_bit_for_bit(
+def test_a_patch_gives_what_a_load_gives_bit_for_bit_or_is_taken_back(
     directory: Path, published: str, computed: str
 ) -> None:
     """Tensors lie across blocks, some of which are dense; one after the other, and a load."""
     first, second, third = versions(directory, published)
-    there = Version(first.specs, bytearray(first.image))
+    there = first.copy()
     engine = begun(directory, computed, there)
+    before, sampled = parameters(engine), logprobs(engine)
+    with pytest.raises(EngineError, match=r"v2 could not be written in place: .*out of pages"):
+        engine.patch(Failing(first.to(second)), memoryview(there.image), there.specs)
+    assert engine.installed == V1
+    assert there.image == first.image
+    assert_identical(parameters(engine), before)
+    assert logprobs(engine) == sampled
     kinds = set()
     for old, new, base, version in ((first, second, V1, V2), (second, third, V2, V3)):
         patch = old.to(new, base, version)
@@ -125,30 +116,42 @@ def test_a_patch_gives_what_a_load_gives_bit_for_bit(
         engine.patch(patch, memoryview(there.image), there.specs)
         assert engine.installed == version
         assert there.image == new.image
-        whole = fresh(directory, computed, new)
-        assert_equal(parameters(engine), parameters(whole))
+        whole = begun(directory, computed, new.copy())
+        assert_identical(parameters(engine), parameters(whole))
         assert logprobs(engine) == logprobs(whole)
     assert kinds == {False, True}
     engine.load(first.tensors(), V1)
-    assert logprobs(engine) == logprobs(fresh(directory, computed, first))
+    assert logprobs(engine) == sampled
 
 
-@pytest.mark.parametrize(("published", "computed"), KINDS)
-def test_a_patch_copies_nothing_where_the_parameters_are_the_image(
-    directory: Path, published: str, computed: str
+@pytest.mark.parametrize(("computed", "is_view"), [("float32", False), ("bfloat16", True)])
+def test_sampling_stands_still_for_what_is_sampled_from_alone(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, computed: str, is_view: bool
 ) -> None:
-    first, *_ = versions(directory, published, 1)
-    engine = begun(directory, computed, first)
-    start = np.frombuffer(first.image, np.uint8).ctypes.data
-    inside = [
-        start <= tensor.data_ptr() < start + len(first.image)
+    """Nothing is copied where the parameters are the image."""
+    first, second = versions(directory, "bfloat16", 2)
+    there = first.copy()
+    engine = begun(directory, computed, there)
+    start = np.frombuffer(there.image, np.uint8).ctypes.data
+    inside = {
+        start <= tensor.data_ptr() < start + len(there.image)
         for tensor in engine._model.state_dict().values()
-    ]
-    assert all(inside) if published == computed else not any(inside)
+    }
+    assert inside == {is_view}
     names = dict(engine._model.named_parameters(remove_duplicate=False))
     is_tied = engine._model.config.tie_word_embeddings
     pointers = {names[name].data_ptr() for name in ("lm_head.weight", "model.embed_tokens.weight")}
     assert len(pointers) == (1 if is_tied else 2)
+    at_pause = []
+
+    def paused(job: Callable[[], None]) -> None:
+        at_pause.append(bytes(there.image))
+        job()
+
+    monkeypatch.setattr(engine._mailbox, "do", paused)
+    engine.patch(first.to(second), memoryview(there.image), there.specs)
+    assert at_pause == [first.image if is_view else second.image]
+    assert there.image == second.image
 
 
 class Failing(Patch):
@@ -165,30 +168,11 @@ class Failing(Patch):
         raise MemoryError("out of pages")
 
 
-@pytest.mark.parametrize(("published", "computed"), KINDS)
-@pytest.mark.slow
-def test_a_patch_that_fails_half_way_is_taken_back(
-    directory: Path, published: str, computed: str
-) -> None:
-    first, second, _ = versions(directory, published)
-    there = Version(first.specs, bytearray(first.image))
-    engine = begun(directory, computed, there)
-    before, sampled = parameters(engine), logprobs(engine)
-    with pytest.raises(EngineError, match=r"v2 could not be written in place: .*out of pages"):
-        engine.patch(Failing(first.to(second)), memoryview(there.image), there.specs)
-    assert engine.installed == V1
-    assert there.image == first.image
-    assert_equal(parameters(engine), before)
-    assert logprobs(engine) == sampled
-    engine.patch(first.to(second), memoryview(there.image), there.specs)
-    assert logprobs(engine) == logprobs(fresh(directory, computed, second))
-
-
 def test_words_that_cannot_be_scattered_are_taken_back_everywhere(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second, _ = versions(directory, "bfloat16")
-    there = Version(first.specs, bytearray(first.image))
+    first, second = versions(directory, "bfloat16", 2)
+    there = first.copy()
     engine = begun(directory, "float32", there)
     before = parameters(engine)
 
@@ -203,36 +187,7 @@ def test_words_that_cannot_be_scattered_are_taken_back_everywhere(
         with pytest.raises(EngineError, match="the device is lost; rolled back, version: v1"):
             engine.patch(first.to(second), memoryview(there.image), there.specs)
     assert there.image == first.image
-    assert_equal(parameters(engine), before)
-    engine.patch(first.to(second), memoryview(there.image), there.specs)
-    assert_equal(parameters(engine), parameters(fresh(directory, "float32", second)))
-
-
-@pytest.mark.parametrize(("computed", "is_view"), [("float32", False), ("bfloat16", True)])
-def test_sampling_stands_still_for_what_is_sampled_from_alone(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, computed: str, is_view: bool
-) -> None:
-    first, second = versions(directory, "bfloat16", 2)
-    there = Version(first.specs, bytearray(first.image))
-    engine = begun(directory, computed, there)
-    at_pause = []
-
-    def paused(job: Callable[[], None]) -> None:
-        at_pause.append(bytes(there.image))
-        job()
-
-    monkeypatch.setattr(engine._mailbox, "do", paused)
-    engine.patch(first.to(second), memoryview(there.image), there.specs)
-    assert at_pause == [first.image if is_view else second.image]
-    assert there.image == second.image
-
-
-@pytest.mark.slow
-def test_an_adapter_takes_whole_versions(tiny_model_dir: Path) -> None:
-    """It has few weights, and what is published are not the parameters that it computes in."""
-    lora = Lora(base_dir=tiny_model_dir, rank=2, alpha=4)
-    assert not TransformersEngine(tiny_model_dir, lora=lora).takes_patches
-    assert TransformersEngine(tiny_model_dir).takes_patches
+    assert_identical(parameters(engine), before)
 
 
 # --- words scattered ------------------------------------------------------------------------------
@@ -242,15 +197,18 @@ def mixed(seed: int, share: float) -> dict[str, Tensor]:
     """Tensors of several dtypes and lengths, whose blocks are coded in words of other sizes too."""
     generator = torch.Generator().manual_seed(7)
     chance = torch.Generator().manual_seed(seed)
-    sizes = {"a": 3, "b": 5 * BLOCK_BYTES // 4 + 1, "c": 1, "d": BLOCK_BYTES, "e": 700}
-    dtypes = {"a": torch.int64, "b": torch.float32, "c": torch.bool, "d": torch.float32,
-              "e": torch.uint8}  # fmt: skip
+    layout = {
+        "a": (3, torch.int64),
+        "b": (5 * BLOCK_BYTES // 4 + 1, torch.float32),
+        "c": (1, torch.bool),
+        "d": (BLOCK_BYTES, torch.float32),
+        "e": (700, torch.uint8),
+    }
     state = {}
-    for name, size in sizes.items():
+    for name, (size, dtype) in layout.items():
         values = torch.randn(size, generator=generator) * 40
-        moves = torch.rand(size, generator=chance) < share
-        values = torch.where(moves, values + 1.0, values)
-        state[name] = values.clamp(min=0).to(dtypes[name]) if name in "ace" else values
+        values += torch.rand(size, generator=chance) < share
+        state[name] = (values if dtype.is_floating_point else values.clamp(min=0)).to(dtype)
     return state
 
 
@@ -273,26 +231,18 @@ def test_what_is_scattered_is_what_a_copy_gives(
     patch.write(memoryview(old.image))
     assert old.image == new.image
     scatter(patch, memoryview(old.image), old.specs, target)
-    assert_equal(target, own(new))
+    assert_identical(target, own(new))
 
 
 # --- memory ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _collected() -> Iterator[None]:
-    gc.collect()
-    yield
-    gc.collect()
-
-
-@pytest.mark.usefixtures("_collected")
 @pytest.mark.parametrize("is_patched", [False, True])
 @pytest.mark.slow
 def test_memory_that_an_engine_uses_is_never_handed_out_again(
     tiny_model_dir: Path, is_patched: bool
 ) -> None:
-    first, second, _ = versions(tiny_model_dir, "float32")
+    first, second = versions(tiny_model_dir, "float32", 2)
     memory = RecycledMemory()
     image = memory.take(len(first.image))
     image[:] = first.image

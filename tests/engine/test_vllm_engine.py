@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,7 +29,6 @@ from echo.engine.model import load_directory
 from echo.engine.vllm.backend import BackendOutput, BackendRequest
 from echo.engine.vllm.engine import MAX_RESTARTS, VllmEngine
 from echo.engine.weights import TensorChange, tensors_from_image
-from echo.weights.manifest import TensorSpec
 from tests.engine.engine_contract import (
     ENDLESS,
     LONG,
@@ -38,8 +39,12 @@ from tests.engine.engine_contract import (
     WITHIN_S,
     EngineContract,
     EngineLifeContract,
+    Image,
+    Module,
     PatchContract,
+    Torn,
     Watched,
+    Weights,
     assert_the_learners,
     request,
     run,
@@ -54,21 +59,6 @@ from tests.engine.real_vllm import nothing_packed
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 SMALL: dict[str, Any] = {"arguments": {"kv_cache_memory_bytes": 64 << 20}, "num_threads": 1}
-
-Weights = Mapping[str, Tensor]
-
-
-class BrokenWeights(dict[str, Tensor]):
-    """Weights that can be read once from one end to the other, and then no more."""
-
-    num_reads = 0
-
-    def items(self):  # type: ignore[no-untyped-def]
-        self.num_reads += 1
-        for number, item in enumerate(super().items()):
-            if self.num_reads > 2 and number == 5:
-                raise OSError("the memory is gone")
-            yield item
 
 
 @tied_first
@@ -104,77 +94,58 @@ class TestContract(EngineContract):
 
     # What becomes of swaps and of rollouts under way when something goes wrong.
 
-    def check(
-        self, engine: VllmEngine, watched: Watched, models: list[torch.nn.Module]
-    ) -> list[int]:
-        """All tokens are of v1 and exactly so; return how many each rollout has."""
-        counts = []
-        for completion in watched.result():
-            assert set(versions_of(completion)) == {V1}
-            prompt = request([1, 5, int(completion.request_id)], int(completion.request_id))
-            assert_the_learners(completion, models[0], prompt, ENDLESS)
-            counts.append(len(completion.token_ids))
-        assert engine.installed == V1
-        return counts
-
     def start(self, engine: VllmEngine) -> Watched:
         watched = Watched(engine, [request([1, 5, n], n, str(n)) for n in range(2)])
         watched.wait_for(40)
         return watched
 
+    def check(self, engine: VllmEngine, watched: Watched, models: list[Module]) -> None:
+        """Both rollouts are whole, and all tokens are of v1 and exactly so."""
+        for number, completion in enumerate(watched.result()):
+            assert versions_of(completion) == [V1] * LONG
+            assert_the_learners(completion, models[0], request([1, 5, number], number), ENDLESS)
+        assert engine.installed == V1
+
     def test_weights_that_do_not_arrive_are_found_and_taken_back(
         self,
         engine: VllmEngine,
-        models: list[torch.nn.Module],
+        models: list[Module],
         weights: list[Weights],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """The head that vLLM 0.32 forgets on a CPU; of an untied model, a norm that is lost."""
-        vllm_transfer = importlib.import_module("echo.engine.vllm.transfer")
-        is_tied = "lm_head.weight" not in weights[1]
-        read = vllm_transfer._read
+        transfer = importlib.import_module("echo.engine.vllm.transfer")
+        read = transfer._read
 
-        def read_without_norm(update_info):  # type: ignore[no-untyped-def]
+        def read_without_norm(update_info: Any) -> Any:
             old = {**weights[1], "model.norm.weight": weights[0]["model.norm.weight"] + 0.2}
-            is_new = vllm_transfer.HANDED_OVER[update_info.key] is weights[1]
+            is_new = transfer.HANDED_OVER[update_info.key] is weights[1]
             return iter(old.items()) if is_new else read(update_info)
 
-        if is_tied:
-            monkeypatch.setattr(vllm_transfer, "_repack_tied_heads", lambda model: None)
-        else:
-            monkeypatch.setattr(vllm_transfer, "_read", read_without_norm)
         watched = self.start(engine)
         message = r"v2 is installed but not what vLLM samples from: .* nats .*; rolled back.*: v1"
-        with pytest.raises(EngineError, match=message):
-            engine.load(weights[1], V2)
-        assert self.check(engine, watched, models) == [LONG] * 2
-        monkeypatch.undo()
+        with monkeypatch.context() as patched:
+            patched.setattr(transfer, "_read", read_without_norm)
+            with pytest.raises(EngineError, match=message):
+                engine.load(weights[1], V2)
+        self.check(engine, watched, models)
         engine.load(weights[1], V3)
         assert set(versions_of(run(engine, [request([1])])[0])) == {V3}
 
     def test_an_update_that_fails_half_way_is_a_dead_engine_that_comes_back(
-        self, engine: VllmEngine, models: list[torch.nn.Module], weights: list[Weights]
+        self, engine: VllmEngine, models: list[Module], weights: list[Weights]
     ) -> None:
         watched = self.start(engine)
         before = engine.current()[0]
         message = "v2 could not be installed: .*the memory is gone; vLLM was started anew.*: v1"
         with pytest.raises(EngineError, match=message):
-            engine.load(BrokenWeights(weights[1]), V2)
+            engine.load(Torn(weights[1], 2), V2)
         assert engine.current()[0] is not before
-        assert self.check(engine, watched, models) == [LONG] * 2
-
-    @pytest.mark.matrix
-    def test_a_death_costs_no_rollout(
-        self, engine: VllmEngine, models: list[torch.nn.Module]
-    ) -> None:
-        watched = self.start(engine)
-        engine.current()[0].die("killed by the test")
-        assert self.check(engine, watched, models) == [LONG] * 2
+        self.check(engine, watched, models)
 
     @pytest.mark.matrix
     @pytest.mark.parametrize("waits", [True, False], ids=["swap-waits", "swap-follows"])
     def test_a_step_that_fails_is_no_fault_of_the_next_swap(
-        self, engine: VllmEngine, models: list[torch.nn.Module], weights: list[Weights], waits: bool
+        self, engine: VllmEngine, models: list[Module], weights: list[Weights], waits: bool
     ) -> None:
         watched = self.start(engine)
         backend = engine.current()[0]
@@ -191,20 +162,20 @@ class TestContract(EngineContract):
         if not waits:
             backend._thread.join(120)
         engine.load(weights[0], V1)
-        assert self.check(engine, watched, models) == [LONG] * 2
+        self.check(engine, watched, models)
 
     @pytest.mark.matrix
     def test_an_abort_that_nobody_asked_for_is_not_taken_for_an_end(
-        self, engine: VllmEngine, models: list[torch.nn.Module]
+        self, engine: VllmEngine, models: list[Module]
     ) -> None:
         """As when somebody tells vLLM's own process to stop."""
         watched = self.start(engine)
         backend = engine.current()[0]
         backend.abort(list(backend.num_sampled()))
-        assert self.check(engine, watched, models) == [LONG] * 2
+        self.check(engine, watched, models)
 
     def test_prompts_that_together_exceed_one_step_are_sampled(
-        self, engine: VllmEngine, models: list[torch.nn.Module]
+        self, engine: VllmEngine, models: list[Module]
     ) -> None:
         """Prefills in pieces kill vLLM 0.32 on a CPU where requests have seeds."""
         requests = [request([1, *([n + 3, 7] * 230)], n, str(n)) for n in range(16)]
@@ -215,7 +186,30 @@ class TestContract(EngineContract):
         assert engine.current()[0] is before
 
 
-Images = list[tuple[tuple[TensorSpec, ...], bytearray]]
+@dataclass
+class Patched:
+    """An engine whose v1 lies in an image that a test can have changed to v2 and back."""
+
+    engine: VllmEngine
+    images: list[Image]
+    models: list[Module]
+
+    def __post_init__(self) -> None:
+        self.specs, old = self.images[0]
+        self.memory = memoryview(bytearray(old))
+        self.engine.load(tensors_from_image(self.specs, self.memory.toreadonly()), V1)
+
+    def change(self, to: int, base: PolicyVersion, version: PolicyVersion) -> None:
+        (_, old), (_, new) = self.images[1 - to], self.images[to]
+        patch = patch_between(self.specs, old, new, base=base, version=version)
+        self.engine.patch(patch, self.memory, self.specs)
+
+    def assert_samples(self, which: int, version: PolicyVersion) -> None:
+        assert self.memory == self.images[which][1]
+        assert self.engine.installed == version
+        [completion] = run(self.engine, [request([1, 5, 6])])
+        assert set(versions_of(completion)) == {version}
+        assert_the_learners(completion, self.models[which], request([1, 5, 6]))
 
 
 @tied_first
@@ -231,94 +225,53 @@ class TestPatches(PatchContract):
             engine.close()
 
     @pytest.fixture
-    def image(self, engine: VllmEngine, images: Images) -> memoryview:
-        """The memory of v1, which the engine was given."""
-        specs, old = images[0]
-        image = memoryview(bytearray(old))
-        engine.load(tensors_from_image(specs, image.toreadonly()), V1)
-        return image
-
-    def patch(self, engine: VllmEngine, image: memoryview, images: Images) -> None:
-        (specs, old), (_, new) = images
-        engine.patch(patch_between(specs, old, new, base=V1, version=V2), image, specs)
-
-    def assert_samples(
-        self, engine: VllmEngine, model: torch.nn.Module, version: PolicyVersion
-    ) -> None:
-        assert engine.installed == version
-        [completion] = run(engine, [request([1, 5, 6])])
-        assert set(versions_of(completion)) == {version}
-        assert_the_learners(completion, model, request([1, 5, 6]))
+    def patched(self, engine: VllmEngine, images: list[Image], models: list[Module]) -> Patched:
+        return Patched(engine, images, models)
 
     def test_only_what_changes_is_handed_over(
-        self,
-        engine: VllmEngine,
-        image: memoryview,
-        images: Images,
-        models: list[torch.nn.Module],
-        monkeypatch: pytest.MonkeyPatch,
+        self, patched: Patched, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """And what a patch did not name has stayed where it was."""
         transfer = importlib.import_module("echo.engine.vllm.transfer")
         monkeypatch.setattr(transfer, "_read", None)
         monkeypatch.setattr(transfer, "initialize_layerwise_reload", None)
-        self.patch(engine, image, images)
-        self.assert_samples(engine, models[1], V2)
-        (specs, old), (_, new) = images
-        engine.patch(patch_between(specs, new, old, base=V2, version=V3), image, specs)
-        self.assert_samples(engine, models[0], V3)
+        patched.change(1, V1, V2)
+        patched.assert_samples(1, V2)
+        patched.change(0, V2, V3)
+        patched.assert_samples(0, V3)
 
     def test_what_the_probe_finds_wrong_is_taken_back(
-        self,
-        engine: VllmEngine,
-        image: memoryview,
-        images: Images,
-        models: list[torch.nn.Module],
-        monkeypatch: pytest.MonkeyPatch,
+        self, patched: Patched, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        expected = engine._probe.expected
-        monkeypatch.setattr(engine._probe, "expected", lambda tensors: expected(tensors) + 1)
+        probe = patched.engine._probe
+        expected = probe.expected
+        monkeypatch.setattr(probe, "expected", lambda tensors: expected(tensors) + 1)
         message = r"v2 is installed but not what vLLM samples from: .* nats .*; rolled back.*: v1"
         with pytest.raises(EngineError, match=message):
-            self.patch(engine, image, images)
-        assert image == images[0][1]
-        self.assert_samples(engine, models[0], V1)
+            patched.change(1, V1, V2)
+        patched.assert_samples(0, V1)
 
     @pytest.mark.matrix
     def test_a_patch_that_fails_half_way_is_a_dead_engine_that_comes_back(
-        self,
-        engine: VllmEngine,
-        image: memoryview,
-        images: Images,
-        models: list[torch.nn.Module],
-        monkeypatch: pytest.MonkeyPatch,
+        self, patched: Patched, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        store, num_stored = TensorChange.store, 0
+        store, numbers = TensorChange.store, itertools.count(1)
 
         def fail(change: TensorChange, own: Tensor) -> None:
-            nonlocal num_stored
-            num_stored += 1
-            if num_stored == 5:
+            if next(numbers) == 5:
                 raise RuntimeError("the device is lost")
             store(change, own)
 
         monkeypatch.setattr(TensorChange, "store", fail)
         message = "v2 could not be installed: .*the device is lost; vLLM was started anew.*: v1"
         with pytest.raises(EngineError, match=message):
-            self.patch(engine, image, images)
-        assert image == images[0][1]
-        self.assert_samples(engine, models[0], V1)
-        self.patch(engine, image, images)
-        self.assert_samples(engine, models[1], V2)
+            patched.change(1, V1, V2)
+        patched.assert_samples(0, V1)
+        patched.change(1, V1, V2)
+        patched.assert_samples(1, V2)
 
     def test_weights_in_the_wrong_places_make_it_take_whole_versions(
-        self,
-        engine: VllmEngine,
-        image: memoryview,
-        images: Images,
-        models: list[torch.nn.Module],
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
+        self, patched: Patched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         """The version is installed all the same."""
         store = TensorChange.store
@@ -329,13 +282,9 @@ class TestPatches(PatchContract):
 
         monkeypatch.setattr(TensorChange, "store", store_most)
         for _ in range(2):
-            self.patch(engine, image, images)
-            self.assert_samples(engine, models[1], V2)
-            engine.patch(
-                patch_between(images[0][0], images[1][1], images[0][1], base=V2, version=V1),
-                image,
-                images[0][0],
-            )
+            patched.change(1, V1, V2)
+            patched.assert_samples(1, V2)
+            patched.change(0, V2, V1)
         assert caplog.text.count("v2, changed in place, is not what vLLM samples") == 1
 
 
@@ -349,105 +298,95 @@ class TestLifeContract(EngineLifeContract):
         return partial(VllmEngine, **SMALL)
 
 
+@pytest.fixture
+def own_engine(make_tiny_model: Callable[..., Path]) -> Iterator[Callable[..., VllmEngine]]:
+    """Return a function that starts an engine for one test alone, with v1."""
+    engines: list[VllmEngine] = []
+
+    def make(num_bytes: int) -> VllmEngine:
+        model_dir = make_tiny_model(head_dim=32, seed=3, initializer_range=0.2)
+        cache = {"kv_cache_memory_bytes": num_bytes}
+        engines.append(VllmEngine(model_dir, arguments=cache, num_threads=1))
+        engines[-1].load(load_directory(model_dir, "float32"), V1)
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def fail_steps(monkeypatch: pytest.MonkeyPatch, is_too_much: Callable[[int], bool]) -> None:
+    """Have steps of real vLLM fail as CUDA does where so many rollouts exceed the memory."""
+    llm_engine = importlib.import_module("vllm.v1.engine.llm_engine")
+    step = llm_engine.LLMEngine.step
+
+    def limited(vllm: Any) -> Any:
+        if is_too_much(len(vllm.output_processor.request_states)):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return step(vllm)
+
+    monkeypatch.setattr(llm_engine.LLMEngine, "step", limited)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("num_held", [3, 0])
 def test_out_of_memory_makes_it_start_anew_for_fewer_at_one_time(
-    make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, num_held: int
+    own_engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch, num_held: int
 ) -> None:
-    """A step of real vLLM fails as CUDA does where more rollouts run than memory holds."""
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    torch.set_num_threads(1)
-    model_dir = make_tiny_model(head_dim=32, seed=3, initializer_range=0.2)
-    step, is_short = LLMEngine.step, False
-
-    def limited(vllm):  # type: ignore[no-untyped-def]
-        if is_short and len(vllm.output_processor.request_states) > num_held:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return step(vllm)
-
-    monkeypatch.setattr(LLMEngine, "step", limited)
-    engine = VllmEngine(model_dir, **SMALL)
-    try:
-        engine.load(load_directory(model_dir, "float32"), V1)
-        requests = [request([1, 5, n], n, str(n)) for n in range(12)]
-        how = Sampling(1.0, 1.0, 0, 40, ())
-        expected = run(engine, requests, how)
-        num_blocks = engine.current()[0].facts.num_blocks
-        is_short = True
-        if not num_held:
-            with pytest.raises(EngineError) as caught:
-                run(engine, requests, how)
-            for part in (
-                "a single rollout",
-                "CUDA out of memory",
-                "the weights take ",
-                " blocks of ",
-            ):
-                assert part in str(caught.value)
-            return
-        for one, other in zip(run(engine, requests, how), expected, strict=True):
-            assert one.token_ids.tolist() == other.token_ids.tolist()
-        assert engine.take_counts() == {"engine/out_of_memory": 2}
-        assert engine.max_concurrent_rollouts(3, 40) == 3
-        facts = engine.current()[0].facts
-        assert facts.max_num_seqs == 4
-        assert facts.num_blocks == num_blocks // 4
-        assert engine.window == facts.max_model_len == 128
-        run(engine, requests, how)
-        assert engine.take_counts() == {}, "the smaller concurrency was not kept"
-    finally:
-        engine.close()
+    engine = own_engine(64 << 20)
+    requests = [request([1, 5, n], n, str(n)) for n in range(12)]
+    how = Sampling(1.0, 1.0, 0, 40, ())
+    expected = run(engine, requests, how)
+    num_blocks = engine.current()[0].facts.num_blocks
+    fail_steps(monkeypatch, lambda num_rollouts: num_rollouts > num_held)
+    if not num_held:
+        with pytest.raises(EngineError) as caught:
+            run(engine, requests, how)
+        for part in ("a single rollout", "CUDA out of memory", "the weights take ", " blocks of "):
+            assert part in str(caught.value)
+        return
+    for one, other in zip(run(engine, requests, how), expected, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert engine.take_counts() == {"engine/out_of_memory": 2}
+    assert engine.max_concurrent_rollouts(3, 40) == 3
+    facts = engine.current()[0].facts
+    assert facts.max_num_seqs == 4
+    assert facts.num_blocks == num_blocks // 4
+    assert engine.window == facts.max_model_len == 128
+    run(engine, requests, how)
+    assert engine.take_counts() == {}, "the smaller concurrency was not kept"
 
 
 def test_a_start_that_fails_of_something_else_is_not_tried_again(
-    make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    own_engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    num_tries = 0
-
-    def fail(*_: object, **__: object) -> None:
-        nonlocal num_tries
-        num_tries += 1
-        raise ValueError("no such kernel")
-
-    monkeypatch.setattr(LLMEngine, "from_engine_args", fail)
+    start = mock.Mock(side_effect=ValueError("no such kernel"))
+    llm_engine = importlib.import_module("vllm.v1.engine.llm_engine")
+    monkeypatch.setattr(llm_engine.LLMEngine, "from_engine_args", start)
     with pytest.raises(EngineError, match="vLLM does not start: ValueError: no such kernel"):
-        VllmEngine(make_tiny_model(head_dim=32), **SMALL)
-    assert num_tries == 1
+        own_engine(64 << 20)
+    assert start.call_count == 1
 
 
 def test_a_smaller_cache_still_holds_the_longest_rollout(
-    make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    own_engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.v1.engine.llm_engine import LLMEngine
+    engine = own_engine(220 << 10)  # room for 220 tokens, of which one rollout may have 128
+    assert engine.max_concurrent_rollouts(64, 64) == 1
+    engine._num_restarts = MAX_RESTARTS  # of other things, which will not be the end of it
+    failed: list[int] = []
 
-    step, num_failures = LLMEngine.step, 0
+    def is_too_much_once(number: int) -> bool:
+        is_first = number > 2 and not failed
+        failed.extend([number] * is_first)
+        return is_first
 
-    def fail_once(vllm):  # type: ignore[no-untyped-def]
-        nonlocal num_failures
-        if not num_failures and len(vllm.output_processor.request_states) > 2:
-            num_failures += 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return step(vllm)
-
-    monkeypatch.setattr(LLMEngine, "step", fail_once)
-    model_dir = make_tiny_model(head_dim=32)
-    weights = load_directory(model_dir, "float32")
-    # Room for 220 tokens, of which one rollout may have 128.
-    engine = VllmEngine(model_dir, arguments={"kv_cache_memory_bytes": 220 << 10}, num_threads=1)
-    try:
-        engine.load(weights, V1)
-        assert engine.max_concurrent_rollouts(64, 64) == 1
-        engine._num_restarts = MAX_RESTARTS  # of other things, which will not be the end of it
-        requests = [request([1, 5, n], n, str(n)) for n in range(6)]
-        completions = run(engine, requests, Sampling(1.0, 1.0, 0, 20, ()))
-        assert [c.request_id for c in completions] == [r.request_id for r in requests]
-        assert {len(c.token_ids) for c in completions} == {20}
-        assert engine.take_counts() == {"engine/out_of_memory": 1}
-        assert engine.max_concurrent_rollouts(64, 64) == 1
-        [whole] = run(engine, requests[:1], ENDLESS)
-        assert len(whole.token_ids) == 125
-    finally:
-        engine.close()
+    fail_steps(monkeypatch, is_too_much_once)
+    requests = [request([1, 5, n], n, str(n)) for n in range(6)]
+    completions = run(engine, requests, Sampling(1.0, 1.0, 0, 20, ()))
+    assert [c.request_id for c in completions] == [r.request_id for r in requests]
+    assert {len(c.token_ids) for c in completions} == {20}
+    assert engine.take_counts() == {"engine/out_of_memory": 1}
+    assert engine.max_concurrent_rollouts(64, 64) == 1
+    [whole] = run(engine, requests[:1], ENDLESS)
+    assert len(whole.token_ids) == 125

@@ -17,13 +17,7 @@ from echo.core.errors import EngineError
 from echo.engine.lora import Lora
 from echo.engine.vllm.engine import VllmEngine
 from tests.engine.real_vllm import _real_vllm as _real_vllm
-from tests.runtime.families import (
-    FAMILIES,
-    TOLERANCE,
-    make_trainer,
-    save_family,
-    train_one_step,
-)
+from tests.runtime.families import FAMILIES, TOLERANCE, make_trainer, save_family, train_one_step
 
 torch.set_num_threads(1)
 

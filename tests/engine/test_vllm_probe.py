@@ -37,25 +37,15 @@ def test_it_expects_what_transformers_computes_from_the_given_weights(
     directories = [make_tiny_model(seed=seed, tie_word_embeddings=is_tied) for seed in (0, 1)]
     probe = SwapProbe(directories[0], "float32")
     assert len(set(probe.prompt_ids)) == NUM_TOKENS
+    other = load_directory(make_tiny_model(hidden_size=32), "float32")
     for directory in [*directories, directories[0]]:
         specs, image = publish_image(load_directory(directory, "float32"), "float32")
         tensors = tensors_from_image(specs, memoryview(image).toreadonly())
         assert probe.weight_bytes == sum(4 * tensor.numel() for tensor in tensors.values())
         expected = probe.expected(tensors)
         np.testing.assert_allclose(expected, reference(directory, probe.prompt_ids), atol=1e-5)
-
-
-def test_weights_of_another_model_are_refused(
-    make_tiny_model: MakeTinyModel, tiny_model_dir: Path
-) -> None:
-    probe = SwapProbe(tiny_model_dir, "float32")
-    other = load_directory(make_tiny_model(hidden_size=32), "float32")
-    with pytest.raises(EngineError, match="of the wrong shape"):
-        probe.expected(other)
-    own = load_directory(tiny_model_dir, "float32")
-    np.testing.assert_allclose(
-        probe.expected(own), reference(tiny_model_dir, probe.prompt_ids), atol=1e-5
-    )
+        with pytest.raises(EngineError, match="of the wrong shape"):  # of another model
+            probe.expected(other)
 
 
 def test_what_rounding_does_not_explain_is_complained_about(tiny_model_dir: Path) -> None:

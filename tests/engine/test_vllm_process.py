@@ -20,14 +20,15 @@ from echo.engine.engine import Sampling, is_out_of_memory
 from echo.engine.model import load_directory
 from echo.engine.vllm.engine import VllmEngine
 from echo.engine.weights import tensors_from_image
-from echo.weights.manifest import TensorSpec
 from tests.engine.engine_contract import (
     LONGER,
     V1,
     V2,
+    Image,
     Models,
+    Module,
     Watched,
-    assert_the_learners,
+    assert_swapped,
     request,
     run,
     versions_of,
@@ -89,10 +90,7 @@ class TestProcess(Models):
             engine.close()
 
     def test_swaps_aborts_and_deaths(
-        self,
-        engine: VllmEngine,
-        models: list[torch.nn.Module],
-        images: list[tuple[tuple[TensorSpec, ...], bytearray]],
+        self, engine: VllmEngine, models: list[Module], images: list[Image]
     ) -> None:
         requests = [request([1, 5, n], n, str(n)) for n in range(4)]
         (specs, old), (_, new) = images
@@ -103,14 +101,7 @@ class TestProcess(Models):
         watched.wait_for(40)
         engine.patch(patch_between(specs, old, new, base=V1, version=V2), image, specs)
         for prompt, completion in zip(requests, watched.result(), strict=True):
-            num_old = versions_of(completion).count(V1)
-            assert set(versions_of(completion)) == {V1, V2}
-            assert len(completion.token_ids) == 400
-            for model, part in [
-                (models[0], slice(None, num_old)),
-                (models[1], slice(num_old, None)),
-            ]:
-                assert_the_learners(completion, model, prompt, LONGER, part)
+            assert_swapped(completion, prompt, models, LONGER)
 
         watched = Watched(engine, requests, LONGER)
         watched.wait_for(40)

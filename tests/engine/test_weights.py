@@ -2,16 +2,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from echo.core.errors import ConfigError, DataError, EngineError, StorageError
@@ -25,28 +23,19 @@ from echo.engine.weights import (
     tensors_from_image,
 )
 from echo.weights.manifest import TensorSpec
+from tests.engine.patches import assert_identical
 
 MakeTinyModel = Callable[..., Path]
 
 
-def bits(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def assert_identical(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        assert (tensor.dtype, tensor.shape) == (second[name].dtype, second[name].shape), name
-        assert bits(tensor) == bits(second[name]), name
-
-
-def test_all_65536_bfloat16_values_survive_bit_for_bit() -> None:
-    every = torch.from_numpy(np.arange(1 << 16, dtype=np.uint16).view(np.int16)).view(
-        torch.bfloat16
-    )
+def test_all_65536_bfloat16_values_survive_and_floats_are_rounded_to_nearest_even() -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     assert every.isnan().any()
-    specs, image = publish_image({"every": every.view(256, 256)}, "bfloat16")
-    assert_identical(tensors_from_image(specs, memoryview(image)), {"every": every.view(256, 256)})
+    state = {"every": every.view(256, 256), "x": torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -0.0])}
+    specs, image = publish_image(state, "bfloat16")
+    found = tensors_from_image(specs, memoryview(image))
+    rounded = torch.tensor([1.0, 1 + 2**-6, -0.0], dtype=torch.bfloat16)
+    assert_identical(found, {**state, "x": rounded})
 
 
 @pytest.mark.slow
@@ -83,14 +72,6 @@ def test_any_state_round_trips_sorted_aligned_and_without_overlap(
     assert_identical(tensors_from_image(specs, memoryview(image)), expected)
 
 
-def test_floats_are_rounded_to_nearest_even() -> None:
-    values = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -0.0], dtype=torch.float32)
-    specs, image = publish_image({"x": values}, "bfloat16")
-    rounded = tensors_from_image(specs, memoryview(image))["x"]
-    assert rounded.tolist() == [1.0, 1 + 2**-6, 0.0]
-    assert rounded.signbit().tolist() == [False, False, True]
-
-
 def test_tied_tensors_travel_once_under_their_first_name() -> None:
     state = build_model(seed=0).state_dict()
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= state.keys()
@@ -109,23 +90,8 @@ def test_weights_that_are_not_finite_are_found_wherever_they_are(
     sound = torch.full((5, 7), torch.finfo(dtype).max, dtype=dtype)
     first, last = sound.clone(), sound.clone()
     first[0, 0] = last[-1, -1] = value
-    tensors = {
-        "a": first,
-        "b": sound,
-        "c": last,
-        "d": sound[:0],
-        "e": torch.ones(3, dtype=torch.int64),
-    }
-    assert find_nonfinite(tensors) == ["a", "c"]
-
-
-def test_the_image_is_used_in_place_even_if_read_only() -> None:
-    specs, image = publish_image({"x": torch.zeros(3)}, "float32")
-    view = tensors_from_image(specs, memoryview(image))["x"]
-    image[0:4] = np.float32(5).tobytes()
-    assert view.tolist() == [5, 0, 0]
-    frozen = tensors_from_image(specs, memoryview(bytes(image)))["x"]
-    assert frozen.tolist() == [5, 0, 0]
+    others = {"d": sound[:0], "e": torch.ones(3, dtype=torch.int64)}
+    assert find_nonfinite({"a": first, "b": sound, "c": last, **others}) == ["a", "c"]
 
 
 @pytest.mark.parametrize(
@@ -143,17 +109,23 @@ def test_specs_that_do_not_fit_are_refused(spec: TensorSpec) -> None:
         tensors_from_image([spec], memoryview(bytearray(8)))
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("max_shard_bytes", [10**9, 100_000])
-def test_an_export_loads_with_identical_logits(
+@pytest.mark.parametrize(("is_tied", "max_shard_bytes"), [(True, 10**9), (False, 100_000)])
+def test_an_export_of_an_images_views_loads_with_identical_logits(
     tmp_path: Path, make_tiny_model: MakeTinyModel, is_tied: bool, max_shard_bytes: int
 ) -> None:
     torch.set_num_threads(1)
     source = make_tiny_model(seed=1, tie_word_embeddings=is_tied)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    specs, image = publish_image(model.state_dict(), "bfloat16")
+    tensors = tensors_from_image(specs, memoryview(image))
     target = tmp_path / "final"
-    assets = {"config.json": source / "config.json"}
-    save_hf(target, assets, model.state_dict(), max_shard_bytes=max_shard_bytes)
+    mask = os.umask(0o022)
+    try:
+        assets = {"config.json": source / "config.json"}
+        save_hf(target, assets, tensors, max_shard_bytes=max_shard_bytes)
+    finally:
+        os.umask(mask)
+    assert {oct(path.stat().st_mode & 0o777) for path in target.iterdir()} == {"0o644"}
     files = sorted(path.name for path in target.glob("*.safetensors"))
     if max_shard_bytes < 10**9:
         index = json.loads((target / "model.safetensors.index.json").read_text(encoding="utf-8"))
@@ -167,50 +139,15 @@ def test_an_export_loads_with_identical_logits(
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     read = load_directory(target, "bfloat16")
     assert ("lm_head.weight" in read) == (not is_tied)
-    assert_identical(read, {name: model.state_dict()[name] for name in read})
+    assert_identical(read, tensors)
 
 
-def test_an_export_has_the_permissions_of_ordinary_files(
-    tmp_path: Path, tiny_model_dir: Path
+@pytest.mark.parametrize("failing", ["save", "final", "final.partial"])
+def test_a_failed_export_keeps_the_one_before(
+    tmp_path: Path, tiny_model_dir: Path, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mask = os.umask(0o022)
-    try:
-        tensors = load_directory(tiny_model_dir, "float32")
-        save_hf(tmp_path / "final", {"config.json": tiny_model_dir / "config.json"}, tensors)
-    finally:
-        os.umask(mask)
-    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "final").iterdir()}
-    assert modes["model.safetensors"] == "0o644"
-    assert set(modes.values()) == {"0o644"}
-
-
-def test_views_of_one_image_can_be_exported(tmp_path: Path, tiny_model_dir: Path) -> None:
-    specs, image = publish_image(load_directory(tiny_model_dir, "float32"), "bfloat16")
-    tensors = tensors_from_image(specs, memoryview(image))
-    save_hf(tmp_path / "out", {"config.json": tiny_model_dir / "config.json"}, tensors)
-    assert_identical(load_directory(tmp_path / "out", "bfloat16"), tensors)
-
-
-def test_a_failed_export_keeps_the_one_before(tmp_path: Path, tiny_model_dir: Path) -> None:
-    assets = {"config.json": tiny_model_dir / "config.json"}
-    save_hf(tmp_path / "final", assets, {"x": torch.ones(2)})
-    with (
-        mock.patch.object(weights, "save_file", side_effect=OSError(28, "No space left on device")),
-        pytest.raises(StorageError, match=r"final: .*No space left"),
-    ):
-        save_hf(tmp_path / "final", assets, {"x": torch.zeros(2)})
-    assert load_directory(tmp_path / "final", "float32")["x"].tolist() == [1, 1]
-    save_hf(tmp_path / "final", assets, {"x": torch.zeros(2)})
-    assert load_directory(tmp_path / "final", "float32")["x"].tolist() == [0, 0]
-    assert [path.name for path in tmp_path.iterdir()] == ["final"]
-
-
-@pytest.mark.parametrize("failing", ["final", "final.partial"])
-def test_an_export_that_cannot_take_its_place_keeps_the_one_before(
-    tmp_path: Path, tiny_model_dir: Path, failing: str
-) -> None:
-    assets = {"config.json": tiny_model_dir / "config.json"}
-    save_hf(tmp_path / "final", assets, {"x": torch.ones(2)})
+    assets, final = {"config.json": tiny_model_dir / "config.json"}, tmp_path / "final"
+    save_hf(final, assets, {"x": torch.ones(2)})
     rename = Path.rename
 
     def fail(path: Path, target: Path) -> Path:
@@ -218,16 +155,21 @@ def test_an_export_that_cannot_take_its_place_keeps_the_one_before(
             raise OSError(5, "Input/output error")
         return rename(path, target)
 
-    with (
-        mock.patch.object(Path, "rename", fail),
-        pytest.raises(StorageError, match=r"final: .*Input/output error"),
-    ):
-        save_hf(tmp_path / "final", assets, {"x": torch.zeros(2)})
-    assert load_directory(tmp_path / "final", "float32")["x"].tolist() == [1, 1]
-    (tmp_path / "final").rename(tmp_path / "final.previous")  # as a crash may leave it
+    with monkeypatch.context() as patched:
+        if failing == "save":
+            full = OSError(28, "No space left on device")
+            patched.setattr(weights, "save_file", mock.Mock(side_effect=full))
+        patched.setattr(Path, "rename", fail)
+        with pytest.raises(StorageError, match=r"final: .*(Input/output error|No space left)"):
+            save_hf(final, assets, {"x": torch.zeros(2)})
+    assert load_directory(final, "float32")["x"].tolist() == [1, 1]
+    final.rename(tmp_path / "final.previous")  # as a crash may leave it
     with pytest.raises(StorageError, match="No such file"):
-        save_hf(tmp_path / "final", {"a": tmp_path / "absent"}, {})
-    assert load_directory(tmp_path / "final", "float32")["x"].tolist() == [1, 1]
+        save_hf(final, {"a": tmp_path / "absent"}, {})
+    assert load_directory(final, "float32")["x"].tolist() == [1, 1]
+    save_hf(final, assets, {"x": torch.zeros(2)})
+    assert load_directory(final, "float32")["x"].tolist() == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
 
 
 def test_missing_and_damaged_weights_are_named(tmp_path: Path) -> None:
@@ -242,20 +184,18 @@ def test_missing_and_damaged_weights_are_named(tmp_path: Path) -> None:
         load_directory(tmp_path, "float32")
 
 
-def test_a_local_directory_is_the_model(tmp_path: Path) -> None:
+def test_a_model_is_a_local_directory_or_offline_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.json").touch()
     assert resolve_model(str(tmp_path)) == tmp_path
     with pytest.raises(ConfigError, match=r"model\.revision = 'main' has no effect"):
         resolve_model(str(tmp_path), "main")
-    with pytest.raises(DataError, match="no such directory"):
-        resolve_model(str(tmp_path / "absent"))
-
-
-def test_offline_the_hub_is_refused_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match=r"'nobody/nothing' is neither.*set model\.name to a local"):
-        resolve_model("nobody/nothing", "abc")
-    with pytest.raises(DataError, match="is neither a directory here"):
-        resolve_model("not a valid id!")
+    for name, revision, message in (
+        (str(tmp_path / "absent"), None, "no such directory"),
+        ("nobody/nothing", "abc", r"'nobody/nothing' is neither.*set model\.name to a local"),
+        ("not a valid id!", None, "is neither a directory here"),
+    ):
+        with pytest.raises(DataError, match=message):
+            resolve_model(name, revision)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from echo.tasks.environment import Environment
 from echo.tasks.task import Example, RetryCall, Task
@@ -17,9 +16,8 @@ from echo.tasks.task import Example, RetryCall, Task
 class Misbehaving(Task):
     """Does what the completion says."""
 
-    def __init__(self, *, directory: str = "") -> None:
-        self.directory = directory
-        self.num_calls = 0
+    def __init__(self) -> None:
+        self.num_calls = self.num_tries = 0
 
     def example(self, index: int, *, split: str) -> Example:
         return Example(index=index, split=split, prompt="?", source=f"rows.jsonl:{index + 1}")
@@ -67,10 +65,9 @@ class Misbehaving(Task):
         return 1.0
 
     def retry(self, rest: str) -> float:
-        """Work at the third call only."""
-        path = Path(self.directory) / "calls"
-        path.write_text(path.read_text() + "x" if path.exists() else "x")
-        if len(path.read_text()) < int(rest):
+        """Work at a later call only."""
+        self.num_tries += 1
+        if self.num_tries < int(rest):
             raise RetryCall("the judge is being started")
         return 1.0
 
@@ -89,9 +86,6 @@ class Unready(Misbehaving):
 class Counting(Environment):
     """Wants to be told 1, 2, 3; anything else is tried as a mischief."""
 
-    def __init__(self, *, directory: str = "") -> None:
-        self.mischief = Misbehaving(directory=directory)
-
     def example(self, index: int, *, split: str) -> Example:
         return Example(index=index, split=split, prompt="Count!", answer=3)
 
@@ -100,7 +94,7 @@ class Counting(Environment):
 
     def reply(self, state: dict[str, int], text: str) -> str | None:
         if not text.strip().isdigit():
-            return f"{self.mischief.reward(self.example(0, split='train'), text):g}"
+            return f"{Misbehaving().reward(self.example(0, split='train'), text):g}"
         is_next = int(text) == state["said"] + 1
         state["said"] += is_next
         if state["said"] == state["last"]:

@@ -73,12 +73,12 @@ def countdown_of(prompt: str) -> Example:
     [
         ("2*(2+8)", 1.0),
         ("(8+2)*2", 1.0),
+        ("(2)*((2+8))", 1.0),
         ("2*(2+8", 0.0),
         ("2*2+8", 0.0),  # another value
         ("20", 0.0),  # other digits
         ("22-8+6", 0.0),
         ("2*(2+8)+0", 0.0),
-        ("(2)*((2+8))", 1.0),
         ("2*(+2+8)", 0.0),
         ("2**2+8+8", 0.0),
         ("2*(2+8)#", 0.0),
@@ -90,10 +90,7 @@ def countdown_of(prompt: str) -> Example:
 )
 def test_only_a_true_expression_of_the_digits_is_rewarded(completion: str, reward: float) -> None:
     assert CountdownTask().reward(countdown_of("228>20="), completion) == reward
-
-
-def test_digits_may_not_be_joined_into_one_number() -> None:
-    assert evaluate("22-8") == (14, [22, 8])
+    # Digits may not be joined into one number.
     assert CountdownTask().reward(countdown_of("228>14="), "22-8") == 0.0
 
 
@@ -119,22 +116,15 @@ if importlib.util.find_spec("math_verify") is None:
     pytest.skip("math-verify is not installed", allow_module_level=True)
 
 
-def reward(reference: str, completion: str) -> float:
-    example = Example(index=0, split="train", prompt="?", answer=reference)
-    return Gsm8kTask().reward(example, completion)
-
-
 @pytest.mark.parametrize(
     ("reference", "completion", "expected"),
     [
-        ("42", "#### 42", 1.0),
         ("42", "#### 42.0", 1.0),
         ("42", "#### 42%", 1.0),
         ("42", "#### 43", 0.0),
         ("42", "#### -42", 0.0),
         ("42", "42 at first, but #### 43", 0.0),
         ("0.5", r"\boxed{\frac{1}{2}}", 1.0),
-        ("0.5", r"\boxed{\frac{1}{3}}", 0.0),
         ("70000", "#### $70,000", 1.0),
         ("42", "#### forty-two", 0.0),
         ("42", "", 0.0),
@@ -145,44 +135,30 @@ def reward(reference: str, completion: str) -> float:
 def test_the_number_at_the_end_is_rewarded(
     reference: str, completion: str, expected: float
 ) -> None:
-    assert reward(reference, completion) == expected
+    example = Example(index=0, split="train", prompt="?", answer=reference)
+    assert Gsm8kTask().reward(example, completion) == expected
 
 
-def test_the_prompt_says_how_to_answer_and_the_row_gives_the_reference(tmp_path: Path) -> None:
+def test_a_row_gives_prompt_and_reference_or_is_malformed(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    row = {"question": "How many?", "answer": "It is 1,000 + 2.\n#### 1,002"}
-    path.write_text(json.dumps(row), encoding="utf-8")
-    example = Gsm8kTask(path=str(path), heldout_path=str(path)).example(0, split="train")
+
+    def read(answer: object) -> Example:
+        path.write_text(json.dumps({"question": "How many?", "answer": answer}), encoding="utf-8")
+        return Gsm8kTask(path=str(path), heldout_path=str(path)).example(0, split="train")
+
+    example = read("It is 1,000 + 2.\n#### 1,002")
     assert example.answer == "1002"
     assert str(example.prompt).startswith("How many?\n")
     assert "####" in str(example.prompt)
-
-
-@pytest.mark.parametrize("answer", ["no marker 3", "#### three", 7])
-def test_a_row_without_a_reference_number_is_malformed(tmp_path: Path, answer: object) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"question": "?", "answer": answer}), encoding="utf-8")
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: malformed row: .*answer"):
-        Gsm8kTask(path=str(path)).example(0, split="train")
+    for answer in ("no marker 3", "#### three", 7):
+        with pytest.raises(DataError, match=r"rows\.jsonl:1: malformed row: .*answer"):
+            read(answer)
 
 
 def test_without_math_verify_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=install_command("worker")):
         Gsm8kTask()
-
-
-def complete_lines(path: Path) -> list[bytes]:
-    """The lines of a file, less a last one that a broken download cut short.
-
-    The task itself refuses such a file (it names the line); what is tested here is the verifier.
-    """
-    *lines, last = path.read_bytes().splitlines()
-    try:
-        json.loads(last)
-    except ValueError:
-        return lines
-    return [*lines, last]
 
 
 @pytest.mark.slow
@@ -198,7 +174,8 @@ def complete_lines(path: Path) -> list[bytes]:
 def test_all_references_of_the_data_set_are_right_and_perturbed_ones_wrong(
     tmp_path: Path, name: str, num_published: int, every: int
 ) -> None:
-    lines = complete_lines(DATA / name)
+    # A broken download may have cut the last line short.
+    lines = [line for line in (DATA / name).read_bytes().splitlines() if line.endswith(b"}")]
     assert num_published - 1 <= len(lines) <= num_published
     path = tmp_path / name
     path.write_bytes(b"\n".join(lines))

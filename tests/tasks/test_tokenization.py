@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,46 +34,48 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def directory(plain: Path, tmp_path: Path) -> Path:
     """A copy that a test may change."""
-    path = tmp_path / "model"
-    shutil.copytree(plain, path)
-    return path
+    return Path(shutil.copytree(plain, tmp_path / "model"))
 
 
 def text_of(ids: list[int]) -> str:
     return decode(build_tokenizer(), ids, [])
 
 
+def codec(directory: Path, template: str | None = None, *stops: int, **arguments: Any) -> TextCodec:
+    return TextCodec(load_tokenizer(directory, chat_template=template), list(stops), arguments)
+
+
+USER = [{"role": "user", "content": "0"}]
+
+
 def test_text_without_a_template_is_encoded_as_the_tokenizer_does(plain: Path) -> None:
-    ids = TextCodec(load_tokenizer(plain), [], {}).encode_prompt("4+3=")
+    ids = codec(plain).encode_prompt("4+3=")
     assert (ids[0], text_of(ids[1:])) == (1, "4+3=")
+    said = [{"role": "user", "content": "1+"}, {"role": "user", "content": "2="}]
+    assert text_of(codec(plain, None, 0).encode_turn(said)) == "1+2="
 
 
 def test_text_with_a_template_becomes_one_user_message(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    tokenizer = load_tokenizer(directory)
-    ids = TextCodec(tokenizer, [], {}).encode_prompt("1+1")
-    assert text_of(ids) == "<bos>4:1+1;="  # one <bos>, the template's own
+    assert text_of(codec(directory).encode_prompt("1+1")) == "<bos>4:1+1;="  # one <bos>, its own
     messages = [{"role": "system", "content": "2"}, {"role": "user", "content": "1+1"}]
-    ids = TextCodec(tokenizer, [], {"mark": ">"}).encode_prompt(messages)
+    ids = codec(directory, mark=">").encode_prompt(messages)
     assert text_of(ids) == "<bos>6:2;<bos>4:1+1;>"
-
-
-def test_a_given_template_replaces_the_directorys_own(directory: Path) -> None:
-    (directory / "chat_template.jinja").write_text("0", encoding="utf-8")
-    tokenizer = load_tokenizer(directory, chat_template=TEMPLATE)
-    assert text_of(TextCodec(tokenizer, [], {}).encode_prompt("7")) == "<bos>4:7;="
+    # One that is given replaces the directory's own.
+    given = codec(directory, "{% for t in tools %}{{ t.n }}{% endfor %}=")
+    assert text_of(given.encode_prompt("1", tools=[{"n": 4}, {"n": 2}])) == "42="
 
 
 def test_what_cannot_be_encoded_is_explained(plain: Path) -> None:
-    messages = [{"role": "user", "content": "1"}]
     with pytest.raises(DataError, match=r"no chat template; set model\.chat_template"):
-        TextCodec(load_tokenizer(plain), [], {}).encode_prompt(messages)
-    failing = load_tokenizer(plain, chat_template="{{ raise_exception('no roles') }}")
+        codec(plain).encode_prompt(USER)
+    failing = codec(plain, "{{ raise_exception('no roles') }}", mark=1)
     with pytest.raises(DataError, match=r"chat template failed: no roles.*'mark': 1"):
-        TextCodec(failing, [], {"mark": 1}).encode_prompt(messages)
-    silent = load_tokenizer(plain, chat_template="{# nothing #}")
+        failing.encode_prompt(USER)
     with pytest.raises(DataError, match="has no tokens"):
-        TextCodec(silent, [], {}).encode_prompt(messages)
+        codec(plain, "{# nothing #}").encode_prompt(USER)
+    with pytest.raises(DataError, match=r"leaves out what the assistant says; .*chat_template"):
+        codec(plain, "{{ messages[-1].content }}", 2).encode_turn(USER)
 
 
 def test_tokens_that_the_model_does_not_know_are_refused(plain: Path) -> None:
@@ -90,10 +93,8 @@ def test_tokens_that_the_model_does_not_know_are_refused(plain: Path) -> None:
 
 def test_decoding_ends_at_the_first_stop_and_keeps_the_rest_as_sampled() -> None:
     tokenizer = build_tokenizer()
-    assert decode(tokenizer, [3, 4, 2, 0, 0], [2]) == "01"
-    assert decode(tokenizer, [3, 0, 4], [2]) == "0<pad>1"
-    assert decode(tokenizer, [3, 4], [2]) == "01"
-    assert decode(tokenizer, [], [2]) == ""
+    texts = [decode(tokenizer, ids, [2]) for ids in ([3, 4, 2, 0, 0], [3, 0, 4], [3, 4], [])]
+    assert texts == ["01", "0<pad>1", "01", ""]
 
 
 @pytest.mark.parametrize(
@@ -110,28 +111,21 @@ def test_stop_ids_join_tokenizer_and_generation_config(
 
 def test_digests_tell_what_differs_and_ignore_layout(plain: Path, directory: Path) -> None:
     before = tokenizer_digests(plain, {})
-    assert tokenizer_digests(directory, {}) == before
 
-    def changed(**kwargs: object) -> set[str]:
-        now = tokenizer_digests(directory, {}, **kwargs)  # type: ignore[arg-type]
+    def changed(arguments: dict[str, Any] | None = None, **options: Any) -> set[str]:
+        now = tokenizer_digests(directory, arguments or {}, **options)
         return {name for name in before if now[name] != before[name]}
 
     path = directory / "tokenizer.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(content, indent=7), encoding="utf-8")
     assert changed() == set()
-    assert changed(chat_template=TEMPLATE) == {"chat_template"}
+    assert changed({"think": True}) == changed(chat_template=TEMPLATE) == {"chat_template"}
     (directory / "generation_config.json").write_text('{"eos_token_id": 9}', encoding="utf-8")
     assert changed() == {"stop_ids"}
     content["model"]["vocab"]["?"] = 28
     path.write_text(json.dumps(content), encoding="utf-8")
     assert changed() == {"stop_ids", "tokenizer"}
-
-
-def test_the_templates_arguments_are_part_of_its_digest(plain: Path) -> None:
-    first, second = tokenizer_digests(plain, {"think": True}), tokenizer_digests(plain, {})
-    assert first["chat_template"] != second["chat_template"]
-    assert first["tokenizer"] == second["tokenizer"]
 
 
 def test_assets_hold_neither_weights_nor_code(directory: Path) -> None:
@@ -171,7 +165,7 @@ def test_a_turn_of_the_environment_continues_the_conversation(plain: Path) -> No
     stops = stop_ids(tokenizer, plain)
     prompt = TextCodec(tokenizer, [], {}).encode_prompt("1+1")
     sampled = [*tokenizer("=3", add_special_tokens=False)["input_ids"], stops[0]]
-    said = [{"role": "user", "content": "0"}, {"role": "tool", "content": "7"}]
+    said = [*USER, {"role": "tool", "content": "7"}]
     ids = TextCodec(tokenizer, stops, {}).encode_turn(said)
     conversation = [
         {"role": "user", "content": "1+1"},
@@ -181,29 +175,5 @@ def test_a_turn_of_the_environment_continues_the_conversation(plain: Path) -> No
     whole = TextCodec(tokenizer, [], {}).encode_prompt(conversation)
     assert [*prompt, *sampled, *ids] == whole
     assert text_of(ids) == ";<bos>4:0<eos>;<bos>4:7<eos>;<bos>9:"
-
-
-def test_a_turn_without_a_template_is_its_contents(plain: Path) -> None:
-    said = [{"role": "user", "content": "1+"}, {"role": "user", "content": "2="}]
-    ids = TextCodec(load_tokenizer(plain), [0], {}).encode_turn(said)
-    assert text_of(ids) == "1+2="
-
-
-def test_a_template_that_closes_turns_without_a_stop_token_is_kept_whole(plain: Path) -> None:
-    tokenizer = load_tokenizer(plain, chat_template=TEMPLATE)
-    said = [{"role": "user", "content": "0"}]
-    ids = TextCodec(tokenizer, [2], {}).encode_turn(said)
-    assert text_of(ids) == ";<bos>4:0;="
-
-
-def test_a_template_that_drops_what_was_said_is_refused(plain: Path) -> None:
-    tokenizer = load_tokenizer(plain, chat_template="{{ messages[-1].content }}")
-    said = [{"role": "user", "content": "0"}]
-    with pytest.raises(DataError, match=r"leaves out what the assistant says; .*chat_template"):
-        TextCodec(tokenizer, [2], {}).encode_turn(said)
-
-
-def test_tools_reach_the_template(plain: Path) -> None:
-    tokenizer = load_tokenizer(plain, chat_template="{% for t in tools %}{{ t.n }}{% endfor %}=")
-    ids = TextCodec(tokenizer, [], {}).encode_prompt("1", tools=[{"n": 4}, {"n": 2}])
-    assert text_of(ids) == "42="
+    # A template that closes turns without a stop token is kept whole.
+    assert text_of(codec(plain, TEMPLATE, 2).encode_turn(USER)) == ";<bos>4:0;="

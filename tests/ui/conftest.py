@@ -102,11 +102,7 @@ def make_run(tmp_path: Path) -> MakeRun:
 
 
 def evaluation(step: int, sampled: float, greedy: float) -> dict[str, float]:
-    return {
-        "eval/addition/pass@1": sampled,
-        "eval/addition/greedy": greedy,
-        "eval/version": step,
-    }
+    return {"eval/addition/pass@1": sampled, "eval/addition/greedy": greedy, "eval/version": step}
 
 
 def step_records(lineage: int, step: int) -> list[dict[str, Any]]:

@@ -26,42 +26,28 @@ def png_size(path: Path) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_one_run_makes_a_png_and_leaves_matplotlibs_global_state_alone(
+def test_runs_make_a_png_and_leave_matplotlibs_global_state_alone(
     make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)  # of somebody else
     out = tmp_path / "figures" / "curve.png"
-    assert plots.learning_curve(make_run(), out) == out
-    assert png_size(out) == (1440, 604)
-    assert "matplotlib.pyplot" not in sys.modules
-
-
-@pytest.mark.slow
-def test_several_runs_of_unequal_length_make_a_png(make_run, tmp_path: Path) -> None:
-    runs = [make_run("a"), make_run("b", num_steps=6), make_run("c", rewards=lambda step: -step)]
-    assert png_size(plots.learning_curve(runs, tmp_path / "curve.png"))[0] == 1440
-
-
-@pytest.mark.slow
-def test_a_run_with_gaps_can_be_plotted(make_run, tmp_path: Path) -> None:
-    run_dir = make_run(rewards=lambda step: math.nan if step == 2 else 0.5)
-    (run_dir / "config.json").unlink()
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    gaps = make_run(rewards=lambda step: math.nan if step == 2 else 0.5)
+    (gaps / "config.json").unlink()
+    rows = [json.loads(line) for line in (gaps / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         row.pop("staleness/hist", None)
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert plots.learning_curve(run_dir, tmp_path / "curve.png").exists()
+    (gaps / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert plots.learning_curve(gaps, out) == out
+    assert png_size(out) == (1440, 604)
+    runs = [make_run("a"), make_run("b", num_steps=6), make_run("c", rewards=lambda step: -step)]
+    assert png_size(plots.learning_curve(runs, tmp_path / "curve.png"))[0] == 1440
+    assert "matplotlib.pyplot" not in sys.modules
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("train", "heldout", "limits"),
-    [
-        (0.5, 0.5, [(0, 1)]),
-        (-3.0, 0.5, [(0, 1), None]),
-        (0.5, 2.5, [None]),
-        (-3.0, 2.5, [None]),
-    ],
+    [(0.5, 0.5, [(0, 1)]), (-3.0, 0.5, [(0, 1), None]), (0.5, 2.5, [None]), (-3.0, 2.5, [None])],
 )
 def test_every_reward_is_within_the_plot(
     make_run, train: float, heldout: float, limits: list[tuple[int, int] | None]
@@ -80,46 +66,32 @@ def test_every_reward_is_within_the_plot(
         assert max(values) <= high
 
 
-@pytest.mark.slow
 def test_mean_and_range_cover_the_steps_that_every_run_has() -> None:
     steps, low, mean, high = plots._spread([{1: 0.0, 2: 1.0, 3: 5.0}, {1: 1.0, 2: 0.0}])
     assert steps == [1, 2]
     assert (low.tolist(), mean.tolist(), high.tolist()) == ([0, 0], [0.5, 0.5], [1, 1])
     assert plots._spread([{1: 0.0}, {2: 0.0}])[0] == []
-
-
-@pytest.mark.slow
-def test_reward_is_smoothed_over_the_last_steps_only() -> None:
+    # Each mean is of the last steps only.
     smooth = plots._smoothed({step: float(step) for step in range(1, 8)})
     assert smooth == {1: 1.0, 2: 1.5, 3: 2.0, 4: 2.5, 5: 3.0, 6: 4.0, 7: 5.0}
 
 
 @pytest.mark.slow
-def test_bad_input_is_named(make_run, tmp_path: Path) -> None:
-    out = tmp_path / "curve.png"
+def test_bad_input_is_named(make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, run_dir = tmp_path / "curve.png", make_run()
     with pytest.raises(DataError, match="at least one run, got none"):
         plots.learning_curve([], out)
     with pytest.raises(DataError, match=r"nowhere/metrics.jsonl: no such file"):
         plots.learning_curve(tmp_path / "nowhere", out)
-    run_dir = make_run()
+    with pytest.raises(StorageError, match="cannot be written"):
+        plots.learning_curve(run_dir, run_dir / "metrics.jsonl" / "curve.png")
     (run_dir / "metrics.jsonl").write_text("")
     with pytest.raises(DataError, match=r"metrics.jsonl: no optimizer step yet"):
         plots.learning_curve(run_dir, out)
-    with pytest.raises(StorageError, match="cannot be written"):
-        plots.learning_curve(make_run("other"), run_dir / "metrics.jsonl" / "curve.png")
-
-
-@pytest.mark.slow
-def test_missing_matplotlib_names_the_extra(make_run, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(
-        ConfigError,
-        match="the learning curve needs matplotlib, which is not installed; install it with",
-    ):
-        plots.learning_curve(make_run(), tmp_path / "curve.png")
-
-
-# --- cost against waiting -------------------------------------------------------------------------
+    text = "the learning curve needs matplotlib, which is not installed; install it with"
+    with pytest.raises(ConfigError, match=text):
+        plots.learning_curve(make_run("other"), out)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echo.core.errors import ConfigError, StorageError
@@ -25,25 +25,11 @@ def rows(path: Path) -> list[dict]:
 
 
 def test_a_row_holds_step_time_and_numbers(tmp_path: Path) -> None:
+    row = {"reward/mean": np.float32(0.5), "grad_norm": math.nan}
     with MetricsWriter(tmp_path / "run") as writer:
-        writer.write(
-            3,
-            {
-                "reward/mean": np.float32(0.5),
-                "grad_norm": math.nan,
-                "staleness/hist": {0: np.int64(7), "1": 2},
-            },
-            at=12.5,
-        )
-    assert rows(writer.path) == [
-        {
-            "step": 3,
-            "time": 12.5,
-            "reward/mean": 0.5,
-            "grad_norm": None,
-            "staleness/hist": {"0": 7, "1": 2},
-        }
-    ]
+        writer.write(3, {**row, "staleness/hist": {0: np.int64(7), "1": 2}}, at=12.5)
+    row = {"reward/mean": 0.5, "grad_norm": None, "staleness/hist": {"0": 7, "1": 2}}
+    assert rows(writer.path) == [{"step": 3, "time": 12.5, **row}]
 
 
 def test_rows_are_on_disk_at_once_and_survive_a_resume(tmp_path: Path) -> None:
@@ -60,6 +46,7 @@ def test_rows_are_on_disk_at_once_and_survive_a_resume(tmp_path: Path) -> None:
 
 
 @given(whole=st.lists(st.binary(max_size=40).filter(lambda b: b"\n" not in b)), torn=st.binary())
+@example(whole=[b"{}"], torn=b"x" * 200_000)  # longer than a read
 def test_only_the_torn_line_is_dropped(tmp_path_factory, whole: list[bytes], torn: bytes) -> None:
     path = tmp_path_factory.mktemp("torn") / "metrics.jsonl"
     kept = b"".join(line + b"\n" for line in whole)
@@ -68,31 +55,19 @@ def test_only_the_torn_line_is_dropped(tmp_path_factory, whole: list[bytes], tor
     assert path.read_bytes() == kept
 
 
-def test_a_torn_line_longer_than_a_read_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"{}\n" + b"x" * 200_000)
-    drop_torn_line(path)
-    assert path.read_bytes() == b"{}\n"
-
-
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    full = Path("/dev/full")
-    if not full.exists():
-        pytest.skip("needs /dev/full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_and_an_unwritable_directory_are_named(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     writer._file.close()
-    writer._file = full.open("ab", buffering=0)
-    with pytest.raises(StorageError, match=r"metrics.jsonl: cannot write step 4: No space left"):
+    full = r"metrics.jsonl: cannot write step 4: No space left"
+    with (
+        Path("/dev/full").open("ab", buffering=0) as writer._file,
+        pytest.raises(StorageError, match=full),
+    ):
         writer.write(4, {"reward/mean": 0.1})
-    writer.close()
-
-
-def test_an_unwritable_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
-    with pytest.raises(StorageError, match=r"run/metrics.jsonl: cannot be written") as caught:
+    with pytest.raises(StorageError, match=r"run/metrics.jsonl: cannot be written"):
         MetricsWriter(tmp_path / "run")
-    assert isinstance(caught.value.__cause__, OSError)
-    assert caught.value.__cause__.errno in (errno.EEXIST, errno.ENOTDIR)
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
@@ -159,9 +134,8 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
 
     with MetricsWriter(tmp_path, sinks=["tensorboard"]) as writer:
         for step in (1, 2):
-            writer.write(
-                step, {"reward/mean": step / 4, "staleness/hist": {"0": 1}}, at=float(step)
-            )
+            row = {"reward/mean": step / 4, "staleness/hist": {"0": 1}}
+            writer.write(step, row, at=float(step))
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["tensors"] == ["reward/mean"]
     values = [float(np.asarray(e.tensor_proto.float_val)[0]) for e in events.Tensors("reward/mean")]
@@ -178,12 +152,10 @@ def test_wandb_works_offline_and_goes_on_after_a_resume(
     monkeypatch.setenv("WANDB_MODE", "offline")
     ids = []
     for step in (2, 1):
-        with MetricsWriter(
-            tmp_path / "run", sinks=["wandb"], config={"run": {"seed": 0}}
-        ) as writer:
+        with MetricsWriter(tmp_path, sinks=["wandb"], config={"run": {"seed": 0}}) as writer:
             writer.write(step, {"reward/mean": 0.5})
-        ids.append((tmp_path / "run" / "wandb_id").read_text())
+        ids.append((tmp_path / "wandb_id").read_text())
     assert ids[0] == ids[1]
-    logs = list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    logs = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert logs
     assert all(ids[0] in log.name for log in logs)
