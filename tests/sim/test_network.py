@@ -182,43 +182,6 @@ def test_a_cut_loses_what_is_in_flight_and_both_ends_learn_of_it_late() -> None:
     assert [what for _, what in net.learner.messages()] == [b"back"]
 
 
-def test_a_process_that_dies_is_noticed_at_once_and_a_machine_that_vanishes_late() -> None:
-    for is_silent, at in ((False, 1.1), (True, 4.0)):
-        net = Net()
-        node = net.node("a")
-        net.link(node)
-        if is_silent:
-            net.network.vanish(node)
-        else:
-            net.network.close(node)
-        net.clock.run(10.0)
-        assert [(round(when, 3), kind) for when, kind, _ in net.learner.heard] == [(at, "down")]
-
-
-def test_hanging_up_tells_the_other_side_after_what_was_said() -> None:
-    net = Net()
-    node = net.node("a")
-    end = net.link(node)
-    net.network.send(end, [b"last words"])
-    net.network.hang_up(end)
-    net.clock.run(5.0)
-    assert [kind for _, kind, _ in net.learner.heard] == ["message", "down"]
-    assert [kind for _, kind, _ in node.heard] == ["up"]
-
-
-def test_who_does_not_listen_is_not_reached_until_it_does() -> None:
-    net = Net()
-    node, late = net.node("a"), net.node("late")
-    net.network.dial(node, "tcp://late:1")
-    net.clock.run(3.0)
-    assert [(kind, what) for _, kind, what in node.heard] == [("refused", "nobody listens there")]
-    late.port.address = "tcp://late:1"
-    net.network.listen(late)
-    net.network.dial(node, "tcp://late:1")
-    net.clock.run(5.0)
-    assert [kind for _, kind, _ in node.heard] == ["refused", "up"]
-
-
 def test_what_waits_at_the_downlink_is_heard_before_the_end() -> None:
     net = Net()
     net.learner.port.down_bytes_per_s = 1e6
