@@ -252,24 +252,6 @@ def test_equal_workers_share_a_batch_though_they_install_it_one_after_the_other(
     assert seconds(by_speed=True) <= at_most * seconds(by_speed=False)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(("speed", "at_most"), [(10.0, 1.05), (50.0, 1.15)])
-def test_a_slower_worker_delays_no_batch_that_the_other_has_room_for(
-    speed: float, at_most: float
-) -> None:
-    def seconds(speeds: dict[str, float]) -> float:
-        return mean_step(speeds, max_staleness=0, seed=3, places=16, alone=2.0, apart_s=0.1)
-
-    assert seconds({"fast": 100.0, "slow": speed}) <= at_most * seconds({"fast": 100.0})
-
-
-@pytest.mark.matrix
-def test_with_equal_shares_it_does() -> None:
-    alone = mean_step(FAST, by_speed=False, max_staleness=0, seed=3)
-    both = mean_step(BOTH, by_speed=False, max_staleness=0, seed=3)
-    assert both > 2 * alone, "there is nothing to improve on: the test above shows nothing"
-
-
 # --- when groups will be done ---------------------------------------------------------------------
 
 

@@ -225,24 +225,6 @@ def test_a_lost_finish_is_repeated_with_the_next_heartbeat(make_world: MakeWorld
 # --- deaths --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_hung_engine_loses_its_leases_and_is_given_no_more(make_world: MakeWorld) -> None:
-    world = make_world(network={"lease_timeout_s": 6.0}, leases={"hedge_factor": False})
-    world.learner()
-    world.worker("w1", sample_s=math.inf)
-    world.run(5.0)
-    assert len(world.leased("w1")) == 2
-    world.worker("w2")
-    world.run(20.0)
-    assert len(world.sampling("w1")) == 2
-    assert not world.leased("w1")
-    assert world.count("learner", "leases_expired") == 2
-    lines = [note for note in world.notes("learner") if "expired" in note]
-    assert lines == ["leases expired without progress: 2 on w1"]
-    assert len(world.trained()) > 40
-    world.audit()
-
-
 # --- who may say what ----------------------------------------------------------------------------
 
 

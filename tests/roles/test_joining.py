@@ -631,20 +631,6 @@ def test_a_relay_cannot_change_what_a_node_inherits(
     assert not node.role.broadcast.trust.run_id
 
 
-def test_a_file_with_a_name_of_its_own_is_refused_whoever_signed_for_it(
-    make_world: MakeWorld,
-) -> None:
-    world = make_world()
-    world.assets = {"config.json": b"{}", "evil.py": b"1"}
-    world.learner()
-    start(world, "w1", "learner")
-    world.run_until(lambda: world.end("w1"), within_s=3.0)
-    reason, text = world.end("w1") or ("", "")
-    assert reason == "unknown_file"
-    assert "offers the files ['evil.py']" in text
-    assert world.node("w1")._parts is None
-
-
 def test_without_a_fingerprint_the_first_key_counts_and_no_other_after_it(
     make_world: MakeWorld,
 ) -> None:
