@@ -602,18 +602,17 @@ def start(world: World, name: str, via: str) -> None:
         (world.worker if name.startswith("w") else world.relay)(name, via=[via])
 
 
-@pytest.mark.parametrize("name", ["w1", "r2"])
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("name", "changes", "reason"),
     [
-        ({"settings": {"task.options": {"reward": "evil.py:f"}}}, "wrong_signature"),
-        ({"assets": {"evil.py": ("00", 1)}}, "wrong_signature"),
-        ({"run_id": "another"}, "wrong_signature"),
-        ({"public_key": OTHER_PUBLIC_KEY}, "wrong_signing_key"),
+        ("w1", {"settings": {"task.options": {"reward": "evil.py:f"}}}, "wrong_signature"),
+        ("w1", {"public_key": OTHER_PUBLIC_KEY}, "wrong_signing_key"),
+        ("r2", {"run_id": "another"}, "wrong_signature"),
+        ("r2", {"public_key": OTHER_PUBLIC_KEY}, "wrong_signing_key"),
     ],
 )
 def test_a_relay_cannot_change_what_a_node_inherits(
-    make_world: MakeWorld, changes: dict[str, Any], reason: str, name: str
+    make_world: MakeWorld, name: str, changes: dict[str, Any], reason: str
 ) -> None:
     world = make_world()
     world.learner()
