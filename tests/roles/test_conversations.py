@@ -16,12 +16,10 @@ from echo.core.rollout import PolicyVersion
 from echo.weights.link import FIRST_BYTES
 from echo.weights.sender import Child
 from echo.wire import codec
-from echo.wire.actions import Action, Send, Stop
+from echo.wire.actions import Action, Stop
 from echo.wire.codec import encode
 from echo.wire.messages import (
     FULL,
-    Ack,
-    Deliver,
     Finish,
     Probe,
     ProbeAck,
@@ -312,33 +310,13 @@ def test_a_restarted_node_is_told_what_it_could_send(make_world: MakeWorld) -> N
 # --- what results are worth ----------------------------------------------------------------------
 
 
-def deliver(world: World, group_id: int, **changes: Any) -> tuple[Any, list[Any]]:
-    """Send a result straight into the learner's role; return (Ack, all actions)."""
-    label = {"group_id": group_id, "attempt": 0} | changes.pop("label", {})
-    header, arrays = codec.encode_group(changes.pop("group", None) or make_group(group_id, V0))
-    payload = header, changes.pop("arrays", arrays)
-    frames = encode(Deliver(**label), payload, source="w1", target="learner")
-    actions = world.node("learner").role.receive(world.peer_of("w1"), frames, now=world.now)
-    messages = [message_of(a.frames) for a in actions if isinstance(a, Send)]
-    acks = [message for message in messages if isinstance(message, Ack)]
-    return (acks[0] if acks else None), actions
-
-
-def change(group: Any, **fields: Any) -> Any:
-    """Return a group whose first rollout has other arrays."""
-    first = dataclasses.replace(group.rollouts[0], **fields)
-    return dataclasses.replace(group, rollouts=(first, *group.rollouts[1:]))
-
-
 def test_results_are_judged_by_their_content(hung_world: World) -> None:
     """Beside what promise 39 names."""
-    good = make_group(0, V0)
+    world, good = hung_world, make_group(0, V0)
     first = good.rollouts[0]
-    bad = {
+    for reason, content in {
         "another_prompt": dataclasses.replace(good, prompt_ids=np.array([9], dtype=np.int32)),
         "too_long": make_group(0, V0, num_tokens=17),
-        "bad_logprobs": change(good, sampler_logprobs=first.sampler_logprobs * np.float32("nan")),
-        "bad_token_ids": change(good, token_ids=first.token_ids + np.int32(100)),
         "no_trainable_token": dataclasses.replace(
             good,
             rollouts=tuple(
@@ -346,46 +324,39 @@ def test_results_are_judged_by_their_content(hung_world: World) -> None:
             ),
         ),
         "mislabelled": make_group(0, V0, worker="w2"),
-    }
-    for reason, group in bad.items():
-        ack, _ = deliver(hung_world, 0, group=group)
-        assert ack is not None, reason
-        assert (ack.outcome, ack.reason) == ("refused", reason)
-        assert hung_world.count("learner", f"refused/{reason}") == 1
-    positive = change(good, sampler_logprobs=-first.sampler_logprobs)
-    assert deliver(hung_world, 0, group=positive)[0].reason == "bad_logprobs"
-    assert deliver(hung_world, 0, arrays=b"xx")[0].reason == "malformed"
-    assert deliver(hung_world, 77)[0].reason == "unknown_group"
-    versions = first.policy_versions.copy()
-    versions[-1] = 1, 1
-    mixed = change(good, policy_versions=versions)
-    scheduler = hung_world.node("learner").role._scheduler
+    }.items():
+        assert world.deliver(0, content=content) == ("refused", reason)
+        assert world.count("learner", f"refused/{reason}") == 1
+    nan = first.sampler_logprobs * np.float32("nan")
+    for reason, change in (
+        ("bad_logprobs", {"sampler_logprobs": nan}),
+        ("bad_logprobs", {"sampler_logprobs": -first.sampler_logprobs}),
+        ("bad_token_ids", {"token_ids": first.token_ids + np.int32(100)}),
+    ):
+        assert world.deliver(0, change=change) == ("refused", reason)
+    assert world.deliver(77) == ("refused", "unknown_group")
+    mixed = {"policy_versions": np.array([(1, 0), (1, 0), (1, 1)], np.int32)}
+    scheduler = world.node("learner").role._scheduler
     settings = scheduler.settings
     scheduler.settings = dataclasses.replace(settings, exact_version=True)
-    assert deliver(hung_world, 0, group=mixed)[0].reason == "mixed_versions"
+    assert world.deliver(0, change=mixed) == ("refused", "mixed_versions")
     scheduler.settings = settings
     # Elsewhere only that the learner has not published it yet is wrong with it.
-    assert deliver(hung_world, 0, group=mixed)[0].reason == "version_from_the_future"
-    ack, actions = deliver(hung_world, 0, group=good)
-    assert ack is None
-    assert type(actions[0]).__name__ == "StoreGroup"
+    assert world.deliver(0, change=mixed) == ("refused", "version_from_the_future")
 
 
 def test_a_result_that_comes_again_while_it_is_written_is_stored_once(hung_world: World) -> None:
-    _, first = deliver(hung_world, 0)
-    ack, again = deliver(hung_world, 0)
-    assert ack is None, "it is acknowledged once it is durable"
-    kinds = [[type(action).__name__ for action in actions] for actions in (first, again)]
-    assert [found.count("StoreGroup") for found in kinds] == [1, 0]
+    assert hung_world.deliver(0) == ("stored", "")
+    assert hung_world.deliver(0) == ("ignored", ""), "it is acknowledged once it is durable"
+    hung_world.run(1.0)
+    assert hung_world.stored() == [0]
 
 
 def test_a_group_that_keeps_failing_to_arrive_is_given_up(hung_world: World) -> None:
     for attempt in range(20):
-        wrong = make_group(0, V0, attempt=attempt, size=3)
-        deliver(hung_world, 0, group=wrong, label={"attempt": attempt})
+        assert hung_world.deliver(0, attempt=attempt, size=3)[0] == "refused"
     assert hung_world.count("learner", "discarded/attempts_exhausted") == 1
-    ack, _ = deliver(hung_world, 0)
-    assert ack.outcome == "duplicate"
+    assert hung_world.deliver(0) == ("duplicate", "")
 
 
 @pytest.mark.slow
