@@ -64,16 +64,6 @@ def test_the_broadcast_of_the_set_decides_and_not_that_of_all() -> None:
     assert choose(workers, JOB, LINKS).active == {"far"}
 
 
-def test_a_slow_downlink_that_is_known_is_avoided() -> None:
-    big = replace(JOB, version_bytes=1e9)
-    workers = [
-        worker("far", 8.0, 0.1, down_bytes_per_s=1e7),
-        worker("near", 8.0, 1.0, down_bytes_per_s=1e9),
-    ]
-    links = Links(broadcast_s=lambda names: 100.0 if "far" in names else 1.0)
-    assert choose(workers, big, links).active == {"near"}
-
-
 def test_spot_workers_count_with_what_they_lose() -> None:
     stable = worker("stable", 8.0, 1.0)
     spot = worker("spot", 8.0, 0.9, losses_per_h=12.0, restart_s=300.0)

@@ -27,15 +27,6 @@ def select_by_brute_force(fleet: RentedFleet, job: Job) -> tuple[int, ...] | Non
     return min(sufficient, key=lambda counts: fleet.cost_per_h(job, counts), default=None)
 
 
-def test_the_cheaper_of_two_offers_is_filled_up_by_the_dearer() -> None:
-    # 6.4 rollouts/s are needed: 5 at $1 (all there are) and 2 at $2; 7 at $2 would be $14.
-    fleet = make_fleet(make_offer("cheap", count=5), make_offer("dear", price_per_h=2.0))
-    chosen = select(fleet, JOB)
-    assert chosen is not None
-    assert (chosen.counts, chosen.is_exact) == ((5, 2), True)
-    assert chosen.cost_per_h == pytest.approx(9)
-
-
 def test_the_time_of_a_broadcast_rules_out_a_cheap_slow_link() -> None:
     # 100 MB over 4 MB/s takes 25 s; S = 3 and kappa = 1 leave 30 s for it, 4 s of a group and up
     # to 10 s of a batch: not enough. The faster link is dearer.

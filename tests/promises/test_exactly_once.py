@@ -230,7 +230,7 @@ def test_15_a_group_that_cannot_be_made_ends_once_and_another_is_granted(
     world.fail_rewards("w1", reason)
     world.run_until(lambda: world.records("discarded"))
     world.fail_rewards("w1", "")
-    world.run(10.0)
+    world.run(6.0)
     failed = [r["group"] for r in world.records("discarded") if r["reason"] == reason]
     assert failed
     assert len(failed) == len(set(failed))
