@@ -368,21 +368,10 @@ def test_nothing_is_sampled_while_the_outbox_is_full_or_there_are_no_weights() -
     assert paper.role.activity == "sampling"
 
 
-def test_a_worker_says_what_it_waits_for() -> None:
-    paper = Paper()
-    assert paper.role.activity == "waiting for leases"
-    paper.grant(make_lease(0, min_version=V1))
-    assert paper.role.activity == "waiting for newer weights"
-    assert paper.arrive(V1) == [V1]
-    assert paper.role.activity == "installing v1"
-    paper.role.standby_since = 0.0
-    paper.do(paper.role.install_failed(V1, EngineError("no"), now=0.0))
-    assert paper.role.activity == "standing by"
+def test_a_worker_says_what_it_does_or_waits_for() -> None:
     assert make_role().activity == "starting"
-
-
-def test_a_worker_that_holds_groups_does_not_wait_for_leases() -> None:
     paper = Paper({0: (1, 1)})
+    assert paper.role.activity == "waiting for leases"
     paper.grant()
     assert paper.role.activity == "sampling"
     paper.do, do = paper.others.extend, paper.do  # type: ignore[method-assign]
@@ -394,6 +383,13 @@ def test_a_worker_that_holds_groups_does_not_wait_for_leases() -> None:
     assert paper.role.activity == "waiting for acks"
     paper.acknowledge(0)
     assert paper.role.activity == "waiting for leases"
+    paper.grant(make_lease(0, min_version=V1))
+    assert paper.role.activity == "waiting for newer weights"
+    assert paper.arrive(V1) == [V1]
+    assert paper.role.activity == "installing v1"
+    paper.role.standby_since = 0.0
+    paper.do(paper.role.install_failed(V1, EngineError("no"), now=0.0))
+    assert paper.role.activity == "standing by"
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
