@@ -131,3 +131,21 @@ def test_what_was_sent_before_the_end_arrives_for_as_long_as_it_may_linger() -> 
         assert not pair.parent.send(down, [b"x"])
 
     run(scenario)
+
+
+def test_nothing_of_a_peer_follows_after_hanging_up_on_it() -> None:
+    async def scenario(pair: Pair) -> None:
+        down = await pair.join()
+        assert pair.child.send(pair.up, [b"unread"])
+        await asyncio.sleep(0.1)
+        pair.parent.hang_up(down)
+        assert pair.child.send(pair.up, [b"unwanted"])
+        other = SimTransport(pair.network, Port("other"), OPTIONS)
+        other.dial(ADDRESS)
+        [connected] = await other.receive()
+        assert other.send(connected.peer, [b"hello"])
+        events = await pair.parent.receive()
+        assert [type(event) for event in events] == [Connected, Received]
+        assert pair.parent.stats().discarded_messages == 1
+
+    run(scenario)
