@@ -32,7 +32,7 @@ LINKS = Links(broadcast_s=instant)
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 20))]
+    "seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(5, 20))]
 )
 def test_the_choice_is_the_cheapest_sufficient_set(seed: int) -> None:
     workers, job, links = random_workers(seed, most=7)
@@ -242,7 +242,7 @@ def test_equal_workers_are_not_exchanged_for_each_other() -> None:
     job = replace(JOB, budget_per_h=3.5)
     rng = random.Random(1)
     active = frozenset({"w0", "w1", "w2"})
-    for _ in range(20):
+    for _ in range(8):
         workers = tuple(worker(f"w{n}", 1.5 * rng.uniform(0.97, 1.03), 1.0) for n in range(5))
         answer = ask(job=job, workers=workers, active=active, steady=active, idle_share=0.3)
         assert answer.solve().active == active

@@ -39,7 +39,7 @@ def try_all(scheduler: HexScheduler) -> Schedule:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_clusters", [16, pytest.param(80, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("num_clusters", [10, pytest.param(80, marks=pytest.mark.matrix)])
 def test_small_clusters_equal_brute_force(num_clusters: int) -> None:
     rng = random.Random(0)
     for _ in range(num_clusters):

@@ -697,17 +697,6 @@ def test_a_worker_that_leaves_hands_over_what_is_unfinished_and_waits_for_the_re
     assert (1, 0) in again.partials
 
 
-def test_a_worker_that_leaves_does_not_wait_for_ever() -> None:
-    paper = Paper({0: (1, 1)})
-    paper.grant()
-    paper.turn()
-    paper.do(paper.role.drain(now=1.0))
-    paper.do(paper.role.expire(now=DRAIN_S))
-    assert not paper.take(Drained)
-    paper.do(paper.role.expire(now=1.0 + DRAIN_S))
-    assert paper.take(Drained)
-
-
 def test_a_worker_whose_engine_hangs_leaves_without_it() -> None:
     paper = Paper({0: (1, 9), 1: (9, 9)})
     paper.grant()

@@ -162,40 +162,6 @@ def test_loss_and_jitter_cost_time_but_no_message_and_no_order() -> None:
     assert at[-1] > 1.1 + 0.2
 
 
-def test_a_cut_loses_what_is_in_flight_and_both_ends_learn_of_it_late() -> None:
-    net = Net()
-    node = net.node("a")
-    end = net.link(node)
-    net.network.send(end, [b"lost"])
-    net.network.cut("far")
-    net.clock.run(2.0)
-    net.network.mend("far")
-    net.network.send(end, [b"lost, too"])
-    net.clock.run(10.0)
-    assert net.learner.messages() == []
-    assert [(at, kind) for at, kind, _ in node.heard if kind == "down"] == [(4.0, "down")]
-    assert [(at, kind) for at, kind, _ in net.learner.heard] == [(4.0, "down")]
-    assert not net.network.send(end, [b"into the void"])
-    again = net.link(node)
-    net.network.send(again, [b"back"])
-    net.clock.run(20.0)
-    assert [what for _, what in net.learner.messages()] == [b"back"]
-
-
-def test_what_waits_at_the_downlink_is_heard_before_the_end() -> None:
-    net = Net()
-    net.learner.port.down_bytes_per_s = 1e6
-    node = net.node("a")
-    end = net.link(node)
-    net.network.send(end, [b"x" * BULK])
-    net.network.hang_up(end)
-    net.clock.run(5.0)
-    assert [(round(at, 2), kind) for at, kind, _ in net.learner.heard] == [
-        (2.1, "message"),
-        (2.1, "down"),
-    ]
-
-
 def test_cuts_part_pairs_and_groups_and_leave_the_others_alone() -> None:
     net = Net()
     nodes = {name: net.node(name, region) for name, region in (("a", "far"), ("b", "near"))}
@@ -212,18 +178,6 @@ def test_cuts_part_pairs_and_groups_and_leave_the_others_alone() -> None:
     net.clock.run(20.0)
     assert [kind for _, kind, _ in nodes["a"].heard] == ["up", "down", "up"]
     assert [kind for _, kind, _ in nodes["b"].heard] == ["up", "down"]
-
-
-def test_a_route_has_a_direction_and_changes_under_a_connection_that_stands() -> None:
-    net = Net()
-    node = net.node("a")
-    end = net.link(node)
-    net.network.set_route("far", "home", Route(latency_s=2.0))
-    net.network.send(end, [b"slow"])
-    net.network.send(end.far, [b"as before"])
-    net.clock.run(10.0)
-    assert node.messages() == [(1.1, b"as before")]
-    assert net.learner.messages() == [(3.0, b"slow")]
 
 
 @pytest.mark.parametrize(
