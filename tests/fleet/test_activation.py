@@ -253,18 +253,6 @@ def test_equal_workers_are_not_exchanged_for_each_other() -> None:
     assert answer.after.cost_per_h <= 3.5
 
 
-def test_replacements_that_are_on_their_way_are_not_replaced() -> None:
-    # "dear" is to go as soon as one of the cheap ones holds weights, whichever looks better then.
-    rng = random.Random(1)
-    active = frozenset({"dear"})
-    for _ in range(10):
-        cheap = (worker(f"w{n}", 8.0, rng.uniform(0.99, 1.01)) for n in range(6))
-        workers = (worker("dear", 8.0, 2.0), *cheap)
-        question = ask(workers=workers, active=active, steady=active, ready=frozenset({"dear"}))
-        active = question.solve().active
-    assert len(active) == 2
-
-
 def test_where_others_are_enough_and_the_active_ones_are_not_they_come_in() -> None:
     workers = (worker("a", 6.5, 1.0), worker("b", 6.5, 1.3), worker("c", 8.0, 1.0))
     job = replace(JOB, budget_per_h=1.5)

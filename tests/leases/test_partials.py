@@ -204,10 +204,6 @@ def test_a_group_that_is_not_wanted_any_more_is_forgotten_wherever_it_is() -> No
     assert [partials.revoke((0, 0)), partials.revoke((0, 0))] == [1, 0], "counted once"
     assert not partials.park(running)
     assert not len(partials)
-    partials.add(make_lease(8), [partial((1, 0), reason="stop")])
-    [partial_group] = partials.take(1, group_size=1)
-    partials.revoke((8, 0))
-    assert not partials.end(partial_group.key), "nobody wants its result"
 
 
 def test_a_lease_is_listed_until_the_learner_knows_what_has_become_of_it() -> None:

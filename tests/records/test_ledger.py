@@ -7,8 +7,6 @@ import resource
 import shutil
 import signal
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -436,46 +434,6 @@ def test_a_kill_while_the_log_is_moved_into_the_database_loses_nothing(
     ledger.release()
 
 
-KILLED = """
-import sys
-from pathlib import Path
-from echo.records import ledger as module
-from tests.records.test_ledger import begin, encode_group, make_group
-module.LOG_RECORDS, module.GROUP_FILE_BYTES = 7, 2000
-ledger = begin(Path(sys.argv[1]))
-for group_id in range(10_000):
-    group = make_group(group_id)
-    ledger.store(group, *encode_group(group))
-    ledger.append(module.Discarded(group=group_id, reason="stale", step=0))
-    ledger.sync()
-    print(group_id, flush=True)
-    if group_id % 5 == 4:
-        ledger.checkpointed(lineage=1, step=0, oldest_step=0)
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_process_loses_nothing_that_it_has_told_of(tmp_path: Path) -> None:
-    run_dir, root = tmp_path / "run", str(Path(__file__).parents[2])
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(run_dir)],
-        stdout=subprocess.PIPE, text=True, cwd=root, env={**os.environ, "PYTHONPATH": root},
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        told = [int(next(process.stdout)) for _ in range(30)]
-        process.kill()
-        told += [int(line) for line in process.stdout]
-    stored = [each.group for each in records(run_dir) if isinstance(each, Accepted)]
-    ended = [each.group for each in records(run_dir) if isinstance(each, Discarded)]
-    assert stored[: len(told)] == ended[: len(told)] == told
-    ledger = open_ledger(run_dir)
-    assert ledger.notices == []
-    found = state(run_dir)
-    assert len(found.waiting) <= 1, "its end was not told, so it waits"
-    ledger.free_unused()
-    assert group_files(run_dir) == []
-
-
 # --- damage --------------------------------------------------------------------------------------
 
 
@@ -723,9 +681,6 @@ def test_without_shared_memory_a_rollback_journal_keeps_the_promises(tmp_path: P
     assert not (killed / "ledger.sqlite-wal").exists()
     assert records(killed) == records(tmp_path)
     assert sorted(state(killed, step=1).waiting) == list(range(1, 50))
-    flip(killed / "ledger.sqlite", 8 * (killed / "ledger.sqlite").read_bytes().index(b"granted"))
-    with pytest.raises(StorageError, match=r"record \d+ has not the bytes of its hash"):
-        records(killed)
 
 
 def test_a_network_volume_gets_a_rollback_journal(tmp_path: Path) -> None:

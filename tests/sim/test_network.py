@@ -113,18 +113,6 @@ def test_children_share_an_uplink_and_parents_a_downlink() -> None:
     assert at == pytest.approx([2.25, 2.5, 2.75], abs=0.01)
 
 
-def test_a_parent_serves_its_children_one_after_the_other() -> None:
-    net = Net(bytes_per_s=1e9, latency_s=0.0)
-    nodes = [net.node(name) for name in "abc"]
-    ends = [net.link(node) for node in nodes]
-    net.learner.port.up_bytes_per_s = 4e6
-    for end in ends:
-        net.network.send(end.far, [b"x" * BULK])
-    net.clock.run(10.0)
-    at = [node.messages()[0][0] for node in nodes]
-    assert at == pytest.approx([3.25, 3.5, 3.75], abs=0.01)
-
-
 def test_small_messages_slip_in_between_the_bulk_of_others() -> None:
     net = Net(bytes_per_s=1e9, latency_s=0.0)
     nodes = [net.node(name) for name in "ab"]
