@@ -59,9 +59,7 @@ def test_07_a_grant_is_on_record_before_it_is_sent(make_world: MakeWorld) -> Non
 
 
 @pytest.mark.slow
-def test_08_a_group_is_acknowledged_only_when_it_is_durable_and_once(
-    make_world: MakeWorld,
-) -> None:
+def test_08_a_group_is_acknowledged_only_when_it_is_durable_and_once(make_world: MakeWorld) -> None:
     world = make_world()
     world.learner()
     acks: dict[tuple[str, int], list[str]] = {}

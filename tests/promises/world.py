@@ -647,12 +647,7 @@ class World:
     # --- nodes -----------------------------------------------------------------------------------
 
     def learner(
-        self,
-        *,
-        address: str = LEARNER,
-        kill_at: str | None = None,
-        times: int = 1,
-        **sections: Any,
+        self, *, address: str = LEARNER, kill_at: str | None = None, times: int = 1, **sections: Any
     ) -> None:
         """Start the learner, or resume it from its newest checkpoint.
 

@@ -607,9 +607,7 @@ def test_a_disk_too_full_for_a_group_keeps_all_before_and_takes_it_later(tmp_pat
         assert encode_group(ledger.load(group, place)) == whole
 
 
-def test_a_disk_too_full_for_records_keeps_all_before_and_takes_them_later(
-    tmp_path: Path,
-) -> None:
+def test_a_disk_too_full_for_records_keeps_all_before_and_takes_them_later(tmp_path: Path) -> None:
     ledger = begin(tmp_path)
     before = records(tmp_path)
     log = tmp_path / "ledger.sqlite-wal"

@@ -197,9 +197,7 @@ def test_leases_with_long_prompts_travel_in_several_grants() -> None:
 # --- faults --------------------------------------------------------------------------------------
 
 
-def test_a_fault_in_a_routed_message_ends_the_member_and_not_the_relays_link(
-    fleet: World,
-) -> None:
+def test_a_fault_in_a_routed_message_ends_the_member_and_not_the_relays_link(fleet: World) -> None:
     role = fleet.node("learner").role
     frames = encode(messages.Goodbye(reason="x"), source="w1", target="learner")
     peer = role._routes.peer_of("w1")
