@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 import re
 import sys
 from importlib import metadata
@@ -12,10 +11,6 @@ import echo
 from echo.core import extras
 from echo.core.errors import ConfigError
 from echo.core.extras import import_extra, install_command, version
-
-
-def test_an_installed_package_is_imported() -> None:
-    assert import_extra("math", extra="none", wanted_by="the test") is math
 
 
 def test_a_missing_package_names_the_extra_that_brings_it() -> None:

@@ -647,12 +647,7 @@ class World:
     # --- nodes -----------------------------------------------------------------------------------
 
     def learner(
-        self,
-        *,
-        address: str = LEARNER,
-        kill_at: str | None = None,
-        times: int = 1,
-        **sections: Any,
+        self, *, address: str = LEARNER, kill_at: str | None = None, times: int = 1, **sections: Any
     ) -> None:
         """Start the learner, or resume it from its newest checkpoint.
 
@@ -1007,13 +1002,15 @@ class World:
         size: int = 2,
         change: dict[str, Any] | None = None,
         over: str | None = None,
+        content: Group | None = None,
     ) -> tuple[str, str]:
         """Hand the learner a result as from a worker; return (outcome, reason) of its answer.
 
         The outcome is "stored" where the learner keeps it and acknowledges it later. It comes over
-        the link of the worker, or `over` that of another node.
+        the link of the worker, or `over` that of another node. `content` stands in for the group
+        that the worker would have made.
         """
-        content = make_group(
+        content = content or make_group(
             group, PolicyVersion(*version), attempt=attempt, worker=worker, size=size
         )
         if change:

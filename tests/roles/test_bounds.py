@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,10 @@ from echo.wire.codec import (
     Envelope,
     GroupHeader,
     decode_envelope,
-    decode_message,
-    describe,
     encode,
     encode_group,
 )
-from echo.wire.messages import Deliver, Failed, Heartbeat, LeaseState, NodeStats
+from echo.wire.messages import Deliver, Failed
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
 from tests.roles.harness import make_group, make_lease
@@ -45,7 +42,6 @@ from tests.wire.schema import (
     is_bounded,
     leaves,
     smallest,
-    with_value,
     wrong_messages,
 )
 
@@ -106,63 +102,35 @@ WAYS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "source", "target"), WAYS)
-def test_no_value_out_of_range_harms_a_session(
-    fleet: World, name: str, source: str, target: str
-) -> None:
-    role, step = fleet.node(name).role, fleet.step
-    peer = role._control.peer if name == "w1" else "in1"
-    num_sent = 0
-    for kind in messages.AnyMessage.__args__:
-        for what, built in wrong_messages(kind):
-            try:
-                frames = frames_of(built, source=source, target=target)
-            except OverflowError:
-                continue
-            num_sent += 1
-            actions = role.receive(peer, frames, now=fleet.now)
-            assert all(isinstance(action, Note) for action in actions), what
-    assert role.counters["protocol_errors"] == num_sent > 300
+def test_no_value_out_of_range_harms_a_session(fleet: World) -> None:
+    step = fleet.step
+    for name, source, target in WAYS:
+        role = fleet.node(name).role
+        peer = role._control.peer if name == "w1" else "in1"
+        before, num_sent = role.counters["protocol_errors"], 0
+        for kind in messages.AnyMessage.__args__:
+            for what, built in wrong_messages(kind):
+                try:
+                    frames = frames_of(built, source=source, target=target)
+                except OverflowError:
+                    continue
+                num_sent += 1
+                actions = role.receive(peer, frames, now=fleet.now)
+                assert all(isinstance(action, Note) for action in actions), (name, what)
+        assert role.counters["protocol_errors"] - before == num_sent > 300
     fleet.run_until(lambda: fleet.step >= step + 2)
 
 
-@pytest.mark.parametrize(("name", "source", "target"), WAYS[:3])
-def test_the_ends_of_all_ranges_harm_no_session(
-    fleet: World, name: str, source: str, target: str
-) -> None:
-    """What is within the ranges may be nonsense, but costs neither the process nor much time."""
-    role = fleet.node(name).role
-    for kind in messages.AnyMessage.__args__:
-        for built in extreme_messages(kind):
-            frames = frames_of(built, source=source, target=target)
-            role.receive("in1", frames, now=fleet.now)
-            role.expire(now=fleet.now)
-
-
 @pytest.mark.slow
-def test_the_numbers_that_once_ended_a_learner_are_refused(fleet: World) -> None:
-    role = fleet.node("learner").role
-    beat = Heartbeat(installed=PolicyVersion(1, 0), capacity=4, leases=(), stats=NodeStats())
-    good = msgspec.to_builtins(beat)
-    numbers: list[tuple[tuple[Any, ...], Any]] = [
-        (("stats", "num_places"), -1),
-        (("stats", "num_places"), 2**62),
-        (("stats", "num_places"), 150_000_000),
-        (("stats", "uplink_bytes_per_s"), 1e308),
-        (("installed", 1), 2**50),
-        (("leases",), [[0, attempt, 1] for attempt in range(200_000)]),
-    ]
-    now = fleet.now
-    for path, value in numbers:
-        now += 61  # each is told of
-        built = {"type": "Heartbeat", **with_value(good, path, value)}
-        [note] = role.receive("in1", frames_of(built, source="w1", target="learner"), now=now)
-        assert isinstance(note, Note)
-        assert "w1" in note.text
-        assert " - at `$" in note.text
-    endless = {"type": "Deliver", "group_id": 0, "attempt": 0, "seconds": math.inf}
-    [note] = role.receive("in1", frames_of(endless, source="w1", target="learner"), now=now + 61)
-    assert "`$.seconds`" in note.text
+def test_the_ends_of_all_ranges_harm_no_session(fleet: World) -> None:
+    """What is within the ranges may be nonsense, but costs neither the process nor much time."""
+    for name, source, target in WAYS[:3]:
+        role = fleet.node(name).role
+        for kind in messages.AnyMessage.__args__:
+            for built in extreme_messages(kind):
+                frames = frames_of(built, source=source, target=target)
+                role.receive("in1", frames, now=fleet.now)
+                role.expire(now=fleet.now)
 
 
 def test_a_measured_rate_is_told_within_its_range() -> None:
@@ -229,9 +197,7 @@ def test_leases_with_long_prompts_travel_in_several_grants() -> None:
 # --- faults --------------------------------------------------------------------------------------
 
 
-def test_a_fault_in_a_routed_message_ends_the_member_and_not_the_relays_link(
-    fleet: World,
-) -> None:
+def test_a_fault_in_a_routed_message_ends_the_member_and_not_the_relays_link(fleet: World) -> None:
     role = fleet.node("learner").role
     frames = encode(messages.Goodbye(reason="x"), source="w1", target="learner")
     peer = role._routes.peer_of("w1")
@@ -301,16 +267,6 @@ def test_leases_of_a_round_that_fails_are_not_out(
     monkeypatch.setattr(granting, "_enter", enter)
     _, granted = granting.grant(workers, now=3.1)
     assert [lease.group_id for lease in granted["w1"]] == [0, 1]
-
-
-def test_a_message_is_described_as_far_as_it_can_be_read() -> None:
-    beat = Heartbeat(
-        installed=None, capacity=0, leases=(LeaseState(group_id=0, attempt=0, num_tokens=0),),
-        stats=NodeStats(),
-    )  # fmt: skip
-    assert describe(encode(beat, source="w1", target="learner")) == ("w1", "learner", "Heartbeat")
-    assert describe([b"\xc1"]) == ("", "", "message of no kind")
-    assert decode_message(decode_envelope(encode(beat, source="w1"))) == beat
 
 
 # --- what a peer's words do ----------------------------------------------------------------------

@@ -114,16 +114,6 @@ def wanting(group_id: int, version: PolicyVersion) -> Lease:
     return make_lease(group_id, exact_version=version)
 
 
-def test_an_exact_version_is_sampled_by_that_one_alone() -> None:
-    wanted = enumerate([OLD, HERE, NEXT])
-    role = role_with(*(wanting(n, version) for n, version in wanted), version=HERE).role
-    assert taken(role, HERE) == [1]
-    assert [lease.group_id for lease in role.partials.awaiting(HERE)] == [2]
-    assert [lease.group_id for lease in role.partials.superseded(HERE)] == [0]
-    assert role.partials.superseded(None) == []
-    assert taken(role, None) == []
-
-
 def test_a_new_version_gives_back_at_once_what_wants_the_one_before() -> None:
     paper = Paper({0: (9, 9)}, groups_per_batch=1, version=HERE)
     paper.grant(wanting(0, HERE))

@@ -293,17 +293,6 @@ def test_groups_of_an_exact_version_are_sampled_to_their_end(is_continuous: bool
         assert len(paper.sampled) == num_calls
 
 
-def test_an_engine_with_newer_weights_refuses_an_exact_version() -> None:
-    """The role may not know of them yet."""
-    paper = Paper(LENGTHS)
-    paper.grant(*(make_lease(group_id, exact_version=V0) for group_id in range(4)))
-    [call] = paper.engine
-    paper.do(paper.role.refused(call, "exactly v0 is wanted, v1 is installed", now=0.0))
-    assert not paper.role.partials.running
-    assert paper.role.counters["engine/version_refused"] == 4
-    assert "exactly v0 is wanted" in paper.take(Note)[-1].text
-
-
 def members(*steps: int, reason: str = "abort") -> list[PartialRollout]:
     return [make_partial([(1, step)] * 3, reason) for step in steps]
 
@@ -348,9 +337,7 @@ def test_a_group_that_cannot_be_sampled_ends_once_and_the_others_of_its_call_go_
     assert not call.is_recalled
     assert paper.run() == [0, 1]
     assert not paper.role.partials.running
-
-
-def test_an_engine_goes_on_with_nothing_of_a_group_that_cannot_be_sampled() -> None:
+    # Where each group has a call of its own, only that one is of no use any more.
     paper = Paper({0: (9, 9), 1: (9, 9)}, is_continuous=True)
     paper.grant()
     first, second = paper.engine
@@ -381,21 +368,10 @@ def test_nothing_is_sampled_while_the_outbox_is_full_or_there_are_no_weights() -
     assert paper.role.activity == "sampling"
 
 
-def test_a_worker_says_what_it_waits_for() -> None:
-    paper = Paper()
-    assert paper.role.activity == "waiting for leases"
-    paper.grant(make_lease(0, min_version=V1))
-    assert paper.role.activity == "waiting for newer weights"
-    assert paper.arrive(V1) == [V1]
-    assert paper.role.activity == "installing v1"
-    paper.role.standby_since = 0.0
-    paper.do(paper.role.install_failed(V1, EngineError("no"), now=0.0))
-    assert paper.role.activity == "standing by"
+def test_a_worker_says_what_it_does_or_waits_for() -> None:
     assert make_role().activity == "starting"
-
-
-def test_a_worker_that_holds_groups_does_not_wait_for_leases() -> None:
     paper = Paper({0: (1, 1)})
+    assert paper.role.activity == "waiting for leases"
     paper.grant()
     assert paper.role.activity == "sampling"
     paper.do, do = paper.others.extend, paper.do  # type: ignore[method-assign]
@@ -407,6 +383,13 @@ def test_a_worker_that_holds_groups_does_not_wait_for_leases() -> None:
     assert paper.role.activity == "waiting for acks"
     paper.acknowledge(0)
     assert paper.role.activity == "waiting for leases"
+    paper.grant(make_lease(0, min_version=V1))
+    assert paper.role.activity == "waiting for newer weights"
+    assert paper.arrive(V1) == [V1]
+    assert paper.role.activity == "installing v1"
+    paper.role.standby_since = 0.0
+    paper.do(paper.role.install_failed(V1, EngineError("no"), now=0.0))
+    assert paper.role.activity == "standing by"
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
@@ -428,14 +411,6 @@ def test_a_group_that_another_has_finished_is_recalled_and_not_delivered(is_whol
         paper.do(paper.role.scored(score.group, [1.0], now=1.0))
     assert (0, 0) not in paper.role.partials
     assert not paper.delivered()
-
-
-def test_an_acknowledgement_takes_a_lease_from_the_queue() -> None:
-    paper = Paper({0: (9, 9)}, groups_per_batch=1)
-    paper.grant(*map(make_lease, range(3)))
-    paper.acknowledge(1)
-    assert sorted(group_id for group_id, _ in paper.role.partials.queue) == [2]
-    assert len(paper.engine) == 1, "what it samples goes on"
 
 
 @pytest.mark.parametrize("is_usable", [True, False])
@@ -473,20 +448,6 @@ def test_all_that_a_dead_engine_had_is_given_back_whichever_call_tells_of_it_fir
     paper.do(paper.role.raised(first, "it died", traceback="", is_usable=False, now=0.0))
     reports = [sent.message for sent in paper.role.outbox._deliveries.values()]
     assert [each.is_elsewhere for each in reports if isinstance(each, Failed)] == [True] * 3
-
-
-def test_groups_that_an_engine_gives_back_go_on_before_fresh_ones() -> None:
-    paper = Paper(version=None)
-    paper.grant(*map(make_lease, range(3)))
-    role = paper.role
-    taken = role.partials.take(2, group_size=2, installed=V0)
-    taken[1].num_progress = 7
-    role.partials.park(taken[1])
-    states = {state.group_id: state for state in role.lease_states()}
-    assert [states[i].num_tokens for i in range(3)] == [0, 7, 0]
-    assert [states[i].is_waiting for i in range(3)] == [False, True, True]
-    taken = role.partials.take(3, group_size=2, installed=V0)
-    assert [group.lease.group_id for group in taken] == [1, 2]
 
 
 def test_a_group_that_is_scored_is_alive_at_every_heartbeat() -> None:
@@ -736,17 +697,6 @@ def test_a_worker_that_leaves_hands_over_what_is_unfinished_and_waits_for_the_re
     assert (1, 0) in again.partials
 
 
-def test_a_worker_that_leaves_does_not_wait_for_ever() -> None:
-    paper = Paper({0: (1, 1)})
-    paper.grant()
-    paper.turn()
-    paper.do(paper.role.drain(now=1.0))
-    paper.do(paper.role.expire(now=DRAIN_S))
-    assert not paper.take(Drained)
-    paper.do(paper.role.expire(now=1.0 + DRAIN_S))
-    assert paper.take(Drained)
-
-
 def test_a_worker_whose_engine_hangs_leaves_without_it() -> None:
     paper = Paper({0: (1, 9), 1: (9, 9)})
     paper.grant()
@@ -811,9 +761,3 @@ def test_a_machine_is_given_back_after_so_long_for_nothing(why: str) -> None:
     assert role.activity == "releasing"
     assert not any(isinstance(action, Stop) for action in role._expire_joining(1e6)), "meanwhile"
     assert [type(action) for action in role.released(True)] == [Stop]
-
-
-def test_without_terms_a_machine_is_kept() -> None:
-    role = make_role()
-    role.standby_since = 0.0
-    assert role._retire(1e9) == []

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.sim.clock import InlineThreads, StandstillError, VirtualLoop
+from echo.sim.clock import InlineThreads, StandstillError
 from tests.sim.virtual import run_virtual
 
 
@@ -93,9 +93,3 @@ def test_calls_take_their_time_and_wait_for_a_free_thread() -> None:
 
     found = run_virtual(main())
     assert found == [("a", 2.0), ("c", 3.0), ("d", 3.0), ("b", 4.0), ("e", 6.0)]
-
-
-def test_the_loop_opens_no_file() -> None:
-    loop = VirtualLoop()
-    assert not hasattr(loop, "_ssock")
-    loop.close()
