@@ -11,7 +11,6 @@ import os
 import random
 import resource
 import select
-import signal
 import stat
 import subprocess
 import sys
@@ -20,6 +19,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -113,6 +114,9 @@ def test_the_next_process_finds_what_was_written_newest_first(
         store.create(each, str(each).encode(), SIZE)[:2] = str(each).encode()[:2]
     store.drop(version(4))
     store = opened(run=None)
+    for call in (lambda: store.create(version(1), None, SIZE), lambda: store.journal(version(1))):
+        with pytest.raises(LocalProtocolError, match="`recover` names the run, and must come"):
+            call()
     saved = store.recover("r")
     assert [item.version for item in saved] == [version(1, 2), version(3), version(2)]
     assert [item.signed_manifest for item in saved] == [b"v1/L2", b"v3", b"v2"]
@@ -228,25 +232,19 @@ sys.stdin.read()
 """
 
 
-def kill_writer(tmp_path: Path, after: bytes, order: list[int], signed: bytes) -> list[int]:
-    """Let a process write chunks, kill it at the line `after`; return what it has written."""
+def kill_writer(tmp_path: Path, after: bytes, order: list[int], signed: bytes) -> None:
+    """Let a process write chunks, and kill it at the line `after`."""
     image, manifest = tmp_path / "image", tmp_path / "manifest"
     image.write_bytes(IMAGE)
     manifest.write_bytes(signed)
-    arguments = [
-        tmp_path / "version_store",
-        image,
-        manifest,
-        CHUNK_BYTES,
-        ",".join(map(str, order)),
-    ]
+    indices = ",".join(map(str, order))
+    arguments = [tmp_path / "version_store", image, manifest, CHUNK_BYTES, indices]
     child = subprocess.Popen(
         [sys.executable, "-c", WRITER, *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=REPOSITORY,
     )
-    assert child.stdin is not None
     assert child.stdout is not None
     text = b""
     while after not in text:
@@ -254,12 +252,8 @@ def kill_writer(tmp_path: Path, after: bytes, order: list[int], signed: bytes) -
         piece = os.read(child.stdout.fileno(), 4096)
         assert piece, "the writer has ended"
         text += piece
-    child.send_signal(signal.SIGKILL)
-    text += child.stdout.read()
-    child.wait()
-    child.stdin.close()
-    child.stdout.close()
-    return [int(line.split()[1]) for line in text.splitlines() if line.startswith(b"done")]
+    child.kill()
+    child.communicate()
 
 
 @pytest.mark.slow
@@ -267,8 +261,7 @@ def test_a_killed_process_leaves_exactly_the_chunks_that_it_wrote(tmp_path: Path
     key = Ed25519PrivateKey.generate()
     signed = encode_signed(sign(describe(IMAGE), key))
     order = [7, 3, 20, 0, 12, 13, 1, 19]
-    done = kill_writer(tmp_path, b"done 19\n", order, signed)
-    assert done == order
+    kill_writer(tmp_path, b"begun 19\n", order, signed)
     store = DiskStore(tmp_path / "version_store", LIMIT)  # the lock went with the process
     (saved,) = store.recover("run")
     _, manifest = verify(
@@ -277,31 +270,15 @@ def test_a_killed_process_leaves_exactly_the_chunks_that_it_wrote(tmp_path: Path
         run_id="run",
         max_bytes=LIMIT,
     )
-    assert held(store.verify_held(manifest, saved.storage)) == sorted(order)
+    # The last was written in part at the kill, or had just been finished.
+    found = held(store.verify_held(manifest, saved.storage))
+    assert found in (sorted(order[:-1]), sorted(order))
     # It goes on where the other was killed.
-    for index in set(range(manifest.num_chunks)) - set(order):
+    for index in set(range(manifest.num_chunks)) - set(found):
         start, stop = manifest.chunk_range(index)
         saved.storage[start:stop] = IMAGE[start:stop]
     assert all(store.verify_held(manifest, saved.storage))
     assert saved.storage == IMAGE
-    store.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "moment",
-    [
-        b"begun 5\n",
-        *(pytest.param(m, marks=pytest.mark.matrix) for m in (b"begun 0\n", b"done 2\n")),
-    ],
-)
-def test_a_chunk_written_in_part_is_not_held(tmp_path: Path, moment: bytes) -> None:
-    done = kill_writer(tmp_path, moment, list(range(21)), b"manifest")
-    store = DiskStore(tmp_path / "version_store", LIMIT)
-    (saved,) = store.recover("run")
-    found = held(store.verify_held(describe(IMAGE), saved.storage))
-    # The one under way at the kill may just have been finished; nothing else may differ.
-    assert found in (done, [*done, len(done)])
     store.close()
 
 
@@ -371,15 +348,11 @@ def test_a_file_that_may_not_grow_is_like_a_full_disk(
 def test_neither_disk_nor_memory_names_both(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def exhausted(num_bytes: int) -> None:
-        raise OSError(errno.ENOMEM, f"Cannot allocate {num_bytes} bytes")
-
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    exhausted = OSError(errno.ENOMEM, "Cannot allocate memory")
     store = opened()
-    monkeypatch.setattr(disk_store.os, "posix_fallocate", refuse)
-    monkeypatch.setattr(disk_store, "map_memory", exhausted)
+    monkeypatch.setattr(disk_store.os, "posix_fallocate", mock.Mock(side_effect=full))
+    monkeypatch.setattr(disk_store, "map_memory", mock.Mock(side_effect=exhausted))
     with pytest.raises(StorageError, match=r"neither there \(No space .* memory \(Cannot allocate"):
         store.create(version(1), None, SIZE)
 
@@ -413,41 +386,17 @@ def test_a_directory_that_disappears_is_an_error(opened: Opened) -> None:
 # --- the directory -------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_two_processes_never_share_a_directory(opened: Opened, tmp_path: Path) -> None:
-    opened()
-    program = (
-        "import sys; from pathlib import Path; from echo.core.errors import StorageError\n"
-        "from echo.runtime.disk_store import DiskStore\n"
-        "try: DiskStore(Path(sys.argv[1]), 1)\n"
-        "except StorageError as error: print(error)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "version_store")],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=REPOSITORY,
-    )
-    assert done.stdout == (
-        f"network.store_dir = {tmp_path / 'version_store'} is in use by process {os.getpid()}; "
-        "give each node on a machine a directory of its own\n"
-    )
-
-
 def test_a_directory_that_cannot_be_used_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    opened()
+    with pytest.raises(StorageError, match=rf"in use by process {os.getpid()}; give each node"):
+        DiskStore(tmp_path / "version_store", LIMIT)
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        StorageError, match=r"file/version_store cannot be used: Not a directory; choose"
-    ):
+    with pytest.raises(StorageError, match=r"version_store cannot be used: Not a dir.*; choose"):
         DiskStore(tmp_path / "file" / "version_store", LIMIT)
-
-    def refuse(*_: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(files.fcntl, "flock", refuse)
+    no_locks = OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(files.fcntl, "flock", mock.Mock(side_effect=no_locks))
     with pytest.raises(StorageError, match="cannot be locked: No locks available; choose a"):
         DiskStore(tmp_path / "version_store", LIMIT)
 
@@ -461,22 +410,16 @@ def test_nobody_else_may_read_the_weights(opened: Opened, tmp_path: Path) -> Non
     assert modes == [0o600, 0o600]
 
 
-def test_the_default_limit_counts_what_a_former_process_has_taken(opened: Opened) -> None:
-    before = opened(None).limit_bytes
-    num_bytes = min(32 << 20, before // 2)
+def test_the_default_limit_counts_what_a_former_process_has_taken(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DiskStore, "_free_bytes", lambda _: 10 * SIZE)
     store = opened(None)
-    store.create(version(1), b"manifest", num_bytes)
-    store = opened(None, run=None)
-    # Without its own files it would be 0.9 x num_bytes less; others may use the disk meanwhile.
-    free = disk_store.DEFAULT_SHARE * store._free_bytes()
-    assert store.limit_bytes == pytest.approx(free + 0.9 * num_bytes, abs=0.45 * num_bytes)
-
-
-def test_the_run_must_be_known_first(opened: Opened) -> None:
-    store = opened(run=None)
-    for call in (lambda: store.create(version(1), None, SIZE), lambda: store.journal(version(1))):
-        with pytest.raises(LocalProtocolError, match="`recover` names the run, and must come"):
-            call()
+    assert store.limit_bytes == int(disk_store.DEFAULT_SHARE * 10 * SIZE)
+    store.create(version(1), b"manifest", SIZE)
+    write(begin(store, 2), b"a" * SIZE)
+    limit_bytes = opened(None, run=None).limit_bytes
+    assert limit_bytes == pytest.approx(disk_store.DEFAULT_SHARE * 12 * SIZE, abs=SIZE / 10)
 
 
 # --- writes that end late ------------------------------------------------------------------------
@@ -618,10 +561,8 @@ def test_where_the_file_cannot_tell_everything_is_hashed(
     manifest = describe(IMAGE)
     assert held(held_chunks(manifest, storage, tmp_path / "missing")) == [2, 5]
 
-    def refuse(descriptor: int, position: int, how: int) -> int:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
-    monkeypatch.setattr(disk_store.os, "lseek", refuse)
+    refused = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    monkeypatch.setattr(disk_store.os, "lseek", mock.Mock(side_effect=refused))
     assert held(held_chunks(manifest, storage, tmp_path / "file")) == [2, 5]
 
 
@@ -663,45 +604,32 @@ def test_the_limit_counts_what_was_not_dropped(store: MemoryStore) -> None:
     assert store._spares == []
 
 
-def test_a_dropped_storage_is_recycled_when_no_view_is_left(store: MemoryStore) -> None:
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda storage: storage[16:32].toreadonly(),
+        lambda storage: np.frombuffer(storage, np.uint8)[5:],
+        lambda storage: torch.frombuffer(storage[:64], dtype=torch.float32).view(4, 4)[1:],
+    ],
+    ids=["slice", "numpy", "tensor"],
+)
+def test_a_dropped_storage_is_recycled_when_no_view_is_left(
+    store: MemoryStore, hold: Callable[[memoryview], Any]
+) -> None:
     storage = store.create(version(1), None, SIZE)
-    place = address(storage)
-    piece = storage[10:20].toreadonly()
-    piece_of_numpy = np.frombuffer(storage, np.uint8)[5:]
-    storage[10:20] = b"0123456789"
+    storage[:] = b"\1" * SIZE
+    place, view = address(storage), hold(storage)
     del storage
     store.drop(version(1))
+    gc.collect()
     second = store.create(version(2), None, SIZE)
     second[:] = bytes(SIZE)
     assert address(second) != place
-    del piece_of_numpy
-    third = store.create(version(3), None, SIZE)
-    third[:] = bytes(SIZE)
-    assert address(third) != place
-    assert bytes(piece) == b"0123456789"
-    del piece
-    other_size = store.create(version(4), None, SIZE - 1)
-    assert address(other_size) != place
-    assert address(store.create(version(5), None, SIZE)) == place
-
-
-@pytest.mark.slow
-def test_a_tensor_made_from_a_storage_keeps_it(store: MemoryStore) -> None:
-    """As of the weights that a worker on a CPU has installed."""
-    storage = store.create(version(1), None, SIZE)
-    place = address(storage)
-    whole = torch.frombuffer(storage[:64], dtype=torch.float32)
-    part = whole.view(4, 4)[1:]
-    part.fill_(1.5)
-    del storage, whole
-    store.drop(version(1))
+    assert set(np.asarray(view).tobytes()) == {1}
+    del view
     gc.collect()
-    second = store.create(version(2), None, SIZE)
-    second[:] = bytes(SIZE)
-    assert part.eq(1.5).all()
-    del part
-    gc.collect()
-    assert address(store.create(version(3), None, SIZE)) == place
+    assert address(store.create(version(3), None, SIZE - 1)) != place  # another size
+    assert address(store.create(version(4), None, SIZE)) == place
 
 
 def test_only_the_largest_spares_are_kept_and_views_of_the_others_stay_valid(
@@ -730,7 +658,7 @@ def test_views_outlive_the_store(store: MemoryStore) -> None:
 @pytest.mark.slow
 def test_what_libzmq_has_not_sent_yet_is_not_handed_out(store: MemoryStore) -> None:
     """The receiver takes nothing at first, so slices wait in the sender without a copy."""
-    num_bytes = 24 << 20  # more than the sockets' buffers hold
+    num_bytes, piece_bytes = 4 << 20, 1 << 17  # more than the sockets' buffers hold
     store.limit_bytes = 8 * num_bytes
     storage = store.create(version(1), None, num_bytes)
     storage[:] = b"\1" * num_bytes
@@ -740,17 +668,18 @@ def test_what_libzmq_has_not_sent_yet_is_not_handed_out(store: MemoryStore) -> N
         context.socket(zmq.PUSH) as push,
         context.socket(zmq.PULL) as pull,
     ):
-        push.sndhwm, pull.rcvhwm, pull.rcvbuf, push.linger = 0, 1, 1 << 16, 0
+        push.sndhwm, pull.rcvhwm, push.linger = 0, 1, 0
+        push.sndbuf = pull.rcvbuf = 1 << 16
         port = pull.bind_to_random_port("tcp://127.0.0.1")
         push.connect(f"tcp://127.0.0.1:{port}")
-        for start in range(0, num_bytes, 1 << 20):
-            push.send(storage[start : start + (1 << 20)].toreadonly(), copy=False)
+        for start in range(0, num_bytes, piece_bytes):
+            push.send(storage[start : start + piece_bytes].toreadonly(), copy=False)
         del storage
         store.drop(version(1))
         second = store.create(version(2), None, num_bytes)
         second[:] = b"\2" * num_bytes
         assert address(second) != place
-        for _ in range(num_bytes >> 20):
+        for _ in range(num_bytes // piece_bytes):
             assert set(pull.recv()) == {1}
         deadline = time.monotonic() + 60  # libzmq tells Python in a thread of its own
         while store._spares[0].is_lent and time.monotonic() < deadline:
@@ -786,6 +715,8 @@ def test_no_memory_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_configuration_chooses_the_store(tmp_path: Path) -> None:
     memory = open_store(None, None)
     assert isinstance(memory, MemoryStore)
+    assert memory.journal(version(1)) is None
+    assert memory.recover_encoded() == []
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < memory.limit_bytes <= pages
     assert open_store(None, 5).limit_bytes == 5
@@ -892,42 +823,33 @@ def test_the_next_process_reads_what_was_written_newest_first(opened: Opened) ->
     assert list(saved[2].journal.records()) == [(None, b"table"), (0, b"a" * 100), (1, b"")]
 
 
-def test_one_that_is_gone_on_with_is_added_to(opened: Opened) -> None:
-    write(begin(opened(), 1), b"first")
-    journal = only(opened().recover_encoded()).journal
-    assert len(list(journal.records())) == 2
-    journal.open()
-    journal.chunk(7, memoryview(b"second"))
-    again = only(opened().recover_encoded()).journal
-    assert list(again.records()) == [(None, b"table"), (0, b"first"), (7, b"second")]
-
-
-@pytest.mark.parametrize("num_torn", [1, 5, 6, HEADER_BYTES + 5])
-def test_a_torn_end_is_cut_off_before_more_is_added(opened: Opened, num_torn: int) -> None:
+@pytest.mark.parametrize(
+    ("num_torn", "junk", "num_sound"),
+    [
+        (0, b"", 3),
+        (1, b"", 2),
+        (5, b"", 2),
+        (6, b"", 2),
+        (HEADER_BYTES + 5, b"", 2),
+        (0, b"\0" * 100, 3),
+        (0, b"echo\0\0\0\0\xff\xff\xff\xff" + b"x" * 50, 3),
+    ],
+    ids=["whole", "byte", "data", "header", "record", "zeros", "length"],
+)
+def test_a_torn_end_is_cut_off_before_more_is_added(
+    opened: Opened, num_torn: int, junk: bytes, num_sound: int
+) -> None:
     journal = begin(opened(), 1)
     write(journal, b"first", b"other")
-    with journal.path.open("r+b") as file:
-        file.truncate(journal.path.stat().st_size - num_torn)
+    path = journal.path
+    path.write_bytes(path.read_bytes()[: path.stat().st_size - num_torn] + junk)
     journal = only(opened().recover_encoded()).journal
-    sound = [(None, b"table"), (0, b"first")]
+    sound = [(None, b"table"), (0, b"first"), (1, b"other")][:num_sound]
     assert list(journal.records()) == sound
     journal.open()
     journal.chunk(2, memoryview(b"third"))
-    assert list(only(opened().recover_encoded()).journal.records()) == [
-        *sound,
-        (2, b"third"),
-    ]
-
-
-@pytest.mark.parametrize(
-    "junk", [b"\0" * 100, b"echo\0\0\0\0\xff\xff\xff\xff" + b"x" * 50], ids=["zeros", "length"]
-)
-def test_junk_is_the_end(opened: Opened, junk: bytes) -> None:
-    journal = begin(opened(), 1)
-    write(journal, b"first")
-    with journal.path.open("ab") as file:
-        file.write(junk)
-    assert len(list(only(opened().recover_encoded()).journal.records())) == 2
+    again = only(opened().recover_encoded()).journal
+    assert list(again.records()) == [*sound, (2, b"third")]
 
 
 def test_what_was_not_accepted_is_cut_off_with_all_that_follows(opened: Opened) -> None:
@@ -1019,15 +941,6 @@ def test_the_oldest_are_not_recovered_where_the_limit_is_lower_now(
     assert journals(tmp_path) == ["v2-L1", "v3-L1"]
 
 
-def test_the_default_limit_counts_what_a_former_process_s_journals_take(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = opened()
-    monkeypatch.setattr(store, "_free_bytes", lambda: 1000)
-    write(begin(store, 1), b"a" * SIZE)
-    assert store._available_bytes() >= 1000 + SIZE
-
-
 def test_a_disk_that_cannot_be_written_costs_only_the_recovery(
     opened: Opened,
     tmp_path: Path,
@@ -1052,9 +965,3 @@ def test_a_directory_that_is_gone_costs_only_the_recovery(
     store.directory = store._encoded_versions.directory = tmp_path / "gone"
     write(begin(store, 1), b"a")
     assert "cannot be written: No such file" in caplog.text
-
-
-def test_in_memory_nothing_is_kept() -> None:
-    store = MemoryStore(LIMIT)
-    assert store.journal(version(1)) is None
-    assert store.recover_encoded() == []
