@@ -28,7 +28,6 @@ from tests.train.test_trainer import (
     equal,
     gradients,
     make_group,
-    make_groups,
     on_policy,
 )
 from tests.train.trainers import FAST, TWO_UPDATES, fast_trainer
@@ -177,19 +176,6 @@ def test_a_later_update_that_fails_undoes_the_earlier_ones(
         tiny_model_dir, useful_groups(4), useful_groups(4, seed=2), optimizer=TWO_UPDATES
     )
     assert equal(trainer.snapshot(), undisturbed.snapshot())  # the moments are as before, too
-
-
-@pytest.mark.slow
-def test_several_updates_resume_bit_by_bit(tiny_model_dir: Path, tmp_path: Path) -> None:
-    thrice = dataclasses.replace(FAST, minibatches_per_step=3)
-    options: dict[str, Any] = {"loss": make_loss("decoupled_ppo"), "optimizer": thrice}
-    trainer = stepped(tiny_model_dir, make_groups(6), **options)
-    trainer.save_state(tmp_path)
-    resumed = fast_trainer(tiny_model_dir, **options)
-    resumed.load_state(tmp_path)
-    batch = make_groups(6, seed=1)
-    assert resumed.step(batch) == trainer.step(batch)
-    assert equal(resumed.snapshot(), trainer.snapshot())
 
 
 # --------------------------------------------------------------------------------- learning rates
