@@ -280,14 +280,13 @@ def test_a_rollout_that_no_rank_holds_ends_its_group_on_all(answers: Answers) ->
     assert_near(found["next"])
 
 
-def test_a_state_that_would_lie_on_several_disks_is_refused(answers: Answers) -> None:
+def test_a_state_is_refused_that_would_lie_on_several_disks_or_holds_nan_on_one_rank(
+    answers: Answers,
+) -> None:
     said = "HERE of rank 0 on THIS is not there for rank 1 on THIS"
     assert answers["trouble"]["apart"].startswith(said)
     assert answers["trouble"]["left"] == []
-
-
-def test_weights_that_hold_nan_on_one_rank_are_saved_by_none(answers: Answers) -> None:
-    assert set(answers["trouble"]["nan"]) == {"model.norm.weight"}
+    assert set(answers["trouble"]["nan"]) == {"model.norm.weight"}, "on all ranks"
 
 
 def test_a_state_is_continued_by_any_number_of_ranks(
