@@ -134,18 +134,6 @@ def fast(make_trainer: MakeTrainer) -> Trainer:
 
 
 @pytest.mark.slow
-def test_nothing_is_found_where_there_is_nothing(
-    make_trainer: MakeTrainer, measure: Measure
-) -> None:
-    trainer = fast(make_trainer)
-    groups = on_policy(trainer, make_groups())
-    found = measure(trainer, groups, {V0: trainer.snapshot()})
-    assert found["variance"] < 1e-10
-    assert found["skipped"] == 0.0
-    assert found["tokens"] == sum(group.num_tokens for group in groups)
-
-
-@pytest.mark.slow
 def test_staleness_is_found(make_trainer: MakeTrainer, measure: Measure) -> None:
     trainer = fast(make_trainer)
     groups, then = on_policy(trainer, make_groups()), trainer.snapshot()
@@ -173,17 +161,18 @@ def test_engine_numerics_and_rounded_weights_are_found(
     rounded = {name: tensor.bfloat16() for name, tensor in weights.items()}
     found = measure(trainer, groups, {V0: rounded}, dtype=torch.bfloat16)
     assert found["variance"] < 1e-10
+    assert (found["skipped"], found["tokens"]) == (0.0, sum(g.num_tokens for g in groups))
     found = measure(trainer, noisy, {V0: rounded}, dtype=torch.bfloat16)
     assert found["numerics"] == pytest.approx(1.0, abs=1e-6)
     assert found["staleness"] == pytest.approx(0.0, abs=1e-6)
 
 
-@pytest.mark.parametrize("changes", [{"top_k": 4}, {"top_p": 0.5}])
 @pytest.mark.slow
 def test_truncation_is_found(
-    changes: dict[str, Any], make_trainer: MakeTrainer, measure: Measure, tiny_model_dir: Path
+    make_trainer: MakeTrainer, measure: Measure, tiny_model_dir: Path
 ) -> None:
     trainer = fast(make_trainer)
+    changes = {"top_k": 20, "top_p": 0.7}
     weights = trainer.snapshot()
     groups = cut(make_groups(), tiny_model_dir, weights, **changes)
     found = measure(trainer, groups, {V0: weights}, **changes)
@@ -199,7 +188,7 @@ def test_causes_are_told_apart_when_they_come_together(
     trainer = fast(make_trainer)
     then = trainer.snapshot()
     groups = with_noise(cut(make_groups(), tiny_model_dir, then, top_k=8), 0.3)
-    for _ in range(20):
+    for _ in range(6):
         trainer.step(make_groups(seed=3))
     found = measure(trainer, groups, {V0: then}, top_k=8)
     shares = {name: found[name] for name in ("staleness", "truncation", "numerics", "tokenisation")}

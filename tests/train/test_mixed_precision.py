@@ -113,20 +113,6 @@ def test_bfloat16_gives_nearly_the_same_gradient_in_float32(
     assert 0.99 < cosine(exact, mixed) < 1.0 - 1e-9
 
 
-@pytest.mark.slow
-def test_weights_and_moments_stay_float32_and_small_steps_add_up(tiny_model_dir: Path) -> None:
-    trainer = make_trainer(tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16)
-    before = trainer.snapshot()
-    for seed in range(3):
-        trainer.step(make_groups(seed=seed))
-    moved = [(tensor - before[name]).abs() for name, tensor in trainer.snapshot().items()]
-    # Steps of 3e-4 on weights near 1 would vanish in bfloat16, whose spacing there is 8e-3.
-    assert {tensor.dtype for tensor in trainer.snapshot().values()} == {torch.float32}
-    assert all(bool((tensor > 0).any()) for tensor in moved)
-    moments = trainer._optimizer.tensors()
-    assert {value.dtype for value in moments.values()} == {torch.float32}
-
-
 def test_the_model_holds_its_masters_rounded(tiny_model_dir: Path, tmp_path: Path) -> None:
     trainer = make_trainer(tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16)
     own = dict(trainer._policy.model.named_parameters())
@@ -141,6 +127,8 @@ def test_the_model_holds_its_masters_rounded(tiny_model_dir: Path, tmp_path: Pat
     for _ in range(3):
         trainer.step(make_groups())
         assert is_rounded()
+    exact = [*trainer.snapshot().values(), *trainer._optimizer.tensors().values()]
+    assert {tensor.dtype for tensor in exact} == {torch.float32}
     assert not all(torch.equal(weight, before[name]) for name, weight in own.items())
     trainer.load_state(tmp_path)
     assert all(torch.equal(weight, before[name]) for name, weight in own.items())
@@ -222,31 +210,6 @@ def test_what_is_not_trained_has_no_master(tiny_model_dir: Path) -> None:
     assert {tensor.dtype for tensor in trainer.tensors().values()} == {torch.float32}
     base = [p for n, p in trainer._policy.model.named_parameters() if "lora" not in n]
     assert {weight.dtype for weight in base} == {torch.bfloat16}
-
-
-def test_scores_are_float32_and_close(tiny_model_dir: Path) -> None:
-    groups = make_groups()
-    exact = make_trainer(tiny_model_dir, FUSED["grpo"]).forward(groups)
-    mixed = make_trainer(tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16).forward(groups)
-    gap = max(
-        float(abs(a - b).max())
-        for one, other in zip(exact, mixed, strict=True)
-        for a, b in zip(one, other, strict=True)
-    )
-    assert 0.0 < gap < 0.05
-    assert mixed[0][0].dtype.name == "float32"
-
-
-@pytest.mark.slow
-def test_a_mixed_run_resumes_bit_by_bit(tiny_model_dir: Path, tmp_path: Path) -> None:
-    trainer = make_trainer(tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16)
-    trainer.step(make_groups())
-    trainer.save_state(tmp_path)
-    resumed = make_trainer(tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16)
-    resumed.load_state(tmp_path)
-    assert resumed.step(make_groups(seed=1)) == trainer.step(make_groups(seed=1))
-    one, other = resumed.snapshot(), trainer.snapshot()
-    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def test_gradient_checkpointing_recomputes_in_the_same_type(tiny_model_dir: Path) -> None:

@@ -229,23 +229,6 @@ def test_8_bits_learn_what_32_do(tiny_model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["offloaded", "8bit"])
-@pytest.mark.slow
-def test_a_trainer_resumes_bit_by_bit(
-    kind: OptimizerState, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    if kind == "8bit":
-        needs_torchao()
-    trainer = make_trainer(tiny_model_dir, kind)
-    trainer.step(make_groups())
-    trainer.save_state(tmp_path)
-    resumed = make_trainer(tiny_model_dir, kind)
-    resumed.load_state(tmp_path)
-    assert resumed.step(make_groups(seed=1)) == trainer.step(make_groups(seed=1))
-    one, other = resumed.snapshot(), trainer.snapshot()
-    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
-@pytest.mark.parametrize("kind", ["offloaded", "8bit"])
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_any_number_of_ranks_goes_on(
