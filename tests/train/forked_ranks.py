@@ -88,7 +88,7 @@ def main(path: str) -> int:
                 answers.append(Forked(*waiting.pop(), own))
                 running.append(answers[-1])
             running = [each for each in running if not each.is_over()]
-            time.sleep(0.02)
+            time.sleep(0.005)
         for each in answers:
             print(json.dumps(each.answer()))
     return 0

@@ -53,14 +53,9 @@ from tests.train.test_trainer import make_group, make_groups
 from tests.train.test_trainer_losses import LOSSES, stale_groups
 from tests.train.trainers import CPU, FAST, TWO_UPDATES, fast_trainer
 
-RANK_LOSSES: dict[str, Loss] = {
-    **{
-        name: LOSSES[name]
-        for name in ("dapo", "dr_grpo", "gspo", "gepo", "gepo with kl", "m2po", "masked")
-    },
+MORE_LOSSES: dict[str, Loss] = {
     "entropy": EntropyBonusLoss(loss=make_loss("dapo"), coef=0.01),
 }
-"""One for each thing that a loss may ask of the batch, which is what ranks have parts of."""
 REFERENCE_LOSS = ReferenceKlLoss(loss=make_loss("grpo"), coef=0.1, estimator="k3")
 
 
@@ -82,6 +77,14 @@ class Touchy:
             if self.trouble == "nan":
                 loss = loss * math.nan
         return LossOutput(loss=loss, token_counts={})
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "padded": {"packing": "padded"},
+    "offloading": {"gradient_checkpointing": "offload", "optimizer_state": "offloaded"},
+    "minibatches": {"optimizer": TWO_UPDATES, "loss": LOSSES["decoupled_ppo"]},
+    "whole groups": {"loss": Touchy()},
+}
 
 
 def make_trainer(model_dir: str, ranks: Ranks | None, **options: Any) -> Trainer:
@@ -138,7 +141,7 @@ def every_loss(crew: Crew, model_dir: str, reference_dir: str) -> dict[str, dict
     groups = stale_groups(Path(model_dir))
     pair = Pair(model_dir, ranks)
     found = {}
-    for name, loss in RANK_LOSSES.items():
+    for name, loss in (LOSSES | MORE_LOSSES).items():
         pair.restart(loss)
         found[name] = pair.compare(groups)
     found["reference"] = Pair(
@@ -150,15 +153,16 @@ def every_loss(crew: Crew, model_dir: str, reference_dir: str) -> dict[str, dict
 def variants(crew: Crew, model_dir: str, untied_dir: str) -> dict[str, dict[str, float]]:
     ranks = crew.ranks
     batches = [make_groups(6, seed=seed) for seed in range(2)]
-    offloading = {"gradient_checkpointing": "offload", "optimizer_state": "offloaded"}
+    adapter = {"lora": Lora(base_dir=Path(model_dir), rank=4, alpha=8), "loss": LOSSES["gepo"]}
     found = {
-        "padded, untied": Pair(untied_dir, ranks, packing="padded").compare(*batches),
-        "offloading": Pair(model_dir, ranks, **offloading).compare(*batches),
+        name: Pair(model_dir, ranks, **set_).compare(*batches) for name, set_ in VARIANTS.items()
     }
-    pair = Pair(model_dir, ranks)
+    found["lora"] = Pair(model_dir, ranks, **adapter).compare(*batches)
+    found["untied"] = Pair(untied_dir, ranks).compare(*batches)
     # Of one row the other ranks have nothing, ever.
-    found["few rows"] = pair.compare([make_group([1, 0], 0)])
+    found["few rows"] = Pair(model_dir, ranks).compare([make_group([1, 0], 0)])
     batching.MIN_SHARED, policy_module.MIN_SAVED = 1, 0.0  # or it would take long prompts
+    pair = Pair(model_dir, ranks)
     rows = pair.together._prepare(batches[0]).samples
     _, shares_prompts = pair.together._policy._bins(rows, whole_groups=False)
     assert shares_prompts
@@ -192,11 +196,9 @@ def adapters(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
     for name in ("default", "code"):
         for trainer in (again, pair.together):
             trainer.use(name)
-        weights, wanted = weights_of(again), weights_of(pair.together)
-        same = [torch.equal(weights[key], tensor) for key, tensor in wanted.items()]
+        weights = weights_of(again)
+        same = [torch.equal(weights[key], t) for key, t in weights_of(pair.together).items()]
         found[f"{name} again"] = [all(same), again.step_count]
-        if not crew.ranks.rank:  # for a process alone that goes on
-            save_file(wanted, Path(directory) / f"{name}.safetensors")
     return found
 
 
@@ -385,10 +387,10 @@ def private_memory() -> Iterator[list[int]]:
     thread.join()
 
 
-def save_and_go_on(crew: Crew | None, directory: str, model_dir: str, **options: Any) -> None:
+def save_and_go_on(crew: Crew | None, directory: str, **options: Any) -> None:
     """Make two steps, save, and make a third; what the weights are then is left beside."""
     ranks = None if crew is None else crew.ranks
-    trainer = make_trainer(model_dir, ranks, **options)
+    trainer = state_trainer(ranks, **options)
     for seed in range(2):
         trainer.step(make_groups(5, seed=seed))
     trainer.save_state(Path(directory))
@@ -400,15 +402,10 @@ def save_and_go_on(crew: Crew | None, directory: str, model_dir: str, **options:
 
 
 def load_and_go_on(
-    crew: Crew | None,
-    directory: str,
-    wanted: str,
-    model_dir: str,
-    save_to: str = "",
-    **options: Any,
+    crew: Crew | None, directory: str, wanted: str, save_to: str = "", **options: Any
 ) -> dict[str, float]:
     """Return how far the state is from what was saved, and its third step from that made there."""
-    trainer = make_trainer(model_dir, None if crew is None else crew.ranks, **options)
+    trainer = state_trainer(None if crew is None else crew.ranks, **options)
     trainer.load_state(Path(directory))
     if save_to:
         trainer.save_state(Path(save_to))
@@ -420,6 +417,13 @@ def load_and_go_on(
         found[name] = max(float((expected[n] - t).abs().max()) for n, t in weights.items())
         trainer.step(make_groups(5, seed=2))
     return found
+
+
+def state_trainer(
+    ranks: Ranks | None, *, model_dir: str, has_adapter: bool = False, **options: Any
+) -> Trainer:
+    adapter = {"lora": Lora(base_dir=Path(model_dir), rank=4, alpha=8)} if has_adapter else {}
+    return make_trainer(model_dir, ranks, **adapter, **options)
 
 
 # ------------------------------------------------------------------------------ a leader and others

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo.core.errors import ConfigError
-from echo.engine.lora import Lora
 from echo.engine.weights import INDEX_FILE
 from echo.train.ranks import crew, sharded_images
 from echo.train.ranks.crew import Beats, Launch, LeadTrainer, RankCommand, join
@@ -27,7 +25,6 @@ from tests.runtime.families import SMALL, save_family
 from tests.train import rank_cases
 from tests.train.forked_ranks import run_on_ranks
 from tests.train.rank_cases import make_trainer
-from tests.train.trainers import FAST
 
 TOLD = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 CASES = "tests.train.rank_cases"
@@ -42,7 +39,7 @@ DEATHS = {
 }
 """Ways of a rank to fail, and what the leader says of it."""
 
-VARIANTS = ("padded, untied", "offloading", "few rows", "shared prompts")
+MORE_VARIANTS = ("lora", "untied", "few rows", "shared prompts")
 
 PUBLICATIONS: dict[str, dict[str, bool]] = {
     "published here": {"far": False},
@@ -73,9 +70,10 @@ def answers(
         "bfloat16": ("in_bfloat16", size, {"model_dir": tiny}),
         "memory": ("short_of_memory", size, {"model_dir": tiny, "reference_dir": other}),
     }
-    adapters, led = (tmp_path_factory.mktemp(name) for name in ("adapters", "led"))
-    for name, case, directory in (("adapters", "adapters", adapters), ("led", "lead", led)):
-        asked[name] = (case, size, {"model_dir": tiny, "directory": str(directory)})
+    adapters = {"model_dir": tiny, "directory": str(tmp_path_factory.mktemp("adapters"))}
+    asked["adapters"] = ("adapters", size, adapters)
+    led = tmp_path_factory.mktemp("led")
+    asked["led"] = ("lead", size, {"model_dir": tiny, "directory": str(led)})
     large = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 8}
     models = tmp_path_factory.mktemp("models")
     reading_options = {
@@ -88,19 +86,25 @@ def answers(
     asked["rows"] = ("lose_rows", size, {"model_dir": tiny})
     for how in DEATHS:
         asked[how] = ("lose_one", size, {"model_dir": tiny, "how": how})
-    state, of_one = (tmp_path_factory.mktemp(name) for name in ("state", "state_of_one"))
-    for directory in (state / "first", state / "second", of_one / "first"):
-        directory.mkdir()
-    saved = {"directory": str(state / "first"), "model_dir": tiny}
-    asked["save"] = ("save_and_go_on", size, saved)
-    reading = {**saved, "wanted": str(state)}
-    asked["same"] = ("load_and_go_on", size, reading)
-    onward = {**reading, "save_to": str(state / "second")}
-    asked["other"] = ("load_and_go_on", 5 - size, onward)
-    rank_cases.save_and_go_on(None, str(of_one / "first"), tiny)
-    older = {"directory": str(of_one / "first"), "wanted": str(of_one), "model_dir": tiny}
-    asked["of one"] = ("load_and_go_on", size, older)
-    answers: Answers = {"adapters in": adapters, "led to": led, "state": state}
+    answers: Answers = {"led to": led}
+    for kind, options in (("all", {}), ("adapter", {"has_adapter": True})):
+        directory = tmp_path_factory.mktemp(f"state_{kind}")
+        options |= {"model_dir": tiny}
+        for name in ("first", "second"):
+            (directory / name).mkdir()
+        first, second = str(directory / "first"), str(directory / "second")
+        asked[f"save {kind}"] = ("save_and_go_on", size, {"directory": first, **options})
+        reading = {"wanted": str(directory), **options}
+        asked[f"same {kind}"] = ("load_and_go_on", size, {"directory": first, **reading})
+        if kind == "all":
+            onward = {"directory": first, "save_to": second, **reading}
+            asked["other all"] = ("load_and_go_on", 5 - size, onward)
+            one = tmp_path_factory.mktemp("state_of_one")
+            (one / "first").mkdir()
+            rank_cases.save_and_go_on(None, str(one / "first"), **options)
+            older = {"directory": str(one / "first"), "wanted": str(one), **options}
+            asked["of one"] = ("load_and_go_on", size, older)
+        answers[f"directory {kind}"] = (directory, reading)
     found = run_on_ranks(
         [(f"{CASES}:{name}", ranks, options) for name, ranks, options in asked.values()],
         tmp_path_factory.mktemp("ranks"),
@@ -186,34 +190,22 @@ def assert_near(off: dict[str, float]) -> None:
     assert far.keys() <= {"weights"}, far
 
 
-@pytest.mark.parametrize("loss", [*rank_cases.RANK_LOSSES, "reference"])
+@pytest.mark.parametrize("loss", [*rank_cases.LOSSES, *rank_cases.MORE_LOSSES, "reference"])
 def test_ranks_make_the_step_of_one_process(loss: str, answers: Answers) -> None:
     assert_near(answers["losses"][loss])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*rank_cases.VARIANTS, *MORE_VARIANTS])
 def test_they_do_whatever_is_set(variant: str, answers: Answers) -> None:
     assert_near(answers["variants"][variant])
 
 
-def test_they_take_several_adapters(answers: Answers, tiny_model_dir: Path) -> None:
+def test_they_take_several_adapters(answers: Answers) -> None:
     found = answers["adapters"]
     assert_near(found["code"])
     assert_near(found["default"])
     assert found["waited"] < 1e-6
     assert (found["default again"], found["code again"]) == ([True, 1], [True, 2])
-    alone = make_trainer(
-        str(tiny_model_dir), None, lora=Lora(base_dir=tiny_model_dir, rank=4, alpha=8)
-    )
-    alone.add_adapter("code", optimizer=FAST)
-    alone.load_state(answers["adapters in"])
-    for name, num_steps in (("default", 1), ("code", 2)):
-        alone.use(name)
-        wanted = load_file(answers["adapters in"] / f"{name}.safetensors")
-        weights = alone.snapshot()
-        assert weights.keys() == wanted.keys()
-        assert all(torch.equal(weights[key], tensor) for key, tensor in wanted.items())
-        assert alone.step_count == num_steps
 
 
 def test_in_bfloat16_they_round_what_one_process_does(answers: Answers) -> None:
@@ -289,15 +281,15 @@ def test_a_state_is_refused_that_would_lie_on_several_disks_or_holds_nan_on_one_
     assert set(answers["trouble"]["nan"]) == {"model.norm.weight"}, "on all ranks"
 
 
-def test_a_state_is_continued_by_any_number_of_ranks(
-    answers: Answers, tiny_model_dir: Path
-) -> None:
+@pytest.mark.parametrize("kind", ["all", "adapter"])
+def test_a_state_is_continued_by_any_number_of_ranks(kind: str, answers: Answers) -> None:
+    directory, reading = answers[f"directory {kind}"]
     # By as many ranks bit by bit; by another number up to the order of sums.
-    assert answers["same"] == {"step": 2.0, "then": 0.0, "after": 0.0}
-    others = [answers["other"], answers["of one"]]
-    for name in ("first", "second"):
-        directory, wanted = str(answers["state"] / name), str(answers["state"])
-        others.append(rank_cases.load_and_go_on(None, directory, wanted, str(tiny_model_dir)))
+    assert answers[f"same {kind}"] == {"step": 2.0, "then": 0.0, "after": 0.0}
+    others = [rank_cases.load_and_go_on(None, str(directory / "first"), **reading)]
+    if kind == "all":
+        others += [answers["other all"], answers["of one"]]
+        others.append(rank_cases.load_and_go_on(None, str(directory / "second"), **reading))
     for found in others:
         after = found.pop("after")
         assert found == {"step": 2.0, "then": 0.0}

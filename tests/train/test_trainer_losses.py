@@ -30,13 +30,17 @@ from tests.train.test_trainer import (
 from tests.train.trainers import fast_trainer
 
 LOSSES: dict[str, Loss] = {
+    "grpo": make_loss("grpo"),
     "dapo": make_loss("dapo"),
     "dr_grpo": make_loss("dr_grpo", max_completion_tokens=9),
     "gspo": make_loss("gspo", clip_low=0.2, clip_high=0.28),
     "gepo": make_loss("gepo"),
     "gepo with kl": make_loss("gepo", sampler_kl_coef=0.01, clip_low=None, clip_high=None),
+    "cispo": make_loss("cispo"),
     "decoupled_ppo": make_loss("decoupled_ppo"),
+    "decoupled_ppo loglinear": make_loss("decoupled_ppo", proximal="loglinear"),
     "m2po": make_loss("m2po"),
+    "sapo": make_loss("sapo"),
     "dppo_tv": make_loss("dppo_tv", sampler_kl_coef=0.01),
     "masked": MaskedLoss(loss=make_loss("grpo"), masks=RolloutMasks(veto=0.3)),
 }
