@@ -13,7 +13,8 @@ measured, as many times larger is every limit (never smaller). The limits:
 - In continuous integration (`CI=true`) a package over its budget by more than `MARGIN` fails the
   run. The budgets are measured seconds plus a tenth. The piece of work alone is no fair measure
   here, for it is over in milliseconds and tests wait for each other's caches: where most packages
-  are further over their budgets than it tells, their median is the measure.
+  are further over their budgets than it tells, their median is the measure. All packages together
+  are measured by the piece of work alone, so that what makes every test dearer is found, too.
 - What a test uses by itself, its fixtures apart, is at most `MOST_S`, or `MOST_SLOW_S` where it is
   marked `slow`, in a run of the whole suite. Tests of processes (`e2e`) and those that only --all
   runs (`matrix`) have no limit.
@@ -25,7 +26,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import time
 import tomllib
 from collections import Counter, defaultdict
@@ -170,17 +170,19 @@ class CpuTime:
     def over_budget(self) -> list[str]:
         """Return what is over its budget, worded for whoever has to find out why."""
         limits_s = self._limits_s
-        over = [
-            s / limits_s[package] for package, s in self._seconds.items() if package in limits_s
-        ]
+        used_s = {name: s for name, s in self._seconds.items() if name in limits_s}
         scale = statistics.fmean(self._slowness or [1.0])
-        if len(over) >= ENOUGH:
-            scale = max(scale, statistics.median(over))
+        checked = {name: (limits_s[name], scale) for name in used_s}
+        if len(used_s) >= ENOUGH:
+            median = statistics.median(s / limits_s[name] for name, s in used_s.items())
+            checked = {name: (limits_s[name], max(scale, median)) for name in used_s}
+            used_s["all together"] = sum(used_s.values())
+            checked["all together"] = (sum(limits_s[name] for name in checked), scale)
         return [
-            f"{package} used {seconds:.1f} s of CPU, and its budget is {limit:g} s "
+            f"{name} used {used_s[name]:.1f} s of CPU, and its budget is {limit:g} s "
             f"(times {scale * MARGIN:.2f} on this machine): see --durations=20"
-            for package, seconds in self._seconds.items()
-            if (limit := self._limits_s.get(package, sys.maxsize)) * scale * MARGIN < seconds
+            for name, (limit, scale) in checked.items()
+            if limit * scale * MARGIN < used_s[name]
         ]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

@@ -163,6 +163,11 @@ def test_those_that_share_leave_room_for_others(
     assert sum(whole) <= sum(lengths)
 
 
+def test_counts_of_a_sample() -> None:
+    sample = make_sample([1, 2, 3], [4, 5], [True, False])
+    assert (sample.num_inputs, sample.num_trained) == (4, 1)
+
+
 def test_moving_keeps_every_field() -> None:
     batch = collate([make_sample([1], [2, 3])])
     moved = batch.to(torch.device("meta"))

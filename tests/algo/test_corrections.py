@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from echo.algo.corrections import (
 )
 from echo.algo.losses import GepoLoss, GrpoLoss, M2poLoss
 from echo.core.errors import ConfigError
-from tests.algo.batches import counts, doubles, gradient, make_inputs
+from tests.algo.batches import counts, doubles, gradient, make_inputs, random_inputs
 
 EVERYTHING = torch.ones(1, 3, dtype=torch.bool)
 
@@ -91,6 +92,36 @@ def test_masks_add_up() -> None:
     masks = RolloutMasks(veto=1e-4, geometric_high=1.01, opsm=1e-4)
     grad = gradient(MaskedLoss(loss=GrpoLoss(), masks=masks), inputs)
     assert grad.any(1).tolist() == [True, False, False, False]
+
+
+def test_what_is_dropped_stays_in_the_normaliser() -> None:
+    inputs = make_inputs(RATIOS.log(), torch.zeros(4, 2), doubles([1, 1, 1, 1]))
+    loss = MaskedLoss(loss=GrpoLoss(), masks=RolloutMasks(veto=1e-4))
+    assert loss(inputs).loss.item() == pytest.approx(-(2 + 2.04 + 1.96) / 8)
+
+
+def test_masks_that_let_everything_through_change_nothing() -> None:
+    inputs = random_inputs()
+    loss = MaskedLoss(loss=GrpoLoss(), masks=RolloutMasks(veto=0.0, opsm=100.0))
+    assert torch.equal(gradient(loss, inputs), gradient(GrpoLoss(), inputs))
+
+
+def test_a_batch_that_is_dropped_whole_has_no_gradient() -> None:
+    inputs = random_inputs()
+    loss = MaskedLoss(loss=GrpoLoss(), masks=RolloutMasks(geometric_low=1.0, geometric_high=1.0))
+    assert not gradient(loss, inputs).any()
+    output = loss(inputs)
+    assert counts(output)["dropped/geometric"] == inputs.num_tokens
+    assert counts(output)["clip_ratio/mean"] == 0
+
+
+def test_masks_look_at_trained_tokens_only() -> None:
+    inputs = random_inputs()
+    spoilt = torch.where(inputs.completion_mask, inputs.sampler_logprobs, math.nan)
+    masks = RolloutMasks(geometric_low=0.7, veto=0.3, opsm=0.1)
+    clean, dirty = masks.dropped(inputs), masks.dropped(replace(inputs, sampler_logprobs=spoilt))
+    assert all(torch.equal(clean[name], dirty[name]) for name in clean)
+    assert all(rows.any() for rows in clean.values())
 
 
 def test_needs_pass_through() -> None:

@@ -70,6 +70,10 @@ def test_sums_of_parts_are_the_sums_of_the_whole() -> None:
     assert parts.metrics() == pytest.approx(GroupStats.of(groups).metrics())
 
 
+def test_nothing_has_no_metrics() -> None:
+    assert GroupStats().metrics() == {}
+
+
 def test_equal_rewards_have_no_spread_however_they_round() -> None:
     assert GroupStats.of([make_group([0.1] * 3)] * 3).metrics()["reward/std"] < 1e-7
 
@@ -135,6 +139,16 @@ def test_numbers_worked_out_by_hand() -> None:
     assert metrics == pytest.approx(
         {"is_ratio/mean": 1.25, "is_ratio/max": 2.0, "ess": 25 / 34, "mismatch_kl": 0.25}
     )
+
+
+def test_the_same_policy() -> None:
+    logprobs = torch.tensor([-0.1, -3.0, -20.0])
+    assert mismatch_metrics(logprobs.requires_grad_(), logprobs.detach()) == {
+        "is_ratio/mean": 1.0,
+        "is_ratio/max": 1.0,
+        "ess": 1.0,
+        "mismatch_kl": 0.0,
+    }
 
 
 @given(st.lists(st.tuples(st.floats(-30, 0), st.floats(-30, 0)), min_size=1, max_size=20))

@@ -94,6 +94,25 @@ def test_the_loss_inside_is_untouched_and_rollouts_without_advantage_are_pulled(
     assert bool((grad[~inputs.completion_mask] == 0).all())
 
 
+def test_padding_leaves_no_trace() -> None:
+    inputs = random_inputs()
+    reference = inputs.sampler_logprobs - 0.3
+    clean = gradient(pulled(), replace(inputs, reference_logprobs=reference))
+    dirty = reference.where(inputs.completion_mask, torch.nan)
+    assert torch.equal(gradient(pulled(), replace(inputs, reference_logprobs=dirty)), clean)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_gradcheck(estimator: KlEstimator) -> None:
+    inputs = random_inputs(1, spread=0.2)
+    inputs = replace(inputs, reference_logprobs=inputs.sampler_logprobs - 0.3)
+
+    def loss(logprobs: Tensor) -> Tensor:
+        return pulled(estimator)(replace(inputs, learner_logprobs=logprobs)).loss
+
+    assert torch.autograd.gradcheck(loss, inputs.learner_logprobs)
+
+
 def test_what_it_asks_for_is_more_than_the_loss_inside() -> None:
     needs = ReferenceKlLoss(loss=make_loss("gepo"), coef=0.1).needs
     assert needs.reference_logprobs
@@ -150,3 +169,9 @@ def test_gradients_are_those_the_docstring_says() -> None:
 def test_k3_is_limited() -> None:
     assert kl_k3(doubles([-100.0]), doubles([0.0])).item() == pytest.approx(math.exp(5) - 6)
     assert kl_k3(doubles([0.0]), doubles([-1e30])).item() == pytest.approx(19.0)
+
+
+@pytest.mark.parametrize("estimate", [kl_k1, kl_k2, kl_k3])
+def test_gradcheck_kl(estimate: object) -> None:
+    logprobs = P.log().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: estimate(x, OTHER.log()), logprobs)  # type: ignore[operator]

@@ -88,6 +88,14 @@ def test_sapo_by_hand() -> None:
     assert gradient(SapoLoss(), inputs).item() == pytest.approx(-8 * sigmoid * (1 - sigmoid))
 
 
+def test_sapo_closes_faster_for_bad_tokens() -> None:
+    good = make_inputs(doubles([[1.0]]), doubles([[0.0]]), doubles([1.0]))
+    bad = make_inputs(doubles([[1.0]]), doubles([[0.0]]), doubles([-1.0]))
+    assert abs(gradient(SapoLoss(), bad).item()) < abs(gradient(SapoLoss(), good).item())
+    by_token = SapoLoss(aggregation="token_mean")
+    assert torch.allclose(gradient(by_token, good), gradient(SapoLoss(), good))
+
+
 def test_published_vector_of_m2po() -> None:
     """ALGORITHMS.md 4.4: of [.04, .01, 3.61, .64] the two largest go."""
     limit = second_moment_limit(doubles([0.04, 0.01, 3.61, 0.64]), 0.04).item()
@@ -207,6 +215,14 @@ def test_published_gates_of_gepo_plus() -> None:
     assert counts(loss(VECTOR_GEPO))["gepo/gated"] == 2
 
 
+def test_gepo_plus_on_policy_is_the_policy_gradient() -> None:
+    inputs = random_inputs(spread=0.0)
+    lengths = inputs.completion_mask.sum(1, keepdim=True)
+    expected = -inputs.advantages[:, None] / (len(lengths) * lengths)
+    expected = torch.where(inputs.completion_mask, expected, 0.0)
+    assert torch.allclose(gradient(GepoLoss(gate_kl=0.002), inputs), expected, rtol=1e-13)
+
+
 def test_with_every_rollout_gated_it_is_gspo() -> None:
     inputs = random_inputs()
     gated = GepoLoss(gate_kl=1e9)
@@ -224,6 +240,37 @@ def test_the_kl_term_by_hand_and_its_limit() -> None:
     assert GepoLoss(sampler_kl_coef=1.0)(near).loss.item() == pytest.approx(
         (math.exp(0.2) - 1.2) / 2
     )
+
+
+def test_one_unlikely_member_does_not_blow_up() -> None:
+    """GSPO's ratio of the first rollout is e^15; its group keeps GEPO's near 1."""
+    learner, sampler = doubles([[-1.0], [-1.0]]), doubles([[-16.0], [-1.0]])
+    inputs = make_inputs(learner, sampler, doubles([1.0, -1.0]))
+    wide = GspoLoss(clip_low=None, clip_high=None)
+    assert abs(gradient(wide, inputs)[0].item()) > 1e6
+    assert gradient(GepoLoss(**NO_CLIP), inputs)[0].item() == pytest.approx(-0.5, rel=1e-5)
+
+
+def test_groups_do_not_mix() -> None:
+    inputs = random_inputs()
+    loss = GepoLoss(**NO_CLIP)
+    other = inputs.sampler_logprobs.clone()
+    other[:4] -= 1.0
+    assert inputs.group_index is not None
+    means = other.where(inputs.completion_mask, 0.0).sum(1) / inputs.completion_mask.sum(1)
+    changed = replace(
+        inputs,
+        sampler_logprobs=other,
+        log_expectation=group_log_expectation(means, inputs.group_index),
+    )
+    assert torch.equal(gradient(loss, changed)[4:], gradient(loss, inputs)[4:])
+    assert not torch.allclose(gradient(loss, changed)[:4], gradient(loss, inputs)[:4])
+
+
+def test_what_it_asks_for() -> None:
+    assert GepoLoss().needs.group_expectation
+    assert not GepoLoss().needs.every_rollout
+    assert GepoLoss(sampler_kl_coef=0.005).needs.every_rollout
 
 
 @given(st.lists(st.floats(-30, 0), min_size=2, max_size=12))
@@ -286,6 +333,13 @@ def test_without_dual_clip_a_bad_token_pulls_without_bound() -> None:
     assert DapoLoss()(inputs).loss.item() == pytest.approx(50.0)
 
 
+def test_without_clip_the_ratio_counts_in_full() -> None:
+    inputs = make_inputs(doubles([[2.0, 0.5]]).log(), torch.zeros(1, 2), ONE)
+    loss = GrpoLoss(clip_low=None, clip_high=None, dual_clip=None)
+    assert loss(inputs).loss.item() == pytest.approx(-1.25)
+    assert not any(counts(loss(inputs)).values())
+
+
 def test_the_means_by_hand() -> None:
     """Two rollouts of 1 and 3 tokens, on-policy, A = 1 and -2: token losses -1; 2, 2, 2."""
     mask = torch.tensor([[True, False, False], [True, True, True]])
@@ -336,3 +390,10 @@ def test_the_weight_and_the_ratio_make_up_the_whole_ratio_once() -> None:
     for proximal in ("recompute", "loglinear"):
         loss = DecoupledPpoLoss(proximal=proximal, **wide)  # type: ignore[arg-type]
         assert torch.allclose(gradient(loss, inputs), expected)
+
+
+def test_at_the_start_of_a_step_it_is_the_weighted_policy_gradient() -> None:
+    inputs = make_inputs(LEARNER, SAMPLER, ONE, proximal_logprobs=LEARNER)
+    weights = (LEARNER - SAMPLER).exp().clamp(max=2.0)
+    assert torch.allclose(gradient(DecoupledPpoLoss(), inputs), -weights / 4)
+    assert not any(counts(DecoupledPpoLoss()(inputs)).values())

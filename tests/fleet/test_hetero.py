@@ -39,7 +39,7 @@ def try_all(scheduler: HexScheduler) -> Schedule:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_clusters", [10, pytest.param(80, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("num_clusters", [16, pytest.param(80, marks=pytest.mark.matrix)])
 def test_small_clusters_equal_brute_force(num_clusters: int) -> None:
     rng = random.Random(0)
     for _ in range(num_clusters):
@@ -127,6 +127,11 @@ def test_a_cluster_too_small_has_no_schedule() -> None:
     assert math.isinf(HexScheduler(cluster(H800=1), JOB).find().step_s)
 
 
+def test_bisection_alone_is_no_better_than_the_search() -> None:
+    scheduler = HexScheduler(cluster(H800=8, H20=8), JOB)
+    assert scheduler.find().step_s <= scheduler.bisect().step_s
+
+
 # --- rollouts -------------------------------------------------------------------------------------
 
 
@@ -166,6 +171,15 @@ def test_the_knapsack_is_the_programme(seed: int) -> None:
     else:
         assert 100 / plan.tokens_per_s == pytest.approx(best)
         assert sum(plan.rollouts) == 100
+
+
+def test_a_slow_pair_loses_against_two_singles() -> None:
+    single = Replica(gpus=(("A", 1),), tensor_parallel=1, tokens_per_s=10)
+    double = Replica(gpus=(("A", 2),), tensor_parallel=2, tokens_per_s=19)
+    plan = choose_replicas([single, double], {"A": 3}, 30)
+    assert plan.replicas == ((single, 3),)
+    assert plan.rollouts == (30,)
+    assert choose_replicas([double], {"A": 1}, 30) == RolloutPlan()
 
 
 def test_possible_replicas_stay_on_one_type() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -130,9 +134,18 @@ def test_numbers_worked_out_by_hand() -> None:
     assert logprobs.item() == pytest.approx(math.log(9 / 10))
 
 
+def test_uniform_logits_have_the_entropy_log_v() -> None:
+    hidden = torch.zeros(3, 4)
+    _, entropies = linear_logprob(
+        hidden, torch.randn(1000, 4), torch.tensor([0, 5, 999]), entropy="value", vocab_chunk=300
+    )
+    assert entropies is not None
+    assert entropies.tolist() == pytest.approx([math.log(1000)] * 3, abs=1e-6)
+
+
 @pytest.mark.slow
-def test_gradcheck_in_float64() -> None:
-    inv_temperature = torch.tensor([0.5, 1.0, 2.0, 0.9, 1.3])
+@pytest.mark.parametrize("inv_temperature", [0.7, torch.tensor([0.5, 1.0, 2.0, 0.9, 1.3])])
+def test_gradcheck_in_float64(inv_temperature: float | Tensor) -> None:
     case = make_case(rows=5, width=3, vocab=11, dtype=torch.float64)
     assert torch.autograd.gradcheck(
         lambda hidden, weight: linear_logprob(
@@ -238,7 +251,7 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.slow
 def test_the_full_logit_matrix_never_exists() -> None:
-    rows, width, vocab, vocab_chunk = 60, 4, 200, 20
+    rows, width, vocab, vocab_chunk = 300, 8, 1000, 100
     with LargestTensor() as ours:
         evaluate(
             linear_logprob,
@@ -250,6 +263,47 @@ def test_the_full_logit_matrix_never_exists() -> None:
         evaluate(linear_logprob_reference, make_case(rows, width, vocab))
     assert obvious.num_elements == rows * vocab
     assert ours.num_elements == rows * vocab_chunk
+
+
+# VmHWM starts afresh with a program; ru_maxrss would begin at the size of the one that started it.
+MEMORY_SCRIPT = r"""
+import pathlib, re, torch
+from echo.kernels.logprob import linear_logprob
+from tests.kernels.reference import linear_logprob_reference
+def step(function, rows, vocab, **options):
+    hidden = torch.ones(rows, 16, requires_grad=True)
+    weight = torch.ones(vocab, 16, requires_grad=True)
+    function(hidden, weight, torch.zeros(rows, dtype=torch.long), **options)[0].sum().backward()
+def peak_kib():
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
+for function in (linear_logprob, linear_logprob_reference):
+    step(function, 8, 64)
+start = peak_kib()
+step(linear_logprob, 1024, 32000, entropy="value", vocab_chunk=4096)
+ours = peak_kib()
+step(linear_logprob_reference, 1024, 32000)
+print(ours - start, peak_kib() - start)
+"""
+
+
+@pytest.mark.matrix  # the test before it says the same of every tensor
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the high-water mark from /proc")
+def test_peak_memory_of_the_process_is_a_fraction_of_the_obvious_path() -> None:
+    # The high-water mark only rises, so the smaller consumer has to run first.
+    # A fixed mmap threshold returns every freed matrix at once; glibc's moving one adds 100 MB of
+    # chance to either figure.
+    result = subprocess.run(
+        [sys.executable, "-c", MEMORY_SCRIPT],
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ours_kib, obvious_kib = map(int, result.stdout.split())
+    assert obvious_kib > 2 * 1024 * 32000 * 4 / 1024  # two [N, V] float32 matrices at least
+    assert ours_kib < 0.25 * obvious_kib
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 from echo.algo.loss import LossInputs
 from echo.algo.losses import make_loss
 from echo.kernels.contract import RatioClip
-from echo.kernels.logprob import TokenLosses, linear_policy_loss
+from echo.kernels.logprob import TokenLosses, linear_logprob, linear_policy_loss
 from tests.kernels.reference import linear_logprob_reference
 from tests.kernels.test_linear_logprob import Case, make_case
 
@@ -116,6 +116,18 @@ def test_the_same_input_gives_the_same_bits() -> None:
     assert all(map(torch.equal, first, again))
 
 
+def test_a_tied_head_gets_the_gradient_of_both_its_uses() -> None:
+    case = make_case(dtype=torch.float64)
+    sampler, advantages = policy_of(case._replace(hidden=case.weight[:ROWS]))
+    table = case.weight.clone().requires_grad_()
+    tied = case._replace(hidden=table[:ROWS], weight=table)
+    (found,) = torch.autograd.grad(fused_loss(tied, sampler, advantages), table)
+    apart = gradients(fused_loss, case._replace(hidden=case.weight[:ROWS]), (sampler, advantages))
+    expected = apart[2].clone()
+    expected[:ROWS] += apart[1]
+    assert torch.allclose(found, expected, rtol=1e-13, atol=1e-16)
+
+
 def test_a_frozen_head_costs_no_gradient_and_changes_no_bit() -> None:
     case = make_case()
     policy = policy_of(case)
@@ -124,3 +136,19 @@ def test_a_frozen_head_costs_no_gradient_and_changes_no_bit() -> None:
     assert hidden.grad is not None
     assert torch.equal(hidden.grad, gradients(fused_loss, case, policy)[1])
     assert case.weight.grad is None
+
+
+def test_each_token_has_its_own_temperature() -> None:
+    case = make_case(dtype=torch.float64)
+    together, _ = linear_logprob(*case)
+    alone = [
+        linear_logprob(
+            case.hidden[row : row + 1],
+            case.weight,
+            case.ids[row : row + 1],
+            float(case.inv_temperature[row]),
+        )[0]
+        for row in range(ROWS)
+    ]
+    assert len(set(case.inv_temperature.tolist())) == ROWS
+    assert torch.allclose(together, torch.cat(alone), rtol=1e-7)

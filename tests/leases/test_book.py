@@ -7,10 +7,24 @@ from hypothesis import strategies as st
 from echo.leases.book import LeaseBook, most_promised
 
 
+def admissible(**numbers: int) -> int:
+    defaults = {
+        "max_staleness": 2, "installed_step": 0, "step": 0, "groups_per_step": 4,
+        "num_buffered": 0, "num_running": 0,
+    }  # fmt: skip
+    return room(**(defaults | numbers))
+
+
 def room(*, step: int, groups_per_step: int, num_buffered: int, num_running: int, **of: int) -> int:
     """Return how many more groups are admitted, as `Scheduler` counts them."""
     promised = step * groups_per_step + num_buffered + num_running
     return max(0, most_promised(groups_per_step=groups_per_step, **of) - promised)
+
+
+def test_the_worked_example() -> None:
+    # S = 2, B = 4, the worker holds v5, the learner has done 6 steps: samples of v5 may be trained
+    # in the steps that make v6, v7 and v8. 8 steps take 32 groups; 24 are consumed, 3 wait, 2 run.
+    assert admissible(installed_step=5, step=6, num_buffered=3, num_running=2) == 3
 
 
 def room_by_hand(
@@ -49,6 +63,20 @@ def test_the_rule_is_that_of_filling_batches_in_order(
 @pytest.fixture
 def book() -> LeaseBook:
     return LeaseBook(timeout_s=10.0)
+
+
+def test_a_finished_group_leaves_nothing_behind(book: LeaseBook) -> None:
+    first, second = book.grant(1, "w1", now=0.0), book.grant(1, "w2", now=0.0)
+    book.finish(1)
+    assert first.is_over
+    assert second.is_over
+    assert (book.num_running, book.num_leases("w1"), book.num_attempts(1)) == (0, 0, 0)
+    book.grant(2, "w1", now=0.0)
+    book.expire(now=10.0)
+    book.finish(2)
+    assert len(book._returned) == 0
+    assert not book.has_expired(2, 0, "w1")
+    book.finish(99)
 
 
 def test_a_worker_that_is_gone_leaves_nothing_behind(book: LeaseBook) -> None:

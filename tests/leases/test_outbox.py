@@ -20,3 +20,11 @@ def test_after_a_reconnection_everything_is_due() -> None:
     due(outbox, 1.0)
     outbox.resend_all()
     assert due(outbox, 1.1) == [1, 2]
+
+
+def test_an_encoded_with_the_same_key_is_replaced() -> None:
+    outbox = Outbox(max_deliveries=2, retry_s=5.0)
+    fill(outbox, 1, 1)
+    assert len(outbox) == 1
+    [encoded] = outbox.take_due(now=0.0)
+    assert encoded.payload == (b"header", b"arrays")

@@ -142,12 +142,16 @@ def assert_equal(found: PartialRollout, expected: PartialRollout) -> None:
     )  # fmt: skip
 
 
-@given(st.binary(max_size=60))
-def test_damaged_bytes_are_refused_and_none_do_harm(data: bytes) -> None:
+@pytest.mark.parametrize("cut", [0, 3, 5, -1])
+def test_damaged_bytes_are_refused(cut: int) -> None:
     frame = encode_members(MEMBERS)
-    for cut in (0, 3, 5, -1):
-        with pytest.raises(RemoteProtocolError):
-            decode_members(frame[:cut])
+    with pytest.raises(RemoteProtocolError):
+        decode_members(frame[:cut])
+
+
+@given(st.binary(max_size=60))
+def test_no_bytes_do_harm(data: bytes) -> None:
+    frame = encode_members(MEMBERS)
     for bad in (data, frame[:4] + data + frame[4 + len(data) :]):
         with suppress(RemoteProtocolError):
             decode_members(bad)
@@ -169,6 +173,19 @@ def test_a_file_of_partials_belongs_to_its_run() -> None:
 
 
 # --- a life of partial groups ---------------------------------------------------------------------
+
+
+def test_begun_groups_go_first_oldest_first() -> None:
+    partials = make_partials()
+    for group_id in (4, 2, 9):
+        partials.add(make_lease(group_id))
+    taken = partials.take(2, group_size=2)
+    assert [partial_group.lease.group_id for partial_group in taken] == [2, 4]
+    for partial_group in reversed(taken):
+        assert partials.park(partial_group)
+    partials.add(make_lease(1))
+    assert [d.lease.group_id for d in partials.take(3, group_size=2)] == [2, 4, 1]
+    assert len(partials) == 4
 
 
 def test_room_is_counted_in_rollouts_that_are_to_be_sampled_and_none_is_passed_over() -> None:
@@ -204,6 +221,10 @@ def test_a_group_that_is_not_wanted_any_more_is_forgotten_wherever_it_is() -> No
     assert [partials.revoke((0, 0)), partials.revoke((0, 0))] == [1, 0], "counted once"
     assert not partials.park(running)
     assert not len(partials)
+    partials.add(make_lease(8), [partial((1, 0), reason="stop")])
+    [partial_group] = partials.take(1, group_size=1)
+    partials.revoke((8, 0))
+    assert not partials.end(partial_group.key), "nobody wants its result"
 
 
 def test_a_lease_is_listed_until_the_learner_knows_what_has_become_of_it() -> None:
@@ -371,3 +392,13 @@ def test_nothing_is_lost_nothing_too_old_is_trained_and_every_lease_is_counted(
     ids = [group.group_id for group in life.delivered]
     assert len(set(ids)) == len(ids)
     assert set(ids) | life.open == set(range(life.next_id))
+
+
+@pytest.mark.slow
+def test_a_life_comes_to_something() -> None:
+    lives = [Life(seed, "keep") for seed in range(8)]
+    for life in lives:
+        life.run(300)
+    groups = [group for life in lives for group in life.delivered]
+    assert sum(len(group.versions) > 1 for group in groups) > 5, "nothing was continued"
+    assert any(not r.completion_mask.all() for group in groups for r in group.rollouts)

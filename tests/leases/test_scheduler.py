@@ -14,6 +14,7 @@ from echo.core.metrics import Counters
 from echo.core.rollout import Lineage, PolicyVersion
 from echo.leases.book import FinishedGroups, LeaseBook, LeasedWorker
 from echo.leases.scheduler import (
+    MAX_ATTEMPTS,
     LeaseSettings,
     RecordCancel,
     RecordEnd,
@@ -124,6 +125,18 @@ def test_a_lease_names_the_exact_version_of_its_worker_where_groups_must_not_mix
     assert {lease.exact_version for lease in leases["w1"]} == {None}
 
 
+def test_prompts_that_cannot_be_had_are_left_out_and_counted() -> None:
+    fault = DataError("example 12: no chat template")
+    granting = make_granting(prompts=Prompts({12: fault, 14: fault}))
+    records, leases = granting.grant([make_worker("w1", (2, 3), 3)], now=0.0)
+    assert [lease.group_id for lease in leases["w1"]] == [13, 15, 16]
+    ended = [(r.group_id, r.reason) for r in records if isinstance(r, RecordEnd)]
+    assert ended == [(12, "prompt_error"), (14, "prompt_error")]
+    texts = [r.text for r in records if isinstance(r, Note)]
+    assert texts[0] == "group 12 is left out: example 12: no chat template"
+    assert granting.counters["discarded/prompt_error"] == 2
+
+
 def test_an_end_that_was_decided_before_granting_failed_is_recorded_by_the_next() -> None:
     faults: dict[int, Exception] = {12: DataError("no chat template"), 14: ZeroDivisionError()}
     granting, worker = make_granting(prompts=Prompts(faults)), make_worker("w1", (2, 3), 3)
@@ -161,7 +174,6 @@ def test_a_prompt_that_is_gone_when_its_group_comes_back_costs_that_group_only()
     granting.leases.expire(now=20.0)
     records, leases = granting.grant([worker], now=20.0)
     assert RecordEnd(13, "prompt_error") in records
-    assert granting.counters["discarded/prompt_error"] == 2
     assert 14 in [lease.group_id for lease in leases["w1"]]
 
 
@@ -213,6 +225,18 @@ def test_returned_groups_are_granted_before_new_ones_and_settled_ones_never() ->
     granting.next_group_id = 15
     granting.finished.add(13)
     assert granted(granting, make_worker("w1", (2, 3), 3)) == {"w1": [12, 14, 15]}
+
+
+def test_a_group_that_came_back_too_often_ends_and_the_next_is_granted() -> None:
+    granting, worker = make_granting(), make_worker("w1", (2, 3), 1)
+    for _ in range(MAX_ATTEMPTS):
+        assert granted(granting, worker) == {"w1": [12]}
+        [record] = granting.leases.worker_leases("w1")
+        granting.leases.revoke(record)
+    records, leases = granting.grant([worker], now=0.0)
+    assert RecordEnd(12, "attempts_exhausted") in records
+    assert [lease.group_id for lease in leases["w1"]] == [13]
+    assert granting.counters["discarded/attempts_exhausted"] == 1
 
 
 def test_what_the_worker_lacks_is_sent_again_and_what_the_book_lacks_is_entered() -> None:

@@ -33,7 +33,7 @@ def test_33_a_lost_message_of_any_kind_is_made_good(
     world.relay()
     for name in ("w1", "w2"):
         world.worker(name, via=["r1", "learner"])
-    world.run(14.0)
+    world.run(20.0)
     assert [len(each) for each in lost] == [3] * len(kinds)
     for name in ("r1", "w1", "w2"):
         assert world.is_admitted(name), world.notes(name)
@@ -41,7 +41,7 @@ def test_33_a_lost_message_of_any_kind_is_made_good(
         version = world.installed(name)
         assert version is not None
         assert version[1] >= world.step - 1
-    assert len(world.trained()) > 15
+    assert len(world.trained()) > 25
     world.audit()
 
 
@@ -108,11 +108,11 @@ def test_37_standby_gets_neither_leases_nor_weights_and_is_back_within_one_messa
     world.learner()
     world.worker("w1")
     world.worker("w2")
-    world.run(6.0)
+    world.run(10.0)
     world.stand_by("w2")
     world.run(5.0)
     held, granted = world.installed("w2"), world.num_granted("w2")
-    world.run(10.0)
+    world.run(20.0)
     assert world.is_on_standby("w2")
     assert world.is_admitted("w2")
     assert world.installed("w2") == held

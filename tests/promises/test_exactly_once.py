@@ -59,7 +59,9 @@ def test_07_a_grant_is_on_record_before_it_is_sent(make_world: MakeWorld) -> Non
 
 
 @pytest.mark.slow
-def test_08_a_group_is_acknowledged_only_when_it_is_durable_and_once(make_world: MakeWorld) -> None:
+def test_08_a_group_is_acknowledged_only_when_it_is_durable_and_once(
+    make_world: MakeWorld,
+) -> None:
     world = make_world()
     world.learner()
     acks: dict[tuple[str, int], list[str]] = {}
@@ -218,25 +220,22 @@ def test_14_nothing_is_trained_twice_or_lost_whoever_dies_whenever(
     finish(world)
 
 
+@pytest.mark.parametrize("reason", ["reward_error", "prompt_too_long"])
 def test_15_a_group_that_cannot_be_made_ends_once_and_another_is_granted(
-    make_world: MakeWorld,
+    make_world: MakeWorld, reason: str
 ) -> None:
     world = make_world()
     world.learner()
     world.worker("w1")
-
-    def failed(*reasons: str) -> list[int]:
-        return [r["group"] for r in world.records("discarded") if r["reason"] in reasons]
-
-    for reason in ("reward_error", "prompt_too_long"):
-        world.fail_rewards("w1", reason)
-        world.run_until(lambda reason=reason: failed(reason))
+    world.fail_rewards("w1", reason)
+    world.run_until(lambda: world.records("discarded"))
     world.fail_rewards("w1", "")
-    world.run(6.0)
-    ended = failed("reward_error", "prompt_too_long")
-    assert len(ended) == len(set(ended))
+    world.run(10.0)
+    failed = [r["group"] for r in world.records("discarded") if r["reason"] == reason]
+    assert failed
+    assert len(failed) == len(set(failed))
     assert world.is_admitted("w1")
-    assert not set(ended) & set(world.trained())
+    assert not set(failed) & set(world.trained())
     assert len(world.trained()) > 10
     world.audit()
 

@@ -28,19 +28,19 @@ def fleet(make_world: MakeWorld) -> World:
 def test_25_a_frozen_node_delays_nobody_else(make_world: MakeWorld, victim: str) -> None:
     world = fleet(make_world)
     before = world.step
-    world.run(6.0)
+    world.run(10.0)
     usual = world.step - before
     world.freeze(victim)
-    world.run(12.0)  # until it counts as dead, and its children have left it
+    world.run(15.0)  # until it counts as dead, and its children have left it
     before = world.step
-    world.run(6.0)
+    world.run(10.0)
     assert world.step - before > usual / 2
     for name in {"w1", "w2", "w3"} - {victim}:
         version = world.installed(name)
         assert version is not None
         assert version[1] >= world.step - 3
     world.thaw(victim)
-    world.run(8.0)
+    world.run(12.0)
     assert world.is_admitted(victim)
     world.audit()
 

@@ -21,7 +21,7 @@ def test_38_hashes_that_differ_are_refused_with_both_values_and_counted(
     assert "the learner m." in message
     assert world.has_failed("w1")
     assert world.count("learner", "refused/digest_mismatch") == 1, "it is not asked again and again"
-    world.run(2.0)
+    world.run(10.0)
     assert world.trained()
 
 
@@ -47,8 +47,8 @@ def test_39_garbage_is_counted_and_the_others_are_served(make_world: MakeWorld) 
         assert world.say_garbage(node, times=60) == 0
         assert world.count(node, "protocol_errors") == 60
     before = len(world.trained())
-    world.run(5.0)
-    assert len(world.trained()) > before + 5
+    world.run(10.0)
+    assert len(world.trained()) > before + 10
     world.audit()
 
 

@@ -42,6 +42,12 @@ def test_no_scenario_imports_the_product() -> None:
     assert {path.name: knows_product(path) for path in scenarios if knows_product(path)} == {}
 
 
+def test_an_import_of_the_product_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "test_x.py"
+    path.write_text("import echo.core.buffer\nfrom tests.roles.harness import Run\nimport json\n")
+    assert knows_product(path) == ["echo.core.buffer", "tests.roles.harness"]
+
+
 def test_every_promise_has_a_plant_and_every_plant_a_promise() -> None:
     text = "".join(path.read_text() for path in HERE.glob("test_*.py"))
     promises = set(re.findall(r"^def test_(\d\d)", text, re.MULTILINE))

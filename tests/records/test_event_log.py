@@ -8,7 +8,7 @@ from echo.core.errors import DataError, StorageError
 from echo.records import event_log
 from echo.records.event_log import HEAD, EventFile, read_frames
 
-FRAMES = [b"head", b"x" * 5000, bytes(range(80)) * 3, b"tail"]
+FRAMES = [b"head", b"x" * 5000, bytes(range(256)) * 3, b"tail"]
 
 
 def write(path: Path, frames: list[bytes] = FRAMES) -> Path:
@@ -21,7 +21,7 @@ def write(path: Path, frames: list[bytes] = FRAMES) -> Path:
 def test_frames_come_back_and_long_ones_take_less_space(tmp_path: Path) -> None:
     path = write(tmp_path / "log")
     assert list(read_frames(path)) == FRAMES
-    assert path.stat().st_size < 500
+    assert path.stat().st_size < 1500
 
 
 def test_at_its_bound_a_log_ends_with_an_empty_frame_and_stays_below(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import resource
 import shutil
 import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -434,6 +436,48 @@ def test_a_kill_while_the_log_is_moved_into_the_database_loses_nothing(
     ledger.release()
 
 
+KILLED = """
+import sys
+from pathlib import Path
+from echo.records import ledger as module
+from tests.records.test_ledger import begin, encode_group, make_group
+module.LOG_RECORDS, module.GROUP_FILE_BYTES = 7, 2000
+ledger = begin(Path(sys.argv[1]))
+for group_id in range(10_000):
+    group = make_group(group_id)
+    ledger.store(group, *encode_group(group))
+    ledger.append(module.Discarded(group=group_id, reason="stale", step=0))
+    ledger.sync()
+    print(group_id, flush=True)
+    if group_id % 5 == 4:
+        ledger.checkpointed(lineage=1, step=0, oldest_step=0)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_loses_nothing_that_it_has_told_of(tmp_path: Path) -> None:
+    for number, num_told in enumerate([1, 30]):
+        run_dir = tmp_path / str(number)
+        root = str(Path(__file__).parents[2])
+        with subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(run_dir)],
+            stdout=subprocess.PIPE, text=True, cwd=root, env={**os.environ, "PYTHONPATH": root},
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            told = [int(next(process.stdout)) for _ in range(num_told)]
+            process.kill()
+            told += [int(line) for line in process.stdout]
+        stored = [each.group for each in records(run_dir) if isinstance(each, Accepted)]
+        ended = [each.group for each in records(run_dir) if isinstance(each, Discarded)]
+        assert stored[: len(told)] == ended[: len(told)] == told
+        ledger = open_ledger(run_dir)
+        assert ledger.notices == []
+        found = state(run_dir)
+        assert len(found.waiting) <= 1, "its end was not told, so it waits"
+        ledger.free_unused()
+        assert group_files(run_dir) == []
+
+
 # --- damage --------------------------------------------------------------------------------------
 
 
@@ -457,7 +501,7 @@ def test_a_flipped_bit_of_the_database_is_named_or_changes_nothing(tmp_path: Pat
     path = tmp_path / "run" / "ledger.sqlite"
     whole, data = records(tmp_path / "run"), path.read_bytes()
     num_named = 0
-    for bit in bits_of(path, 100):
+    for bit in bits_of(path, 200):
         flip(path, bit)
         try:
             assert records(tmp_path / "run") == whole, f"bit {bit}"
@@ -465,7 +509,7 @@ def test_a_flipped_bit_of_the_database_is_named_or_changes_nothing(tmp_path: Pat
             num_named += 1
         path.write_bytes(data)
     # All that the records are made of; the rest is free, or for people.
-    assert num_named > 25
+    assert num_named > 50
 
 
 @pytest.mark.slow
@@ -476,7 +520,7 @@ def test_a_flipped_bit_of_the_log_is_named_and_nothing_is_misread(tmp_path: Path
         ledger.commit()
     whole = records(tmp_path / "run")
     killed = copied(tmp_path / "run", tmp_path / "killed")
-    for bit in bits_of(killed / "ledger.sqlite-wal", 30):
+    for bit in bits_of(killed / "ledger.sqlite-wal", 60):
         killed = copied(tmp_path / "run", tmp_path / "killed")
         flip(killed / "ledger.sqlite-wal", bit)
         try:
@@ -503,11 +547,6 @@ def edit(run_dir: Path, statement: str, *values: Any) -> None:
         ("UPDATE records SET hash = x'00' WHERE seq = 5", "record 5 has not the bytes"),
         ("DELETE FROM head", "it has 6 records where it had None"),
         ("DROP TABLE records", "no such table: records"),
-        (
-            "UPDATE records SET (body, hash) = "
-            "(SELECT body, hash FROM records AS other WHERE other.seq = 3) WHERE seq = 2",
-            "record 2 has not the bytes of its hash",
-        ),
     ],
 )
 def test_damage_is_named_by_its_record(tmp_path: Path, statement: str, named: str) -> None:
@@ -517,6 +556,17 @@ def test_damage_is_named_by_its_record(tmp_path: Path, statement: str, named: st
     ledger.close()
     edit(tmp_path, statement)
     with pytest.raises(StorageError, match=rf"ledger.sqlite is damaged: .*{named}.*--init-from"):
+        records(tmp_path)
+
+
+def test_records_that_have_changed_places_are_noticed(tmp_path: Path) -> None:
+    ledger = begin(tmp_path)
+    ledger.append(grant(0))
+    ledger.append(grant(1))
+    ledger.close()
+    edit(tmp_path, "UPDATE records SET seq = 5 - seq + 10 WHERE seq > 1")
+    edit(tmp_path, "UPDATE records SET seq = seq - 10 WHERE seq > 1")
+    with pytest.raises(StorageError, match="record 2 has not the bytes of its hash"):
         records(tmp_path)
 
 
@@ -537,7 +587,21 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
         open_ledger(tmp_path)
 
 
-def test_damage_of_a_stored_group_is_named_and_the_other_is_read(tmp_path: Path) -> None:
+def test_a_group_file_that_is_missing_or_short_is_named(tmp_path: Path) -> None:
+    ledger = begin(tmp_path)
+    store(ledger, make_group(0))
+    [place] = places(tmp_path).values()
+    path = tmp_path / "groups" / place.file
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    with pytest.raises(StorageError, match=r"group 0 cannot be read back from .*000001.bin"):
+        ledger.load(0, place)
+    path.unlink()
+    with pytest.raises(StorageError, match="group 0 cannot be read back"):
+        ledger.load(0, place)
+
+
+def test_a_flipped_bit_anywhere_in_a_stored_group_is_noticed(tmp_path: Path) -> None:
     ledger = begin(tmp_path)
     store(ledger, make_group(0), make_group(1))
     place = places(tmp_path)[1]
@@ -548,12 +612,6 @@ def test_damage_of_a_stored_group_is_named_and_the_other_is_read(tmp_path: Path)
             ledger.load(1, place)
         assert ledger.load(0, places(tmp_path)[0]).group_id == 0
         flip(path, 8 * byte + byte % 8)
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(StorageError, match=r"group 1 cannot be read back from .*000001.bin"):
-        ledger.load(1, place)
-    path.unlink()
-    with pytest.raises(StorageError, match="group 1 cannot be read back"):
-        ledger.load(1, place)
 
 
 def test_a_file_that_others_put_beside_the_group_files_is_told_of_and_left_alone(
@@ -607,7 +665,9 @@ def test_a_disk_too_full_for_a_group_keeps_all_before_and_takes_it_later(tmp_pat
         assert encode_group(ledger.load(group, place)) == whole
 
 
-def test_a_disk_too_full_for_records_keeps_all_before_and_takes_them_later(tmp_path: Path) -> None:
+def test_a_disk_too_full_for_records_keeps_all_before_and_takes_them_later(
+    tmp_path: Path,
+) -> None:
     ledger = begin(tmp_path)
     before = records(tmp_path)
     log = tmp_path / "ledger.sqlite-wal"
@@ -642,7 +702,23 @@ def test_space_for_groups_is_bounded_and_comes_back(
         put(open_ledger(tmp_path, spool_bytes=2 * GROUP_BYTES), make_group(3))
 
 
+# --- group files ---------------------------------------------------------------------------------
+
+
 # --- who may write, and where --------------------------------------------------------------------
+
+
+def test_a_directory_of_format_1_is_refused_with_both_numbers_and_the_remedy(
+    tmp_path: Path,
+) -> None:
+    old = '{"kind":"lineage","lineage":1,"fork_step":0,"at":1795406355.382}\n'
+    (tmp_path / "ledger.jsonl").write_text(old)
+    for read in (open_ledger, records):
+        with pytest.raises(
+            StorageError, match=r"format 1 \(ledger.jsonl\), .* format 2; --init-from .*/final"
+        ):
+            read(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"]
 
 
 def test_a_directory_of_a_later_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
@@ -679,6 +755,9 @@ def test_without_shared_memory_a_rollback_journal_keeps_the_promises(tmp_path: P
     assert not (killed / "ledger.sqlite-wal").exists()
     assert records(killed) == records(tmp_path)
     assert sorted(state(killed, step=1).waiting) == list(range(1, 50))
+    flip(killed / "ledger.sqlite", 8 * (killed / "ledger.sqlite").read_bytes().index(b"granted"))
+    with pytest.raises(StorageError, match=r"record \d+ has not the bytes of its hash"):
+        records(killed)
 
 
 def test_a_network_volume_gets_a_rollback_journal(tmp_path: Path) -> None:
@@ -755,6 +834,11 @@ def test_groups_are_finished_waiting_or_granted() -> None:
     assert found.lineages == (Lineage(1, 0),)
 
 
+def test_a_discard_is_never_void() -> None:
+    found = [lineage(1, 0), accepted(0), discard(0), lineage(2, 0)]
+    assert read_state(found, lineage=2, step=0).waiting == {}
+
+
 def test_a_group_trained_again_after_a_fork_has_one_end() -> None:
     found = [
         lineage(1, 0),
@@ -771,8 +855,6 @@ def test_a_group_trained_again_after_a_fork_has_one_end() -> None:
     assert sorted(read_state(found, lineage=3, step=3).waiting) == [1]
     assert sorted(read_state(found, lineage=2, step=2).waiting) == [1, 3]
     assert sorted(read_state(found, lineage=1, step=1).waiting) == [1, 2, 3]
-    # A discard is never void.
-    assert sorted(read_state([*found, discard(1)], lineage=2, step=2).waiting) == [3]
     totals = totals_of(found)
     assert (totals.num_trained, totals.num_accepted) == (3, 4)
     assert totals.lineage_starts == [100.0, 200.0, 300.0]

@@ -93,6 +93,25 @@ def test_a_crash_undoes_the_steps_after_the_checkpoint_and_keeps_their_groups() 
     assert sorted(disk.waiting()) == [2, 3]
 
 
+def test_what_was_sampled_by_a_version_of_the_void_steps_ends() -> None:
+    async def main() -> StartingPoint:
+        disk = make_disk()
+        life = Life(disk)
+        first, second, third = (group_of(number, 0) for number in range(3))
+        kept, void = group_of(3, 2), group_of(4, 3)
+        life.granted(*range(5))
+        life.accepted(first, second, third, kept, void)
+        life.trained(first, step=1)
+        life.trained(second, step=2)
+        life.checkpoint(2)
+        life.trained(third, step=3)
+        return Life(disk).start
+
+    start = run_virtual(main())
+    assert [group.group_id for group in start.buffered] == [2, 3]
+    assert start.ends == {4: "abandoned_version"}
+
+
 def test_where_nobody_comes_back_nothing_is_kept() -> None:
     async def main() -> Disk:
         disk = make_disk(is_kept=False)

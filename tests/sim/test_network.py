@@ -113,6 +113,18 @@ def test_children_share_an_uplink_and_parents_a_downlink() -> None:
     assert at == pytest.approx([2.25, 2.5, 2.75], abs=0.01)
 
 
+def test_a_parent_serves_its_children_one_after_the_other() -> None:
+    net = Net(bytes_per_s=1e9, latency_s=0.0)
+    nodes = [net.node(name) for name in "abc"]
+    ends = [net.link(node) for node in nodes]
+    net.learner.port.up_bytes_per_s = 4e6
+    for end in ends:
+        net.network.send(end.far, [b"x" * BULK])
+    net.clock.run(10.0)
+    at = [node.messages()[0][0] for node in nodes]
+    assert at == pytest.approx([3.25, 3.5, 3.75], abs=0.01)
+
+
 def test_small_messages_slip_in_between_the_bulk_of_others() -> None:
     net = Net(bytes_per_s=1e9, latency_s=0.0)
     nodes = [net.node(name) for name in "ab"]
@@ -150,6 +162,77 @@ def test_loss_and_jitter_cost_time_but_no_message_and_no_order() -> None:
     assert at[-1] > 1.1 + 0.2
 
 
+def test_a_cut_loses_what_is_in_flight_and_both_ends_learn_of_it_late() -> None:
+    net = Net()
+    node = net.node("a")
+    end = net.link(node)
+    net.network.send(end, [b"lost"])
+    net.network.cut("far")
+    net.clock.run(2.0)
+    net.network.mend("far")
+    net.network.send(end, [b"lost, too"])
+    net.clock.run(10.0)
+    assert net.learner.messages() == []
+    assert [(at, kind) for at, kind, _ in node.heard if kind == "down"] == [(4.0, "down")]
+    assert [(at, kind) for at, kind, _ in net.learner.heard] == [(4.0, "down")]
+    assert not net.network.send(end, [b"into the void"])
+    again = net.link(node)
+    net.network.send(again, [b"back"])
+    net.clock.run(20.0)
+    assert [what for _, what in net.learner.messages()] == [b"back"]
+
+
+def test_a_process_that_dies_is_noticed_at_once_and_a_machine_that_vanishes_late() -> None:
+    for is_silent, at in ((False, 1.1), (True, 4.0)):
+        net = Net()
+        node = net.node("a")
+        net.link(node)
+        if is_silent:
+            net.network.vanish(node)
+        else:
+            net.network.close(node)
+        net.clock.run(10.0)
+        assert [(round(when, 3), kind) for when, kind, _ in net.learner.heard] == [(at, "down")]
+
+
+def test_hanging_up_tells_the_other_side_after_what_was_said() -> None:
+    net = Net()
+    node = net.node("a")
+    end = net.link(node)
+    net.network.send(end, [b"last words"])
+    net.network.hang_up(end)
+    net.clock.run(5.0)
+    assert [kind for _, kind, _ in net.learner.heard] == ["message", "down"]
+    assert [kind for _, kind, _ in node.heard] == ["up"]
+
+
+def test_who_does_not_listen_is_not_reached_until_it_does() -> None:
+    net = Net()
+    node, late = net.node("a"), net.node("late")
+    net.network.dial(node, "tcp://late:1")
+    net.clock.run(3.0)
+    assert [(kind, what) for _, kind, what in node.heard] == [("refused", "nobody listens there")]
+    late.port.address = "tcp://late:1"
+    net.network.listen(late)
+    net.network.dial(node, "tcp://late:1")
+    net.clock.run(5.0)
+    assert [kind for _, kind, _ in node.heard] == ["refused", "up"]
+
+
+def test_what_waits_at_the_downlink_is_heard_before_the_end() -> None:
+    net = Net()
+    net.learner.port.down_bytes_per_s = 1e6
+    node = net.node("a")
+    end = net.link(node)
+    net.network.send(end, [b"x" * BULK])
+    net.network.hang_up(end)
+    net.clock.run(5.0)
+    assert [(round(at, 2), kind) for at, kind, _ in net.learner.heard] == [
+        (2.1, "message"),
+        (2.1, "down"),
+    ]
+
+
 def test_cuts_part_pairs_and_groups_and_leave_the_others_alone() -> None:
     net = Net()
     nodes = {name: net.node(name, region) for name, region in (("a", "far"), ("b", "near"))}
@@ -166,6 +249,18 @@ def test_cuts_part_pairs_and_groups_and_leave_the_others_alone() -> None:
     net.clock.run(20.0)
     assert [kind for _, kind, _ in nodes["a"].heard] == ["up", "down", "up"]
     assert [kind for _, kind, _ in nodes["b"].heard] == ["up", "down"]
+
+
+def test_a_route_has_a_direction_and_changes_under_a_connection_that_stands() -> None:
+    net = Net()
+    node = net.node("a")
+    end = net.link(node)
+    net.network.set_route("far", "home", Route(latency_s=2.0))
+    net.network.send(end, [b"slow"])
+    net.network.send(end.far, [b"as before"])
+    net.clock.run(10.0)
+    assert node.messages() == [(1.1, b"as before")]
+    assert net.learner.messages() == [(3.0, b"slow")]
 
 
 @pytest.mark.parametrize(

@@ -149,3 +149,18 @@ def test_nothing_of_a_peer_follows_after_hanging_up_on_it() -> None:
         assert pair.parent.stats().discarded_messages == 1
 
     run(scenario)
+
+
+def test_who_does_not_read_is_refused_more_until_it_does() -> None:
+    async def scenario(pair: Pair) -> None:
+        down = await pair.join()
+        num_sent = 0
+        while pair.parent.send(down, [BULK]):
+            num_sent += 1
+            await asyncio.sleep(1.0)
+        assert num_sent == OPTIONS.max_unsent_bytes // (len(BULK) + 512)
+        assert pair.network.traffic["parent", "child", "control"] < (num_sent + 1) * 1e6
+        await pair.child.receive()
+        assert pair.parent.send(down, [BULK])
+
+    run(scenario)
