@@ -32,7 +32,6 @@ KINDS = [
     pytest.param("bfloat16", "bfloat16", marks=pytest.mark.slow),
 ]
 """Dtypes of (image, engine): views, words scattered into float32, views."""
-"""Dtypes of (image, engine): views, words scattered into float32, views."""
 
 
 @dataclass

@@ -58,7 +58,7 @@ def test_too_slow_a_fleet_makes_the_learner_wait_as_the_model_says() -> None:
     assert summary.idle_share == pytest.approx(expected.idle_share, abs=0.05)
 
 
-def troubled() -> Scenario:
+def troubled(seed: int = 1) -> Scenario:
     """Return a scenario with everything in it."""
     scenario = make_scenario(
         make_offer("spot", can_listen=True, losses_per_h=20.0, restart_s=20.0),
@@ -68,7 +68,7 @@ def troubled() -> Scenario:
             Region(name="far", bytes_per_s=20 * MB, latency_s=0.1),
         ),
         job=make_job(useful_share=0.8),
-        seed=1,
+        seed=seed,
         num_steps=12,
         heartbeat_s=2.0,
         dead_after_s=8.0,
@@ -122,7 +122,8 @@ def test_the_same_seed_gives_the_same_history_in_every_process(
         cwd=root,
         env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(root)},
     )
-    assert digest(trouble[1]) == done.stdout.strip()
+    _, other = simulate(troubled(2))
+    assert digest(trouble[1]) == done.stdout.strip() != digest(other)
 
 
 @pytest.mark.slow
@@ -309,7 +310,7 @@ def crowded(**rule: float):
     scenario = make_scenario(
         make_offer("cheap", count=2, tokens_per_s=200.0, price_per_h=1.0, can_listen=True),
         make_offer("dear", count=2, tokens_per_s=200.0, price_per_h=5.0, can_listen=True),
-        num_steps=14,
+        num_steps=20,
     )
     return replace(scenario, activation=ActivationRule(min_dwell_s=20.0, **rule))
 
@@ -333,10 +334,10 @@ def test_workers_that_are_not_needed_stand_by_all_the_dear_ones(
     assert len(standby) == summary.num_standby
     assert standby >= {"dear-1", "dear-2"}
     assert summary.idle_share < 0.1
-    assert len(history.broadcasts) == 14, "those on standby are not waited for"
+    assert len(history.broadcasts) == 20, "those on standby are not waited for"
     # They bill all the same: what the learner counts is what the machines cost.
     assert summary.cost_as_counted == pytest.approx(summary.cost, rel=0.02)
-    assert len(history.bills) == 14
+    assert len(history.bills) == 20
     prices = [5.0 if name.startswith("dear") else 1.0 for name in standby]
     assert history.bills[-1].standby_per_h == pytest.approx(sum(prices))
 
@@ -352,7 +353,7 @@ def test_a_worker_that_was_interrupted_for_long_gives_its_machine_back(
     ended = {rental.name for rental in history.rentals if rental.until_s is not None}
     assert ended >= {"dear-1", "dear-2"}
     assert summary.is_complete
-    assert summary.cost < 0.95 * without.cost
+    assert summary.cost < 0.9 * without.cost
     # The learner knows that they are released, and counts them no more.
     assert summary.cost_as_counted == pytest.approx(summary.cost, rel=0.02)
 

@@ -191,6 +191,39 @@ def test_gradient_is_that_of_the_formula(make_trainer: MakeTrainer, tiny_model_d
     assert_close(gradients(trainer, groups), expected)
 
 
+def test_the_order_of_groups_and_rollouts_does_not_matter(make_trainer: MakeTrainer) -> None:
+    groups = make_groups(5)
+    shuffled = [
+        dataclasses.replace(group, rollouts=tuple(reversed(group.rollouts)))
+        for group in reversed(groups)
+    ]
+    assert_close(gradients(make_trainer(), shuffled), gradients(make_trainer(), groups))
+
+
+@pytest.mark.slow
+def test_without_staleness_it_is_the_plain_policy_gradient(
+    make_trainer: MakeTrainer, tiny_model_dir: Path
+) -> None:
+    trainer = make_trainer()
+    groups = on_policy(trainer, make_groups())
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    loss = torch.zeros(())
+    for group in groups:
+        mean = sum(group.rewards) / len(group.rewards)
+        for rollout in group.rollouts:
+            logprobs = plain_logprobs(model, group, rollout, 1.0)
+            loss = loss - (rollout.reward - mean) * logprobs.sum()
+    (loss / sum(group.num_tokens for group in groups)).backward()
+    expected = {name: tensor.grad for name, tensor in model.named_parameters()}
+    metrics = make_trainer().step(groups).metrics
+    assert metrics["is_ratio/mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["is_ratio/max"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["ess"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["mismatch_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert metrics["clip_ratio/mean"] == 0.0
+    assert_close(gradients(trainer, groups), expected)
+
+
 def test_gradient_checkpointing_changes_nothing_and_offloaded_inputs_no_bit(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,6 +333,13 @@ def test_equal_rewards_leave_the_weights_bit_identical(make_trainer: MakeTrainer
     found = trainer.forward_backward(trainer._prepare([make_group([1, 1])]), trainer._loss)
     assert float(found.loss) == trainer.optim_step(decaying) == 0.0
     assert equal(trainer.snapshot(), before)
+
+
+def test_warm_up_is_linear(make_trainer: MakeTrainer) -> None:
+    settings = OptimizerSettings(learning_rate=1e-3, warmup_steps=4)
+    trainer = make_trainer(optimizer=settings)
+    rates = [trainer.step([make_group([1, 0])]).metrics["lr"] for _ in range(6)]
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
 
 
 def test_the_first_adam_step_moves_each_weight_by_the_learning_rate(

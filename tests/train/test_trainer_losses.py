@@ -187,6 +187,30 @@ def test_the_first_pass_covers_every_micro_batch(tiny_model_dir: Path) -> None:
         assert float(distance.max()) < 1e-5
 
 
+def test_a_penalty_trains_rollouts_without_an_advantage(tiny_model_dir: Path) -> None:
+    trainer = make_trainer(tiny_model_dir, LOSSES["gepo with kl"])
+    before = trainer.snapshot()
+    trainer.step([make_group([1, 1], 1)])
+    assert not equal(trainer.snapshot(), before)
+
+
+def test_mixtures_are_measured(tiny_model_dir: Path) -> None:
+    mixed, pure = versioned(make_group([1, 0, 0], 0), 1, 1), make_group([1, 0, 0], 1)
+    metrics = make_trainer(tiny_model_dir, LOSSES["gepo"]).step([mixed, pure]).metrics
+    assert metrics["groups/mixed"] == 0.5
+
+
+def test_masks_report_what_they_drop(tiny_model_dir: Path) -> None:
+    metrics = (
+        make_trainer(
+            tiny_model_dir, MaskedLoss(loss=make_loss("grpo"), masks=RolloutMasks(veto=1.0))
+        )
+        .step(make_groups())
+        .metrics
+    )
+    assert 0 < metrics["dropped/veto"] <= 1
+
+
 def test_a_batch_refused_throughout_changes_nothing(tiny_model_dir: Path) -> None:
     trainer = make_trainer(tiny_model_dir, LOSSES["gepo"])
     before = trainer.snapshot()
