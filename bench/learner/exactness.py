@@ -87,10 +87,11 @@ def _scores(
             Compute(
                 device=torch.device(device),
                 dtype=getattr(torch, dtype),
-                packing=packing,  # type: ignore[arg-type]
+                packs=packing == "packed",
             ),
             loss=GrpoLoss(),
             optimizer=OptimizerSettings(),
         )
+        assert f"on {packing} rows" in trainer.describe_rows(), trainer.describe_rows()
         scores = trainer.forward(groups)
     return np.concatenate([row.astype(np.float64) for rows in scores for row in rows])

@@ -161,7 +161,7 @@ def peak_bytes(
             compute = Compute(
                 device=torch.device("cpu"),
                 dtype=dtype,
-                packing="padded",
+                packs=False,
                 gradient_checkpointing=has_checkpointing,
                 ranks=ranks,
             )

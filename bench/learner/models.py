@@ -134,7 +134,7 @@ def make_trainer(
                 ranks=None if crew is None else crew.ranks,
                 dtype=getattr(torch, arguments.dtype),
                 micro_batch_tokens=arguments.tokens,
-                packing=packing,  # type: ignore[arg-type]
+                packs=packing == "packed",
                 share_prompts=share_prompts,
                 gradient_checkpointing=arguments.checkpointing,
                 compile_layers=arguments.compile,

@@ -120,7 +120,7 @@ def time_publication(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         processes = [int(each) for each in crew.ranks.gather(str(os.getpid()).encode())]
 
     def build(checkpoint: Path | None) -> Trainer:
-        return make_trainer(arguments, "auto", crew)
+        return make_trainer(arguments, "packed", crew)
 
     if crew is None:
         alone = build(None)

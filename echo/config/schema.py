@@ -332,9 +332,6 @@ class LearnerSection(Section):
     """CPU threads of torch; 0 takes all cores."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Tokens, padding included, per forward and backward pass."""
-    packing: Literal["auto", "packed", "padded"] = "auto"
-    """Rollouts one after the other in a row, or each padded in its own; auto: the first, where the
-    model keeps them apart; the log says which."""
     gradient_checkpointing: Literal["auto", "offload"] | bool = "auto"
     """Recompute activations in the backward pass: less memory, about a third more time; offload:
     and keep the inputs of the layers in the host's memory; auto: where they would not fit

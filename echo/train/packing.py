@@ -34,7 +34,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from echo.algo.batching import Segments
-from echo.core.errors import EngineError
 
 NAME = "packed"
 """Of the attention, for transformers."""
@@ -329,11 +328,3 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 def _states(model: Any, ids: Tensor, **given: Any) -> Tensor:
     states: Tensor = model.base_model(input_ids=ids, use_cache=False, **given).last_hidden_state
     return states
-
-
-def packing_error(model: Any, obstacle: str) -> EngineError:
-    """Return the error for a model that cannot have the packed rows that were asked for."""
-    return EngineError(
-        f'learner.packing = "packed": {type(model).__name__} cannot be trained on packed rows: '
-        f'{obstacle}; set learner.packing = "auto" or "padded"'
-    )

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,7 +79,6 @@ LOGIT_SETTINGS = {
 }
 """Settings that change logits (Gemma, Granite, Cohere, Falcon-H1), with their neutral values."""
 
-Packing = Literal["auto", "packed", "padded"]
 
 MIN_SAVED = 0.2
 """Share of a batch's work that prompts must save, in products with weights, to be shared. With less
@@ -133,8 +132,8 @@ class Compute:
     """Of the log-probabilities (kernels/logprob.py)."""
     micro_batch_tokens: int = 16384
     """Tokens that go through the model at once, padding counted."""
-    packing: Packing = "auto"
-    """Whether rollouts share a row; auto: where the model keeps them apart."""
+    packs: bool = True
+    """Whether rollouts share a row, where the model keeps them apart."""
     share_prompts: bool = True
     """Whether rollouts of one prompt share it in a row, where that saves enough."""
     vocab_chunk: int = 8192
@@ -172,7 +171,6 @@ def learner_compute(config: Config) -> Compute:
         dtype=pick_dtype(section.dtype, device),
         attn_implementation=config.model.attn_implementation,
         micro_batch_tokens=section.micro_batch_tokens,
-        packing=section.packing,
         gradient_checkpointing=checkpointing,
         compile_layers=section.compile_layers,
         optimizer_state=config.optimizer.state,
@@ -521,25 +519,18 @@ class Policy:
         return packing.arguments(segments, uses_kernel=uses_kernel)
 
     def _choose_rows(self) -> str | None:
-        """Make ready for packed rows if they are wanted; return why they are padded, else None.
-
-        Raises:
-            EngineError: if packed rows were demanded and this model cannot have them.
-        """
-        wanted, attention = self.compute.packing, self.compute.attn_implementation
-        if wanted == "padded":
-            return 'learner.packing = "padded"'
-        if attention == "sdpa":
-            self.model.eval()
-            dtype = self.compute.dtype
-            own_dtype = torch.float32 if self._root is None else dtype
+        """Make ready for packed rows if they are wanted; return why they are padded, else None."""
+        if not self.compute.packs:
+            return "it was asked for"
+        attention = self.compute.attn_implementation
+        if attention != "sdpa":
+            return f'model.attn_implementation = "{attention}" has attention of its own'
+        self.model.eval()
+        dtype = self.compute.dtype
+        own_dtype = torch.float32 if self._root is None else dtype
+        with torch.no_grad():
             obstacle: str | None
-            with torch.no_grad():
-                obstacle = self._compute(packing.find_obstacle, self.model, own_dtype, dtype)
-        else:
-            obstacle = f'model.attn_implementation = "{attention}" has attention of its own'
-        if obstacle is not None and wanted == "packed":
-            raise packing.packing_error(self.model, obstacle)
+            obstacle = self._compute(packing.find_obstacle, self.model, own_dtype, dtype)
         return obstacle
 
     def _enable_training(self, *, gradient_checkpointing: bool | str) -> None:

@@ -80,7 +80,7 @@ class Touchy:
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "padded": {"packing": "padded"},
+    "padded": {"packs": False},
     "offloading": {"gradient_checkpointing": "offload", "optimizer_state": "offloaded"},
     "minibatches": {"optimizer": TWO_UPDATES, "loss": LOSSES["decoupled_ppo"]},
     "whole groups": {"loss": Touchy()},

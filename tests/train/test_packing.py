@@ -21,7 +21,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from echo.algo import batching
 from echo.algo.batching import TrainingRow
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
-from echo.core.errors import EngineError
 from echo.core.rollout import Group
 from echo.train import packing
 from echo.train import policy as policy_module
@@ -87,7 +86,9 @@ def stale_groups() -> list[Group]:
 
 def make_trainer(model_dir: Path, how: str, **options: Any) -> Trainer:
     loss = EntropyBonusLoss(loss=make_loss("gspo", clip_low=0.9, clip_high=9.0), coef=0.01)
-    return fast_trainer(model_dir, packing=how, **({"loss": loss} | options))
+    trainer = fast_trainer(model_dir, packs=how == "packed", **({"loss": loss} | options))
+    assert f"is trained on {how} rows" in trainer.describe_rows()
+    return trainer
 
 
 def pass_of(trainer: Trainer, groups: list[Group]) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -171,7 +172,7 @@ def test_every_kind_of_loss_sees_the_same(tiny_model_dir: Path, loss: str) -> No
 
 
 def test_whole_groups_and_the_longest_first(tiny_model_dir: Path) -> None:
-    policy = policy_of(tiny_model_dir, packing="packed", micro_batch_tokens=30, share_prompts=False)
+    policy = policy_of(tiny_model_dir, micro_batch_tokens=30, share_prompts=False)
     trainer = make_trainer(tiny_model_dir, "packed")
     rows = trainer._prepare(stale_groups()).samples
     seen = []
@@ -246,7 +247,7 @@ def test_the_kernel_is_told_of_the_same_segments(
 def test_a_prompt_is_shared_where_that_saves_enough(
     tiny_model_dir: Path, num_prompt: int, num_completion: int, is_shared: bool
 ) -> None:
-    policy = policy_of(tiny_model_dir, packing="packed")
+    policy = policy_of(tiny_model_dir)
     prompt = np.full(num_prompt, 5, np.int32)
     rollout = make_rollout([6] * num_completion, 1.0)
     rows = [TrainingRow(prompt_ids=prompt, rollout=rollout, advantage=1.0)] * 2
@@ -265,7 +266,7 @@ def test_a_model_that_does_not_share_prompts_rightly_keeps_them_apart(
         return attend(query, key[:, :, :size], value[:, :, :size], *how)
 
     monkeypatch.setattr(packing, "_attend", at_the_left)
-    policy = policy_of(tiny_model_dir, packing="packed")
+    policy = policy_of(tiny_model_dir)
     assert policy.is_packed
     assert not policy.can_share_prompts
 
@@ -325,13 +326,10 @@ def test_an_architecture_that_leaks_is_named_or_padded(family: str, tmp_path: Pa
     assert obstacle is not None
     assert re.search(why, obstacle)
     assert model.config._attn_implementation == "sdpa"
-    error = packing.packing_error(model, obstacle)
-    assert type(model).__name__ in str(error)
-    assert 'set learner.packing = "auto" or "padded"' in str(error)
 
 
 def test_products_in_16_bits_are_packed_too(tiny_model_dir: Path) -> None:
-    policy = policy_of(tiny_model_dir, packing="packed", dtype=torch.bfloat16)
+    policy = policy_of(tiny_model_dir, dtype=torch.bfloat16)
     assert policy.describe_rows() == "Qwen3ForCausalLM is trained on packed rows"
 
 
@@ -343,7 +341,7 @@ def test_policy_and_reference_share_their_rows(
     monkeypatch.setattr(packing, "find_obstacle", lambda *args: next(obstacles) or find(*args))
     loss = ReferenceKlLoss(loss=make_loss("grpo"), coef=0.1)
     reference = ModelSource(model_dir=tiny_model_dir)
-    trainer = make_trainer(tiny_model_dir, "auto", loss=loss, reference=reference)
+    trainer = fast_trainer(tiny_model_dir, loss=loss, reference=reference)
     assert trainer.describe_rows() == (
         "Qwen3ForCausalLM is trained on padded rows: the reference shares them, and "
         "Qwen3ForCausalLM is trained on padded rows: it leaks"
@@ -351,18 +349,11 @@ def test_policy_and_reference_share_their_rows(
     assert trainer.step(stale_groups()).metrics["kl/reference"] == pytest.approx(0.0, abs=1e-9)
 
 
-def test_a_model_that_leaks_is_refused_or_trained_padded(
+def test_a_model_that_leaks_is_trained_padded(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def leaks(*_: Any) -> str:
-        return "it leaks"
-
-    monkeypatch.setattr(packing, "find_obstacle", leaks)
-    with pytest.raises(EngineError, match="Qwen3ForCausalLM cannot be trained on packed rows: it"):
-        policy_of(tiny_model_dir, packing="packed")
-    policy = policy_of(tiny_model_dir, packing="padded")
-    assert policy.describe_rows() == (
-        'Qwen3ForCausalLM is trained on padded rows: learner.packing = "padded"'
-    )
-    with pytest.raises(EngineError, match='"eager" has attention of its own'):
-        policy_of(tiny_model_dir, packing="packed", attn_implementation="eager")
+    monkeypatch.setattr(packing, "find_obstacle", lambda *_: "it leaks")
+    rows = "Qwen3ForCausalLM is trained on padded rows: "
+    assert policy_of(tiny_model_dir).describe_rows() == f"{rows}it leaks"
+    eager = policy_of(tiny_model_dir, attn_implementation="eager")
+    assert eager.describe_rows().startswith(f'{rows}model.attn_implementation = "eager"')

@@ -42,7 +42,7 @@ ROUNDED = {"dtype": torch.bfloat16}
 WAYS: Mapping[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": ROUNDED,
-    "padded": ROUNDED | {"packing": "padded"},
+    "padded": ROUNDED | {"packs": False},
     "checkpointed": ROUNDED | {"gradient_checkpointing": True},
     "inputs offloaded": ROUNDED | {"gradient_checkpointing": "offload"},
     "moments offloaded": ROUNDED | {"optimizer_state": "offloaded"},
