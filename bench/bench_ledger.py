@@ -105,8 +105,9 @@ class Now(Before):
     """The ledger as it is: the thread writes everything, and what waits for it is told."""
 
     def __init__(self, run_dir: Path, disk: Callable[..., Any]) -> None:
+        from echo.core.records import Granted
         from echo.core.rollout import PolicyVersion
-        from echo.records.ledger import Began, Granted, Ledger
+        from echo.records.ledger import Began, Ledger
 
         self.ledger = Ledger(run_dir, spool_bytes=1 << 40)
         self.ledger.append(Began(lineage=1, fork_step=0))

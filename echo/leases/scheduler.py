@@ -1,6 +1,6 @@
 """Scheduler of leases: grant, reconcile, accept, expire, settle.
 
-Every grant is recorded before it is sent (`RecordGrant`), so that after a crash no honest result
+Every grant is recorded before it is sent (`AppendRecord`), so that after a crash no honest result
 is unknown. Workers list their leases in each heartbeat; `reconcile` compares that list with the
 book: what the worker lacks is sent again, what the book lacks is entered, what has ended is told.
 
@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from echo.core.errors import DataError, EchoError, RemoteProtocolError
 from echo.core.metrics import Counters
+from echo.core.records import Cancelled, Discarded, Granted, Refused
 from echo.core.rollout import (
     MAX_LOGPROB,
     Group,
@@ -92,38 +93,6 @@ Bounds = Mapping[PolicyVersion | None, int]
 
 
 @dataclass(frozen=True, slots=True)
-class RecordGrant(Action):
-    """Record that a lease was granted, before the Grant that follows is sent."""
-
-    lease: Lease
-    worker_id: str
-    installed: PolicyVersion | None
-    copy_of: int | None = None
-    """The attempt that it repeats on a faster worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecordCancel(Action):
-    """Record that a lease was ended because another worker was first with its group."""
-
-    group_id: int
-    attempt: int
-    worker_id: str
-    num_tokens: int
-    """What it had sampled, as far as was known."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecordRefusal(Action):
-    """Record that the result of a lease was refused; its group is granted again."""
-
-    group_id: int
-    attempt: int
-    worker_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class StoreGroup(Action):
     """Put this group on the disk, then call the role's `stored`."""
 
@@ -133,13 +102,12 @@ class StoreGroup(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class RecordEnd(Action):
-    """Record that a group that was never accepted has come to an end, with its reason."""
+class AppendRecord(Action):
+    """Record what became of a group or a lease, before the messages that follow are sent."""
 
-    group_id: int
-    reason: str
+    record: Granted | Cancelled | Refused | Discarded
     worker_id: str = ""
-    """The worker that could not finish it; empty where none was asked to."""
+    """Of a group that ends: the worker that could not finish it; empty where none was asked to."""
     cause: str = ""
     """What that worker says of it, with the traceback of the task's code in further lines."""
 
@@ -282,7 +250,8 @@ class Scheduler:
         """End a group that was never accepted; who could not finish it, and why, if anybody."""
         self.settle(group_id)
         self.counters.add(f"discarded/{reason}")
-        return [RecordEnd(group_id, reason, worker_id, cause)]
+        record = Discarded(group=group_id, reason=reason, step=self.step)
+        return [AppendRecord(record, worker_id, cause)]
 
     # --- who gets what ---------------------------------------------------------------------------
 
@@ -336,7 +305,11 @@ class Scheduler:
             for record in made:
                 self.leases.revoke(record)
             # Groups that have ended stay so, and their ends will be recorded.
-            self._unreturned = [each for each in records if not isinstance(each, RecordGrant)]
+            self._unreturned = [
+                each
+                for each in records
+                if not isinstance(each, AppendRecord) or not isinstance(each.record, Granted)
+            ]
             raise
         return records, granted
 
@@ -387,7 +360,14 @@ class Scheduler:
         granted: dict[str, list[Lease]],
     ) -> None:
         lease = self._lease_of(record, worker)
-        records.append(RecordGrant(lease, worker.node_id, worker.installed, record.copy_of))
+        grant = Granted(
+            group=lease.group_id,
+            attempt=lease.attempt,
+            worker=worker.node_id,
+            version=worker.installed,
+            copy_of=record.copy_of,
+        )
+        records.append(AppendRecord(grant))
         granted.setdefault(worker.node_id, []).append(lease)
 
     def _lease_of(self, record: LeaseRecord, worker: LeasedWorker) -> Lease:
@@ -825,7 +805,8 @@ class Scheduler:
         is_leased = any(record.attempt == attempt for record in leases.leases_of(group_id))
         records: list[Action] = []
         if is_leased:
-            records.append(RecordRefusal(group_id, attempt, node_id, reason))
+            refusal = Refused(group=group_id, attempt=attempt, worker=node_id, reason=reason)
+            records.append(AppendRecord(refusal))
             if reason not in NO_FAULT:
                 records += self._count(node_id, is_useful=False, now=now)
         leases.revoke_attempt(group_id, attempt)
@@ -866,7 +847,10 @@ class Scheduler:
             group_id, attempt, worker_id = record.group_id, record.attempt, record.worker_id
             self.counters.add("leases_cancelled")
             self.counters.add("hedges/tokens_lost", record.num_tokens)
-            actions.append(RecordCancel(group_id, attempt, worker_id, record.num_tokens))
+            end = Cancelled(
+                group=group_id, attempt=attempt, worker=worker_id, tokens=record.num_tokens
+            )
+            actions.append(AppendRecord(end))
             ack = Ack(group_id=group_id, attempt=attempt, outcome="duplicate")
             actions += self._routes.to(worker_id, ack)
         return actions

@@ -47,6 +47,7 @@ import numpy as np
 from blake3 import blake3
 
 from echo.core.errors import DataError, RemoteProtocolError, StorageError
+from echo.core.records import Cancelled, Discarded, Granted, Record, Refused
 from echo.core.rollout import Group, Lineage, PolicyVersion, is_surviving
 from echo.records.files import lock_directory, sync_path
 from echo.wire.codec import Frame, decode_group
@@ -89,49 +90,11 @@ _NETWORK = {
 # --- records -------------------------------------------------------------------------------------
 
 
-class Record(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
-    """Something that happened."""
-
-    at: float = 0.0
-    """Unix seconds; set when it is appended without it."""
-
-
 class Began(Record, tag="lineage"):
     """The learner started; the first lineage has fork_step 0."""
 
     lineage: int
     fork_step: int
-
-
-class Granted(Record, tag="granted"):
-    """A group was leased to a worker."""
-
-    group: int
-    attempt: int
-    worker: str
-    version: PolicyVersion | None = None
-    """What the worker had installed."""
-    copy_of: int | None = None
-    """The attempt that it repeats on a faster worker."""
-
-
-class Cancelled(Record, tag="cancelled"):
-    """A lease was ended, since another attempt was first."""
-
-    group: int
-    attempt: int
-    worker: str
-    tokens: int
-    """What it had sampled, as far as was known."""
-
-
-class Refused(Record, tag="refused"):
-    """The result of a lease was refused; its group is granted again."""
-
-    group: int
-    attempt: int
-    worker: str
-    reason: str
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -170,16 +133,8 @@ class Trained(Record, tag="trained"):
     groups: tuple[int, ...]
     staleness: dict[int, int]
     """Trained tokens by staleness."""
-    trimmed: dict[int, tuple[int, ...]] = {}
+    trimmed: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
     """Group -> tokens of the newest of its versions, where those of older ones were masked."""
-
-
-class Discarded(Record, tag="discarded"):
-    """A group ended untrained; this is final."""
-
-    group: int
-    reason: str
-    step: int
 
 
 class Published(Record, tag="published"):
@@ -228,7 +183,7 @@ class ActivationChanged(Record, tag="activation"):
     cause: str
     activated: tuple[str, ...]
     deactivated: tuple[str, ...]
-    numbers: dict[str, Any] = {}
+    numbers: dict[str, Any] = msgspec.field(default_factory=dict)
     """What it was decided by."""
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from echo.config.fleet_file import PriceRow
+from echo.core.records import Discarded
 from echo.core.units import GIGABYTE
 from echo.fleet.activation import ActivationDecision, Outlook
 from echo.fleet.market import Offer
-from echo.records.ledger import ActivationChanged, AnyRecord, Discarded
+from echo.records.ledger import ActivationChanged, AnyRecord
 from echo.sim.lengths import Groups
 from echo.sim.scenario import LEARNER_REGION, Scenario
 

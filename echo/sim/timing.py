@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from echo.core.records import Discarded
 from echo.core.rollout import Group, PolicyVersion
-from echo.records.ledger import Accepted, AnyRecord, Discarded, LedgerQueue, Place, Trained
+from echo.records.ledger import Accepted, AnyRecord, LedgerQueue, Place, Trained
 from echo.runtime.learner.checkpoint import (
     CheckpointInfo,
     Checkpoints,

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from echo.cli.ledger import main
-from echo.records.ledger import Began, Granted, Ledger
+from echo.core.records import Granted
+from echo.records.ledger import Began, Ledger
 
 
 def write_run(run_dir: Path, num_groups: int) -> None:

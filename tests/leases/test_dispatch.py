@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo.core.records import Granted
 from echo.leases.book import LeaseRecord
 from echo.leases.dispatch import (
     ALONE_S,
@@ -32,7 +33,7 @@ from echo.leases.dispatch import (
     by_finish,
     hedges,
 )
-from echo.leases.scheduler import RecordGrant
+from echo.leases.scheduler import AppendRecord
 from echo.wire.messages import LeaseState
 from tests.leases.test_scheduler import make_granting, make_worker
 from tests.promises.world import Rated, World
@@ -443,8 +444,8 @@ def test_a_copy_is_recorded_counts_once_and_has_the_seed_of_its_original() -> No
     records, leases = granting.grant([slow, fast], now=1.0)
     assert granting.leases.num_running == 4, "a group that two workers run counts once"
     assert list(leases) == ["fast"]
-    grants = [record for record in records if isinstance(record, RecordGrant)]
-    assert [(g.lease.group_id, g.lease.attempt, g.copy_of) for g in grants] == [
+    grants = [each.record for each in records if isinstance(each, AppendRecord)]
+    assert [(g.group, g.attempt, g.copy_of) for g in grants if isinstance(g, Granted)] == [
         (group_id, 1, 0) for group_id in (12, 13, 14, 15)
     ]
     for lease in leases["fast"]:

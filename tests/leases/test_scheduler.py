@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import DataError
 from echo.core.metrics import Counters
+from echo.core.records import Cancelled, Discarded, Granted
 from echo.core.rollout import Lineage, PolicyVersion
 from echo.leases.book import FinishedGroups, LeaseBook, LeasedWorker
 from echo.leases.scheduler import (
     MAX_ATTEMPTS,
+    AppendRecord,
     LeaseSettings,
-    RecordCancel,
-    RecordEnd,
-    RecordGrant,
     RunState,
     Scheduler,
     StoreGroup,
@@ -72,10 +71,19 @@ def listing(*leases: tuple[int, int, int]) -> Heartbeat:
     )
 
 
+def recorded(actions: list[Any], kind: type[Any]) -> list[Any]:
+    records = [action.record for action in actions if isinstance(action, AppendRecord)]
+    return [record for record in records if isinstance(record, kind)]
+
+
+def ended(group_id: int, reason: str) -> AppendRecord:
+    return AppendRecord(Discarded(group=group_id, reason=reason, step=3))
+
+
 def granted(granting: Scheduler, *workers: LeasedWorker, now: float = 0.0) -> dict[str, list[int]]:
     records, leases = granting.grant(workers, now=now)
-    grants = [r for r in records if isinstance(r, RecordGrant)]
-    assert sorted((r.worker_id, r.lease.group_id) for r in grants) == sorted(
+    grants = recorded(records, Granted)
+    assert sorted((r.worker, r.group) for r in grants) == sorted(
         (name, lease.group_id) for name, given in leases.items() for lease in given
     )
     return {name: [lease.group_id for lease in given] for name, given in leases.items()}
@@ -130,7 +138,7 @@ def test_prompts_that_cannot_be_had_are_left_out_and_counted() -> None:
     granting = make_granting(prompts=Prompts({12: fault, 14: fault}))
     records, leases = granting.grant([make_worker("w1", (2, 3), 3)], now=0.0)
     assert [lease.group_id for lease in leases["w1"]] == [13, 15, 16]
-    ended = [(r.group_id, r.reason) for r in records if isinstance(r, RecordEnd)]
+    ended = [(r.group, r.reason) for r in recorded(records, Discarded)]
     assert ended == [(12, "prompt_error"), (14, "prompt_error")]
     texts = [r.text for r in records if isinstance(r, Note)]
     assert texts[0] == "group 12 is left out: example 12: no chat template"
@@ -145,7 +153,7 @@ def test_an_end_that_was_decided_before_granting_failed_is_recorded_by_the_next(
     del faults[14]
     for ended in ([12], []):
         records, _ = granting.grant([worker], now=0.0)
-        assert [each.group_id for each in records if isinstance(each, RecordEnd)] == ended
+        assert [each.group for each in recorded(records, Discarded)] == ended
     # What was granted with it is granted anew.
     assert 13 in {record.group_id for record in granting.leases.worker_leases("w1")}
 
@@ -165,7 +173,7 @@ def test_a_prompt_that_is_gone_when_its_group_comes_back_costs_that_group_only()
     group = make_group(12, PolicyVersion(2, 3))
     message = Deliver(group_id=12, attempt=0)
     actions = granting.on_deliver("w1", message, list(encode_group(group)), now=0.1)
-    assert RecordEnd(12, "prompt_error") in actions
+    assert ended(12, "prompt_error") in actions
     assert any(
         a.text == "group 12 is left out: the row is gone" for a in actions if isinstance(a, Note)
     )
@@ -173,7 +181,7 @@ def test_a_prompt_that_is_gone_when_its_group_comes_back_costs_that_group_only()
     assert [lease.group_id for lease in lost] == [14], "13 expires, and is left out then"
     granting.leases.expire(now=20.0)
     records, leases = granting.grant([worker], now=20.0)
-    assert RecordEnd(13, "prompt_error") in records
+    assert ended(13, "prompt_error") in records
     assert 14 in [lease.group_id for lease in leases["w1"]]
 
 
@@ -234,7 +242,7 @@ def test_a_group_that_came_back_too_often_ends_and_the_next_is_granted() -> None
         [record] = granting.leases.worker_leases("w1")
         granting.leases.revoke(record)
     records, leases = granting.grant([worker], now=0.0)
-    assert RecordEnd(12, "attempts_exhausted") in records
+    assert ended(12, "attempts_exhausted") in records
     assert [lease.group_id for lease in leases["w1"]] == [13]
     assert granting.counters["discarded/attempts_exhausted"] == 1
 
@@ -298,7 +306,7 @@ def test_nobody_but_its_holder_has_a_say_in_a_lease() -> None:
     # The holder itself is heard, also when it was taken for dead.
     granting.leases.drop_worker("w1")
     assert [type(each) for each in say("w1", 12, "")] == [StoreGroup]
-    assert any(isinstance(each, RecordEnd) for each in say("w1", 13, "reward_error"))
+    assert recorded(say("w1", 13, "reward_error"), Discarded)
 
 
 @pytest.mark.parametrize("is_listed", [True, False], ids=["listed first", "delivered first"])
@@ -316,7 +324,7 @@ def test_a_lease_from_before_a_restart_is_no_rival_of_whoever_claims_it(is_liste
     failed = Failed(group_id=13, attempt=1, reason="reward_error", detail="")
     actions = granting.stored(12, is_useful=True, now=0.2)
     actions += granting.on_failed("w1", failed, now=0.2)
-    assert not [each for each in actions if isinstance(each, RecordCancel)]
+    assert not recorded(actions, Cancelled)
     assert granting.counters["leases_cancelled"] == granting.counters["hedges/lost"] == 0
 
 

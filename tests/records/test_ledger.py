@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.core.errors import DataError, StorageError
+from echo.core.records import Cancelled, Discarded, Granted, Refused
 from echo.core.rollout import Group, Lineage, PolicyVersion, Rollout, trim_stale
 from echo.records import ledger as ledger_module
 from echo.records.ledger import (
@@ -31,17 +32,13 @@ from echo.records.ledger import (
     AnyRecord,
     Began,
     BoundChanged,
-    Cancelled,
     Cost,
     Delivery,
-    Discarded,
     Finished,
-    Granted,
     Ledger,
     LedgerState,
     Place,
     Published,
-    Refused,
     Sealed,
     Trained,
     deliveries_of,
@@ -439,6 +436,7 @@ def test_a_kill_while_the_log_is_moved_into_the_database_loses_nothing(
 KILLED = """
 import sys
 from pathlib import Path
+from echo.core.records import Discarded
 from echo.records import ledger as module
 from tests.records.test_ledger import begin, encode_group, make_group
 module.LOG_RECORDS, module.GROUP_FILE_BYTES = 7, 2000
@@ -446,7 +444,7 @@ ledger = begin(Path(sys.argv[1]))
 for group_id in range(10_000):
     group = make_group(group_id)
     ledger.store(group, *encode_group(group))
-    ledger.append(module.Discarded(group=group_id, reason="stale", step=0))
+    ledger.append(Discarded(group=group_id, reason="stale", step=0))
     ledger.sync()
     print(group_id, flush=True)
     if group_id % 5 == 4:

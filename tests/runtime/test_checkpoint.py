@@ -15,17 +15,9 @@ import torch
 from blake3 import blake3
 
 from echo.core.errors import ConfigError, StorageError
+from echo.core.records import Discarded, Granted
 from echo.core.rollout import Group, Lineage, PolicyVersion
-from echo.records.ledger import (
-    Discarded,
-    Finished,
-    Granted,
-    Ledger,
-    LedgerQueue,
-    read_lines,
-    read_records,
-    read_state,
-)
+from echo.records.ledger import Finished, Ledger, LedgerQueue, read_lines, read_records, read_state
 from echo.runtime.learner import checkpoint as checkpoint_module
 from echo.runtime.learner.checkpoint import (
     CheckpointInfo,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from echo.core.records import Discarded, Granted
 from echo.core.rollout import Group, Lineage, PolicyVersion
-from echo.records.ledger import Discarded, Granted
 from echo.runtime.learner.resume import SavedRun, StartingPoint
 from echo.sim.lengths import Groups, RecordedLengths
 from echo.sim.summary import History

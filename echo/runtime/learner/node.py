@@ -41,30 +41,13 @@ from echo.core.errors import (
     TransportError,
 )
 from echo.core.metrics import Snapshot
+from echo.core.records import Discarded, Refused
 from echo.core.rollout import Group, PolicyVersion
 from echo.core.units import format_duration
 from echo.engine.engine import Watcher, is_out_of_memory
-from echo.leases.scheduler import (
-    NO_FAULT,
-    Obstacle,
-    RecordCancel,
-    RecordEnd,
-    RecordGrant,
-    RecordRefusal,
-    StoreGroup,
-)
+from echo.leases.scheduler import NO_FAULT, AppendRecord, Obstacle, StoreGroup
 from echo.net.transport import Transport
-from echo.records.ledger import (
-    AnyRecord,
-    BoundChanged,
-    Cancelled,
-    Discarded,
-    Finished,
-    Granted,
-    LedgerQueue,
-    Published,
-    Refused,
-)
+from echo.records.ledger import BoundChanged, Finished, LedgerQueue, Published
 from echo.roles.learner import Learner
 from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.cost import LOOK_S, METER_S, CostControl, CostTerms
@@ -160,41 +143,6 @@ class Adaptation:
         if self._controller is None:
             return {}
         return {"staleness/bound": self._buffer.admission_staleness}
-
-
-# --- The records that the learner's role asks for, in the words of the ledger ---
-
-
-LeaseRecord = RecordGrant | RecordCancel | RecordRefusal | RecordEnd
-
-
-def record_of(action: LeaseRecord, *, step: int) -> AnyRecord:
-    """Return the record of what happened to a lease or a group."""
-    match action:
-        case RecordGrant():
-            return Granted(
-                group=action.lease.group_id,
-                attempt=action.lease.attempt,
-                worker=action.worker_id,
-                version=action.installed,
-                copy_of=action.copy_of,
-            )
-        case RecordCancel():
-            return Cancelled(
-                group=action.group_id,
-                attempt=action.attempt,
-                worker=action.worker_id,
-                tokens=action.num_tokens,
-            )
-        case RecordRefusal():
-            return Refused(
-                group=action.group_id,
-                attempt=action.attempt,
-                worker=action.worker_id,
-                reason=action.reason,
-            )
-        case RecordEnd():
-            return Discarded(group=action.group_id, reason=action.reason, step=step)
 
 
 # --- Rewards at the learner, for groups whose workers know no answers ---
@@ -489,11 +437,11 @@ class LearnerNode(Node):
     def perform(self, actions: Iterable[Action]) -> None:
         """Carry out actions in order; a batch that has records waits until they are committed."""
         batch = list(actions)
-        if self._takes_groups and any(isinstance(each, LeaseRecord) for each in batch):
+        if self._takes_groups and any(isinstance(each, AppendRecord) for each in batch):
             for each in batch:
-                if isinstance(each, LeaseRecord | StoreGroup):
+                if isinstance(each, AppendRecord | StoreGroup):
                     self.on_action(each)
-            self._held.append([e for e in batch if not isinstance(e, LeaseRecord | StoreGroup)])
+            self._held.append([e for e in batch if not isinstance(e, AppendRecord | StoreGroup)])
             batch = []
         super().perform(batch)
 
@@ -526,24 +474,28 @@ class LearnerNode(Node):
         match action:
             case StoreGroup() if self._takes_groups:
                 self.take_in(action)
-            case RecordGrant() | RecordCancel() | RecordRefusal() | RecordEnd() if (
-                self._takes_groups
-            ):
-                self._ledger.append(record_of(action, step=self.role.step))
-                if isinstance(action, RecordEnd) and action.worker_id:
-                    cause = f"group {action.group_id} on {action.worker_id}: {action.cause}"
-                    self._failed(action.reason, cause)
-                    if action.reason == BAD_LOGPROBS:
-                        self._is_in_doubt = True
-                        self.wake()
-                elif isinstance(action, RecordRefusal) and action.reason not in NO_FAULT:
-                    cause = f"group {action.group_id} on {action.worker_id}: its result was refused"
-                    self._failed(action.reason, cause)
-            case StoreGroup() | RecordGrant() | RecordCancel() | RecordRefusal() | RecordEnd():
+            case AppendRecord() if self._takes_groups:
+                self._ledger.append(action.record)
+                self._note_failure(action)
+            case StoreGroup() | AppendRecord():
                 # Too late: it is not acknowledged, or was never accepted, so it needs no end.
                 pass
             case _:
                 raise LocalProtocolError(f"a learner cannot {type(action).__name__}")
+
+    def _note_failure(self, action: AppendRecord) -> None:
+        """Count a group that a worker could not finish, or whose result was wrong."""
+        record = action.record
+        if isinstance(record, Discarded) and action.worker_id:
+            self._failed(
+                record.reason, f"group {record.group} on {action.worker_id}: {action.cause}"
+            )
+            if record.reason == BAD_LOGPROBS:
+                self._is_in_doubt = True
+                self.wake()
+        elif isinstance(record, Refused) and record.reason not in NO_FAULT:
+            cause = f"group {record.group} on {record.worker}: its result was refused"
+            self._failed(record.reason, cause)
 
     # --- groups: scored, written, acknowledged ---------------------------------------------------
     #
@@ -618,7 +570,8 @@ class LearnerNode(Node):
         """End a group from which nothing can be learned; its worker is told as of any other."""
         self.role.counters.add(f"discarded/{reason}")
         acknowledgement = self.role.stored(group.group_id, is_useful=False, now=self.now)
-        self.perform([RecordEnd(group.group_id, reason), *acknowledgement])
+        end = Discarded(group=group.group_id, reason=reason, step=self.role.step)
+        self.perform([AppendRecord(end), *acknowledgement])
         self._tell_if_zero_signal()
 
     def _tell_if_zero_signal(self) -> None:

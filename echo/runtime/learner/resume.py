@@ -26,17 +26,11 @@ import msgspec
 from echo.config.schema import Config
 from echo.core.bounds import NodeId, Rate
 from echo.core.errors import ConfigError, StorageError
+from echo.core.records import Discarded
 from echo.core.rollout import Group, Lineage, find_fault, trim_stale
 from echo.leases.book import LeaseBook
 from echo.records.files import write_file
-from echo.records.ledger import (
-    Began,
-    Discarded,
-    Finished,
-    LedgerQueue,
-    read_records,
-    read_state,
-)
+from echo.records.ledger import Began, Finished, LedgerQueue, read_records, read_state
 from echo.runtime.identity import Identity
 from echo.runtime.learner.checkpoint import (
     CheckpointInfo,
