@@ -465,17 +465,17 @@ async def _run(
     crew: Crew | None,
 ) -> str:
     # Imported here: a relay's machine has no torch.
-    from echo.runtime.learner.setup import build_learner
+    from echo.runtime.learner.setup import Options, build_learner
 
-    node = await build_learner(
-        config,
-        resume=resume,
+    options = Options(
         follower=operator,
         log=log,
+        resume=resume,
         earlier=read_curve(config.run_dir, log) if resume else None,
         events=events,
         crew=crew,
     )
+    node = await build_learner(config, options)
     if config.security.curve and sys.stderr.isatty():
         show_join(config.run_dir / "keys" / "join")
     return await run_node(node)

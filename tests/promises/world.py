@@ -777,16 +777,14 @@ class World:
             ):  # fmt: skip
                 patches.enter_context(mock.patch.object(module, name, stub))
             try:
-                return setup.assemble_learner(
-                    config,
-                    data,
-                    transport,
-                    resume=(config.run_dir / "ledger.sqlite").exists(),
+                options = setup.Options(
                     follower=self,
-                    threads=process.threads,
                     log=process.log,
+                    resume=(config.run_dir / "ledger.sqlite").exists(),
+                    threads=process.threads,
                     events=self._events(process),
                 )
+                return setup.assemble_learner(config, data, transport, options)
             except BaseException:
                 await transport.close()
                 raise

@@ -15,7 +15,7 @@ from echo.config.schema import Config
 from echo.core.metrics import Snapshot
 from echo.net.transport import TransportOptions
 from echo.runtime.learner.node import LearnerNode
-from echo.runtime.learner.setup import assemble_learner, load_data
+from echo.runtime.learner.setup import Options, assemble_learner, load_data
 from echo.runtime.node import Node
 from echo.runtime.relay import RelayNode, assemble_relay
 from echo.runtime.worker.node import WorkerNode
@@ -98,14 +98,8 @@ class Run:
         data = load_data(config)
         transport = await self.transport("learner", config.learner.listen)
         try:
-            return assemble_learner(
-                config,
-                data,
-                transport,
-                resume=resume,
-                follower=self,
-                log=logging.getLogger("test.learner"),
-            )
+            options = Options(follower=self, log=logging.getLogger("test.learner"), resume=resume)
+            return assemble_learner(config, data, transport, options)
         except BaseException:
             await transport.close()
             raise

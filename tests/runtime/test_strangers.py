@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -30,7 +31,7 @@ from echo.net.zmq import (
     raise_descriptor_limit,
 )
 from echo.runtime import node
-from echo.runtime.learner.setup import build_learner
+from echo.runtime.learner.setup import Options, build_learner
 from echo.runtime.worker.setup import build_worker
 from echo.wire.codec import encode
 from echo.wire.messages import Greet
@@ -260,9 +261,11 @@ def test_the_code_of_the_model_is_imported_before_strangers_can_connect(
     }
     is_learner = build is build_learner
     config = parse_config(table, role="learner" if is_learner else "worker")
-    more = {"resume": False, "follower": None} if is_learner else {}
+    log = logging.getLogger()
+    options = Options(follower=Mock(), log=log)
+    built = build_learner(config, options) if is_learner else build_worker(config, log=log)
     with pytest.raises(BindsError):
-        asyncio.run(build(config, log=logging.getLogger(), **more))
+        asyncio.run(built)
     assert module in sys.modules
 
 

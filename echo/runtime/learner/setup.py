@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -378,196 +378,183 @@ def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ModelS
 # All of it is opened before anything is written: a run that cannot begin leaves no trace.
 
 
-def open_run(
-    config: Config,
-    data: Data,
-    identity: Identity,
-    advertise: str,
-    *,
-    resume: bool,
-    earlier: LearningCurve | None,
-    log: logging.Logger,
-    events: EventLog,
-    evaluations: Evaluations | None,
-    budget: Budget | None,
-    crew: Crew | None = None,
-) -> OpenedRun:
-    """Open the ledger, build trainer and role, and enter the new lineage.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a learner is started, beside its configuration."""
 
-    The budget is that of a process alone, before the evaluation was built; None where nothing is
-    known. Then a GPU keeps the last version for as long as it fits.
+    follower: Follower
+    log: logging.Logger
+    resume: bool = False
+    earlier: LearningCurve | None = None
+    """What the run had learned before it is resumed, for the display."""
+    threads: Threads | None = None
+    events: EventLog = field(default_factory=EventLog)
+    crew: Crew | None = None
+    """All processes of a learner that are several; this is the first of them."""
 
-    Raises:
-        EchoError: if something is missing or does not fit.
-    """
-    with ExitStack() as on_failure:
-        ledger = Ledger(config.run_dir, spool_bytes=config.limits.spool_bytes)
-        on_failure.callback(ledger.close)
-        saved = SavedRun(ledger, make_checkpoints(config, identity))
-        start = saved.find_start(config, identity, resume=resume, log=log)
-        spent = spent_before(ledger.records(), now=ledger.now()) if resume else 0.0
-        own = config if budget is None else with_checkpointing(config, budget)
-        trainer = build_trainer(own, data.model_dir, start, data.lora, crew)
-        log.info("%s", trainer.describe_rows())
-        attribution = make_attribution(config, data.model_dir, trainer)
-        buffer = fill_buffer(config, start, trainer, events=events)
-        prompts = prompts_ahead(config, data, start)
-        role = build_role(
-            config, identity, data, start, buffer, prompts, advertise=advertise, events=events
+
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """What the parts of a run are made from, and the making of each."""
+
+    config: Config
+    data: Data
+    options: Options
+    identity: Identity
+    advertise: str
+    """Where workers find the learner; "" where that is not known."""
+    budget: Budget | None
+    """That of a process alone, before the evaluation was built; None where nothing is known. Then a
+    GPU keeps the last version for as long as it fits."""
+
+    def open(self, evaluations: Evaluations | None) -> OpenedRun:
+        """Open the ledger, build trainer and role, and enter the new lineage.
+
+        Raises:
+            EchoError: if something is missing or does not fit.
+        """
+        config, data, options = self.config, self.data, self.options
+        now = asyncio.get_running_loop().time()
+        with ExitStack() as on_failure:
+            ledger = Ledger(config.run_dir, spool_bytes=config.limits.spool_bytes)
+            on_failure.callback(ledger.close)
+            saved = SavedRun(ledger, self._checkpoints(now))
+            start = saved.find_start(config, self.identity, resume=options.resume, log=options.log)
+            spent = spent_before(ledger.records(), now=ledger.now()) if options.resume else 0.0
+            own = config if self.budget is None else with_checkpointing(config, self.budget)
+            trainer = build_trainer(own, data.model_dir, start, data.lora, options.crew)
+            options.log.info("%s", trainer.describe_rows())
+            attribution = make_attribution(config, data.model_dir, trainer)
+            buffer = self._buffer(start, trainer)
+            prompts = PromptsAhead(
+                data.prompts,
+                num_out=(config.sync.max_staleness + 1) * config.batch.groups_per_step,
+                first=start.next_group_id,
+                again=start.open_attempts,
+            )
+            role = self._role(start, buffer, prompts, now)
+            for reason in start.ends.values():
+                role.counters.add(f"discarded/{reason}")
+            save_resolved(config, config.run_dir / "config.json")
+            saved.enter(start)
+            on_failure.pop_all()
+        scores_here = config.reward.where == "learner"
+        return OpenedRun(
+            ledger=ledger,
+            checkpoints=saved.checkpoints,
+            costs=CostTerms(spent, activation_settings(config)),
+            progress=Progress(
+                staleness_tokens=start.staleness_tokens,
+                now=now,
+                step=start.step,
+                earlier=options.earlier,
+            ),
+            trainer=trainer,
+            attribution=attribution,
+            publisher=self._publisher(trainer, attribution),
+            buffer=buffer,
+            role=role,
+            prompts=prompts,
+            rewards=LearnerRewards(data.host, prompts, data.text) if scores_here else None,
+            evaluations=evaluations,
+            exporter=DirectoryExporter(config, data),
         )
-        for reason in start.ends.values():
-            role.counters.add(f"discarded/{reason}")
-        save_resolved(config, config.run_dir / "config.json")
-        saved.enter(start)
-        on_failure.pop_all()
-    return OpenedRun(
-        ledger=ledger,
-        checkpoints=saved.checkpoints,
-        costs=CostTerms(spent, activation_settings(config)),
-        progress=Progress(
-            staleness_tokens=start.staleness_tokens,
-            now=asyncio.get_running_loop().time(),
-            step=start.step,
-            earlier=earlier,
-        ),
-        trainer=trainer,
-        attribution=attribution,
-        publisher=make_publisher(config, data, identity, trainer, attribution, budget),
-        buffer=buffer,
-        role=role,
-        prompts=prompts,
-        rewards=None
-        if config.reward.where != "learner"
-        else LearnerRewards(data.host, prompts, data.text),
-        evaluations=evaluations,
-        exporter=DirectoryExporter(config, data),
-    )
 
-
-def prompts_ahead(config: Config, data: Data, start: StartingPoint) -> PromptsAhead:
-    """Return the prompts of a run from its starting point on."""
-    return PromptsAhead(
-        data.prompts,
-        num_out=(config.sync.max_staleness + 1) * config.batch.groups_per_step,
-        first=start.next_group_id,
-        again=start.open_attempts,
-    )
-
-
-def make_publisher(
-    config: Config,
-    data: Data,
-    identity: Identity,
-    trainer: AnyTrainer,
-    attribution: Attribution | None,
-    budget: Budget | None,
-) -> Publisher:
-    """Return what makes versions of a trainer's weights; several ranks write them together."""
-    images: Images
-    if isinstance(trainer, LeadTrainer):
-        images = trainer.images
-    else:
-        fits = budget is None or budget.has_versions_on_gpu
-        images = make_images(
-            config, trainer.unrounded, fits_on_gpu=fits, copy_stream=trainer.copy_stream
-        )
-    return Publisher(
-        identity,
-        config,
-        model_digest=data.digests["model"],
-        images=images,
-        attribution=attribution,
-    )
-
-
-def make_checkpoints(config: Config, identity: Identity) -> Checkpoints:
-    """Return the checkpoints of a run."""
-    section = config.checkpoint
-    return Checkpoints(
-        config.run_dir / "checkpoints",
-        run_id=identity.run_id,
-        interval_steps=section.interval_steps,
-        interval_s=section.interval_s,
-        keep_last=section.keep_last,
-        min_free_bytes=config.limits.min_free_disk_bytes,
-        now=asyncio.get_running_loop().time(),
-    )
-
-
-def fill_buffer(
-    config: Config, start: StartingPoint, trainer: AnyTrainer, *, events: EventLog
-) -> StalenessBuffer:
-    """Return the buffer with what waited on the disk, and note in `start` what is of no use."""
-    buffer = events.build(
-        "buffer",
-        StalenessBuffer,
-        max_staleness=config.sync.max_staleness,
-        lineages=start.lineages,
-        trims_stale=config.trims_stale,
-    )
-    for group in start.buffered:
-        reason = trainer.refusal(group)
-        if reason is None:
-            buffer.put(group)
+    def _publisher(self, trainer: AnyTrainer, attribution: Attribution | None) -> Publisher:
+        """Return what makes versions of a trainer's weights; several ranks write them together."""
+        images: Images
+        if isinstance(trainer, LeadTrainer):
+            images = trainer.images
         else:
-            # It was taken in for the loss of another configuration.
-            start.ends[group.group_id] = reason
-    return buffer
+            fits = self.budget is None or self.budget.has_versions_on_gpu
+            images = make_images(
+                self.config, trainer.unrounded, fits_on_gpu=fits, copy_stream=trainer.copy_stream
+            )
+        return Publisher(
+            self.identity,
+            self.config,
+            model_digest=self.data.digests["model"],
+            images=images,
+            attribution=attribution,
+        )
 
+    def _checkpoints(self, now: float) -> Checkpoints:
+        """Return the checkpoints of a run."""
+        config, section = self.config, self.config.checkpoint
+        return Checkpoints(
+            config.run_dir / "checkpoints",
+            run_id=self.identity.run_id,
+            interval_steps=section.interval_steps,
+            interval_s=section.interval_s,
+            keep_last=section.keep_last,
+            min_free_bytes=config.limits.min_free_disk_bytes,
+            now=now,
+        )
 
-def build_role(
-    config: Config,
-    identity: Identity,
-    data: Data,
-    start: StartingPoint,
-    buffer: StalenessBuffer,
-    prompts: PromptsAhead,
-    *,
-    advertise: str,
-    events: EventLog,
-) -> Learner:
-    """Return the learner's role with its leases as they were."""
-    network = config.network
-    leases = events.build("leases", LeaseBook, timeout_s=network.lease_timeout_s)
-    start.enter_leases(leases, now=asyncio.get_running_loop().time())
-    return events.build(
-        "role",
-        Learner,
-        LearnerSettings(
-            admission=AdmissionSettings(
-                run_id=identity.run_id,
-                key=events.outside(identity.key),
-                settings=inherited_settings(config)
-                | base_settings(config, data.lora, is_resumed=len(start.lineages) > 1)
-                | code_settings(config),
-                assets=data.read_assets(),
-                digests=data.digests,
-                heartbeat_s=network.heartbeat_s,
-                dead_after_s=network.dead_after_s,
-            ),
-            leases=lease_settings(config, vocab_size=data.vocab_size),
-            site=Site(
-                LEARNER_ID,
-                "learner",
-                advertise,
-                region=network.region,
-                price_per_gb=network.price_per_gb,
-            ),
-            chunk_bytes=network.chunk_bytes,
-            uplinks=start.uplinks,
-        ),
-        RunState(
-            leases=leases,
+    def _buffer(self, start: StartingPoint, trainer: AnyTrainer) -> StalenessBuffer:
+        """Return the buffer with what waited on the disk, and note in `start` what is of no use."""
+        buffer = self.options.events.build(
+            "buffer",
+            StalenessBuffer,
+            max_staleness=self.config.sync.max_staleness,
             lineages=start.lineages,
-            step=start.step,
-            next_group_id=start.next_group_id,
-            finished=start.finished,
-        ),
-        # Each is made in the memory of the one before the last.
-        broadcast=wiring.make_broadcast(LEARNER_ID, network, keep_versions=1, events=events),
-        buffer=buffer,
-        prompts=events.outside(prompts),
-    )
+            trims_stale=self.config.trims_stale,
+        )
+        for group in start.buffered:
+            reason = trainer.refusal(group)
+            if reason is None:
+                buffer.put(group)
+            else:
+                # It was taken in for the loss of another configuration.
+                start.ends[group.group_id] = reason
+        return buffer
+
+    def _role(
+        self, start: StartingPoint, buffer: StalenessBuffer, prompts: PromptsAhead, now: float
+    ) -> Learner:
+        """Return the learner's role with its leases as they were."""
+        config, data, network = self.config, self.data, self.config.network
+        events = self.options.events
+        leases = events.build("leases", LeaseBook, timeout_s=network.lease_timeout_s)
+        start.enter_leases(leases, now=now)
+        return events.build(
+            "role",
+            Learner,
+            LearnerSettings(
+                admission=AdmissionSettings(
+                    run_id=self.identity.run_id,
+                    key=events.outside(self.identity.key),
+                    settings=inherited_settings(config)
+                    | base_settings(config, data.lora, is_resumed=len(start.lineages) > 1)
+                    | code_settings(config),
+                    assets=data.read_assets(),
+                    digests=data.digests,
+                    heartbeat_s=network.heartbeat_s,
+                    dead_after_s=network.dead_after_s,
+                ),
+                leases=lease_settings(config, vocab_size=data.vocab_size),
+                site=Site(
+                    LEARNER_ID,
+                    "learner",
+                    self.advertise,
+                    region=network.region,
+                    price_per_gb=network.price_per_gb,
+                ),
+                chunk_bytes=network.chunk_bytes,
+                uplinks=start.uplinks,
+            ),
+            RunState(
+                leases=leases,
+                lineages=start.lineages,
+                step=start.step,
+                next_group_id=start.next_group_id,
+                finished=start.finished,
+            ),
+            # Each is made in the memory of the one before the last.
+            broadcast=wiring.make_broadcast(LEARNER_ID, network, keep_versions=1, events=events),
+            buffer=buffer,
+            prompts=events.outside(prompts),
+        )
 
 
 def lease_settings(config: Config, *, vocab_size: int) -> LeaseSettings:
@@ -594,22 +581,13 @@ def _max_rollout_tokens(config: Config) -> int:
     return longest if agent.listen is None else max(longest, agent.max_session_tokens)
 
 
-async def build_learner(
-    config: Config,
-    *,
-    resume: bool,
-    follower: Follower,
-    log: logging.Logger,
-    earlier: LearningCurve | None = None,
-    events: EventLog | None = None,
-    crew: Crew | None = None,
-) -> LearnerNode:
+async def build_learner(config: Config, options: Options) -> LearnerNode:
     """Return a learner that is ready to run, listening already.
 
     Raises:
         EchoError: if something is missing or does not fit; the message is for the user.
     """
-    data = load_data(config)
+    data, log = load_data(config), options.log
     # Before strangers can take the descriptors that it needs.
     import_architecture(data.model_dir if data.lora is None else data.lora.base_dir)
     keys, secret = load_or_create_keys(config.run_dir) if config.security.curve else (None, b"")
@@ -621,17 +599,7 @@ async def build_learner(
     try:
         if keys is not None:
             invite(config, keys, secret, transport, log=log)
-        node = assemble_learner(
-            config,
-            data,
-            transport,
-            resume=resume,
-            follower=follower,
-            log=log,
-            earlier=earlier,
-            events=events,
-            crew=crew,
-        )
+        node = assemble_learner(config, data, transport, options)
         # Not before its files are open, for which strangers could leave no descriptor.
         transport.listen()
     except BaseException:
@@ -659,19 +627,10 @@ def invite(
 
 
 def assemble_learner(
-    config: Config,
-    data: Data,
-    transport: Transport,
-    *,
-    resume: bool,
-    follower: Follower,
-    log: logging.Logger,
-    earlier: LearningCurve | None = None,
-    threads: Threads | None = None,
-    events: EventLog | None = None,
-    crew: Crew | None = None,
+    config: Config, data: Data, transport: Transport, options: Options
 ) -> LearnerNode:
     """Join a learner on a transport that has been started; otherwise as `build_learner`."""
+    log, crew = options.log, options.crew
     budget = None
     if crew is None:  # of all that is free, before anything is built that takes of it
         base_dir = data.model_dir if data.lora is None else data.lora.base_dir
@@ -686,22 +645,12 @@ def assemble_learner(
             "learner.listen is a wildcard and learner.advertise is not set: workers that reach "
             "this learner through a relay cannot find it when the relay dies"
         )
-    events = events or EventLog()
-    run = open_run(
-        config,
-        data,
-        identity,
-        advertise,
-        resume=resume,
-        earlier=earlier,
-        log=log,
-        events=events,
-        evaluations=evaluations,
-        budget=budget,
-        crew=crew,
-    )
-    node = LearnerNode(run, transport, config, follower, threads=threads, log=log)
-    node.at_release += [data.host.close, data.prompts.close, events.close]
+    parts = RunParts(config, data, options, identity, advertise, budget)
+    node = LearnerNode(
+        parts.open(evaluations), transport, config, options.follower,
+        threads=options.threads, log=log,
+    )  # fmt: skip
+    node.at_release += [data.host.close, data.prompts.close, options.events.close]
     return node
 
 
