@@ -162,6 +162,8 @@ def test_04_no_two_versions_are_further_apart_than_a_moving_bound_allows(
         world.run_until(lambda until=until: world.step >= until, within_s=600.0)
     decisions = world.records("bound")
     assert {record["bound"] > record["before"] for record in decisions} == {True, False}
+    told = {row["staleness/bound"] for row in world.rows}
+    assert told == {3, *(record["bound"] for record in decisions)}
     bound, steps = 3, [step for _, step in world.published()]
     gaps = set()
     for before, after in itertools.pairwise(steps):

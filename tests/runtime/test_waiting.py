@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from echo.algo.staleness import ControlSettings
-from echo.config.load import parse_config
-from echo.core.buffer import StalenessBuffer
 from echo.core.errors import TransportError
-from echo.core.rollout import Lineage
-from echo.records.ledger import Ledger
 from echo.roles.learner import Learner
-from echo.runtime.learner.node import FIRST_WORKER_S, Adaptation, BatchWait
-from echo.weights.schedule import PublishPace
-from tests.e2e.audit import read_ledger
+from echo.runtime.learner.node import FIRST_WORKER_S, BatchWait, LearnerNode
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
 
@@ -179,94 +171,75 @@ def test_a_learner_without_workers_saves_and_ends(make_world: MakeWorld) -> None
 GOOD = {"ess": 0.99, "mismatch_kl": 0.0, "clip_ratio/mean": 0.0}
 
 
-class Parts:
-    """An adaptation and what it takes hold of."""
-
-    def __init__(self, directory: Path, *overrides: str) -> None:
-        config = parse_config({}, ["sync.max_staleness=6", "sync.publish_period=5", *overrides])
-        self.buffer = StalenessBuffer(max_staleness=6, lineages=(Lineage(1, 0),))
-        self.pace = PublishPace(period=5, is_auto=False, max_staleness=6)
-        self.ledger = Ledger(directory, spool_bytes=1 << 20)
-        self.made = Adaptation(
-            config,
-            buffer=self.buffer,
-            pace=self.pace,
-            ledger=self.ledger,
-            log=logging.getLogger("test"),
-        )
-
-    def step(self, step: int, **changes: float) -> bool:
-        return self.made.after_step(step, GOOD | changes, {6: 10, 2: 3})
-
-    @property
-    def records(self) -> list[dict[str, Any]]:
-        self.ledger.commit()
-        return [r for r in read_ledger(self.ledger.run_dir) if r["kind"] == "bound"]
-
-
-MakeParts = Callable[..., Parts]
-
-
 def quick(patch: pytest.MonkeyPatch, **limits: float) -> None:
     """Let the controller decide within the steps of a test."""
     settings = partial(ControlSettings, **limits)
     patch.setattr("echo.runtime.learner.node.ControlSettings", settings)
 
 
-@pytest.fixture
-def make_parts(tmp_path: Path) -> Iterator[MakeParts]:
-    made: list[Parts] = []
-
-    def make(*overrides: str) -> Parts:
-        made.append(Parts(tmp_path, *overrides))
-        return made[-1]
-
-    yield make
-    for parts in made:
-        parts.ledger.close()
+def adapting(
+    make_world: MakeWorld, *, train_s: float = math.inf, **sync: Any
+) -> tuple[World, LearnerNode]:
+    """Return a world whose learner makes no step by itself, and its node."""
+    sync = {"max_staleness": 6, "publish_period": 5, "adaptive": True, **sync}
+    world = make_world(train_s=train_s, sync=sync)
+    world.learner()
+    return world, world.node("learner")
 
 
-def test_a_decision_is_noted_with_its_cause(make_parts: MakeParts) -> None:
-    parts = make_parts("sync.adaptive=true")
-    assert parts.step(1, ess=0.1)
-    [record] = parts.records
+def adapt(node: LearnerNode, step: int, **changes: float) -> bool:
+    return node.adapt(step, GOOD | changes, {6: 10, 2: 3})
+
+
+def bounds(world: World) -> list[dict[str, Any]]:
+    world.run(1.0)
+    return world.records("bound")
+
+
+def test_a_decision_is_noted_with_its_cause(make_world: MakeWorld) -> None:
+    world, node = adapting(make_world)
+    assert adapt(node, 1, ess=0.1)
+    [record] = bounds(world)
     assert {name: record[name] for name in ("step", "before", "bound", "cause")} == {
         "step": 1,
         "before": 6,
         "bound": 3,
         "cause": "ess 0.1 below 0.8",
     }
-    assert parts.made.metrics() == {"staleness/bound": 3}
 
 
 def test_it_gates_leases_and_publishes_at_once_and_more_often(
-    make_parts: MakeParts, monkeypatch: pytest.MonkeyPatch
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick(monkeypatch, patience=1)
-    parts = make_parts("sync.adaptive=true")
-    assert parts.step(1, ess=0.1)
-    assert (parts.buffer.admission_staleness, parts.pace.period) == (3, 4)
-    assert parts.buffer.max_staleness == 6
-    published = [step for step in range(2, 40) if parts.step(step)]
+    world, node = adapting(make_world)
+    buffer, pace = node.role.buffer, node.pace
+    assert adapt(node, 1, ess=0.1)
+    assert (buffer.admission_staleness, pace.period) == (3, 4)
+    assert buffer.max_staleness == 6
+    published = [step for step in range(2, 40) if adapt(node, step)]
     # Smoothed signals take a while to recover; then the bound rises, and the period with it. Only
     # a lower bound needs a version at once.
-    assert published == [r["step"] for r in parts.records[1:] if r["bound"] < r["before"]]
-    assert (parts.buffer.admission_staleness, parts.pace.period) == (6, 5)
-    assert [r["bound"] for r in parts.records][-4:] == [3, 4, 5, 6]
+    records = bounds(world)
+    assert published == [r["step"] for r in records[1:] if r["bound"] < r["before"]]
+    assert (buffer.admission_staleness, pace.period) == (6, 5)
+    assert [r["bound"] for r in records][-4:] == [3, 4, 5, 6]
 
 
-def test_it_stays_above_the_least_bound(make_parts: MakeParts) -> None:
-    parts = make_parts("sync.adaptive=true", "sync.min_staleness=3")
+def test_it_stays_above_the_least_bound(make_world: MakeWorld) -> None:
+    _, node = adapting(make_world, min_staleness=3)
     for step in range(40):
-        parts.step(step, ess=0.1)
-    assert parts.buffer.admission_staleness == 3
+        adapt(node, step, ess=0.1)
+    assert node.role.buffer.admission_staleness == 3
 
 
-@pytest.mark.parametrize("overrides", [[], ["sync.adaptive=true", "sync.min_staleness=6"]])
+@pytest.mark.parametrize("sync", [{"adaptive": False}, {"min_staleness": 6}])
 def test_nothing_happens_where_there_is_nothing_to_choose(
-    overrides: list[str], make_parts: MakeParts
+    sync: dict[str, Any], make_world: MakeWorld
 ) -> None:
-    parts = make_parts(*overrides)
-    assert not parts.step(1, ess=0.1)
-    assert parts.made.metrics() == {}
-    assert parts.records == []
+    world, node = adapting(make_world, train_s=0.1, **sync)
+    world.worker("w1")
+    world.run_until(lambda: world.step >= 1)
+    assert not adapt(node, 1, ess=0.1)
+    assert bounds(world) == []
+    assert not any("staleness/bound" in row for row in world.rows)

@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from echo.algo.staleness import BoundDecision, ControlSettings, Signals, StalenessController
+from echo.algo.staleness import ControlSettings, Signals, StalenessController
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import (
@@ -72,77 +72,6 @@ if TYPE_CHECKING:
 
 
 Row = Mapping[str, float | Mapping[str, float]]
-
-
-# --- Decisions of the staleness controller, carried out ---
-#
-# A lower bound gates new leases only, shortens the publish period and publishes at once;
-# what is buffered or being sampled stays valid up to the hard bound. Each goes to the ledger with
-# its cause.
-
-
-class Adaptation:
-    """The controller, and the places where its bound takes hold."""
-
-    def __init__(
-        self,
-        config: Config,
-        *,
-        buffer: StalenessBuffer,
-        pace: PublishPace,
-        ledger: LedgerQueue,
-        log: logging.Logger,
-    ) -> None:
-        """Join the parts; the bound stays as it is if that is off or there is nothing to choose."""
-        sync = config.sync
-        self._controller: StalenessController | None = None
-        if sync.adaptive and sync.min_staleness < sync.max_staleness:
-            settings = ControlSettings(least=sync.min_staleness, most=sync.max_staleness)
-            self._controller = StalenessController(settings)
-            pace.limit(sync.max_staleness)
-        self._buffer = buffer
-        self._pace = pace
-        self._ledger = ledger
-        self._log = log
-
-    def after_step(
-        self, step: int, metrics: Mapping[str, float], staleness: Mapping[int, int]
-    ) -> bool:
-        """Let the controller decide; return whether to publish now."""
-        if self._controller is None:
-            return False
-        signals = Signals(
-            ess=metrics.get("ess"),
-            mismatch_kl=metrics.get("mismatch_kl"),
-            clip_ratio=metrics.get("clip_ratio/mean"),
-            staleness=max(staleness, default=0),
-        )
-        decision = self._controller.observe(step, signals)
-        if decision is None:
-            return False
-        self._tell(decision)
-        self._buffer.admission_staleness = decision.bound
-        self._pace.limit(decision.bound)
-        return decision.bound < decision.before
-
-    def _tell(self, decision: BoundDecision) -> None:
-        self._ledger.append(
-            BoundChanged(
-                step=decision.step,
-                before=decision.before,
-                bound=decision.bound,
-                cause=decision.cause,
-            )
-        )
-        self._log.info(
-            "staleness bound %d -> %d: %s", decision.before, decision.bound, decision.cause
-        )
-
-    def metrics(self) -> dict[str, float]:
-        """Return the bound that new leases are granted for."""
-        if self._controller is None:
-            return {}
-        return {"staleness/bound": self._buffer.admission_staleness}
 
 
 # --- Rewards at the learner, for groups whose workers know no answers ---
@@ -379,7 +308,11 @@ class LearnerNode(Node):
             is_auto=sync.publish_period == "auto",
             max_staleness=sync.max_staleness,
         )
-        self._adaptation = Adaptation(config, buffer=run.buffer, pace=pace, ledger=ledger, log=log)
+        self._controller: StalenessController | None = None
+        """Moves the bound on staleness; None if that is off or there is nothing to choose."""
+        if sync.adaptive and sync.min_staleness < sync.max_staleness:
+            settings = ControlSettings(least=sync.min_staleness, most=sync.max_staleness)
+            self._controller = StalenessController(settings)
         self._costs = CostControl(
             role, config, terms=run.costs, pace=pace, progress=run.progress, ledger=ledger,
             now=self.now, log=log,
@@ -700,7 +633,7 @@ class LearnerNode(Node):
             )
             self.perform(role.advance(role.step + 1, now=self.now))
             self._discard_unusable()
-            is_lower = self._adaptation.after_step(role.step, result.metrics, staleness)
+            is_lower = self.adapt(role.step, result.metrics, staleness)
             if is_lower or self.pace.is_due(role.step):
                 await self._publish()
             waited_s = started_at - waited_from
@@ -711,6 +644,31 @@ class LearnerNode(Node):
             # Where memory ran short it may be gone altogether in the next step.
             if result.notices or self._opened.checkpoints.is_due(role.step, now=self.now):
                 await self._checkpoint()
+
+    def adapt(self, step: int, metrics: Mapping[str, float], staleness: Mapping[int, int]) -> bool:
+        """Let the controller move the bound on staleness; return whether it is lower now.
+
+        A lower bound gates new leases only, shortens the publish period and publishes at once; what
+        is buffered or being sampled stays valid up to the hard bound.
+        """
+        if self._controller is None:
+            return False
+        signals = Signals(
+            ess=metrics.get("ess"),
+            mismatch_kl=metrics.get("mismatch_kl"),
+            clip_ratio=metrics.get("clip_ratio/mean"),
+            staleness=max(staleness, default=0),
+        )
+        decision = self._controller.observe(step, signals)
+        if decision is None:
+            return False
+        self._ledger.append(BoundChanged(**asdict(decision)))
+        self.log.info(
+            "staleness bound %d -> %d: %s", decision.before, decision.bound, decision.cause
+        )
+        self._buffer.admission_staleness = decision.bound
+        self.pace.limit(decision.bound)
+        return decision.bound < decision.before
 
     async def _set_aside(self, groups: list[Group], error: StepError) -> None:
         """End the groups that made a step fail, or all of its batch; the others go back.
@@ -1044,7 +1002,8 @@ class LearnerNode(Node):
         row |= self._progress.lengths.metrics(oldest_open=role.leases.oldest_open)
         row |= self._partial_metrics()
         row |= self._task_code_metrics()
-        row |= self._adaptation.metrics()
+        if self._controller is not None:
+            row["staleness/bound"] = self._buffer.admission_staleness
         row["lineage"] = role.lineages[-1].lineage
         row |= {f"count/{name}": value for name, value in role.counters.as_dict().items()}
         row |= {f"net/{name}": value for name, value in asdict(self.transport.stats()).items()}
