@@ -242,7 +242,7 @@ class Lab:
                 ledger=ledger, checkpoints=checkpoints, costs=CostTerms(0.0, None),
                 progress=Progress(staleness_tokens={}, now=clock.now),
                 trainer=trainer, attribution=None, publisher=publisher, buffer=buffer,
-                role=role, rewards=None, evaluations=None, exporter=self,
+                role=role, rewards=None, evaluations=None, export=self.export,
             ),
             transport, config, self, log=logging.getLogger("bench.learner"),
         )  # fmt: skip

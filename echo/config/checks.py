@@ -205,6 +205,13 @@ def _check_agent(config: Config) -> Iterator[Problem]:
             "loss.overlong_buffer_tokens",
             "agent.listen",
         )
+    if config.agent.listen is not None and config.reward.where == "learner":
+        yield _problem(
+            "cannot be with agent.listen: agents are rewarded where they are served; remove one of "
+            "the two",
+            "reward.where",
+            "agent.listen",
+        )
 
 
 def _check_without_effect(config: Config) -> Iterator[Problem]:

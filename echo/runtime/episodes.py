@@ -350,7 +350,9 @@ MAX_AUTO_PROCESSES = 4
 
 def code_settings(config: Config) -> dict[str, Any]:
     """Return what workers are told of the code that the task's settings name."""
-    return {CODE: code_of(config.task.kind, config.task.options)} if _needs_code(config) else {}
+    if config.reward.where == "learner":
+        return {}  # which runs it alone
+    return {CODE: code_of(config.task.kind, config.task.options)}
 
 
 def check_inherited_code(
@@ -366,37 +368,22 @@ def check_inherited_code(
     Raises:
         ConfigError: if it is missing here, or is not the learner's.
     """
-    if _needs_code(config):
+    if config.reward.where != "learner":
         learners = settings.get(CODE, {})
         check_code(config.task.kind, config.task.options, learners, inherited_dir=inherited_dir)
 
 
-def _needs_code(config: Config) -> bool:
-    """Return whether workers run the task's code."""
-    return config.reward.where != "learner"
-
-
-def make_task_host(config: Config, task: Task) -> TaskHost:
-    """Return where the learner has answers judged; nothing is started or reached for yet.
+def make_local_host(config: Config, task: Task) -> TaskHost:
+    """Return a host for the task on this machine; no process starts before it is needed.
 
     Raises:
         ConfigError: if an environment is to run where it cannot.
     """
-    if config.reward.where == "learner" and config.agent.listen is not None:
-        raise ConfigError(
-            'reward.where = "learner": agents, which agent.listen asks for, are rewarded where '
-            "they are served; remove one of the two"
-        )
     if config.reward.where == "learner" and task.has_turns:
         raise ConfigError(
             f'reward.where = "learner": {type(task).__name__} is an environment, which replies '
             "while workers sample; remove it"
         )
-    return make_local_host(config, task)
-
-
-def make_local_host(config: Config, task: Task) -> TaskHost:
-    """Return a host for the task on this machine; no process starts before it is needed."""
     limits = Limits(
         score_s=config.task.reward_timeout_s,
         step_s=config.task.step_timeout_s,

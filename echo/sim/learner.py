@@ -108,7 +108,7 @@ class SimLearner(LearnerNode):
             role=role,
             rewards=None,
             evaluations=None,
-            exporter=self,
+            export=self.export,
         )
         threads = LearnerThreads(scenario, self.trainer)
         super().__init__(opened, transport, config, self, threads=threads, log=_log)

@@ -26,7 +26,6 @@ from echo.runtime.learner.checkpoint import (
     CheckpointInfo,
     Checkpoints,
     FoundCheckpoint,
-    SavedTrainer,
 )
 from echo.runtime.learner.node import LearnerNode
 from echo.runtime.learner.report import Progress
@@ -351,9 +350,11 @@ class MemoryCheckpoints(Checkpoints):
         )
         self._disk = disk
 
-    def save(self, trainer: SavedTrainer, *, lineage: int, step: int, now: float) -> int:
+    def save(
+        self, save_state: Callable[[Path], None], *, lineage: int, step: int, now: float
+    ) -> int:
         """Save; return the step of the oldest checkpoint kept."""
-        trainer.save_state(RUN_DIR)
+        save_state(RUN_DIR)
         self._disk.checkpoint = CheckpointInfo(run_id=self._run_id, lineage=lineage, step=step)
         self.saved_step = step
         return step

@@ -28,6 +28,7 @@ BROKEN = {
     "sync.max_staleness=3 rollout.over_submission=2 | sync.max_staleness=0": "no effect: with syn",
     f"{EXACT} | rollout.over_submission=2": "must be 1 with rollout.exact_version",
     f"{EXACT} | agent.listen=tcp://127.0.0.1:0": "newer weights would wait",
+    "reward.where=learner | agent.listen=tcp://127.0.0.1:0": "rewarded where they are served",
     f"{EXACT} | rollout.stale_tokens=mask": "has no use with rollout.exact_version",
     "network.heartbeat_s=1s network.dead_after_s=2s | network.dead_after_s=1.9s": "at least twice",
     "network.heartbeat_s=1s network.lease_timeout_s=2s | network.lease_timeout_s=1.9s": "t_s (1 s)",

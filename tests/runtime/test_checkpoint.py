@@ -64,7 +64,9 @@ def make(directory: Path, **settings: Any) -> Checkpoints:
 
 def save(directory: Path, step: int, *, lineage: int = 1, keep_last: int = 2) -> int:
     checkpoints = make(directory, keep_last=keep_last)
-    return checkpoints.save(Trainer(f"{lineage}/{step}"), lineage=lineage, step=step, now=0.0)
+    return checkpoints.save(
+        Trainer(f"{lineage}/{step}").save_state, lineage=lineage, step=step, now=0.0
+    )
 
 
 def find_whole(directory: Path) -> FoundCheckpoint | None:
@@ -88,14 +90,16 @@ def test_the_newest_is_found_and_old_ones_go(tmp_path: Path) -> None:
 def test_a_failure_leaves_the_old_one_and_no_rubbish(tmp_path: Path) -> None:
     save(tmp_path, 10)
     with pytest.raises(StorageError, match=r"step 20.*No space left"):
-        make(tmp_path).save(FailingTrainer(), lineage=1, step=20, now=0.0)
+        make(tmp_path).save(FailingTrainer().save_state, lineage=1, step=20, now=0.0)
     assert latest(tmp_path)[0] == "1/10"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000010"]
 
 
 def test_a_disk_that_is_nearly_full_is_not_filled(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"limits\.min_free_disk_bytes"):
-        make(tmp_path, min_free_bytes=1 << 62).save(FailingTrainer(), lineage=1, step=20, now=0.0)
+        make(tmp_path, min_free_bytes=1 << 62).save(
+            FailingTrainer().save_state, lineage=1, step=20, now=0.0
+        )
 
 
 def test_one_that_would_take_what_must_stay_free_is_not_begun(
@@ -108,9 +112,9 @@ def test_one_that_would_take_what_must_stay_free_is_not_begun(
     usage = SimpleNamespace(free=1000 + size - 1)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     with pytest.raises(StorageError, match=f"a checkpoint takes {size} B"):
-        checkpoints.save(trainer, lineage=1, step=20, now=0.0)
+        checkpoints.save(trainer.save_state, lineage=1, step=20, now=0.0)
     usage.free += 1
-    checkpoints.save(trainer, lineage=1, step=20, now=0.0)
+    checkpoints.save(trainer.save_state, lineage=1, step=20, now=0.0)
     assert list(list_checkpoints(tmp_path)) == [10, 20]
 
 
@@ -201,7 +205,7 @@ def test_the_folders_of_several_adapters_are_sealed_too(
     synced: list[str] = []
     monkeypatch.setattr(checkpoint_module, "sync_path", lambda path: synced.append(path.name))
     save(tmp_path, 10)
-    make(tmp_path).save(TrainerOfTwo("1/20"), lineage=1, step=20, now=0.0)
+    make(tmp_path).save(TrainerOfTwo("1/20").save_state, lineage=1, step=20, now=0.0)
     assert synced.count("state") == 3
     found = find_whole(tmp_path)
     assert found is not None
@@ -264,7 +268,7 @@ def test_one_is_due_by_steps_or_by_time(tmp_path: Path) -> None:
     assert checkpoints.is_due(10, now=1.0)
     assert not checkpoints.is_due(11, now=59.0)
     assert checkpoints.is_due(11, now=60.0)
-    checkpoints.save(Trainer("1/11"), lineage=1, step=11, now=60.0)
+    checkpoints.save(Trainer("1/11").save_state, lineage=1, step=11, now=60.0)
     assert checkpoints.saved_step == 11
     assert not checkpoints.is_due(12, now=119.0)
     assert not make(tmp_path).is_due(11, now=1e9)
@@ -273,7 +277,7 @@ def test_one_is_due_by_steps_or_by_time(tmp_path: Path) -> None:
 def test_a_failure_is_tried_again_an_interval_later(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, interval_s=60.0, min_free_bytes=1 << 62)
     with pytest.raises(StorageError):
-        checkpoints.save(FailingTrainer(), lineage=1, step=11, now=60.0)
+        checkpoints.save(FailingTrainer().save_state, lineage=1, step=11, now=60.0)
     assert checkpoints.saved_step is None
     assert not checkpoints.is_due(12, now=61.0)
 
@@ -296,7 +300,7 @@ class TorchTrainer:
 
 def checkpoint(run_dir: Path, step: int, *, lineage: int = 1, run_id: str = "toy") -> None:
     checkpoints = make(run_dir / "checkpoints", run_id=run_id, keep_last=9)
-    checkpoints.save(TorchTrainer(), lineage=lineage, step=step, now=0.0)
+    checkpoints.save(TorchTrainer().save_state, lineage=lineage, step=step, now=0.0)
 
 
 @contextmanager

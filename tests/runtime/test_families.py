@@ -28,7 +28,7 @@ from echo.engine.model import (
     read_tensors,
 )
 from echo.engine.weights import save_safetensors, tensors_from_image
-from echo.runtime.learner.setup import DirectoryExporter
+from echo.runtime.learner.setup import export_directory
 from tests.runtime.families import (
     FAMILIES,
     IN_EVERY_RUN,
@@ -115,7 +115,7 @@ def test_files_are_read_under_the_names_of_memory_and_written_under_their_own(
     data: Any = SimpleNamespace(model_dir=model_dir, lora=None)
     specs, image = publish(trainer, "bfloat16")
     published: Any = SimpleNamespace(tensors=lambda: tensors_from_image(specs, memoryview(image)))
-    DirectoryExporter(parse_config({}), data).export(final, published)
+    export_directory(parse_config({}), data, final, published)
     written = dict(read_tensors(final))
     for key, tensor in read_tensors(model_dir):
         assert torch.equal(written[key].float(), tensor), key

@@ -57,7 +57,7 @@ class Life:
         self.ledger.trained(groups, lineage=1, consumed_at=step - 1)
 
     def checkpoint(self, step: int) -> None:
-        self.checkpoints.save(Trainer(), lineage=1, step=step, now=0.0)
+        self.checkpoints.save(Trainer().save_state, lineage=1, step=step, now=0.0)
         self.ledger.checkpointed(lineage=1, step=step, oldest_step=step)
 
 

@@ -16,10 +16,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 from echo.core.errors import EchoError, StorageError
 from echo.core.units import format_bytes
@@ -52,13 +51,6 @@ class FoundCheckpoint:
     info: CheckpointInfo
     damage: tuple[str, ...] = ()
     """What is wrong with each newer one, the newest first."""
-
-
-class SavedTrainer(Protocol):
-    """A trainer as its checkpoints see it."""
-
-    def save_state(self, directory: Path) -> None:
-        """Fill a directory with the state."""
 
 
 class Checkpoints:
@@ -102,10 +94,13 @@ class Checkpoints:
         is_late = self._interval_s is not None and elapsed_s >= self._interval_s
         return step % self._interval_steps == 0 or is_late
 
-    def save(self, trainer: SavedTrainer, *, lineage: int, step: int, now: float) -> int:
+    def save(
+        self, save_state: Callable[[Path], None], *, lineage: int, step: int, now: float
+    ) -> int:
         """Write a checkpoint, drop those beyond `keep_last`; return the step of the oldest kept.
 
-        One that fails is tried again an interval later.
+        `save_state` fills a directory with the trainer's state. A checkpoint that fails is tried
+        again an interval later.
 
         Raises:
             StorageError: if it could not be written; older checkpoints are untouched.
@@ -119,7 +114,7 @@ class Checkpoints:
             self._check_space()
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
-            trainer.save_state(temporary)
+            save_state(temporary)
             info = CheckpointInfo(run_id=self._run_id, lineage=lineage, step=step)
             _seal(temporary, info)
             final = directory / name

@@ -22,7 +22,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -246,16 +246,10 @@ class OpenedRun:
     """Scores groups where workers do not; None where they do."""
     evaluations: Evaluations | None
     """Of held-out prompts; None for none."""
-    exporter: Exporter
+    export: Callable[[Path, Publication], None]
+    """Writes a version as a directory for other programs."""
     prompts: PromptsAhead | None = None
     """What the role asks for prompts; None where it need not wait for any."""
-
-
-class Exporter(Protocol):
-    """Writes versions for other programs."""
-
-    def export(self, directory: Path, publication: Publication) -> None:
-        """Write a Hugging Face directory."""
 
 
 class Follower(Protocol):
@@ -877,7 +871,7 @@ class LearnerNode(Node):
 
         def save() -> int:
             self._ledger.sync()
-            return checkpoints.save(self._trainer, lineage=lineage, step=step, now=now)
+            return checkpoints.save(self._trainer.save_state, lineage=lineage, step=step, now=now)
 
         try:
             oldest_step = await self._model_pool.run(save)
@@ -918,7 +912,7 @@ class LearnerNode(Node):
         assert self._published is not None, "the last version is"
         final = self._config.run_dir / "final"
         self._progress.begin("exporting", now=self.now)
-        await self._disk_pool.run(self._opened.exporter.export, final, self._published)
+        await self._disk_pool.run(self._opened.export, final, self._published)
         # The last picture shows who took part, so it is drawn before they leave.
         self._progress.begin("done", now=self.now)
         self.display()

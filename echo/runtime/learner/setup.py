@@ -63,7 +63,7 @@ from echo.records.ledger import Ledger
 from echo.roles.joining import AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.runtime import node as wiring
-from echo.runtime.episodes import code_settings, make_runner, make_task_host, turns_of
+from echo.runtime.episodes import code_settings, make_local_host, make_runner, turns_of
 from echo.runtime.event_log import EventLog
 from echo.runtime.identity import (
     Identity,
@@ -141,7 +141,7 @@ def load_data(config: Config) -> Data:
     return Data(
         model_dir,
         task,
-        make_task_host(config, task),
+        make_local_host(config, task),
         prompts,
         text,
         model_digests(config, model_dir, template) | task_digests(task),
@@ -457,7 +457,7 @@ class RunParts:
             prompts=prompts,
             rewards=LearnerRewards(data.host, prompts, data.text) if scores_here else None,
             evaluations=evaluations,
-            exporter=DirectoryExporter(config, data),
+            export=partial(export_directory, config, data),
         )
 
     def _publisher(self, trainer: AnyTrainer, attribution: Attribution | None) -> Publisher:
@@ -730,23 +730,17 @@ def evaluation_engine(
     )
 
 
-class DirectoryExporter:
-    """Writes versions as directories for transformers or peft."""
+def export_directory(config: Config, data: Data, directory: Path, publication: Publication) -> None:
+    """Write a version as a directory for transformers or peft.
 
-    def __init__(self, config: Config, data: Data) -> None:
-        """Take what says their type, and the files that go with them."""
-        self._config = config
-        self._data = data
-
-    def export(self, directory: Path, publication: Publication) -> None:
-        """Write a directory; nothing is copied, but experts that files have one by one."""
-        config, data, weights = self._config, self._data, publication.tensors()
-        assets = tokenization.asset_files(data.model_dir)
-        if data.lora is None:
-            start = local_path(config.learner.init_from or data.model_dir)
-            model, dtype = build_shapes(data.model_dir), torch_dtype(config.model.dtype)
-            towers = round_tensors(load_towers(start), dtype, unrounded_names(model))
-            save_hf(directory, assets, names_on_disk(model, {**weights, **towers}))
-        else:
-            name = base_name(self._config, data.lora)
-            export_adapter(directory, assets, weights, data.lora, base_name=name)
+    Nothing is copied, but experts that files have one by one.
+    """
+    assets, weights = tokenization.asset_files(data.model_dir), publication.tensors()
+    if data.lora is not None:
+        name = base_name(config, data.lora)
+        export_adapter(directory, assets, weights, data.lora, base_name=name)
+        return
+    start = local_path(config.learner.init_from or data.model_dir)
+    model, dtype = build_shapes(data.model_dir), torch_dtype(config.model.dtype)
+    towers = round_tensors(load_towers(start), dtype, unrounded_names(model))
+    save_hf(directory, assets, names_on_disk(model, {**weights, **towers}))
