@@ -37,7 +37,6 @@ from echo.roles.learner import Learner, LearnerSettings
 from echo.roles.worker import Worker
 from echo.runtime import node
 from echo.runtime.learner.checkpoint import Checkpoints
-from echo.runtime.learner.cost import CostTerms
 from echo.runtime.learner.node import LearnerNode, OpenedRun, Row
 from echo.runtime.learner.publish import Coder, Publication
 from echo.runtime.learner.report import Progress
@@ -239,7 +238,7 @@ class Lab:
         buffer: Any = role.buffer
         self.node = LearnerNode(
             OpenedRun(
-                ledger=ledger, checkpoints=checkpoints, costs=CostTerms(0.0, None),
+                ledger=ledger, checkpoints=checkpoints, spent=0.0, activation=None,
                 progress=Progress(staleness_tokens={}, now=clock.now),
                 trainer=trainer, attribution=None, publisher=publisher, buffer=buffer,
                 role=role, rewards=None, evaluations=None, export=self.export,

@@ -19,7 +19,7 @@ from echo.leases.scheduler import LeaseSettings, RunState
 from echo.roles.joining import AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.runtime.identity import Identity
-from echo.runtime.learner.cost import ActivationSettings, CostTerms, spent_before
+from echo.runtime.learner.cost import ActivationSettings, spent_before
 from echo.runtime.learner.node import LearnerNode, OpenedRun, Row
 from echo.runtime.learner.resume import SavedRun, StartingPoint
 from echo.sim.scenario import LEARNER_REGION, Scenario
@@ -99,7 +99,8 @@ class SimLearner(LearnerNode):
         opened = OpenedRun(
             ledger=ledger,
             checkpoints=saved.checkpoints,
-            costs=CostTerms(spent, _activation_settings(scenario, scale=versions.scale)),
+            spent=spent,
+            activation=_activation_settings(scenario, scale=versions.scale),
             progress=TimedProgress(self.trainer, start, now=now),
             trainer=trainer,
             attribution=None,

@@ -257,8 +257,7 @@ def test_machines_count_from_joining_and_on_standby_too(roster: Roster) -> None:
     meter.update(roster, bytes_sent=0, now=HOUR)
     meter.update(roster, bytes_sent=0, now=2 * HOUR)
     assert meter.total == pytest.approx(2.0 + 2.8)
-    bill = meter.bill()
-    assert (bill.machines_per_h, bill.standby_per_h) == pytest.approx((2.8, 0.3))
+    assert (meter.machines_per_h, meter.standby_per_h) == pytest.approx((2.8, 0.3))
 
 
 def test_a_machine_counts_until_its_release_is_confirmed(roster: Roster) -> None:
@@ -269,12 +268,12 @@ def test_a_machine_counts_until_its_release_is_confirmed(roster: Roster) -> None
     roster.release(released)
     roster.move(left, Presence.UNKNOWN)
     meter.update(roster, bytes_sent=0, now=60.0)
-    assert meter.bill().machines_per_h == pytest.approx(1.0)
-    assert meter.bill().unconfirmed_per_h == pytest.approx(1.0)
+    assert meter.machines_per_h == pytest.approx(1.0)
+    assert meter.unconfirmed_per_h == pytest.approx(1.0)
     meter.update(roster, bytes_sent=0, now=60.0 + HOUR - 1)
-    assert meter.bill().machines_per_h == pytest.approx(1.0)
+    assert meter.machines_per_h == pytest.approx(1.0)
     meter.update(roster, bytes_sent=0, now=60.0 + HOUR)
-    assert meter.bill().machines_per_h == 0.0
+    assert meter.machines_per_h == 0.0
     assert meter.total == pytest.approx(2 / 60 + 1.0)
 
 
@@ -290,14 +289,14 @@ def test_a_machine_that_returns_goes_on_counting_and_one_that_was_released_count
     for now in (1200.0, HOUR):
         meter.update(roster, bytes_sent=0, now=now)
     assert meter.total == pytest.approx(1.0)
-    assert meter.bill().unconfirmed_per_h == 0.0
+    assert meter.unconfirmed_per_h == 0.0
     roster.move(member, Presence.UNKNOWN)
     roster.release(member)
     join(roster, "w", 1.0).incarnation = "w-2"
     meter.update(roster, bytes_sent=0, now=HOUR)
     del roster.nodes["w"]
     meter.update(roster, bytes_sent=0, now=HOUR + 60.0)
-    assert meter.bill().machines_per_h == 1.0
+    assert meter.machines_per_h == 1.0
 
 
 def test_traffic_counts_by_what_nodes_report(roster: Roster) -> None:
@@ -312,13 +311,13 @@ def test_traffic_counts_by_what_nodes_report(roster: Roster) -> None:
     member.incarnation, member.node.stats = "w-2", NodeStats(bytes_received=5 * 10**8)
     meter.update(roster, bytes_sent=2 * 10**9, now=180.0)
     assert meter.total == pytest.approx(0.02 * 19.5 + 0.1 * 2)
-    assert meter.bill().traffic_per_h > 0
+    assert meter.traffic_per_h > 0
 
 
 def test_traffic_from_before_a_resume_is_not_counted_again(roster: Roster) -> None:
     meter = make(spent=7.5)
     assert meter.has_prices
-    assert meter.bill().total == 7.5
+    assert meter.total == 7.5
     member = join(roster, "w", 0.0, per_gb=0.02)
     meter.update(roster, bytes_sent=0, now=1.0)
     for gigabytes in (400, 401):

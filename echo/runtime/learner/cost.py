@@ -192,13 +192,7 @@ class Activation:
     # --- asking ----------------------------------------------------------------------------------
 
     def question(
-        self,
-        role: Learner,
-        *,
-        publish_period: int,
-        broadcast_s: float | None,
-        waiting_s: float,
-        now: float,
+        self, role: Learner, pace: PublishPace, *, waiting_s: float, now: float
     ) -> Question | None:
         """Return what is to be answered now, if anything is."""
         # Who is set aside delivers nothing that counts, whatever rate and price it states; who was
@@ -218,12 +212,12 @@ class Activation:
         self._asked_at = now
         max_staleness = role.settings.leases.max_staleness
         idle_share = self.idle_share(waiting_s)
-        job = self._job(role, train_s, publish_period)
+        job = self._job(role, train_s, pace.period)
         self._learn(job, rates, members)
         return Question(
             workers=tuple(self._worker(role, m, rates[m.node_id]) for m in members),
             job=job,
-            links=self._links(role, members, broadcast_s),
+            links=self._links(role, members, pace.broadcast_s),
             active=frozenset(m.node_id for m in members if not m.is_standby),
             steady=frozenset(m.node_id for m in members if self._is_steady(m, now)),
             ready=frozenset(
@@ -431,27 +425,6 @@ class _Machine:
     """As reported by this incarnation; None where its first report is still to come."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bill:
-    """What is paid for at one instant."""
-
-    total: float
-    """$ so far."""
-    machines_per_h: float
-    """$ per hour for all machines together: learner, relays, workers, and those below."""
-    standby_per_h: float
-    """The part of it for workers on standby."""
-    unconfirmed_per_h: float
-    """The part of it for machines that are gone without word that they were given back."""
-    traffic_per_h: float
-    """$ per hour, lately."""
-
-    @property
-    def per_h(self) -> float:
-        """$ per hour in all."""
-        return self.machines_per_h + self.traffic_per_h
-
-
 class CostMeter:
     """Adds up what the machines of a run and their traffic cost."""
 
@@ -475,6 +448,26 @@ class CostMeter:
         self._traffic_per_s = 0.0
 
     @property
+    def machines_per_h(self) -> float:
+        """$ per hour for all machines: learner, relays, workers, and those that vanished."""
+        return self._learner_per_h + sum(m.price_per_h for m in self._machines.values())
+
+    @property
+    def standby_per_h(self) -> float:
+        """The part of `machines_per_h` for workers on standby."""
+        return sum(m.price_per_h for m in self._machines.values() if m.is_standby)
+
+    @property
+    def unconfirmed_per_h(self) -> float:
+        """The part for machines that are gone without word that they were given back."""
+        return sum(m.price_per_h for m in self._machines.values() if m.gone_at is not None)
+
+    @property
+    def traffic_per_h(self) -> float:
+        """$ per hour, lately."""
+        return 3600 * self._traffic_per_s
+
+    @property
     def has_prices(self) -> bool:
         """Whether anything that is paid for has a price."""
         prices = [machine.price_per_h for machine in self._machines.values()]
@@ -484,9 +477,7 @@ class CostMeter:
         """Count the time since the last call, then take what has changed."""
         elapsed_s = max(0.0, now - self._at)
         self._at = now
-        self.total += elapsed_s / 3600 * (
-            self._learner_per_h + sum(m.price_per_h for m in self._machines.values())
-        )  # fmt: skip
+        self.total += elapsed_s / 3600 * self.machines_per_h
         traffic = self._learner_per_gb * (bytes_sent - self._sent_bytes) / GIGABYTE
         self._sent_bytes = bytes_sent
         traffic += self._take(roster.nodes.values())
@@ -529,17 +520,6 @@ class CostMeter:
             if is_released or now - machine.gone_at >= LOST_COUNTS_FOR_S:
                 del self._machines[name]
 
-    def bill(self) -> Bill:
-        """Return what is paid for, as of the last update."""
-        machines = self._machines.values()
-        return Bill(
-            total=self.total,
-            machines_per_h=self._learner_per_h + sum(m.price_per_h for m in machines),
-            standby_per_h=sum(m.price_per_h for m in machines if m.is_standby),
-            unconfirmed_per_h=sum(m.price_per_h for m in machines if m.gone_at is not None),
-            traffic_per_h=3600 * self._traffic_per_s,
-        )
-
 
 # --- Costs and activation in the learner: measured, decided, written down ---
 #
@@ -555,16 +535,6 @@ METER_S = 1.0
 """Seconds between looks at costs, and at whether anything is to be decided."""
 LOOKS_PER_S = 10_000
 """Workers looked at per second at most; of larger fleets each is looked at less often."""
-
-
-@dataclass(frozen=True, slots=True)
-class CostTerms:
-    """Where the costs of a run begin, and the rules of activation."""
-
-    spent: float
-    """$ before a resume; they count towards the budget of the run."""
-    activation: ActivationSettings | None
-    """None where every worker generates, whatever it costs."""
 
 
 def activation_settings(config: Config) -> ActivationSettings | None:
@@ -589,7 +559,8 @@ class CostControl:
         role: Learner,
         config: Config,
         *,
-        terms: CostTerms,
+        settings: ActivationSettings | None,
+        spent: float,
         pace: PublishPace,
         progress: Progress,
         ledger: LedgerQueue,
@@ -597,7 +568,6 @@ class CostControl:
         log: logging.Logger,
     ) -> None:
         self._role = role
-        settings, spent = terms.activation, terms.spent
         self._activation = None if settings is None else Activation(settings, now=now)
         self._meter = CostMeter(
             learner_per_h=config.learner.price_per_h or 0.0,
@@ -657,13 +627,8 @@ class CostControl:
         self._meter_now(now)
         if self._activation is None or self._role.finish_reason is not None:
             return None
-        return self._activation.question(
-            self._role,
-            publish_period=self._pace.period,
-            broadcast_s=self._pace.broadcast_s,
-            waiting_s=0.0 if self._waiting_since is None else now - self._waiting_since,
-            now=now,
-        )
+        waiting_s = 0.0 if self._waiting_since is None else now - self._waiting_since
+        return self._activation.question(self._role, self._pace, waiting_s=waiting_s, now=now)
 
     def decide(self, question: Question, answer: ReviewAnswer, *, now: float) -> list[Action]:
         """Follow the answer to what `review` has asked, unless the run is over."""
@@ -718,25 +683,26 @@ class CostControl:
             )
             self._activation.stepped(times)
         self._meter_now(now)
-        if not self._meter.has_prices:
+        if self._meter.has_prices:
+            self._num_tokens += row["perf/accepted_tokens_per_s"] * row["time/step"]
+        view = self.view()
+        if view is None:
             return {}
-        self._num_tokens += row["perf/accepted_tokens_per_s"] * row["time/step"]
-        bill, role = self._meter.bill(), self._role
-        total = round(bill.total, 6)
-        self._ledger.append(Cost(step=role.step, total=total, per_h=bill.per_h))
+        self._ledger.append(
+            Cost(step=self._role.step, total=round(view.total, 6), per_h=view.per_h)
+        )
         metrics = {
-            "cost/per_hour": bill.per_h,
-            "cost/total": bill.total,
-            "cost/per_step": bill.total - self._total_at_step,
-            "cost/standby_per_hour": bill.standby_per_h,
-            "cost/unconfirmed_per_hour": bill.unconfirmed_per_h,
-            "workers/active": len(role.roster.active("worker")),
-            "workers/standby": self._num_standby,
+            "cost/per_hour": view.per_h,
+            "cost/total": view.total,
+            "cost/per_step": view.total - self._total_at_step,
+            "cost/standby_per_hour": view.standby_per_h,
+            "cost/unconfirmed_per_hour": view.unconfirmed_per_h,
+            "workers/active": view.num_active,
+            "workers/standby": view.num_standby,
         }
-        self._total_at_step = bill.total
-        per_token = self._per_million_tokens
-        if per_token is not None:
-            metrics["cost/per_million_tokens"] = per_token
+        self._total_at_step = view.total
+        if view.per_million_tokens is not None:
+            metrics["cost/per_million_tokens"] = view.per_million_tokens
         outlook = None if self._activation is None else self._activation.outlook
         if outlook is not None:
             metrics["activation/rate"] = outlook.rate
@@ -744,30 +710,23 @@ class CostControl:
             metrics["activation/predicted_idle"] = outlook.idle_share
         return metrics
 
-    @property
-    def _num_standby(self) -> int:
-        return sum(member.is_standby for member in self._role.roster.members("worker"))
-
-    @property
-    def _per_million_tokens(self) -> float | None:
-        if self._num_tokens <= 0:
-            return None
-        return (self._meter.total - self._total_at_start) / self._num_tokens * 1e6
-
     def view(self) -> CostView | None:
         """Return what the live view shows; None where nothing has a price."""
-        if not self._meter.has_prices:
+        meter, roster = self._meter, self._role.roster
+        if not meter.has_prices:
             return None
-        bill = self._meter.bill()
+        per_million_tokens = None
+        if self._num_tokens > 0:
+            per_million_tokens = (meter.total - self._total_at_start) / self._num_tokens * 1e6
         return CostView(
-            per_h=bill.per_h,
-            total=bill.total,
-            per_million_tokens=self._per_million_tokens,
-            standby_per_h=bill.standby_per_h,
-            unconfirmed_per_h=bill.unconfirmed_per_h,
+            per_h=meter.machines_per_h + meter.traffic_per_h,
+            total=meter.total,
+            per_million_tokens=per_million_tokens,
+            standby_per_h=meter.standby_per_h,
+            unconfirmed_per_h=meter.unconfirmed_per_h,
             budget_per_run=self._budget_per_run,
-            num_active=len(self._role.roster.active("worker")),
-            num_standby=self._num_standby,
+            num_active=len(roster.active("worker")),
+            num_standby=sum(member.is_standby for member in roster.members("worker")),
             decision=self._last_decision,
         )
 

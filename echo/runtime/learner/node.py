@@ -50,7 +50,7 @@ from echo.net.transport import Transport
 from echo.records.ledger import BoundChanged, Finished, LedgerQueue, Published
 from echo.roles.learner import Learner
 from echo.runtime.learner.checkpoint import Checkpoints
-from echo.runtime.learner.cost import LOOK_S, METER_S, CostControl, CostTerms
+from echo.runtime.learner.cost import LOOK_S, METER_S, ActivationSettings, CostControl
 from echo.runtime.learner.evaluation import Evaluations
 from echo.runtime.learner.prompts import PromptsAhead
 from echo.runtime.learner.publish import Publication, Publisher, VersionEncoder
@@ -234,7 +234,10 @@ class OpenedRun:
 
     ledger: LedgerQueue
     checkpoints: Checkpoints
-    costs: CostTerms
+    spent: float
+    """$ before a resume; they count towards the budget of the run."""
+    activation: ActivationSettings | None
+    """Which workers are activated; None where every one generates, whatever it costs."""
     progress: Progress
     trainer: AnyTrainer
     attribution: Attribution | None
@@ -308,8 +311,8 @@ class LearnerNode(Node):
             settings = ControlSettings(least=sync.min_staleness, most=sync.max_staleness)
             self._controller = StalenessController(settings)
         self._costs = CostControl(
-            role, config, terms=run.costs, pace=pace, progress=run.progress, ledger=ledger,
-            now=self.now, log=log,
+            role, config, settings=run.activation, spent=run.spent, pace=pace,
+            progress=run.progress, ledger=ledger, now=self.now, log=log,
         )  # fmt: skip
         address = advertised(transport.listen_address, config.learner.advertise)
         self._waiting = BatchWait(

@@ -73,7 +73,7 @@ from echo.runtime.identity import (
     write_join,
 )
 from echo.runtime.learner.checkpoint import Checkpoints
-from echo.runtime.learner.cost import CostTerms, activation_settings, spent_before
+from echo.runtime.learner.cost import activation_settings, spent_before
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.runtime.learner.node import Follower, LearnerNode, LearnerRewards, OpenedRun
 from echo.runtime.learner.prompts import PromptsAhead, PromptSource
@@ -442,7 +442,8 @@ class RunParts:
         return OpenedRun(
             ledger=ledger,
             checkpoints=saved.checkpoints,
-            costs=CostTerms(spent, activation_settings(config)),
+            spent=spent,
+            activation=activation_settings(config),
             progress=Progress(
                 staleness_tokens=start.staleness_tokens,
                 now=now,
