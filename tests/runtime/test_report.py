@@ -289,30 +289,29 @@ def test_it_stops_wherever_it_is(after: int) -> None:
 
 def test_every_interval_is_evaluated_once_whatever_the_publish_period() -> None:
     def due_steps(*published: int, max_steps: int = 1000) -> list[int]:
-        async def ask() -> list[int]:
-            evaluations = Evaluations(make_evaluator(), interval_steps=20, max_steps=max_steps)
-            return [s for s in published if await evaluations.is_due(PolicyVersion(1, s))]
-
-        return asyncio.run(ask())
+        evaluations = Evaluations(make_evaluator(), interval_steps=20, max_steps=max_steps)
+        return [step for step in published if evaluations.is_due(step)]
 
     assert due_steps(*range(61)) == [0, 20, 40, 60]
     assert due_steps(*range(0, 70, 3)) == [0, 21, 42, 60]
     assert due_steps(*range(0, 100, 30)) == [0, 30, 60, 90]
     assert due_steps(*range(25, 62)) == [40, 60], "a resume between two waits for the next"
-    assert due_steps(*range(34), max_steps=33) == [0, 20, 33], "the last one always is"
+    assert due_steps(*range(34), max_steps=33) == [0, 20]
+    assert due_steps(*range(41), max_steps=40) == [0, 20], "the last one is, when the run ends"
 
 
-def test_one_runs_at_a_time_and_the_last_waits_for_it() -> None:
+def test_one_runs_at_a_time() -> None:
     async def scenario() -> None:
-        evaluations = Evaluations(make_evaluator(), interval_steps=1, max_steps=3)
+        evaluations = Evaluations(make_evaluator(), interval_steps=1, max_steps=4)
         finished = asyncio.Event()
-        assert await evaluations.is_due(PolicyVersion(1, 0))
+        assert evaluations.is_due(0)
         evaluations.started(asyncio.ensure_future(finished.wait()))  # type: ignore[arg-type]
-        assert not await evaluations.is_due(PolicyVersion(1, 1))
-        last = asyncio.ensure_future(evaluations.is_due(PolicyVersion(1, 3)))
+        assert not evaluations.is_due(1)
+        at_the_end = asyncio.ensure_future(evaluations.wait())
         await asyncio.sleep(0)
-        assert not last.done()
+        assert not at_the_end.done()
         finished.set()
-        assert await last
+        await at_the_end
+        assert (evaluations.evaluated_step, evaluations.is_due(3)) == (0, True)
 
     asyncio.run(scenario())

@@ -92,10 +92,18 @@ class Evaluator:
         sampling: Sampling,
         runner: EpisodeRunner | None = None,
     ) -> None:
-        """Take engine, reward processes, held-out prompts with their token ids, and a runner."""
+        """Take held-out prompts with their token ids; episodes of several turns need a runner."""
         self._engine = engine
         self._host = host
-        self._prompts = prompts
+        self._openings = [
+            Opening(
+                name=f"eval.{index}",
+                prompt_ids=np.array(token_ids, dtype=np.int32),
+                example=example,
+                seeds=(FIRST_SEED + index,),
+            )
+            for index, (example, token_ids) in enumerate(prompts)
+        ]
         self._text = text
         self._sampling = sampling
         self._runner = runner
@@ -122,7 +130,7 @@ class Evaluator:
             version=version,
             sampled=rates[0],
             greedy=rates[1],
-            num_rewards=2 * len(self._prompts),
+            num_rewards=2 * len(self._openings),
             num_reward_errors=len(errors),
             error=str(errors[-1]) if errors else "",
         )
@@ -130,18 +138,17 @@ class Evaluator:
     def _rewards(self, sampling: Sampling, watcher: Watcher) -> list[float | RewardError] | None:
         """Return one reward per prompt, or why it has none; None in all if told to stop."""
         if self._runner is not None:
-            return self._play(self._runner, sampling, watcher)
+            results = self._runner.play(self._openings, sampling, watcher)
+            if watcher.should_stop():
+                return None
+            return [r if isinstance(r, RewardError) else r[0].reward for r in results]
         requests = [
-            Request(
-                request_id=f"eval.{index}",
-                prompt_ids=np.array(token_ids, dtype=np.int32),
-                seed=FIRST_SEED + index,
-            )
-            for index, (_, token_ids) in enumerate(self._prompts)
+            Request(request_id=each.name, prompt_ids=each.prompt_ids, seed=each.seeds[0])
+            for each in self._openings
         ]
         completions = self._engine.generate(requests, sampling, watcher)
         rewards: list[float | RewardError] = []
-        for (example, _), completion in zip(self._prompts, completions, strict=True):
+        for opening, completion in zip(self._openings, completions, strict=True):
             if watcher.should_stop():
                 return None
             if completion.finish_reason == "nonfinite":
@@ -150,35 +157,18 @@ class Evaluator:
                 continue
             text = self._text.decode(completion.token_ids.tolist())
             try:
-                rewards.append(self._host.score(example, text))
+                rewards.append(self._host.score(opening.example, text))
             except RewardError as error:
                 rewards.append(error)
         return rewards
-
-    def _play(
-        self, runner: EpisodeRunner, sampling: Sampling, watcher: Watcher
-    ) -> list[float | RewardError] | None:
-        openings = [
-            Opening(
-                name=f"eval.{index}",
-                prompt_ids=np.array(token_ids, dtype=np.int32),
-                example=example,
-                seeds=(FIRST_SEED + index,),
-            )
-            for index, (example, token_ids) in enumerate(self._prompts)
-        ]
-        results = runner.play(openings, sampling, watcher)
-        if watcher.should_stop():
-            return None
-        return [r if isinstance(r, RewardError) else r[0].reward for r in results]
 
 
 class Evaluations:
     """Which versions are evaluated, one at a time, without making the training wait.
 
-    The last version always is. Of the others one is due where a multiple of the interval was
-    reached since the version before, for not every step is published; it is skipped if the
-    evaluation before still runs.
+    One is due where a multiple of the interval was reached since the version before, for not every
+    step is published; it is skipped if the evaluation before still runs. The last version never is:
+    it always is evaluated, at the end of the run.
     """
 
     def __init__(self, evaluator: Evaluator, *, interval_steps: int, max_steps: int) -> None:
@@ -191,19 +181,15 @@ class Evaluations:
         self._seen_step: int | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def is_due(self, version: PolicyVersion) -> bool:
-        """Return whether to evaluate this version now; ask once for each, in order."""
-        seen_step = version.step - 1 if self._seen_step is None else self._seen_step
-        self._seen_step = version.step
-        if version.step >= self._max_steps:
-            await self.wait()
-            self.evaluated_step = version.step
-            return True
-        if version.step // self._interval_steps == seen_step // self._interval_steps:
+    def is_due(self, step: int) -> bool:
+        """Return whether to evaluate the version of a step now; ask once for each, in order."""
+        seen_step = step - 1 if self._seen_step is None else self._seen_step
+        self._seen_step = step
+        is_reached = step // self._interval_steps > seen_step // self._interval_steps
+        is_running = self._task is not None and not self._task.done()
+        if not is_reached or is_running or step >= self._max_steps:
             return False
-        if self._task is not None and not self._task.done():
-            return False
-        self.evaluated_step = version.step
+        self.evaluated_step = step
         return True
 
     def started(self, task: asyncio.Task[None]) -> None:

@@ -823,9 +823,9 @@ class LearnerNode(Node):
         self.perform(role.make_way(now=self.now))
         await self._encoded_versions.publish(publication)
         self._progress.published(self.now - began_at)
-        if self._opened.evaluations is not None and await self._opened.evaluations.is_due(version):
-            task = self.spawn(self._evaluate(publication), name="evaluation")
-            self._opened.evaluations.started(task)
+        evaluations = self._opened.evaluations
+        if evaluations is not None and evaluations.is_due(role.step):
+            evaluations.started(self.spawn(self._evaluate(publication), name="evaluation"))
 
     def make_version(self, version: PolicyVersion) -> Publication:
         """Return the present weights as a version; called in the trainer's thread."""
@@ -899,11 +899,12 @@ class LearnerNode(Node):
         if self._published_step != self.role.step:
             # The last weights are evaluated and exported even if no worker will use them.
             await self._publish()
+        assert self._published is not None
         if self._opened.evaluations is not None:
             self._progress.begin("evaluating", now=self.now)
             await self._opened.evaluations.wait()
             if self._opened.evaluations.evaluated_step != self.role.step:
-                await self._evaluate(await self._make_present())
+                await self._evaluate(self._published)
         await self._take_no_more_groups()
         step = self.role.step
         for group in self._buffer.clear():
@@ -912,7 +913,6 @@ class LearnerNode(Node):
         await self._checkpoint()
         if self._failure is not None:
             return
-        assert self._published is not None, "the last version is"
         final = self._config.run_dir / "final"
         self._progress.begin("exporting", now=self.now)
         await self._disk_pool.run(self._opened.export, final, self._published)
