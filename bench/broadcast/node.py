@@ -109,9 +109,6 @@ class Publisher(Node):
         self._coder = Coder(identity.key, encrypts=encrypts)
         self._control = Control()
 
-    def disconnected(self, peer: str, reason: str) -> list[Action]:
-        return self.role.disconnected(peer, now=self.now)
-
     def perform(self, actions: Iterable[Action]) -> None:
         super().perform(self._control.counted(actions))
 

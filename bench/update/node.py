@@ -24,7 +24,6 @@ from echo.runtime import node
 from echo.runtime.identity import Identity
 from echo.runtime.learner.publish import Publisher, VersionEncoder, make_images
 from echo.runtime.node import Node, tune_malloc
-from echo.wire.actions import Action
 from update.state import SCALES, SHAPES, Weights
 
 
@@ -58,9 +57,6 @@ class Stepper(Node):
         self._is_whole = is_whole
         self._versions = VersionEncoder(role.broadcast, publisher.coder, codec="delta", node=self)
         self._step = -1
-
-    def disconnected(self, peer: str, reason: str) -> list[Action]:
-        return self.role.disconnected(peer, now=self.now)
 
     async def work(self) -> None:
         tell(address=self.transport.listen_address)

@@ -35,6 +35,7 @@ from echo.leases.scheduler import (
 )
 from echo.roles.joining import Admission, AdmissionSettings
 from echo.roles.members import Member, Roster, Shutdown
+from echo.roles.node import Role
 from echo.weights.broadcast import Broadcast
 from echo.weights.link import ParentFailed, UplinkProbe, acknowledge
 from echo.weights.topology.plan import PLAN_S, Planner
@@ -91,7 +92,7 @@ class LearnerSettings:
     among them."""
 
 
-class Learner:
+class Learner(Role):
     """The learner's conversation with every node, without IO and without a clock."""
 
     def __init__(
@@ -165,7 +166,7 @@ class Learner:
 
     # --- links and messages ----------------------------------------------------------------------
 
-    def disconnected(self, peer: str, *, now: float) -> list[Action]:
+    def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
         """Forget a link; the nodes behind it are given up only by their silence."""
         self._routes.forget(peer)
         return self.broadcast.remove_child(peer, now=now)
@@ -193,7 +194,7 @@ class Learner:
         decided, self._decided = self._decided, []
         source, target, _ = describe(frames)
         if target != LEARNER_ID:
-            return [*decided, HangUp(peer), *self.disconnected(peer, now=now)]
+            return [*decided, HangUp(peer), *self.disconnected(peer, "an internal error", now=now)]
         if self._routes.peer_of(source) == peer and self._admission.expel(source, now=now):
             self.leases.drop_worker(source)
             self._plans.deadline = self._grants.deadline = now

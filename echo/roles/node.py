@@ -505,8 +505,25 @@ class Role(Protocol):
         sender has said, which may be what the fault comes from.
         """
 
+    def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
+        """Handle that a link is gone, inbound or outbound."""
+
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
         """Take the result of work in a thread: what was wrong with it, or nothing."""
+
+    # What a role that dials nobody never hears of:
+
+    def dialled(self, address: str, purpose: str, peer: str) -> None:
+        """Note which peer a Dial has become."""
+        return
+
+    def connected(self, peer: str, *, now: float) -> list[Action]:
+        """Handle that a dialled link stands."""
+        return []
+
+    def dial_failed(self, peer: str, reason: str, *, is_refused: bool, now: float) -> list[Action]:
+        """Handle that an attempt to dial failed; the transport goes on trying."""
+        return []
 
     def expire(self, *, now: float) -> list[Action]:
         """Do what has become due."""

@@ -160,21 +160,6 @@ class Node:
 
     # --- what roles fill in ----------------------------------------------------------------------
 
-    def connected(self, peer: str) -> list[Action]:
-        """Handle that a dialled link stands."""
-        return []
-
-    def disconnected(self, peer: str, reason: str) -> list[Action]:
-        """Handle that a link is gone."""
-        return []
-
-    def dialled(self, address: str, purpose: str, peer: str) -> None:
-        """Handle that a Dial was carried out."""
-
-    def dial_failed(self, peer: str, reason: str, *, is_refused: bool) -> list[Action]:
-        """Handle that an attempt to dial failed; the transport goes on trying."""
-        return []
-
     def on_action(self, action: Action) -> None:
         """Carry out an action that is the role's own affair."""
         raise TypeError(f"{type(action).__name__} is not for {type(self).__name__}")
@@ -275,6 +260,7 @@ class Node:
             self.stop("failed", error)
 
     async def _read(self) -> None:
+        role = self._role
         while True:
             events = await self.transport.receive()
             self._is_reading = True
@@ -286,11 +272,12 @@ class Node:
                         self.perform(self._receive(event.peer, list(event.frames)))
                     case Connected():
                         if event.address is not None:
-                            self.perform(self.connected(event.peer))
-                    case Disconnected():
-                        self.perform(self.disconnected(event.peer, event.reason))
+                            self.perform(role.connected(event.peer, now=self.now))
+                    case Disconnected(peer, reason):
+                        self.perform(role.disconnected(peer, reason, now=self.now))
                     case DialFailed(peer, reason, is_refused):
-                        self.perform(self.dial_failed(peer, reason, is_refused=is_refused))
+                        failed = role.dial_failed(peer, reason, is_refused=is_refused, now=self.now)
+                        self.perform(failed)
             self._is_reading = False
             self._settle()
 
@@ -350,7 +337,7 @@ class Node:
             # tries it again.
             self._topics.tell(Note("warning", str(error), f"dial {action.address}"), now=self.now)
         else:
-            self.dialled(action.address, action.purpose, peer)
+            self._role.dialled(action.address, action.purpose, peer)
 
     def _work(self, work: Work) -> None:
         """Decode a block or write a chunk in a thread, and tell the role what came of it."""
@@ -551,22 +538,6 @@ class DialingNode(Node):
         """Let go of the version stores; what they hold is found by the next process."""
         if self.version_store is not None:
             self.version_store.close()
-
-    def connected(self, peer: str) -> list[Action]:
-        """Handle that a dialled link stands."""
-        return self.role.connected(peer, now=self.now)
-
-    def disconnected(self, peer: str, reason: str) -> list[Action]:
-        """Handle that a link is gone."""
-        return self.role.disconnected(peer, reason, now=self.now)
-
-    def dialled(self, address: str, purpose: str, peer: str) -> None:
-        """Handle that a Dial was carried out."""
-        self.role.dialled(address, purpose, peer)
-
-    def dial_failed(self, peer: str, reason: str, *, is_refused: bool) -> list[Action]:
-        """Handle that an attempt to dial failed; the transport goes on trying."""
-        return self.role.dial_failed(peer, reason, is_refused=is_refused, now=self.now)
 
     def stop(self, reason: str, error: BaseException | None = None) -> None:
         """End `run`; tell the learner first if it is with an error."""

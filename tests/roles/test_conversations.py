@@ -113,16 +113,16 @@ def test_a_node_that_every_address_refuses_gives_up_after_three_tries(
     world = make_world()
     world.worker("w1", via=VIA)
     role = world.node("w1").role
-    world.node("w1").dial_failed = lambda *_, **__: []  # here others fail
+    fail, role.dial_failed = role.dial_failed, lambda *_, **__: []  # here others fail
     faults = {RELAY: (True, True, False, True, True, True), LEARNER: (True, True, True)}
     stops: list[Action] = []
     for address in (RELAY, LEARNER):
         world.run_until(lambda a=address: role._control and role._control.address == a)
         peer = role._control.peer
-        assert role.dial_failed("another", "a parent's key", is_refused=True, now=0.0) == []
+        assert fail("another", "a parent's key", is_refused=True, now=0.0) == []
         for is_refused in faults[address]:
             reason = f"{address} has another key"
-            stops += role.dial_failed(peer, reason, is_refused=is_refused, now=0.0)
+            stops += fail(peer, reason, is_refused=is_refused, now=0.0)
     [stop] = stops
     assert isinstance(stop, Stop)
     assert isinstance(stop.error, RefusedError)

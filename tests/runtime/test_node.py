@@ -11,6 +11,7 @@ import pytest
 from echo.core.errors import StorageError
 from echo.core.rollout import PolicyVersion
 from echo.net.transport import Received
+from echo.roles.node import Role
 from echo.roles.worker import Drained
 from echo.runtime.node import STALL_S, Node, Topics
 from echo.sim.clock import InlineThreads
@@ -24,11 +25,12 @@ from tests.promises.conftest import MakeWorld
 from tests.sim.virtual import run_virtual
 
 
-class Script:
+class Script(Role):
     """A role that answers what it is told to."""
 
+    deadline: float | None = None
+
     def __init__(self) -> None:
-        self.deadline: float | None = None
         self.on_message: Callable[[str, list[Frame]], list[Action]] = lambda peer, frames: []
         self.on_expire: Callable[[], list[Action]] = list
         self.expelled: list[str] = []
@@ -39,6 +41,9 @@ class Script:
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         self.expelled.append(peer)
         return [HangUp(peer)]
+
+    def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
+        return []
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
         return fail()

@@ -395,10 +395,6 @@ class LearnerNode(Node):
         for batch in held:
             super().perform(batch)
 
-    def disconnected(self, peer: str, reason: str) -> list[Action]:
-        """Handle that a link is gone."""
-        return self.role.disconnected(peer, now=self.now)
-
     def on_action(self, action: Action) -> None:
         """Carry out what concerns the learner."""
         match action:
