@@ -267,13 +267,15 @@ async def make_worker(
 ) -> WorkerNode:
     """Return a worker that samples with the timed engine."""
     setting = engine.setting
-    table = {"network": NETWORK, "worker": {"connect": [ADDRESS]}, "security": {"curve": False}}
+    table = {
+        "network": NETWORK,
+        "worker": {"connect": [ADDRESS], "name": name},
+        "security": {"curve": False},
+    }
     config = parse_config(table)
     transport = SimTransport(network, Port(name), OPTIONS)
     await transport.start()
-    settings = node.node_settings(
-        config, "worker", node_id=name, advertise=None, max_image_bytes=1 << 20
-    )
+    settings = node.node_settings(config, "worker", None, log=logging.getLogger("bench.worker"))
     role = Worker(
         settings, node.make_broadcast(name, config.network),
         Outbox(max_deliveries=64, retry_s=10.0), now=asyncio.get_running_loop().time(),

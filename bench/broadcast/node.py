@@ -235,9 +235,8 @@ async def run_receiver(config: Config, arguments: argparse.Namespace) -> None:
     # Without an address of its own a node is a leaf.
     keys = node_keys(config, "relay")
     transport = await node.start_transport(config.network, arguments.listen, keys)
-    settings = node.node_settings(
-        config,
-        "relay",
+    settings = dataclasses.replace(
+        node.node_settings(config, "relay", transport.listen_address, log=LOG),
         node_id=arguments.name or f"receiver-{secrets.token_hex(2)}",
         advertise=node.advertised(transport.listen_address, arguments.advertise),
         max_image_bytes=1 << 40,

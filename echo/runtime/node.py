@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from echo import __version__
+from echo.config.memory import read_machine
 from echo.config.schema import Config, NetworkSection
 from echo.core.bounds import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES
 from echo.core.errors import (
@@ -677,40 +678,35 @@ def advertised(listen: str | None, advertise: str | None) -> str | None:
     return listen
 
 
-def warn_of_wildcard(
-    role: str, listen: str | None, advertise: str | None, *, log: logging.Logger
-) -> None:
-    """Say that a relay or worker listens where nobody can be told to dial.
+def node_settings(
+    config: Config, role: str, listen: str | None, *, log: logging.Logger
+) -> NodeSettings:
+    """Return what a relay's or worker's role is told.
 
     Args:
+        config: of the node.
         role: "relay" or "worker".
-        listen: the transport's address.
-        advertise: what others are told, of `advertised`.
-        log: where to say it.
+        listen: the transport's address; None where it does not listen.
+        log: where to say that it listens where nobody can be told to dial.
     """
+    network, section = config.network, config.relay if role == "relay" else config.worker
+    advertise = advertised(listen, section.advertise)
     if listen is not None and advertise is None:
         log.warning(
             "%s.listen is a wildcard and %s.advertise is not set: nobody can be told to fetch "
             "weights from here; set it to the address at which others reach this %s",
             *3 * (role,),
         )
-
-
-def node_settings(
-    config: Config, role: str, *, node_id: str, advertise: str | None, max_image_bytes: int
-) -> NodeSettings:
-    """Return what a relay's or worker's role is told."""
-    network = config.network
     addresses = dial_addresses(config, role)
     return NodeSettings(
-        node_id=node_id,
+        node_id=node_name(role, section.name),
         role=role,
         incarnation=secrets.token_hex(8),
         addresses=addresses,
         advertise=advertise,
         echo_version=__version__,
         reconnect_for_s=network.reconnect_for_s,
-        max_image_bytes=max_image_bytes,
+        max_image_bytes=int(MAX_IMAGE_SHARE * read_machine().host_bytes),
         digests={},
         heartbeat_s=network.heartbeat_s,
         dead_after_s=network.dead_after_s,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from echo.config.memory import read_machine
 from echo.config.schema import Config
 from echo.core.errors import LocalProtocolError
 from echo.net.transport import Transport
@@ -69,23 +68,14 @@ def assemble_relay(
     events: EventLog | None = None,
 ) -> RelayNode:
     """Join a relay on a transport that has been started; otherwise as `build_relay`."""
-    section, events = config.relay, events or EventLog()
-    node_id = node.node_name("relay", section.name)
-    advertise = node.advertised(transport.listen_address, section.advertise)
-    node.warn_of_wildcard("relay", transport.listen_address, advertise, log=log)
-    settings = node.node_settings(
-        config,
-        "relay",
-        node_id=node_id,
-        advertise=advertise,
-        max_image_bytes=int(node.MAX_IMAGE_SHARE * read_machine().host_bytes),
-    )
+    events = events or EventLog()
+    settings = node.node_settings(config, "relay", transport.listen_address, log=log)
     version_store = open_store(config.network.store_dir, config.network.store_bytes)
     role = events.build(
         "role",
         Relay,
         settings,
-        node.make_broadcast(node_id, config.network, version_store, events=events),
+        node.make_broadcast(settings.node_id, config.network, version_store, events=events),
         now=asyncio.get_running_loop().time(),
     )
     relay = RelayNode(role, transport, version_store=version_store, threads=threads, log=log)

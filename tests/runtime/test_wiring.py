@@ -45,8 +45,8 @@ def test_only_an_address_that_others_can_dial_is_told(
 def test_a_listener_that_nobody_can_be_told_of_is_said(
     listen: str | None, advertise: str | None, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = logging.getLogger("test.wildcard")
-    node.warn_of_wildcard("relay", listen, node.advertised(listen, advertise), log=log)
+    config = parse_config({"relay": {"advertise": advertise} if advertise else {}})
+    node.node_settings(config, "relay", listen, log=logging.getLogger("test.wildcard"))
     assert ("relay.advertise is not set" in caplog.text) == is_told
 
 
@@ -62,10 +62,7 @@ def test_each_role_dials_its_own_addresses(role: str, address: str) -> None:
     config = parse_config(
         {"relay": {"connect": ["tcp://a:1"]}, "worker": {"connect": ["tcp://b:2"]}}
     )
-    made = [
-        node.node_settings(config, role, node_id="n", advertise=None, max_image_bytes=1)
-        for _ in range(2)
-    ]
+    made = [node.node_settings(config, role, None, log=logging.getLogger()) for _ in range(2)]
     assert made[0].addresses == (address,)
     assert made[0].incarnation != made[1].incarnation
 
@@ -100,7 +97,7 @@ def test_a_plain_listener_on_a_network_is_warned_of(caplog: pytest.LogCaptureFix
 def test_no_address_of_a_node_bears_the_secret() -> None:
     join = f"tcp://a:1#{KEY}.{'s' * 22}.{'f' * 22}"
     config = parse_config({"worker": {"connect": ["tcp://b:2", join]}})
-    settings = node.node_settings(config, "worker", node_id="n", advertise=None, max_image_bytes=1)
+    settings = node.node_settings(config, "worker", None, log=logging.getLogger())
     assert settings.addresses == ("tcp://b:2", f"tcp://a:1#{KEY}")
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from echo.config.load import apply_inherited, check_inherited
-from echo.config.memory import read_machine
 from echo.config.schema import Config, VllmSection
 from echo.core.errors import ConfigError, EngineError, StorageError
 from echo.core.rollout import MAX_UNACKED_GROUPS
@@ -108,23 +107,14 @@ def assemble_worker(
     events: EventLog | None = None,
 ) -> WorkerNode:
     """Join a worker on a transport that has been started; otherwise as `build_worker`."""
-    section, network, events = config.worker, config.network, events or EventLog()
-    node_id = wiring.node_name("worker", section.name)
+    network, events = config.network, events or EventLog()
     if config.model.name is not None and not has_own_model(config):
         log.info(
             "model.name = %r is the learner's, from whom this worker takes configuration, "
             "tokenizer and weights; --set model.name=... names a copy of its own",
             config.model.name,
         )
-    advertise = wiring.advertised(transport.listen_address, section.advertise)
-    wiring.warn_of_wildcard("worker", transport.listen_address, advertise, log=log)
-    settings = wiring.node_settings(
-        config,
-        "worker",
-        node_id=node_id,
-        advertise=advertise,
-        max_image_bytes=int(wiring.MAX_IMAGE_SHARE * read_machine().host_bytes),
-    )
+    settings = wiring.node_settings(config, "worker", transport.listen_address, log=log)
     version_store = open_store(network.store_dir, network.store_bytes)
     now = asyncio.get_running_loop().time()
     retry_s = max(2.0, 2 * network.heartbeat_s)
@@ -132,13 +122,13 @@ def assemble_worker(
         "role",
         Worker,
         settings,
-        wiring.make_broadcast(node_id, network, version_store, events=events),
+        wiring.make_broadcast(settings.node_id, network, version_store, events=events),
         events.build("outbox", Outbox, max_deliveries=MAX_UNACKED_GROUPS, retry_s=retry_s),
         terms=terms_of(config),
         version_wait_s=config.engine.version_wait_s,
         now=now,
     )
-    node_dir = config.run_dir / "workers" / node_id
+    node_dir = config.run_dir / "workers" / settings.node_id
     try:
         node_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -147,7 +137,7 @@ def assemble_worker(
         role,
         transport,
         build=partial(build_parts, config, node_dir),
-        on_release=section.on_release,
+        on_release=config.worker.on_release,
         version_store=version_store,
         threads=threads,
         log=log,
