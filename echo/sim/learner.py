@@ -44,8 +44,9 @@ if TYPE_CHECKING:
 
 RUN_ID = "simulation"
 LEARNER_ADDRESS = "tcp://learner:7700"
+GIVE_UP_S = 3600.0
 GIVE_UP_STEPS = 30
-"""A run in which nothing was trained for the time of so many steps has no future."""
+"""A run in which nothing was trained for so long, and for the time of so many steps, is over."""
 UNBOUNDED = 1 << 30
 """A bound on staleness that never holds a lease back."""
 
@@ -171,7 +172,6 @@ def make_config(scenario: Scenario, *, scale: float) -> Config:
         scale: true bytes that a byte of a simulated version stands for; prices are per so many.
     """
     job, settings, rule = scenario.job, scenario.settings, scenario.activation
-    is_limited = rule is not None and math.isfinite(rule.budget_per_run)
     changes: dict[str, dict[str, Any]] = {
         "run": {"max_steps": settings.num_steps},
         "batch": {"groups_per_step": job.groups_per_step},
@@ -186,7 +186,7 @@ def make_config(scenario: Scenario, *, scale: float) -> Config:
             "codec": "full" if settings.image_bytes is None else "delta",
         },
         "learner": {"price_per_h": job.learner_price_per_h},
-        "activation": {"budget_per_run": rule.budget_per_run if rule and is_limited else None},
+        "activation": {"budget_per_run": None if rule is None else rule.budget_per_run},
     }
     defaults = _defaults()
     return defaults.model_copy(
@@ -276,8 +276,8 @@ def _activation_settings(scenario: Scenario, *, scale: float) -> ActivationSetti
         group_size=job.group_size,
         max_completion_tokens=max(1, round(job.max_completion_tokens)),
         margin=rule.margin,
-        min_dwell_s=rule.min_dwell_s,
-        budget_per_h=rule.budget_per_h,
+        min_dwell_s=scenario.min_dwell_s,
+        budget_per_h=math.inf if rule.budget_per_h is None else rule.budget_per_h,
         upload_bytes_per_token=job.upload_bytes_per_token / scale,
     )
 

@@ -34,7 +34,7 @@ from echo.runtime.node import Node
 from echo.runtime.relay import RelayNode
 from echo.sim.clock import InlineThreads, VirtualLoop
 from echo.sim.faults import Faults, SimulatedSite
-from echo.sim.learner import GIVE_UP_STEPS, LEARNER_ADDRESS, RUN_ID, SimLearner
+from echo.sim.learner import GIVE_UP_S, GIVE_UP_STEPS, LEARNER_ADDRESS, RUN_ID, SimLearner
 from echo.sim.lengths import Groups
 from echo.sim.network import Network, Port
 from echo.sim.scenario import LEARNER_REGION, Scenario
@@ -315,7 +315,7 @@ class Simulation:
     def _give_up_later(self) -> None:
         """End a run in which nothing has been trained for too long."""
         steps, job = self.history.steps, self.scenario.job
-        patience_s = max(self.scenario.settings.give_up_after_s, GIVE_UP_STEPS * job.train_s)
+        patience_s = max(GIVE_UP_S, GIVE_UP_STEPS * job.train_s)
         give_up_at = patience_s + (steps[-1].time_s if steps else 0.0)
         if self.loop.time() > give_up_at:
             self.end(f"no step within {patience_s:.0f} s")
