@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from echo.config.load import parse_config
 from echo.config.schema import Config
@@ -53,13 +53,6 @@ UNBOUNDED = 1 << 30
 _log = logging.getLogger("echo.sim")
 
 
-class Run(Protocol):
-    """Who is told that a run is over."""
-
-    def end(self, reason: str) -> None:
-        """Let no more time pass; the reason is empty after the last step."""
-
-
 class SimLearner(LearnerNode):
     """One start of the learner, of whose steps the history is told."""
 
@@ -74,10 +67,11 @@ class SimLearner(LearnerNode):
         identity: Identity,
         versions: Versions,
         broadcast: Broadcast,
-        run: Run,
+        end: Callable[[str], None],
     ) -> None:
+        """Go on from the disk; `end` is told why the run is over, "" after its last step."""
         self.link, self._num_broadcasts = transport, 0
-        self._scenario, self._disk, self._run = scenario, disk, run
+        self._scenario, self._disk, self._end_run = scenario, disk, end
         config = make_config(scenario, scale=versions.scale)
         now = disk.now()
         ledger = MemoryLedger(disk)
@@ -149,14 +143,14 @@ class SimLearner(LearnerNode):
                 )
             )
         if step >= self._scenario.settings.num_steps:
-            self._run.end("")
+            self._end_run("")
 
     def show(self, snapshot: Snapshot) -> None:
         """Draw nothing: nobody watches."""
 
     def export(self, directory: Path, publication: Publication) -> None:
         """Note that the run is over: before its last step only its budget ends it."""
-        self._run.end("the budget of the run is spent")
+        self._end_run("the budget of the run is spent")
 
 
 @lru_cache(maxsize=1)

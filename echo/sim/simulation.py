@@ -71,7 +71,7 @@ class Simulation:
         self.network = Network(
             seed=settings.seed,
             weight_scale=self._versions.scale,
-            group_sizes=self.groups,
+            groups=self.groups,
         )
         self.history.traffic = self.network.traffic
         for region in scenario.fleet.regions.values():
@@ -160,7 +160,7 @@ class Simulation:
             identity=self._identity,
             versions=self._make_versions(),
             broadcast=self._broadcast("learner"),
-            run=self,
+            end=self.end,
         )
         self._start(self.learner)
 
@@ -245,7 +245,7 @@ class Simulation:
                 swap_s=settings.swap_s,
                 is_pausing=job.has_pausing_workers,
             ),
-            stage=self,
+            on_end=self._worker_ended,
         )
         if site.rental is None:
             site.rental = Rental(site.name, offer, now)
@@ -254,7 +254,7 @@ class Simulation:
 
     # --- ends and returns ------------------------------------------------------------------------
 
-    def worker_ended(self, worker: SimWorker) -> None:
+    def _worker_ended(self, worker: SimWorker) -> None:
         """Note what its engine has made; what it held is lost."""
         self.history.tokens_made += worker.engine.tokens_made
         site = self.by_name[worker.name]
