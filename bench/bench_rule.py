@@ -21,10 +21,11 @@ from typing import Any
 
 from harness import environment, new_figure, new_parser, parse, result_path, save
 
+from echo.config.fleet_file import SimRow
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
 from echo.fleet.overlap import fits_window, predict, required_rate
-from echo.sim.scenario import Scenario, Settings
+from echo.sim.scenario import Scenario
 from echo.sim.simulation import Simulation
 from echo.sim.summary import Summary, summarise
 
@@ -91,7 +92,7 @@ def make_scenario(job: Job, *, rate: float, broadcast_s: float, num_steps: int, 
         fleet=RentedFleet(offers=(offer,), regions={"site": region}, uplink_bytes_per_s=1e12),
         job=job,
         counts=[NUM_WORKERS],
-        settings=Settings(**(settings | changes)),
+        settings=SimRow(**(settings | changes)),
     )
 
 
@@ -257,7 +258,7 @@ def measure_pacing(seeds: int, steps: int) -> dict[str, Any]:
         job = make_job(bound, 1, spread, is_pausing=False)
         rate = factor * job.rollouts_per_step / TRAIN_S
         paced = make_scenario(job, rate=rate, broadcast_s=6.0, num_steps=steps)
-        free = replace(paced, settings=replace(paced.settings, is_paced=False))
+        free = replace(paced, settings=paced.settings.model_copy(update={"is_paced": False}))
         row: dict[str, Any] = {"max_staleness": bound, "factor": factor, "spread": spread}
         for name, scenario in (("paced", paced), ("unpaced", free)):
             runs = simulate(scenario, seeds)

@@ -16,9 +16,10 @@ from typing import Any
 
 from harness import environment, new_figure, new_parser, parse, result_path, save
 
+from echo.config.fleet_file import SimRow
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
-from echo.sim.scenario import Scenario, Settings
+from echo.sim.scenario import Scenario
 from echo.sim.simulation import Simulation
 from echo.sim.summary import summarise
 
@@ -60,7 +61,7 @@ def make_scenario(num_workers: int, num_steps: int, num_chunks: int) -> Scenario
         ),
         job=job,
         counts=[num_workers],
-        settings=Settings(
+        settings=SimRow(
             num_steps=num_steps,
             chunks_per_version=num_chunks,
             heartbeat_s=15.0,

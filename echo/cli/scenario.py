@@ -7,7 +7,6 @@ scenario.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +23,10 @@ from echo.config.fleet_file import (
     parse_fleet,
     read_plan,
 )
-from echo.config.schema import PROFILES, ActivationSection, preset_publish_period
+from echo.config.schema import ActivationSection, preset_publish_period
 from echo.core.errors import ConfigError, in_one
 from echo.core.units import format_bytes
-from echo.sim.scenario import LEARNER_REGION, ActivationRule, Scenario, Settings
+from echo.sim.scenario import LEARNER_REGION, Scenario
 from echo.sim.versions import CHUNK_BYTES
 
 SIM_TABLES: dict[str, type[BaseModel]] = {
@@ -74,11 +73,10 @@ def _check_names(
         rows.check_name(f"{where}: offer", row.offer, offers)
     for where, row in rows.good["paths"]:
         rows.check_name(f"{where}: region", row.region, request.regions)
-    times = _times(sim)
-    if times["dead_after_s"] <= times["heartbeat_s"]:
+    if sim.dead_after_s <= sim.heartbeat_s:
         rows.problems.append(
-            f"{source}: [sim]: dead_after_s = {times['dead_after_s']:g} must be longer than "
-            f"heartbeat_s = {times['heartbeat_s']:g}, or every node counts as dead"
+            f"{source}: [sim]: dead_after_s = {sim.dead_after_s:g} must be longer than "
+            f"heartbeat_s = {sim.heartbeat_s:g}, or every node counts as dead"
         )
 
 
@@ -146,32 +144,10 @@ def load_scenario(
         fleet=request.fleet,
         job=replace(job, publish_period=period) if is_auto else job,
         counts=[counts[offer.name] for offer in request.fleet.offers],
-        settings=_settings(sim),
+        settings=sim,
         is_auto_period=is_auto and plan is None,
-        activation=_activation(activation),
+        activation=None if activation.mode == "off" else activation,
         weather={row.region: (row.jitter_s, row.loss) for _, row in rows.good["paths"]},
         faults=[row for _, row in rows.good["faults"]],
         prices=[row for _, row in rows.good["prices"]],
     ), request
-
-
-def _activation(section: ActivationSection) -> ActivationRule | None:
-    if section.mode == "off":
-        return None
-    numbers = section.model_dump(exclude={"mode"})
-    unlimited = {name: math.inf for name, value in numbers.items() if value is None}
-    return ActivationRule(**(numbers | unlimited))
-
-
-def _times(sim: SimRow) -> dict[str, float]:
-    profile = PROFILES[sim.profile]
-    names = ("heartbeat_s", "dead_after_s", "lease_timeout_s", "reconnect_for_s")
-    given = {name: getattr(sim, name) for name in names}
-    return {
-        name: float(profile[f"network.{name}"]) if value is None else value
-        for name, value in given.items()
-    }
-
-
-def _settings(sim: SimRow) -> Settings:
-    return Settings(**(sim.model_dump(exclude={"rent", "profile"}) | _times(sim)))

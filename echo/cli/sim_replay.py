@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from echo.cli.plan import read_rates
+from echo.config.fleet_file import SimRow
 from echo.config.schema import PROFILES
 from echo.core.units import format_duration
 from echo.fleet.market import UNLIMITED, Offer, Region, RentedFleet
@@ -26,7 +27,7 @@ from echo.records.run_files import (
     values_of,
 )
 from echo.sim.lengths import RecordedLengths
-from echo.sim.scenario import Scenario, Settings
+from echo.sim.scenario import Scenario
 from echo.sim.summary import RUN_IN, Summary
 
 REGION = "recorded"
@@ -63,7 +64,7 @@ def recorded_scenario(run_dir: Path) -> Scenario:
         ),
         job=replace(job, version_bytes=version_bytes),
         counts=[1] * len(offers),
-        settings=Settings(
+        settings=SimRow(
             num_steps=len(rows),
             chunks_per_version=REPLAY_CHUNKS,
             heartbeat_s=network_s("heartbeat_s"),

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from echo.config.fields import UNREADABLE, Bytes, Seconds, Strict, read_text, toml_or_text
-from echo.config.schema import show
+from echo.config.schema import PROFILES, show
 from echo.core.errors import ConfigError, in_one, nearest
 from echo.fleet.gpus import (
     BYTES_PER_WEIGHT,
@@ -223,14 +223,14 @@ class SimRow(Strict):
     rent: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     """Nodes by offer; an offer that is not named here has all of its count."""
     profile: Literal["lan", "wan"] = "wan"
-    """Defaults of the network's times, as for a run."""
-    heartbeat_s: Annotated[Seconds, Field(gt=0)] | None = None
+    """Defaults of the network's four times, as for a run; those of wan are shown."""
+    heartbeat_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.heartbeat_s"]
     """As network.heartbeat_s."""
-    dead_after_s: Annotated[Seconds, Field(gt=0)] | None = None
+    dead_after_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.dead_after_s"]
     """As network.dead_after_s."""
-    lease_timeout_s: Annotated[Seconds, Field(gt=0)] | None = None
+    lease_timeout_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.lease_timeout_s"]
     """As network.lease_timeout_s."""
-    reconnect_for_s: Annotated[Seconds, Field(gt=0)] | None = None
+    reconnect_for_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.reconnect_for_s"]
     """As network.reconnect_for_s."""
     is_paced: bool = True
     """Whether leases hold workers back; without, whoever has room is given work."""
@@ -252,6 +252,16 @@ class SimRow(Strict):
     """Until a group is on the learner's disk."""
     join_within_s: Instant = 5.0
     """In which the workers start, one after the other."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_times(cls, given: Any) -> Any:
+        """Give the network's times that are left out the defaults of the profile."""
+        profile = PROFILES.get(str(given.get("profile"))) if isinstance(given, dict) else None
+        if profile is None:
+            return given
+        names = ("heartbeat_s", "dead_after_s", "lease_timeout_s", "reconnect_for_s")
+        return {name: profile[f"network.{name}"] for name in names} | given
 
 
 class FaultRow(Strict):

@@ -18,46 +18,6 @@ from typing import Any, NoReturn
 from echo.runtime.threads import Returned
 
 
-class LoopClock:
-    """The time of the running loop, and many calls on one of its timers."""
-
-    def __init__(self) -> None:
-        self._serial = 0
-        self._armed_at = math.inf
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-
-    @property
-    def now(self) -> float:
-        """Seconds, as the loop counts them."""
-        return asyncio.get_running_loop().time()
-
-    def at(self, instant: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Have something called at an instant; one that has passed is the present."""
-        self._serial += 1
-        heapq.heappush(self._events, (instant, self._serial, call, arguments))
-        self._arm()
-
-    def _arm(self) -> None:
-        # A timer that fires too early looks again; only an earlier one must be set now.
-        if self._events and self._events[0][0] < self._armed_at:
-            self._armed_at = self._events[0][0]
-            asyncio.get_running_loop().call_at(self._armed_at, self._on_timer, self._armed_at)
-
-    def _on_timer(self, at: float) -> None:
-        if at != self._armed_at:
-            return
-        # A timer may fire a clock tick early; what it was set for is due all the same.
-        due_at = max(at, self.now)
-        events = self._events
-        try:
-            while events and events[0][0] <= due_at:
-                _, _, call, arguments = heapq.heappop(events)
-                call(*arguments)
-        finally:
-            self._armed_at = math.inf
-            self._arm()
-
-
 class StandstillError(RuntimeError):
     """Nothing will ever happen any more on a loop that has not come to its end."""
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from echo.config.load import parse_config
 from echo.config.schema import Config
@@ -44,19 +44,13 @@ if TYPE_CHECKING:
 
 RUN_ID = "simulation"
 LEARNER_ADDRESS = "tcp://learner:7700"
+GIVE_UP_S = 3600.0
 GIVE_UP_STEPS = 30
-"""A run in which nothing was trained for the time of so many steps has no future."""
+"""A run in which nothing was trained for so long, and for the time of so many steps, is over."""
 UNBOUNDED = 1 << 30
 """A bound on staleness that never holds a lease back."""
 
 _log = logging.getLogger("echo.sim")
-
-
-class Run(Protocol):
-    """Who is told that a run is over."""
-
-    def end(self, reason: str) -> None:
-        """Let no more time pass; the reason is empty after the last step."""
 
 
 class SimLearner(LearnerNode):
@@ -73,10 +67,11 @@ class SimLearner(LearnerNode):
         identity: Identity,
         versions: Versions,
         broadcast: Broadcast,
-        run: Run,
+        end: Callable[[str], None],
     ) -> None:
+        """Go on from the disk; `end` is told why the run is over, "" after its last step."""
         self.link, self._num_broadcasts = transport, 0
-        self._scenario, self._disk, self._run = scenario, disk, run
+        self._scenario, self._disk, self._end_run = scenario, disk, end
         config = make_config(scenario, scale=versions.scale)
         now = disk.now()
         ledger = MemoryLedger(disk)
@@ -149,14 +144,14 @@ class SimLearner(LearnerNode):
                 )
             )
         if step >= self._scenario.settings.num_steps:
-            self._run.end("")
+            self._end_run("")
 
     def show(self, snapshot: Snapshot) -> None:
         """Draw nothing: nobody watches."""
 
     def export(self, directory: Path, publication: Publication) -> None:
         """Note that the run is over: before its last step only its budget ends it."""
-        self._run.end("the budget of the run is spent")
+        self._end_run("the budget of the run is spent")
 
 
 @lru_cache(maxsize=1)
@@ -172,7 +167,6 @@ def make_config(scenario: Scenario, *, scale: float) -> Config:
         scale: true bytes that a byte of a simulated version stands for; prices are per so many.
     """
     job, settings, rule = scenario.job, scenario.settings, scenario.activation
-    is_limited = rule is not None and math.isfinite(rule.budget_per_run)
     changes: dict[str, dict[str, Any]] = {
         "run": {"max_steps": settings.num_steps},
         "batch": {"groups_per_step": job.groups_per_step},
@@ -187,7 +181,7 @@ def make_config(scenario: Scenario, *, scale: float) -> Config:
             "codec": "full" if settings.image_bytes is None else "delta",
         },
         "learner": {"price_per_h": job.learner_price_per_h},
-        "activation": {"budget_per_run": rule.budget_per_run if rule and is_limited else None},
+        "activation": {"budget_per_run": None if rule is None else rule.budget_per_run},
     }
     defaults = _defaults()
     return defaults.model_copy(
@@ -277,8 +271,8 @@ def _activation_settings(scenario: Scenario, *, scale: float) -> ActivationSetti
         group_size=job.group_size,
         max_completion_tokens=max(1, round(job.max_completion_tokens)),
         margin=rule.margin,
-        min_dwell_s=rule.min_dwell_s,
-        budget_per_h=rule.budget_per_h,
+        min_dwell_s=scenario.min_dwell_s,
+        budget_per_h=math.inf if rule.budget_per_h is None else rule.budget_per_h,
         upload_bytes_per_token=job.upload_bytes_per_token / scale,
     )
 

@@ -24,16 +24,17 @@ client that nodes use (`echo/sim/transport.py`).
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from echo.core.errors import TransportError
 from echo.net.transport import Frame, format_address, parse_address
-from echo.sim.clock import LoopClock
+from echo.sim.lengths import Groups
 
 BULK_BYTES = 1 << 14
 """Messages from this size on queue at the links."""
@@ -124,13 +125,6 @@ class Client(Protocol):
         """Handle a message; whoever was dialled learns of a connection by its first one."""
 
 
-class GroupSizes(Protocol):
-    """The true sizes of groups."""
-
-    def num_bytes(self, header: Frame) -> float:
-        """Return what a group with this header takes on the wire."""
-
-
 @dataclass(slots=True, eq=False)
 class LinkEnd:
     """One end of a connection, and the way from here to the other end."""
@@ -161,7 +155,8 @@ class LinkEnd:
     """When the downlink will have let through what has reached it so far."""
 
 
-Groups: TypeAlias = tuple[frozenset[str], ...]
+Sides: TypeAlias = tuple[frozenset[str], ...]
+"""Groups of nodes and regions between which nothing passes."""
 
 
 class Network:
@@ -169,28 +164,25 @@ class Network:
 
     def __init__(
         self,
-        clock: LoopClock | None = None,
         *,
         seed: int = 0,
         between: Route | None = None,
         weight_scale: float = 1.0,
-        group_sizes: GroupSizes | None = None,
+        groups: Groups | None = None,
         bulk_bytes: int = BULK_BYTES,
     ) -> None:
         """Start without nodes.
 
         Args:
-            clock: the time; None for that of the running loop.
             seed: of jitter and loss.
             between: the route between regions of which nothing else is said; None for no distance.
             weight_scale: bytes that one byte of an image stands for.
-            group_sizes: the true sizes of groups; None for those of the messages.
+            groups: the true sizes of groups; None for those of the messages.
             bulk_bytes: size from which messages queue.
         """
-        self.clock = clock or LoopClock()
         self._seed = seed
         self.weight_scale = weight_scale
-        self._group_sizes = group_sizes
+        self._groups = groups
         self._bulk_bytes = bulk_bytes
         self._regions: dict[str, Route] = {}
         self._within, self._middle = Route(), Route(latency_s=0.0)
@@ -201,9 +193,19 @@ class Network:
         self._ports = itertools.count(FIRST_FREE_PORT)
         self._ends: dict[Client, dict[LinkEnd, None]] = {}
         self._num_dials = 0
-        self._cuts: list[Groups] = []
+        self._cuts: list[Sides] = []
         self.traffic: dict[tuple[str, str, str], float] = {}
         """(from region, to region, kind) -> bytes."""
+
+    @property
+    def now(self) -> float:
+        """Seconds, as the running loop counts them."""
+        return asyncio.get_running_loop().time()
+
+    def at(self, instant: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Have something called at an instant; one that has passed is the present."""
+        loop = asyncio.get_running_loop()
+        loop.call_at(max(instant, loop.time()), call, *arguments)
 
     # --- the map ---------------------------------------------------------------------------------
 
@@ -266,7 +268,7 @@ class Network:
         listener = self._listeners.get(address)
         region = client.port.region if listener is None else listener.port.region
         latency_s = self.route(client.port.region, region).latency_s
-        self.clock.at(self.clock.now + HANDSHAKE_TRIPS * latency_s, self._connect, end)
+        self.at(self.now + HANDSHAKE_TRIPS * latency_s, self._connect, end)
         return end
 
     def _connect(self, end: LinkEnd) -> None:
@@ -308,9 +310,9 @@ class Network:
         is_told = end.is_open and not end.is_stalled
         self._leave(end)
         if is_told:
-            soonest_at = self.clock.now + end.route.latency_s
+            soonest_at = self.now + end.route.latency_s
             at = max(soonest_at, min(end.arrived_at, soonest_at + linger_s))
-            self.clock.at(at, self._hear_end, end.far, reason)
+            self.at(at, self._hear_end, end.far, reason)
 
     def close(self, client: Client, *, linger_s: float = 0.0) -> None:
         """End a process; its peers are told, after what was sent if it goes in good order."""
@@ -343,8 +345,8 @@ class Network:
         """Learn that the other side has left, once what it sent has come through."""
         if end.is_stalled or end.is_over:
             return
-        if end.far.done_at > self.clock.now:
-            self.clock.at(end.far.done_at, self._hear_end, end, reason)
+        if end.far.done_at > self.now:
+            self.at(end.far.done_at, self._hear_end, end, reason)
             return
         self._lose(end, reason)
 
@@ -366,8 +368,7 @@ class Network:
         here.bytes_sent += num_bytes
         if end.is_stalled:
             return True
-        clock = self.clock
-        leaves_at = clock.now
+        leaves_at = self.now
         if num_bytes >= self._bulk_bytes:
             begins_at = max(leaves_at, here.up_idle_at)
             here.up_idle_at = begins_at + num_bytes / here.up_bytes_per_s
@@ -378,7 +379,7 @@ class Network:
             arrives_at += self._luck(end, end.chance, is_bulk=num_bytes >= self._bulk_bytes)
         if arrives_at > end.arrived_at:
             end.arrived_at = arrives_at
-        clock.at(end.arrived_at, self._arrive, end, num_bytes, frames)
+        self.at(end.arrived_at, self._arrive, end, num_bytes, frames)
         return True
 
     def _weigh(self, frames: Sequence[Frame]) -> tuple[str, float]:
@@ -389,8 +390,8 @@ class Network:
         if isinstance(frames[1], memoryview):  # chunks, one or several together
             return "weights", num_bytes + self.weight_scale * sum(map(len, frames[1:]))
         if len(frames) == 3:
-            if self._group_sizes is not None:
-                return "rollouts", num_bytes + self._group_sizes.num_bytes(frames[1])
+            if self._groups is not None:
+                return "rollouts", num_bytes + self._groups.num_bytes(frames[1])
             return "rollouts", num_bytes + len(frames[1]) + len(frames[2])
         return "control", num_bytes + sum(map(len, frames[1:]))
 
@@ -407,7 +408,7 @@ class Network:
         far = end.far
         if far.is_stalled or not far.is_open:
             return
-        port, now = far.client.port, self.clock.now
+        port, now = far.client.port, self.now
         if num_bytes >= self._bulk_bytes:
             # Its first byte came so much earlier as the stages before took for all of it.
             first_at = now - num_bytes / end.stream_bytes_per_s
@@ -415,7 +416,7 @@ class Network:
             port.down_idle_at = end.done_at = max(done_at, now)
         if end.done_at > now:
             # Or something before it on this connection is still coming through.
-            self.clock.at(end.done_at, self._deliver, far, num_bytes, frames)
+            self.at(end.done_at, self._deliver, far, num_bytes, frames)
             return
         self._deliver(far, num_bytes, frames)
 
@@ -456,15 +457,15 @@ class Network:
             if each.is_open and not each.is_stalled:
                 each.is_stalled = True
                 wait_s = each.client.port.dead_after_s
-                at = self.clock.now + wait_s
-                self.clock.at(at, self._lose, each, f"no answer for {wait_s:g} s")
+                at = self.now + wait_s
+                self.at(at, self._lose, each, f"no answer for {wait_s:g} s")
 
 
-def _named(groups: Sequence[str | Collection[str]]) -> Groups:
+def _named(groups: Sequence[str | Collection[str]]) -> Sides:
     return tuple(frozenset([group] if isinstance(group, str) else group) for group in groups)
 
 
-def _side(groups: Groups, port: Port) -> int | None:
+def _side(groups: Sides, port: Port) -> int | None:
     """Return in which group a node stands; None for no group."""
     sides = (i for i, group in enumerate(groups) if port.name in group or port.region in group)
     return next(sides, None)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from echo.config.fleet_file import FaultRow, PriceRow
+from echo.config.fleet_file import FaultRow, PriceRow, SimRow
+from echo.config.schema import ActivationSection
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
 from echo.sim.lengths import Lengths, LogNormalLengths
@@ -15,58 +15,6 @@ from echo.sim.network import Route
 
 LEARNER_REGION = "learner"
 """Where the learner stands: routes of regions lead from here."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationRule:
-    """Which workers generate and which stand by, as `[activation]` of a run's configuration."""
-
-    margin: float = 0.1
-    budget_per_h: float = math.inf
-    budget_per_run: float = math.inf
-    min_dwell_s: float = 120.0
-    """As the default of `ActivationSettings`; shorter where a run is."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How the run is configured, and the time models of what is not simulated."""
-
-    num_steps: int = 50
-    seed: int = 0
-    chunks_per_version: int = 64
-    image_bytes: float | None = None
-    """Of a version in full, where those of the job are deltas; None if each is sent in full."""
-    checkpoint_steps: int = 10
-    """Between checkpoints, from which a learner that died goes on."""
-    release_after_s: float | None = None
-    """On standby, after which a worker leaves and gives its machine back; None for never."""
-    heartbeat_s: float = 5.0
-    dead_after_s: float = 45.0
-    lease_timeout_s: float = 180.0
-    reconnect_for_s: float = 3600.0
-    is_paced: bool = True
-    """Whether leases hold workers back; without, whoever has room is given work."""
-    queue_share: float = 1.0
-    """Groups that wait at a worker for each one in its engine."""
-    alone_speedup: float = 2.0
-    """How much faster one sequence is on its own than in a full engine."""
-    speed_spread: float = 0.0
-    """Standard deviation over mean of the rates of nodes of one kind."""
-    train_spread: float = 0.0
-    """Standard deviation over mean of the learner's step."""
-    setup_s: float = 10.0
-    """Until a worker has built its engine."""
-    swap_s: float = 0.5
-    """Until new weights are in the engine."""
-    publish_s: float = 0.0
-    """In which the learner makes a version, and does nothing else."""
-    ledger_s: float = 0.01
-    """Until a group is on the learner's disk."""
-    join_within_s: float = 5.0
-    """In which the workers start, one after the other."""
-    give_up_after_s: float = 3600.0
-    """Virtual seconds (and GIVE_UP_STEPS steps' time) without a step after which a run is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +27,15 @@ class Scenario:
     """With the publish period; `is_auto_period` says whether it follows what is measured."""
     counts: Sequence[int]
     """Nodes of each offer."""
-    settings: Settings = field(default_factory=Settings)
+    settings: SimRow = field(default_factory=SimRow)
     is_auto_period: bool = False
     weather: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Region -> (jitter in seconds, loss)."""
     faults: Sequence[FaultRow] = ()
-    activation: ActivationRule | None = None
+    activation: ActivationSection | None = None
     """None where every worker generates, whatever it costs."""
+    min_dwell_s: float = 120.0
+    """How long activation leaves a worker active at least, as in a run; shorter where a run is."""
     prices: Sequence[PriceRow] = ()
     lengths: Lengths | None = None
     """Of groups; None for those of the job."""
@@ -136,4 +86,4 @@ class Scenario:
 
     def with_seed(self, seed: int) -> Scenario:
         """Return the same with another seed."""
-        return replace(self, settings=replace(self.settings, seed=seed))
+        return replace(self, settings=self.settings.model_copy(update={"seed": seed}))

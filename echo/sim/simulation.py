@@ -34,7 +34,7 @@ from echo.runtime.node import Node
 from echo.runtime.relay import RelayNode
 from echo.sim.clock import InlineThreads, VirtualLoop
 from echo.sim.faults import Faults, SimulatedSite
-from echo.sim.learner import GIVE_UP_STEPS, LEARNER_ADDRESS, RUN_ID, SimLearner
+from echo.sim.learner import GIVE_UP_S, GIVE_UP_STEPS, LEARNER_ADDRESS, RUN_ID, SimLearner
 from echo.sim.lengths import Groups
 from echo.sim.network import Network, Port
 from echo.sim.scenario import LEARNER_REGION, Scenario
@@ -71,7 +71,7 @@ class Simulation:
         self.network = Network(
             seed=settings.seed,
             weight_scale=self._versions.scale,
-            group_sizes=self.groups,
+            groups=self.groups,
         )
         self.history.traffic = self.network.traffic
         for region in scenario.fleet.regions.values():
@@ -160,7 +160,7 @@ class Simulation:
             identity=self._identity,
             versions=self._make_versions(),
             broadcast=self._broadcast("learner"),
-            run=self,
+            end=self.end,
         )
         self._start(self.learner)
 
@@ -245,7 +245,7 @@ class Simulation:
                 swap_s=settings.swap_s,
                 is_pausing=job.has_pausing_workers,
             ),
-            stage=self,
+            on_end=self._worker_ended,
         )
         if site.rental is None:
             site.rental = Rental(site.name, offer, now)
@@ -254,7 +254,7 @@ class Simulation:
 
     # --- ends and returns ------------------------------------------------------------------------
 
-    def worker_ended(self, worker: SimWorker) -> None:
+    def _worker_ended(self, worker: SimWorker) -> None:
         """Note what its engine has made; what it held is lost."""
         self.history.tokens_made += worker.engine.tokens_made
         site = self.by_name[worker.name]
@@ -315,7 +315,7 @@ class Simulation:
     def _give_up_later(self) -> None:
         """End a run in which nothing has been trained for too long."""
         steps, job = self.history.steps, self.scenario.job
-        patience_s = max(self.scenario.settings.give_up_after_s, GIVE_UP_STEPS * job.train_s)
+        patience_s = max(GIVE_UP_S, GIVE_UP_STEPS * job.train_s)
         give_up_at = patience_s + (steps[-1].time_s if steps else 0.0)
         if self.loop.time() > give_up_at:
             self.end(f"no step within {patience_s:.0f} s")

@@ -182,8 +182,8 @@ class SimTransport(Transport):
     def _redial(self, peer: PeerId) -> None:
         dial = self._dials.get(peer)
         if dial is not None:
-            clock = self._network.clock
-            clock.at(clock.now + dial.pause_s, self._attempt, peer, dial)
+            network = self._network
+            network.at(network.now + dial.pause_s, self._attempt, peer, dial)
             dial.pause_s = min(2 * dial.pause_s, self.options.max_redial_s)
 
     def _attempt(self, peer: PeerId, dial: _Dial) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -36,13 +35,6 @@ from echo.wire.actions import Action
 _log = logging.getLogger("echo.sim")
 
 
-class Ending(Protocol):
-    """Who is told that a simulated process is over."""
-
-    def worker_ended(self, worker: SimWorker) -> None:
-        """Note what its engine has made; what it held is lost."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTimes:
     """How long a worker's work takes beside sampling."""
@@ -67,7 +59,7 @@ class SimWorker(DialingNode):
         groups: Groups,
         facts: EngineFacts,
         times: WorkerTimes,
-        stage: Ending,
+        on_end: Callable[[SimWorker], None],
     ) -> None:
         super().__init__(role, transport, threads=InlineThreads(), log=_log)
         self.role: Worker = role
@@ -77,7 +69,7 @@ class SimWorker(DialingNode):
         self._groups = groups
         self._facts = facts
         self._times = times
-        self._stage = stage
+        self._on_end = on_end
         self._calls: dict[LeaseKey, EngineCall] = {}
         self.is_released = False
         """Whether it has given its machine back."""
@@ -131,7 +123,7 @@ class SimWorker(DialingNode):
         """Tell that the process is over; what its engine held is lost."""
         super().release()
         self.engine.advance(self.now)
-        self._stage.worker_ended(self)
+        self._on_end(self)
 
     # --- weights ---------------------------------------------------------------------------------
 

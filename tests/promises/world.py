@@ -54,7 +54,7 @@ from echo.runtime.learner.prompts import PromptSource
 from echo.runtime.node import Node
 from echo.runtime.worker import setup as worker_setup
 from echo.runtime.worker.node import WorkerParts
-from echo.sim.clock import InlinePool, InlineThreads, LoopClock, VirtualLoop
+from echo.sim.clock import InlinePool, InlineThreads, VirtualLoop
 from echo.sim.network import LinkEnd, Network, Port, Route
 from echo.sim.transport import SimTransport
 from echo.tasks.builtin import AdditionTask
@@ -161,11 +161,11 @@ def _owner(handle: asyncio.Handle) -> Process | None:
     return context.get(PROCESS)
 
 
-class NobodysClock(LoopClock):
-    """The network's time, which goes on whichever process is stopped."""
+class NobodysNetwork(Network):
+    """The network, whose time goes on whichever process is stopped."""
 
-    def _arm(self) -> None:
-        Context().run(super()._arm)
+    def at(self, instant: float, call: Callable[..., None], *arguments: Any) -> None:
+        Context().run(super().at, instant, call, *arguments)
 
 
 class ThreadsOfProcess(InlineThreads):
@@ -588,7 +588,7 @@ class World:
         self.sample_s, self.train_s = sample_s, train_s
         self._slow_disks: dict[str, float] = {}
         route = Route(latency_s=delay_s, jitter_s=jitter_s, bytes_per_s=bytes_per_s)
-        self._network = Network(NobodysClock(), seed=seed, between=route, bulk_bytes=0)
+        self._network = NobodysNetwork(seed=seed, between=route, bulk_bytes=0)
         self._processes: list[Process] = []
         self._told: list[tuple[str, str]] = []
         self._loop = WorldLoop()

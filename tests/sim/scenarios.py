@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from echo.config.fleet_file import SimRow
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
-from echo.sim.scenario import Scenario, Settings
+from echo.sim.scenario import Scenario
 from echo.sim.simulation import Simulation
 from echo.sim.summary import History, Summary, summarise
 
@@ -59,7 +60,7 @@ def make_scenario(
         fleet=RentedFleet(offers=offers, regions=known, uplink_bytes_per_s=100 * MB),
         job=job or make_job(),
         counts=[offer.count for offer in offers],
-        settings=Settings(**(numbers | settings)),
+        settings=SimRow(**(numbers | settings)),
     )
 
 

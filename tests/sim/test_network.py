@@ -36,6 +36,21 @@ class Clock:
             self.now = max(self.now, until)
 
 
+class TimedNetwork(Network):
+    """A network whose time a test lets pass."""
+
+    def __init__(self, clock: Clock, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.clock = clock
+
+    @property
+    def now(self) -> float:
+        return self.clock.now
+
+    def at(self, instant: float, call: Any, *arguments: Any) -> None:
+        self.clock.at(instant, call, *arguments)
+
+
 @dataclass(eq=False)
 class Node:
     """A client that takes down what it is told."""
@@ -72,7 +87,7 @@ class Net:
 
     def __init__(self, **route: Any) -> None:
         self.clock = Clock()
-        self.network = Network(self.clock, seed=1, weight_scale=1000.0, group_sizes=Groups())
+        self.network = TimedNetwork(self.clock, seed=1, weight_scale=1000.0, groups=Groups())
         settings = {"bytes_per_s": 10e6, "latency_s": 0.1}
         self.network.add_region("far", Route(**(settings | route)))
         self.learner = self.node("learner", "home", address="tcp://learner:1")

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from echo.config.fleet_file import FaultRow, PriceRow
+from echo.config.schema import ActivationSection
 from echo.fleet.market import Region
 from echo.fleet.overlap import predict
 from echo.sim.learner import SimLearner
-from echo.sim.scenario import ActivationRule, Scenario
+from echo.sim.scenario import Scenario
 from echo.sim.simulation import Simulation
 from echo.sim.summary import History, Summary, summarise
 from echo.sim.worker import SimWorker
@@ -75,7 +76,7 @@ def troubled(seed: int = 1) -> Scenario:
         lease_timeout_s=30.0,
         speed_spread=0.2,
         train_spread=0.1,
-        image_bytes=400 * MB,
+        image_bytes="400MB",
         checkpoint_steps=4,
     )
     return replace(
@@ -293,7 +294,7 @@ def test_a_learner_that_does_not_come_back_ends_the_run() -> None:
 def test_deltas_travel_where_they_can_and_images_where_they_must() -> None:
     job = make_job(version_bytes=8 * MB)
     offer = make_offer(count=2)
-    scenario = make_scenario(offer, job=job, num_steps=12, image_bytes=80 * MB)
+    scenario = make_scenario(offer, job=job, num_steps=12, image_bytes="80MB")
     summary, _ = simulate(scenario)
     sent = summary.gigabytes["weights learner > near"] * 1e9
     # The first version in full and eleven as deltas, once to each of the two.
@@ -312,7 +313,7 @@ def crowded(**rule: float):
         make_offer("dear", count=2, tokens_per_s=200.0, price_per_h=5.0, can_listen=True),
         num_steps=20,
     )
-    return replace(scenario, activation=ActivationRule(min_dwell_s=20.0, **rule))
+    return replace(scenario, activation=ActivationSection(**rule), min_dwell_s=20.0)
 
 
 @pytest.fixture(scope="module")
@@ -347,7 +348,7 @@ def test_a_worker_that_was_interrupted_for_long_gives_its_machine_back(
     crowd: tuple[Summary, History],
 ) -> None:
     scenario = crowded()
-    settings = replace(scenario.settings, release_after_s=30.0)
+    settings = scenario.settings.model_copy(update={"release_after_s": 30.0})
     without, _ = crowd
     summary, history = simulate(replace(scenario, settings=settings))
     ended = {rental.name for rental in history.rentals if rental.until_s is not None}
@@ -361,7 +362,7 @@ def test_a_worker_that_was_interrupted_for_long_gives_its_machine_back(
 @pytest.mark.matrix
 def test_a_machine_that_was_given_back_is_never_rented_again() -> None:
     scenario = crowded()
-    settings = replace(scenario.settings, release_after_s=30.0)
+    settings = scenario.settings.model_copy(update={"release_after_s": 30.0})
     death = FaultRow(at_s=150.0, kind="preempt", target="dear", for_s=5.0)
     _, history = simulate(replace(scenario, settings=settings, faults=[death]))
     gone = [rental.name for rental in history.rentals if (rental.until_s or 150.0) < 150.0]
