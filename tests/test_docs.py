@@ -12,19 +12,19 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import metrics_page
 import pytest
+from reference_pages import configuration_page, fleet_page
 
 from echo.cli import parsers
 from echo.cli.node import dry_run
 from echo.config.fleet_file import JobRow, SimRow
 from echo.config.load import load_config
-from echo.config.reference import configuration_page, fleet_page
 from echo.config.schema import find_leaf, sections
 from echo.core.extras import ROLES
 from echo.records.ledger import Record
 from echo.tasks.environment import Environment
 from echo.tasks.task import Example, load_task
-from echo.ui import metrics_reference
 from echo.wire.messages import REASONS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,12 +134,12 @@ def test_every_key_that_it_names_exists(page: Path) -> None:
 
 @each(*PAGES)
 def test_every_metric_that_it_names_exists(page: Path) -> None:
-    families = {name.partition("/")[0] for t in metrics_reference.MEANINGS.values() for name in t}
+    families = {name.partition("/")[0] for t in metrics_page.MEANINGS.values() for name in t}
     metrics = [
         span for span in spans(prose(page)) if re.fullmatch(r"[a-z_]+(/[a-z0-9_@*]+)+", span)
     ]
     metrics = [name for name in metrics if name.partition("/")[0] in families]
-    assert [name for name in metrics if not metrics_reference.is_known(name)] == []
+    assert [name for name in metrics if not metrics_page.is_known(name)] == []
 
 
 @each(*PAGES)
@@ -152,19 +152,19 @@ def test_its_configurations_are_understood(page: Path, tmp_path: Path) -> None:
 
 
 def test_the_reference_of_the_configuration_is_that_of_the_schema() -> None:
-    remedy = "python -m echo.config.reference > docs/configuration.md"
+    remedy = "python docs/reference_pages.py > docs/configuration.md"
     assert text_of(DOCS / "configuration.md") == configuration_page(), remedy
 
 
 def test_the_reference_of_fleet_files_is_that_of_their_rows() -> None:
-    remedy = "python -m echo.config.reference fleet > docs/fleet-files.md"
+    remedy = "python docs/reference_pages.py fleet > docs/fleet-files.md"
     assert text_of(DOCS / "fleet-files.md") == fleet_page(), remedy
 
 
 @pytest.mark.slow
 def test_the_reference_of_the_metrics_is_that_of_the_code() -> None:
-    remedy = "python -m echo.ui.metrics_reference > docs/metrics.md"
-    assert text_of(DOCS / "metrics.md") == metrics_reference.metrics_page(), remedy
+    remedy = "python docs/metrics_page.py > docs/metrics.md"
+    assert text_of(DOCS / "metrics.md") == metrics_page.metrics_page(), remedy
 
 
 # --- commands -------------------------------------------------------------------------------------

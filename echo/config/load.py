@@ -24,7 +24,6 @@ from pydantic import ValidationError
 from echo.config.checks import Problem, Setting, check_config
 from echo.config.fields import OWN_KIND, ROLES, UNREADABLE, Role, read_text, toml_or_text
 from echo.config.memory import Budget
-from echo.config.reference import default_text
 from echo.config.schema import (
     DEFAULT_PROFILE,
     KINDS,
@@ -33,6 +32,7 @@ from echo.config.schema import (
     Config,
     KeyPath,
     Leaf,
+    default_text,
     every_leaf,
     find_leaf,
     inherited_keys,

@@ -743,6 +743,14 @@ def show(value: object, depth: int = SHOWN_DEPTH) -> str:
     return str(value)
 
 
+def default_text(leaf: Leaf) -> str:
+    """Write one default, or one per profile; unset keys of all profiles as "unset"."""
+    texts = {name: show(value) for name, value in leaf.defaults.items()}
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return ", ".join(f"{text} ({name})" for name, text in texts.items())
+
+
 def _show_key(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)
 

@@ -1,7 +1,7 @@
 """References of configuration and of fleet files as Markdown, generated from their schemas.
 
-python -m echo.config.reference > docs/configuration.md
-python -m echo.config.reference fleet > docs/fleet-files.md
+python docs/reference_pages.py > docs/configuration.md
+python docs/reference_pages.py fleet > docs/fleet-files.md
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import groupby
 
 from echo.config.fields import Strict
 from echo.config.fleet_file import LISTS, SIM_LISTS, TABLES, RelayRow, SimRow
-from echo.config.schema import Leaf, every_leaf, expected_text, sections, show
+from echo.config.schema import Leaf, default_text, every_leaf, expected_text, sections, show
 
 _HEAD = """# Configuration
 
@@ -21,7 +21,7 @@ such as "30s", "5min" or "2h", sizes "8GiB" or "200MB". Every key is checked bef
 all errors are told at once, and `--dry-run` prints each value with its source. Keys marked
 (learner) are the learner's to decide: its workers take them over when they join.
 
-This page is generated: `python -m echo.config.reference > docs/configuration.md`.
+This page is generated: `python docs/reference_pages.py > docs/configuration.md`.
 """
 
 _FLEET_HEAD = """# Fleet and scenario files
@@ -31,7 +31,7 @@ A fleet file of [`echo-rl plan`](planning.md) has the tables up to `[[models]]`.
 [configuration](configuration.md) has it. Double brackets are tables that repeat. Rates are in
 Mbit/s, prices in $ per hour or per GB of 10^9 bytes, as marketplaces quote them.
 
-This page is generated: `python -m echo.config.reference fleet > docs/fleet-files.md`.
+This page is generated: `python docs/reference_pages.py fleet > docs/fleet-files.md`.
 """
 
 
@@ -79,14 +79,6 @@ def _tables() -> Iterator[tuple[str, type[Strict]]]:
             yield "[regions.relay]", RelayRow
     yield "[sim]", SimRow
     yield from ((f"[[{name}]]", kind) for name, kind in SIM_LISTS.items())
-
-
-def default_text(leaf: Leaf) -> str:
-    """Write one default, or one per profile; unset keys of all profiles as "unset"."""
-    texts = {name: show(value) for name, value in leaf.defaults.items()}
-    if len(set(texts.values())) == 1:
-        return next(iter(texts.values()))
-    return ", ".join(f"{text} ({name})" for name, text in texts.items())
 
 
 def _section(leaf: Leaf) -> str:

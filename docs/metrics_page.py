@@ -1,6 +1,6 @@
 """Metrics reference as Markdown, checked against the code.
 
-python -m echo.ui.metrics_reference > docs/metrics.md
+python docs/metrics_page.py > docs/metrics.md
 
 Metrics are named where they are measured, so the names are read off the source; what each means
 stands here. `metrics_page` refuses a name that has no meaning, and a meaning whose name is gone.
@@ -179,7 +179,7 @@ _HEAD = """# Metrics
 A run writes a row of `metrics.jsonl` for every optimizer step and one for every evaluation.
 The same names go to TensorBoard and wandb. A name appears once there is something to tell.
 
-This page is generated: `python -m echo.ui.metrics_reference > docs/metrics.md`.
+This page is generated: `python docs/metrics_page.py > docs/metrics.md`.
 """
 
 
@@ -213,7 +213,7 @@ def is_known(name: str) -> bool:
 
 def names() -> Iterator[str]:
     """Yield the name of every metric in the source, `*` in place of what varies."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[1] / "echo"
     plain = {name for table in MEANINGS.values() for name in table if "/" not in name}
     shown: set[str] = set()
     counted: set[str] = set()
