@@ -31,12 +31,7 @@ _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port
 MAX_NAME_LENGTH = 64
 """Characters of the name of a node, a run or a region; messages hold words of 128."""
 _KEY = re.compile(r"[A-Za-z0-9_-]{43}")
-_SECRET = re.compile(r"[A-Za-z0-9_-]{22}(?P<fingerprint>\.[A-Za-z0-9_-]{22})?")
-OLD_JOIN = (
-    "a join string of an earlier release: the fingerprint of the learner's signing key is missing "
-    "at its end. The learner writes the new one into runs/NAME/keys/join when it starts: copy that "
-    "line"
-)
+_SECRET = re.compile(r"[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{22}")
 _EVERY_INTERFACE = frozenset({"*", "0.0.0.0", "[::]"})
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _TASK_KIND = re.compile(r"[a-z][a-z0-9_]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -117,16 +112,13 @@ def _check_connect(address: str) -> str:
     place, mark, rest = address.partition("#")
     _check_dial(place)
     key, dot, secret = rest.partition(".")
-    secrets = _SECRET.fullmatch(secret)
-    if (mark and not _KEY.fullmatch(key)) or (dot and secrets is None):
+    if (mark and not _KEY.fullmatch(key)) or (dot and not _SECRET.fullmatch(secret)):
         raise ValueError(
             'what follows the # must be a key of 43 letters or "key.secret.fingerprint", the last '
             "two of 22; "
             "copy the whole line of the learner's keys/join, or write the part before the # and "
             "set ECHO_JOIN"
         )
-    if secrets is not None and secrets["fingerprint"] is None:
-        raise ValueError(f"is {OLD_JOIN}")
     return address
 
 

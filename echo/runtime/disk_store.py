@@ -8,7 +8,7 @@ Layout of the directory (network.store_dir), all names this module's own:
     *.keyframe               what has come of keyframes
     echo-image-<n>.tmp       what is being made, and spares that wait for recycling
     echo-store-2.lock        flock held by the process that owns the directory, with its pid; 2 is
-                             the format of all this, and a directory of another one is refused
+                             the format of all this
 
 What happens when
 * **Killed in mid-write** (kill -9, out of memory): written pages are the kernel's and stay. The
@@ -73,94 +73,33 @@ from echo.weights.delta import BlockPatch
 from echo.weights.manifest import HASH_BYTES, Manifest
 from echo.weights.store import Patch, SavedItem, VersionStore
 
-# --- Verification of held chunks: hash every one, but for those never written ---
-#
-# A file that was preallocated and written in part has holes (extents without data), which the file
-# system knows. A hole reads as zeros, so a chunk that lies in one is looked at only if its hash is
-# to be that of zeros. Where the file system cannot tell, every chunk is hashed.
+# --- Verification of held chunks: hash every one ---
 
 
 BATCH_BYTES = 1 << 20
 """Bytes hashed per task of the pool: below, handing out the task costs more than the hash."""
 
 
-def held_chunks(manifest: Manifest, storage: memoryview, path: Path | None) -> bytearray:
+def held_chunks(manifest: Manifest, storage: memoryview) -> bytearray:
     """Return one byte per chunk: 1 if its bytes match their hash.
 
     Args:
         manifest: what the version store should hold; of the version store's size.
-        storage: the bytes.
-        path: the file under the version store, to skip its holes; None for memory.
+        storage: the bytes; where a file was never written they read as zeros.
     """
-    has_chunk = bytearray(manifest.num_chunks)
-    descriptor = _open(path)
-    try:
-        written = _chunks_with_data(manifest, descriptor)
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
-    worthwhile = [*written, *_zeros(manifest, set(written))]
+
+    def is_held(index: int) -> bool:
+        found = blake3(storage[slice(*manifest.chunk_range(index))]).digest()
+        return found == manifest.chunk_hash(index)
+
+    def check(batch: range) -> bytes:
+        return bytes(map(is_held, batch))
+
     step = max(1, BATCH_BYTES // manifest.chunk_bytes)
-    batches = [worthwhile[start : start + step] for start in range(0, len(worthwhile), step)]
+    num_chunks = manifest.num_chunks
+    batches = [range(i, min(i + step, num_chunks)) for i in range(0, num_chunks, step)]
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="rehash") as pool:
-        for found in pool.map(lambda batch: _matching(manifest, storage, batch), batches):
-            for index in found:
-                has_chunk[index] = 1
-    return has_chunk
-
-
-def _open(path: Path | None) -> int | None:
-    """Open the file under a version store; it may have been dropped since, which is no error."""
-    try:
-        return None if path is None else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-
-
-def _matching(manifest: Manifest, storage: memoryview, batch: list[int]) -> list[int]:
-    return [
-        index
-        for index in batch
-        if blake3(storage[slice(*manifest.chunk_range(index))]).digest()
-        == manifest.chunk_hash(index)
-    ]
-
-
-def _zeros(manifest: Manifest, written: set[int]) -> Iterator[int]:
-    """Yield the chunks that lie in holes and are meant to be zeros."""
-    hash_by_size: dict[int, bytes] = {}
-    for index in range(manifest.num_chunks):
-        if index not in written:
-            start, stop = manifest.chunk_range(index)
-            if stop - start not in hash_by_size:
-                hash_by_size[stop - start] = blake3(bytes(stop - start)).digest()
-            if manifest.chunk_hash(index) == hash_by_size[stop - start]:
-                yield index
-
-
-def _chunks_with_data(manifest: Manifest, descriptor: int | None) -> list[int]:
-    """Return the chunks that do not lie in a hole of the file, ascending; all if unknown."""
-    if descriptor is None or not hasattr(os, "SEEK_DATA"):
-        return list(range(manifest.num_chunks))
-    try:
-        return list(_walk_data(manifest, descriptor))
-    except OSError:  # a file system that cannot tell
-        return list(range(manifest.num_chunks))
-
-
-def _walk_data(manifest: Manifest, descriptor: int) -> Iterator[int]:
-    index = 0
-    while index < manifest.num_chunks:
-        try:
-            data_at = os.lseek(descriptor, manifest.chunk_range(index)[0], os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # nothing but a hole up to the end
-                return
-            raise
-        index = max(index, data_at // manifest.chunk_bytes)
-        if index < manifest.num_chunks:
-            yield index
-        index += 1
+        return bytearray(b"".join(pool.map(check, batches)))
 
 
 # --- The one thread in which small files beside the version stores are written and removed, in
@@ -704,8 +643,7 @@ class MemoryStore(VersionStore):
                 f"the image of {manifest.version} has {len(storage)} bytes, its manifest says "
                 f"{manifest.num_bytes}; drop it and fetch the version anew"
             )
-        pages = self._live.get(manifest.version)
-        return held_chunks(manifest, storage, None if pages is None else pages.path)
+        return held_chunks(manifest, storage)
 
     def close(self) -> None:
         """Let go of everything but what a later process may recover; views stay valid."""
@@ -769,11 +707,7 @@ def _names(versions: Sequence[PolicyVersion]) -> str:
 
 DEFAULT_SHARE = 0.9
 """Share of the free memory or disk that versions may take, where network.store_bytes is unset."""
-FORMAT = 2
-"""Of names and files in the directory, told by the lock; format 1 had `.arena` files."""
-_LOCK = f"echo-store-{FORMAT}.lock"
-_LOCKS = re.compile(r"echo-store-(\d+)\.lock")
-_LOCK_1 = "echo-arena.lock"
+_LOCK = "echo-store-2.lock"
 _OWN = re.compile(
     r"v(?P<step>\d{1,18})-L(?P<lineage>\d{1,18})-(?P<run>[0-9a-f]{16})\.(?P<kind>image|manifest|undo)"
     r"|echo-image-\d+\.tmp"
@@ -797,22 +731,6 @@ def open_store(directory: str | None, limit_bytes: int | None) -> MemoryStore:
     return MemoryStore(limit_bytes)
 
 
-def _refuse_other_format(directory: Path) -> None:
-    """Refuse a directory that was begun with another format.
-
-    Raises:
-        StorageError: with both formats and the remedy.
-    """
-    formats = {match[1] for path in directory.glob("*.lock") if (match := _LOCKS.match(path.name))}
-    if (directory / _LOCK_1).exists():
-        formats.add("1")
-    if other := ", ".join(sorted(formats - {str(FORMAT)})):
-        raise StorageError(
-            f"network.store_dir = {directory} holds versions in format {other}, this release has "
-            f"format {FORMAT}; delete it, or name another directory: versions are fetched anew"
-        )
-
-
 class DiskStore(MemoryStore):
     """Keeps versions in files that are mapped into memory.
 
@@ -828,7 +746,6 @@ class DiskStore(MemoryStore):
 
     def __init__(self, directory: Path, limit_bytes: int | None = None) -> None:
         self.directory = directory
-        _refuse_other_format(directory)
         self._lock: int | None = lock_directory(
             directory,
             _LOCK,

@@ -14,7 +14,7 @@ from pathlib import Path
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.config.fields import OLD_JOIN, has_secret, read_text
+from echo.config.fields import has_secret, read_text
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, StorageError, TransportError
 from echo.core.paths import local_path
@@ -91,7 +91,7 @@ def _key_path(run_dir: Path) -> Path:
 
 _JOIN = re.compile(
     r"(?P<address>tcp://[^#]+#[A-Za-z0-9_-]{43})\.(?P<secret>[A-Za-z0-9_-]{22})"
-    r"(?:\.(?P<fingerprint>[A-Za-z0-9_-]{22}))?"
+    r"\.(?P<fingerprint>[A-Za-z0-9_-]{22})"
 )
 
 
@@ -116,8 +116,6 @@ class Join:
         try:
             if match is not None:
                 parse_address(match["address"])
-                if match["fingerprint"] is None:
-                    raise ConfigError(f"{source} is {OLD_JOIN}")
                 secret, fingerprint = (
                     base64.urlsafe_b64decode(match[name] + "==")
                     for name in ("secret", "fingerprint")

@@ -108,5 +108,5 @@ def test_a_join_string_given_as_the_name_of_a_file_is_not_printed(
     override = f"security.join={join}"
     assert main(["--role", "worker", "--config", config, "--set", override]) == 2
     printed = "".join(capsys.readouterr())
-    assert "is a join string of an earlier release" in printed
+    assert "must be a key of 43 letters" in printed
     assert secret not in printed
