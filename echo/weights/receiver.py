@@ -72,7 +72,7 @@ from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
 from echo.weights.link import MAX_BAD_CHUNKS, ParentFailed, RateEstimate, StripeLink
 from echo.weights.manifest import MIN_CHUNK_BYTES, Manifest
-from echo.weights.schedule import EncodedOffer, cheapest_path, path_bytes
+from echo.weights.schedule import Path, cheapest_paths
 from echo.weights.sender import Sender
 from echo.weights.store import (
     ApplyPatch,
@@ -174,80 +174,52 @@ class Offers:
             current: what is being fetched.
         """
         held = self._store.held
-        target = self._newest_within_reach(held)
-        found = None if target is None else self._path(target, held)
-        if target is None or found is None:
+        offers = self._useful()
+        paths = cheapest_paths(held, offers)
+        # Not to each that is announced there is a way.
+        target = max(paths.keys() - held, default=None)
+        if target is None:
             return current
-        path, num_bytes = found
-        step = (path[0].version, Form(path[0].kind, path[0].base))
+        path = paths[target]
+        step = path.items[0]
         if current is None or step == current:
             return step
-        if not self._may_preempt(current, target, held, direct_bytes=num_bytes):
+        onward = cheapest_paths(held | {current[0]}, offers).get(target)
+        if not self._may_preempt(current, path, onward):
             return current
         self.has_preempted = True
         return step
 
-    def _path(
-        self, target: PolicyVersion, held: set[PolicyVersion]
-    ) -> tuple[list[EncodedOffer], int] | None:
-        """Return the cheapest way to a version from those held, and its bytes."""
-        offers = []
-        for item_id in self._useful():
-            version, form = item_id
-            if version > target:
-                continue
-            num_bytes, item = self.num_bytes(item_id), self._store.get(item_id)
-            if item is not None and item.num_chunks:
-                num_bytes -= num_bytes * item.num_held // item.num_chunks
-            offers.append(EncodedOffer(version, form.base, form.kind, num_bytes))
-        path = cheapest_path(held, offers, target)
-        return None if path is None else (path, path_bytes(path))
-
-    def _useful(self) -> list[ItemId]:
-        """Return what leads on from what is held, by version.
+    def _useful(self) -> dict[ItemId, int]:
+        """Return what leads on from what is held, and the bytes that are missing of it.
 
         A way back over versions that were passed already would be walked again and again.
         """
         newest = self._store.newest_complete
-        items = dict.fromkeys(self.items())
-        return sorted(
-            (
-                (version, form)
-                for version, form in items
-                if (newest is None or version > newest)
-                and (form.base is None or form.base < version)
-                and (version, form) not in self._refused
-            ),
-            key=lambda item: item[0],
-        )
+        offers = {}
+        for item_id in self.items():
+            if (newest is None or item_id[0] > newest) and item_id not in self._refused:
+                num_bytes, item = self.num_bytes(item_id), self._store.get(item_id)
+                if item is not None and item.num_chunks:
+                    num_bytes -= num_bytes * item.num_held // item.num_chunks
+                offers[item_id] = num_bytes
+        return offers
 
-    def _newest_within_reach(self, held: set[PolicyVersion]) -> PolicyVersion | None:
-        """Return the newest version to which there is a way; not each that is announced has one."""
-        reached: set[PolicyVersion | None] = {None, *held}
-        target = None
-        for version, form in self._useful():
-            if form.base in reached:
-                reached.add(version)
-                target = version
-        return target
+    def _may_preempt(self, current: ItemId, direct: Path, onward: Path | None) -> bool:
+        """Return whether the present fetch is to be given up for the newest version.
 
-    def _may_preempt(
-        self,
-        current: ItemId,
-        target: PolicyVersion,
-        held: set[PolicyVersion],
-        *,
-        direct_bytes: int,
-    ) -> bool:
-        """Return whether the present fetch is to be given up for the newest version."""
+        Args:
+            current: what is being fetched.
+            direct: the way to the newest version from what is held.
+            onward: the way to it from `current`; None if there is none.
+        """
         item = self._store.get(current)
         if item is None:
             return True
         if self.has_preempted or 2 * item.num_held >= max(1, item.num_chunks):
             return False
-        onward = self._path(target, held | {current[0]})
         remaining = item.num_bytes - item.num_bytes * item.num_held // max(1, item.num_chunks)
-        return onward is None or direct_bytes <= remaining + onward[1]
+        return onward is None or direct.num_bytes <= remaining + onward.num_bytes
 
 
 def form_of(base: PolicyVersion | None) -> Form:

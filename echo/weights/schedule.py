@@ -7,10 +7,9 @@ apart, the last version would be too old to sample for the step after which the 
 learner and workers would wait for each other for ever.
 
 **Path.** A version can be had as its full image, as a keyframe (packed, but without a base), or as
-a delta on top of another version, which in turn can be had in several ways. So versions are the
-places of a map and what is offered are its roads; full images and keyframes lead there from
-nowhere. The way with the fewest bytes wins; of those the one with the fewest steps, since each step
-costs a pass over the whole image.
+a delta on top of an older version, which in turn can be had in several ways. The way with the
+fewest bytes wins; of those the one with the fewest steps, since each step costs a pass over the
+whole image.
 
 **Forms.** A small version goes out as its image alone, and so does each where the configuration
 asks for that. Of any other the learner makes a delta against its last published version, and sends
@@ -33,14 +32,12 @@ are given up after a first segment that is hardly shorter than its part of the i
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from echo.core.rollout import PolicyVersion
 from echo.fleet.overlap import auto_publish_period
+from echo.wire.messages import ItemId
 
 # --- publish period -------------------------------------------------------------------------------
 
@@ -128,66 +125,35 @@ class PublishPace:
 # --- cheapest path from the versions held to the one wanted ---------------------------------------
 
 
-Kind: TypeAlias = Literal["full", "keyframe", "delta"]
+class Path(NamedTuple):
+    """What to fetch, one after the other, to hold a version."""
 
-
-@dataclass(frozen=True, slots=True)
-class EncodedOffer:
-    """One form in which a version can be had."""
-
-    version: PolicyVersion
-    base: PolicyVersion | None
-    """The version that must be held already; None if none is needed."""
-    kind: Kind
     num_bytes: int
-    """Bytes to be sent."""
+    num_steps: int
+    items: tuple[ItemId, ...]
 
 
-_Entry: TypeAlias = tuple[int, int, int, PolicyVersion | None, tuple[EncodedOffer, ...]]
-"""Bytes and steps so far, a number that no other entry has, the place reached, and how."""
+def cheapest_paths(
+    held: Collection[PolicyVersion], offers: Mapping[ItemId, int]
+) -> dict[PolicyVersion, Path]:
+    """Return the way to each version: fewest bytes, then fewest steps, then what is offered first.
 
-
-def cheapest_path(
-    held: Collection[PolicyVersion], offers: Sequence[EncodedOffer], target: PolicyVersion
-) -> list[EncodedOffer] | None:
-    """Return what to fetch, in order: fewest bytes, then fewest steps, then what is offered first.
+    A delta leads to a newer version than its base, so one look at each, oldest first, is enough.
 
     Args:
-        held: versions whose image the node has.
-        offers: what can be fetched.
-        target: the version it wants.
-
-    Returns:
-        The offers to take one after the other, empty if the target is held; None if there is no
-        way to it.
+        held: versions whose image the node has; their ways are empty.
+        offers: what can be fetched, and the bytes to be sent.
     """
-    if target in held:
-        return []
-    roads: dict[PolicyVersion | None, list[EncodedOffer]] = {}
-    for offer in offers:
-        roads.setdefault(offer.base, []).append(offer)
-    order = itertools.count()
-    start: PolicyVersion | None = None  # where the roads without a base begin
-    queue: list[_Entry] = [(0, 0, next(order), place, ()) for place in (start, *sorted(held))]
-    reached: set[PolicyVersion | None] = set()
-    while queue:
-        num_bytes, num_steps, _, place, path = heapq.heappop(queue)
-        if place == target:
-            return list(path)
-        if place in reached:
-            continue
-        reached.add(place)
-        for offer in roads.get(place, ()):
-            if offer.version not in reached:
-                total = num_bytes + offer.num_bytes
-                entry = (total, num_steps + 1, next(order), offer.version, (*path, offer))
-                heapq.heappush(queue, entry)
-    return None
-
-
-def path_bytes(path: Sequence[EncodedOffer]) -> int:
-    """Return the bytes to be fetched along a path."""
-    return sum(offer.num_bytes for offer in path)
+    start: PolicyVersion | None = None  # where the ways without a base begin
+    paths: dict[PolicyVersion | None, Path] = {place: Path(0, 0, ()) for place in (start, *held)}
+    for item, num_bytes in sorted(offers.items(), key=lambda offer: offer[0][0]):
+        version, form = item
+        way = paths.get(form.base)
+        if way is not None and (form.base is None or form.base < version):
+            path = Path(way.num_bytes + num_bytes, way.num_steps + 1, (*way.items, item))
+            if version not in paths or path[:2] < paths[version][:2]:
+                paths[version] = path
+    return {version: path for version, path in paths.items() if version is not None}
 
 
 # --- full image, keyframe or delta ----------------------------------------------------------------
@@ -228,7 +194,7 @@ class FormSchedule:
         self._num_since_delta = 0
         """Versions since one was last coded as a delta."""
 
-    def begin(self, image_bytes: int, *, has_base: bool) -> Kind:
+    def begin(self, image_bytes: int, *, has_base: bool) -> Literal["full", "keyframe", "delta"]:
         """Begin with the next version, and return what it goes out as.
 
         Args:
@@ -249,31 +215,32 @@ class FormSchedule:
         """Return whether to give up what its first segment has coded from so much of the image."""
         return self._codec == "auto" and coded_bytes > HOPELESS_SHARE * image_bytes
 
-    def made(self, offer: EncodedOffer) -> None:
+    def made(self, item: ItemId, num_bytes: int) -> None:
         """Note what was made of a version, with its size: full image, keyframe or delta."""
-        if offer.version != self._newest:
-            self._newest = offer.version
+        version, form = item
+        if version != self._newest:
+            self._newest = version
             self._num_since_delta += 1
-        if offer.kind == "keyframe":
-            self._keyframe_bytes = offer.num_bytes
-        elif offer.kind == "delta":
-            self._delta_bytes, self._num_since_delta = offer.num_bytes, 0
+        if form.kind == "keyframe":
+            self._keyframe_bytes = num_bytes
+        elif form.kind == "delta":
+            self._delta_bytes, self._num_since_delta = num_bytes, 0
 
-    def is_keyframe_due(self, offers: Sequence[EncodedOffer], newest: PolicyVersion) -> bool:
+    def is_keyframe_due(self, offers: Mapping[ItemId, int], newest: PolicyVersion) -> bool:
         """Return whether the newest version should be packed as a keyframe too.
 
         Args:
-            offers: what can be had of the versions up to the newest.
+            offers: what can be had of the versions up to the newest, and its bytes.
             newest: the version that has just been published.
         """
         keyframe_bytes = self._expected_keyframe_bytes
         if keyframe_bytes > USELESS_SHARE * self._full_bytes:
             return False
-        path = cheapest_path((), offers, newest)
+        path = cheapest_paths((), offers).get(newest)
         return (
             path is None
-            or len(path) > MAX_STEPS
-            or path_bytes(path) > (1 + KEYFRAME_MARGIN) * keyframe_bytes
+            or path.num_steps > MAX_STEPS
+            or path.num_bytes > (1 + KEYFRAME_MARGIN) * keyframe_bytes
         )
 
     @property

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -14,11 +15,12 @@ from echo.weights.schedule import (
     MAX_STEPS,
     MIN_IMAGE_BYTES,
     RETRY_AFTER,
-    EncodedOffer,
     FormSchedule,
-    cheapest_path,
-    path_bytes,
+    Path,
+    cheapest_paths,
 )
+from echo.wire.messages import FULL as IMAGE
+from echo.wire.messages import Form, ItemId
 
 FULL = 10_000_000
 
@@ -34,29 +36,27 @@ class Learner:
         self.plan = FormSchedule("auto")
         self.delta_bytes = delta_bytes
         self.keyframe_bytes = keyframe_bytes
-        self.offers: list[EncodedOffer] = []
+        self.offers: dict[ItemId, int] = {}
         self.keyframes: list[int] = []
         self.deltas: list[int] = []
 
-    def make(self, offer: EncodedOffer) -> None:
-        self.offers.append(offer)
-        self.plan.made(offer)
+    def make(self, step: int, form: Form, num_bytes: int) -> None:
+        self.offers[v(step), form] = num_bytes
+        self.plan.made((v(step), form), num_bytes)
 
     def publish(self, step: int) -> None:
         form = self.plan.begin(FULL, has_base=step > 0)
-        self.offers = [offer for offer in self.offers if offer.kind != "full"]
-        self.make(EncodedOffer(v(step), None, "full", FULL))
+        self.offers.pop((v(step - 1), IMAGE), None)
+        self.make(step, IMAGE, FULL)
         if form == "delta":
-            self.make(EncodedOffer(v(step), v(step - 1), "delta", self.delta_bytes))
+            self.make(step, Form("delta", v(step - 1)), self.delta_bytes)
             self.deltas.append(step)
         if self.plan.is_keyframe_due(self.offers, v(step)):
-            self.make(EncodedOffer(v(step), None, "keyframe", self.keyframe_bytes))
+            self.make(step, Form("keyframe"), self.keyframe_bytes)
             self.keyframes.append(step)
 
-    def late_joiner_pays(self, step: int) -> int:
-        path = cheapest_path((), self.offers, v(step))
-        assert path is not None
-        return path_bytes(path)
+    def way_of_a_late_joiner(self, step: int) -> Path:
+        return cheapest_paths((), self.offers)[v(step)]
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,9 @@ def test_keyframes_follow_the_size_of_the_deltas(ratio: float, period: int) -> N
     learner = Learner(round(FULL / ratio))
     for step in range(40):
         learner.publish(step)
-        assert learner.late_joiner_pays(step) <= 1.25 * learner.keyframe_bytes
-        path = cheapest_path((), learner.offers, v(step))
-        assert path is not None
-        assert len(path) <= MAX_STEPS
+        path = learner.way_of_a_late_joiner(step)
+        assert path.num_bytes <= 1.25 * learner.keyframe_bytes
+        assert len(path.items) <= MAX_STEPS
     assert learner.keyframes == list(range(0, 40, period))
 
 
@@ -113,7 +112,7 @@ def test_the_codec_and_the_size_say_what_a_version_goes_out_as(
 def test_deltas_that_were_asked_for_are_made_however_little_they_spare() -> None:
     schedule = FormSchedule("delta")
     schedule.begin(FULL, has_base=False)
-    schedule.made(EncodedOffer(v(1), v(0), "delta", FULL))
+    schedule.made((v(1), Form("delta", v(0))), FULL)
     assert schedule.begin(FULL, has_base=True) == "delta"
     assert not schedule.is_hopeless(FULL, FULL)
     assert FormSchedule("auto").is_hopeless(FULL, FULL)
@@ -121,41 +120,42 @@ def test_deltas_that_were_asked_for_are_made_however_little_they_spare() -> None
 
 VERSIONS = st.integers(0, 4).map(v)
 SIZES = st.integers(0, 6)
-OFFERS = st.lists(
-    st.one_of(
-        st.builds(EncodedOffer, VERSIONS, st.none(), st.sampled_from(["full", "keyframe"]), SIZES),
-        st.builds(EncodedOffer, VERSIONS, VERSIONS, st.just("delta"), SIZES),
-    ),
-    max_size=6,
-)
+FORMS = st.one_of(st.sampled_from([IMAGE, Form("keyframe")]), VERSIONS.map(partial(Form, "delta")))
+OFFERS = st.dictionaries(st.tuples(VERSIONS, FORMS), SIZES, max_size=6)
 
 
 def every_cost(
-    held: set[PolicyVersion], offers: Sequence[EncodedOffer], target: PolicyVersion
+    held: set[PolicyVersion], offers: Mapping[ItemId, int], target: PolicyVersion
 ) -> list[tuple[int, int]]:
     """Return (bytes, steps) of all orders of all selections of offers that lead to the target."""
-    costs = []
-    for length in range(1, len(offers) + 1):
-        for path in itertools.permutations(offers, length):
-            is_first_possible = path[0].base is None or path[0].base in held
-            is_linked = all(b.base == a.version for a, b in itertools.pairwise(path))
-            if is_first_possible and is_linked and path[-1].version == target:
-                costs.append((path_bytes(path), length))
-    return costs
+    forward = [
+        each for each in offers.items() if (base := each[0][1].base) is None or base < each[0][0]
+    ]
+    return [
+        (sum(size for _, size in path), length)
+        for length in range(1, len(forward) + 1)
+        for path in itertools.permutations(forward, length)
+        if leads(held, [item for item, _ in path], target)
+    ]
+
+
+def leads(held: set[PolicyVersion], items: Sequence[ItemId], target: PolicyVersion) -> bool:
+    base = items[0][1].base
+    is_linked = all(b[1].base == a[0] for a, b in itertools.pairwise(items))
+    return (base is None or base in held) and is_linked and items[-1][0] == target
 
 
 @given(st.sets(VERSIONS, max_size=3), OFFERS, VERSIONS)
 def test_no_way_is_cheaper(
-    held: set[PolicyVersion], offers: list[EncodedOffer], target: PolicyVersion
+    held: set[PolicyVersion], offers: dict[ItemId, int], target: PolicyVersion
 ) -> None:
-    path = cheapest_path(held, offers, target)
+    path = cheapest_paths(held, offers).get(target)
     costs = every_cost(held, offers, target)
     if target in held:
-        assert path == []
+        assert path == (0, 0, ())
     elif path is None:
         assert costs == []
     else:
-        assert path[0].base is None or path[0].base in held
-        assert all(b.base == a.version for a, b in itertools.pairwise(path))
-        assert path[-1].version == target
-        assert (path_bytes(path), len(path)) == min(costs)
+        assert leads(held, path.items, target)
+        assert sum(offers[item] for item in path.items) == path.num_bytes
+        assert (path.num_bytes, len(path.items)) == path[:2] == min(costs)

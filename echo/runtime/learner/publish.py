@@ -56,9 +56,10 @@ from echo.weights.manifest import (
     sign,
     with_hashes,
 )
-from echo.weights.schedule import EncodedOffer, FormSchedule, Kind
+from echo.weights.receiver import form_of
+from echo.weights.schedule import FormSchedule
 from echo.weights.store import Transfer
-from echo.wire.messages import Form
+from echo.wire.messages import FULL, ItemId
 
 if TYPE_CHECKING:
     from echo.engine.weights import CodedDelta, CopyStream, VersionImage, VersionImages, Weights
@@ -488,7 +489,7 @@ class VersionEncoder:
         self._node.perform(
             self._broadcast.publish(signed, manifest, publication.image, now=self._node.now)
         )
-        self._schedule.made(EncodedOffer(manifest.version, None, "full", manifest.num_bytes))
+        self._schedule.made((manifest.version, FULL), manifest.num_bytes)
         return publication
 
     async def _code(self, publication: Publication, base: Transfer | None) -> None:
@@ -505,20 +506,15 @@ class VersionEncoder:
         if self._schedule.is_keyframe_due(self._offers(), version):
             await self._send(publication, None)
 
-    def _offers(self) -> list[EncodedOffer]:
-        offers = [
-            EncodedOffer(version, None, "full", image.num_bytes)
-            for version, image in self._broadcast.store.items()
-        ]
-        offers += [
-            EncodedOffer(version, form.base, form.kind, encoded.num_bytes)
-            for (version, form), encoded in self._broadcast.encoded_versions.items()
-        ]
-        return offers
+    def _offers(self) -> dict[ItemId, int]:
+        images, encoded = self._broadcast.store.items(), self._broadcast.encoded_versions.items()
+        offers = {(version, FULL): image.num_bytes for version, image in images}
+        return offers | {item_id: item.num_bytes for item_id, item in encoded}
 
     async def _send(self, publication: Publication, base: Transfer | None) -> int:
         """Code one form and hand over its segments; return its bytes, 0 if it was hopeless."""
         manifest = publication.manifest
+        item = (manifest.version, form_of(None if base is None else base.manifest.version))
         segments = self._coder.segments(publication, base)
         total = image_bytes = 0
         while (segment := await self._pool.run(next, segments, None)) is not None:
@@ -527,7 +523,7 @@ class VersionEncoder:
             image_bytes += len(table.block_sizes) * table.block_bytes
             image_bytes = min(image_bytes, manifest.num_bytes)
             if table.index == 0 and self._schedule.is_hopeless(total, image_bytes):
-                self._note(manifest, base, total * manifest.num_bytes // image_bytes)
+                self._schedule.made(item, total * manifest.num_bytes // image_bytes)
                 return 0
             expected_bytes = total * manifest.num_bytes // image_bytes
             self._node.perform(
@@ -539,12 +535,6 @@ class VersionEncoder:
                     now=self._node.now,
                 )
             )
-        self._note(manifest, base, total)
-        form = Form("keyframe") if base is None else Form("delta", base.manifest.version)
-        _log.debug("%s as %s: %d of %d bytes", manifest.version, form, total, manifest.num_bytes)
+        self._schedule.made(item, total)
+        _log.debug("%s as %s: %d of %d bytes", *item, total, manifest.num_bytes)
         return total
-
-    def _note(self, manifest: Manifest, base: Transfer | None, num_bytes: int) -> None:
-        version, old = manifest.version, None if base is None else base.manifest.version
-        kind: Kind = "keyframe" if base is None else "delta"
-        self._schedule.made(EncodedOffer(version, old, kind, num_bytes))
