@@ -28,7 +28,6 @@ RECORDED = Path(__file__).parent / "recorded"
         ),
         ("run", lambda path: list(read_records(path)), r"format 1 .*format 2; --init-from"),
         ("checkpoints", find_whole, r"step_000002 has format 1, this release reads 2; .*init-from"),
-        ("store", DiskStore, r"store holds versions in format 1, .*format 2; delete it, or name"),
     ],
 )
 def test_an_older_format_is_refused_with_both_numbers_and_the_remedy(

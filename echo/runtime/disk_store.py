@@ -8,7 +8,7 @@ Layout of the directory (network.store_dir), all names this module's own:
     *.keyframe               what has come of keyframes
     echo-image-<n>.tmp       what is being made, and spares that wait for recycling
     echo-store-2.lock        flock held by the process that owns the directory, with its pid; 2 is
-                             the format of all this
+                             the format of all this, and a directory of another one is refused
 
 What happens when
 * **Killed in mid-write** (kill -9, out of memory): written pages are the kernel's and stay. The
@@ -680,7 +680,10 @@ def _names(versions: Sequence[PolicyVersion]) -> str:
 
 DEFAULT_SHARE = 0.9
 """Share of the free memory or disk that versions may take, where network.store_bytes is unset."""
-_LOCK = "echo-store-2.lock"
+FORMAT = 2
+"""Of names and files in the directory, told by the lock."""
+_LOCK = f"echo-store-{FORMAT}.lock"
+_LOCKS = re.compile(r"echo-store-(\d+)\.lock")
 _OWN = re.compile(
     r"v(?P<step>\d{1,18})-L(?P<lineage>\d{1,18})-(?P<run>[0-9a-f]{16})\.(?P<kind>image|manifest|undo)"
     r"|echo-image-\d+\.tmp"
@@ -700,6 +703,20 @@ def open_store(directory: str | None, limit_bytes: int | None) -> MemoryStore:
     return MemoryStore(limit_bytes)
 
 
+def _refuse_other_format(directory: Path) -> None:
+    """Refuse a directory that was begun with another format.
+
+    Raises:
+        StorageError: with both formats and the remedy.
+    """
+    formats = {match[1] for path in directory.glob("*.lock") if (match := _LOCKS.match(path.name))}
+    if other := ", ".join(sorted(formats - {str(FORMAT)})):
+        raise StorageError(
+            f"network.store_dir = {directory} holds versions in format {other}, this release has "
+            f"format {FORMAT}; delete it, or name another directory: versions are fetched anew"
+        )
+
+
 class DiskStore(MemoryStore):
     """Keeps versions in files that are mapped into memory.
 
@@ -714,6 +731,7 @@ class DiskStore(MemoryStore):
 
     def __init__(self, directory: Path, limit_bytes: int | None = None) -> None:
         self.directory = directory
+        _refuse_other_format(directory)
         self._lock: int | None = lock_directory(
             directory,
             _LOCK,
