@@ -119,13 +119,10 @@ class EpisodeRunner:
     ) -> list[list[Rollout] | RewardError]:
         """Play groups to their ends, and again those that others have spoilt; a result for each.
 
-        Args:
-            openings: the groups.
-            sampling: how; `max_completion_tokens` bounds a whole episode.
-            watcher: told of tokens and replies, and now and then while waiting for replies; once
-                it stops the call everything is dropped, and errors come back.
-            exact_version: samples all turns, and newer weights wait unless the engine has room for
-                several; None for any.
+        `sampling.max_completion_tokens` bounds a whole episode. The watcher is told of tokens and
+        replies, and asked now and then; once it stops the call everything is dropped, and errors
+        come back. One version may have to sample all turns: then newer weights wait, unless the
+        engine has room for several.
 
         Raises:
             VersionError: before any turn, if that version is not installed.
@@ -359,11 +356,6 @@ def check_inherited_code(
     config: Config, settings: Mapping[str, Any], *, inherited_dir: Path
 ) -> None:
     """Compare the code that a worker is about to import with the learner's.
-
-    Args:
-        config: the worker's, with what it inherits.
-        settings: what the learner sent.
-        inherited_dir: where files are put that came over the network.
 
     Raises:
         ConfigError: if it is missing here, or is not the learner's.

@@ -77,11 +77,7 @@ class EventLog:
     """Records the calls of one role; without a file it does nothing."""
 
     def __init__(self, path: Path | None = None, *, log: logging.Logger | None = None) -> None:
-        """Begin a file.
-
-        Args:
-            path: a new file; None to record nothing.
-            log: where to tell that the log has ended.
+        """Begin a new file, or none; that it has ended is told in the log.
 
         Raises:
             StorageError: if it is there already, or cannot be written.
@@ -194,7 +190,6 @@ class Replay:
     """A role that is built anew, as far as it has come."""
 
     def __init__(self) -> None:
-        """Start with nothing."""
         self.num_calls = self.num_actions = 0
         self.difference = ""
         """Which call came out otherwise, and how; empty if all was the same."""

@@ -149,10 +149,6 @@ class Values:
     def pack(self, value: Any, field: str = "") -> Any:
         """Return a value as msgpack has it; what it has not, as its maker and of what to make it.
 
-        Args:
-            value: anything that a role is given.
-            field: its name, as an argument or in a record.
-
         Raises:
             TypeError: if it cannot be made again.
         """

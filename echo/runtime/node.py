@@ -133,15 +133,7 @@ class Node:
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Join the parts.
-
-        Args:
-            role: decides.
-            transport: has been started, so that its address is known.
-            threads: where blocking calls are made; None for a process's own. They end with the
-                node.
-            log: where to tell what happens.
-        """
+        """Take a transport that has been started; `threads` of None are the process's own."""
         self.transport = transport
         self.log = log
         self._role = role
@@ -482,15 +474,7 @@ class DialingNode(Node):
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Join the parts; see `Node`.
-
-        Args:
-            role: decides.
-            transport: its links.
-            version_store: where received versions lie; None in memory without a bound.
-            threads: where blocking calls are made.
-            log: where to tell what happens.
-        """
+        """Take what `Node` takes; without a store versions lie in memory, without a bound."""
         super().__init__(role, transport, threads=threads, log=log)
         self.role = role
         self.version_store = version_store
@@ -581,11 +565,8 @@ async def start_transport(
 ) -> ZmqTransport:
     """Return a ZeroMQ transport with the configuration's bounds, bound to its address.
 
-    Args:
-        network: the bounds and timings.
-        listen: where to listen; None only to dial.
-        keys: with which all links are encrypted; None for none of them.
-        listens_later: whether the caller lets others connect, by `listen`.
+    One that listens nowhere only dials; with `listens_later` the caller lets others connect, by
+    the transport's own `listen`. Without keys no link is encrypted.
 
     Raises:
         TransportError: if the address is taken or is not this machine's.
@@ -636,12 +617,8 @@ def make_broadcast(
 ) -> Broadcast:
     """Return a node's part of the weights plane with the configuration's bounds.
 
-    Args:
-        node_id: name of the node.
-        network: the bounds.
-        version_store: where received versions lie; None at the learner, which receives none.
-        keep_versions: whole images to keep, besides those that somebody takes.
-        events: records what it is fed; None for nothing.
+    The learner receives no versions and has no store. `keep_versions` whole images are kept,
+    besides those that somebody takes.
     """
     events = events or EventLog()
     return events.build(
@@ -681,14 +658,7 @@ def advertised(listen: str | None, advertise: str | None) -> str | None:
 def node_settings(
     config: Config, role: str, listen: str | None, *, log: logging.Logger
 ) -> NodeSettings:
-    """Return what a relay's or worker's role is told.
-
-    Args:
-        config: of the node.
-        role: "relay" or "worker".
-        listen: the transport's address; None where it does not listen.
-        log: where to say that it listens where nobody can be told to dial.
-    """
+    """Return what a relay's or worker's role is told; warn where nobody can be told to dial it."""
     network, section = config.network, config.relay if role == "relay" else config.worker
     advertise = advertised(listen, section.advertise)
     if listen is not None and advertise is None:

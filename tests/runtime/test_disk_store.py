@@ -165,7 +165,9 @@ def test_other_runs_and_leftovers_are_removed_and_foreign_files_left_alone(
     opened: Opened, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = tmp_path / "version_store"
-    opened(run="other").create(version(1), b"manifest", SIZE)
+    store = opened(run="other")
+    store.create(version(1), b"manifest", SIZE)
+    write(begin(store, 1), b"a")
     store = opened()
     store.create(version(2), b"manifest", SIZE)
     store.close()
@@ -178,13 +180,19 @@ def test_other_runs_and_leftovers_are_removed_and_foreign_files_left_alone(
     (directory / f"v10-L1-{run}.image").mkdir()
     (directory / "notes.txt").write_text("mine")
     (directory / "v1-L1-zz.image").write_text("mine")
+    (directory / "v1-L1-zz.keyframe").write_text("mine")
+    (directory / f"v3-L1-{run}.keyframe").mkdir()
     caplog.set_level(logging.INFO)
-    assert [item.version for item in opened(run=None).recover("r")] == [version(2)]
+    store = opened(run=None)
+    assert [item.version for item in store.recover("r")] == [version(2)]
+    assert store.recover_encoded() == []
+    store.flush()
     foreign = ["notes.txt", "v1-L1-zz.image", "v10-L1.image", "v9-L1.image"]
+    foreign += ["v1-L1-zz.keyframe", "v3-L1.keyframe"]
     own = ["echo-store-2.lock", "v2-L1.image", "v2-L1.manifest"]
     assert names(directory) == sorted([*own, *foreign])
     assert "removed what was left of v7: " in caplog.text
-    assert "left alone 4 foreign files: notes.txt, v1-L1-zz.image" in caplog.text
+    assert "left alone 5 foreign files: notes.txt, v1-L1-zz.image, " in caplog.text
 
 
 def test_what_exceeds_the_limit_is_removed_oldest_first(
@@ -193,9 +201,16 @@ def test_what_exceeds_the_limit_is_removed_oldest_first(
     store = opened()
     for step in (1, 2, 3):
         store.create(version(step), b"manifest", SIZE)
-    saved = opened(2 * SIZE, run=None).recover("r")
-    assert [item.version for item in saved] == [version(3), version(2)]
+    for step in (4, 5, 6):
+        write(begin(store, step), b"a" * (SIZE // 4))
+    store = opened(2 * SIZE + SIZE // 2 + 1000, run=None)
+    assert [item.version for item in store.recover("r")] == [version(3), version(2)]
     assert "removed what was left of v1: " in caplog.text
+    assert [item.version for item in store.recover_encoded()] == [version(6), version(5)]
+    store.flush()
+    assert [name for name in names(store.directory) if "keyframe" in name] == [
+        "v5-L1.keyframe", "v6-L1.keyframe"
+    ]  # fmt: skip
 
 
 def test_a_recycled_file_bears_its_new_name_only(opened: Opened) -> None:
@@ -836,20 +851,6 @@ def test_it_goes_with_its_keyframe(opened: Opened, tmp_path: Path) -> None:
     assert len(opened().recover_encoded()) == 2
 
 
-def test_the_journals_of_other_runs_are_removed_and_foreign_files_left_alone(
-    opened: Opened, tmp_path: Path
-) -> None:
-    write(begin(opened(run="other"), 1), b"a")
-    mine = tmp_path / "version_store" / "v1-L1-mine.keyframe"
-    mine.write_text("mine")
-    mine.with_name("v2-L1-b2dea48d667b2821.keyframe").mkdir()
-    store = opened()
-    assert store.recover_encoded() == []
-    store.flush()
-    assert journals(tmp_path) == ["v1-L1", "v2-L1"]
-    assert mine.read_text() == "mine"
-
-
 # --- room ----------------------------------------------------------------------------------------
 
 
@@ -883,19 +884,6 @@ def test_spares_give_way_to_journals(opened: Opened, tmp_path: Path) -> None:
     write(begin(store, 2), b"a" * SIZE)
     assert journals(tmp_path) == ["v2-L1"]
     assert store._spares == []
-
-
-def test_the_oldest_are_not_recovered_where_the_limit_is_lower_now(
-    opened: Opened, tmp_path: Path
-) -> None:
-    store = opened()
-    for step in (1, 2, 3):
-        write(begin(store, step), b"a" * SIZE)
-    store = opened(2 * SIZE + 1000)
-    saved = store.recover_encoded()
-    store.flush()
-    assert [each.version for each in saved] == [version(3), version(2)]
-    assert journals(tmp_path) == ["v2-L1", "v3-L1"]
 
 
 def test_a_disk_that_cannot_be_written_costs_only_the_recovery(

@@ -87,34 +87,6 @@ def test_stop_ends_it_with_the_reason_and_the_first_one_counts() -> None:
     play(scenario)
 
 
-def test_an_error_of_the_timer_ends_it_without_a_trace(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(node: Node, script: Script, network: Network) -> None:
-        script.on_expire = fail
-        running = await begun(node)
-        script.deadline = 0.0
-        node.perform([])
-        with pytest.raises(StorageError, match="the disk is full"):
-            await running
-
-    play(scenario)
-    assert "internal error" not in caplog.text
-
-
-@pytest.mark.parametrize("is_in_thread", [True, False])
-def test_an_error_of_work_in_a_thread_or_of_its_result_ends_it(is_in_thread: bool) -> None:
-    class Block(DecodeBlock):
-        def run(self) -> str:
-            return str(fail()) if is_in_thread else ""
-
-    async def scenario(node: Node, script: Script, network: Network) -> None:
-        running = await begun(node)
-        node.perform([object.__new__(Block)])
-        with pytest.raises(StorageError, match="the disk is full"):
-            await running
-
-    play(scenario)
-
-
 def test_an_error_of_a_task_ends_it_and_everything_beside_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -256,15 +228,6 @@ def test_the_timer_fires_again_and_again_where_its_handle_knows_no_instant() -> 
         runner.run(main())
 
 
-def test_an_address_that_cannot_be_dialled_is_survived(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(node: Node, script: Script, network: Network) -> None:
-        node.perform([Dial("nonsense", "weights")])
-        await node.transport.close()
-
-    play(scenario)
-    assert "'nonsense' is not an address" in caplog.text
-
-
 def test_an_action_of_another_role_is_a_bug() -> None:
     async def scenario(node: Node, script: Script, network: Network) -> None:
         with pytest.raises(TypeError, match="Drained is not for Node"):
@@ -314,7 +277,8 @@ def test_an_address_that_cannot_be_dialled_is_told_of_once(
         await node.transport.close()
 
     play(scenario)
-    assert len([each for each in caplog.records if "tcp://nowhere" in each.getMessage()]) == 1
+    [told] = [each.getMessage() for each in caplog.records]
+    assert "'tcp://nowhere' is not an address" in told
 
 
 def test_what_cannot_be_let_go_of_keeps_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
@@ -386,16 +350,28 @@ def test_a_fault_in_handling_a_message_ends_its_sender_and_not_the_node(
     assert "IndexError" in caplog.text
 
 
-def test_a_fault_of_the_nodes_own_disk_ends_it_whoever_was_heard() -> None:
+@pytest.mark.parametrize("where", ["timer", "message", "thread", "result of a thread"])
+def test_a_fault_of_the_nodes_own_disk_ends_it_without_a_trace(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Block(DecodeBlock):
+        def run(self) -> str:
+            return str(fail()) if where == "thread" else ""
+
     async def scenario(node: Node, script: Script, network: Network) -> None:
-        script.on_message = lambda peer, frames: fail()
+        script.on_expire, script.on_message = fail, lambda peer, frames: fail()
         running = await begun(node)
-        await two_messages(node, network)
+        if where == "message":
+            await two_messages(node, network)
+        else:
+            script.deadline = 0.0 if where == "timer" else None
+            node.perform([] if where == "timer" else [object.__new__(Block)])
         with pytest.raises(StorageError, match="the disk is full"):
             await running
-        assert not script.expelled
+        assert not script.expelled, "whoever was heard is not to blame"
 
     play(scenario)
+    assert "internal error" not in caplog.text
 
 
 def test_the_timer_is_armed_anew_only_for_an_earlier_deadline() -> None:

@@ -4,11 +4,9 @@
                                and BLAKE3SUMS, which `b3sum --check` reads, too
     checkpoints/latest         the name of the newest, replaced atomically
 
-A directory is complete if it has its final name: it is filled under a temporary one, forced onto
-the disk, then renamed. So a full disk or a kill at any moment leaves the older checkpoints whole.
-A checkpoint is used only if the hash of each file is the one in BLAKE3SUMS; a damaged one is passed
-over for the one before it, and the caller is told. What is not in a checkpoint (prompt cursor,
-buffer, leases) is in the ledger.
+A directory is filled under a temporary name, forced onto the disk, then renamed: a full disk or a
+kill at any moment leaves the older checkpoints whole. One is used only if the hash of each file is
+that of BLAKE3SUMS. What is not in a checkpoint (prompt cursor, buffer, leases) is in the ledger.
 """
 
 from __future__ import annotations
@@ -67,16 +65,10 @@ class Checkpoints:
         min_free_bytes: int,
         now: float,
     ) -> None:
-        """Start counting from now.
+        """Start counting from now, seconds of the loop's clock.
 
-        Args:
-            directory: the run's `checkpoints`.
-            run_id: the run's id.
-            interval_steps: steps between checkpoints.
-            interval_s: seconds after which one is due even so; None for no such rule.
-            keep_last: checkpoints to keep, at least 1.
-            min_free_bytes: what a checkpoint must leave free.
-            now: the loop's clock, seconds.
+        One is due after `interval_steps` steps, or after `interval_s` seconds if that is not None.
+        It must leave `min_free_bytes` of the disk; the last `keep_last`, at least one, are kept.
         """
         self.saved_step: int | None = None
         """Step of the newest, or of the one that the run was resumed from; None without one."""

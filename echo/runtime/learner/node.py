@@ -6,9 +6,7 @@
 
 The training loop awaits three things only: a full batch of admissible groups, its own model work,
 and (every so often) a checkpoint. It never waits for the network otherwise: versions are handed to
-the broadcast and pulled by whoever needs them. While it waits for a batch it looks every heartbeat
-whether one can come at all; without workers the run is saved and ends
-after a while.
+the broadcast and pulled by whoever needs them.
 
 Order of events, which a resume relies on: what a batch of actions records is committed before its
 messages leave; groups are synced before they are acknowledged; the record of a step is committed

@@ -64,12 +64,8 @@ class PromptSource:
     ) -> None:
         """Take the task, whose examples are visited once per epoch in a new order each time.
 
-        Args:
-            task: where examples come from.
-            text: turns their prompts into tokens.
-            seed: the run's seed: order of the examples and seeds of the leases.
-            hides_answers: put nothing into leases but the prompt's ids.
-            timeout_s: what the task may take for one example, seconds.
+        The run's seed gives that order, and the seeds of the leases. With `hides_answers` leases
+        have nothing but the prompt's ids. The task may take `timeout_s` for one example.
         """
         self._task = task
         self._text = text
@@ -81,11 +77,7 @@ class PromptSource:
         self._order_of = functools.lru_cache(maxsize=2)(self._shuffled)
 
     def lease(self, group_id: int, attempt: int) -> Lease:
-        """Return the lease of a group; every attempt has the same prompt and another seed.
-
-        Raises:
-            DataError: as `make`.
-        """
+        """Return a group's lease, as `make`; each attempt has the same prompt and another seed."""
         return self.lease_of(self.make(group_id), attempt)
 
     def lease_of(self, prompt: Prompt, attempt: int) -> Lease:
@@ -98,11 +90,7 @@ class PromptSource:
         self._host.close()
 
     def check(self) -> None:
-        """Refuse prompts that cannot be turned into tokens, as far as the first ones show it.
-
-        Raises:
-            DataError: as `make`.
-        """
+        """Raise as `make` for prompts that cannot be turned into tokens, as far as some show it."""
         for group_id in range(min(CHECKED_PROMPTS, self._num_examples or CHECKED_PROMPTS)):
             self.make(group_id)
 
@@ -203,13 +191,9 @@ class PromptsAhead:
     def __init__(
         self, source: PromptSource, *, num_out: int, first: int = 0, again: Iterable[int] = ()
     ) -> None:
-        """Take where they come from.
+        """Begin with the groups `again`, which are out already, then with `first` and on.
 
-        Args:
-            source: makes them.
-            num_out: groups that may be out at one time: at least their prompts are kept.
-            first: the group that will be granted first, if none is granted again.
-            again: groups that are out already.
+        At least the prompts of `num_out` groups, which may be out at one time, are kept.
         """
         self._source = source
         self._num_kept = max(MIN_KEPT, 2 * num_out)
@@ -237,11 +221,7 @@ class PromptsAhead:
         return self._source.lease_of(made, attempt)
 
     def example(self, group_id: int) -> Example:
-        """Return the example of a group that was granted, with its answer; from any thread.
-
-        Raises:
-            DataError: as `PromptSource.make`.
-        """
+        """Return the example of a granted group with its answer, as `make`; from any thread."""
         made = self._made.get(group_id)
         if not isinstance(made, Prompt):
             made = self._source.make(group_id)

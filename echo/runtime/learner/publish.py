@@ -96,13 +96,7 @@ class Publication:
     def sealed(
         self, hashes: Sequence[ChunkHashes], key: Ed25519PrivateKey, chunk_key: bytes = b""
     ) -> Publication:
-        """Return it with the hashes of its image, signed.
-
-        Args:
-            hashes: of all chunks, in their order.
-            key: the learner's.
-            chunk_key: with which its chunks are encrypted; empty if they are not.
-        """
+        """Return it signed, with the hashes of all chunks, and their key if they are encrypted."""
         manifest = with_hashes(self.manifest, hashes, chunk_key)
         return replace(self, signed=sign(manifest, key, chunk_key), manifest=manifest)
 
@@ -122,11 +116,7 @@ def make_images(
 ) -> VersionImages:
     """Return what makes the images of a run; without deltas there is nothing to find on a GPU.
 
-    Args:
-        config: of the run.
-        unrounded: names of tensors that are published in their own dtype.
-        fits_on_gpu: whether the last version may stay there.
-        copy_stream: the trainer's.
+    The tensors named in `unrounded` are published in their own dtype.
     """
     # Only here, as below: a simulated learner has no torch.
     from echo.engine.weights import VersionImages
@@ -204,15 +194,7 @@ class Publisher:
         images: Images,
         attribution: Attribution | None = None,
     ) -> None:
-        """Take whose versions they are.
-
-        Args:
-            identity: of the run.
-            config: the learner's.
-            model_digest: of the model's configuration.
-            images: makes those of its versions.
-            attribution: wants to keep versions; None if nothing does.
-        """
+        """Take whose versions they are; an attribution wants to keep them."""
         self.coder = Coder(identity.key, encrypts=config.security.curve, helpers=images.helpers)
         self._identity = identity
         self._images = images
@@ -274,13 +256,10 @@ class Coder:
         helpers: Sequence[ImageHelper] = (),
         num_threads: int | None = None,
     ) -> None:
-        """Sign with the learner's key.
+        """Sign with the learner's key, and encrypt each form with a key of its own if asked to.
 
-        Args:
-            key: the learner's.
-            encrypts: whether chunks are encrypted, each form with a key of its own.
-            helpers: others, each of whom codes and hashes as much as this process.
-            num_threads: None for as many as there are cores, within reason.
+        Each helper codes and hashes as much as this process, whose threads are as many as its
+        cores, within reason, unless `num_threads` says otherwise.
         """
         self._key = key
         self._encrypts = encrypts

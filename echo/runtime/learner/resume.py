@@ -103,10 +103,7 @@ class SavedRun:
     ) -> StartingPoint:
         """Return where a run continues from its newest whole checkpoint; nothing is written yet.
 
-        Args:
-            run_id: the run's id; a checkpoint of another run is refused.
-            max_staleness: S, inclusive.
-            trims_stale: whether a group of which some tokens have grown too old keeps the others.
+        With `trims_stale` a group of which some tokens have grown too old keeps the others.
 
         Raises:
             ConfigError: if there is no run to continue.
