@@ -13,9 +13,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from echo.core.errors import PlanError
 from echo.fleet.gpus import (
     BYTES_PER_WEIGHT,
     TRAIN_EFFICIENCY,
@@ -238,7 +235,8 @@ def _gradients_s(cluster: Cluster, job: HexJob, stages: Sequence[StagePlan]) -> 
 #
 # With continuous shares of the rollouts the optimum for given replicas is proportional to their
 # rates, so the paper's programme (bilinear as printed) is an integer knapsack: maximise the summed
-# rate of the replicas subject to the GPUs of each type. The shares are then rounded.
+# rate of the replicas subject to the GPUs of each type. No replica spans two types, so each type
+# has its own, solved by a dynamic programme. The shares are then rounded.
 #
 # Source: AReaL-Hex, arXiv:2511.00796, Eq. 2. Differs from the paper: rates come from this project's
 # roofline, since HexGen's cost model is not reproduced there.
@@ -298,33 +296,20 @@ def possible_replicas(cluster: Cluster, job: HexJob) -> tuple[Replica, ...]:
     return tuple(found)
 
 
-def choose_replicas(
-    replicas: Sequence[Replica], counts: Mapping[str, int], num_rollouts: int
-) -> RolloutPlan:
-    """Return the replicas with the highest summed rate on `counts` GPUs of each type.
-
-    Raises:
-        PlanError: if the solver fails.
-    """
-    if not replicas or not any(counts.values()):
-        return RolloutPlan()
-    types = sorted(counts)
-    use = np.array([[dict(r.gpus).get(name, 0) for r in replicas] for name in types], dtype=float)
-    limits = np.array([counts[name] for name in types], dtype=float)
-    rates = np.array([replica.tokens_per_s for replica in replicas])
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    result = milp(
-        -rates / rates.max(),
-        integrality=np.ones(len(replicas)),
-        bounds=Bounds(0, limits.sum()),
-        constraints=LinearConstraint(use, ub=limits),
-        options={"mip_rel_gap": 0.0},
-    )
-    if result.x is None:
-        raise PlanError(f"the solver found no replicas for {dict(counts)}: {result.message}")
-    numbers = [int(value) for value in np.rint(result.x)]
-    chosen = [(r, n) for r, n in zip(replicas, numbers, strict=True) if n]
+def choose_replicas(replicas: Sequence[Replica], count: int, num_rollouts: int) -> RolloutPlan:
+    """Return the replicas with the highest summed rate on `count` GPUs, all of one type."""
+    # best[n]: the highest rate on n GPUs, and how many of each kind of replica give it.
+    best = [(0.0, (0,) * len(replicas))]
+    for num_gpus in range(1, count + 1):
+        options = [best[-1]]
+        for place, replica in enumerate(replicas):
+            [(_, size)] = replica.gpus
+            if size <= num_gpus:
+                rate, numbers = best[num_gpus - size]
+                more = (*numbers[:place], numbers[place] + 1, *numbers[place + 1 :])
+                options.append((rate + replica.tokens_per_s, more))
+        best.append(max(options))
+    chosen = [(r, n) for r, n in zip(replicas, best[-1][1], strict=True) if n]
     return share_rollouts(chosen, num_rollouts)
 
 
@@ -462,7 +447,7 @@ class HexScheduler:
             if (name, count) not in self._rollouts:
                 own = [replica for replica in self._replicas if replica.gpus[0][0] == name]
                 self._rollouts[name, count] = choose_replicas(
-                    own, {name: count}, self.job.rollouts_per_step
+                    own, count, self.job.rollouts_per_step
                 )
             chosen.extend(self._rollouts[name, count].replicas)
         return share_rollouts(chosen, self.job.rollouts_per_step)

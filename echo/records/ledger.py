@@ -31,7 +31,6 @@ same, but each commit waits for the disk.
 from __future__ import annotations
 
 import os
-import re
 import sqlite3
 import threading
 import time
@@ -53,7 +52,7 @@ from echo.records.files import lock_directory, sync_path
 from echo.wire.codec import Frame, decode_group
 
 FORMAT = 2
-"""Format 1 was a file of JSON lines, `ledger.jsonl`."""
+"""Rises with every new kind of record. Format 1 was a file of JSON lines, `ledger.jsonl`."""
 FILE = "ledger.sqlite"
 GROUPS = "groups"
 GROUP_FILE_BYTES = 64 << 20
@@ -203,15 +202,8 @@ AnyRecord = (
 )  # fmt: skip
 
 
-class _Kind(msgspec.Struct):
-    kind: str
-
-
 _encode = msgspec.json.Encoder().encode
 _decoder = msgspec.json.Decoder(AnyRecord)
-_kind_decoder = msgspec.json.Decoder(_Kind)
-_KINDS = {kind.__struct_config__.tag for kind in Record.__subclasses__()}
-"""What this release knows; a later one may write others."""
 
 
 def _hash(seq: int, body: bytes) -> bytes:
@@ -433,20 +425,11 @@ class Ledger(LedgerQueue):
         files = self._group_files()
         self._file_number = max((int(path.stem) for path in files), default=0)
         self._used_bytes = sum(path.stat().st_size for path in files)
-        foreign = sorted(path.name for path in self._groups_dir.iterdir() if path not in files)
-        if foreign:
-            self.notices.append(
-                f"{self._groups_dir} has what is no group file, and leaves it alone: "
-                f"{', '.join(foreign)}"
-            )
 
     def _group_files(self) -> set[Path]:
         """Return the group files, without what others have put beside them."""
-        return {
-            path
-            for path in self._groups_dir.glob("*.bin")
-            if re.fullmatch(r"[0-9]{6}|[1-9][0-9]{6,}", path.stem)
-        }
+        found = self._groups_dir.glob("*.bin")
+        return {p for p in found if p.stem.isdecimal() and p.stem == f"{int(p.stem):06d}"}
 
     def _open_database(self) -> sqlite3.Connection:
         """Connect with a write-ahead log, or where that cannot work with a rollback journal."""
@@ -852,7 +835,7 @@ def read_lines(run_dir: Path) -> Iterator[str]:
 
 
 def read_records(run_dir: Path) -> Iterator[AnyRecord]:
-    """Yield the records of a run, oldest first; a kind of a later release is passed over.
+    """Yield the records of a run, oldest first.
 
     A run that goes on may be read: what it writes meanwhile is left out.
 
@@ -864,9 +847,6 @@ def read_records(run_dir: Path) -> Iterator[AnyRecord]:
         try:
             yield _decoder.decode(body)
         except msgspec.DecodeError as error:
-            with suppress(msgspec.DecodeError):
-                if _kind_decoder.decode(body).kind not in _KINDS:
-                    continue
             raise _damaged(run_dir / FILE, f"record {seq}: {error}") from error
 
 
