@@ -18,7 +18,8 @@ from typing import Any
 import harness
 from learning.quickstart import read_evaluations, train
 
-from echo.ui.plots import learning_curve
+from echo.records.run_files import MetricsHistory, read_metrics
+from echo.ui.plots import save_figure
 from echo.ui.summary import summarise_run
 
 
@@ -87,7 +88,34 @@ def report(
         "final_sampled_stdev": round(statistics.stdev(finals), 4) if len(finals) > 1 else None,
     }
     print(f"wrote {harness.save(name, result)}")
-    print(f"wrote {learning_curve(run_dirs, harness.result_path(name, '.png'))}")
+    print(f"wrote {plot(run_dirs, harness.result_path(name, '.png'))}")
+
+
+def rewards(history: MetricsHistory) -> dict[int, float]:
+    """Return the mean reward by step; one that was not finite was written as null."""
+    rows = [row for row in history.train if row["reward/mean"] is not None]
+    return {row["step"]: row["reward/mean"] for row in rows}
+
+
+def plot(run_dirs: list[Path], out_png: Path) -> Path:
+    """Draw reward and held-out pass rates of the runs: their mean, and their range as a band."""
+    histories = [read_metrics(run_dir) for run_dir in run_dirs]
+    evaluations = [history.evaluations for history in histories]
+    figure = harness.new_figure((10, 4.2), dpi=144)
+    axes = figure.subplots()
+    for label, style, runs in (
+        ("mean reward", "-", [rewards(history) for history in histories]),
+        ("held-out, sampled", "o-", [{e.step: e.sampled for e in run} for run in evaluations]),
+        ("held-out, greedy", "D--", [{e.step: e.greedy for e in run} for run in evaluations]),
+    ):
+        steps = sorted(set.intersection(*({*series} for series in runs)))
+        values = [[series[step] for series in runs] for step in steps]
+        (line,) = axes.plot(steps, [statistics.mean(of) for of in values], style, label=label)
+        color = line.get_color()
+        axes.fill_between(steps, [*map(min, values)], [*map(max, values)], color=color, alpha=0.15)
+    axes.set(xlabel="optimizer step", ylim=(0, 1), title=f"mean and range of {len(runs)} runs")
+    axes.legend(loc="best", frameon=False)
+    return save_figure(figure, out_png)
 
 
 if __name__ == "__main__":

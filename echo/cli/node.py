@@ -630,7 +630,7 @@ def _check_changes(config: Config, *, accept_unsafe: bool) -> None:
     changes = diff_configs(load_resolved(path), config)
     for change in changes:
         print(change, file=sys.stderr)
-    unsafe = [change.key for change in changes if not change.is_safe]
+    unsafe = [change.key for change in changes if change.why_unsafe]
     if unsafe and not accept_unsafe:
         raise ConfigError(
             f"the change of {', '.join(unsafe)} is not safe for this run; leave it as it was, "

@@ -123,7 +123,7 @@ def load_scenario(
         parts[key in SIM_TABLES][key] = value
     request = parse_fleet(parts[False], source)
     rows = Rows(SIM_TABLES)
-    rows.add_file(parts[True], source)
+    rows.add(parts[True], source)
     job, is_auto = request.job, request.job_row.publish_period == "auto"
     period = preset_publish_period(job.max_staleness)
     offered = {offer.name: offer.count for offer in request.fleet.offers}

@@ -313,7 +313,7 @@ AnyRow = TypeVar("AnyRow", bound=BaseModel)
 
 @dataclass(slots=True)
 class Rows:
-    """The valid rows of all files, and the problems of the others."""
+    """The valid rows, and the problems of the others."""
 
     kinds: Mapping[str, type[BaseModel]] = field(default_factory=lambda: TABLES | LISTS)
     """Tables that may stand in the files."""
@@ -322,30 +322,23 @@ class Rows:
     bad: dict[str, list[tuple[str, Any]]] = field(default_factory=lambda: defaultdict(list))
     """Rows that are not valid, as they stand, what is missing as None; nothing is built of them."""
     problems: list[str] = field(default_factory=list)
-    seen: dict[str, str] = field(default_factory=dict)
-    """Table -> the file it stands in."""
 
     def every(self, name: str) -> list[tuple[str, Any]]:
         """Return the rows of a list or table, good and bad."""
         return [*self.good[name], *self.bad[name]]
 
-    def add_file(self, table: Mapping[str, Any], source: str) -> None:
-        """Add the rows of one file, and what is wrong with them."""
-        for name, value in table.items():
+    def add(self, tables: Mapping[str, Any], source: str) -> None:
+        """Add the rows of these tables, and what is wrong with them."""
+        for name, value in tables.items():
             is_list = name in LISTS or name in SIM_LISTS
             if name not in self.kinds:
                 near = nearest(name, self.kinds)
                 hint = f"did you mean {near}?" if near else f"there are {', '.join(self.kinds)}"
                 self.problems.append(f"{source}: [{name}]: unknown table; {hint}")
-            elif name in self.seen:
-                self.problems.append(
-                    f"{source}: [{name}] stands in {self.seen[name]} too; keep one"
-                )
             elif not isinstance(value, list if is_list else dict):
                 wanted = f"[[{name}]], a list of tables" if is_list else f"[{name}], one table"
                 self.problems.append(f"{source}: {name} must be written {wanted}")
             else:
-                self.seen[name] = source
                 if not is_list:
                     self._add(name, value, f"{source}: [{name}]")
                 for number, item in enumerate(value if is_list else (), 1):
@@ -463,41 +456,16 @@ class FleetRequest:
     """What was estimated or left out, for the reader."""
 
 
-def load_fleet(paths: Sequence[Path]) -> FleetRequest:
-    """Read fleet and job from one or several TOML files.
+def parse_fleet(tables: Mapping[str, Any], source: str = "fleet.toml") -> FleetRequest:
+    """Check fleet and job, as `read_tables` returns them.
 
     Raises:
         ConfigError: listing every problem found, each with its row.
     """
     rows = Rows()
-    unreadable: list[str] = []
-    for path in paths:
-        try:
-            rows.add_file(read_toml(path), path.name)
-        except ConfigError as error:
-            unreadable.append(str(error))
-    if unreadable:  # what the other files lack may stand in these
-        raise ConfigError(in_one("fleet", [*unreadable, *rows.problems]))
-    return _build(rows, ", ".join(path.name for path in paths))
-
-
-def parse_fleet(table: Mapping[str, Any], source: str = "fleet.toml") -> FleetRequest:
-    """Check a fleet that is already read.
-
-    Raises:
-        ConfigError: as `load_fleet`.
-    """
-    rows = Rows()
-    rows.add_file(table, source)
-    return _build(rows, source)
-
-
-def _build(rows: Rows, source: str) -> FleetRequest:
-    """Return the request, after the rules that join several rows."""
+    rows.add(tables, source)
     problems = rows.problems
-    for name in TABLES:
-        if name not in rows.seen:
-            problems.append(f"{source}: [{name}] is missing")
+    problems += [f"{source}: [{name}] is missing" for name in TABLES if name not in tables]
     gpus, models = _catalogues(rows)
     regions = _regions(rows)
     _check_offers(rows, gpus, regions, source)

@@ -599,7 +599,8 @@ def _describe_start(config: Config, role: Role) -> str:
 # --- a changed configuration of a resumed run -----------------------------------------------------
 #
 # Safe: everything stored, and every rollout already sampled, still means the same; only what comes
-# next changes. Unsafe: it does not, or other processes that were not restarted would disagree.
+# next changes. Unsafe: it does not, or other processes that were not restarted would disagree. A
+# key is safe unless it, or its section, is listed here.
 
 
 _OTHER_RUN = "the run lives in that directory; start a new run with --init-from instead"
@@ -634,45 +635,6 @@ _UNSAFE: Mapping[str, str] = {
 }
 """Why, by dotted key or section."""
 
-_SAFE: Mapping[str, str] = {
-    "profile": "the values that change with it are listed on their own lines",
-    "run.max_steps": "moves the end of the run, and with it where optimizer.lr_schedule ends",
-    "model.attn_implementation": "the same function, rounded differently",
-    "task.reward_timeout_s": "holds for groups leased from now on",
-    "task.step_timeout_s": "holds for groups leased from now on",
-    "task.max_reward": "holds for groups that arrive from now on",
-    "task.max_turns": "holds for groups leased from now on",
-    "reward": "who judges, not how; workers are told when they join",
-    "sampling.max_completion_tokens": "holds for groups leased from now on",
-    "sync.mode": "the bound and the period that go with it are listed on their own lines",
-    "sync.max_staleness": "every group is checked against it when it is consumed",
-    "sync.adaptive": "gates the leases granted from now on",
-    "sync.min_staleness": "gates the leases granted from now on",
-    "sync.publish_period": "holds from the next publication on",
-    "batch.minibatches_per_step": "holds from the next step on",
-    "batch.keep_zero_variance": "holds for groups that arrive from now on",
-    "batch.max_zero_signal_batches": "only when a run without gradients ends",
-    "loss": "computed anew for every batch",
-    "reference": "computed anew for every batch",
-    "optimizer": "holds from the next step on; the moments are kept",
-    "learner": "how the learner computes, not what",
-    "leases": "holds for groups leased from now on",
-    "activation": "decides from now on; what was spent before counts towards the budget of the run",
-    "worker": "read by workers when they start",
-    "agent": "read by workers when they start",
-    "rollout": "holds for workers that join from now on; others are told by a restart",
-    "engine": "read by workers when they start",
-    "relay": "read by relays when they start",
-    "checkpoint": "holds from the next checkpoint on",
-    "eval": "compare evaluations on the same prompts only",
-    "network": "holds for what is sent from now on",
-    "security": "read by relays and workers when they start",
-    "limits": "a bound on disk use",
-    "metrics": "only what is measured, and where it goes",
-    "ui": "only what is shown",
-}
-"""Why, by dotted key or section; a key of its own goes before its section."""
-
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -681,12 +643,11 @@ class Change:
     key: str
     old: Any
     new: Any
-    is_safe: bool
-    why: str
+    why_unsafe: str | None
 
     def __str__(self) -> str:
-        label = "safe" if self.is_safe else "UNSAFE"
-        return f"{label:6} {self.key}: {show(self.old)} -> {show(self.new)} ({self.why})"
+        text = f"{self.key}: {show(self.old)} -> {show(self.new)}"
+        return f"UNSAFE {text} ({self.why_unsafe})" if self.why_unsafe else f"safe   {text}"
 
 
 def diff_configs(old: Config, new: Config) -> list[Change]:
@@ -696,17 +657,9 @@ def diff_configs(old: Config, new: Config) -> list[Change]:
     for path, leaf in {**leaves(kinds_of(old)), **leaves(kinds_of(new))}.items():
         was, now = _at(before, path), _at(after, path)
         if was != now:
-            is_safe, why = classify(leaf.key)
-            changes.append(Change(leaf.key, was, now, is_safe, why))
+            why_unsafe = _UNSAFE.get(leaf.key) or _UNSAFE.get(path[0])
+            changes.append(Change(leaf.key, was, now, why_unsafe))
     return changes
-
-
-def classify(key: str) -> tuple[bool, str]:
-    """Return whether changing `key` is safe when a run is resumed, and why."""
-    section = key.split(".")[0]
-    if key in _UNSAFE or section in _UNSAFE:
-        return False, _UNSAFE.get(key) or _UNSAFE[section]
-    return True, _SAFE[key] if key in _SAFE else _SAFE[section]
 
 
 def _at(table: Any, path: Sequence[str]) -> Any:

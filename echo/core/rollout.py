@@ -66,17 +66,32 @@ def is_surviving(version: PolicyVersion, lineages: Sequence[Lineage]) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rollout:
-    """One sampled answer, token by token."""
+class Tokens:
+    """Completion tokens and what is known of each; none by default."""
 
-    token_ids: npt.NDArray[np.int32]
+    token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     """[T] sampled ids, the stop token included."""
-    sampler_logprobs: npt.NDArray[np.float32]
+    sampler_logprobs: npt.NDArray[np.float32] = field(
+        default_factory=lambda: np.empty(0, np.float32)
+    )
     """[T] natural-log probability of each id under the distribution really sampled from, nats."""
-    policy_versions: npt.NDArray[np.int32]
+    policy_versions: npt.NDArray[np.int32] = field(
+        default_factory=lambda: np.empty((0, 2), np.int32)
+    )
     """[T, 2] (lineage, step) of the weights that sampled each token."""
-    completion_mask: npt.NDArray[np.bool_]
+    completion_mask: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     """[T] True where the token was sampled by the policy and may be trained on."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many there are, masked ones included."""
+        return int(self.token_ids.shape[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout(Tokens):
+    """One sampled answer, at least one token long."""
+
     reward: float
     finish_reason: str
     """"stop" (a stop token), "length" (the token limit) or "abort" (cut short)."""
@@ -99,16 +114,6 @@ class Rollout:
             raise ValueError(
                 f"Rollout.finish_reason is {self.finish_reason!r}; use stop, length or abort"
             )
-
-    @property
-    def num_tokens(self) -> int:
-        """Completion tokens, masked ones included."""
-        return int(self.token_ids.shape[0])
-
-    @property
-    def versions(self) -> list[PolicyVersion]:
-        """The distinct versions that sampled this rollout's trainable tokens, oldest first."""
-        return _distinct(self.policy_versions[self.completion_mask])
 
 
 def _distinct(rows: npt.NDArray[np.int32]) -> list[PolicyVersion]:
@@ -220,36 +225,18 @@ StaleTokens = Literal["keep", "mask", "drop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PartialRollout:
-    """One answer so far; T tokens, none at first."""
+class PartialRollout(Tokens):
+    """One answer so far."""
 
-    token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    """[T] sampled ids."""
-    sampler_logprobs: npt.NDArray[np.float32] = field(
-        default_factory=lambda: np.empty(0, np.float32)
-    )
-    """[T] natural-log probability of each id under the distribution really sampled from, nats."""
-    policy_versions: npt.NDArray[np.int32] = field(
-        default_factory=lambda: np.empty((0, 2), np.int32)
-    )
-    """[T, 2] (lineage, step) of the weights that sampled each token."""
-    completion_mask: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
-    """[T] True where the token may be trained on."""
     finish_reason: str = ""
     """"stop" or "length"; empty while it is unfinished."""
     num_segments: int = 0
     """Calls of an engine that have sampled for it, whatever became of their tokens."""
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens so far, masked ones included."""
-        return int(self.token_ids.shape[0])
-
-    @property
     def versions(self) -> list[PolicyVersion]:
         """The distinct versions that sampled its tokens, masked ones included, oldest first."""
-        rows = np.unique(self.policy_versions, axis=0).tolist()
-        return [PolicyVersion(*row) for row in rows]
+        return _distinct(self.policy_versions)
 
     @property
     def is_finished(self) -> bool:

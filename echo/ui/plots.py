@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from echo.core.errors import DataError, StorageError
 from echo.core.extras import import_extra
 from echo.records.run_files import MetricsHistory, read_config, read_metrics, tokens_by_staleness
@@ -17,7 +14,6 @@ from echo.records.run_files import MetricsHistory, read_config, read_metrics, to
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
     from echo.fleet.provisioning import Forecast
 
@@ -70,132 +66,70 @@ _INK = "#333333"
 _SMOOTHED_STEPS = 5
 """Steps in the running mean of the reward: of a batch's noise it leaves less than half."""
 
-_Array = npt.NDArray[np.float64]
-Series = Mapping[int, float]
-"""One number per step."""
 
-
-def learning_curve(run_dirs: Path | Sequence[Path], out_png: Path) -> Path:
-    """Plot reward and held-out pass rates against the step, and realised staleness, as a PNG.
-
-    Several runs are drawn as their mean, with their range as a band.
+def learning_curve(run_dir: Path, out_png: Path) -> Path:
+    """Plot a run's reward and held-out pass rates by step, and its realised staleness, as a PNG.
 
     Raises:
         ConfigError: if matplotlib is not installed.
-        DataError: if a run has no metrics, or none of steps.
+        DataError: if the run has no metrics, or none of steps.
         StorageError: if metrics are damaged or the PNG cannot be written.
     """
-    directories = [run_dirs] if isinstance(run_dirs, Path) else list(run_dirs)
-    if not directories:
-        raise DataError("the learning curve needs the directory of at least one run, got none")
-    histories = [_read(directory) for directory in directories]
-    figure = new_figure((10, 4.2), dpi=144, extra="learner", wanted_by="the learning curve")
-    curves, histogram = figure.subplots(1, 2, width_ratios=(2.4, 1))
-    _draw_curves(curves, histories)
-    _draw_staleness(histogram, histories, _bound(directories))
-    figure.suptitle(_title(directories), fontsize=11, color=_INK)
-    return save_figure(figure, out_png)
-
-
-def _read(run_dir: Path) -> MetricsHistory:
     history = read_metrics(run_dir)
     if not history.train and not history.evaluations:
         raise DataError(
             f"{run_dir / 'metrics.jsonl'}: no optimizer step yet, nothing to plot; try again later"
         )
-    return history
+    figure = new_figure((10, 4.2), dpi=144, extra="learner", wanted_by="the learning curve")
+    curves, histogram = figure.subplots(1, 2, width_ratios=(2.4, 1))
+    _draw_curves(curves, history)
+    _draw_staleness(histogram, tokens_by_staleness(history.train), _bound(run_dir))
+    figure.suptitle(run_dir.resolve().name, fontsize=11, color=_INK)
+    return save_figure(figure, out_png)
 
 
-def _draw_curves(axes: Axes, histories: Sequence[MetricsHistory]) -> None:
-    """Draw reward and pass rates; a reward that is no rate beside them gets an axis of its own."""
-    rewards = [_present({r["step"]: r["reward/mean"] for r in h.train}) for h in histories]
-    sampled, greedy = ([_rates(h, greedy=greedy) for h in histories] for greedy in (False, True))
-    has_rates = _are_rates([*sampled, *greedy])
-    is_shared = _are_rates(rewards) or not has_rates
-    reward_axes = axes if is_shared else axes.twinx()
-    if len(histories) == 1 and rewards[0]:
-        steps = sorted(rewards[0])
-        raw = [rewards[0][step] for step in steps]
-        reward_axes.plot(steps, raw, color=_REWARD, alpha=0.3, linewidth=1)
-    smooth = [_smoothed(series) for series in rewards]
-    lines = [_draw_mean(reward_axes, smooth, _REWARD, f"reward, mean of {_SMOOTHED_STEPS} steps")]
-    for label, color, marker, style, runs in (
-        ("held-out, sampled", _SAMPLED, "o", "-", sampled),
-        ("held-out, greedy", _GREEDY, "D", "--", greedy),
-    ):
-        lines.append(_draw_mean(axes, runs, color, label, marker=marker, linestyle=style))
-    if has_rates:
+def _draw_curves(axes: Axes, history: MetricsHistory) -> None:
+    """Draw the reward of each step, its running mean, and what was evaluated."""
+    # A reward that was not finite was written as null.
+    rows = [row for row in history.train if row["reward/mean"] is not None]
+    steps, rewards = [row["step"] for row in rows], [row["reward/mean"] for row in rows]
+    evaluated = [evaluation.step for evaluation in history.evaluations]
+    sampled = [evaluation.sampled for evaluation in history.evaluations]
+    greedy = [evaluation.greedy for evaluation in history.evaluations]
+    shown = []
+    if rewards:
+        shown.append("mean reward")
+        axes.plot(steps, rewards, color=_REWARD, alpha=0.3, linewidth=1)
+        label = f"reward, mean of {_SMOOTHED_STEPS} steps"
+        axes.plot(steps, _smoothed(rewards), color=_REWARD, label=label, linewidth=1.8)
+    if evaluated:
+        shown.append("held-out pass rate")
+        axes.plot(evaluated, sampled, "o-", color=_SAMPLED, label="held-out, sampled", markersize=4)
+        axes.plot(evaluated, greedy, "D--", color=_GREEDY, label="held-out, greedy", markersize=4)
+    if evaluated and all(0 <= value <= 1 for value in [*rewards, *sampled, *greedy]):
         axes.set_ylim(0, 1)
     axes.set_xlim(left=0)
     axes.set_xlabel("optimizer step")
-    shown = ["mean reward"] * is_shared + ["held-out pass rate"] * has_rates
-    axes.set_ylabel(", ".join(shown))
-    if not is_shared:
-        reward_axes.set_ylabel("mean reward", color=_REWARD)
-    tidy(axes, lines="y")
-    drawn = [line for line in lines if line is not None]
-    axes.legend(drawn, [str(line.get_label()) for line in drawn], loc="best", frameon=False)
-
-
-def _are_rates(runs: Sequence[Series]) -> bool:
-    return all(0 <= value <= 1 for series in runs for value in series.values())
-
-
-def _draw_mean(
-    axes: Axes,
-    runs: Sequence[Series],
-    color: str,
-    label: str,
-    *,
-    marker: str = "",
-    linestyle: str = "-",
-) -> Line2D | None:
-    """Draw the mean of `runs`, with their range as a band; None if they are empty."""
-    steps, low, mean, high = _spread(runs)
-    if not len(steps):
-        return None
-    if len(runs) > 1:
-        axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
-    (line,) = axes.plot(
-        steps,
-        mean,
-        color=color,
-        label=label,
-        marker=marker,
-        markersize=4,
-        linestyle=linestyle,
-        linewidth=1.8,
+    axes.set_ylabel(
+        ", ".join(["mean reward"] * bool(rewards) + ["held-out pass rate"] * bool(steps))
     )
-    return line
+    tidy(axes, lines="y")
+    axes.legend(*axes.get_legend_handles_labels(), loc="best", frameon=False)
 
 
-def _draw_staleness(
-    axes: Axes, histories: Sequence[MetricsHistory], max_staleness: int | None
-) -> None:
-    """Draw the share of trained tokens by staleness; with several runs, mean and range."""
+def _draw_staleness(axes: Axes, tokens: Mapping[int, int], max_staleness: int | None) -> None:
+    """Draw the share of trained tokens by staleness, and the run's bound."""
     from matplotlib.ticker import MaxNLocator
 
-    shares = []
-    for history in histories:
-        tokens = tokens_by_staleness(history.train)
-        total = sum(tokens.values())
-        if total:
-            shares.append({staleness: count / total for staleness, count in tokens.items()})
     axes.set_xlabel("staleness of trained tokens, steps")
     axes.set_ylabel("share of tokens")
     tidy(axes, lines="y")
-    if not shares:
+    total = sum(tokens.values())
+    if not total:
         axes.text(0.5, 0.5, "not recorded", ha="center", va="center", transform=axes.transAxes)
         return
-    largest = max(max_staleness or 0, *(max(share) for share in shares))
-    levels = np.arange(largest + 1)
-    table = np.array([[share.get(int(level), 0.0) for level in levels] for share in shares])
-    mean = table.mean(axis=0)
-    axes.bar(levels, mean, width=0.8, color=_REWARD, alpha=0.85)
-    if len(shares) > 1:
-        spread = np.stack([mean - table.min(axis=0), table.max(axis=0) - mean])
-        axes.errorbar(levels, mean, yerr=spread, fmt="none", ecolor=_INK, capsize=2, linewidth=1)
-    average = float((table @ levels).mean())
+    axes.bar([*tokens], [n / total for n in tokens.values()], width=0.8, color=_REWARD, alpha=0.85)
+    average = sum(staleness * n for staleness, n in tokens.items()) / total
     axes.set_title(f"mean {average:.2f}", fontsize=9, color=_INK)
     if max_staleness is not None:
         axes.axvline(max_staleness + 0.5, color="#c44e52", linestyle=":", linewidth=1.5)
@@ -209,52 +143,23 @@ def _draw_staleness(
             fontsize=8,
             color="#c44e52",
         )
-    axes.set_xlim(-0.6, largest + 1.1)  # room for the bound's name
+    axes.set_xlim(-0.6, max(max_staleness or 0, *tokens) + 1.1)  # room for the bound's name
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _spread(runs: Sequence[Series]) -> tuple[list[int], _Array, _Array, _Array]:
-    """Steps that every run has, and over the runs at each: least, mean, most."""
-    common = sorted(set(runs[0]).intersection(*runs[1:]))
-    table = np.array([[series[step] for step in common] for series in runs], dtype=np.float64)
-    if not common:
-        return [], table, table, table
-    return common, table.min(axis=0), table.mean(axis=0), table.max(axis=0)
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """The mean of each value and those shortly before it."""
+    windows = [values[max(i - _SMOOTHED_STEPS + 1, 0) : i + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
 
 
-def _smoothed(series: Series) -> dict[int, float]:
-    """The mean of each step and those shortly before it."""
-    steps = sorted(series)
-    values = [series[step] for step in steps]
-    windows = (values[max(i - _SMOOTHED_STEPS + 1, 0) : i + 1] for i in range(len(steps)))
-    return {step: sum(window) / len(window) for step, window in zip(steps, windows, strict=True)}
-
-
-def _present(series: Mapping[int, float | None]) -> dict[int, float]:
-    """Without the values that were not finite and so were written as null."""
-    return {step: value for step, value in series.items() if value is not None}
-
-
-def _rates(history: MetricsHistory, *, greedy: bool) -> dict[int, float]:
-    return {e.step: e.greedy if greedy else e.sampled for e in history.evaluations}
-
-
-def _bound(directories: Sequence[Path]) -> int | None:
-    """The staleness bound of the runs; None where they differ or their configuration is gone."""
+def _bound(run_dir: Path) -> int | None:
+    """The staleness bound of the run; None where its configuration is gone."""
     try:
-        bounds = {read_config(path).get("sync", {}).get("max_staleness") for path in directories}
+        bound = read_config(run_dir).get("sync", {}).get("max_staleness")
     except DataError:
         return None
-    bound = bounds.pop()
-    return bound if isinstance(bound, int) and not bounds else None
-
-
-def _title(directories: Sequence[Path]) -> str:
-    names = [directory.resolve().name for directory in directories]
-    if len(names) == 1:
-        return names[0]
-    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-    return f"{shown}: mean and range of {len(names)} runs"
+    return bound if isinstance(bound, int) else None
 
 
 # --- cost of fleets -------------------------------------------------------------------------------

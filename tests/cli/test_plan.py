@@ -14,7 +14,7 @@ import pytest
 
 from echo.cli.parsers import node_parser
 from echo.cli.plan import _learner_command, _signed, main, to_json
-from echo.config.fleet_file import load_fleet
+from echo.config.fleet_file import parse_fleet, read_tables
 from echo.config.load import load_config, parse_config
 from echo.fleet.hetero import RolloutPlan, Schedule, StagePlan, TrainPlan
 from echo.fleet.overlap import Resource
@@ -148,7 +148,7 @@ def test_the_learner_of_a_division_is_started_by_torchrun(
         train_counts={}, training=TrainPlan(stages=plans), rollouts=RolloutPlan(), train_s=1.0,
         rollout_s=1.0, update_s=0.0,
     )  # fmt: skip
-    assert _learner_command(load_fleet([EXAMPLE]), schedule).startswith(text)
+    assert _learner_command(parse_fleet(read_tables([EXAMPLE])), schedule).startswith(text)
 
 
 def changed_example(tmp_path: Path, *edits: tuple[str, str]) -> str:

@@ -52,7 +52,7 @@ def test_without_lineages_nothing_survives() -> None:
 
 def test_masked_tokens_do_not_count_for_the_versions() -> None:
     rollout = make_rollout([(1, 1), (1, 3), (1, 3), (1, 2)], masked=(0,))
-    assert list(rollout.versions) == [V(1, 2), V(1, 3)]
+    assert list(make_group(rollout).versions) == [V(1, 2), V(1, 3)]
     assert rollout.num_tokens == 4
     group = make_group(rollout, make_rollout([(2, 4)]))
     assert list(group.versions) == [V(1, 2), V(1, 3), V(2, 4)]
