@@ -89,32 +89,40 @@ def learning_curve(run_dir: Path, out_png: Path) -> Path:
 
 
 def _draw_curves(axes: Axes, history: MetricsHistory) -> None:
-    """Draw the reward of each step, its running mean, and what was evaluated."""
+    """Draw reward and pass rates; a reward that is no rate beside them gets an axis of its own."""
     # A reward that was not finite was written as null.
     rows = [row for row in history.train if row["reward/mean"] is not None]
     steps, rewards = [row["step"] for row in rows], [row["reward/mean"] for row in rows]
     evaluated = [evaluation.step for evaluation in history.evaluations]
     sampled = [evaluation.sampled for evaluation in history.evaluations]
     greedy = [evaluation.greedy for evaluation in history.evaluations]
+    has_rates = bool(evaluated) and _are_rates([*sampled, *greedy])
+    reward_axes = axes.twinx() if rewards and has_rates and not _are_rates(rewards) else axes
     shown = []
     if rewards:
-        shown.append("mean reward")
-        axes.plot(steps, rewards, color=_REWARD, alpha=0.3, linewidth=1)
+        reward_axes.set_ylabel("mean reward", color=_INK if reward_axes is axes else _REWARD)
+        reward_axes.plot(steps, rewards, color=_REWARD, alpha=0.3, linewidth=1)
         label = f"reward, mean of {_SMOOTHED_STEPS} steps"
-        axes.plot(steps, _smoothed(rewards), color=_REWARD, label=label, linewidth=1.8)
+        shown += reward_axes.plot(steps, _smoothed(rewards), color=_REWARD, label=label)
     if evaluated:
-        shown.append("held-out pass rate")
-        axes.plot(evaluated, sampled, "o-", color=_SAMPLED, label="held-out, sampled", markersize=4)
-        axes.plot(evaluated, greedy, "D--", color=_GREEDY, label="held-out, greedy", markersize=4)
-    if evaluated and all(0 <= value <= 1 for value in [*rewards, *sampled, *greedy]):
+        both = rewards and reward_axes is axes
+        axes.set_ylabel("mean reward, held-out pass rate" if both else "held-out pass rate")
+        for style, color, name, values in (
+            ("o-", _SAMPLED, "sampled", sampled),
+            ("D--", _GREEDY, "greedy", greedy),
+        ):
+            label = f"held-out, {name}"
+            shown += axes.plot(evaluated, values, style, color=color, label=label, markersize=4)
+    if has_rates:
         axes.set_ylim(0, 1)
     axes.set_xlim(left=0)
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel(
-        ", ".join(["mean reward"] * bool(rewards) + ["held-out pass rate"] * bool(steps))
-    )
     tidy(axes, lines="y")
-    axes.legend(*axes.get_legend_handles_labels(), loc="best", frameon=False)
+    axes.legend(handles=shown, loc="best", frameon=False)
+
+
+def _are_rates(values: Sequence[float]) -> bool:
+    return all(0 <= value <= 1 for value in values)
 
 
 def _draw_staleness(axes: Axes, tokens: Mapping[int, int], max_staleness: int | None) -> None:

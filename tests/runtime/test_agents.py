@@ -342,7 +342,7 @@ def test_the_chain_with_the_most_sampled_tokens_becomes_the_rollout() -> None:
     assert long.token_ids.tolist() == [8, 9, 6, 7]
     assert long.completion_mask.tolist() == [True, True, False, True]
     assert long.sampler_logprobs.tolist() == [-1, -2, 0, -1]
-    assert long.versions == [PolicyVersion(1, 0), PolicyVersion(1, 2)]
+    assert long.policy_versions[long.completion_mask].tolist() == [[1, 0], [1, 0], [1, 2]]
     assert short.token_ids.tolist() == [4, 2]
     assert short.completion_mask.tolist() == [False, True]
     assert group.rewards == [1.0, 0.0]
