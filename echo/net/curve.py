@@ -72,10 +72,7 @@ class CurveKeys:
     def of_node(cls, role: str, secret: bytes, *addresses: str) -> CurveKeys:
         """Return the keys of a relay, or new ones of a worker.
 
-        Args:
-            role: relay or worker.
-            secret: of the run, from the join string.
-            addresses: that it may dial; their keys serve where one is written without.
+        The keys of `addresses`, which it may dial, serve where one is written without.
         """
         relay = _derive(secret, "relay")
         known = {}

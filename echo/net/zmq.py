@@ -874,9 +874,8 @@ class DialledLink:
     def _diagnose(self, greeting: bytes, *, is_prompt: bool) -> tuple[str, bool]:
         """Say what is there instead of whom we want, and whether that is for good.
 
-        Args:
-            greeting: its first bytes.
-            is_prompt: whether it ended our handshake, and did not just let its time pass.
+        `greeting` is its first bytes; it `is_prompt` where it ended our handshake, and did not just
+        let its time pass.
         """
         place = without_key(self.address)
         if not greeting.startswith(b"\xff") or len(greeting) < GREETING_BYTES:
@@ -1044,16 +1043,9 @@ class ZmqChannel:
         on_news: OnNews,
         more: Mapping[int, int | bytes],
     ) -> None:
-        """Make the socket; whoever asked for it binds or connects it.
+        """Make a ROUTER or DEALER; whoever asked for it binds or connects it.
 
-        Args:
-            context: to which it belongs.
-            kind: zmq.ROUTER or zmq.DEALER.
-            options: bounds and timings.
-            loop: watches it.
-            on_readable: called when messages may have come.
-            on_news: called with what happens to its connections.
-            more: options of the socket, beside or in place of what follows from the former.
+        `more` are options of the socket, beside or in place of what follows from the others.
         """
         self._loop = loop
         self._on_readable = on_readable
@@ -1194,14 +1186,7 @@ class ZapHandler:
         client_key: bytes,
         warn: Callable[[str, str, str], None],
     ) -> None:
-        """Begin to answer; must exist before the listener is bound.
-
-        Args:
-            context: whose listeners ask.
-            loop: on which the answers are given.
-            client_key: the public key that is admitted.
-            warn: tells the operator, as `ZmqTransport.warn`.
-        """
+        """Admit who has `client_key`; must exist before the listener is bound."""
         self._loop = loop
         self._client_key = client_key
         self._warn = warn

@@ -221,12 +221,7 @@ def _tokens_by_version(group: Group) -> tuple[int, ...]:
 
 
 def staleness_of_groups(groups: Iterable[Group], *, consumed_at: int) -> dict[int, int]:
-    """Return the tokens that a step trains on, by staleness.
-
-    Args:
-        groups: what the step is made of.
-        consumed_at: optimizer steps done before it.
-    """
+    """Return the tokens by staleness that a step trains on, made after `consumed_at` others."""
     steps = np.concatenate(
         [r.policy_versions[r.completion_mask, 1] for group in groups for r in group.rollouts]
     )
@@ -245,12 +240,7 @@ class LedgerQueue(ABC):
     """
 
     def __init__(self, run_dir: Path, *, spool_bytes: float) -> None:
-        """Begin with an empty queue.
-
-        Args:
-            run_dir: the run's directory.
-            spool_bytes: bytes that the group files may take; beyond that storing a group fails.
-        """
+        """Begin with an empty queue; storing fails beyond `spool_bytes` of group files."""
         self.run_dir = run_dir
         self.spool_bytes = spool_bytes
         self.num_records = 0
@@ -278,10 +268,7 @@ class LedgerQueue(ABC):
     def store(self, group: Group, header: Frame, arrays: Frame) -> None:
         """Put an accepted group into the queue; acknowledge it after the next `sync`.
 
-        Args:
-            group: the group.
-            header: as it came.
-            arrays: as they came; must not change before they are written.
+        Header and arrays, as they came, must not change before they are written.
 
         Raises:
             StorageError: if the group files would take more than `spool_bytes`.
@@ -353,11 +340,8 @@ class LedgerQueue(ABC):
     def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
         """Sync the record of a checkpoint, and let go of groups that have ended for good.
 
-        Args:
-            lineage: the present lineage.
-            step: the checkpoint's step.
-            oldest_step: step of the oldest checkpoint kept: groups trained after it may be needed
-                again, so their bytes stay.
+        Groups trained after `oldest_step`, that of the oldest checkpoint kept, may be needed again,
+        so their bytes stay.
         """
 
     @abstractmethod
@@ -880,10 +864,7 @@ class LedgerState:
 def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> LedgerState:
     """Return what is left to do after going back to the checkpoint of `step` in `lineage`.
 
-    Args:
-        records: of the run, oldest first.
-        lineage: lineage of the checkpoint.
-        step: its step; trained records after it are void.
+    The records are the run's, oldest first; trained ones after the checkpoint are void.
 
     Raises:
         StorageError: if a later lineage has abandoned the checkpoint, or records of its steps are

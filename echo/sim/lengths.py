@@ -55,16 +55,7 @@ class LogNormalLengths:
         useful_share: float,
         seed: int,
     ) -> None:
-        """Take the law.
-
-        Args:
-            mean: tokens, before the limit.
-            spread: standard deviation over mean.
-            limit: tokens of the longest completion.
-            group_size: completions of a group.
-            useful_share: share of the groups whose rewards differ.
-            seed: of the draws.
-        """
+        """Take the law: `mean`, before the limit, and `limit` in tokens, `spread` over mean."""
         self._sigma = math.sqrt(math.log1p(spread**2))
         self._mu = math.log(mean) - self._sigma**2 / 2
         self._limit = max(1, round(limit))

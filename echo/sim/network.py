@@ -302,10 +302,8 @@ class Network:
     ) -> None:
         """Close a connection, or stop dialling; the other side is told when the news arrives.
 
-        Args:
-            end: the own one; its client hears nothing more of it.
-            linger_s: how long what was sent still arrives, and the news after it.
-            reason: for the other side.
+        What was sent still arrives for `linger_s`, and the news after it. This end's client hears
+        nothing more of it.
         """
         is_told = end.is_open and not end.is_stalled
         self._leave(end)

@@ -69,14 +69,7 @@ class EngineModel:
     def __init__(
         self, *, tokens_per_s: float, concurrency: int, group_size: int, alone_speedup: float
     ) -> None:
-        """Start empty.
-
-        Args:
-            tokens_per_s: completion tokens per second of a full engine.
-            concurrency: rollouts that it samples side by side.
-            group_size: rollouts of a group.
-            alone_speedup: how much faster one sequence is on its own than in a full engine.
-        """
+        """Start empty; rates are of completion tokens, and sizes of rollouts."""
         self.tokens_per_s = tokens_per_s
         self.groups_per_batch = max(1, concurrency // group_size)
         self._concurrency = concurrency

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
 import uvloop
+
+from echo.net.curve import CurveKeys
+from echo.net.transport import TransportOptions
+from echo.net.zmq import ZmqTransport
 
 Run = Callable[[Awaitable[None]], None]
 
@@ -37,3 +42,19 @@ each_loop_with_all = pytest.mark.parametrize(
 def num_open_files() -> int:
     """Return how many descriptors this process has."""
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    listen: str | None = None,
+    keys: CurveKeys | None = None,
+    *,
+    options: TransportOptions | None = None,
+) -> AsyncIterator[ZmqTransport]:
+    """A transport that has been started, and is closed at the end."""
+    transport = ZmqTransport(listen, options, keys)
+    try:
+        await transport.start()
+        yield transport
+    finally:
+        await transport.close()

@@ -21,9 +21,9 @@ from echo.net.transport import (
     Disconnected,
     Received,
     TransportEvent,
+    TransportOptions,
 )
 from echo.net.zmq import GREETING_BYTES, MAX_STRANGER_BYTES, TOKEN_BYTES, ZmqTransport
-from tests.net import test_zmq_curve
 from tests.net.conftest import Run
 from tests.net.test_zmq import resident_bytes
 from tests.net.test_zmq_curve import ANY_PORT, LEARNER, OPTIONS, SERVER, opened, worker
@@ -75,10 +75,10 @@ class Pair:
 
 
 @contextlib.asynccontextmanager
-async def pair() -> AsyncIterator[Pair]:
+async def pair(options: TransportOptions = OPTIONS) -> AsyncIterator[Pair]:
     async with (
-        opened(ANY_PORT, LEARNER) as parent,
-        opened(None, worker(parent.listen_address or "")) as child,
+        opened(ANY_PORT, LEARNER, options=options) as parent,
+        opened(None, worker(parent.listen_address or ""), options=options) as child,
     ):
         both = Pair(parent, child)
         readers = [
@@ -217,13 +217,12 @@ def test_strangers_make_a_node_hold_nothing(run: Run) -> None:
 
 
 def test_silent_strangers_are_bounded_and_make_way(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: Run,
 ) -> None:
     few = dataclasses.replace(OPTIONS, max_strangers=8)
-    monkeypatch.setattr(test_zmq_curve, "OPTIONS", few)
 
     async def scenario() -> None:
-        async with pair() as both:
+        async with pair(few) as both:
             with contextlib.ExitStack() as held:
                 for _ in range(40):
                     raw = socket.create_connection(("127.0.0.1", both.bulk_port))

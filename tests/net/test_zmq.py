@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
+import functools
 import ipaddress
 import os
 import random
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from echo.net import zmq
 from echo.net.transport import Connected, DialFailed, Disconnected, Received, TransportOptions
 from echo.net.zmq import KernelFacts, ZmqTransport, costly_settings, most_sockets
 from echo.runtime.node import read_kernel
+from tests.net import conftest
 from tests.net.conftest import Run, each_loop_with_all, num_open_files
 
 OPTIONS = TransportOptions(
@@ -43,16 +44,7 @@ OPTIONS = TransportOptions(
 WATCHFUL = dataclasses.replace(OPTIONS, heartbeat_s=0.2, dead_after_s=3.0)
 
 
-@contextlib.asynccontextmanager
-async def opened(
-    listen: str | None = None, options: TransportOptions = OPTIONS
-) -> AsyncIterator[ZmqTransport]:
-    transport = ZmqTransport(listen, options)
-    try:
-        await transport.start()
-        yield transport
-    finally:
-        await transport.close()
+opened = functools.partial(conftest.opened, options=OPTIONS)
 
 
 async def one(transport: ZmqTransport) -> object:
@@ -152,7 +144,7 @@ def test_a_port_is_refused_to_others_before_its_owner_listens(run: Run, host: st
 def test_patience_beyond_what_the_library_counts_is_taken(run: Run) -> None:
     async def scenario() -> None:
         patient = dataclasses.replace(OPTIONS, heartbeat_s=8e8, dead_after_s=8e8)
-        async with opened("tcp://127.0.0.1:0", patient):
+        async with opened("tcp://127.0.0.1:0", options=patient):
             pass
 
     run(scenario())
@@ -254,8 +246,8 @@ def test_an_oversized_frame_ends_the_senders_connection_only(run: Run) -> None:
         strict = OPTIONS
         loose = TransportOptions(max_message_bytes=8 << 20, min_redial_s=5.0)
         async with (
-            opened("tcp://127.0.0.1:0", strict) as listener,
-            opened(None, loose) as rude,
+            opened("tcp://127.0.0.1:0", options=strict) as listener,
+            opened(None, options=loose) as rude,
             opened() as polite,
         ):
             up, rude_id = await linked(rude, listener)
@@ -320,7 +312,7 @@ def test_a_killed_dialler_is_reported_soon(run: Run) -> None:
 @each_loop_with_all
 def test_a_frozen_peer_lives_as_long_as_its_kernel_but_a_silent_one_does_not(run: Run) -> None:
     async def scenario() -> None:
-        async with opened("tcp://127.0.0.1:0", WATCHFUL) as listener:
+        async with opened("tcp://127.0.0.1:0", options=WATCHFUL) as listener:
             with child_process(listener, "await asyncio.sleep(60)") as process:
                 try:
                     child = await hello(listener)
@@ -338,7 +330,7 @@ def test_a_frozen_peer_lives_as_long_as_its_kernel_but_a_silent_one_does_not(run
 @each_loop_with_all
 def test_a_busy_loop_does_not_make_a_node_look_dead(run: Run) -> None:
     async def scenario() -> None:
-        async with opened("tcp://127.0.0.1:0", WATCHFUL) as listener:
+        async with opened("tcp://127.0.0.1:0", options=WATCHFUL) as listener:
             busy = "time.sleep(4.5); transport.send(peer, [b'alive']); await asyncio.sleep(60)"
             with child_process(listener, busy) as process:
                 try:
@@ -527,8 +519,8 @@ def test_a_listener_that_closes_amid_strangers_leaves_nothing_behind(
     monkeypatch.setattr(zmq, "STRANGERS_S", 0.05)
 
     async def scenario() -> None:
-        num_descriptors = num_open_files()
-        async with opened("tcp://127.0.0.1:0", dataclasses.replace(OPTIONS, max_strangers=1)) as it:
+        few, num_descriptors = dataclasses.replace(OPTIONS, max_strangers=1), num_open_files()
+        async with opened("tcp://127.0.0.1:0", options=few) as it:
             with connect_raw(it), connect_raw(it):
                 while not it.stats().closed_strangers:  # noqa: ASYNC110, nothing tells of it
                     await asyncio.sleep(0.001)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import random
 import re
 import socket
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from echo.net.curve import CurveKeys, KeyPair
 from echo.net.transport import (
     Connected,
     DialFailed,
-    Disconnected,
     Received,
     TransportEvent,
     TransportOptions,
@@ -29,6 +28,7 @@ from echo.net.transport import (
     without_key,
 )
 from echo.net.zmq import ZmqTransport
+from tests.net import conftest
 from tests.net.conftest import Run, num_open_files
 
 OPTIONS = TransportOptions(
@@ -46,16 +46,7 @@ SERVER = KeyPair.of(b"k" * 32)
 LEARNER = CurveKeys.of_learner(SERVER, SECRET)
 
 
-@contextlib.asynccontextmanager
-async def opened(
-    listen: str | None = None, keys: CurveKeys | None = None
-) -> AsyncIterator[ZmqTransport]:
-    transport = ZmqTransport(listen, OPTIONS, keys)
-    try:
-        await transport.start()
-        yield transport
-    finally:
-        await transport.close()
+opened = functools.partial(conftest.opened, options=OPTIONS)
 
 
 def worker(address: str = "tcp://elsewhere:1", secret: bytes = SECRET) -> CurveKeys:
@@ -215,21 +206,6 @@ def test_a_stranger_is_closed_in_bounded_time(run: Run, garbage: bytes) -> None:
                 await asyncio.sleep(0.01)
             await greet(listener, dialler, str(listener.listen_address))
             assert listener.stats().messages_in == 1
-
-    run(scenario())
-
-
-def test_a_restart_under_the_same_keys_is_found_again(run: Run) -> None:
-    async def scenario() -> None:
-        async with opened(None, worker()) as dialler:
-            async with opened(ANY_PORT, LEARNER) as first:
-                address = str(first.listen_address)
-                peer = dialler.dial(address)
-                assert await dialler.receive() == [Connected(peer, address)]
-            (gone,) = await dialler.receive()
-            assert isinstance(gone, Disconnected)
-            async with opened(address, LEARNER):
-                await connected(dialler, peer, address)
 
     run(scenario())
 

@@ -131,36 +131,3 @@ def test_what_was_sent_before_the_end_arrives_for_as_long_as_it_may_linger() -> 
         assert not pair.parent.send(down, [b"x"])
 
     run(scenario)
-
-
-def test_nothing_of_a_peer_follows_after_hanging_up_on_it() -> None:
-    async def scenario(pair: Pair) -> None:
-        down = await pair.join()
-        assert pair.child.send(pair.up, [b"unread"])
-        await asyncio.sleep(0.1)
-        pair.parent.hang_up(down)
-        assert pair.child.send(pair.up, [b"unwanted"])
-        other = SimTransport(pair.network, Port("other"), OPTIONS)
-        other.dial(ADDRESS)
-        [connected] = await other.receive()
-        assert other.send(connected.peer, [b"hello"])
-        events = await pair.parent.receive()
-        assert [type(event) for event in events] == [Connected, Received]
-        assert pair.parent.stats().discarded_messages == 1
-
-    run(scenario)
-
-
-def test_who_does_not_read_is_refused_more_until_it_does() -> None:
-    async def scenario(pair: Pair) -> None:
-        down = await pair.join()
-        num_sent = 0
-        while pair.parent.send(down, [BULK]):
-            num_sent += 1
-            await asyncio.sleep(1.0)
-        assert num_sent == OPTIONS.max_unsent_bytes // (len(BULK) + 512)
-        assert pair.network.traffic["parent", "child", "control"] < (num_sent + 1) * 1e6
-        await pair.child.receive()
-        assert pair.parent.send(down, [BULK])
-
-    run(scenario)
