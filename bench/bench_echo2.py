@@ -28,8 +28,8 @@ PUBLISHED = (0.333, 0.363)
 BASELINE_STEP_S = 1508.0
 GROUPS, SIZE, MAX_TOKENS, PROMPT_TOKENS, STALENESS = 128, 16, 8192, 500, 6
 LEARNER, NUM_GPUS = "A100-80GB", 8
-WORKERS = ("RTX 3090", "RTX 4090", "RTX 5090", "RTX A6000", "L40S")
-"""On offer, at the catalogue's prices; the planner takes the cheapest mixture."""
+WORKERS = {"RTX 3090": 0.18, "RTX 4090": 0.34, "RTX 5090": 0.55, "RTX A6000": 0.45, "L40S": 0.80}
+"""On offer, by the $ per hour that each typically costs; the planner takes the cheapest mixture."""
 MEGABIT = 1e6 / 8
 RANGES: dict[str, tuple[float, float, float]] = {
     "mean_tokens": (3000, 5000, 7000),
@@ -71,7 +71,7 @@ def offers_of(model: ModelShape, inputs: dict[str, float]) -> tuple[Offer, ...]:
     """Return the workers that the model fits on, at their estimated rates."""
     tokens, link = inputs["mean_tokens"], inputs["uplink_mbit_per_s"] * MEGABIT
     offers = []
-    for name in WORKERS:
+    for name, price_per_h in WORKERS.items():
         rate = decode_rate(
             GPUS[name],
             model,
@@ -85,7 +85,7 @@ def offers_of(model: ModelShape, inputs: dict[str, float]) -> tuple[Offer, ...]:
                     name=name,
                     region="remote",
                     count=200,
-                    price_per_h=GPUS[name].price_per_h * inputs["worker_price_factor"],
+                    price_per_h=price_per_h * inputs["worker_price_factor"],
                     tokens_per_s=rate.tokens_per_s * inputs["worker_rate_factor"],
                     concurrency=rate.concurrency,
                     down_bytes_per_s=link,

@@ -83,7 +83,8 @@ def throughput(model: str, length: int, h800: int, h20: int, update_s: float | N
 
 
 def price(h800: int, h20: int) -> float:
-    return h800 * GPUS["H800"].price_per_h + h20 * GPUS["H20"].price_per_h
+    """Return $ per hour, at the prices that arXiv:2511.00796 prints."""
+    return h800 * 5.28 + h20 * 1.85
 
 
 def compare(model: str) -> dict[str, Any]:

@@ -173,8 +173,6 @@ class GpuRow(Strict):
     """Memory."""
     link_gb_per_s: Positive = 25.0
     """To its neighbours in one machine."""
-    price_per_h: Amount
-    """Typical $ per hour; an offer far from it gets a notice, unless one of both is 0."""
 
 
 class ModelRow(Strict):
@@ -432,8 +430,6 @@ def _fold(name: str) -> str:
 
 MBIT = 1e6 / 8
 """Bytes per second of one Mbit/s."""
-ODD_PRICE_FACTOR = 3.0
-"""An offer this much above or below the typical price gets a notice: a slip, or the wrong unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -486,7 +482,6 @@ def _catalogues(rows: Rows) -> tuple[dict[str, Gpu], dict[str, ModelShape]]:
             flops_per_s=row.tflops * 1e12,
             bytes_per_s=row.gb_per_s * 1e9,
             memory_bytes=row.memory_gib << 30,
-            price_per_h=row.price_per_h,
             link_bytes_per_s=row.link_gb_per_s * 1e9,
         )
     for _, row in rows.good["models"]:
@@ -632,13 +627,6 @@ def _offer(
     row: OfferRow, job: JobRow, gpu: Gpu, model: ModelShape, notices: list[str]
 ) -> Offer | None:
     name = row.name or row.gpu
-    typical = row.num_gpus * gpu.price_per_h
-    has_price = row.price_per_h > 0 and typical > 0
-    if has_price and not 1 / ODD_PRICE_FACTOR <= row.price_per_h / typical <= ODD_PRICE_FACTOR:
-        notices.append(
-            f"{name} in {row.region}: ${row.price_per_h:g}/h is far from the ${typical:.2f}/h that "
-            f"{row.num_gpus} x {row.gpu} typically cost; is it per hour and node?"
-        )
     tokens_per_s, concurrency = row.tokens_per_s, row.concurrency
     if tokens_per_s is None or concurrency is None:
         estimate = decode_rate(

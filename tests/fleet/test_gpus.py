@@ -24,8 +24,8 @@ def test_the_cache_of_a_token_by_hand() -> None:
 
 def test_the_published_inputs_of_hex_stand_as_printed() -> None:
     h20, h800 = GPUS["H20"], GPUS["H800"]
-    assert (h20.flops_per_s, h20.bytes_per_s, h20.price_per_h) == (148e12, 4e12, 1.85)
-    assert (h800.flops_per_s, h800.bytes_per_s, h800.price_per_h) == (756e12, 2e12, 5.28)
+    assert (h20.flops_per_s, h20.bytes_per_s) == (148e12, 4e12)
+    assert (h800.flops_per_s, h800.bytes_per_s) == (756e12, 2e12)
     assert (h20.link_bytes_per_s, h800.link_bytes_per_s) == (450e9, 200e9)
 
 
@@ -37,7 +37,6 @@ GPU = Gpu(
     flops_per_s=1e14,
     bytes_per_s=1e12,
     memory_bytes=10 * 10**9,
-    price_per_h=1.0,
     link_bytes_per_s=1e11,
 )
 MODEL = ModelShape(
@@ -78,7 +77,6 @@ def test_the_catalogue_is_in_its_units() -> None:
         assert 5e13 <= gpu.flops_per_s <= 5e15
         assert 3e11 <= gpu.bytes_per_s <= 1e13
         assert 16 * 2**30 <= gpu.memory_bytes <= 300 * 2**30
-        assert 0.1 <= gpu.price_per_h <= 10
     for model in MODELS.values():
         # Layers alone take about 12 x layers x width^2; embeddings come on top.
         layers = 12 * model.num_layers * model.hidden_size**2
