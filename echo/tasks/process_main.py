@@ -1,11 +1,11 @@
 """Messages of reward calls, and the process that carries them out.
 
-    ExampleCall(index, split)    -> Example                in the learner's own process alone
-    ScoreCall(example, text)     -> float                  a whole answer
-    Begin(episode, example)      -> None                   an episode of several turns
-    Reply(episode, text)         -> messages, or None      what the environment says to a turn
-    CallOutcome(episode)         -> float                  what the episode was worth
-    End(episode)                 -> None                   it is forgotten
+    example(index, split)    -> Example                in the learner's own process alone
+    reward(example, text)    -> float                  a whole answer
+    begin(episode, example)  -> None                   an episode of several turns
+    reply(episode, text)     -> messages, or None      what the environment says to a turn
+    outcome(episode)         -> float                  what the episode was worth
+    end(episode)             -> None                   it is forgotten; it may be unknown
 
 Every call is answered by a CallAnswer: a value, or a fault. The process loads the task and nothing
 of what starts, watches and kills it (rewards.py). Both talk over a socket pair, one call at a time,
@@ -24,7 +24,7 @@ import struct
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -49,61 +49,29 @@ _LENGTH = struct.Struct("<I")
 # --- messages ------------------------------------------------------------------------------------
 
 
-class ExampleCall(msgspec.Struct, frozen=True, tag_field="do", tag="example"):
-    """Ask for a prompt, and what its answers are judged by."""
+class Call(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A call of one of the task's methods, with the fields that the method needs."""
 
-    index: int
-    split: str
-
-    def __str__(self) -> str:
-        return f"example({self.index}, split={self.split!r})"
-
-
-class ScoreCall(msgspec.Struct, frozen=True, tag_field="do", tag="score"):
-    """Ask what an answer is worth."""
-
-    example: dict[str, Any]
-    completion: str
+    method: Literal["example", "reward", "begin", "reply", "outcome", "end"]
+    label: str = ""
+    """What messages call the example, once it is known."""
+    index: int = 0
+    split: str = ""
+    example: dict[str, Any] = {}
+    text: str = ""
+    """An answer, or what the policy says in its turn."""
+    episode: str = ""
+    """Chosen by the caller, unique."""
 
     def __str__(self) -> str:
-        return f"reward on {Example(**self.example)}"
+        if self.method == "example":
+            return f"example({self.index}, split={self.split!r})"
+        return f"{self.method} on {self.label}"
 
-
-class Begin(msgspec.Struct, frozen=True, tag_field="do", tag="begin"):
-    """Open an episode."""
-
-    episode: str
-    """Chosen by the caller, unique; it begins with what messages call the example."""
-    example: dict[str, Any]
-
-    def __str__(self) -> str:
-        return f"begin on {Example(**self.example)}"
-
-
-class EpisodeCall(msgspec.Struct, frozen=True, tag_field="do"):
-    """Ask something of an episode that is open."""
-
-    episode: str
-
-    def __str__(self) -> str:
-        return f"{self.__struct_config__.tag} on {self.episode.partition('#')[0]}"
-
-
-class Reply(EpisodeCall, frozen=True, tag="reply"):
-    """Ask what the environment says to a turn."""
-
-    text: str
-
-
-class CallOutcome(EpisodeCall, frozen=True, tag="outcome"):
-    """Ask what an episode that is over was worth."""
-
-
-class End(EpisodeCall, frozen=True, tag="end"):
-    """Forget an episode; it may be unknown."""
-
-
-Call = ExampleCall | ScoreCall | Begin | Reply | CallOutcome | End
+    @property
+    def needs_episode(self) -> bool:
+        """Whether it asks something of an episode that is open."""
+        return self.method in ("reply", "outcome", "end")
 
 
 class CallFault(msgspec.Struct, frozen=True):
@@ -214,24 +182,23 @@ class Performer:
             )
 
     def _perform(self, call: Call, where: str) -> Any:
-        match call:
-            case ExampleCall():
+        match call.method:
+            case "example":
                 try:
                     return self._task.example(call.index, split=call.split)
                 except EchoError as error:  # such as a dataset's, which says where
                     raise _Refused(str(error)) from error
-            case ScoreCall():
-                example = Example(**call.example)
-                return _finite(self._task.reward(example, call.completion), where)
-            case Begin():
+            case "reward":
+                return _finite(self._task.reward(Example(**call.example), call.text), where)
+            case "begin":
                 self._states[call.episode] = self._environment.begin(Example(**call.example))
                 return None
-            case Reply():
+            case "reply":
                 said = self._environment.reply(self._state(call.episode), call.text)
                 return None if said is None else _messages(said, where)
-            case CallOutcome():
+            case "outcome":
                 return _finite(self._environment.outcome(self._state(call.episode)), where)
-            case End():
+            case "end":
                 state = self._states.pop(call.episode, None)
                 if state is not None:
                     self._environment.end(state)

@@ -41,24 +41,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from echo.core.errors import ConfigError, EchoError
 from echo.tasks.environment import Message
 from echo.tasks.process_main import (
-    Begin,
     Call,
     CallAnswer,
-    CallOutcome,
     CallRequest,
-    End,
-    EpisodeCall,
     Performer,
     Pipe,
-    Reply,
-    ScoreCall,
     TaskSpec,
     what_it_raised,
 )
@@ -119,11 +113,11 @@ class Limits:
 
     def seconds(self, call: Call) -> float:
         """Return what a call may take."""
-        return self.score_s if isinstance(call, ScoreCall) else self.step_s
+        return self.score_s if call.method == "reward" else self.step_s
 
     def key(self, call: Call) -> str:
         """Return the configuration's key of that limit."""
-        return "task.reward_timeout_s" if isinstance(call, ScoreCall) else "task.step_timeout_s"
+        return "task.reward_timeout_s" if call.method == "reward" else "task.step_timeout_s"
 
 
 class TaskHost(abc.ABC):
@@ -153,7 +147,9 @@ class TaskHost(abc.ABC):
         Raises:
             RewardError: if the task's code cannot say.
         """
-        return float(self.perform(ScoreCall(asdict(example), completion)))
+        return float(
+            self.perform(Call("reward", str(example), example=asdict(example), text=completion))
+        )
 
     def begin(self, example: Example) -> Episode:
         """Open an episode.
@@ -161,9 +157,9 @@ class TaskHost(abc.ABC):
         Raises:
             RewardError: if the task's code cannot.
         """
-        episode = f"{example}#{uuid.uuid4().hex}"
-        self.perform(Begin(episode, asdict(example)))
-        return Episode(self, episode)
+        label, episode = str(example), uuid.uuid4().hex
+        self.perform(Call("begin", label, example=asdict(example), episode=episode))
+        return Episode(self, label, episode)
 
     def perform(self, call: Call) -> Any:
         """Return the value of a call, which is tried again where it asks for that.
@@ -219,7 +215,7 @@ class TaskHost(abc.ABC):
     def _bounded(self, call: Call, value: Any) -> Any:
         """Return what a call gave; a reward must be one that a step can bear."""
         bound = self.limits.max_abs_reward
-        if not isinstance(call, ScoreCall | CallOutcome):
+        if call.method not in ("reward", "outcome"):
             return value
         if isinstance(value, int | float) and abs(value) <= bound:
             return value
@@ -249,22 +245,26 @@ class TaskHost(abc.ABC):
 class Episode:
     """One episode that is open on a host."""
 
-    def __init__(self, host: TaskHost, episode: str) -> None:
+    def __init__(self, host: TaskHost, label: str, episode: str) -> None:
         self._host = host
+        self._label = label
         self._episode = episode
 
     def reply(self, text: str) -> list[Message] | None:
         """Return what the environment says to a turn; None when the episode is over."""
-        messages: list[Message] | None = self._host.perform(Reply(self._episode, text))
+        messages: list[Message] | None = self._perform("reply", text)
         return messages
 
     def outcome(self) -> float:
         """Return what the episode was worth."""
-        return float(self._host.perform(CallOutcome(self._episode)))
+        return float(self._perform("outcome"))
 
     def close(self) -> None:
         """Let the host forget it."""
-        self._host.perform(End(self._episode))
+        self._perform("end")
+
+    def _perform(self, method: Literal["reply", "outcome", "end"], text: str = "") -> Any:
+        return self._host.perform(Call(method, self._label, text=text, episode=self._episode))
 
 
 class LaterHost(TaskHost):
@@ -441,11 +441,11 @@ class PoolHost(TaskHost):
             while True:
                 if self._is_closed:
                     raise self._closing()
-                if not isinstance(call, EpisodeCall):
+                if not call.needs_episode:
                     process = self._take_any()
                 else:
                     home = self._homes.get(call.episode)
-                    if home is None and isinstance(call, End):
+                    if home is None and call.method == "end":
                         return None
                     if home is None:
                         raise RewardError(
@@ -456,7 +456,7 @@ class PoolHost(TaskHost):
                     process = self._take_this(home)
                 if process is not None:
                     return process
-                if not isinstance(call, EpisodeCall) and self._may_start:
+                if not call.needs_episode and self._may_start:
                     self._num_starting += 1
                     break
                 self._changed.wait()
@@ -505,10 +505,10 @@ class PoolHost(TaskHost):
                 process.discard()
             elif process.is_alive:
                 self._free.append(process)
-                if isinstance(call, Begin) and has_begun:
+                if call.method == "begin" and has_begun:
                     self._homes[call.episode] = process
                     process.num_episodes += 1
-                elif isinstance(call, End) and call.episode in self._homes:
+                elif call.method == "end" and call.episode in self._homes:
                     del self._homes[call.episode]
                     process.num_episodes -= 1
             else:
