@@ -700,11 +700,21 @@ def read_tables(paths: Sequence[Path], overrides: Sequence[str] = ()) -> dict[st
         ConfigError: if a file cannot be read, a table stands twice, or an override names nothing.
     """
     tables: dict[str, Any] = {}
+    problems: list[str] = []
     for path in paths:
-        for name, value in read_toml(path).items():
-            if name in tables:
-                raise ConfigError(f"{path.name}: [{name}] stands in another file, too; keep one")
-            tables[name] = value
+        try:
+            found = read_toml(path)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        problems += [
+            f"{path.name}: [{name}] stands in another file, too; keep one"
+            for name in found
+            if name in tables
+        ]
+        tables |= found
+    if problems:
+        raise ConfigError(in_one("fleet", problems))
     for text in overrides:
         override(tables, *split_override(text))
     return tables

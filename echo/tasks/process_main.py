@@ -49,7 +49,7 @@ _LENGTH = struct.Struct("<I")
 # --- messages ------------------------------------------------------------------------------------
 
 
-class Call(msgspec.Struct, frozen=True, omit_defaults=True):
+class TaskCall(msgspec.Struct, frozen=True, omit_defaults=True):
     """A call of one of the task's methods, with the fields that the method needs."""
 
     method: Literal["example", "reward", "begin", "reply", "outcome", "end"]
@@ -102,7 +102,7 @@ class TaskSpec(msgspec.Struct, frozen=True):
 class CallRequest(msgspec.Struct, frozen=True):
     """A call, and how long it may take."""
 
-    call: Call
+    call: TaskCall
     timeout_s: float
 
 
@@ -164,7 +164,7 @@ class Performer:
         self._task = task
         self._states: dict[str, Any] = {}
 
-    def answer(self, call: Call) -> CallAnswer:
+    def answer(self, call: TaskCall) -> CallAnswer:
         """Carry out a call, whatever it does; only what ends a process ends this one."""
         where = f"{type(self._task).__name__}.{call}"
         try:
@@ -181,7 +181,7 @@ class Performer:
                 fault=CallFault("reward_error", text, is_transient, _traceback(error))
             )
 
-    def _perform(self, call: Call, where: str) -> Any:
+    def _perform(self, call: TaskCall, where: str) -> Any:
         match call.method:
             case "example":
                 try:

@@ -48,11 +48,11 @@ import msgspec
 from echo.core.errors import ConfigError, EchoError
 from echo.tasks.environment import Message
 from echo.tasks.process_main import (
-    Call,
     CallAnswer,
     CallRequest,
     Performer,
     Pipe,
+    TaskCall,
     TaskSpec,
     what_it_raised,
 )
@@ -111,11 +111,11 @@ class Limits:
     max_abs_reward: float = 1e6
     """Largest reward, either way."""
 
-    def seconds(self, call: Call) -> float:
+    def seconds(self, call: TaskCall) -> float:
         """Return what a call may take."""
         return self.score_s if call.method == "reward" else self.step_s
 
-    def key(self, call: Call) -> str:
+    def key(self, call: TaskCall) -> str:
         """Return the configuration's key of that limit."""
         return "task.reward_timeout_s" if call.method == "reward" else "task.step_timeout_s"
 
@@ -148,7 +148,7 @@ class TaskHost(abc.ABC):
             RewardError: if the task's code cannot say.
         """
         return float(
-            self.perform(Call("reward", str(example), example=asdict(example), text=completion))
+            self.perform(TaskCall("reward", str(example), example=asdict(example), text=completion))
         )
 
     def begin(self, example: Example) -> Episode:
@@ -158,10 +158,10 @@ class TaskHost(abc.ABC):
             RewardError: if the task's code cannot.
         """
         label, episode = str(example), uuid.uuid4().hex
-        self.perform(Call("begin", label, example=asdict(example), episode=episode))
+        self.perform(TaskCall("begin", label, example=asdict(example), episode=episode))
         return Episode(self, label, episode)
 
-    def perform(self, call: Call) -> Any:
+    def perform(self, call: TaskCall) -> Any:
         """Return the value of a call, which is tried again where it asks for that.
 
         Raises:
@@ -173,7 +173,7 @@ class TaskHost(abc.ABC):
             self.count("env/errors")
             raise
 
-    def _perform(self, call: Call) -> Any:
+    def _perform(self, call: TaskCall) -> Any:
         for attempt in range(MAX_RETRIES + 1):
             if attempt:
                 self.count("env/retries")
@@ -189,7 +189,7 @@ class TaskHost(abc.ABC):
             reason, text = "reward_retries", f"{text}; tried {MAX_RETRIES + 1} times"
         raise RewardError(text, reason=reason, traceback=fault.traceback)
 
-    def _timed_answer(self, call: Call) -> CallAnswer:
+    def _timed_answer(self, call: TaskCall) -> CallAnswer:
         started_at = time.monotonic()
         try:
             return self._answer(call)
@@ -204,7 +204,7 @@ class TaskHost(abc.ABC):
             self.count("env/milliseconds", round(1000 * (time.monotonic() - started_at)))
 
     @abc.abstractmethod
-    def _answer(self, call: Call) -> CallAnswer:
+    def _answer(self, call: TaskCall) -> CallAnswer:
         """Carry out a call.
 
         Raises:
@@ -212,7 +212,7 @@ class TaskHost(abc.ABC):
             RewardError: if it does not come back; trying again will not help.
         """
 
-    def _bounded(self, call: Call, value: Any) -> Any:
+    def _bounded(self, call: TaskCall, value: Any) -> Any:
         """Return what a call gave; a reward must be one that a step can bear."""
         bound = self.limits.max_abs_reward
         if call.method not in ("reward", "outcome"):
@@ -264,7 +264,7 @@ class Episode:
         self._perform("end")
 
     def _perform(self, method: Literal["reply", "outcome", "end"], text: str = "") -> Any:
-        return self._host.perform(Call(method, self._label, text=text, episode=self._episode))
+        return self._host.perform(TaskCall(method, self._label, text=text, episode=self._episode))
 
 
 class LaterHost(TaskHost):
@@ -273,7 +273,7 @@ class LaterHost(TaskHost):
     def __init__(self) -> None:
         super().__init__("later", Limits(score_s=1.0, step_s=1.0))
 
-    def _answer(self, call: Call) -> CallAnswer:
+    def _answer(self, call: TaskCall) -> CallAnswer:
         return CallAnswer(0.0)
 
     def take_counts(self) -> dict[str, int]:
@@ -305,7 +305,7 @@ class InlineHost(TaskHost):
         self._idle: list[_CallingThread] = []
         self._stuck: list[_CallingThread] = []
 
-    def _answer(self, call: Call) -> CallAnswer:
+    def _answer(self, call: TaskCall) -> CallAnswer:
         thread = self._take_thread()
         try:
             answer = thread.answer(call, self.limits.seconds(call))
@@ -343,7 +343,7 @@ class _CallingThread(threading.Thread):
     def __init__(self, performer: Performer) -> None:
         super().__init__(name="echo-reward", daemon=True)
         self._performer = performer
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[TaskCall | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[CallAnswer] = queue.SimpleQueue()
         self.start()
 
@@ -351,7 +351,7 @@ class _CallingThread(threading.Thread):
         while (call := self._calls.get()) is not None:
             self._answers.put(self._performer.answer(call))
 
-    def answer(self, call: Call, timeout_s: float) -> CallAnswer:
+    def answer(self, call: TaskCall, timeout_s: float) -> CallAnswer:
         self._calls.put(call)
         try:
             return self._answers.get(timeout=timeout_s)
@@ -408,7 +408,7 @@ class PoolHost(TaskHost):
             for future in futures:
                 future.cancel()
 
-    def _answer(self, call: Call) -> CallAnswer:
+    def _answer(self, call: TaskCall) -> CallAnswer:
         process = self._take(call)
         if process is None:
             return CallAnswer()
@@ -435,7 +435,7 @@ class PoolHost(TaskHost):
     def _closing(self) -> RewardError:
         return RewardError(f"{self.name} is being closed", reason="reward_lost")
 
-    def _take(self, call: Call) -> TaskProcess | None:
+    def _take(self, call: TaskCall) -> TaskProcess | None:
         """Wait for a process to be free; None where there is nothing left to end."""
         with self._changed:
             while True:
@@ -498,7 +498,7 @@ class PoolHost(TaskHost):
                 process.kill()
         return process
 
-    def _give_back(self, process: TaskProcess, call: Call, *, has_begun: bool) -> None:
+    def _give_back(self, process: TaskProcess, call: TaskCall, *, has_begun: bool) -> None:
         with self._changed:
             self._busy.discard(process)
             if self._is_closed:
@@ -553,7 +553,7 @@ class TaskProcess:
             self.discard()
             raise RewardError(answer.fault.text, reason=answer.fault.reason)
 
-    def call(self, call: Call, timeout_s: float) -> CallAnswer:
+    def call(self, call: TaskCall, timeout_s: float) -> CallAnswer:
         """Carry out a call.
 
         Raises:

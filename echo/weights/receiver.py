@@ -72,7 +72,7 @@ from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
 from echo.weights.link import MAX_BAD_CHUNKS, ParentFailed, RateEstimate, StripeLink
 from echo.weights.manifest import MIN_CHUNK_BYTES, Manifest
-from echo.weights.schedule import Path, cheapest_paths
+from echo.weights.schedule import FetchPath, cheapest_paths
 from echo.weights.sender import Sender
 from echo.weights.store import (
     ApplyPatch,
@@ -205,7 +205,7 @@ class Offers:
                 offers[item_id] = num_bytes
         return offers
 
-    def _may_preempt(self, current: ItemId, direct: Path, onward: Path | None) -> bool:
+    def _may_preempt(self, current: ItemId, direct: FetchPath, onward: FetchPath | None) -> bool:
         """Return whether the present fetch is to be given up for the newest version.
 
         Args:

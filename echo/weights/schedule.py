@@ -125,7 +125,7 @@ class PublishPace:
 # --- cheapest path from the versions held to the one wanted ---------------------------------------
 
 
-class Path(NamedTuple):
+class FetchPath(NamedTuple):
     """What to fetch, one after the other, to hold a version."""
 
     num_bytes: int
@@ -135,7 +135,7 @@ class Path(NamedTuple):
 
 def cheapest_paths(
     held: Collection[PolicyVersion], offers: Mapping[ItemId, int]
-) -> dict[PolicyVersion, Path]:
+) -> dict[PolicyVersion, FetchPath]:
     """Return the way to each version: fewest bytes, then fewest steps, then what is offered first.
 
     A delta leads to a newer version than its base, so one look at each, oldest first, is enough.
@@ -145,12 +145,14 @@ def cheapest_paths(
         offers: what can be fetched, and the bytes to be sent.
     """
     start: PolicyVersion | None = None  # where the ways without a base begin
-    paths: dict[PolicyVersion | None, Path] = {place: Path(0, 0, ()) for place in (start, *held)}
+    paths: dict[PolicyVersion | None, FetchPath] = {
+        place: FetchPath(0, 0, ()) for place in (start, *held)
+    }
     for item, num_bytes in sorted(offers.items(), key=lambda offer: offer[0][0]):
         version, form = item
         way = paths.get(form.base)
         if way is not None and (form.base is None or form.base < version):
-            path = Path(way.num_bytes + num_bytes, way.num_steps + 1, (*way.items, item))
+            path = FetchPath(way.num_bytes + num_bytes, way.num_steps + 1, (*way.items, item))
             if version not in paths or path[:2] < paths[version][:2]:
                 paths[version] = path
     return {version: path for version, path in paths.items() if version is not None}

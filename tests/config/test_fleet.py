@@ -198,6 +198,10 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
         path.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=r"one\.toml: not valid TOML"):
             read_tables([EXAMPLE, path])
+    with pytest.raises(ConfigError) as caught:  # of all files at once
+        read_tables([path, tmp_path / "two.toml", EXAMPLE, EXAMPLE])
+    for text in ("one.toml: not", "two.toml: cannot", "example.toml: [job] stands in another"):
+        assert text in str(caught.value)
 
 
 def test_names_must_differ() -> None:

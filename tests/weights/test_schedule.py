@@ -15,8 +15,8 @@ from echo.weights.schedule import (
     MAX_STEPS,
     MIN_IMAGE_BYTES,
     RETRY_AFTER,
+    FetchPath,
     FormSchedule,
-    Path,
     cheapest_paths,
 )
 from echo.wire.messages import FULL as IMAGE
@@ -55,7 +55,7 @@ class Learner:
             self.make(step, Form("keyframe"), self.keyframe_bytes)
             self.keyframes.append(step)
 
-    def way_of_a_late_joiner(self, step: int) -> Path:
+    def way_of_a_late_joiner(self, step: int) -> FetchPath:
         return cheapest_paths((), self.offers)[v(step)]
 
 

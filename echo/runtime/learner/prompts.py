@@ -26,7 +26,7 @@ from echo.core.errors import DataError, EchoError
 from echo.leases.scheduler import PromptPendingError
 from echo.runtime.threads import Pool
 from echo.tasks.environment import Environment
-from echo.tasks.process_main import Call, raised_at
+from echo.tasks.process_main import TaskCall, raised_at
 from echo.tasks.rewards import InlineHost, Limits, RewardError
 from echo.tasks.task import Example, Task
 from echo.tasks.tokenization import TextCodec
@@ -95,7 +95,7 @@ class PromptSource:
             self.make(group_id)
 
     def _example(self, index: int, split: str) -> Example:
-        call = Call("example", index=index, split=split)
+        call = TaskCall("example", index=index, split=split)
         where = f"{self._host.name}.{call}"
         if self._task.is_bounded:  # it needs no thread that could be left alone
             with _naming(where):
