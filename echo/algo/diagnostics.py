@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Self
 
@@ -173,24 +173,43 @@ class GroupStats:
 # --- mismatch -------------------------------------------------------------------------------------
 
 
-def mismatch_metrics(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, Tensor]:
-    """Return the statistics of the importance ratio r = pi / mu over a batch of tokens, float64.
+RATIO, MAX_RATIO, ESS, KL = "is_ratio/mean", "is_ratio/max", "ess", "mismatch_kl"
+
+
+def mismatch_sums(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, Tensor]:
+    """Return what each of `mismatch_metrics` is made of by its name, float64 scalars.
+
+    Args:
+        learner_logprobs: [N] nats under the policy being trained; N >= 1.
+        sampler_logprobs: [N] nats under the policy that sampled.
+    """
+    log_ratio = (learner_logprobs.detach() - sampler_logprobs).double()
+    ratio = log_ratio.exp()
+    return {
+        RATIO: ratio.sum(),
+        MAX_RATIO: ratio.max(),
+        ESS: ratio.square().sum(),
+        KL: (log_ratio.expm1() - log_ratio).sum(),
+    }
+
+
+def mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
+    """Return the statistics of the importance ratio r = pi / mu over a batch of N tokens.
 
     is_ratio/mean and is_ratio/max of r; ess = (sum r)^2 / (N sum r^2), the share of the tokens that
     an on-policy sample of equal worth would have, 1 when all ratios are equal; mismatch_kl =
     mean(r - 1 - log r), an unbiased and never negative estimate of KL(mu || pi) in nats per token.
 
     Args:
-        learner_logprobs: [N] nats under the policy being trained; N >= 1.
-        sampler_logprobs: [N] nats under the policy that sampled.
+        sums: of r, of r^2 under "ess" and of r - 1 - log r, and the largest r.
+        num_tokens: N.
     Source: the estimator k3 of J. Schulman, "Approximating KL Divergence" (2020); Kish's effective
     sample size.
     """
-    log_ratio = (learner_logprobs.detach() - sampler_logprobs).double()
-    ratio = log_ratio.exp()
+    mean, square = sums[RATIO] / num_tokens, sums[ESS] / num_tokens
     return {
-        "is_ratio/mean": ratio.mean(),
-        "is_ratio/max": ratio.max(),
-        "ess": ratio.mean().square() / ratio.square().mean(),
-        "mismatch_kl": (log_ratio.expm1() - log_ratio).mean(),
+        RATIO: mean,
+        MAX_RATIO: sums[MAX_RATIO],
+        ESS: mean * mean / square if square else math.nan,
+        KL: sums[KL] / num_tokens,
     }

@@ -69,7 +69,7 @@ from echo.train.masters import Masters
 from echo.train.optimizer import OptimizerState
 from echo.train.ranks import sharded_model, sharding
 from echo.train.ranks.sharded_model import lacking
-from echo.train.ranks.sharding import Ranks, ShardedModel
+from echo.train.ranks.sharding import ALONE, Ranks, ShardedModel
 
 LOGIT_SETTINGS = {
     "final_logit_softcapping": None,
@@ -147,8 +147,8 @@ class Compute:
     """Where the trainer's optimizer has its moments (optimizer.py)."""
     seed: int = 0
     """Of torch's global generator when training begins, for models that draw random numbers."""
-    ranks: Ranks | None = None
-    """Those that the model is cut up over; None for a process by itself."""
+    ranks: Ranks = ALONE
+    """Those that the model is cut up over, if there are several."""
 
 
 def learner_compute(config: Config) -> Compute:
@@ -219,7 +219,7 @@ class Policy:
             for tensor in self._adapter.values():
                 tensor.requires_grad_()
         self.flops = model_flops(self.model, head)
-        self._root = None if compute.ranks is None else self._shard(compute.ranks)
+        self._root = None if compute.ranks.is_alone else self._shard(compute.ranks)
         self._fill(source, model_dir)
         self.padded_because = self._choose_rows()
         self.can_share_prompts = (
@@ -331,14 +331,13 @@ class Policy:
     ) -> tuple[list[list[int]], bool]:
         """Return the rows of each of this rank's micro-batches, and whether they share prompts."""
         ranks = self.compute.ranks
-        rank, num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         lengths = [row.num_inputs for row in rows]
         max_tokens = self.compute.micro_batch_tokens
         group_index = [row.group_index for row in rows] if whole_groups else None
         if not self.is_packed:
             bins = pack_micro_batches(lengths, max_tokens=max_tokens, group_index=group_index)
-            bins += [[] for _ in range(-len(bins) % num_ranks)]
-            return bins[rank::num_ranks], False
+            bins += [[] for _ in range(-len(bins) % ranks.size)]
+            return bins[ranks.rank :: ranks.size], False
         work = [self.flops.row(row.num_inputs, row.rollout.num_tokens) for row in rows]
         shared, units = share_prompts(rows, max_tokens=max_tokens, whole=group_index)
         saved = [length - own for length, own in zip(lengths, shared, strict=True)]
@@ -350,9 +349,9 @@ class Policy:
             ]
             lengths, group_index = shared, units
         rounds = balanced_rounds(
-            lengths, work, max_tokens=max_tokens, num_ranks=num_ranks, group_index=group_index
+            lengths, work, max_tokens=max_tokens, num_ranks=ranks.size, group_index=group_index
         )
-        bins = [bins[rank] for bins in rounds]
+        bins = [bins[ranks.rank] for bins in rounds]
         return [_beside_each_other(rows, each) for each in bins] if shares else bins, shares
 
     def tensors(self) -> dict[str, Tensor]:
@@ -670,7 +669,7 @@ def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
         class_ = model_class(config)
         _refuse_changed_logits(config)  # before a large model is read
         _switch_off_dropout(config)
-        if compute.ranks is not None:
+        if not compute.ranks.is_alone:
             with BUILDING, no_init_weights():
                 model: Any = drop_towers(class_.from_config(config, **options))
             model.tie_weights()

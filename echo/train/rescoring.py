@@ -80,12 +80,12 @@ class Rescorer:
         return torch.stack([rows, masses], dim=-1)
 
 
-def read_version(path: Path, ranks: sharding.Ranks | None) -> dict[str, Tensor]:
+def read_version(path: Path, ranks: sharding.Ranks) -> dict[str, Tensor]:
     """Return a version's weights from a file, whose bytes are read when they are used.
 
     Args:
         path: of a safetensors file.
-        ranks: those that call this together; None for a process alone.
+        ranks: those that call this together.
 
     Raises:
         StorageError: on all ranks, if one of them cannot read it.
@@ -96,8 +96,7 @@ def read_version(path: Path, ranks: sharding.Ranks | None) -> dict[str, Tensor]:
         found = load_file(path)
     except (OSError, SafetensorError) as error:
         failure = StorageError(f"{path}: cannot read this version: {error}")
-    num_failures = float(failure is not None)
-    if (ranks is None and failure) or (ranks is not None and ranks.add_up(num_failures)):
+    if ranks.add_up(float(failure is not None)):
         raise failure or StorageError(f"{path}: another rank cannot read this version")
     return found
 

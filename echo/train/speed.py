@@ -20,7 +20,6 @@ import torch
 
 from echo.train.flops import ModelFlops, peak_flops
 from echo.train.policy import Compute
-from echo.train.ranks.sharding import Ranks
 
 T = TypeVar("T")
 
@@ -107,10 +106,7 @@ class Speedometer:
 
         All ranks call it together.
         """
-        num_ranks, peak_bytes, totals = 1, self._peak_bytes(), self._totals
-        if self._ranks is not None:
-            num_ranks = self._ranks.size
-            peak_bytes, totals = self._add_up(self._ranks, peak_bytes)
+        peak_bytes, totals = self._add_up()
         works = totals.micro_batch_flops
         if not works:
             return {}
@@ -127,15 +123,15 @@ class Speedometer:
             "time/optimizer": totals.part_s.get("optimizer", 0.0),
         }
         if self._peak_flops is not None:
-            available = step_s * self._peak_flops * num_ranks
+            available = step_s * self._peak_flops * self._ranks.size
             metrics["perf/mfu"] = totals.flops / available
             metrics["perf/mfu_palm"] = totals.palm_flops / available
         return metrics
 
-    def _add_up(self, ranks: Ranks, peak_bytes: int) -> tuple[int, _Totals]:
+    def _add_up(self) -> tuple[int, _Totals]:
         """Return the memory of the fullest rank, and what went through the model on all."""
-        own = json.dumps({"peak_bytes": peak_bytes, **asdict(self._totals)}).encode()
-        told = [json.loads(each) for each in ranks.gather(own)]
+        own = json.dumps({"peak_bytes": self._peak_bytes(), **asdict(self._totals)}).encode()
+        told = [json.loads(each) for each in self._ranks.gather(own)]
         added = {
             name: sum(each[name] for each in told)
             for name in ("num_tokens", "num_scored", "flops", "palm_flops")

@@ -68,6 +68,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from echo.algo.batching import MicroBatch, TrainingRow
+from echo.algo.diagnostics import mismatch_sums
 from echo.algo.loss import BatchScores, Loss, LossInputs, LossNeeds, LossOutput, needs_of
 from echo.algo.losses import ClippedTokenLoss, CustomLoss, make_loss
 from echo.core.errors import ConfigError, DataError, EngineError, StorageError
@@ -78,10 +79,10 @@ from echo.engine.weights import find_nonfinite, write_tensors
 from echo.kernels.logprob import EntropyMode, TokenLosses
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
 from echo.train.optimizer import KINDS, STEP, AdamW
-from echo.train.passes import Pass, gather_passes, pass_metrics
+from echo.train.passes import ENTROPY, LOSS, NUM_TOKENS, Sums, gather_passes, pass_metrics
 from echo.train.policy import Compute, ModelSource, Policy
 from echo.train.ranks import sharded_state, sharding
-from echo.train.ranks.sharding import Ranks
+from echo.train.ranks.sharding import ALONE, Ranks
 from echo.train.rescoring import Rescorer, Rescoring, read_version
 from echo.train.speed import Speedometer
 from echo.train.step import (
@@ -233,7 +234,7 @@ def save(
     moments: Mapping[str, Tensor],
     counters: Mapping[str, int],
     device: torch.device,
-    ranks: Ranks | None = None,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Write a trainer's state, with that of torch's random generators.
 
@@ -243,7 +244,7 @@ def save(
         moments: likewise.
         counters: by name.
         device: that the trainer computes on.
-        ranks: those that call this together; None for a process alone.
+        ranks: those that call this together.
 
     Raises:
         StorageError: if a file cannot be written.
@@ -256,7 +257,7 @@ def save(
         "generators": {name: bytes(state.numpy()).hex() for name, state in generators.items()},
     }
     try:
-        if ranks is None:
+        if ranks.is_alone:
             write_tensors(
                 directory / WEIGHTS_FILE, {n: t.detach().contiguous() for n, t in weights.items()}
             )
@@ -265,7 +266,7 @@ def save(
             )
         else:
             sharded_state.write_cut(directory, {**weights, **moments}, ranks)
-        if ranks is None or ranks.rank == 0:
+        if ranks.rank == 0:
             (directory / TRAINER_FILE).write_text(json.dumps(record, indent=1))
     except OSError as error:
         raise StorageError(f"{directory}: cannot write the trainer's state: {error}") from error
@@ -626,7 +627,7 @@ class Trainer:
 
     # --- the three operations --------------------------------------------------------------------
 
-    def forward_backward(self, batch: StepBatch, loss: Loss) -> Pass:
+    def forward_backward(self, batch: StepBatch, loss: Loss) -> Sums:
         """Add the gradient of a batch to that of the calls since the last `optim_step`.
 
         Args:
@@ -634,7 +635,7 @@ class Trainer:
             loss: any; it gets what it declares to need, rollouts left out of `batch` excepted.
 
         Returns:
-            What the pass found, still on the device.
+            What the pass found (train/passes.py), the loss as "loss/policy".
 
         Raises:
             StepError: if it cannot be computed; the gradient of earlier calls is gone too.
@@ -862,7 +863,7 @@ class Trainer:
             return
 
         def save_adapter(name: str) -> None:
-            if self._ranks is None or not self._ranks.rank:
+            if self._ranks.rank == 0:
                 with suppress(OSError):  # of which the files tell, on all ranks
                     (directory / name).mkdir(exist_ok=True)
             self._save(directory / name)
@@ -872,19 +873,16 @@ class Trainer:
     def _save(self, directory: Path) -> None:
         """Write the state of what is in the model."""
         weights = self._policy.tensors()
-        names = find_nonfinite({name: sharding.local(part) for name, part in weights.items()})
-        if self._ranks is not None:
-            told = self._ranks.gather("\n".join(names).encode())
-            names = sorted({name for each in told for name in each.decode().split("\n") if name})
+        own = find_nonfinite({name: sharding.local(part) for name, part in weights.items()})
+        told = self._ranks.gather("\n".join(own).encode())
+        names = sorted({name for each in told for name in each.decode().split("\n") if name})
         if names:
             raise NonfiniteWeightsError(names, num_tensors=len(weights))
         moments = self._optimizer.tensors()
-        if self._ranks is not None:
-            moments = {name: self._as_cut(name, part) for name, part in moments.items()}
         save(
             directory,
             weights=weights,
-            moments=moments,
+            moments={name: self._as_cut(name, part) for name, part in moments.items()},
             device=self.device,
             counters={
                 "step_count": self._step_count,
@@ -926,7 +924,7 @@ class Trainer:
         """Read the state of what is in the model."""
         own = self._policy.tensors()
         self._wait_for_copies()
-        if self._ranks is None:
+        if self._ranks.is_alone:
             weights, moments, counters = load(directory, self.device)
             self._policy.load(weights)
         else:
@@ -1029,17 +1027,16 @@ class Trainer:
         )
         self._free_memory()
 
-    def _take_gradient(self, batch: StepBatch) -> Pass:
+    def _take_gradient(self, batch: StepBatch) -> Sums:
         """Add the gradient of a batch under the step's own loss.
 
         Raises:
             StepError: if there is none, or the loss is not finite.
         """
         found = self.forward_backward(batch, self._loss)
-        loss = float(found.loss)
-        if not math.isfinite(loss):
+        if not math.isfinite(found[LOSS]):
             self._drop_gradients()
-            raise StepError(f"the loss is {loss:g}", reason="nonfinite_gradient")
+            raise StepError(f"the loss is {found[LOSS]:g}", reason="nonfinite_gradient")
         return found
 
     def _finite_grad_norm(self) -> float:
@@ -1085,7 +1082,7 @@ class Trainer:
             StepError: if it cannot be made, or not again.
         """
         # What happens to one of several ranks alone is no batch's fault, and ends the job.
-        blaming = _blaming_the_batch if self._ranks is None else nullcontext
+        blaming = _blaming_the_batch if self._ranks.is_alone else nullcontext
         while True:
             try:
                 with blaming():
@@ -1123,8 +1120,7 @@ class Trainer:
             if isinstance(failure, MemoryShortageError):
                 make((), policy.no_micro_batch().to(self.device))
                 continue
-            if ranks is not None:
-                ranks.collectives.begin_round()
+            ranks.collectives.begin_round()
             try:
                 failure = make(indices, micro.to(self.device)) or failure
                 continue
@@ -1137,28 +1133,27 @@ class Trainer:
                     num_tokens=micro.input_ids.numel(),
                 )
             # Here the error is gone, and with it what its frames held.
-            if ranks is None:
+            if ranks.is_alone:
                 raise failure
             for each in self._policies:
                 each.abandon()
             self._free_memory()
             ranks.collectives.begin_round_again()
             make((), policy.no_micro_batch().to(self.device))
-        if ranks is not None:
-            ranks.raise_together(failure)
+        ranks.raise_together(failure)
 
     def _free_memory(self) -> None:
         """Let others have the memory that nothing lies in."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _accumulate_gradients(self, batch: StepBatch, loss: Loss) -> Pass:
+    def _accumulate_gradients(self, batch: StepBatch, loss: Loss) -> Sums:
         """Run forward and backward over the micro-batches of a batch."""
         if not batch.samples:
-            return Pass.of_nothing(self.device)
+            return {LOSS: 0.0}
         needs = needs_of(loss)
         scores = self._score_batch(batch.samples, needs) if needs.batch_scores else None
-        found: list[Pass] = []
+        found: list[dict[str, Tensor]] = []
         passed: list[tuple[list[tuple[int, int]], int]] = []
         has_failed = False
 
@@ -1174,7 +1169,7 @@ class Trainer:
                         objective, part = self._part(scored, micro, reference, batch, loss, scores)
                     found.append(part)
                 except StepError as error:
-                    if self._ranks is None:
+                    if self._ranks.is_alone:
                         raise
                     has_failed, failure = True, error
             objective = scored.no_loss if objective is None else objective
@@ -1191,9 +1186,7 @@ class Trainer:
             raise
         for spans, num_scored in passed:
             self._speed.passed(spans, num_scored, is_packed=self._policy.is_packed)
-        if self._ranks is None:
-            return Pass.joined(found)
-        return gather_passes(found, self._ranks, self.device)
+        return gather_passes(found, self._ranks)
 
     def _logprobs(self, micro: MicroBatch, *, entropy: EntropyMode) -> tuple[Tensor, Tensor]:
         return self._policy.logprobs(micro, inv_temperature=self._inv_temperature, entropy=entropy)
@@ -1220,8 +1213,8 @@ class Trainer:
         batch: StepBatch,
         loss: Loss,
         scores: BatchScores | None,
-    ) -> tuple[Tensor, Pass]:
-        """Return the loss of one micro-batch, with gradient, and what was found."""
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of one micro-batch, with gradient, and what was found, by name."""
         inputs = self._loss_inputs(micro, scored.logprobs, batch, loss, scores)
         inputs = replace(inputs, reference_logprobs=reference)
         if scored.tokens is not None:
@@ -1231,13 +1224,14 @@ class Trainer:
             if needs_of(loss).entropies:
                 inputs = replace(inputs, entropies=micro.spread(scored.entropies))
             output = loss(inputs)
-        return output.loss, Pass(
-            loss=output.loss.detach(),
-            learner_logprobs=micro.pick(scored.logprobs.detach()),
-            sampler_logprobs=micro.pick(micro.sampler_logprobs),
-            entropies=scored.entropies.detach(),
-            token_counts=output.token_counts,
-        )
+        learner = micro.pick(scored.logprobs.detach())
+        return output.loss, {
+            LOSS: output.loss.detach(),
+            NUM_TOKENS: torch.full((), len(learner), device=self.device),
+            ENTROPY: scored.entropies.detach().sum(dtype=torch.float64),
+            **mismatch_sums(learner, micro.pick(micro.sampler_logprobs)),
+            **output.token_counts,
+        }
 
     def _loss_inputs(
         self,
@@ -1289,8 +1283,6 @@ class Trainer:
         micro_batches = self._policy.micro_batches(samples, whole_groups=needs.whole_groups)
         self._make_rounds(self._policy, micro_batches, make_round)
         own = {"log_ratios": torch.cat(log_ratios), "advantages": torch.cat(advantages)}
-        if self._ranks is None:
-            return BatchScores(**own)
         parts = self._ranks.gather_tensors(own)
         return BatchScores(
             **{name: torch.cat([part[name] for part in parts]).to(self.device) for name in own}
@@ -1317,6 +1309,6 @@ class Trainer:
                 own[str(index)] = values[: rows[index].rollout.num_tokens].clone()
 
         self._make_rounds(policy, policy.micro_batches(rows, score_all=True), make_round)
-        parts = [own] if self._ranks is None else self._ranks.gather_tensors(own)
+        parts = self._ranks.gather_tensors(own)
         scores = {name: values.numpy() for part in parts for name, values in part.items()}
         return [scores[str(index)] for index in range(len(rows))]

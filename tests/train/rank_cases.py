@@ -41,7 +41,7 @@ from echo.train import policy as policy_module
 from echo.train.policy import Compute, ModelSource, Policy
 from echo.train.ranks import sharded_images, sharded_state, sharding
 from echo.train.ranks.crew import Build, Crew, LeadTrainer, follow
-from echo.train.ranks.sharding import Ranks
+from echo.train.ranks.sharding import ALONE, Ranks
 from echo.train.rescoring import Rescoring
 from echo.train.step import NonfiniteWeightsError, StepError, StepResult
 from echo.train.trainer import Trainer
@@ -87,8 +87,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_trainer(model_dir: str, ranks: Ranks | None, **options: Any) -> Trainer:
-    if ranks is not None:
+def make_trainer(model_dir: str, ranks: Ranks, **options: Any) -> Trainer:
+    if not ranks.is_alone:
         torch.manual_seed(ranks.rank)  # what is drawn must not depend on what was drawn before
     settings = {"loss": LOSSES["dapo"], "micro_batch_tokens": 80, "ranks": ranks}
     return fast_trainer(Path(model_dir), **(settings | options))
@@ -99,7 +99,7 @@ class Pair:
 
     def __init__(self, model_dir: str, ranks: Ranks, **options: Any) -> None:
         self.together = make_trainer(model_dir, ranks, **options)
-        self.alone = None if ranks.rank else make_trainer(model_dir, None, **options)
+        self.alone = None if ranks.rank else make_trainer(model_dir, ALONE, **options)
         self._start = [(trainer, trainer._keep()) for trainer in self._trainers]
 
     @property
@@ -340,7 +340,7 @@ def read_models(crew: Crew, sources: dict[str, dict[str, str]], large_dir: str) 
         compute = Compute(device=CPU, ranks=crew.ranks)
         weights = weights_of(Policy(source, compute))
         if not crew.ranks.rank:
-            wanted = weights_of(Policy(source, replace(compute, ranks=None)))
+            wanted = weights_of(Policy(source, replace(compute, ranks=ALONE)))
             same = {key: torch.equal(tensor, weights[key]) for key, tensor in wanted.items()}
             found[name] = weights.keys() == wanted.keys() and all(same.values())
     whole_bytes = 0
@@ -389,14 +389,14 @@ def private_memory() -> Iterator[list[int]]:
 
 def save_and_go_on(crew: Crew | None, directory: str, **options: Any) -> None:
     """Make two steps, save, and make a third; what the weights are then is left beside."""
-    ranks = None if crew is None else crew.ranks
+    ranks = ALONE if crew is None else crew.ranks
     trainer = state_trainer(ranks, **options)
     for seed in range(2):
         trainer.step(make_groups(5, seed=seed))
     trainer.save_state(Path(directory))
     for name in ("then", "after"):
         weights = weights_of(trainer)
-        if ranks is None or not ranks.rank:
+        if ranks.rank == 0:
             save_file(weights, Path(directory).with_name(f"{name}.safetensors"))
         trainer.step(make_groups(5, seed=2))
 
@@ -405,7 +405,7 @@ def load_and_go_on(
     crew: Crew | None, directory: str, wanted: str, save_to: str = "", **options: Any
 ) -> dict[str, float]:
     """Return how far the state is from what was saved, and its third step from that made there."""
-    trainer = state_trainer(None if crew is None else crew.ranks, **options)
+    trainer = state_trainer(ALONE if crew is None else crew.ranks, **options)
     trainer.load_state(Path(directory))
     if save_to:
         trainer.save_state(Path(save_to))
@@ -420,7 +420,7 @@ def load_and_go_on(
 
 
 def state_trainer(
-    ranks: Ranks | None, *, model_dir: str, has_adapter: bool = False, **options: Any
+    ranks: Ranks, *, model_dir: str, has_adapter: bool = False, **options: Any
 ) -> Trainer:
     adapter = {"lora": Lora(base_dir=Path(model_dir), rank=4, alpha=8)} if has_adapter else {}
     return make_trainer(model_dir, ranks, **adapter, **options)
@@ -453,7 +453,7 @@ def lead(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
         return {}
     groups, bad = make_groups(5), make_group([1, 1e9], 7)
     led = LeadTrainer(crew, build, None, published_dtype="bfloat16")
-    alone = make_trainer(model_dir, None, loss=Touchy(), rescoring=RESCORING)
+    alone = make_trainer(model_dir, ALONE, loss=Touchy(), rescoring=RESCORING)
     version = Path(directory).with_name("version")
     save_file(alone.snapshot(), version)
     reason = ""
@@ -477,7 +477,7 @@ def lead(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
         led.rescore(groups, version)
         off["of no version"] = 1.0
     crew.dismiss()
-    saved = make_trainer(model_dir, None)
+    saved = make_trainer(model_dir, ALONE)
     saved.load_state(Path(directory))
     weights, wanted = saved.snapshot(), alone.snapshot()
     off["weights"] = max(float((weights[n] - tensor).abs().max()) for n, tensor in wanted.items())

@@ -19,6 +19,7 @@ from echo.engine.weights import INDEX_FILE
 from echo.train.ranks import crew, sharded_images
 from echo.train.ranks.crew import Beats, Launch, LeadTrainer, RankCommand, join
 from echo.train.ranks.sharded_images import NearRank, address_of
+from echo.train.ranks.sharding import ALONE
 from echo.weights.delta import WordBytes, code_block
 from echo.weights.manifest import hash_chunks
 from tests.runtime.families import SMALL, save_family
@@ -179,7 +180,7 @@ def test_the_others_are_told_a_path_that_is_the_same_in_any_directory() -> None:
     told: list[RankCommand] = []
     crew: Any = SimpleNamespace(together=told.append)  # which is no context
     with pytest.raises(TypeError):
-        LeadTrainer(crew, lambda _: make_trainer("", None), Path("run"), published_dtype="")
+        LeadTrainer(crew, lambda _: make_trainer("", ALONE), Path("run"), published_dtype="")
     assert told[0].path == str(Path.cwd() / "run")
 
 
@@ -306,7 +307,7 @@ def test_the_first_rank_leads_the_others(
     assert led["held"] < 1 / (1 + last_rank(request)) + 0.01  # to score under other weights
     assert led["off"].pop("weights") < 0.01 * A_STEP
     assert all(far < 1e-6 for far in led["off"].values())
-    trainer = make_trainer(str(tiny_model_dir), None)
+    trainer = make_trainer(str(tiny_model_dir), ALONE)
     trainer.load_state(answers["led to"])
     assert trainer.step_count == 1
 

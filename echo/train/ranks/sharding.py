@@ -135,15 +135,17 @@ class _ReduceScatter(_Collective):
 class Ranks:
     """The processes that train one model together, seen from one of them.
 
-    Its methods are called by all ranks, in the same order; each waits for the others.
+    Its methods are called by all ranks, in the same order; each waits for the others. `ALONE` is a
+    process by itself, which finds nobody to wait for.
     """
 
     rank: int
     """This one's, from 0."""
     size: int
     """How many there are."""
-    mesh: DeviceMesh
-    """All of them, in the default process group, which takes tensors on the CPU, too."""
+    mesh: DeviceMesh | None
+    """All of them, in the default process group, which takes tensors on the CPU, too; None for a
+    process by itself."""
     collectives: Collectives = field(default_factory=Collectives)
     """Those of every model that is cut up over them."""
 
@@ -153,8 +155,15 @@ class Ranks:
         size = dist.get_world_size()
         return Ranks(rank=dist.get_rank(), size=size, mesh=init_device_mesh(device_type, (size,)))
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is a process by itself, whose model is whole."""
+        return self.mesh is None
+
     def gather(self, own: bytes) -> list[bytes]:
         """Return what each rank has given, in their order."""
+        if self.is_alone:
+            return [own]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(own)]))
         largest = max(int(size) for size in sizes)
@@ -180,8 +189,10 @@ class Ranks:
         Raises:
             MemoryShortageError: if the memory of one was too small; of several the one that can do
                 the least about it.
-            StepError: otherwise, of the first; both name the rank.
+            StepError: otherwise, of the first; of several ranks both name the rank.
         """
+        if self.is_alone and failure is not None:
+            raise failure
         own = [] if failure is None else [str(failure), failure.reason, 0, 0]
         if isinstance(failure, MemoryShortageError):
             own[2:] = failure.num_rows, failure.num_tokens
@@ -202,9 +213,15 @@ class Ranks:
 
     def add_up(self, value: float) -> float:
         """Return the sum over the ranks, the same on each."""
+        if self.is_alone:
+            return value
         total = torch.tensor([value], dtype=torch.float64)
         dist.all_reduce(total)
         return float(total)
+
+
+ALONE = Ranks(rank=0, size=1, mesh=None)
+"""A process that trains its model by itself."""
 
 
 def is_loss(error: BaseException) -> bool:
@@ -239,12 +256,13 @@ def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> ShardedModel:
     Args:
         model: a causal language model of transformers, the same on all ranks, on any device; what
             is to be trained already requires a gradient.
-        ranks: over which; the shards lie on their kind of device.
+        ranks: over which, several; the shards lie on their kind of device.
         dtype: that it computes in.
 
     Raises:
         EngineError: if its layers cannot be told.
     """
+    assert ranks.mesh is not None, "a process by itself has its model whole"
     layers = [
         module
         for module in model.base_model.modules()
@@ -334,7 +352,7 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
     )
 
 
-def norm_over(ranks: Ranks | None, parts: list[Tensor]) -> float:
+def norm_over(ranks: Ranks, parts: list[Tensor]) -> float:
     """Return the norm of tensors of which each rank has a part."""
     norm = float(torch.nn.utils.get_total_norm(parts))
-    return norm if ranks is None else math.sqrt(ranks.add_up(norm * norm))
+    return math.sqrt(ranks.add_up(norm * norm))  # the same number again, where one is alone
