@@ -177,7 +177,12 @@ class Ranks:
         ]
 
     def gather_tensors(self, own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Return the tensors that each rank has given, by name, on the CPU, in their order."""
+        """Return the tensors that each rank has given, by name, in their order.
+
+        They are on the CPU; those of a process by itself stay where they are.
+        """
+        if self.is_alone:
+            return [{name: tensor.detach() for name, tensor in own.items()}]
         packed = safetensors.torch.save(
             {name: tensor.detach().to("cpu").contiguous() for name, tensor in own.items()}
         )
