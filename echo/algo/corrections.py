@@ -33,7 +33,6 @@ from echo.core.errors import ConfigError
 from echo.kernels.contract import MAX_LOG_RATIO
 
 ImportanceWeight = Literal["token_tis", "sequence_tis", "token_mis", "sequence_mis"]
-IMPORTANCE_WEIGHTS: tuple[str, ...] = ("token_tis", "sequence_tis", "token_mis", "sequence_mis")
 
 
 def importance_weights(
@@ -98,20 +97,6 @@ class RolloutMasks:
     """Smallest ratio that one token may have, 0..1; 1e-4 in the field."""
     opsm: float | None = None
     """Mean log-ratio sampler over learner, nats, up to which bad rollouts are kept; >= 0."""
-
-    def __post_init__(self) -> None:
-        limits = {
-            "geometric_low": (0.0, 1.0),
-            "geometric_high": (1.0, math.inf),
-            "veto": (0.0, 1.0),
-            "opsm": (0.0, math.inf),
-        }
-        for name, (low, high) in limits.items():
-            value = getattr(self, name)
-            if value is not None and not (low <= value <= high and math.isfinite(value)):
-                raise ConfigError(
-                    f"loss.{name} = {value}: must be finite and lie in {low:g}..{high:g}"
-                )
 
     @property
     def is_off(self) -> bool:

@@ -21,7 +21,6 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from echo.core.errors import ConfigError
 from echo.kernels.contract import MAX_LOG_RATIO
 
 Aggregation = Literal["token_mean", "sequence_mean"]
@@ -148,26 +147,3 @@ def aggregate(token_losses: Tensor, inputs: LossInputs, how: Aggregation) -> Ten
         means = sequence_mean(token_losses, inputs.completion_mask)
         return means.sum() / inputs.num_rollouts
     return torch.where(inputs.completion_mask, token_losses, 0.0).sum() / inputs.num_tokens
-
-
-def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Refuse an option outside low..high, NaN included.
-
-    Raises:
-        ConfigError: naming the option, its value and its range.
-    """
-    if not low <= value <= high:
-        limits = f"lie in {low:g}..{high:g}" if high < float("inf") else f"be {low:g} or more"
-        raise ConfigError(f"loss.{name} = {value}: must {limits}")
-    if value == float("inf"):
-        raise ConfigError(f"loss.{name} = {value}: must be finite")
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuse a word that is none of `choices`.
-
-    Raises:
-        ConfigError: naming the option, its value and the choices.
-    """
-    if value not in choices:
-        raise ConfigError(f"loss.{name} = {value!r}: must be one of {', '.join(choices)}")

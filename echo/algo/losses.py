@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from echo.algo.corrections import IMPORTANCE_WEIGHTS, ImportanceWeight, importance_weights
+from echo.algo.corrections import ImportanceWeight, importance_weights
 from echo.algo.loss import (
     Aggregation,
     Loss,
@@ -23,8 +23,6 @@ from echo.algo.loss import (
     LossNeeds,
     LossOutput,
     aggregate,
-    check_choice,
-    check_range,
     masked_log_ratio,
     needs_of,
     required,
@@ -140,26 +138,6 @@ def find_clips(
     }
 
 
-def check_clips(
-    clip_low: float | None, clip_high: float | None, dual_clip: float | None = None
-) -> None:
-    """Refuse unusable clip ranges.
-
-    Raises:
-        ConfigError: naming the option.
-    """
-    if clip_low is not None:
-        check_range("clip_low", clip_low, 0.0, 1.0)
-    if clip_high is not None:
-        check_range("clip_high", clip_high, 0.0, float("inf"))
-    low = float("inf") if clip_high is None else 1.0 + clip_high
-    if dual_clip is not None and not low < dual_clip < float("inf"):
-        raise ConfigError(
-            f"loss.dual_clip = {dual_clip}: must be above 1 + loss.clip_high = {low}; "
-            "use false to switch it off"
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedTokenLoss:
     """What losses of clipped token ratios have in common: the ratio's range, and who computes it.
@@ -174,9 +152,6 @@ class ClippedTokenLoss:
     """Range above 1, >= 0; None for no bound."""
     dual_clip: float | None = None
     """Bound on the ratio where the advantage is negative, > 1 + clip_high; None for no bound."""
-
-    def __post_init__(self) -> None:
-        check_clips(self.clip_low, self.clip_high, self.dual_clip)
 
     @property
     def fused_clip(self) -> RatioClip | None:
@@ -247,10 +222,6 @@ class GrpoLoss(ClippedTokenLoss):
     aggregation: Aggregation = "token_mean"
     """How token losses become one number."""
 
-    def __post_init__(self) -> None:
-        ClippedTokenLoss.__post_init__(self)
-        check_choice("aggregation", self.aggregation, ("token_mean", "sequence_mean"))
-
     def combine(self, token_losses: Tensor, inputs: LossInputs) -> Tensor:
         """Return the mean over tokens or rollouts."""
         return aggregate(token_losses, inputs, self.aggregation)
@@ -289,10 +260,6 @@ class DrGrpoLoss(ClippedTokenLoss):
 
     max_completion_tokens: int
     """L_max, the bound on completion tokens; >= 1."""
-
-    def __post_init__(self) -> None:
-        check_range("max_completion_tokens", self.max_completion_tokens, 1, float("inf"))
-        ClippedTokenLoss.__post_init__(self)
 
     def combine(self, token_losses: Tensor, inputs: LossInputs) -> Tensor:
         """Return the sum divided by what the batch could hold at most."""
@@ -354,12 +321,6 @@ class DecoupledPpoLoss:
     """How prox / mu is bounded."""
     importance_cap: float = 2.0
     """Ratio at which a truncating weight stops and above which a masking one drops, >= 1."""
-
-    def __post_init__(self) -> None:
-        check_clips(self.clip_low, self.clip_high, self.dual_clip)
-        check_choice("proximal", self.proximal, ("recompute", "loglinear"))
-        check_choice("importance_weight", self.importance_weight, IMPORTANCE_WEIGHTS)
-        check_range("importance_cap", self.importance_cap, 1.0, float("inf"))
 
     @property
     def needs(self) -> LossNeeds:
@@ -423,9 +384,6 @@ class CispoLoss:
     clip_high: float | None = 4.0
     """The weight is at most 1 + clip_high, >= 0; None for no bound."""
 
-    def __post_init__(self) -> None:
-        check_clips(self.clip_low, self.clip_high)
-
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss of one micro-batch and how often the weight was clipped."""
         mask = inputs.completion_mask
@@ -467,10 +425,6 @@ class DppoTvLoss:
     sampler_kl_coef: float = 0.0
     """c, weight of the squared log-ratio, >= 0."""
 
-    def __post_init__(self) -> None:
-        check_range("max_probability_gap", self.max_probability_gap, 0.0, 1.0)
-        check_range("sampler_kl_coef", self.sampler_kl_coef, 0.0, float("inf"))
-
     @property
     def needs(self) -> LossNeeds:
         """Every rollout, if there is a penalty."""
@@ -510,11 +464,6 @@ class SapoLoss:
     """Where A < 0; the paper wants it above the other, since such tokens are less stable."""
     aggregation: Aggregation = "sequence_mean"
     """How token losses become one number."""
-
-    def __post_init__(self) -> None:
-        for name in ("tau_positive", "tau_negative"):
-            check_range(name, getattr(self, name), 1e-6, float("inf"))
-        check_choice("aggregation", self.aggregation, ("token_mean", "sequence_mean"))
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss of one micro-batch; nothing is ever clipped."""
@@ -574,9 +523,6 @@ class M2poLoss:
     max_second_moment: float = 0.04
     """Bound on the mean of (log r)^2 over the tokens that PPO could clip, nats squared, >= 0."""
 
-    def __post_init__(self) -> None:
-        check_range("max_second_moment", self.max_second_moment, 0.0, float("inf"))
-
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss of one micro-batch and the tokens that were masked (`dropped/m2`)."""
         scores = required(inputs.batch_scores, "batch_scores", self)
@@ -624,9 +570,6 @@ class GspoLoss:
     """Range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
     clip_high: float | None = 0.03
     """Range above 1, >= 0; None for no bound."""
-
-    def __post_init__(self) -> None:
-        check_clips(self.clip_low, self.clip_high)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss of one micro-batch and the tokens of clipped rollouts."""
@@ -726,12 +669,6 @@ class GepoLoss:
     sampler_kl_coef: float = 0.0
     """c, weight of the KL to the sampler, >= 0; rollouts without an advantage are trained then."""
 
-    def __post_init__(self) -> None:
-        check_clips(self.clip_low, self.clip_high)
-        if self.gate_kl is not None:
-            check_range("gate_kl", self.gate_kl, 0.0, float("inf"))
-        check_range("sampler_kl_coef", self.sampler_kl_coef, 0.0, float("inf"))
-
     @property
     def needs(self) -> LossNeeds:
         """The expectation of complete groups, and what the options ask for."""
@@ -801,15 +738,6 @@ class ReferenceKlLoss:
     """c, > 0."""
     estimator: KlEstimator = "k3"
 
-    def __post_init__(self) -> None:
-        if self.estimator not in KL_ESTIMATORS:
-            raise ConfigError(
-                f"reference.kl_estimator = {self.estimator!r}: must be one of "
-                f"{', '.join(KL_ESTIMATORS)}"
-            )
-        if not 0.0 < self.coef < float("inf"):
-            raise ConfigError(f"reference.kl_coef = {self.coef}: must be above 0 and finite")
-
     @property
     def needs(self) -> LossNeeds:
         """What the loss inside needs, every rollout, and the reference's log-probabilities."""
@@ -852,10 +780,6 @@ class EntropyBonusLoss:
     """The loss inside, masks included; what they leave out is still pushed."""
     coef: float
     """c, > 0."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.coef < float("inf"):
-            raise ConfigError(f"loss.entropy_coef = {self.coef}: must be above 0 and finite")
 
     @property
     def needs(self) -> LossNeeds:

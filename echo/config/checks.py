@@ -6,11 +6,13 @@ drops the problems of a rule that read a value already reported.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from echo.config.fields import Role, has_secret
+from echo.config.losses import ClippedSection
 from echo.config.schema import Config, KeyPath, kinds_of, leaves, show
 from echo.core.units import format_bytes
 from echo.wire.codec import BYTES_PER_TOKEN
@@ -55,6 +57,7 @@ def check_config(config: Config, role: Role | None) -> list[Problem]:
         *_check_network(config),
         *_check_security(config),
         *_check_group_bytes(config),
+        *_check_dual_clip(config),
         *_check_truncation(config, role),
         *_check_agent(config),
         *_check_without_effect(config),
@@ -152,6 +155,21 @@ def _check_security(config: Config) -> Iterator[Problem]:
             "does not encrypt, but an address to connect to is a join string; remove one of the "
             "two",
             "security.curve",
+        )
+
+
+def _check_dual_clip(config: Config) -> Iterator[Problem]:
+    """Refuse a second bound on the ratio that lies within the first."""
+    loss = config.loss
+    dual_clip = getattr(loss, "dual_clip", False)
+    if not isinstance(loss, ClippedSection) or dual_clip is False:
+        return
+    high = math.inf if loss.clip_high is False else 1 + loss.clip_high
+    if dual_clip <= high:
+        yield _problem(
+            f"must be above 1 + loss.clip_high = {high:g}; false switches it off",
+            "loss.dual_clip",
+            "loss.clip_high",
         )
 
 

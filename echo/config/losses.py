@@ -201,9 +201,9 @@ class SapoSection(MaskedLossSection):
     """SAPO: a soft gate in place of the clip; every token keeps some gradient."""
 
     kind: Literal["sapo"]
-    tau_positive: float = Field(default=1.0, gt=0)
+    tau_positive: float = Field(default=1.0, ge=1e-6)
     """How fast the gate closes for positive advantages."""
-    tau_negative: float = Field(default=1.05, gt=0)
+    tau_negative: float = Field(default=1.05, ge=1e-6)
     """The same for negative ones."""
     aggregation: Aggregation = "sequence_mean"
 

@@ -99,6 +99,38 @@ def test_set_options_reach_the_loss() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "option"),
+    [
+        *(("grpo", f"clip_low={value}") for value in ("1.5", "nan", "0")),
+        *(("grpo", f"clip_high={value}") for value in ("-0.1", "inf")),
+        *(("grpo", f"geometric_high={value}") for value in ("0.9", "inf")),
+        *(("grpo", option) for option in ("aggregation=sum", "entropy_coef=-0.1", "dual_clip=inf")),
+        *(("grpo", option) for option in ("geometric_low=1.1", "veto=-0.1", "opsm=nan")),
+        ("gspo", "clip_low=2.0"),
+        *(("gepo", option) for option in ("gate_kl=-1.0", "sampler_kl_coef=nan")),
+        ("cispo", "clip_high=-1.0"),
+        ("sapo", "tau_negative=0.0"),
+        ("m2po", "max_second_moment=-0.1"),
+        *(("dppo_tv", option) for option in ("max_probability_gap=1.1", "sampler_kl_coef=-1")),
+        *(("decoupled_ppo", option) for option in ("proximal=old", "importance_cap=0.5")),
+    ],
+)
+def test_a_value_out_of_range_is_named(kind: str, option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"loss\.{option.partition('=')[0]} = .*: must be"):
+        parse_config({}, [f"loss.kind={kind}", f"loss.{option}"])
+
+
+@pytest.mark.parametrize("options", [("dual_clip=1.2",), ("clip_high=false",)])
+def test_a_second_bound_lies_beyond_the_first(options: tuple[str, ...]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"loss\.dual_clip = .*: must be above 1 \+ loss.clip_high"
+    ):
+        parse_config({}, [f"loss.{option}" for option in options])
+    apart = parse_config({}, ["loss.dual_clip=false", "loss.clip_high=false"])
+    assert build_loss(apart) == make_loss("grpo", dual_clip=None, clip_high=None)
+
+
+@pytest.mark.parametrize(
     ("kind", "is_normalized"),
     [("grpo", True), ("gspo", True), ("gepo", False), ("dr_grpo", False), ("mine:loss", True)],
 )
