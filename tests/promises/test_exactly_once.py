@@ -183,8 +183,7 @@ def test_13_after_an_older_checkpoint_later_steps_are_void_and_their_groups_end_
     finish(world)
 
 
-# Seed 34 brings a second result of a group that has ended, as 38 others do: its plant is caught.
-SEEDS = [34, *(pytest.param(n, marks=pytest.mark.matrix) for n in range(100) if n != 34)]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(1, 100))]
 
 
 @pytest.mark.slow
