@@ -171,7 +171,7 @@ _OTHER_NAMES = {
     "env/milliseconds",  # becomes env/latency
     # Counters of workers and relays, which write no metrics.
     *("count/cancelled", "count/failed/*", "count/forwarded/down", "count/forwarded/up"),
-    "count/dropped/no_link",
+    *("count/dropped/no_link", "count/partials_unsaved"),
 }
 _FORM = re.compile(r"[a-z][a-z_]*(/[a-z0-9_@*]+)+")
 _HEAD = """# Metrics

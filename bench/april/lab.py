@@ -289,7 +289,7 @@ async def make_worker(
             stale_tokens=setting.stale_tokens,  # type: ignore[arg-type]
             max_age=setting.max_staleness, ship_s=None,
         ),
-        agents=None, digests={},
+        agents=None, partials_path=directory / f"{name}.bin", digests={},
         installed_path=directory / f"{name}.jsonl",
         read_local_image=lambda: None,
     )  # fmt: skip

@@ -242,6 +242,25 @@ class PartialGroups:
         else:
             self.queue[key] = lease
 
+    def restore(self, partials: Sequence[PartialGroup]) -> None:
+        """Take in what a former process of this worker has left."""
+        self.interrupted.update(
+            (partial.key, partial) for partial in partials if partial.key not in self
+        )
+
+    def limit_tokens(self, max_tokens: int) -> int:
+        """Have members begin anew that are longer than a completion may be; return their tokens.
+
+        So they are once a former process has left them and the run was resumed with a lower limit.
+        """
+        num_dropped = 0
+        for partial in self.interrupted.values():
+            for index, member in enumerate(partial.members):
+                if member.num_tokens + (not member.is_finished) > max_tokens:
+                    partial.members[index] = member.anew()
+                    num_dropped += member.num_tokens
+        return num_dropped
+
     def take(
         self,
         max_groups: int,
@@ -345,6 +364,11 @@ class PartialGroups:
         self.queue.pop(key, None)
         partial = self.interrupted.pop(key, None)
         return 0 if partial is None else partial.num_tokens
+
+    def begun(self) -> list[PartialGroup]:
+        """Return every group with tokens that is not on its way to the learner, oldest first."""
+        partials = sorted((self.interrupted | self.running).items())
+        return [partial for _, partial in partials if partial.num_tokens]
 
     def take_due(self, *, interval_s: float, now: float) -> list[PartialGroup]:
         """Return the parked partial groups that have grown since they were shipped, and note it."""
@@ -488,7 +512,7 @@ class ShippedPartials:
         )
 
 
-# --- Codec: to the learner, and along with a lease ---
+# --- Codec: to the learner, along with a lease, and into a worker's own file ---
 #
 # Versions travel as runs, because hundreds of tokens in a row come from the same one; so a token
 # costs nine bytes. Everything is checked before anything is believed, as for finished groups.
@@ -508,10 +532,25 @@ class MemberHeader(msgspec.Struct, frozen=True, array_like=True):
     """Runs of (lineage, step, tokens)."""
 
 
+class SavedPartialGroup(msgspec.Struct, frozen=True, array_like=True):
+    """One partial group in a worker's file."""
+
+    lease: Lease
+    members: bytes
+
+
+class SavedPartialGroups(msgspec.Struct, frozen=True):
+    """A worker's file of partial groups."""
+
+    run_id: str
+    partials: tuple[SavedPartialGroup, ...]
+
+
 _encoder = msgspec.msgpack.Encoder()
 _header_decoder = msgspec.msgpack.Decoder(
     Annotated[tuple[MemberHeader, ...], Meta(max_length=MAX_MEMBERS)]
 )
+_file_decoder = msgspec.msgpack.Decoder(SavedPartialGroups)
 
 
 def encode_members(members: Sequence[PartialRollout]) -> bytes:
@@ -588,3 +627,26 @@ def _build_member(header: MemberHeader, size: int, view: memoryview, offset: int
         finish_reason=header.finish_reason,
         num_segments=header.num_segments,
     )
+
+
+def encode_groups(run_id: str, partials: Sequence[PartialGroup]) -> bytes:
+    """Return a worker's file of partial groups."""
+    saved = tuple(
+        SavedPartialGroup(partial.lease, encode_members(partial.members)) for partial in partials
+    )
+    return _encoder.encode(SavedPartialGroups(run_id, saved))
+
+
+def decode_groups(data: Frame, *, run_id: str) -> list[PartialGroup]:
+    """Read a worker's file of partial groups; those of another run are none.
+
+    Raises:
+        RemoteProtocolError: if it is damaged.
+    """
+    try:
+        saved = _file_decoder.decode(data)
+    except DECODE_ERRORS as error:
+        raise RemoteProtocolError(f"a malformed file of partial rollouts: {error}") from error
+    if saved.run_id != run_id:
+        return []
+    return [PartialGroup(each.lease, decode_members(each.members)) for each in saved.partials]

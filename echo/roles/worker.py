@@ -18,6 +18,7 @@ The role decides, and its shell (`runtime/worker/node.py`, or a simulation) carr
     OfferEpisodes  ->  finished, or failed; Withdraw -> dropped  (agents)
     Score          ->  scored, or failed
     Install        ->  installed, or install_failed
+    Save           ->  saved
     Release        ->  released
     Drained            nothing is left here that must not be lost
 
@@ -32,8 +33,8 @@ whole is scored and delivered at once, whatever the others do. An engine that ta
 time has no batch to wait for: there f times as many groups as its memory holds are handed to it, so
 that its queue never runs dry while stragglers hold on to theirs.
 
-A call lasts `ship_s` at most: then what it has sampled is parked, shipped to the learner, and
-continued. So a worker that is killed loses no more than that.
+A call lasts `ship_s` at most: then what it has sampled is parked, saved in this worker's own file,
+shipped to the learner, and continued. So a worker that is killed loses no more than that.
 
 The newest complete version is installed in flight: no rollout has to end for it, and each token
 says which version sampled it. If the engine refuses it, the one before goes on sampling.
@@ -74,7 +75,9 @@ from echo.leases.partials import (
     PartialGroups,
     PartialRules,
     apply_staleness_policy,
+    decode_groups,
     decode_members,
+    encode_groups,
     encode_members,
     key_of,
 )
@@ -239,6 +242,13 @@ class Install(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class Save(Action):
+    """Write this worker's file of unfinished groups."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Drained(Action):
     """A worker that leaves has handed over all that it could."""
 
@@ -322,6 +332,9 @@ class Worker(DialingRole):
         self._install_again_at = math.inf
         self._is_held = False
         """Whether the engine is kept empty until newer weights are in it."""
+        self._saved = b""
+        self._saved_at = -math.inf
+        self._num_saving = 0
         self._drain_until = math.inf
         """Until when it waits for its engine to stop; once it has handed over, for the rest."""
         self._has_handed_over = self._is_drained = False
@@ -472,6 +485,8 @@ class Worker(DialingRole):
         self.engine = engine
         self.broadcast.patch_mode = "on_install" if engine.takes_patches else "copy"
         self.max_groups = engine.max_groups
+        num_dropped = self.partials.limit_tokens(engine.max_completion_tokens)
+        self.partial_counts["wasted_tokens"] += num_dropped
         return [*self.configured(digests, now=now), *self._next(now)]
 
     def _next(self, now: float) -> list[Action]:
@@ -511,7 +526,7 @@ class Worker(DialingRole):
                 self._apply_staleness(group, engine.rules)
             num_prompt = len(group.lease.prompt_ids)
             if group.is_whole:
-                # By the worker that had it before.
+                # By somebody else, or by this worker before it was stopped.
                 actions += self._score(group)
             elif num_prompt > engine.max_prompt_tokens:
                 detail = (
@@ -661,7 +676,10 @@ class Worker(DialingRole):
         interval_s = engine.rules.ship_s
         if interval_s is None:
             return self._next(now)
-        return [*self.ship(interval_s=interval_s, now=now), *self._next(now)]
+        actions = self.ship(interval_s=interval_s, now=now)
+        if now >= self._saved_at + interval_s:
+            actions += self._save(now)
+        return [*actions, *self._next(now)]
 
     def refused(self, call: EngineCall, why: str, *, now: float) -> list[Action]:
         """Give back groups whose version was replaced before the engine could begin them.
@@ -929,7 +947,7 @@ class Worker(DialingRole):
             actions += self._refuse(lease, SUPERSEDED, why)
         return actions
 
-    # --- unfinished groups, to the learner -------------------------------------------------------
+    # --- unfinished groups: to the learner, and across a restart ---------------------------------
 
     def ship(self, *, interval_s: float, now: float) -> list[Action]:
         """Send the learner what has been sampled for parked partial groups, where it is news.
@@ -950,6 +968,38 @@ class Worker(DialingRole):
             actions += self.to_learner(message, frame)
             self.partial_counts["shipped"] += 1
         return actions
+
+    def restore(self, saved: Frame) -> list[Action]:
+        """Take over what a former process of this worker has saved."""
+        try:
+            partials = decode_groups(saved, run_id=self.broadcast.trust.run_id)
+        except RemoteProtocolError as error:
+            return [Note("warning", f"dropped the unfinished groups that were left here: {error}")]
+        self._saved = bytes(saved)
+        self.partials.restore(partials)
+        if not partials:
+            return []
+        num_tokens = sum(partial.num_tokens for partial in partials)
+        return [Note("info", f"found {len(partials)} unfinished groups of {num_tokens} tokens")]
+
+    def _save(self, now: float) -> list[Action]:
+        self._saved_at = now
+        partials = self.partials.begun()
+        data = encode_groups(self.broadcast.trust.run_id, partials)
+        if data == self._saved or not (partials or self._saved):
+            return []
+        self._saved = data
+        self._num_saving += 1
+        return [Save(data)]
+
+    def saved(self, fault: str, *, now: float) -> list[Action]:
+        """Note that a Save has been carried out, or what was wrong: that is told and survived."""
+        self._num_saving -= 1
+        if not fault:
+            return self._settle(now)
+        self.counters.add("partials_unsaved")
+        text = f"cannot keep unfinished rollouts: {fault}; a restart would sample them anew"
+        return [Note("warning", text), *self._settle(now)]
 
     # --- leaving ---------------------------------------------------------------------------------
 
@@ -979,8 +1029,8 @@ class Worker(DialingRole):
                 text = f"the engine has not stopped within {DRAIN_S:.0f} s: leaving without it"
                 actions.append(Note("warning", text))
             self._has_handed_over, self._drain_until = True, now + DRAIN_S
-            actions += self.ship(interval_s=0.0, now=now)
-        is_busy = bool(self.partials.running or len(self.outbox))
+            actions += [*self.ship(interval_s=0.0, now=now), *self._save(now)]
+        is_busy = bool(self.partials.running or len(self.outbox) or self._num_saving)
         if is_busy and now < self._drain_until:
             return actions
         self._is_drained = True

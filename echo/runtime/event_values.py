@@ -26,10 +26,12 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from msgspec.structs import replace
 
 from echo.core.errors import DataError, EchoError, RemoteProtocolError
 from echo.leases.partials import (
     PartialGroup,
+    SavedPartialGroups,
     decode_members,
     encode_members,
 )
@@ -37,7 +39,7 @@ from echo.roles.worker import EngineCall
 from echo.weights.manifest import SignedManifest, decode_table
 from echo.weights.store import EncodedVersion, allocate
 from echo.wire.actions import Action, Send, Work
-from echo.wire.codec import Frame, decode_group, describe, encode_group
+from echo.wire.codec import DECODE_ERRORS, Frame, decode_group, describe, encode_group
 
 SAMPLED = ("token_ids", "sampler_logprobs")
 """Arrays of which only number and range matter."""
@@ -105,6 +107,19 @@ def thin_frames(frames: Sequence[Frame]) -> list[Any]:
     return [bytes(frame) for frame in frames]
 
 
+def thin_saved(data: Frame) -> bytes:
+    """Return a worker's file of unfinished groups likewise."""
+    try:
+        saved = msgspec.msgpack.decode(data, type=SavedPartialGroups)
+        partials = [
+            replace(each, members=encode_members(_thin_each(decode_members(each.members))))
+            for each in saved.partials
+        ]
+    except (RemoteProtocolError, *DECODE_ERRORS):
+        return bytes(data)
+    return msgspec.msgpack.encode(replace(saved, partials=tuple(partials)))
+
+
 # --- arguments ------------------------------------------------------------------------------------
 
 
@@ -139,6 +154,8 @@ class Values:
         """
         if field == "frames":
             value = thin_frames(value)
+        elif field == "saved":
+            value = thin_saved(value)
         elif field in SAMPLED and isinstance(value, np.ndarray):
             value = thin(value)
         elif field in BULK and isinstance(value, bytes | bytearray):

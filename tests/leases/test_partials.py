@@ -26,7 +26,9 @@ from echo.leases.partials import (
     PartialGroup,
     PartialGroups,
     apply_staleness_policy,
+    decode_groups,
     decode_members,
+    encode_groups,
     encode_members,
 )
 from echo.wire.messages import Deliver, Failed
@@ -153,6 +155,21 @@ def test_no_bytes_do_harm(data: bytes) -> None:
     for bad in (data, frame[:4] + data + frame[4 + len(data) :]):
         with suppress(RemoteProtocolError):
             decode_members(bad)
+
+
+def test_a_file_of_partials_belongs_to_its_run() -> None:
+    partials = [
+        PartialGroup(make_lease(3), MEMBERS),
+        PartialGroup(make_lease(5, 2), [PartialRollout()]),
+    ]
+    data = encode_groups("run", partials)
+    found = decode_groups(data, run_id="run")
+    assert [partial_group.key for partial_group in found] == [(3, 0), (5, 2)]
+    assert found[0].lease == make_lease(3)
+    assert_equal(found[0].members[1], MEMBERS[1])
+    assert decode_groups(data, run_id="another") == []
+    with pytest.raises(RemoteProtocolError):
+        decode_groups(data[:-5], run_id="run")
 
 
 # --- a life of partial groups ---------------------------------------------------------------------
@@ -336,17 +353,13 @@ class Life:
             self.partials.add(make_lease(group.group_id))  # refused, and granted again
 
     def crash(self) -> None:
-        """Lose the process: all is granted again, with what was parked and so shipped."""
-        shipped = {
-            group_id: encode_members(partial_group.members)
-            for (group_id, _), partial_group in self.partials.interrupted.items()
-            if partial_group.num_tokens
-        }
+        """Lose the process: what was saved comes back, the rest is granted again."""
+        saved = encode_groups("run", self.partials.begun())
         self.partials, self.engine = make_partials(), []
+        self.partials.restore(decode_groups(saved, run_id="run"))
         for group_id in self.open:
-            frame = shipped.get(group_id)
-            members = () if frame is None else decode_members(frame)
-            self.partials.add(make_lease(group_id), members)
+            if (group_id, 0) not in self.partials:
+                self.partials.add(make_lease(group_id))
 
     def train(self) -> None:
         self.step += 1
@@ -383,7 +396,7 @@ def test_nothing_is_lost_nothing_too_old_is_trained_and_every_lease_is_counted(
 
 @pytest.mark.slow
 def test_a_life_comes_to_something() -> None:
-    lives = [Life(seed, "keep") for seed in range(12)]
+    lives = [Life(seed, "keep") for seed in range(8)]
     for life in lives:
         life.run(300)
     groups = [group for life in lives for group in life.delivered]

@@ -825,6 +825,7 @@ class World:
                 max_prompt_tokens=1 << 20,
                 groups_per_batch=process.rated.places if process.rated else 2,
                 rules=PartialRules(),
+                partials_path=self.run_dir / "workers" / process.name / "partials.bin",
                 installed_path=self.run_dir / "workers" / process.name / "installed.jsonl",
                 agents=None,
                 digests={"model": model},

@@ -129,7 +129,7 @@ def test_a_machine_that_returns_with_its_partials_goes_on_with_those_still_wante
     world.run_until(lambda: 0 in world.trained())
     world.worker("w1", serves=True)
     back = world.node("w1").role
-    back.partials.interrupted.update((each.key, each) for each in left)  # after a long cut
+    back.partials.restore(left)
     world.run_until(lambda: world.is_admitted("w1") and (0, 0) not in back.partials)
     assert back.partial_counts["wasted_tokens"] == 8, "its group was made by another long ago"
     node = world.node("learner").role.roster.nodes["w1"].node
@@ -154,7 +154,7 @@ def test_a_worker_that_returns_keeps_its_leases_if_no_other_has_its_groups_by_no
         world.run_until(lambda: 0 in world.leased("w2"))
     world.worker("w1", sample_s=math.inf)
     back = world.node("w1").role
-    back.partials.interrupted.update((each.key, each) for each in left)  # after a long cut
+    back.partials.restore(left)
     world.run_until(lambda: world.is_admitted("w1"))
     world.run(6.0)
     leases = world.node("learner").role.leases

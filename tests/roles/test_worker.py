@@ -11,7 +11,7 @@ import pytest
 from echo.core.errors import EngineError
 from echo.core.rollout import Lineage, PartialRollout, PolicyVersion
 from echo.leases.outbox import Outbox
-from echo.leases.partials import PartialGroup, PartialRules
+from echo.leases.partials import PartialGroup, PartialRules, decode_groups, encode_groups
 from echo.roles.worker import (
     DRAIN_S,
     INSTALL_AGAIN_S,
@@ -24,6 +24,7 @@ from echo.roles.worker import (
     Release,
     ReleaseTerms,
     Sample,
+    Save,
     Score,
     Withdraw,
     Worker,
@@ -266,7 +267,7 @@ def test_a_recalled_batch_is_filled_up_by_what_its_groups_have_left_to_do() -> N
     assert paper.sampled[1] == ["0.1", "1.0", "3.0", "3.1", "4.0", "4.1"], "six rows"
 
 
-def test_a_call_ends_after_a_while_and_what_it_has_is_shipped() -> None:
+def test_a_call_ends_after_a_while_and_what_it_has_is_shipped_and_saved() -> None:
     paper = Paper({0: (999, 999)}, groups_per_batch=1, ship_s=10.0)
     paper.grant()
     call = next(iter(paper.engine))
@@ -276,7 +277,7 @@ def test_a_call_ends_after_a_while_and_what_it_has_is_shipped() -> None:
     paper.run(until=lambda: paper.role.partial_counts["shipped"] == 2)
     assert paper.now == pytest.approx(30.0, abs=1.0)
     assert paper.sampled == [["0.0", "0.1"]] * 3
-    [partial] = paper.role.partials.running.values()
+    [partial] = decode_groups(paper.take(Save)[-1].data, run_id="")
     assert partial.members[0].token_ids.tolist() == list(range(partial.num_tokens // 2))
 
 
@@ -682,14 +683,18 @@ def test_a_worker_that_leaves_hands_over_what_is_unfinished_and_waits_for_the_re
     paper.do(paper.role.drain(now=2.0))
     assert not paper.engine
     assert paper.role.partial_counts["shipped"] == 1
+    [save] = paper.take(Save)
     paper.grant(make_lease(2))
     assert len(paper.sampled) == 1, "nothing begins any more"
     assert paper.arrive(V1) == []
-    assert not paper.take(Drained), "a result is not acknowledged yet"
     paper.acknowledge(0)
+    assert not paper.take(Drained), "the file is not written yet"
+    paper.do(paper.role.saved("", now=3.0))
     assert paper.take(Drained)
-    [partial] = paper.role.partials.interrupted.values()
-    assert (partial.key, partial.num_shipped) == ((1, 0), 4)
+    again = make_role()
+    [note] = again.restore(save.data)
+    assert note.text == "found 1 unfinished groups of 4 tokens"
+    assert (1, 0) in again.partials
 
 
 def test_a_worker_whose_engine_hangs_leaves_without_it() -> None:
@@ -701,12 +706,38 @@ def test_a_worker_whose_engine_hangs_leaves_without_it() -> None:
     paper.role._heartbeat_at = paper.role._heard_at = 1e9
     assert paper.role.deadline == 1.0 + DRAIN_S
     paper.do(paper.role.expire(now=DRAIN_S))
-    assert not paper.take(Note)
+    assert not paper.take(Save)
     paper.do(paper.role.expire(now=1.0 + DRAIN_S))
     assert "has not stopped within 30 s" in paper.take(Note)[-1].text
+    [save] = paper.take(Save)
+    paper.do(paper.role.saved("", now=2.0 + DRAIN_S))
     assert not paper.take(Drained)
     paper.do(paper.role.expire(now=1.0 + 2 * DRAIN_S))
     assert paper.take(Drained)
+    [note] = make_role().restore(save.data)
+    assert note.text == "found 1 unfinished groups of 1 tokens"
+
+
+def test_a_damaged_file_is_dropped_and_a_full_disk_survived() -> None:
+    paper = Paper()
+    [note] = paper.role.restore(b"not a file of partial groups")
+    assert "dropped the unfinished groups" in note.text
+    paper.role._num_saving = 1
+    [note] = paper.role.saved("/run/partials.bin: no space left", now=0.0)
+    assert "cannot keep unfinished rollouts: /run/partials.bin: no space left" in note.text
+    assert paper.role.counters["partials_unsaved"] == 1
+
+
+def test_what_was_left_here_and_is_longer_than_allowed_by_now_begins_anew() -> None:
+    """An engine refuses to continue it, and the learner to take it."""
+    lengths = [(9, "abort"), (8, "abort"), (9, "stop"), (8, "length"), (7, "abort")]
+    members = [make_partial([(1, 0)] * number, reason) for number, reason in lengths]
+    role = make_role()
+    role.restore(encode_groups("", [PartialGroup(make_lease(0), members)]))
+    role.built(EngineFacts(group_size=5, groups_per_batch=1, max_completion_tokens=8), {}, now=0.0)
+    [group] = role.partials.interrupted.values()
+    assert [member.num_tokens for member in group.members] == [0, 0, 0, 8, 7]
+    assert role.partial_counts["wasted_tokens"] == 9 + 8 + 9
 
 
 @pytest.mark.parametrize("why", ["on standby for", "without the learner for"])

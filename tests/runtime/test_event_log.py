@@ -15,8 +15,9 @@ import pytest
 
 from echo.cli.debug import main
 from echo.core.errors import DataError
-from echo.core.rollout import Group, PolicyVersion, Rollout
+from echo.core.rollout import Group, PartialRollout, PolicyVersion, Rollout
 from echo.leases.book import LeaseBook
+from echo.leases.partials import PartialGroup, decode_groups, encode_groups
 from echo.records.event_log import HEAD, EventFile, read_frames
 from echo.roles.learner import Learner
 from echo.roles.relay import Relay
@@ -29,6 +30,7 @@ from echo.weights.topology.sites import Site
 from echo.wire.codec import decode_group, encode, encode_group
 from echo.wire.messages import Chunk, Deliver, Form
 from tests.promises.world import CHUNK_BYTES, StubEngine, World
+from tests.roles.harness import make_lease
 
 pytestmark = pytest.mark.slow
 
@@ -302,6 +304,21 @@ def test_a_delivered_group_keeps_its_size_and_the_range_of_what_was_sampled(
             was, is_now = bound(getattr(before, name)), bound(getattr(after, name))
             assert np.array_equal(was, is_now, equal_nan=True)
     assert np.array_equal(before.policy_versions, after.policy_versions)
+
+
+def test_what_a_worker_has_saved_keeps_its_size_and_the_range_of_what_was_sampled() -> None:
+    ids, logprobs = np.array([7, 9, 8], np.int32), np.array([-1.0, -3.0, -2.0], np.float32)
+    begun = PartialRollout().extended(
+        ids, logprobs, np.ones((3, 2), np.int32), finish_reason="abort"
+    )
+    data = encode_groups("run", [PartialGroup(make_lease(4), [begun, PartialRollout()])])
+    thinned = Values().pack(data, "saved")
+    assert len(thinned) == len(data)
+    [group] = decode_groups(thinned, run_id="run")
+    assert group.lease == make_lease(4)
+    assert group.members[0].token_ids.tolist() == [7, 7, 9]
+    assert group.members[0].sampler_logprobs.tolist() == [-3.0, -3.0, -1.0]
+    assert Values().pack(b"not a file", "saved") == b"not a file"
 
 
 def test_a_chunk_is_its_length_and_hash_and_what_is_malformed_stays() -> None:

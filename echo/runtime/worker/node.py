@@ -1,6 +1,6 @@
 """The worker node: threads that carry out what its role decides.
 
-The role (`roles/worker.py`) decides what is sampled, stopped, scored and installed; here
+The role (`roles/worker.py`) decides what is sampled, stopped, scored, installed and saved; here
 each of these is a call in a thread, whose end is told to the role. Meanwhile the loop goes on
 receiving weights, forwarding them to children and delivering results. A version is installed whole,
 after its hash has been checked once more in memory, or not at all. Where the run says so the engine
@@ -25,6 +25,7 @@ from echo.core.errors import (
     EchoError,
     EngineError,
     LocalProtocolError,
+    StorageError,
 )
 from echo.core.extras import install_command
 from echo.core.metrics import WorkerView
@@ -43,6 +44,7 @@ from echo.engine.engine import (
 from echo.engine.weights import tensors_from_image
 from echo.leases.partials import PartialGroup, PartialRules
 from echo.net.transport import Transport
+from echo.records.files import write_file
 from echo.roles.joining import Configure, NodeState
 from echo.roles.worker import (
     Drained,
@@ -54,6 +56,7 @@ from echo.roles.worker import (
     Release,
     Sample,
     Sampler,
+    Save,
     Score,
     Withdraw,
     Worker,
@@ -96,6 +99,8 @@ class WorkerParts:
     """Groups that the engine holds at one time."""
     rules: PartialRules
     """What becomes of unfinished rollouts."""
+    partials_path: Path
+    """File in which they outlive the process."""
     installed_path: Path
     """File of which bytes are installed, to be compared with the published ones."""
     agents: AgentParts | None
@@ -260,6 +265,7 @@ class WorkerNode(DialingNode):
         self._build = build
         self._engine_pool = self.threads.pool("engine")
         self._reward_pool = self.threads.pool("reward", MAX_BLOCKING)
+        self._file_pool = self.threads.pool("partials")
         self._parts: WorkerParts | None = None
         self._agents: Agents | None = None
         """Who is lent the engine, where the run says so."""
@@ -318,6 +324,8 @@ class WorkerNode(DialingNode):
                 return self._score(action.group)
             case Install():
                 return self._install(action.version)
+            case Save():
+                return self._save(action.data)
             case Release():
                 return self._give_back(action.reason)
         raise LocalProtocolError(f"a worker cannot {type(action).__name__}")
@@ -336,6 +344,14 @@ class WorkerNode(DialingNode):
         local = await self._engine_pool.run(parts.read_local_image)
         if local is not None:
             self.role.broadcast.offer(*local)
+        try:
+            left = await self._file_pool.run(parts.partials_path.read_bytes)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise StorageError(f"cannot read {parts.partials_path}: {error}") from error
+        else:
+            self.perform(self.role.restore(left))
         if parts.agents is not None:
             self._begin_agents(parts.agents)
         self.perform(self.role.built(parts.facts, parts.digests, now=self.now))
@@ -476,7 +492,7 @@ class WorkerNode(DialingNode):
         self.spawn(self._agents.watch(), name="agent-sessions")
         self.spawn(serve_agents(self._agents, log=self.log), name="endpoint")
 
-    # --- rewards, weights ------------------------------------------------------------------------
+    # --- rewards, weights, the disk --------------------------------------------------------------
 
     async def _score(self, group: PartialGroup) -> None:
         try:
@@ -547,6 +563,14 @@ class WorkerNode(DialingNode):
         except OSError as error:
             text = f"cannot note in {path} that {version} is installed: {error}; free disk space"
             self.perform([Note("warning", text, "installed")])
+
+    async def _save(self, data: bytes) -> None:
+        path, fault = self.parts.partials_path, ""
+        try:
+            await self._file_pool.run(write_file, path, data)
+        except OSError as error:
+            fault = f"{path}: {error}"
+        self.perform(self.role.saved(fault, now=self.now))
 
     # --- stopping --------------------------------------------------------------------------------
 

@@ -191,6 +191,7 @@ def build_parts(
         prompt_bound="the model's window" if in_memory == in_window else "this worker's memory",
         groups_per_batch=max(1, num_rollouts // config.batch.group_size),
         rules=make_rules(config),
+        partials_path=node_dir / "partials.bin",
         installed_path=node_dir / "installed.jsonl",
         read_local_image=lambda: read_local_image(config),
         agents=agents,
