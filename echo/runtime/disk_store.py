@@ -17,18 +17,29 @@ What happens when
   fetched again, and a torn manifest fails its signature. A version store gets its name only with
   all its room, a version store without a manifest is worthless: both are removed.
 * **Killed while a version is written in place**: what it overwrites is on record before the first
-  word changes, and the next process takes back what has no manifest yet. It fetches the deltas
-  since then again.
+  word changes (`pack_undo`), and the image is named after the new version behind the last. The
+  next process takes back what has no manifest yet, newest first, and so comes to a version whose
+  every chunk it can verify. It fetches the deltas since then again.
 * **Disk full**: room is preallocated before the file is mapped, because a mapped file without room
   kills the process (SIGBUS) at some later write. Where the disk has too little, spares go first;
-  then the version is kept in memory if that has room for it, with one warning.
-* **Slow disk**: the kernel makes whoever dirties more than vm.dirty_ratio (20 % of memory) wait,
-  within a page fault. So chunks are written in threads and credit for them is given when they are
-  written: the transfer falls to the disk's pace, and the node does everything else as before
-  (`echo/weights/receiver.py`). Where that is too slow, point store_dir to a tmpfs such as
-  /dev/shm/echo (survives the process, not the machine), or raise vm.dirty_ratio. On the loop an
-  image's file is made, given its room and renamed, once per version, mostly in milliseconds.
+  then the version is kept in memory if that has room for it, with one warning: the node works as
+  without network.store_dir, and only its restart costs a transfer. If memory has no space either,
+  `create` raises StorageError.
+* **Limit** (network.store_bytes): counts every version that was not dropped, wherever it lies.
+* **Slow disk**: a write into the mapping is a write into the page cache; the kernel writes it back
+  in the background. Only when more than vm.dirty_ratio (20 % of memory) is dirty does it make the
+  writer wait, within a page fault. So chunks are written in threads (`write`, without the GIL) and
+  credit for them is given when they are written: on a disk slower than the link the transfer falls
+  to the disk's pace, and the node does everything else as before (`echo/weights/receiver.py`).
+  Where that is too slow, point store_dir to a tmpfs such as /dev/shm/echo (survives the process,
+  not the machine), or raise vm.dirty_ratio.
+  Manifests and journals are written, and files removed, in a thread of their own, in order. On the
+  loop remain what an image needs before its first chunk: its file is made, given its room and
+  renamed, once per version, mostly in milliseconds (a spare needs no more than a new name); and
+  the pages of one that nobody reads any more are unmapped.
   A disk that fails to read a page back kills the process (SIGBUS), as for any mapped file.
+* **Shared by mistake**: the second process gets StorageError with the pid of the first.
+* **Other runs**: their versions are removed in `recover`. Files of other names are never touched.
 """
 
 from __future__ import annotations
@@ -145,10 +156,16 @@ def _report(future: Future[None]) -> None:
 #
 #     record: magic (4 bytes), index of the chunk or 2^32 - 1 for a table, length, then the bytes
 #
-# A torn last record is cut off before more is appended. A journal only spares a later process a
-# transfer: all of them together take what versions leave of network.store_bytes, the oldest give
-# way first, and one that cannot be written, or has MAX_BEHIND_BYTES queued, is given up. It is
-# removed with its keyframe, which may long outlive the fetch: children take it.
+# * **Killed in mid-write**: the last record is torn, and cut off before more is appended. Nothing
+#   is synced; after a power failure a lost page fails its hash or its signature
+#   (`echo/weights/store.py`), and what follows a lost header is not read.
+# * **Limit and full disk**: a journal only spares a later process a transfer. So all of them
+#   together take what versions leave of network.store_bytes, the oldest give way first, and one
+#   that cannot be written is removed. Chunks are in memory besides, so nothing else changes.
+# * **Slow disk**: files are made, added to and removed in a thread of their own, and what is queued
+#   for it are views of chunks that are held in memory anyway. A journal that has MAX_BEHIND_BYTES
+#   queued is given up: what it would spare a later process, it costs this one.
+# * A journal is removed with its keyframe, which may long outlive the fetch: children take it.
 #
 # Deltas have none: one is some hundredth of an image, and is fetched again after a restart.
 

@@ -19,7 +19,7 @@ from echo.leases.scheduler import LeaseSettings, RunState
 from echo.roles.joining import AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.runtime.identity import Identity
-from echo.runtime.learner.cost import ActivationSettings, spent_before
+from echo.runtime.learner.cost import ActivationSettings
 from echo.runtime.learner.node import LearnerNode, OpenedRun, Row
 from echo.runtime.learner.resume import SavedRun, StartingPoint
 from echo.sim.scenario import LEARNER_REGION, Scenario
@@ -76,7 +76,6 @@ class SimLearner(LearnerNode):
         now = disk.now()
         ledger = MemoryLedger(disk)
         saved = SavedRun(ledger, MemoryCheckpoints(disk, scenario, run_id=RUN_ID, now=now))
-        spent = spent_before(ledger.records(), now=now)
         is_new, max_staleness = not ledger.num_records, scenario.job.max_staleness
         start = (
             saved.begin() if is_new else saved.recover(run_id=RUN_ID, max_staleness=max_staleness)
@@ -94,7 +93,6 @@ class SimLearner(LearnerNode):
         opened = OpenedRun(
             ledger=ledger,
             checkpoints=saved.checkpoints,
-            spent=spent,
             activation=_activation_settings(scenario, scale=versions.scale),
             progress=TimedProgress(self.trainer, start, now=now),
             trainer=trainer,

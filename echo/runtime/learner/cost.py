@@ -560,7 +560,6 @@ class CostControl:
         config: Config,
         *,
         settings: ActivationSettings | None,
-        spent: float,
         pace: PublishPace,
         progress: Progress,
         ledger: LedgerQueue,
@@ -568,6 +567,7 @@ class CostControl:
         log: logging.Logger,
     ) -> None:
         self._role = role
+        spent = spent_before(ledger.records(), now=ledger.now())
         self._activation = None if settings is None else Activation(settings, now=now)
         self._meter = CostMeter(
             learner_per_h=config.learner.price_per_h or 0.0,

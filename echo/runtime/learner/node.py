@@ -232,8 +232,6 @@ class OpenedRun:
 
     ledger: LedgerQueue
     checkpoints: Checkpoints
-    spent: float
-    """$ before a resume; they count towards the budget of the run."""
     activation: ActivationSettings | None
     """Which workers are activated; None where every one generates, whatever it costs."""
     progress: Progress
@@ -309,8 +307,8 @@ class LearnerNode(Node):
             settings = ControlSettings(least=sync.min_staleness, most=sync.max_staleness)
             self._controller = StalenessController(settings)
         self._costs = CostControl(
-            role, config, settings=run.activation, spent=run.spent, pace=pace,
-            progress=run.progress, ledger=ledger, now=self.now, log=log,
+            role, config, settings=run.activation, pace=pace, progress=run.progress,
+            ledger=ledger, now=self.now, log=log,
         )  # fmt: skip
         address = advertised(transport.listen_address, config.learner.advertise)
         self._waiting = BatchWait(

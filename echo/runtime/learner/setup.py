@@ -73,7 +73,7 @@ from echo.runtime.identity import (
     write_join,
 )
 from echo.runtime.learner.checkpoint import Checkpoints
-from echo.runtime.learner.cost import activation_settings, spent_before
+from echo.runtime.learner.cost import activation_settings
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.runtime.learner.node import Follower, LearnerNode, LearnerRewards, OpenedRun
 from echo.runtime.learner.prompts import PromptsAhead, PromptSource
@@ -420,7 +420,6 @@ class RunParts:
             on_failure.callback(ledger.close)
             saved = SavedRun(ledger, self._checkpoints(now))
             start = saved.find_start(config, self.identity, resume=options.resume, log=options.log)
-            spent = spent_before(ledger.records(), now=ledger.now()) if options.resume else 0.0
             own = config if self.budget is None else with_checkpointing(config, self.budget)
             trainer = build_trainer(own, data.model_dir, start, data.lora, options.crew)
             options.log.info("%s", trainer.describe_rows())
@@ -442,7 +441,6 @@ class RunParts:
         return OpenedRun(
             ledger=ledger,
             checkpoints=saved.checkpoints,
-            spent=spent,
             activation=activation_settings(config),
             progress=Progress(
                 staleness_tokens=start.staleness_tokens,
