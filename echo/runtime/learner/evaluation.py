@@ -167,8 +167,8 @@ class Evaluations:
     """Which versions are evaluated, one at a time, without making the training wait.
 
     One is due where a multiple of the interval was reached since the version before, for not every
-    step is published; it is skipped if the evaluation before still runs. The last version never is:
-    it always is evaluated, at the end of the run.
+    step is published; it is skipped if the evaluation before still runs. The last version is not
+    among them: the end of the run always evaluates it.
     """
 
     def __init__(self, evaluator: Evaluator, *, interval_steps: int, max_steps: int) -> None:
