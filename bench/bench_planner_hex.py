@@ -1,6 +1,6 @@
 """Compare the division of unequal GPUs with the ratios that AReaL-Hex publishes.
 
-Published inputs: GPUs, links, prices and models of arXiv:2511.00796 (echo/fleet/gpus.py).
+Published inputs: GPUs, links and models (echo/fleet/gpus.py) and prices of arXiv:2511.00796.
 Efficiencies are those of echo/fleet/gpus.py, sourced there, fixed before this comparison and
 the same for all models and baselines. What the paper leaves out gets a range, and each result is
 the interval over it: the length of completions, the weight update (the links' estimate, or the
@@ -23,6 +23,8 @@ PUBLISHED = {  # model: (over H800 only, over H20 only) at equal budget
     "Qwen2.5-7B": (1.31, 2.76),
     "Qwen2.5-14B": (1.50, 2.29),
 }
+PRICES_PER_H = {"H800": 5.28, "H20": 1.85}
+"""$ of one GPU, as printed."""
 PUBLISHED_COST = 126.72 / 86.64
 """24 H800 against 8 H800 and 24 H20 (the counts follow from the prices), at equal throughput."""
 UPDATES = {  # model: measured seconds of an update (unequal GPUs, H800 only)
@@ -65,7 +67,8 @@ def most_over_h20() -> float:
     Training is all that an H800 does cheaper, and cheaper by no more than this.
     """
     h20, h800 = GPUS["H20"], GPUS["H800"]
-    return h800.flops_per_s / h800.price_per_h / (h20.flops_per_s / h20.price_per_h)
+    cheaper = PRICES_PER_H["H20"] / PRICES_PER_H["H800"]
+    return cheaper * h800.flops_per_s / h20.flops_per_s
 
 
 def throughput(model: str, length: int, h800: int, h20: int, update_s: float | None) -> float:
@@ -83,8 +86,7 @@ def throughput(model: str, length: int, h800: int, h20: int, update_s: float | N
 
 
 def price(h800: int, h20: int) -> float:
-    """Return $ per hour, at the prices that arXiv:2511.00796 prints."""
-    return h800 * 5.28 + h20 * 1.85
+    return h800 * PRICES_PER_H["H800"] + h20 * PRICES_PER_H["H20"]
 
 
 def compare(model: str) -> dict[str, Any]:

@@ -238,7 +238,7 @@ class Lab:
         buffer: Any = role.buffer
         self.node = LearnerNode(
             OpenedRun(
-                ledger=ledger, checkpoints=checkpoints, spent=0.0, activation=None,
+                ledger=ledger, checkpoints=checkpoints, activation=None,
                 progress=Progress(staleness_tokens={}, now=clock.now),
                 trainer=trainer, attribution=None, publisher=publisher, buffer=buffer,
                 role=role, rewards=None, evaluations=None, export=self.export,
