@@ -2,6 +2,7 @@
 
 python docs/reference_pages.py > docs/configuration.md
 python docs/reference_pages.py fleet > docs/fleet-files.md
+python docs/reference_pages.py names     (the table of docs/coming-from-other-frameworks.md)
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from itertools import groupby
 
 from echo.config.fields import Strict
 from echo.config.fleet_file import LISTS, SIM_LISTS, TABLES, RelayRow, SimRow
+from echo.config.other_names import names_table
 from echo.config.schema import Leaf, default_text, every_leaf, expected_text, sections, show
 
 _HEAD = """# Configuration
@@ -99,4 +101,5 @@ def _cells(texts: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(fleet_page() if sys.argv[1:] == ["fleet"] else configuration_page())
+    PAGES = {"fleet": fleet_page, "names": names_table, "": configuration_page}
+    sys.stdout.write(PAGES["".join(sys.argv[1:])]())

@@ -20,6 +20,7 @@ from echo.cli import parsers
 from echo.cli.node import dry_run
 from echo.config.fleet_file import JobRow, SimRow
 from echo.config.load import load_config
+from echo.config.other_names import ELSEWHERE, names_table, translations
 from echo.config.schema import find_leaf, sections
 from echo.core.extras import ROLES
 from echo.records.ledger import Record
@@ -159,6 +160,12 @@ def test_the_reference_of_the_configuration_is_that_of_the_schema() -> None:
 def test_the_reference_of_fleet_files_is_that_of_their_rows() -> None:
     remedy = "python docs/reference_pages.py fleet > docs/fleet-files.md"
     assert text_of(DOCS / "fleet-files.md") == fleet_page(), remedy
+
+
+def test_the_names_of_other_trainers_are_those_that_messages_know() -> None:
+    page = text_of(OF_OTHERS)
+    assert names_table() in page, "python docs/reference_pages.py names prints the table"
+    assert [name for name in ELSEWHERE if f"`{name}`" not in page] == []
 
 
 @pytest.mark.slow
@@ -340,6 +347,7 @@ def test_every_message_that_it_explains_is_one_of_ours() -> None:
 def test_every_key_that_a_message_names_exists() -> None:
     others = {"learner.key", "learner.rank", "task.code"}  # a file, a log, a setting of the wire's
     others |= {"task.completed", "task.description", "task.total"}  # of a bar of rich's
+    others |= {name for _, name, _ in translations()}
     files = re.compile(r".*\.(json|jsonl|log|png|safetensors|toml|txt)")
     pattern = rf"(?<![\w./])(?:{'|'.join(sections())}|job|sim)(?:\.[a-z_0-9]+)+"
     keys = {key for key in re.findall(pattern, texts_in_code()) if not files.fullmatch(key)}

@@ -527,6 +527,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         config = configuration_of(arguments)
+        if _is_first_rank():
+            for note in config.notes:
+                print(f"note: {note}", file=sys.stderr)
         if arguments.dry_run:
             if _is_first_rank():
                 problems = start_problems(config, arguments.role)

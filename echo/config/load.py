@@ -21,6 +21,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
+from echo.config import other_names
 from echo.config.checks import Problem, Setting, check_config
 from echo.config.fields import OWN_KIND, ROLES, UNREADABLE, Role, read_text, toml_or_text
 from echo.config.memory import Budget
@@ -142,6 +143,9 @@ def _say_unknown(path: KeyPath) -> str:
         return f"this is a section, not a key; write [{section}] and its keys below it"
     if find_leaf(path[:1]) or find_leaf(path[:2]):
         return "this key takes a plain value, not a table"
+    known_elsewhere = other_names.our_name(path)
+    if known_elsewhere:
+        return f"unknown key; {known_elsewhere}"
     paths = dict.fromkeys(leaf.path for leaf in every_leaf())
     names = [path[-1] for path in paths if path[0] == section and len(path) == 2]
     near = nearest(name, names)
@@ -244,8 +248,9 @@ def parse_config(
         overrides: "section.key=value" each.
         role: whose required keys must be there, or None.
         source: what messages call `table`.
-        is_saved: whether `table` is what a run has saved, every key of it: values that an override
-            leaves without effect then give way to their defaults, for nobody asked for them.
+        is_saved: whether `table` is what a run has saved, every key of it: values that are without
+            effect then give way to their defaults, for nobody asked for them. A value of a file
+            gives way, with a note, if an override has left it without effect.
     """
     if role is not None and role not in ROLES:
         raise ConfigError(f'role "{role}" does not exist; choose one of {", ".join(ROLES)}')
@@ -262,15 +267,37 @@ def parse_config(
     if is_saved:
         user = _without_old_defaults(layers[0].settings, user)
     settings, config, problems = _check(user, role)
-    idle = [problem.paths[0][:2] for problem in problems if problem.is_idle] if is_saved else []
+    idle = [
+        problem
+        for problem in problems
+        if problem.is_idle and (is_saved or _cause_in_override(problem, user))
+    ]
+    notes = [] if is_saved else [_say_idle(problem, settings) for problem in idle]
     if idle:
-        kept = {p: s for p, s in user.items() if p[:2] not in idle or s.source == OVERRIDE}
+        gone = {problem.paths[0][:2] for problem in idle}
+        kept = {p: s for p, s in user.items() if p[:2] not in gone or s.source == OVERRIDE}
         settings, config, problems = _check(kept, role)
     problems = [problem for layer in layers for problem in layer.problems] + problems
     if problems:
         lines = [_describe(problem, settings, source) for problem in problems]
         raise ConfigError(in_one("configuration", lines))
-    return config.with_sources(_sources(settings, leaves(kinds_of(config))))
+    return config.with_sources(_sources(settings, leaves(kinds_of(config))), notes)
+
+
+def _cause_in_override(problem: Problem, user: Mapping[KeyPath, Setting]) -> bool:
+    """Return whether `--set` has left a setting of the file without effect."""
+    idle, *causes = (user.get(path) for path in problem.paths)
+    by_line = any(cause is not None and cause.source == OVERRIDE for cause in causes)
+    return idle is not None and idle.source != OVERRIDE and by_line
+
+
+def _say_idle(problem: Problem, settings: Mapping[KeyPath, Setting]) -> str:
+    """Return the note on a setting of the file that gives way to the command line."""
+    path, *causes = problem.paths
+    setting = problem.setting or settings[path]
+    beside = " and ".join(f"{'.'.join(c)} = {_brief(settings[c].value)}" for c in causes)
+    key = f"{'.'.join(path)} = {_brief(setting.value)}"
+    return f"{setting.source}: {key} has no effect beside {OVERRIDE} {beside}, and is left out"
 
 
 def _check(

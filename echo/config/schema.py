@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -564,16 +564,22 @@ class Config(Section):
     ui: UiSection
 
     _sources: Mapping[str, str] = PrivateAttr(default_factory=dict)
+    _notes: Sequence[str] = PrivateAttr(default=())
 
     @property
     def sources(self) -> Mapping[str, str]:
         """Where each value came from, by dotted key: a file, --set, a profile or the default."""
         return self._sources
 
-    def with_sources(self, sources: Mapping[str, str]) -> Config:
+    @property
+    def notes(self) -> Sequence[str]:
+        """Settings of a file that the command line has left without effect, a line each."""
+        return self._notes
+
+    def with_sources(self, sources: Mapping[str, str], notes: Sequence[str] = ()) -> Config:
         """Return the same configuration that knows where its values came from."""
         copy = self.model_copy()
-        copy._sources = dict(sources)  # noqa: SLF001, its own class
+        copy._sources, copy._notes = dict(sources), tuple(notes)  # noqa: SLF001, its own class
         return copy
 
     @property
