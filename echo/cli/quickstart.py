@@ -14,7 +14,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -84,9 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             model = make_model(task, console, for_vllm=config.engine.kind == "vllm")
         overrides = [f"model.name={model}", f"run.seed={arguments.seed or 0}", *arguments.set]
         config = load_config(config_path, overrides, "learner")
-        overrides += free_settings(config)
-        config = load_config(config_path, overrides, "learner")
-        return run_nodes(config_path, config, overrides, arguments, console)
+        with ExitStack() as held:
+            overrides += free_settings(config, held)
+            config = load_config(config_path, overrides, "learner")
+            return run_nodes(config_path, config, overrides, arguments, console)
     except EchoError as error:
         return fail(error)
 
@@ -158,26 +160,24 @@ def check_addresses(config: Config) -> None:
         )
 
 
-def free_settings(config: Config) -> list[str]:
-    """Return overrides for a run name and for ports that are not taken on this machine."""
-    overrides = []
+def free_settings(config: Config, held: ExitStack) -> list[str]:
+    """Return overrides for a run name and for ports that nothing else on this machine has.
+
+    Args:
+        config: with the name and the ports to try first.
+        held: keeps the ports from other programs until it is closed.
+    """
     name, number = config.run.name, 1
-    while (Path(config.run.dir) / name).exists():
+    while not _claim(Path(config.run.dir) / name):
         number += 1
         name = f"{config.run.name}-{number}"
-    overrides.append(override_of("run.name", name))
-    learner, relay = _port_of(config.learner.listen), _port_of(config.relay.listen)
-    with socket.socket() as first, socket.socket() as second:
-        try:
-            first.bind(("127.0.0.1", learner))
-            second.bind(("127.0.0.1", relay))
-        except OSError:
-            first.close()
-            second.close()
-            learner, relay = _free_ports()
+    learner, relay = (
+        held.enter_context(_held_port(_port_of(address)))
+        for address in (config.learner.listen, config.relay.listen)
+    )
     up, down = f"tcp://127.0.0.1:{learner}", f"tcp://127.0.0.1:{relay}"
     return [
-        *overrides,
+        override_of("run.name", name),
         f"learner.listen={up}",
         f'relay.connect=["{up}"]',
         f"relay.listen={down}",
@@ -185,15 +185,38 @@ def free_settings(config: Config) -> list[str]:
     ]
 
 
+def _claim(run_dir: Path) -> bool:
+    """Make the directory of a run; return whether this process has made it."""
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
 def _port_of(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-def _free_ports() -> tuple[int, int]:
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
-        second.bind(("127.0.0.1", 0))
-        return first.getsockname()[1], second.getsockname()[1]
+@contextmanager
+def _held_port(wanted: int) -> Iterator[int]:
+    """Hold a port of the loopback address: the wanted one, or another where it is taken.
+
+    Linux refuses it to a program that does not set SO_REUSEADDR, such as another quickstart that
+    chooses its ports. A node sets it, so that it can bind the port as well, and then listens alone.
+    """
+    with socket.socket() as holder:
+        try:
+            holder.bind(("127.0.0.1", wanted))
+        except OSError:
+            holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        if sys.platform == "linux":
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        else:
+            holder.close()
+        yield port
 
 
 def run_nodes(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import shlex
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from echo.cli.quickstart import (
 )
 from echo.config.load import load_config, parse_config, save_resolved
 from echo.core.extras import find_config
+from echo.net.zmq import bound_socket, listen_on
 from echo.runtime.identity import Join
 
 PATIENT = """
@@ -102,10 +105,9 @@ def test_every_task_has_its_configuration_and_other_things_to_try(task: str, bou
     assert f"--config {config.run_dir}/config.json --dry-run" in third
 
 
-def test_a_run_name_and_ports_that_are_free_are_chosen(tmp_path: Path) -> None:
+def test_two_quickstarts_started_at_once_share_neither_name_nor_ports(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run-2").mkdir()
-    with socket.socket() as taken:
+    with socket.socket() as taken, ExitStack() as held:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         table = {
@@ -114,17 +116,25 @@ def test_a_run_name_and_ports_that_are_free_are_chosen(tmp_path: Path) -> None:
             "model": {"name": "x"},
         }
         config = parse_config(table, role="learner")
-        overrides = free_settings(config)
-    config = parse_config(table, overrides, "learner")
-    assert config.run.name == "run-3"
-    assert config.learner.listen != f"tcp://127.0.0.1:{port}"
-    assert config.relay.connect == (config.learner.listen,)
-    assert config.worker.connect[0] == config.relay.listen
+        first, second = (
+            parse_config(table, free_settings(config, held), "learner") for _ in range(2)
+        )
+        assert [first.run.name, second.run.name] == ["run-2", "run-3"]
+        ports = {port, *(o.listen for c in (first, second) for o in (c.learner, c.relay))}
+        assert len(ports) == 5
+        assert first.relay.connect == (first.learner.listen,)
+        assert first.worker.connect[0] == first.relay.listen
+        # The node can listen at the port that is held for it.
+        bound = asyncio.run(bound_socket(first.learner.listen, None))
+        listen_on(bound)
+        with socket.create_connection(bound.getsockname(), timeout=5):
+            bound.close()
 
 
 def test_a_run_whose_name_is_a_number_keeps_it(tmp_path: Path) -> None:
     table = {"run": {"dir": str(tmp_path), "name": "2026"}}
-    overrides = free_settings(parse_config(table))
+    with ExitStack() as held:
+        overrides = free_settings(parse_config(table), held)
     assert parse_config({}, overrides).run.name == "2026"
 
 
