@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import math
 import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -234,37 +236,58 @@ def _gpu_bytes(config: Config, role: Role) -> int | None:
 # --- process of a node ----------------------------------------------------------------------------
 
 
+SAME_SIGNAL_S = 1.0
+"""Seconds within which a further signal counts as the one before: a terminal sends Ctrl-C to a
+launcher and to the node, and the launcher passes its own on."""
+
+
+class NodeSignals:
+    """Drains a node at the first signal, stops it at the second, kills the process at the third.
+
+    A signal within SAME_SIGNAL_S of the one before is that one.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._last_at = -math.inf
+        self.received: list[int] = []
+
+    def receive(self, number: int) -> None:
+        """Carry out a signal."""
+        if number == signal.SIGHUP:
+            interrupts.leave_terminal()
+            if self.received:
+                return  # a terminal that closes sends it more than once
+        now = time.monotonic()
+        is_same, self._last_at = now - self._last_at < SAME_SIGNAL_S, now
+        if is_same:
+            return
+        self.received.append(number)
+        code = interrupts.signal_exit_code(number)
+        if len(self.received) == 1:
+            self._node.interrupt()
+        elif len(self.received) == 2:
+            self._node.log.warning("stopping at once: what is unfinished is given up")
+            interrupts.hurry(code)
+            self._node.stop(INTERRUPTED)
+        else:
+            os._exit(code)
+
+
 async def run_node(node: Node) -> str:
-    """Run a node; the first signal drains it, the second stops it, the third kills the process.
+    """Run a node until it ends by itself or by signals, see NodeSignals.
 
     Raises:
         EchoError: if the node cannot go on.
         Interrupted: if a signal has ended it.
     """
-    received: list[int] = []
-
-    def on_signal(number: int) -> None:
-        if number == signal.SIGHUP:
-            interrupts.leave_terminal()
-            if received:
-                return  # a terminal that closes sends it more than once
-        received.append(number)
-        code = interrupts.signal_exit_code(number)
-        if len(received) == 1:
-            node.interrupt()
-        elif len(received) == 2:
-            node.log.warning("stopping at once: what is unfinished is given up")
-            interrupts.hurry(code)
-            node.stop(INTERRUPTED)
-        else:
-            os._exit(code)
-
+    signals = NodeSignals(node)
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in interrupts.SIGNALS}
     if before[signal.SIGHUP] == signal.SIG_IGN:
         del before[signal.SIGHUP]  # under nohup
     for number in before:
-        loop.add_signal_handler(number, on_signal, number)
+        loop.add_signal_handler(number, signals.receive, number)
     try:
         reason = await node.run()
     finally:
@@ -272,8 +295,8 @@ async def run_node(node: Node) -> str:
         for number, handler in before.items():
             loop.remove_signal_handler(number)
             signal.signal(number, handler)
-    if received and reason == INTERRUPTED:
-        raise Interrupted(received[0])
+    if signals.received and reason == INTERRUPTED:
+        raise Interrupted(signals.received[0])
     return reason
 
 

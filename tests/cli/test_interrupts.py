@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from echo.cli import interrupts, sim
+from echo.cli import node as node_command
 from echo.cli.node import run_loop, run_node
 from echo.runtime.node import Node
 from echo.sim.network import Network, Port
@@ -150,9 +151,26 @@ def test_the_first_signal_drains(monkeypatch: pytest.MonkeyPatch, number: int) -
 def test_the_second_signal_stops(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(node_command, "SAME_SIGNAL_S", 0.01)
+
     def work() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
 
     assert run(monkeypatch, work, may_end=False) == 143
     assert "stopping at once" in caplog.text
+
+
+def test_a_signal_that_a_launcher_passes_on_as_well_is_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    async def drain(self: SlowNode) -> None:
+        await self.wait_until(lambda: False, within_s=0.2)
+
+    monkeypatch.setattr(SlowNode, "drain", drain)
+    assert run(monkeypatch, work, may_end=True) == 130
+    assert "stopping at once" not in caplog.text
