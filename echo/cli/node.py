@@ -23,7 +23,7 @@ from echo.cli import interrupts
 from echo.cli.interrupts import Interrupted
 from echo.cli.output import LogFormatter, exit_code, fail, make_log, tell
 from echo.cli.parsers import node_parser
-from echo.config.fields import Role, override_of
+from echo.config.fields import Role, has_secret, override_of
 from echo.config.load import (
     diff_configs,
     dry_run_text,
@@ -50,7 +50,7 @@ from echo.records.ledger import has_begun
 from echo.records.run_files import read_metrics
 from echo.runtime import node
 from echo.runtime.event_log import EventLog
-from echo.runtime.identity import ECHO_JOIN, Join
+from echo.runtime.identity import ECHO_JOIN, Join, is_own_machine, join_address
 from echo.runtime.learner.resume import finished_step
 from echo.runtime.node import INTERRUPTED, Node, tune_malloc
 from echo.tasks.dataset import RowsTask, is_local
@@ -604,7 +604,8 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
         overrides.insert(0, f"security.join={Join.parse(join, source=ECHO_JOIN)}")
     if arguments.config is not None:
         if role != "learner" and not join:
-            overrides[:0] = find_own_join(arguments.config, overrides, role)
+            patience = not arguments.dry_run
+            overrides[:0] = find_own_join(arguments.config, overrides, role, patience=patience)
         config = read_run_file(arguments.config, overrides, role)
     elif join:
         # Files of its own: which run it is the learner tells later, when the log is open.
@@ -625,16 +626,50 @@ def _goes_on(arguments: argparse.Namespace, config: Config) -> bool:
     return bool(arguments.resume or (arguments.resume_or_begin and has_begun(config.run_dir)))
 
 
-def find_own_join(path: Path, overrides: Sequence[str], role: str) -> list[str]:
-    """Return an override with the join string that a learner has left here, if one is needed."""
+LOOK_S = 0.2
+"""Seconds between two looks for the join string of a learner that is about to start."""
+
+
+def find_own_join(path: Path, overrides: Sequence[str], role: str, *, patience: bool) -> list[str]:
+    """Return an override with the join string that a learner has left here, if one is needed.
+
+    Args:
+        path: of the configuration.
+        overrides: of the configuration.
+        role: of this node.
+        patience: whether to wait for a learner that is to run on this machine, for as long as a
+            node waits for it elsewhere.
+    """
     try:
         config = read_run_file(path, overrides, None)
     except ConfigError:
         return []  # is told with what is wrong for the role
     own = config.run_dir / "keys" / "join"
-    is_told = getattr(config, role).connect or config.security.join is not None
-    needs_it = config.security.curve and not is_told and own.exists()
-    return [override_of("security.join", str(own))] if needs_it else []
+    is_told = config.security.join is not None or any(map(has_secret, _dialled(config, role)))
+    if is_told or not config.security.curve:
+        return []
+    if patience and all(map(is_own_machine, _dialled(config, role))):
+        _wait_for(own, patience_s=config.network.reconnect_for_s)
+    is_needed = own.exists() and not getattr(config, role).connect
+    return [override_of("security.join", str(own))] if is_needed else []
+
+
+def _dialled(config: Config, role: str) -> Sequence[str]:
+    """Return the addresses that a relay or worker dials, its learner's where it names none."""
+    learner = config.learner
+    return getattr(config, role).connect or (join_address(learner.listen, learner.advertise),)
+
+
+def _wait_for(path: Path, *, patience_s: float) -> None:
+    """Wait until a file is there, at most for so long; say once what is waited for."""
+    give_up_at = time.monotonic() + patience_s
+    is_told = False
+    while not path.exists() and time.monotonic() < give_up_at:
+        if not is_told:
+            is_told = True
+            tell_of = f"waiting for {path}, which the learner writes when it starts"
+            print(f"{tell_of}; on another machine set {ECHO_JOIN} to its line", file=sys.stderr)
+        time.sleep(LOOK_S)
 
 
 def read_run_file(path: Path, overrides: Sequence[str], role: Role | None) -> Config:

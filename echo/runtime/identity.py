@@ -285,6 +285,18 @@ def join_address(address: str, advertise: str | None) -> str:
         return format_address(str(probe.getsockname()[0]), port)
 
 
+def is_own_machine(address: str) -> bool:
+    """Return whether an address, with a key or without, is one of this machine's."""
+    try:
+        host, _ = parse_address(address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))
+    except (OSError, TransportError):
+        return False
+    return True
+
+
 def _without_secret(address: str) -> str:
     key = address.partition("#")[2].partition(".")[0]
     return without_key(address) + (f"#{key}" if key else "")

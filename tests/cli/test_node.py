@@ -5,6 +5,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -261,6 +262,41 @@ def test_beside_its_learner_a_worker_needs_neither_address_nor_join_string(
     out = capsys.readouterr().out
     assert "would start: a worker that connects to the address of its join string" in out
     assert "s" * 22 not in out
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:9", "none"])
+def test_a_worker_started_before_its_learner_waits_for_the_join_string(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    join = config.parent / "run" / "keys" / "join"
+    line = ["--role", "worker", "--config", config, "--set", "network.reconnect_for_s=0.2"]
+    connect = "[]" if address == "none" else address
+    line += ["--set", f"worker.connect={connect}", "--set", "worker.name=early"]
+    looks: list[float] = []
+
+    def start_learner(seconds: float) -> None:
+        looks.append(seconds)
+        join.parent.mkdir(parents=True)
+        join.write_text(JOIN)
+
+    monkeypatch.setattr(time, "sleep", start_learner)
+    assert run(*line) == 4
+    told = f"waiting for {join}, which the learner writes when it starts; on another machine set"
+    err = capsys.readouterr().err
+    assert told in err
+    assert "no learner reached" in err
+    assert len(looks) == 1
+
+
+def test_the_wait_for_a_join_string_ends(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["--config", config, "--set", "network.reconnect_for_s=0.01"]
+    assert run("--role", "relay", *line, "--set", "relay.connect=tcp://127.0.0.1:9") == 2
+    assert "waiting for" in (err := capsys.readouterr().err)
+    assert "this relay has no join string" in err
+    # Another machine has no file to wait for, and a dry run tells at once.
+    assert run("--role", "worker", *line) == 2
+    assert run("--role", "relay", *line, "--set", "relay.connect=[]", "--dry-run") == 2
+    assert "waiting for" not in capsys.readouterr().err
 
 
 def test_a_damaged_join_string_is_not_repeated(
