@@ -22,13 +22,14 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "lineage": "History that the step belongs to; a resume begins a new one.",
     },
     "Reward and completions": {
-        "reward/mean": "Mean reward of every group delivered since the step before, also of those "
-        "that did not count towards it.",
+        "reward/mean": "Mean reward of the groups that the step trained on, and of those that were "
+        "left out since the step before.",
         "reward/std": "Standard deviation of the same rewards.",
         "completions/mean_length": "Mean length of a completion, tokens.",
         "completions/clipped_ratio": "Share of completions that ran into "
         "`sampling.max_completion_tokens`.",
-        "eval/*/pass@1": "Mean held-out reward at the run's temperature; the middle is the task.",
+        "eval/*/reward": "Mean held-out reward at the run's temperature; the middle is the task.",
+        "eval/*/pass@1": "The same, where every reward of the evaluation is 0 or 1.",
         "eval/*/greedy": "Mean held-out reward of the likeliest answers.",
         "eval/version": "Step of the weights that were evaluated.",
         "eval/reward_errors": "Held-out rewards that failed; each counts as 0.",

@@ -22,7 +22,11 @@ def read_evaluations(path: Path) -> list[dict[str, float]]:
     """Return step and pass rates of every evaluation."""
     found = []
     for row in map(json.loads, path.read_text().splitlines()):
-        sampled = [value for key, value in row.items() if key.endswith("/pass@1")]
+        sampled = [
+            value
+            for key, value in row.items()
+            if key.startswith("eval/") and key.endswith("/reward")
+        ]
         greedy = [value for key, value in row.items() if key.endswith("/greedy")]
         if sampled and greedy:
             found.append({"step": row["step"], "sampled": sampled[0], "greedy": greedy[0]})

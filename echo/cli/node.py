@@ -515,6 +515,7 @@ def read_curve(run_dir: Path, log: logging.Logger) -> LearningCurve | None:
     return LearningCurve(
         rewards={step: reward for step, reward in rewards.items() if reward is not None},
         evaluations=tuple((e.step, e.sampled, e.greedy) for e in history.evaluations),
+        is_rate=history.evals_are_rates,
     )
 
 

@@ -99,13 +99,40 @@ class SpeedView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepView:
+    """What the row of metrics of one optimizer step says."""
+
+    step: int
+    """Steps done with it."""
+    reward: float
+    mean_staleness: float | None
+    """Of the trained tokens, in steps; None if there were none."""
+    max_staleness: int
+    accepted_tokens_per_s: float
+    """Completion tokens accepted since the step before, over the time since it."""
+    seconds: float
+    """Since the step before."""
+
+
+def held_out(is_rate: bool) -> str:
+    """Name the mean reward of held-out prompts by what it is.
+
+    Args:
+        is_rate: whether every reward is 0 or 1.
+    """
+    return "held-out pass rate" if is_rate else "held-out reward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LearningCurve:
     """What a run had learned before it was resumed."""
 
     rewards: Mapping[int, float]
     """Mean reward by step."""
     evaluations: tuple[tuple[int, float, float], ...]
-    """(step, pass rate sampled, pass rate greedy)."""
+    """(step, mean reward sampled, mean reward greedy)."""
+    is_rate: bool = True
+    """Whether every reward of an evaluation was 0 or 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +155,9 @@ class Snapshot:
     reward_history: tuple[float, ...] = ()
     """Mean reward of each step so far, oldest first."""
     eval_history: tuple[tuple[int, float, float], ...] = ()
-    """(step, pass rate sampled, pass rate greedy) of each evaluation so far."""
+    """(step, mean reward sampled, mean reward greedy) of each evaluation so far."""
+    evals_are_rates: bool = True
+    """Whether every reward of them was 0 or 1."""
     eval_errors: Mapping[int, int] = field(default_factory=dict)
     """Rewards that failed, and count as 0, by the step of the evaluation; only where some did."""
     staleness_tokens: Mapping[int, int] = field(default_factory=dict)
@@ -137,8 +166,8 @@ class Snapshot:
     """Share of the learner's time spent waiting for rollouts since it started, 0..1."""
     recent_idle_ratio: float = 0.0
     """The same of the last minute, or of the last steps if those took longer."""
-    tokens_per_s: float = 0.0
-    """Sampled completion tokens accepted per second, recent."""
+    last_step: StepView | None = None
+    """None before this process has made one."""
     speed: SpeedView | None = None
     """Of the last step; None before the first."""
     num_buffered: int = 0

@@ -32,11 +32,13 @@ class Evaluation:
 
     step: int
     sampled: float
-    """Pass rate at the run's sampling temperature, 0..1."""
+    """Mean reward at the run's sampling temperature."""
     greedy: float
-    """Pass rate of greedy decoding, 0..1."""
+    """Mean reward of greedy decoding."""
     num_errors: int = 0
     """Rewards that failed, and count as 0."""
+    is_rate: bool = True
+    """Whether every reward was 0 or 1, so that the means are pass rates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,11 @@ class MetricsHistory:
     """Sum of `broadcast/bytes` of every row, those of abandoned steps too: they were sent."""
     times: tuple[float, ...] = ()
     """Unix seconds of every row, in order of writing."""
+
+    @property
+    def evals_are_rates(self) -> bool:
+        """Whether every reward of every evaluation was 0 or 1."""
+        return all(evaluation.is_rate for evaluation in self.evaluations)
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, MetricsRow]]:
@@ -145,13 +152,18 @@ def _finite(row: MetricsRow, key: str, where: str) -> float:
 
 
 def _evaluation(row: MetricsRow, step: int) -> Evaluation | None:
-    """The evaluation in `row`, if there is one: eval/<task>/pass@1 and eval/<task>/greedy."""
-    sampled = [v for k, v in row.items() if k.startswith("eval/") and k.endswith("/pass@1")]
-    greedy = [v for k, v in row.items() if k.startswith("eval/") and k.endswith("/greedy")]
-    if not sampled or not greedy or sampled[0] is None or greedy[0] is None:
+    """The evaluation in `row`, if there is one: eval/<task>/reward and eval/<task>/greedy."""
+    values = {k.rpartition("/")[2]: v for k, v in row.items() if k.startswith("eval/")}
+    sampled, greedy = values.get("reward"), values.get("greedy")
+    if sampled is None or greedy is None:
         return None
-    num_errors = int(row.get("eval/reward_errors") or 0)
-    return Evaluation(int(row.get("eval/version", step)), sampled[0], greedy[0], num_errors)
+    return Evaluation(
+        int(values.get("version", step)),
+        sampled,
+        greedy,
+        num_errors=int(values.get("reward_errors") or 0),
+        is_rate="pass@1" in values,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -215,11 +215,12 @@ class TimedProgress(Progress):
         metrics: Mapping[str, float],
         staleness: Mapping[int, int],
         *,
+        step: int,
         bytes_sent: int,
         now: float,
     ) -> dict[str, float | Mapping[str, float]]:
         """Return one row, as the activation reads it."""
-        row = super().step_metrics(metrics, staleness, bytes_sent=bytes_sent, now=now)
+        row = super().step_metrics(metrics, staleness, step=step, bytes_sent=bytes_sent, now=now)
         row["completions/mean_length"] = self._trainer.mean_length
         return row
 

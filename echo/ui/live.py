@@ -36,7 +36,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from echo.core.metrics import CostView, NodeView, Snapshot, SpeedView, WorkerView
+from echo.core.metrics import CostView, NodeView, Snapshot, SpeedView, WorkerView, held_out
 from echo.core.units import format_bytes
 
 # --- curves in braille ----------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def header(snapshot: Snapshot, width: int, *, eta_s: float | None) -> list[Rende
 
 
 def reward_chart(snapshot: Snapshot, width: int, height: int) -> list[Text]:
-    """Return `height` rows: the newest numbers, then reward and pass rates against the step.
+    """Return `height` rows: the newest numbers, then the curves against the step.
 
     Below 4 rows there is no space for a curve, and the numbers are all.
     """
@@ -318,21 +318,29 @@ def reward_chart(snapshot: Snapshot, width: int, height: int) -> list[Text]:
         if num_errors:
             title.append(f"   {num_errors} rewards failed", "bold red")
         parts = (
-            ("   held-out", "bold"),
+            (f"   {held_out(snapshot.evals_are_rates)}", "bold"),
             (f" {sampled_glyph} {sampled:.2f}", "green"),
             (" sampled", "green"),
             (f" {greedy_glyph} {greedy:.2f}", "magenta"),
             (" greedy", "magenta"),
             (f" at step {step}", "dim"),
         )
-        # The longest of these that fits: everything, without the step, the bare numbers.
-        for wanted in (parts, parts[:-1], (parts[0], parts[1], parts[3]), (parts[1], parts[3])):
+        # The longest of these that fits: everything, less and less, the bare numbers.
+        short = ("   held-out", "bold")
+        for wanted in (
+            parts,
+            parts[:-1],
+            (parts[0], parts[1], parts[3]),
+            (short, parts[1], parts[3]),
+            (parts[1], parts[3]),
+        ):
             if title.cell_len + sum(len(text) for text, _ in wanted) <= width:
                 title.append_text(Text.assemble(*wanted))
                 break
     if height < 4:
         return [fit(title, width)][:height]
-    first_step = snapshot.step - len(rewards) + 1
+    last = snapshot.resumed_at if snapshot.last_step is None else snapshot.last_step.step
+    first_step = last - len(rewards) + 1
     values = [*rewards, *(v for _, *pair in snapshot.eval_history for v in pair)]
     plot = line_chart(
         [Curve([(first_step + i, reward) for i, reward in enumerate(rewards)], "cyan")],
@@ -412,10 +420,11 @@ def status(snapshot: Snapshot, width: int, *, num_wait_rows: int) -> list[Render
     and who was put on standby last.
     """
     flow = [
-        f"{snapshot.num_buffered} of {snapshot.groups_per_step} buffered",
+        f"{snapshot.num_buffered} buffered, {snapshot.groups_per_step} needed",
         f"{snapshot.num_leased} leased",
-        f"{short_count(snapshot.tokens_per_s)} tokens/s",
     ]
+    if (last := snapshot.last_step) is not None:
+        flow.append(f"{short_count(last.accepted_tokens_per_s)} tokens/s in the last step")
     groups = _labelled("groups", "   ".join(flow))
     version = _labelled("weights", f"{clean(snapshot.broadcast_version)} ")
     done = f" {snapshot.broadcast_done:4.0%}   {format_bytes(snapshot.broadcast_bytes)} sent"
@@ -521,8 +530,8 @@ def notices(lines: Sequence[str], width: int) -> list[list[Text]]:
 
 
 def idle_shares(snapshot: Snapshot) -> str:
-    """Return how much the learner waits, of late and since it started: "12% (run 35%)"."""
-    return f"{snapshot.recent_idle_ratio:.0%} (run {snapshot.idle_ratio:.0%})"
+    """Return how much the learner waits, recently and since it started."""
+    return f"{snapshot.recent_idle_ratio:.0%} recently, {snapshot.idle_ratio:.0%} in all"
 
 
 def short_count(value: float) -> str:
@@ -678,8 +687,7 @@ class PlainLog:
     def finish(self, snapshot: Snapshot) -> None:
         """Write what is left to say, the last step in any case."""
         lines = self.lines_for(snapshot)
-        if snapshot.step != self._step_shown:
-            self._step_shown = snapshot.step
+        if self._is_news(snapshot):
             lines.append(self._step_line(snapshot))
         self._write(lines)
 
@@ -699,13 +707,14 @@ class PlainLog:
                 rates = f"{sampled:.3f} sampled, {greedy:.3f} greedy"
                 if num_errors := snapshot.eval_errors.get(step):
                     rates += f"; {num_errors} rewards failed and count as 0"
-                lines.append(f"{stamp} eval at step {step}: held-out pass rate {rates}")
+                name = held_out(snapshot.evals_are_rates)
+                lines.append(f"{stamp} eval at step {step}: {name} {rates}")
         if snapshot.step != self._step_seen:
             self._step_seen, self._step_at = snapshot.step, now
             self._wait_interval_s = 2 * _STEP_LINE_S
         is_due = now - self._shown_at >= _STEP_LINE_S or snapshot.step >= snapshot.max_steps
-        if snapshot.step != self._step_shown and is_due:
-            self._step_shown, self._shown_at = snapshot.step, now
+        if self._is_news(snapshot) and is_due:
+            self._shown_at = now
             lines.append(self._step_line(snapshot))
         elif (
             snapshot.waiting_for
@@ -719,20 +728,32 @@ class PlainLog:
             )
         return lines
 
+    def _is_news(self, snapshot: Snapshot) -> bool:
+        """Return whether the row of a step was written that no line has told."""
+        return snapshot.last_step is not None and snapshot.last_step.step != self._step_shown
+
     def _step_line(self, snapshot: Snapshot) -> str:
-        parts = [f"[{clock(snapshot.elapsed_s)}] step {snapshot.step}/{snapshot.max_steps}"]
-        if snapshot.reward_history:
-            parts.append(f"reward {snapshot.reward_history[-1]:.3f}")
-        histogram = snapshot.staleness_tokens
-        if tokens := sum(histogram.values()):
-            mean = sum(staleness * count for staleness, count in histogram.items()) / tokens
-            parts.append(f"staleness {mean:.2f} (max {max(histogram)} of {snapshot.max_staleness})")
+        """Return a line with the newest step's own row, then with the state of the run."""
+        last = snapshot.last_step
+        assert last is not None
+        self._step_shown = last.step
+        parts = [f"[{clock(snapshot.elapsed_s)}] step {last.step}/{snapshot.max_steps}"]
+        parts.append(f"reward {last.reward:.3f}")
+        if last.mean_staleness is not None:
+            bound = f"max {last.max_staleness} of {snapshot.max_staleness}"
+            parts.append(f"staleness {last.mean_staleness:.2f} ({bound})")
+        parts.append(f"{short_count(last.accepted_tokens_per_s)} tokens/s")
+        parts.append(f"{last.seconds:.3g} s")
+        return f"{'  '.join(parts)}  | {'  '.join(self._run_parts(snapshot))}"
+
+    def _run_parts(self, snapshot: Snapshot) -> list[str]:
+        """Return what is of the run, not of one step."""
+        parts = []
         workers = [node for node in snapshot.nodes if node.role == "worker"]
         num_lost = sum(node.state.startswith("lost") for node in workers)
         lost = f" ({num_lost} lost)" if num_lost else ""
         num_alive = len(workers) - num_lost
         parts.append(f"{num_alive} worker{'' if num_alive == 1 else 's'}{lost}")
-        parts.append(f"{short_count(snapshot.tokens_per_s)} tokens/s")
         parts.append(f"idle {idle_shares(snapshot)}")
         if (cost := snapshot.cost) is not None:
             standby = f", {cost.num_standby} on standby" if cost.num_standby else ""
@@ -745,7 +766,7 @@ class PlainLog:
         eta_s = self._pace.eta_s(snapshot)
         if eta_s is not None and snapshot.step < snapshot.max_steps:
             parts.append(f"ETA {clock(eta_s)}")
-        return "  ".join(parts)
+        return parts
 
     def _new_notices(self, notices: Sequence[str]) -> list[str]:
         """The notices that were not in the last snapshot; only the newest few of a flood."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from echo.core.errors import DataError, StorageError
 from echo.core.extras import import_extra
+from echo.core.metrics import held_out
 from echo.records.run_files import MetricsHistory, read_config, read_metrics, tokens_by_staleness
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ _SMOOTHED_STEPS = 5
 
 
 def learning_curve(run_dir: Path, out_png: Path) -> Path:
-    """Plot a run's reward and held-out pass rates by step, and its realised staleness, as a PNG.
+    """Plot a run's mean rewards by step, trained and held-out, and its staleness, as a PNG.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -89,40 +90,32 @@ def learning_curve(run_dir: Path, out_png: Path) -> Path:
 
 
 def _draw_curves(axes: Axes, history: MetricsHistory) -> None:
-    """Draw reward and pass rates; a reward that is no rate beside them gets an axis of its own."""
+    """Draw the mean rewards of the steps and of held-out prompts, which are one quantity."""
     # A reward that was not finite was written as null.
     rows = [row for row in history.train if row["reward/mean"] is not None]
     steps, rewards = [row["step"] for row in rows], [row["reward/mean"] for row in rows]
     evaluated = [evaluation.step for evaluation in history.evaluations]
     sampled = [evaluation.sampled for evaluation in history.evaluations]
     greedy = [evaluation.greedy for evaluation in history.evaluations]
-    has_rates = bool(evaluated) and _are_rates([*sampled, *greedy])
-    reward_axes = axes.twinx() if rewards and has_rates and not _are_rates(rewards) else axes
     shown = []
     if rewards:
-        reward_axes.set_ylabel("mean reward", color=_INK if reward_axes is axes else _REWARD)
-        reward_axes.plot(steps, rewards, color=_REWARD, alpha=0.3, linewidth=1)
+        axes.plot(steps, rewards, color=_REWARD, alpha=0.3, linewidth=1)
         label = f"reward, mean of {_SMOOTHED_STEPS} steps"
-        shown += reward_axes.plot(steps, _smoothed(rewards), color=_REWARD, label=label)
+        shown += axes.plot(steps, _smoothed(rewards), color=_REWARD, label=label)
     if evaluated:
-        both = rewards and reward_axes is axes
-        axes.set_ylabel("mean reward, held-out pass rate" if both else "held-out pass rate")
         for style, color, name, values in (
             ("o-", _SAMPLED, "sampled", sampled),
             ("D--", _GREEDY, "greedy", greedy),
         ):
-            label = f"held-out, {name}"
+            label = f"{held_out(history.evals_are_rates)}, {name}"
             shown += axes.plot(evaluated, values, style, color=color, label=label, markersize=4)
-    if has_rates:
+    if all(0 <= value <= 1 for value in (*rewards, *sampled, *greedy)):
         axes.set_ylim(0, 1)
+    axes.set_ylabel("mean reward")
     axes.set_xlim(left=0)
     axes.set_xlabel("optimizer step")
     tidy(axes, lines="y")
     axes.legend(handles=shown, loc="best", frameon=False)
-
-
-def _are_rates(values: Sequence[float]) -> bool:
-    return all(0 <= value <= 1 for value in values)
 
 
 def _draw_staleness(axes: Axes, tokens: Mapping[int, int], max_staleness: int | None) -> None:

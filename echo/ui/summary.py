@@ -21,6 +21,7 @@ from rich.text import Text
 
 from echo.core.errors import DataError
 from echo.core.extras import program
+from echo.core.metrics import held_out
 from echo.core.units import format_bytes
 from echo.records.ledger import FILE, LedgerTotals, read_records, totals_of
 from echo.records.run_files import Evaluation, MetricsHistory, MetricsRow, read_config, read_metrics
@@ -291,7 +292,7 @@ def as_text(summary: RunSummary, *, width: int | None = None) -> str:
 
 def _before_and_after(summary: RunSummary) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("pass rate, reward")
+    table.add_column("mean reward")
     for heading in ("before", "after", "change"):
         table.add_column(heading, justify="right")
     table.add_column("")
@@ -300,11 +301,12 @@ def _before_and_after(summary: RunSummary) -> Table:
         note = f"steps {before.step}, {after.step}"
         if before.num_errors or after.num_errors:
             note += f"; {before.num_errors}, {after.num_errors} rewards failed"
-        _add_change(table, "held-out, sampled", before.sampled, after.sampled, note)
-        _add_change(table, "held-out, greedy", before.greedy, after.greedy, note)
+        name = held_out(before.is_rate and after.is_rate)
+        _add_change(table, f"{name}, sampled", before.sampled, after.sampled, note)
+        _add_change(table, f"{name}, greedy", before.greedy, after.greedy, note)
     if summary.reward_before is not None and summary.reward_after is not None:
         note = f"{summary.num_reward_steps} steps each"
-        _add_change(table, "training reward", summary.reward_before, summary.reward_after, note)
+        _add_change(table, "reward of the steps", summary.reward_before, summary.reward_after, note)
     return table
 
 

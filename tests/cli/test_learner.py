@@ -37,7 +37,7 @@ def test_what_raised_where_is_not_for_the_board() -> None:
 def test_the_report_is_printed_and_kept_and_wraps_on_a_terminal_only(tmp_path: Path) -> None:
     run_dir = tmp_path / ("a directory with a long name " * 5).strip()
     run_dir.mkdir()
-    rates = "eval/addition/pass@1", "eval/addition/greedy", "eval/version"
+    rates = "eval/addition/reward", "eval/addition/greedy", "eval/version"
     rows = [
         {"step": 0, "time": 0.0, **dict(zip(rates, (0.3, 0.2, 0), strict=True))},
         {"step": 1, "time": 1.0, "reward/mean": 0.4, "time/step": 1.0, "staleness/mean": 0.0},

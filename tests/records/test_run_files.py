@@ -19,7 +19,7 @@ def row(step: int, reward: float, **more: Any) -> dict[str, Any]:
 
 
 def evaluation(step: int, sampled: float, version: int) -> dict[str, Any]:
-    rates = {"eval/t/pass@1": sampled, "eval/t/greedy": 0.9, "eval/version": version}
+    rates = {"eval/t/reward": sampled, "eval/t/greedy": 0.9, "eval/version": version}
     return {"step": step, "time": float(step), **rates}
 
 

@@ -32,7 +32,7 @@ def test_a_row_has_times_rates_and_staleness_of_its_step() -> None:
     progress.accepted(group, now=11.0)
     progress.published(0.25)
     progress.stepped([group], waited_s=1.5, trained_s=0.5, staleness={0: 3, 2: 1})
-    row = progress.step_metrics({"loss/policy": 0.5}, {0: 3, 2: 1}, bytes_sent=70, now=12.0)
+    row = progress.step_metrics({"loss/policy": 0.5}, {0: 3, 2: 1}, step=7, bytes_sent=70, now=12.0)
     assert row == {
         **GroupStats.of([group]).metrics(),
         "loss/policy": 0.5,
@@ -48,7 +48,11 @@ def test_a_row_has_times_rates_and_staleness_of_its_step() -> None:
         "staleness/hist": {"0": 3, "2": 1},
     }
     progress.stepped([group], waited_s=0.0, trained_s=0.5, staleness={})
-    again = progress.step_metrics({}, {}, bytes_sent=100, now=13.0)
+    told = progress._last_step
+    assert told is not None
+    assert (told.step, told.mean_staleness, told.max_staleness) == (7, 0.5, 2)
+    assert (told.reward, told.accepted_tokens_per_s, told.seconds) == (row["reward/mean"], 2.0, 2.0)
+    again = progress.step_metrics({}, {}, step=8, bytes_sent=100, now=13.0)
     assert (again["broadcast/bytes"], again["perf/accepted_tokens_per_s"]) == (30, 0.0)
     assert "staleness/mean" not in again
 
@@ -65,7 +69,7 @@ def test_groups_that_did_not_count_are_part_of_the_rewards_of_their_step() -> No
         progress.left_out(rewarded(number, *rewards), "zero_variance", now=1.0)
     for expected in ((0.625, 0.5, 0.25), (0.5, 0.0, 1.0)):
         progress.stepped([rewarded(9, 1, 0)], waited_s=0.0, trained_s=1.0, staleness={})
-        row = progress.step_metrics({"reward/mean": 0.5}, {}, bytes_sent=0, now=2.0)
+        row = progress.step_metrics({"reward/mean": 0.5}, {}, step=1, bytes_sent=0, now=2.0)
         rewards = row["reward/mean"], row["groups/all_right"], row["groups/useful"]
         assert row["groups/dropped/zero_variance"] == (0.75 if expected[2] < 1 else 0.0)
         # Told with the first step that follows, and never again.
@@ -120,7 +124,8 @@ def test_the_curve_goes_on_where_a_run_was_resumed_after_its_last_hole() -> None
     progress = Progress(staleness_tokens={}, now=0.0, step=4, earlier=curve)
     assert list(progress._rewards) == [0.3, 0.4]  # later ones are void
     assert list(progress._evals) == [(0, 0.3, 0.2), (4, 0.5, 0.4)]
-    progress.evaluated(4, 0.55, 0.45, num_errors=2)
+    progress.evaluated(4, 0.55, 0.45, is_rate=False, num_errors=2)
+    assert not progress._evals_are_rates
     assert list(progress._evals) == [(0, 0.3, 0.2), (4, 0.55, 0.45)]
     assert progress._eval_errors == {4: 2}
 
@@ -244,18 +249,31 @@ def make_evaluator(
     )
 
 
+def test_the_mean_of_rewards_that_are_not_0_or_1_is_no_pass_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Same, "reward", lambda self, example, completion: 0.5)
+    result = make_evaluator().evaluate(PolicyVersion(1, 7), {})
+    assert result is not None
+    metrics = result.metrics("same")
+    assert (metrics["eval/same/reward"], metrics["eval/same/greedy"]) == (0.5, 0.5)
+    assert "eval/same/pass@1" not in metrics
+    assert str(result) == "evaluation of v7: held-out reward 0.500 sampled, 0.500 greedy"
+
+
 def test_both_rates_are_means_and_a_failed_reward_counts_as_zero() -> None:
     result = make_evaluator().evaluate(PolicyVersion(1, 7), {})
     assert result is not None
     assert result.metrics("same") == {
-        "eval/same/pass@1": 0.25,  # 1 of four: odd seeds answer one too many
+        "eval/same/pass@1": 0.25,
+        "eval/same/reward": 0.25,  # 1 of four: odd seeds answer one too many
         "eval/same/greedy": 0.75,
         "eval/version": 7,
         "eval/reward_errors": 2,
     }
     assert str(result).startswith(
-        "evaluation of v7: sampled 0.250, greedy 0.750; 2 of 8 rewards failed and count as 0: "
-        "Same.reward on heldout example 3 raised RuntimeError: no idea"
+        "evaluation of v7: held-out pass rate 0.250 sampled, 0.750 greedy; 2 of 8 rewards failed "
+        "and count as 0: Same.reward on heldout example 3 raised RuntimeError: no idea"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from echo.core.metrics import NodeView, Snapshot
+from echo.core.metrics import NodeView, Snapshot, StepView
 from echo.ui.sinks import MetricsWriter
 from tests.records.rows import write_ledger
 
@@ -51,7 +51,14 @@ def make_snapshot() -> MakeSnapshot:
             "staleness_tokens": {0: 600, 1: 300, 2: 100},
             "idle_ratio": 0.25,
             "recent_idle_ratio": 0.12,
-            "tokens_per_s": 1234.0,
+            "last_step": StepView(
+                step=7,
+                reward=0.7,
+                mean_staleness=0.4,
+                max_staleness=1,
+                accepted_tokens_per_s=1234.0,
+                seconds=2.5,
+            ),
             "num_buffered": 3,
             "groups_per_step": 8,
             "num_leased": 5,
@@ -102,7 +109,8 @@ def make_run(tmp_path: Path) -> MakeRun:
 
 
 def evaluation(step: int, sampled: float, greedy: float) -> dict[str, float]:
-    return {"eval/addition/pass@1": sampled, "eval/addition/greedy": greedy, "eval/version": step}
+    rates = {"eval/addition/reward": sampled, "eval/addition/pass@1": sampled}
+    return {**rates, "eval/addition/greedy": greedy, "eval/version": step}
 
 
 def step_records(lineage: int, step: int) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.segment import Segment
 
-from echo.core.metrics import CostView, NodeView, SpeedView, WorkerView
+from echo.core.metrics import CostView, NodeView, Snapshot, SpeedView, WorkerView
 from echo.ui import live
 from echo.ui.live import (
     Curve,
@@ -62,14 +62,14 @@ def test_everything_worth_knowing_is_on_the_screen(make_snapshot) -> None:
         "echo quickstart",
         "step 7/10   1:10 elapsed   ETA 0:30",
         "reward 0.7",
-        "● 0.61 sampled ◆ 0.72 greedy at step 5",
+        "held-out pass rate ● 0.61 sampled ◆ 0.72 greedy",
         "staleness mean 0.50",
         "60.0%",
         "0.0% ◂ bound",
-        "3 of 8 buffered   5 leased   1.23k tokens/s",
+        "3 buffered, 8 needed   5 leased   1.23k tokens/s in the last step",
         "v7 ━━",
         " 50%   3 MiB sent   a version per step",
-        "idle 12% (run 25%)   waits for 5 groups; 5 on w2",
+        "idle 12% recently, 25% in all   waits for 5 groups; 5 on w2",
         "refused  stale 4",
         "w10 lost: silent for 10 s",
     ):
@@ -309,7 +309,7 @@ def test_long_waits_wrap_and_end_visibly_cut(make_snapshot) -> None:
     snapshot = make_snapshot(waiting_for="12 groups; " + "9 on w3, which waits for v17 " * 9)
     rows = live.status(snapshot, 60, num_wait_rows=2)
     assert len(rows) == 4
-    assert rows[2].plain.startswith("learner  idle 12% (run 25%)   waits for 12 groups; 9 on")
+    assert rows[2].plain.startswith("learner  idle 12% recently, 25% in all   waits for 12")
     assert rows[3].plain.rstrip().endswith("...")
 
 
@@ -393,9 +393,26 @@ QUIET = {"notices": (), "eval_history": ()}
 
 def test_step_line_says_it_all(log: Log, make_snapshot) -> None:
     assert log.lines_for(make_snapshot(**QUIET)) == [
-        "[1:10] step 7/10  reward 0.700  staleness 0.50 (max 2 of 3)  1 worker (1 lost)  "
-        "1.23k tokens/s  idle 12% (run 25%)  refused stale 4"
+        "[1:10] step 7/10  reward 0.700  staleness 0.40 (max 1 of 3)  1.23k tokens/s  2.5 s  | "
+        "1 worker (1 lost)  idle 12% recently, 25% in all  refused stale 4"
     ]
+
+
+def test_a_step_is_told_when_its_row_is_written(log: Log, make_snapshot) -> None:
+    log.lines_for(make_snapshot(**QUIET))
+    log.at = 10.0
+    # The counter has moved, the row of the step has not been written.
+    assert log.lines_for(make_snapshot(step=8, **QUIET)) == []
+    row = replace(make_snapshot().last_step, step=8, reward=0.25, mean_staleness=2.0)
+    [line] = log.lines_for(make_snapshot(step=8, last_step=row, **QUIET))
+    assert "step 8/10  reward 0.250  staleness 2.00" in line
+    assert log.lines_for(make_snapshot(step=8, last_step=row, **QUIET)) == []
+
+
+def at_step(make_snapshot, step: int, **changes: Any) -> Snapshot:
+    """Return a snapshot at a step whose row was written."""
+    row = replace(make_snapshot().last_step, step=step)
+    return make_snapshot(step=step, last_step=row, **changes)
 
 
 def test_a_step_is_told_once_and_fast_steps_are_skipped_but_the_last(
@@ -404,20 +421,24 @@ def test_a_step_is_told_once_and_fast_steps_are_skipped_but_the_last(
     told = []
     for tick in range(1000):  # 100 s, two steps a second, ten snapshots a second
         log.at = tick / 10
-        told += log.lines_for(make_snapshot(step=tick // 5, max_steps=200, **QUIET))
+        told += log.lines_for(at_step(make_snapshot, tick // 5, max_steps=200, **QUIET))
     assert len(told) == len(set(told)) == 20
-    [last] = log.lines_for(make_snapshot(step=200, max_steps=200, **QUIET))
+    [last] = log.lines_for(at_step(make_snapshot, 200, max_steps=200, **QUIET))
     assert "step 200/200" in last
-    assert log.lines_for(make_snapshot(step=200, max_steps=200, **QUIET)) == []
+    assert log.lines_for(at_step(make_snapshot, 200, max_steps=200, **QUIET)) == []
 
 
 def test_what_was_evaluated_before_a_resume_is_no_news(log: Log, make_snapshot) -> None:
-    quiet = {"notices": (), "resumed_at": 5, "step": 5}
+    quiet = {"notices": (), "resumed_at": 5, "step": 5, "last_step": None}
     assert not any("eval" in line for line in log.lines_for(make_snapshot(**quiet)))
     again = make_snapshot(**quiet, eval_history=((0, 0.36, 0.30), (5, 0.62, 0.71)))
     [line] = log.lines_for(again)
     assert "eval at step 5: held-out pass rate 0.620 sampled" in line
     assert log.lines_for(again) == []
+    # Where rewards are not 0 or 1 their mean is no pass rate.
+    scores = make_snapshot(**quiet, eval_history=((6, 1.2, 0.9),), evals_are_rates=False)
+    [line] = log.lines_for(scores)
+    assert "eval at step 6: held-out reward 1.200 sampled" in line
 
 
 def test_waits_are_told_less_and_less_often(log: Log, make_snapshot) -> None:
@@ -444,9 +465,9 @@ def test_evaluations_and_notices_are_told_once(log: Log, make_snapshot) -> None:
 
 
 def test_finish_tells_the_step_reached(log: Log, make_snapshot) -> None:
-    log.paint(make_snapshot(step=5, **QUIET))
-    log.finish(make_snapshot(step=6, **QUIET))
-    log.finish(make_snapshot(step=6, **QUIET))
+    log.paint(at_step(make_snapshot, 5, **QUIET))
+    log.finish(at_step(make_snapshot, 6, **QUIET))
+    log.finish(at_step(make_snapshot, 6, **QUIET))
     assert [line.split()[2] for line in log.file.getvalue().splitlines()] == ["5/10", "6/10"]
 
 

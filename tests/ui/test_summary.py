@@ -25,9 +25,9 @@ def test_a_run_is_summed_up_in_text_that_says_what_a_user_asks(make_run) -> None
     assert text.isascii()
     for expected in (
         "echo run: 10 of 10 steps in 0:10",
-        "held-out, sampled   0.360  0.810  +0.450  steps 0, 10",
-        "held-out, greedy    0.300  0.930  +0.630  steps 0, 10",
-        "training reward     0.150  0.400  +0.250  5 steps each",  # of step / 20
+        "held-out pass rate, sampled   0.360  0.810  +0.450  steps 0, 10",
+        "held-out pass rate, greedy    0.300  0.930  +0.630  steps 0, 10",
+        "reward of the steps           0.150  0.400  +0.250  5 steps each",  # of step / 20
         "mean 0.25, at most 1, bound 2 (from the ledger)",
         "75.0% 300 tokens",
         "10 trained, 1 discarded (1 stale)",

@@ -1,4 +1,4 @@
-"""Held-out pass rates of one published version, sampled and greedy.
+"""Mean rewards of held-out prompts under one published version, sampled and greedy.
 
 The evaluation has its own engine and thread, so training goes on; it is pinned to the version whose
 weights it was given.
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from echo.core.metrics import held_out
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import (
     NOBODY,
@@ -44,6 +45,8 @@ class EvalResult:
     sampled: float
     """At the run's sampling temperature."""
     greedy: float
+    is_rate: bool
+    """Whether every reward was 0 or 1, so that the means are pass rates."""
     num_rewards: int
     """Completions that were to be judged."""
     num_reward_errors: int
@@ -57,18 +60,20 @@ class EvalResult:
         return self.num_reward_errors < self.num_rewards
 
     def metrics(self, task_name: str) -> dict[str, float]:
-        """Return the row for metrics.jsonl; without pass rates where nothing was judged."""
+        """Return the row for metrics.jsonl; without means where nothing was judged."""
         row: dict[str, float] = {
             "eval/version": self.version.step,
             "eval/reward_errors": self.num_reward_errors,
         }
         if self.has_figure:
-            row[f"eval/{task_name}/pass@1"] = self.sampled
+            row[f"eval/{task_name}/reward"] = self.sampled
             row[f"eval/{task_name}/greedy"] = self.greedy
+            if self.is_rate:
+                row[f"eval/{task_name}/pass@1"] = self.sampled
         return row
 
     def __str__(self) -> str:
-        figure = f"sampled {self.sampled:.3f}, greedy {self.greedy:.3f}"
+        figure = f"{held_out(self.is_rate)} {self.sampled:.3f} sampled, {self.greedy:.3f} greedy"
         if not self.num_reward_errors:
             return f"evaluation of {self.version}: {figure}"
         failed = f"{self.num_reward_errors} of {self.num_rewards} rewards failed"
@@ -114,10 +119,11 @@ class Evaluator:
         tensors: Weights,
         watcher: Watcher = NOBODY,
     ) -> EvalResult | None:
-        """Return the pass rates of a version, or None if told to stop."""
+        """Return the mean rewards of a version, or None if told to stop."""
         self._engine.load(tensors)
         rates: list[float] = []
         errors: list[RewardError] = []
+        is_rate = True
         for is_greedy in (False, True):
             sampling = replace(self._sampling, greedy=is_greedy)
             rewards = self._rewards(sampling, watcher)
@@ -125,11 +131,13 @@ class Evaluator:
                 return None
             errors += [reward for reward in rewards if isinstance(reward, RewardError)]
             figures = [0.0 if isinstance(reward, RewardError) else reward for reward in rewards]
+            is_rate &= all(figure in (0.0, 1.0) for figure in figures)
             rates.append(float(np.mean(figures)))
         return EvalResult(
             version=version,
             sampled=rates[0],
             greedy=rates[1],
+            is_rate=is_rate,
             num_rewards=2 * len(self._openings),
             num_reward_errors=len(errors),
             error=str(errors[-1]) if errors else "",

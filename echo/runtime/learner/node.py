@@ -841,7 +841,11 @@ class LearnerNode(Node):
             return
         if result.has_figure:
             self._progress.evaluated(
-                version.step, result.sampled, result.greedy, num_errors=result.num_reward_errors
+                version.step,
+                result.sampled,
+                result.greedy,
+                is_rate=result.is_rate,
+                num_errors=result.num_reward_errors,
             )
         task_name = self._config.task.kind.rpartition(":")[2]
         row = {**result.metrics(task_name), "lineage": version.lineage}
@@ -984,7 +988,11 @@ class LearnerNode(Node):
         """Append the row of the step that was just made."""
         role, now = self.role, self.now
         row = self._progress.step_metrics(
-            metrics, staleness, bytes_sent=role.broadcast.bytes_sent, now=now
+            metrics,
+            staleness,
+            step=role.step,
+            bytes_sent=role.broadcast.bytes_sent,
+            now=now,
         )
         row |= self.pace.metrics()
         row |= self._costs.metrics(row, now=now)

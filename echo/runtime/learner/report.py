@@ -6,15 +6,13 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from echo.algo.diagnostics import GroupStats, LengthBias
-from echo.core.metrics import CostView, LearningCurve, Snapshot, SpeedView
+from echo.core.metrics import CostView, LearningCurve, Snapshot, SpeedView, StepView
 from echo.core.rollout import Group
 from echo.core.timers import RecentMap
 from echo.roles.learner import Learner
 from echo.roles.members import MAX_NAMES_KEPT
 from echo.weights.schedule import PublishPace
 
-RATE_WINDOW_S = 10.0
-"""Seconds over which the display averages its rates."""
 IDLE_WINDOW_S = 60.0
 """Seconds over which the display says how much the learner waits, at least."""
 IDLE_WINDOW_STEPS = 10
@@ -42,13 +40,14 @@ class Progress:
         self._step_times: tuple[float, float] = (0.0, 0.0)
         self._published_s = 0.0
         self._speed: SpeedView | None = None
-        self._accepted: deque[tuple[float, int]] = deque()
+        self._last_step: StepView | None = None
         self._tokens_since_step = 0
         self._bytes_reported = 0
         self._staleness_tokens = dict(staleness_tokens)
         self._rewards: deque[float] = deque(maxlen=MAX_HISTORY)
         self._evals: deque[tuple[int, float, float]] = deque(maxlen=MAX_HISTORY)
         self._eval_errors: dict[int, int] = {}
+        self._evals_are_rates = earlier is None or earlier.is_rate
         if earlier is not None:
             first = step
             while first in earlier.rewards:
@@ -107,7 +106,7 @@ class Progress:
         self.zero_signal = GroupStats()
         self._zero_signal_reasons.clear()
         self._num_failed = 0
-        self._count_tokens(group, now)
+        self._count_tokens(group)
 
     def left_out(self, group: Group, reason: str, *, now: float) -> None:
         """Count a group that was delivered and does not count towards a step."""
@@ -116,7 +115,7 @@ class Progress:
         self._zero_signal_reasons[reason] += 1
         self._left_out += stats
         self.zero_signal += stats
-        self._count_tokens(group, now)
+        self._count_tokens(group)
 
     def failed(self, reason: str, cause: str) -> None:
         """Count a group that could not be finished, such as one whose reward raised."""
@@ -125,12 +124,9 @@ class Progress:
         self._cause = cause
         self.zero_signal += GroupStats(num_groups=1)
 
-    def _count_tokens(self, group: Group, now: float) -> None:
+    def _count_tokens(self, group: Group) -> None:
         self.lengths.delivered(group)
         self._tokens_since_step += group.num_tokens
-        self._accepted.append((now, group.num_tokens))
-        while self._accepted and now - self._accepted[0][0] > RATE_WINDOW_S:
-            self._accepted.popleft()
 
     def stepped(
         self,
@@ -161,11 +157,25 @@ class Progress:
         """Count the time in which a version was made and nothing was trained."""
         self._published_s += seconds
 
-    def evaluated(self, step: int, sampled: float, greedy: float, *, num_errors: int = 0) -> None:
-        """Add a point to the pass-rate curves, in place of one that a resume has made again.
+    def evaluated(
+        self,
+        step: int,
+        sampled: float,
+        greedy: float,
+        *,
+        is_rate: bool = True,
+        num_errors: int = 0,
+    ) -> None:
+        """Add a point to the held-out curves, in place of one that a resume has made again.
 
-        So many of its rewards failed.
+        Args:
+            step: of the version.
+            sampled: mean reward at the run's temperature.
+            greedy: mean reward of the likeliest answers.
+            is_rate: whether every reward was 0 or 1.
+            num_errors: rewards that failed.
         """
+        self._evals_are_rates &= is_rate
         for known in [point for point in self._evals if point[0] == step]:
             self._evals.remove(known)
         self._evals.append((step, sampled, greedy))
@@ -177,13 +187,14 @@ class Progress:
         metrics: Mapping[str, float],
         staleness: Mapping[int, int],
         *,
+        step: int,
         bytes_sent: int,
         now: float,
     ) -> dict[str, float | Mapping[str, float]]:
         """Return one row: the trainer's metrics with times, rates and staleness of this step.
 
-        Rewards, lengths and shares of groups are those of every group since the step before, also
-        of those that did not count towards it.
+        Rewards, lengths and shares of groups are those of the groups that it trained on, and of
+        those that were left out since the step before.
         """
         metrics = {**metrics, **self._groups.metrics(), **self._dropped}
         self._rewards.append(metrics.get("reward/mean", 0.0))
@@ -200,9 +211,10 @@ class Progress:
             "perf/accepted_tokens_per_s": self._tokens_since_step / step_s,
             "broadcast/bytes": bytes_sent - self._bytes_reported,
         }
+        mean_staleness = None
         if num_tokens:
             total = sum(lag * count for lag, count in staleness.items())
-            row["staleness/mean"] = total / num_tokens
+            row["staleness/mean"] = mean_staleness = total / num_tokens
             row["staleness/max"] = max(staleness)
             row["staleness/hist"] = {str(lag): n for lag, n in sorted(staleness.items())}
         if "perf/tokens_per_s" in metrics:
@@ -213,6 +225,14 @@ class Progress:
                 forward_backward_s=metrics["time/forward_backward"],
                 optimizer_s=metrics["time/optimizer"],
             )
+        self._last_step = StepView(
+            step=step,
+            reward=self._rewards[-1],
+            mean_staleness=mean_staleness,
+            max_staleness=max(staleness, default=0),
+            accepted_tokens_per_s=self._tokens_since_step / step_s,
+            seconds=step_s,
+        )
         self._stepped_at, self._tokens_since_step, self._bytes_reported = now, 0, bytes_sent
         self._published_s = 0.0
         return row
@@ -273,7 +293,6 @@ class Progress:
         """Return everything that the live view draws."""
         held, wanted = role.broadcast_progress()
         newest = role.broadcast.newest_complete
-        window_s = min(RATE_WINDOW_S, max(now - self._started_at, 1e-9))
         return Snapshot(
             run_name=run_name,
             elapsed_s=now - self._started_at,
@@ -287,11 +306,12 @@ class Progress:
             nodes=role.views(now=now),
             reward_history=tuple(self._rewards),
             eval_history=tuple(sorted(self._evals)),
+            evals_are_rates=self._evals_are_rates,
             eval_errors=dict(self._eval_errors),
             staleness_tokens=dict(self._staleness_tokens),
             idle_ratio=self.idle_ratio_by_now(now),
             recent_idle_ratio=self.recent_idle_ratio(now),
-            tokens_per_s=sum(n for at, n in self._accepted if now - at <= RATE_WINDOW_S) / window_s,
+            last_step=self._last_step,
             speed=self._speed,
             num_buffered=len(role.buffer),
             groups_per_step=role.settings.leases.groups_per_step,
