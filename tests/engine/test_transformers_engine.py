@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from echo.core.errors import EngineError
@@ -141,6 +143,26 @@ def test_what_is_continued_needs_no_more_memory_than_when_it_began(
     monkeypatch.setattr(hf_engine, "free_bytes", lambda _: 1_000_000)
     with pytest.raises(EngineError, match=r"budget of 500000 bytes.*402944.*max_completion_tokens"):
         loaded(tiny_model_dir).max_concurrent_rollouts(100, 1000)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_the_head_gets_no_slice(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, *, has_begun: bool
+) -> None:
+    """Of prompts, or of interrupted completions that go on: torch would repeat its weight."""
+    linear, heads = functional.linear, []
+
+    def watched(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if len(weight) == 32:
+            heads.append((len(states), states.is_contiguous()))
+        return linear(states, weight, bias)
+
+    monkeypatch.setattr(functional, "linear", watched)
+    prefixes = np.arange(3, 9 if has_begun else 3, dtype=np.int32)
+    requests = [replace(each, prefix_ids=prefixes) for each in distinct_prompts(4)]
+    run(loaded(tiny_model_dir), requests, sampling(stop_ids=()))
+    assert heads[0] == (4, True)
+    assert all(is_whole for _, is_whole in heads)
 
 
 class Memory:

@@ -176,6 +176,9 @@ class TransformersEngine(Engine):
             )
         self._model.to(self._device)
         self._forward_arguments = frozenset(inspect.signature(self._model.forward).parameters)
+        head = self._model.get_output_embeddings()
+        if head is not None:
+            head.register_forward_pre_hook(_in_one_piece)
         self._stream: torch.cuda.Stream | None = None
         if is_beside and self._device.type == "cuda":
             # Its work is short, and goes first.
@@ -493,6 +496,15 @@ def _positions(mask: Tensor | None, shape: torch.Size) -> Tensor:
     if mask is None:
         return torch.arange(shape[1]).expand(shape)
     return (mask.cumsum(-1) - 1).clamp_(min=0)
+
+
+def _in_one_piece(head: torch.nn.Module, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Make the head's input contiguous: transformers cuts it out of the states of all tokens.
+
+    torch multiplies the rows of a slice one by one, and in 16 bits on a CPU it copies the head's
+    whole weight for each of them.
+    """
+    return tuple(part.contiguous() for part in states)
 
 
 def _keep_rows(cache: DynamicCache, rows: Tensor) -> None:
