@@ -334,13 +334,14 @@ class Learner(Role):
         has_new_suspects = message.stats.suspects != member.stats.suspects
         self.planning.learn(message.stats, former=member.stats)
         probe = self._probe(member, now)
+        refused = _tell_refusal(member, message)
         has_progress = member.beat(message, now=now)
         if message.stats.uplink_bytes_per_s:
             self.roster.uplinks[member.node_id] = message.stats.uplink_bytes_per_s
         actions = self._routes.to(
             member.node_id, Pulse(step=self.step, newest=self.broadcast.newest_complete)
         )
-        actions += probe
+        actions += [*probe, *refused]
         plan = member.node.plan
         # A lost plan shows as a parent that is not the planned one; repeating it is harmless.
         if plan is not None and message.stats.parent != plan.first_parents:
@@ -544,3 +545,14 @@ class Learner(Role):
             f"{', '.join(names)} {verb} silent for {silent_s:.0f} s; {num_groups} groups are "
             "granted again"
         )
+
+
+def _tell_refusal(member: Member, message: Heartbeat) -> list[Action]:
+    """Tell which version an engine refuses, and why, when a heartbeat first says so."""
+    stats, known = message.stats, member.stats
+    version = stats.refused_version
+    if version is None or (version, stats.refusal) == (known.refused_version, known.refusal):
+        return []
+    kept = "has none" if message.installed is None else f"keeps {message.installed}"
+    text = f"{member.node_id} cannot install {version} and {kept}: {one_line(stats.refusal)}"
+    return [Note("warning", text, "refused versions")]

@@ -10,6 +10,7 @@ the newcomer is refused.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -156,6 +157,8 @@ class Member:
             state = f"{state}, then standby" if num_leases else "standby"
         elif self.worker.is_set_aside:
             state = "set aside"
+        elif stats.refused_version is not None:
+            state = f"refused {stats.refused_version}, {state}"
         elif stats.fetching is not None and stats.num_chunks:
             state = f"{state}, fetching {stats.fetching} {stats.num_chunks_held}/{stats.num_chunks}"
         return NodeView(
@@ -183,6 +186,8 @@ class Roster:
         """Node id -> incarnation of the machines that were given back, the last ones."""
         self.uplinks: RecentMap[str, float] = RecentMap(max_entries=MAX_NAMES_KEPT)
         """Node id -> bytes per second that it could send when it was last heard."""
+        self._left: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_NAMES_KEPT)
+        """Node id -> the counts of a worker that has left."""
         self._deadlines: Deadlines[Member] = Deadlines(self)
 
     @property
@@ -207,10 +212,17 @@ class Roster:
         """Change the presence of a node; whoever bore its name before is forgotten."""
         if to is Presence.UNKNOWN:
             del self.nodes[member.node_id]
+            if member.role == "worker":
+                self._left[member.node_id] = member.stats.refused
         elif self.nodes.get(member.node_id) is not member:
             self.nodes[member.node_id] = member
             self._deadlines.add(member)
         member.presence = to
+
+    def take_counts_left(self) -> dict[str, Mapping[str, int]]:
+        """Return the last counts of workers that have left since this was last asked, by node."""
+        left, self._left = self._left.as_dict(), RecentMap(max_entries=MAX_NAMES_KEPT)
+        return left
 
     def release(self, member: Member) -> None:
         """Note that the machine of a node was given back."""

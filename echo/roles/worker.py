@@ -328,7 +328,8 @@ class Worker(DialingRole):
         """Groups to sample in one call: fewer after one that raised, to find whose fault it is."""
         self._scoring: dict[LeaseKey, PartialGroup] = {}
         self._installing: PolicyVersion | None = None
-        self._refused_version: PolicyVersion | None = None
+        self._refusal: tuple[PolicyVersion, str] | None = None
+        """The version that the engine refused last, and why; None once it has installed one."""
         self._install_again_at = math.inf
         self._is_held = False
         """Whether the engine is kept empty until newer weights are in it."""
@@ -388,12 +389,15 @@ class Worker(DialingRole):
         """Return what to tell the learner about this worker."""
         stats = super().stats()
         num_places = 0 if self.engine is None else self.engine.num_places
+        refused_version, refusal = self._refusal or (None, "")
         return msgspec.structs.replace(
             stats,
             state=self.activity,
             tokens_sampled=self.tokens_sampled,
             partials=dict(self.partial_counts),
             num_places=min(num_places, MAX_LEASES),
+            refused_version=refused_version,
+            refusal=refusal,
         )
 
     def heartbeat(self, *, now: float) -> list[Action]:
@@ -881,7 +885,8 @@ class Worker(DialingRole):
         version, installed = self.broadcast.newest_complete, self.installed_version
         if version is None or (installed is not None and version <= installed):
             return []
-        if version == self._refused_version:
+        is_too_soon = self._install_again_at < math.inf
+        if is_too_soon and self._refusal is not None and version == self._refusal[0]:
             return []
         # With "drop" nothing that older weights have begun goes on, in flight or not; of several
         # versions it goes on under its own.
@@ -895,7 +900,7 @@ class Worker(DialingRole):
 
     def installed(self, version: PolicyVersion, *, now: float) -> list[Action]:
         """Note which version samples from now on, tell the learner, and give back what it ends."""
-        self._installing = None
+        self._installing = self._refusal = None
         self.installed_version = version
         num_versions = 1 if self.engine is None else self.engine.num_versions
         self._versions = (*self._versions, version)[-num_versions:]
@@ -905,14 +910,17 @@ class Worker(DialingRole):
     def install_failed(
         self, version: PolicyVersion, error: EngineError, *, now: float
     ) -> list[Action]:
-        """Keep the version before; there is no going on without any."""
+        """Keep the version before, and tell the learner; there is no going on without any."""
         self._installing = None
-        self._refused_version, self._install_again_at = version, now + INSTALL_AGAIN_S
+        self._refusal = version, one_line(str(error))[:MAX_DETAIL_LENGTH]
+        self._install_again_at = now + INSTALL_AGAIN_S
         self.counters.add("engine/installs_failed")
+        beat = self.heartbeat(now=now) if self.is_admitted else []
         if self.installed_version is None:
-            return [Note("warning", f"cannot install {version}: {error}"), Stop("failed", error)]
+            text = f"cannot install {version}: {error}"
+            return [Note("warning", text), *beat, Stop("failed", error)]
         text = f"cannot install {version}, keeping {self.installed_version}: {error}"
-        return [Note("warning", text), *self._next(now)]
+        return [Note("warning", text), *beat, *self._next(now)]
 
     def install_missed(self, *, now: float) -> list[Action]:
         """Note that a version was given up before it was installed: another one follows."""
@@ -1094,7 +1102,7 @@ class Worker(DialingRole):
         actions = self._retire(now)
         actions += super().expire(now=now)
         if now >= self._install_again_at:
-            self._refused_version, self._install_again_at = None, math.inf
+            self._install_again_at = math.inf
         return [*actions, *self._give_back(now), *self._send_due(now), *self._next(now)]
 
 

@@ -393,6 +393,10 @@ class NodeStats(Message, frozen=True, tag=False):
     num_chunks_held: Place = 0
     num_chunks: Place = 0
     refused: Counts = msgspec.field(default_factory=dict)
+    refused_version: PolicyVersion | None = None
+    """The version that the engine refused last; None once it has installed one since."""
+    refusal: Line = ""
+    """Why."""
     partials: Counts = msgspec.field(default_factory=dict)
     """What became of unfinished rollouts since the process started, by name."""
     num_places: Capacity = 0

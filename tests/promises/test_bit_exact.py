@@ -130,10 +130,33 @@ def test_22_an_engine_that_refuses_a_version_keeps_the_one_before_and_says_so(
     assert (1, 2) not in seen
     assert {(1, 1), (1, 3), (1, 4)} <= seen
     assert world.count("w1", "engine/installs_failed") == 1
-    assert "cannot install v2, keeping v1: the probe found other weights" in world.notes("w1")
+    why = "the probe found other weights"
+    assert f"cannot install v2, keeping v1: {why}" in world.notes("w1")
+    # Its operator sees it at the learner: once in the log, in the view as long as it lasts, and in
+    # the metrics.
+    assert world.notes("learner").count(f"w1 cannot install v2 and keeps v1: {why}") == 1
+    states = [n.state for shown in world.snapshots for n in shown.nodes if n.node_id == "w1"]
+    assert any(state.startswith("refused v2, ") for state in states)
+    assert not states[-1].startswith("refused")
+    assert sum(row.get("engine/installs_failed", 0) for row in world.rows) == 1
     accepted = [record for record in world.records("accepted") if record["worker"] == "w1"]
     assert [1, 2] not in [version for record in accepted for version in record["versions"]]
     world.audit()
+
+
+def test_22_a_worker_whose_engine_takes_no_version_is_told_of_and_counted_when_it_has_left(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world()
+    world.learner()
+    world.worker("w1")
+    world.worker("w2")
+    world.refuse_version("w2", 0)
+    world.run_until(lambda: world.step >= 2)
+    told = "\n".join(world.notes("learner"))
+    assert "w2 cannot install v0 and has none: the probe found other weights" in told
+    assert "w2 left: " in told
+    assert world.rows[0]["engine/installs_failed"] == 1
 
 
 def test_22b_an_engine_that_refuses_a_version_in_place_goes_on_with_the_next_ones(

@@ -1008,8 +1008,11 @@ class LearnerNode(Node):
 
     def _task_code_metrics(self) -> dict[str, float]:
         """Return how the task's code did since the last step."""
-        members = self.role.roster.members("worker")
-        totals = {member.node_id: member.stats.refused for member in members}
+        roster = self.role.roster
+        totals = {
+            **roster.take_counts_left(),
+            **{member.node_id: member.stats.refused for member in roster.members("worker")},
+        }
         if self._opened.rewards is not None:
             totals["learner"] = self._opened.rewards.counts()
         return self._task_metrics.row(totals)
