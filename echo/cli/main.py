@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in COMMANDS:
         return run(name, line)
     near = nearest(name, COMMANDS)
-    remedy = f"did you mean {near}?" if near else f"there are {', '.join(COMMANDS)}"
-    return fail(ConfigError(f"no command {name!r}; {remedy}"))
+    guess = f"did you mean {near}? " if near else ""
+    return fail(ConfigError(f"no command {name!r}; {guess}there are {', '.join(COMMANDS)}"))
 
 
 def run(name: str, line: Sequence[str]) -> int:

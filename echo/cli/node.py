@@ -42,7 +42,7 @@ from echo.config.memory import (
 )
 from echo.config.schema import Config, ModelSection, show
 from echo.core.errors import ConfigError, DataError, EchoError, in_one
-from echo.core.extras import PROGRAMS, find_config, import_extra
+from echo.core.extras import command, find_config, import_extra
 from echo.core.metrics import LearningCurve, Snapshot
 from echo.net.transport import is_loopback
 from echo.net.zmq import bound_socket, raise_descriptor_limit
@@ -523,10 +523,8 @@ def show_join(join_path: Path) -> None:
     """Print how a worker on another machine joins; to a terminal only, since it is a secret."""
     join = Join.parse(join_path.read_text(encoding="utf-8"))
     if not is_loopback(join.address):
-        print(
-            f"others join with:\n  ECHO_JOIN={join} {PROGRAMS}echo-rl node --role worker",
-            file=sys.stderr,
-        )
+        line = f"ECHO_JOIN={join} {command('node', elsewhere=True)} --role worker"
+        print(f"others join with:\n  {line}", file=sys.stderr)
 
 
 def show_summary(run_dir: Path, console: Console, *, commands: list[str] | None = None) -> None:

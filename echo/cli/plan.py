@@ -27,7 +27,7 @@ from echo.cli.parsers import plan_parser
 from echo.config.fields import override_of
 from echo.config.fleet_file import MBIT, FleetRequest, OfferRow, parse_fleet, read_tables
 from echo.core.errors import ConfigError, DataError, PlanError, StorageError
-from echo.core.extras import PROGRAMS, import_extra
+from echo.core.extras import command, import_extra
 from echo.core.rollout import KEEP_VERSIONS
 from echo.core.units import format_bytes, format_duration
 from echo.fleet.gpus import BYTES_PER_WEIGHT, RESERVED_BYTES, USABLE_MEMORY
@@ -342,7 +342,7 @@ def _worker_settings(request: FleetRequest, row: OfferRow, name: str) -> list[st
 def node_command(role: str, settings: Sequence[str]) -> str:
     """Return the command that starts a node with these settings."""
     sets = [part for item in settings for part in ("--set", item)]
-    return f"{PROGRAMS}echo-rl node " + shlex.join(
+    return f"{command('node', elsewhere=True)} " + shlex.join(
         ["--role", role, "--config", "configs/wan.toml", *sets]
     )
 

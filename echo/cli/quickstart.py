@@ -31,7 +31,7 @@ from echo.config.fields import override_of
 from echo.config.load import OVERRIDE, load_config
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, EchoError
-from echo.core.extras import find_config, program
+from echo.core.extras import command, find_config
 from echo.core.units import one_line
 from echo.runtime.identity import ECHO_JOIN, join_address, load_or_create_keys, write_join
 from echo.tasks.builtin import AdditionTask, CountdownTask
@@ -155,8 +155,8 @@ def check_addresses(config: Config) -> None:
     if given:
         raise ConfigError(
             f"--set {', '.join(given)}: the quickstart joins its processes itself, at free ports "
-            f"of this machine; leave it out, or start each process with {program('echo-rl')} node "
-            "at addresses of your own (docs/two-machines.md)"
+            f"of this machine; leave it out, or start each process with {command('node')} at "
+            "addresses of your own (docs/two-machines.md)"
         )
 
 
@@ -262,8 +262,8 @@ def run_nodes(
             if not is_killed:
                 return code
         if (run_dir / "config.json").exists():
-            command = f"{program('echo-rl')} quickstart --resume {run_dir}"
-            console.print(f"stopped before the end; to go on: {command}", soft_wrap=True)
+            line = f"{command('quickstart')} --resume {run_dir}"
+            console.print(f"stopped before the end; to go on: {line}", soft_wrap=True)
         has_worker = any(node.role == "worker" and node not in failed for node in nodes)
         return code if has_worker else 1
     show_summary(run_dir, console, commands=next_commands(config))
@@ -272,8 +272,7 @@ def run_nodes(
 
 def next_commands(config: Config) -> list[str]:
     """Return three things to try after a run."""
-    own = program("echo-rl")
-    quickstart, node = f"{own} quickstart", f"{own} node"
+    quickstart, node = command("quickstart"), command("node")
     task = config.task.kind if config.task.kind in TASKS else next(iter(TASKS))
     other = next(name for name in TASKS if name != task)
     bound, why = (0, "on-policy") if config.sync.max_staleness else (3, "with older rollouts")

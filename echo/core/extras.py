@@ -19,8 +19,6 @@ from echo.core.errors import ConfigError
 
 DISTRIBUTION = "echo-rl"
 CHECKOUT = Path(__file__).resolve().parents[2]
-PROGRAMS = "bin/" if (CHECKOUT / "bin" / "echo-setup").exists() else ""
-"""What stands before the names of our programs in a command to copy to another machine."""
 ROLES = ("learner", "worker", "relay")
 """Extras that are roles, too."""
 STAMP = ".echo-setup"
@@ -45,6 +43,21 @@ def program(name: str) -> str:
     if not own.exists():
         return name
     return str(near if near.exists() and near.samefile(own) else own)
+
+
+def command(name: str, *, elsewhere: bool = False) -> str:
+    """Return how a command is called: `bin/echo-node` in a checkout, `echo-rl node` from a wheel.
+
+    Args:
+        name: of the command.
+        elsewhere: whether the line is for another machine, in the directory of its checkout.
+    """
+    script, is_installed = f"echo-{name}", Path(sys.argv[0]).name == DISTRIBUTION
+    if is_installed or not (CHECKOUT / "bin" / "echo-rl").exists():
+        return f"{DISTRIBUTION} {name}"
+    rest = "" if (CHECKOUT / "bin" / script).exists() else f" {name}"
+    found = DISTRIBUTION if rest else script
+    return (str(Path("bin", found)) if elsewhere else program(found)) + rest
 
 
 def find_config(name: str) -> Path:

@@ -885,7 +885,8 @@ class DialledLink:
             )
         does_encrypt, do_we = greeting[12:32].startswith(b"CURVE"), self._keys[0] is not None
         if do_we and not does_encrypt:
-            return f"{place} does not encrypt its links, this node does: {_SAME}", True
+            port = "or this is the port on which a node sends weights, and not its own"
+            return f"{place} does not encrypt its links, this node does: {_SAME}, {port}", True
         if does_encrypt and not do_we:
             return f"{place} encrypts its links, this node does not: {_SAME}", True
         if not is_prompt or not do_we:

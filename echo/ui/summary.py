@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echo.core.errors import DataError
-from echo.core.extras import program
+from echo.core.extras import command
 from echo.core.metrics import held_out
 from echo.core.units import format_bytes
 from echo.records.ledger import FILE, LedgerTotals, read_records, totals_of
@@ -372,7 +372,7 @@ def _next_commands(run_dir: Path, config: MetricsRow) -> list[str]:
     run, sync = _section(config, "run"), _section(config, "sync")
     # Broken where a shell lets them be, so that they can be copied from a narrow terminal.
     config_path = shlex.quote(str(run_dir / "config.json"))
-    learner = f"{program('echo-rl')} node --role learner --config {config_path}"
+    learner = f"{command('node')} --role learner --config {config_path}"
     max_steps = int(run.get("max_steps", 100))
     other_bound = 2 * int(sync.get("max_staleness", 1)) + 1
     name = shlex.quote(f"{run_dir.resolve().name}-s{other_bound}")

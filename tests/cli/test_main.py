@@ -39,7 +39,7 @@ def test_an_unknown_command_is_refused(
     name: str, remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([name]) == 2
-    assert capsys.readouterr().err == f"error: no command {name!r}; {remedy}\n"
+    assert capsys.readouterr().err.startswith(f"error: no command {name!r}; {remedy}")
 
 
 @pytest.mark.parametrize(

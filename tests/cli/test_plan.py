@@ -65,7 +65,7 @@ def test_filters_name_what_a_machine_needs(planned: tuple[Path, str]) -> None:
 
 def test_the_commands_are_ones_that_a_node_takes(planned: tuple[Path, str]) -> None:
     _, text = planned
-    commands = [shlex.split(line) for line in text.splitlines() if "bin/echo-rl node" in line]
+    commands = [shlex.split(line) for line in text.splitlines() if "bin/echo-node" in line]
     roles = [command[command.index("--role") + 1] for command in commands]
     assert roles[:2] == ["learner", "relay"]
     assert roles.count("worker") == 10
@@ -113,13 +113,13 @@ def test_the_hetero_plan_prints_commands_that_exist(
     commands = [line.strip() for line in text.splitlines() if "--role" in line]
     assert commands
     for command in commands:
-        program, name, *words = shlex.split(command)
-        assert (program, name) == ("bin/echo-rl", "node")
+        program, *words = shlex.split(command)
+        assert program == "bin/echo-node"
         arguments = node_parser().parse_args(words)
         config = load_config(arguments.config, arguments.set, arguments.role)
         assert config.engine.kind == "vllm"
     assert {line.split()[0] for line in text.splitlines() if line.startswith("    ")} == {
-        "bin/echo-rl"
+        "bin/echo-node"
     }
     record = json.loads((tmp_path / "hetero.json").read_text())
     assert record["train_s"] > 0
@@ -129,8 +129,8 @@ def test_the_hetero_plan_prints_commands_that_exist(
 @pytest.mark.parametrize(
     ("stages", "text"),
     [
-        ([("RTX 4090", 1)], "bin/echo-rl node --role learner "),
-        ([("RTX 4090", 8)], "torchrun --nproc-per-node 8 --no-python bin/echo-rl node --role l"),
+        ([("RTX 4090", 1)], "bin/echo-node --role learner "),
+        ([("RTX 4090", 8)], "torchrun --nproc-per-node 8 --no-python bin/echo-node --role l"),
         ([("RTX 4090", 16)], "(no command of one line, for GPUs in several machines: see docs"),
         ([("RTX 4090", 8), ("A100-80GB", 8)], "(no command: Echo's learner shards weights evenly"),
     ],

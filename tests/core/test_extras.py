@@ -39,6 +39,22 @@ def test_a_program_is_named_as_it_can_be_called_from_here(tmp_path, monkeypatch)
     assert extras.program("echo-rl") == "echo-rl"
 
 
+def test_a_command_is_called_as_the_one_that_was_started(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(extras.CHECKOUT)
+    monkeypatch.setattr(sys, "argv", ["main.py"])
+    assert extras.command("node") == "bin/echo-node"
+    assert extras.command("ledger") == "bin/echo-rl ledger"
+    monkeypatch.chdir(tmp_path)
+    assert extras.command("node") == str(extras.CHECKOUT / "bin" / "echo-node")
+    assert extras.command("node", elsewhere=True) == "bin/echo-node"
+    # The script that pip installs, and a wheel.
+    monkeypatch.setattr(sys, "argv", ["/venv/bin/echo-rl"])
+    assert extras.command("node", elsewhere=True) == "echo-rl node"
+    monkeypatch.setattr(sys, "argv", ["main.py"])
+    monkeypatch.setattr(extras, "CHECKOUT", tmp_path)
+    assert extras.command("node") == "echo-rl node"
+
+
 METADATA = """Metadata-Version: 2.1
 Name: echo-rl
 Version: 9.8.7

@@ -25,7 +25,7 @@ from echo.config.memory import (
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import ConfigError, DataError
-from echo.core.extras import PROGRAMS
+from echo.core.extras import command
 from echo.core.metrics import LearningCurve
 from echo.core.paths import local_path
 from echo.core.units import format_bytes
@@ -618,10 +618,10 @@ def invite(
     address = join_address(str(transport.listen_address), config.learner.advertise)
     write_join(config.run_dir, address, keys, secret)
     log.info(
-        "%s join with the line in %s: ECHO_JOIN=THAT_LINE %secho-rl node --role worker",
+        "%s join with the line in %s: ECHO_JOIN=THAT_LINE %s --role worker",
         "others on this machine" if is_loopback(address) else "others",
         config.run_dir / "keys" / "join",
-        PROGRAMS,
+        command("node", elsewhere=True),
     )
 
 
