@@ -116,6 +116,7 @@ OWNED = (
             "train/ranks/crew.py": "beats, which must not stop while a rank computes",
             "train/ranks/sharded_images.py": "codes on a rank's cores, for the learner's thread",
             "ui/live.py": "draws, so that nobody waits for a terminal",
+            "ui/sinks.py": "feeds trackers, whose libraries wait for a network",
         },
         calls=("threading.Thread", "threading.Timer", "*.ThreadPoolExecutor", "*.to_thread"),
     ),

@@ -51,13 +51,13 @@ from echo.records.run_files import read_metrics
 from echo.runtime import node
 from echo.runtime.event_log import EventLog
 from echo.runtime.identity import ECHO_JOIN, Join, is_own_machine, join_address
-from echo.runtime.learner.resume import finished_step
+from echo.runtime.learner.resume import check_unused, finished_step
 from echo.runtime.node import INTERRUPTED, Node, tune_malloc
 from echo.tasks.dataset import RowsTask, is_local
 from echo.tasks.task import Task, load_task
 from echo.ui.live import LiveView, StatusLine, WorkerStatus
 from echo.ui.plots import learning_curve
-from echo.ui.sinks import MetricsWriter
+from echo.ui.sinks import MetricsWriter, sinks_missing
 from echo.ui.summary import as_text, summarise_run
 
 if TYPE_CHECKING:
@@ -93,9 +93,16 @@ def dry_run(config: Config, role: Role, *, num_ranks: int = 1, would_start: bool
     return dry_run_text(config, role, would_start=would_start, budget=budget, notices=notices)
 
 
-def start_problems(config: Config, role: Role) -> list[str]:
-    """Return what is wrong with the model, the files and the addresses that a role starts with."""
+def start_problems(config: Config, role: Role, *, resume: bool = False) -> list[str]:
+    """Return what is wrong with the model, files, sinks and addresses that a role starts with."""
     problems = [*_data_problems(config, role), *map(str, _taken_addresses(config, role))]
+    if role == "learner":
+        problems += sinks_missing(config.metrics.sinks)
+        try:
+            if not resume:
+                check_unused(config.run_dir)
+        except EchoError as error:
+            problems.append(str(error))
     try:
         check_model(config, role)
     except DataError as error:
@@ -554,7 +561,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"note: {note}", file=sys.stderr)
         if arguments.dry_run:
             if _is_first_rank():
-                problems = start_problems(config, arguments.role)
+                resume = _goes_on(arguments, config)
+                problems = start_problems(config, arguments.role, resume=resume)
                 text = dry_run(
                     config, arguments.role, num_ranks=_num_ranks(), would_start=not problems
                 )
@@ -718,6 +726,8 @@ def run_role(
         for error in _taken_addresses(config, role):
             raise error
     if role == "learner":
+        if not resume and _is_first_rank():
+            check_unused(config.run_dir)
         if _num_ranks() > 1:
             return run_rank(config, resume=resume, has_report=has_report, log_events=log_events)
         return run_learner(config, resume=resume, has_report=has_report, log_events=log_events)

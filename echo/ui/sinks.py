@@ -2,6 +2,8 @@
 
 metrics.jsonl has every number, and a run ends that cannot write it. The others are for convenience:
 one that is not installed is refused at the start, and one that fails is left out with a warning.
+Each of them has a thread, in which its library may wait for a network as long as it likes: a run
+starts, trains and ends without it.
 
 metrics.jsonl is only ever appended to. A resumed learner makes some steps again: their rows follow
 those of the abandoned ones under a higher `lineage`, and readers let the later ones count
@@ -13,14 +15,17 @@ from __future__ import annotations
 import logging
 import math
 import os
+import queue
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import msgspec
 
-from echo.core.errors import StorageError
+from echo.core.errors import ConfigError, StorageError
 from echo.core.extras import import_extra
 from echo.core.units import one_line
 
@@ -44,6 +49,76 @@ class _Mirror(Protocol):
 
     def close(self) -> None:
         """Write out what is buffered."""
+
+
+MAX_ROWS_BEHIND = 1000
+"""Rows that wait for a mirror; those that come while there are as many are left out of it."""
+CLOSE_S = 15.0
+"""Seconds that a mirror has at the end of a run for what it has not written yet."""
+
+
+class _Feed:
+    """Feeds a mirror from a thread of its own; one that fails is told once, and left out."""
+
+    def __init__(self, name: str, mirror: _Mirror, path: Path) -> None:
+        self._name, self._mirror, self._path = name, mirror, path
+        self._rows: queue.Queue[tuple[int, Mapping[str, float], float] | None]
+        self._rows = queue.Queue(MAX_ROWS_BEHIND)
+        self._has_failed = self._is_behind = False
+        self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
+
+    def start(self) -> None:
+        """Open the mirror; returns at once."""
+        self._thread.start()
+
+    def put(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+        """Hand over a row; returns at once."""
+        if self._has_failed:
+            return
+        try:
+            self._rows.put_nowait((step, metrics, at))
+        except queue.Full:
+            if not self._is_behind:
+                self._tell("does not keep up and has holes from now on", f"step {step}")
+            self._is_behind = True
+
+    def close(self) -> None:
+        """Let it write what is left; bounded."""
+        give_up_at = time.monotonic() + CLOSE_S
+        try:
+            self._rows.put(None, timeout=CLOSE_S)
+            self._thread.join(max(0.0, give_up_at - time.monotonic()))
+        except queue.Full:
+            pass
+        if self._thread.is_alive() and not self._has_failed:
+            self._tell("did not finish", f"no answer within {CLOSE_S:g} s")
+
+    def _run(self) -> None:
+        try:
+            self._mirror.start()
+            while (row := self._rows.get()) is not None:
+                self._mirror.write(*row)
+            self._mirror.close()
+        except Exception as error:  # noqa: BLE001 -- a disk, a login, a network: training goes on
+            self._has_failed = True
+            why = f"{type(error).__name__}: {one_line(str(error))}"
+            self._tell("fails and is left out, training goes on", why)
+
+    def _tell(self, what: str, why: str) -> None:
+        text = 'metrics.sinks = "%s" %s: %s; %s. %s has every number'
+        logger.warning(text, self._name, what, why, self._mirror.remedy, self._path)
+
+
+def sinks_missing(sinks: Collection[str]) -> list[str]:
+    """Return why sinks cannot be used here, a line for each that is not installed."""
+    problems = []
+    for name in _MODULES:
+        if name in sinks:
+            try:
+                _import(name)
+            except ConfigError as error:
+                problems.append(str(error))
+    return problems
 
 
 class MetricsWriter:
@@ -71,11 +146,11 @@ class MetricsWriter:
             StorageError: if the file cannot be opened or repaired.
         """
         # The mirrors first: a refusal must not leave an open file behind.
-        self._mirrors: dict[str, _Mirror] = {}
+        mirrors: dict[str, _Mirror] = {}
         if "tensorboard" in sinks:
-            self._mirrors["tensorboard"] = _TensorBoard(run_dir / "tensorboard")
+            mirrors["tensorboard"] = _TensorBoard(run_dir / "tensorboard")
         if "wandb" in sinks:
-            self._mirrors["wandb"] = _Wandb(run_dir, wandb_project, config or {})
+            mirrors["wandb"] = _Wandb(run_dir, wandb_project, config or {})
         self.path = run_dir / "metrics.jsonl"
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -83,8 +158,9 @@ class MetricsWriter:
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise StorageError(f"{self.path}: cannot be written: {error.strerror}") from error
-        for name, mirror in list(self._mirrors.items()):
-            self._try(name, mirror.start)
+        self._feeds = [_Feed(name, mirror, self.path) for name, mirror in mirrors.items()]
+        for feed in self._feeds:
+            feed.start()
 
     def write(self, step: int, metrics: Mapping[str, Metric], *, at: float | None = None) -> None:
         """Append one row.
@@ -110,26 +186,14 @@ class MetricsWriter:
         if written != len(row):
             raise StorageError(f"{self.path}: the disk is full at step {step}; free some space")
         flat = {n: value for n, value in numbers.items() if not isinstance(value, dict)}
-        for name, mirror in list(self._mirrors.items()):
-            self._try(name, mirror.write, step, flat, at)
+        for feed in self._feeds:
+            feed.put(step, flat, at)
 
     def close(self) -> None:
-        """Close the file and the mirrors."""
+        """Close the file and the mirrors; bounded."""
         self._file.close()
-        for name, mirror in list(self._mirrors.items()):
-            self._try(name, mirror.close)
-
-    def _try(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
-        """Call a mirror; one that fails is told once, and left out from then on."""
-        try:
-            call(*arguments)
-        except Exception as error:  # noqa: BLE001 -- a disk, a login, a network: training goes on
-            remedy = self._mirrors.pop(name).remedy
-            logger.warning(
-                'metrics.sinks = "%s" fails and is left out, training goes on: %s: %s; %s. %s has '
-                "every number",
-                name, type(error).__name__, one_line(str(error)), remedy, self.path,
-            )  # fmt: skip
+        for feed in self._feeds:
+            feed.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -170,15 +234,25 @@ def _number(value: float) -> float:
     return int(value) if math.isfinite(value) and value == int(value) else float(value)
 
 
+_MODULES = {"tensorboard": "tensorboard.summary", "wandb": "wandb"}
+
+
+def _import(sink: str) -> ModuleType:
+    """Import a sink's library.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    return import_extra(_MODULES[sink], extra=sink, wanted_by=f'metrics.sinks = "{sink}"')
+
+
 class _TensorBoard:
     """Event files through TensorBoard's own writer, which needs no torch."""
 
     remedy = "free some disk space, and resume the run to have it back"
 
     def __init__(self, directory: Path) -> None:
-        self._summary: Any = import_extra(
-            "tensorboard.summary", extra="tensorboard", wanted_by='metrics.sinks = "tensorboard"'
-        )
+        self._summary: Any = _import("tensorboard")
         self._directory = directory
 
     def start(self) -> None:
@@ -205,7 +279,7 @@ class _Wandb:
     )
 
     def __init__(self, run_dir: Path, project: str, config: Mapping[str, object]) -> None:
-        self._wandb: Any = import_extra("wandb", extra="wandb", wanted_by='metrics.sinks = "wandb"')
+        self._wandb: Any = _import("wandb")
         self._run_dir, self._project, self._config = run_dir, project, config
 
     def start(self) -> None:

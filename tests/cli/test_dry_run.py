@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import huggingface_hub
 import pytest
 
+from echo.cli import node as node_module
 from echo.cli.node import dry_run, main, start_problems
 from echo.config.fields import ROLES, Role
 from echo.config.load import parse_config
+from tests.records.rows import write_ledger
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "tcp://10.0.0.1:7700"
@@ -188,6 +191,31 @@ def test_everything_that_would_stop_the_start_is_told_at_once(
     assert f"{tmp_path}/none.jsonl: cannot read the dataset" in err
     assert f"{tmp_path}/train.jsonl:1: malformed row" in err
     assert f"cannot listen on tcp://127.0.0.1:{port}" in err
+
+
+def test_a_run_that_lives_there_and_a_sink_that_is_missing_are_found_without_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_ledger(tmp_path / "old", [{"kind": "lineage", "lineage": 1, "fork_step": 0}])
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    settings = {
+        "run.dir": tmp_path,
+        "run.name": "old",
+        "model.name": tmp_path,
+        "learner.listen": "tcp://127.0.0.1:0",
+        "metrics.sinks": '["wandb"]',
+    }
+    line = ["--role", "learner", "--config", str(ROOT / "configs" / "quickstart.toml")]
+    line += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    assert main([*line, "--dry-run"]) == 2
+    err = capsys.readouterr().err
+    assert 'metrics.sinks = "wandb" needs wandb, which' in err
+    assert f"{tmp_path}/old holds a run already; continue it with --resume" in err
+    # The start writes no log, and names none as if it had.
+    monkeypatch.setattr(node_module, "check_model", lambda *_: None)
+    assert main(line) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/old holds a run already")
+    assert not (tmp_path / "old" / "logs").exists()
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from echo.core.errors import ConfigError, StorageError
 from echo.core.extras import install_command
 from echo.records.run_files import read_metrics
+from echo.ui import sinks
 from echo.ui.sinks import MetricsWriter, drop_torn_line
 
 
@@ -80,6 +82,8 @@ def test_a_sink_that_is_not_installed_is_refused(
     expected = rf"metrics.sinks = .{name}. needs {name}, which .*{re.escape(install_command(name))}"
     with pytest.raises(ConfigError, match=expected):
         MetricsWriter(tmp_path / "run", sinks=[name])
+    [problem] = sinks.sinks_missing([name])
+    assert re.search(expected, problem)
     assert not (tmp_path / "run").exists()
 
 
@@ -125,6 +129,38 @@ def test_a_sink_that_fails_is_told_once_and_training_goes_on(
     assert said.startswith(f'metrics.sinks = "{sink}" fails and is left out, training goes on: ')
     assert said.endswith(f"{writer.path} has every number")
     assert all(text in said for text in texts)
+
+
+class SilentTracker:
+    """A tracker whose server accepts connections and never answers."""
+
+    def __init__(self) -> None:
+        self.was_asked, self.may_answer = threading.Event(), threading.Event()
+
+    def init(self, **_: object) -> FailingRun:
+        self.was_asked.set()
+        self.may_answer.wait(60)
+        return FailingRun()
+
+
+def test_a_tracker_that_never_answers_delays_neither_start_nor_steps_nor_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = SilentTracker()
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    monkeypatch.setattr(sinks, "CLOSE_S", 0.01)
+    monkeypatch.setattr(sinks, "MAX_ROWS_BEHIND", 2)
+    try:
+        with MetricsWriter(tmp_path, sinks=["wandb"]) as writer:
+            assert tracker.was_asked.wait(60)
+            for step in range(1, 6):
+                writer.write(step, {"reward/mean": 0.5})
+        assert [row["step"] for row in rows(writer.path)] == [1, 2, 3, 4, 5]
+        behind, unfinished = caplog.messages
+        assert "does not keep up and has holes from now on: step 3; " in behind
+        assert "did not finish: no answer within 0.01 s; " in unfinished
+    finally:
+        tracker.may_answer.set()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -30,7 +30,7 @@ from echo.core.records import Discarded
 from echo.core.rollout import Group, Lineage, find_fault, trim_stale
 from echo.leases.book import LeaseBook
 from echo.records.files import write_file
-from echo.records.ledger import Began, Finished, LedgerQueue, read_records, read_state
+from echo.records.ledger import Began, Finished, LedgerQueue, has_begun, read_records, read_state
 from echo.runtime.identity import Identity
 from echo.runtime.learner.checkpoint import (
     CheckpointInfo,
@@ -77,6 +77,24 @@ class StartingPoint:
             leases.restore(group_id, holders, LOST_WORKER, now=now)
 
 
+def check_unused(run_dir: Path) -> None:
+    """Check that no run lives in a directory.
+
+    Raises:
+        ConfigError: if one does.
+        StorageError: if its ledger cannot be read.
+    """
+    if has_begun(run_dir):
+        raise _holds_a_run(run_dir)
+
+
+def _holds_a_run(run_dir: Path) -> ConfigError:
+    return ConfigError(
+        f"{run_dir} holds a run already; continue it with --resume, or choose another name with "
+        "--set run.name=..."
+    )
+
+
 class SavedRun:
     """What the disk has of a run."""
 
@@ -92,10 +110,7 @@ class SavedRun:
             ConfigError: if a run lives there already.
         """
         if self.ledger.num_records:
-            raise ConfigError(
-                f"{self.ledger.run_dir} holds a run already; continue it with --resume, or choose "
-                "another name with --set run.name=..."
-            )
+            raise _holds_a_run(self.ledger.run_dir)
         return StartingPoint(lineages=(Lineage(1, 0),))
 
     def recover(
