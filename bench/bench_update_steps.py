@@ -15,6 +15,7 @@ least of all rounds is told beside the median: on a machine with other work it d
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +27,8 @@ import zstandard
 from blake3 import blake3
 from update.state import SCALES, SHAPES, Weights
 
+from echo.engine import allocator
 from echo.engine.weights import publish_image
-from echo.runtime.node import tune_malloc
 from echo.weights import delta
 
 Step = Callable[[int], Any]
@@ -129,7 +130,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, choices=SCALES, default=0.014)
     parser.add_argument("--rounds", type=int, default=15)
     arguments = harness.parse(parser, rounds=3)
-    tune_malloc()
+    allocator.tune(os.environ)
     torch.set_num_threads(1)
     blocks = Blocks(arguments.shape, arguments.share)
     rows = measure(blocks, arguments.rounds)

@@ -31,6 +31,7 @@ from echo.config.load import parse_config
 from echo.config.schema import Config
 from echo.core.errors import EchoError
 from echo.core.rollout import PolicyVersion
+from echo.engine import allocator
 from echo.net.curve import SECRET_BYTES, CurveKeys, KeyPair
 from echo.net.transport import Transport
 from echo.roles.joining import fingerprint
@@ -40,7 +41,7 @@ from echo.runtime import node
 from echo.runtime.disk_store import open_store
 from echo.runtime.identity import Identity, Join, node_keys
 from echo.runtime.learner.publish import Coder, Publication, VersionEncoder
-from echo.runtime.node import Node, tune_malloc
+from echo.runtime.node import Node
 from echo.runtime.relay import RelayNode
 from echo.weights.cipher import KEY_BYTES
 from echo.weights.delta import fill
@@ -350,7 +351,7 @@ def main() -> None:
     parser.add_argument("--model-bytes", type=int, default=0, help="of version 0, if it is here")
     parser.add_argument("--chunk-bytes", type=int, default=0, help="of version 0")
     arguments = parser.parse_args()
-    tune_malloc()
+    allocator.tune(os.environ)
     run = run_learner if arguments.role == "learner" else run_receiver
     try:
         uvloop.run(run(configuration(arguments), arguments))

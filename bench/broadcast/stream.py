@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import secrets
 import socket
 import struct
@@ -22,12 +23,12 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from echo.engine import allocator
 from echo.net.curve import SECRET_BYTES, CurveKeys, KeyPair
 from echo.net.transport import Connected, Received, TransportOptions
 from echo.net.zmq import ZmqTransport
 from echo.roles.joining import FINGERPRINT_BYTES
 from echo.runtime.identity import Join
-from echo.runtime.node import tune_malloc
 
 READ_BYTES = 1 << 20
 SOURCE_BYTES = 128 << 20
@@ -213,7 +214,7 @@ def main() -> None:
             with contextlib.suppress(OSError):  # the other end has gone, or was never there
                 run_sink(arguments)
         case role:
-            tune_malloc()
+            allocator.tune(os.environ)
             uvloop.run((run_giver if role == "giver" else run_taker)(arguments))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import time
 
 import uvloop
@@ -18,12 +19,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.config.schema import Config
 from echo.core.rollout import PolicyVersion
+from echo.engine import allocator
 from echo.net.transport import Transport
 from echo.roles.learner import Learner
 from echo.runtime import node
 from echo.runtime.identity import Identity
 from echo.runtime.learner.publish import Publisher, VersionEncoder, make_images
-from echo.runtime.node import Node, tune_malloc
+from echo.runtime.node import Node
 from update.state import SCALES, SHAPES, Weights
 
 
@@ -111,7 +113,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, choices=SCALES, default=0.014)
     arguments = parser.parse_args()
     arguments.connect, arguments.curve = None, False
-    tune_malloc()
+    allocator.tune(os.environ)
     uvloop.run(run(configuration(arguments), arguments))
 
 

@@ -24,10 +24,11 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.core.rollout import PolicyVersion
+from echo.engine import allocator
 from echo.engine.weights import VersionImages, publish_image, scatter, tensors_from_image
 from echo.runtime.disk_store import open_store
 from echo.runtime.learner.publish import CodedSegment, Coder, Publication, make_publication
-from echo.runtime.node import MAX_WORKERS, tune_malloc
+from echo.runtime.node import MAX_WORKERS
 from echo.weights.delta import block_bytes_of
 from echo.weights.manifest import encode_signed, hash_image
 from echo.weights.receiver import WriteChunk
@@ -251,7 +252,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=["views", "float32", "bfloat16"], default="views")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments = parser.parse_args()
-    tune_malloc()
+    allocator.tune(os.environ)
     torch.set_num_threads(1)
     weights = Weights(arguments.shape, arguments.share, arguments.device)
     if arguments.kind == "image":

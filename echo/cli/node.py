@@ -44,6 +44,7 @@ from echo.config.schema import Config, ModelSection, show
 from echo.core.errors import ConfigError, DataError, EchoError, in_one
 from echo.core.extras import command, find_config, import_extra
 from echo.core.metrics import LearningCurve, Snapshot
+from echo.engine import allocator
 from echo.net.transport import is_loopback
 from echo.net.zmq import bound_socket, raise_descriptor_limit
 from echo.records.ledger import has_begun
@@ -52,7 +53,7 @@ from echo.runtime import node
 from echo.runtime.event_log import EventLog
 from echo.runtime.identity import ECHO_JOIN, Join, is_own_machine, join_address
 from echo.runtime.learner.resume import check_unused, finished_step
-from echo.runtime.node import INTERRUPTED, Node, tune_malloc
+from echo.runtime.node import INTERRUPTED, Node
 from echo.tasks.dataset import RowsTask, is_local
 from echo.tasks.task import Task, load_task
 from echo.ui.live import LiveView, StatusLine, WorkerStatus
@@ -309,7 +310,7 @@ async def run_node(node: Node) -> str:
 
 def run_loop(main_coroutine: Coroutine[Any, Any, str], log: logging.Logger) -> int:
     """Run a node's coroutine on uvloop; log how it ends and return the exit code."""
-    tune_malloc()
+    allocator.tune(os.environ)
     raise_descriptor_limit()
     try:
         reason = uvloop.run(main_coroutine)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import logging
 import os
@@ -388,17 +387,12 @@ class Node:
         return True
 
 
-# --- Limits of kernel and C library on the transport, read once when a node starts ---
+# --- Limits of the kernel on the transport, read once when a node starts ---
 #
 # What follows from them: `net/zmq.py`.
 
 
 _SYSCTLS = Path("/proc/sys/net/ipv4")
-
-# glibc's mallopt, from malloc.h.
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-_KEPT_BYTES = 64 << 20
-_LARGEST_FROM_HEAP = 32 << 20  # glibc takes no more
 
 
 def read_kernel(sysctls: Path = _SYSCTLS) -> KernelFacts:
@@ -414,28 +408,6 @@ def read_kernel(sysctls: Path = _SYSCTLS) -> KernelFacts:
         max_receive_buffer_bytes=_last_number(_read(sysctls / "tcp_rmem")),
         slow_start_after_idle=None if not after_idle else after_idle != ["0"],
     )
-
-
-def tune_malloc() -> bool:
-    """Let the C library keep freed memory for the next chunk; return whether it could be told.
-
-    libzmq allocates one buffer per message. By default glibc maps each of a megabyte anew and
-    returns it when it is freed, so that every chunk costs its page faults twice. Some 64 MiB per
-    busy thread stay with the process instead. Does nothing with other C libraries.
-    """
-    try:
-        libc = ctypes.CDLL(None)
-        libc.gnu_get_libc_version  # noqa: B018, only to see whether it is glibc
-        mallopt = libc.mallopt
-    except (OSError, AttributeError, TypeError):
-        return False
-    settings = (
-        (_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP),
-        (_M_TRIM_THRESHOLD, _KEPT_BYTES),
-        (_M_TOP_PAD, _KEPT_BYTES // 4),
-    )
-    results = [mallopt(option, value) for option, value in settings]
-    return results == [1] * len(settings)
 
 
 def _read(path: Path) -> list[str]:

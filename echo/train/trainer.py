@@ -74,6 +74,7 @@ from echo.algo.losses import ClippedTokenLoss, CustomLoss, make_loss
 from echo.core.errors import ConfigError, DataError, EngineError, StorageError
 from echo.core.rollout import Group
 from echo.core.units import format_bytes
+from echo.engine import allocator
 from echo.engine.lora import NAME, draw_adapter
 from echo.engine.weights import find_nonfinite, write_tensors
 from echo.kernels.logprob import EntropyMode, TokenLosses
@@ -762,6 +763,8 @@ class Trainer:
     def _drop_gradients(self) -> None:
         for tensor in (*self._parameters.values(), *self._shards.values()):
             tensor.grad = None
+        if self.device.type == "cpu":
+            allocator.give_back()  # with the activations, which have other sizes in each step
 
     # --- a step ----------------------------------------------------------------------------------
 

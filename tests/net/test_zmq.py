@@ -600,34 +600,3 @@ def test_this_kernel_can_be_read() -> None:
     found = read_kernel()
     assert found.max_send_buffer_bytes
     assert most_sockets(found) >= 1
-
-
-@pytest.mark.slow
-def test_a_process_keeps_what_it_has_freed_once_told() -> None:
-    script = """
-import resource
-from echo.runtime.node import tune_malloc
-import sys, ctypes
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(200):
-        ctypes.memset(buffer := ctypes.create_string_buffer(1 << 20), 1, 1 << 20)
-        del buffer
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-if sys.argv[1] == "tuned" and not tune_malloc():
-    print(-1)
-else:
-    faults()
-    print(faults())
-"""
-    tuned = subprocess.run(
-        [sys.executable, "-c", script, "tuned"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        check=True,
-        text=True,
-    )
-    num_faults = int(tuned.stdout)
-    if num_faults < 0:
-        pytest.skip("another C library than glibc")
-    assert num_faults < 2000, "each of 200 buffers of a mebibyte has 256 pages"

@@ -14,6 +14,7 @@ import pytest
 from echo.algo.diagnostics import GroupStats
 from echo.core.metrics import LearningCurve
 from echo.core.rollout import Group, PolicyVersion
+from echo.engine import allocator
 from echo.engine.engine import Completion, Request, Sampling
 from echo.runtime.learner import report
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
@@ -298,11 +299,17 @@ def test_an_evaluation_of_a_model_that_gives_no_probabilities_says_so() -> None:
     assert f"{what}eval.3: the weights hold NaN" in str(result)
 
 
-@pytest.mark.parametrize("after", [0, 3, 6])
-def test_it_stops_wherever_it_is(after: int) -> None:
+@pytest.mark.parametrize("after", [0, 3, 6, 99])
+def test_it_stops_wherever_it_is_and_gives_back_its_memory(
+    after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: list[None] = []
+    monkeypatch.setattr(allocator, "give_back", lambda: freed.append(None))
     asked = iter(range(100))
     stop = watching(should_stop=lambda: next(asked) >= after)
-    assert make_evaluator().evaluate(PolicyVersion(1, 0), {}, stop) is None
+    result = make_evaluator().evaluate(PolicyVersion(1, 0), {}, stop)
+    assert (result is None) == (after < 99)
+    assert len(freed) == 1
 
 
 def test_every_interval_is_evaluated_once_whatever_the_publish_period() -> None:

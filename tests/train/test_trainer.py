@@ -27,7 +27,7 @@ from echo.algo.diagnostics import GroupStats
 from echo.algo.losses import make_loss
 from echo.core.errors import DataError, StorageError
 from echo.core.rollout import Group, PolicyVersion, Rollout
-from echo.engine import weights
+from echo.engine import allocator, weights
 from echo.engine.weights import write_image
 from echo.train import policy
 from echo.train.batch import AdvantageSettings
@@ -364,6 +364,24 @@ def test_the_gradient_is_clipped_to_its_norm(make_trainer: MakeTrainer) -> None:
     moved = torch.cat([(t - before[n]).flatten() for n, t in trainer.snapshot().items()]).norm()
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)  # as it was before clipping
     assert float(moved) == pytest.approx(norm / 4, rel=1e-3)
+
+
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_a_step_gives_back_what_it_has_freed(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, num_updates: int
+) -> None:
+    """Once its gradients are gone, too, and not while a gradient still waits for its update."""
+    optimizer = dataclasses.replace(FAST, minibatches_per_step=num_updates)
+    trainer = make_trainer(optimizer=optimizer)
+    had_gradients: list[bool] = []
+
+    def note() -> None:
+        tensors = trainer._policy.parameters().values()
+        had_gradients.append(any(tensor.grad is not None for tensor in tensors))
+
+    monkeypatch.setattr(allocator, "give_back", note)
+    trainer.step([make_group([1, 0, 0, 1], number) for number in range(2)])
+    assert had_gradients == [False] * num_updates
 
 
 @pytest.mark.parametrize("reason", ["nonfinite_gradient", "step_error"])

@@ -15,6 +15,7 @@ import numpy as np
 
 from echo.core.metrics import held_out
 from echo.core.rollout import PolicyVersion
+from echo.engine import allocator
 from echo.engine.engine import (
     NOBODY,
     Engine,
@@ -120,6 +121,14 @@ class Evaluator:
         watcher: Watcher = NOBODY,
     ) -> EvalResult | None:
         """Return the mean rewards of a version, or None if told to stop."""
+        try:
+            return self._evaluate(version, tensors, watcher)
+        finally:
+            allocator.give_back()  # beside training it would stay until the next evaluation
+
+    def _evaluate(
+        self, version: PolicyVersion, tensors: Weights, watcher: Watcher
+    ) -> EvalResult | None:
         self._engine.load(tensors)
         rates: list[float] = []
         errors: list[RewardError] = []

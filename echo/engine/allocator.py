@@ -1,0 +1,62 @@
+"""Settings of the C library's allocator, and the memory that it gives back.
+
+Chunks of weights and a step's activations come and go all the time. By default glibc maps each
+large block and returns it when it is freed, and its page faults cost more than the work on it. So
+it is told to keep such blocks, and after a step or a call of an engine it is told to return them:
+blocks of ever-new sizes leave holes that fit nothing, gigabytes of them.
+
+Does nothing with other C libraries.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+_KEPT_BYTES = 64 << 20
+_LARGEST_FROM_HEAP = 32 << 20  # glibc takes no more
+
+SETTINGS: Mapping[str, tuple[int, int]] = {
+    "mmap_threshold": (-3, _LARGEST_FROM_HEAP),
+    "trim_threshold": (-1, _KEPT_BYTES),
+}
+"""By the name of each in glibc's environment variables: its number (malloc.h) and the value."""
+
+
+def tune(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Have the process keep freed blocks, some 64 MiB per busy thread.
+
+    Args:
+        environment: of the process; what it sets by MALLOC_* or GLIBC_TUNABLES stays as it is.
+
+    Returns:
+        The names of what was set.
+    """
+    libc, tunables = _glibc(), environment.get("GLIBC_TUNABLES", "")
+    if libc is None:
+        return ()
+    return tuple(
+        name
+        for name, (option, value) in SETTINGS.items()
+        if f"MALLOC_{name.upper()}_" not in environment
+        and f"glibc.malloc.{name}=" not in tunables
+        and libc.mallopt(option, value)
+    )
+
+
+def give_back() -> None:
+    """Return freed memory to the system; it takes as long as there is much of it."""
+    libc = _glibc()
+    if libc is not None:
+        libc.malloc_trim(0)
+
+
+def _glibc() -> Any:
+    """Return the C library if it is glibc, else None."""
+    try:
+        libc = ctypes.CDLL(None)
+        libc.gnu_get_libc_version  # noqa: B018, only to see whether it is glibc
+    except (OSError, AttributeError, TypeError):
+        return None
+    return libc

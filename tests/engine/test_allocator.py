@@ -1,0 +1,86 @@
+"""The allocator: its settings, those of the environment, and memory that comes back."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from echo.engine import allocator
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = """
+import ctypes, resource
+from echo.config.memory import psutil
+from echo.engine import allocator
+def fill():
+    return [ctypes.memset(each := ctypes.create_string_buffer(1 << 20), 1, 1 << 20) and each
+            for _ in range(100)]
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(200):
+        ctypes.memset(buffer := ctypes.create_string_buffer(1 << 20), 1, 1 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+resident = lambda: psutil.Process().memory_info().rss >> 20
+if not allocator.tune({}):
+    print(-1, 0, 0)
+else:
+    faults()
+    blocks = fill()
+    del blocks[:-1]  # the last one keeps all below it in the heap
+    kept = resident()
+    num_faults = faults()
+    allocator.give_back()
+    print(num_faults, kept, resident())
+"""
+
+
+def test_a_process_keeps_what_it_has_freed_until_it_gives_it_back() -> None:
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=True, text=True)
+    num_faults, kept, resident = map(int, done.stdout.split())
+    if num_faults < 0:
+        pytest.skip("another C library than glibc")
+    assert num_faults < 2000, "each of 200 buffers of a mebibyte has 256 pages"
+    assert resident < kept - 80, "99 of them were free"
+
+
+class Libc:
+    """Notes what mallopt is told."""
+
+    gnu_get_libc_version = None
+
+    def __init__(self) -> None:
+        self.options: list[int] = []
+
+    def mallopt(self, option: int, value: int) -> int:
+        assert value > 0
+        self.options.append(option)
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "options"),
+    [
+        ({"MALLOC_ARENA_MAX": "2", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, [-3, -1]),
+        ({"MALLOC_MMAP_THRESHOLD_": "2097152"}, [-1]),
+        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=1"}, [-3]),
+    ],
+)
+def test_what_the_environment_says_stays(
+    monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str], options: list[int]
+) -> None:
+    libc = Libc()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: libc)
+    assert len(allocator.tune(environment)) == len(options)
+    assert libc.options == options
+
+
+def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    assert allocator.tune({}) == ()
+    allocator.give_back()
