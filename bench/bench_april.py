@@ -38,7 +38,7 @@ from april import paper
 from april.engine import Setting
 from april.lab import measure
 
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "synchronous": {"max_staleness": 0, "over_submission": 1.0, "groups_per_worker": 4},
     "f = 1": {"over_submission": 1.0},
     "f = 2": {"over_submission": 2.0},
@@ -78,7 +78,7 @@ def main() -> None:
                 found = [paper.play(setting, num_submitted=number) for setting in long]
                 runs[median, "paper", mode] = found
             for engine, mode in COMPARED:
-                changes = {"is_continuous": ENGINES[engine], **MODES[mode]}
+                changes: dict[str, Any] = {"is_continuous": ENGINES[engine], **MODES[mode]}
                 settings = [replace(setting, **changes) for setting in seeds]
                 runs[median, engine, mode] = list(pool.map(measure, settings))
                 show(median, engine, mode, runs)
@@ -160,9 +160,9 @@ def draw(runs: Runs, gains: list[dict[str, Any]], path: Path) -> Path:
     bars.set(ylabel="% more tokens/s of rollout phases", title="over the synchronous phase")
     bars.legend(fontsize=8, loc="lower right")
     middle = medians[len(medians) // 2]
-    for (median, engine, mode), own in runs.items():
+    for (median, engine, mode), measured in runs.items():
         if median == middle and engine == "continuous":
-            steps = own[0]["steps"]
+            steps = measured[0]["steps"]
             numbers = range(1, len(steps) + 1)
             made.plot([step["at"] / 60 for step in steps], numbers, label=mode)
             lengths.plot(numbers, [step["mean_length"] for step in steps], label=mode)

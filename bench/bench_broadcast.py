@@ -134,9 +134,9 @@ def paths(arguments: argparse.Namespace) -> Iterator[tuple[Loopback, list[Topolo
     else:
         links = itertools.product(arguments.rate_mbit, arguments.latency_ms, arguments.loss)
         for rate, latency, loss in links:
-            options = {"rate_mbit": rate, "latency_ms": latency, "loss": loss}
-            options |= {"tuned": arguments.buffers == "tuned", "congestion": arguments.congestion}
-            with contextlib.closing(Wan(most, **options)) as path:
+            of_path: dict[str, Any] = {"rate_mbit": rate, "latency_ms": latency, "loss": loss}
+            of_path |= {"tuned": arguments.buffers == "tuned", "congestion": arguments.congestion}
+            with contextlib.closing(Wan(most, **of_path)) as path:
                 yield path, arguments.topologies
 
 
@@ -167,9 +167,9 @@ def cases_on(
         stack.callback(echo.close)
         cases += [(echo, s, c) for s in arguments.sizes for c in arguments.chunks]
     if isinstance(path, Wan):
-        fault = shardcast_fault(arguments.shardcast_python)
-        if fault is not None:
-            absent["shardcast"] = fault
+        missing = shardcast_fault(arguments.shardcast_python)
+        if missing is not None:
+            absent["shardcast"] = missing
         else:
             count = max(topology.num_receivers for topology in arguments.topologies)
             package = Shardcast(path, count, arguments.shardcast_python)
@@ -275,7 +275,7 @@ def run_figures(arguments: argparse.Namespace) -> None:
         for name, part in store.parts.items()
         for what, value in part.get("achieved", {}).items()
     ]
-    marks = [
+    marks: list[tuple[str, float, float | None]] = [
         (text, value, mark / FIGURES[text.partition(":")[0]].at_least[text.partition(": ")[2]])
         for text, value, mark in bars
     ]

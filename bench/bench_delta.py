@@ -114,13 +114,13 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
     pairs: list[tuple[str, Floats, Floats]] = [
         (f"lr {rate:g}", kept[-2], kept[-1]) for rate, kept in versions.items()
     ]
-    pairs.append(("first step 1e-6", *restart))
+    pairs.append(("first step 1e-6", restart[0], restart[1]))
     pairs.append(("4 steps 1e-6", versions[1e-6][0], versions[1e-6][-1]))
     for name, old, new in pairs:
         yield make_case(f"bf16 {name}", rounded(old), rounded(new), arguments.image)
     for rate in (1e-7, 1e-6, 1e-5):
-        old, new = (values.view(np.uint32) for values in versions[rate][-2:])
-        yield make_case(f"fp32 lr {rate:g}", old, new, arguments.image)
+        before, after = (values.view(np.uint32) for values in versions[rate][-2:])
+        yield make_case(f"fp32 lr {rate:g}", before, after, arguments.image)
     newest = versions[1e-6][-1]
     yield make_case("keyframe bf16", None, rounded(newest), arguments.image)
     yield make_case("keyframe fp32", None, newest.view(np.uint32), arguments.image)
@@ -130,7 +130,7 @@ def make_case(
     name: str, old: npt.NDArray[Any] | None, new: npt.NDArray[Any], num_bytes: int
 ) -> Case:
     def image(words: npt.NDArray[Any]) -> memoryview:
-        return memoryview(np.resize(words, num_bytes // words.itemsize).view(np.uint8))
+        return np.resize(words, num_bytes // words.itemsize).view(np.uint8).data
 
     share = 1.0 if old is None else float(np.mean(old != new))
     base = None if old is None else image(old)
@@ -206,8 +206,8 @@ def run(codec: Echo | XorZstd, case: Case, out: memoryview, block: int) -> dict[
 
 def measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of a case; the codecs take turns, the first round is for warming up."""
-    out = memoryview(np.zeros(len(case.new), np.uint8))
-    rounds = []
+    out = np.zeros(len(case.new), np.uint8).data
+    rounds: list[dict[str, Any]] = []
     for _ in range(arguments.repeats + 1):
         copy_s, _ = timed(lambda: np.copyto(np.asarray(out), np.asarray(case.new)))
         ours = run(Echo(case.word_bytes), case, out, arguments.block)

@@ -15,6 +15,7 @@ Each turn is a process of its own. The ledger before comes from a checkout of th
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import json
 import os
@@ -84,9 +85,8 @@ class Before:
     """The ledger as it was: records are appended in the loop, and synced in the thread."""
 
     def __init__(self, run_dir: Path, disk: Callable[..., Any]) -> None:
-        from echo.runtime.ledger import Ledger
-
-        self.ledger = Ledger(run_dir, spool_bytes=1 << 40)
+        ledger: Any = importlib.import_module("echo.runtime.ledger")
+        self.ledger = ledger.Ledger(run_dir, spool_bytes=1 << 40)
         self.ledger.append("lineage", lineage=1, fork_step=0)
         self.disk = disk
 

@@ -17,6 +17,7 @@ two blocks: their heads count.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 import tempfile
@@ -113,7 +114,7 @@ def coded_bytes(
     for start in range(0, new.nbytes, BLOCK_BYTES):
         block = slice(start, start + BLOCK_BYTES)
         base = None if old is None else old[block].data
-        _, coded = timed(lambda base=base, block=block: codec.encode(base, new[block].data))
+        _, coded = timed(functools.partial(codec.encode, base, new[block].data))
         codec.decode(coded, base, out[block].data)
         total += len(coded)
     if not np.array_equal(out, new):

@@ -63,7 +63,9 @@ def make_job(bound: int, period: int, spread: float, *, is_pausing: bool) -> Job
     )
 
 
-def make_scenario(job: Job, *, rate: float, broadcast_s: float, num_steps: int, **changes: Any):
+def make_scenario(
+    job: Job, *, rate: float, broadcast_s: float, num_steps: int, **changes: Any
+) -> Scenario:
     """Return six equal workers that make `rate` rollouts per second together."""
     offer = Offer(
         name="gpu",

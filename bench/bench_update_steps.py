@@ -22,6 +22,7 @@ from typing import Any
 
 import harness
 import numpy as np
+import numpy.typing as npt
 import torch
 import zstandard
 from blake3 import blake3
@@ -59,7 +60,7 @@ class Blocks:
 
     def opened(self, number: int) -> delta.BlockPatch:
         """Return what a block changes, as the worker finds it."""
-        base = memoryview(self.old[number]).cast("B")
+        base = self.old[number].data.cast("B")
         return delta.open_block(self.coded[number], base, self.hashes[number])
 
     def read(self, number: int) -> None:
@@ -76,6 +77,11 @@ def steps_of(blocks: Blocks) -> dict[str, Step]:
     gaps = [(patch.where % 256).astype(np.uint8) for patch in patches if patch.where is not None]
     limit = delta.most_sparse(old[0].size)
 
+    def take_words(number: int) -> npt.NDArray[Any]:
+        where = patches[number].where
+        assert where is not None
+        return np.take(old[number], where, mode="clip")
+
     def set_words(number: int) -> None:
         patch = patches[number]
         image[number][patch.where] = patch.new
@@ -87,12 +93,12 @@ def steps_of(blocks: Blocks) -> dict[str, Step]:
         "learner: hash old words": lambda k: delta.hash_old(blocks.found[k][2]),
         "worker: unpack": blocks.read,
         "worker: open (unpack, read old words, hash)": blocks.opened,
-        "worker: write": lambda k: patches[k].write(memoryview(image[k]).cast("B")),
+        "worker: write": lambda k: patches[k].write(image[k].data.cast("B")),
         "bound: compare two images": lambda k: np.not_equal(old[k], new[k], out=differs),
         "bound: read an image": lambda k: old[k].view("<u8").max(),
         "bound: copy an image": lambda k: np.copyto(blocks.other[k], old[k]),
         "bound: hash an image": lambda k: blake3(old[k].view(np.uint8).data).digest(),
-        "bound: read words, in order": lambda k: np.take(old[k], patches[k].where, mode="clip"),
+        "bound: read words, in order": take_words,
         "bound: write words, in order": set_words,
         "bound: zstd of a byte per word": lambda k: zstandard.ZstdCompressor(level=1).compress(
             gaps[k].data

@@ -297,7 +297,7 @@ class Fleet:
             if action.peer not in self._ends:
                 return
             node = self._nodes[other]
-            self._perform(other, node.receive(action.peer, message, payload, now=self.now))
+            self._perform(other, node.receive(action.peer, message, [*payload], now=self.now))
 
         self._carry(name, action, payload, receive)
 

@@ -10,6 +10,7 @@ while weights are handed over vLLM pauses.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 import tempfile
@@ -50,8 +51,7 @@ def write_config(directory: Path, shape: Shape) -> None:
 
 def pack_nothing() -> None:
     """Have vLLM compute with its parameters as they are."""
-    from vllm.model_executor.layers import utils
-
+    utils: Any = importlib.import_module("vllm.model_executor.layers.utils")
     utils.ops._supports_onednn = False  # noqa: SLF001 -- vLLM has no setting for it
     utils.check_cpu_sgl_kernel = lambda *_: False
 

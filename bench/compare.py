@@ -104,7 +104,7 @@ def compare(
             runs[side].append(figures)
     if not runs["old"]:
         return {"absent": ended}
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     common = runs["old"][0].keys() & runs["new"][0].keys()
     for figure in sorted(each for each in common if "spread" not in each):
         values = {side: [each[figure] for each in own] for side, own in runs.items()}

@@ -116,8 +116,8 @@ def delay_installs(worker: WorkerNode, delays: DelayInjector) -> None:
 
 def wrap_nodes() -> None:
     """Have learners and workers of this process built of the parts that can be late."""
-    setup.StalenessBuffer = DelayedBuffer  # type: ignore[misc]
-    worker_setup.WorkerNode = LateWorker  # type: ignore[misc]
+    setup.StalenessBuffer = DelayedBuffer  # type: ignore[attr-defined]
+    worker_setup.WorkerNode = LateWorker  # type: ignore[attr-defined]
 
 
 def delay_nodes(injectors: dict[Direction, DelayInjector]) -> None:

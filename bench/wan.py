@@ -235,8 +235,10 @@ def print_capacity() -> None:
     """Measure one TCP stream through the core without any limit."""
     options = ["--rate-mbit=0", "--latency-ms=0", "--tuned", "--queue-ms=1000"]
     command = [sys.executable, __file__, *options]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
         nodes = json.loads(process.stdout.readline())["nodes"]
         serving = "import socket as s; c, _ = s.create_server(('', 7)).accept(); b = bytes(1 << 20)"
         serving += "\nfor _ in range(1000): c.sendall(b)"

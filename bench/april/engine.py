@@ -13,6 +13,7 @@ Which tokens a row makes, and how many, is a `Script`'s affair.
 from __future__ import annotations
 
 import functools
+import math
 import random
 import threading
 from collections import Counter, deque
@@ -80,7 +81,7 @@ class Setting:
         each = self.sigma / np.sqrt(2)
         prompt = random.Random(f"{self.seed}/{group_id}").gauss(0, each)
         own = random.Random(f"{self.seed}/{group_id}/{member}").gauss(0, each)
-        return max(1, min(self.max_tokens, round(self.median_tokens * np.exp(prompt + own))))
+        return max(1, min(self.max_tokens, round(self.median_tokens * math.exp(prompt + own))))
 
     def seconds(self, num_tokens: int, num_rows: int, num_cached: float) -> float:
         """Return how long so many tokens take.

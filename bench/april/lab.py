@@ -13,7 +13,7 @@ import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -46,7 +46,7 @@ from echo.sim.network import Network, Port
 from echo.sim.transport import SimTransport
 from echo.tasks.rewards import InlineHost, Limits, TaskHost
 from echo.tasks.task import Example, Task
-from echo.train.trainer import StepResult
+from echo.train.step import StepResult
 from echo.weights.manifest import TensorSpec, build_manifest, sign
 from echo.weights.topology.sites import Site
 from echo.wire.messages import LEARNER_ID, Lease
@@ -254,7 +254,8 @@ class Lab:
 
     def write_metrics(self, step: int, row: Row) -> None:
         """Note a step; after the last one there is nothing to wait for."""
-        self.steps.append({"waited_s": row["time/wait_for_batch"], **self._trainer.noted})
+        waited_s = cast("float", row["time/wait_for_batch"])
+        self.steps.append({"waited_s": waited_s, **self._trainer.noted})
         if step == self.setting.num_steps:
             self.node.stop("measured")
 

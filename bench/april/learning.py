@@ -26,13 +26,14 @@ from april.engine import Row, Script, Setting
 from april.lab import Content
 from echo.config.load import load_config
 from echo.core.rollout import Group, Lineage, PolicyVersion
-from echo.engine.engine import Completion, Request, Sampling
+from echo.engine.engine import Completion, FinishReason, Request, Sampling
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.model import make_sampling
 from echo.engine.weights import publish_image, tensors_from_image
 from echo.runtime.learner.resume import StartingPoint
 from echo.runtime.learner.setup import build_evaluations, build_trainer, load_data
 from echo.tasks.rewards import TaskHost
+from echo.train.trainer import Trainer
 from echo.weights.manifest import TensorSpec
 from echo.wire.messages import Lease
 
@@ -96,14 +97,14 @@ class Answers:
         answer = row.state
         if not is_whole:
             answer.cut(self._num_reached(row))
-        reason = answer.finish_reason if is_whole else "abort"
+        reason: FinishReason = answer.finish_reason if is_whole else "abort"
         name = row.request.request_id
         return Completion(name, answer.token_ids, answer.logprobs, reason, answer.versions)
 
     def _num_reached(self, row: Row) -> int:
         # The last one is reached where a row ends, and not before.
         most = max(0, len(row.state.token_ids) - 1)
-        return min(most, math.floor(row.done / row.state.cost))
+        return int(min(most, math.floor(row.done / row.state.cost)))
 
     def _request(self, row: Row) -> Request:
         answer = row.state
@@ -154,6 +155,7 @@ class Addition(Content):
         return noted | (self._rewards() if is_due else {})
 
     def image(self, version: PolicyVersion) -> tuple[Sequence[TensorSpec], bytearray]:
+        assert isinstance(self._trainer, Trainer)
         return publish_image(self._trainer.snapshot(), self._config.model.dtype)
 
     def _rewards(self) -> dict[str, float]:

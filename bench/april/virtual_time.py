@@ -107,7 +107,7 @@ class VirtualClock:
                 self.now = limit
 
 
-class _Selector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
+class _Selector(selectors.DefaultSelector):
     """Waits for threads at work, never for time."""
 
     clock: VirtualClock

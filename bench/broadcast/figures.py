@@ -199,7 +199,7 @@ def against_shardcast(bench: Bench) -> dict[str, float]:
             echo_s, _ = bench.measure(path, [(one, size, MIB // 4) for one in (echo, star)])
         packages = []
         for is_chained, shard_bytes in ((False, 50_000_000), (False, 4_000_000), (True, 4_000_000)):
-            options = {"is_chained": is_chained, "shard_bytes": shard_bytes}
+            options: dict[str, Any] = {"is_chained": is_chained, "shard_bytes": shard_bytes}
             with contextlib.closing(Shardcast(path, 5, python, **options)) as package:
                 packages += bench.measure(path, [(package, size, 0)], warm_ups=0)
     return {"x shardcast": min(packages) / echo_s}

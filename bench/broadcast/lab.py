@@ -92,7 +92,7 @@ class Variant:
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of all its processes."""
-        return sum(process.ask("cpu")["cpu_s"] for process in self._processes)
+        return sum(float(process.ask("cpu")["cpu_s"]) for process in self._processes)
 
     def close(self) -> None:
         """End its processes, children before parents, so that nobody is missed."""
@@ -212,7 +212,8 @@ class Echo(Variant):
 
     def wire_bytes(self) -> int:
         """Return the weight bytes that the receivers have received, on the average."""
-        return sum(each.ask("hash")["wire_bytes"] for each in self.receivers) // len(self.receivers)
+        sizes = [int(each.ask("hash")["wire_bytes"]) for each in self.receivers]
+        return sum(sizes) // len(sizes)
 
     def num_right(self, receivers: list[Process], wanted: str) -> int:
         """Return how many of them hold the image with this hash."""

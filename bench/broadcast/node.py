@@ -129,6 +129,7 @@ class Publisher(Node):
                     self._next = await asyncio.to_thread(make, image, int(step), int(chunk_bytes))
                     tell(hash=self._next.manifest.image_hash.hex())
                 case ["publish"]:
+                    assert self._next is not None
                     tell(at=time.monotonic())
                     self.perform(self.role.make_way(now=self.now))
                     await self._encoded_versions(self._codec).publish(self._next)
@@ -156,6 +157,7 @@ class Publisher(Node):
         await self.wait_until(is_done, within_s=3600)
 
     def _is_installed(self) -> bool:
+        assert self._next is not None
         version = self._next.manifest.version  # a delta is announced before it is held here
         return all(member.installed == version for member in self.role.roster.members())
 
@@ -203,6 +205,7 @@ class Receiver(RelayNode):
                     self._received_at, self._longest_gap_s = None, 0.0
                 case ["hash"]:
                     broadcast = self.role.broadcast
+                    assert broadcast.newest_complete is not None
                     held = broadcast.store[broadcast.newest_complete]
                     digest = await asyncio.to_thread(
                         hash_image, held.storage, held.manifest.chunk_bytes

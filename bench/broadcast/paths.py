@@ -28,12 +28,14 @@ class Process:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
+        assert self._popen.stdout is not None
         for line in self._popen.stdout:
             self._lines.put(line)
         self._lines.put("")
 
     def say(self, line: str) -> None:
         """Give a command."""
+        assert self._popen.stdin is not None
         self._popen.stdin.write(line + "\n")
         self._popen.stdin.flush()
 
@@ -50,7 +52,7 @@ class Process:
             raise RuntimeError(f"{name} said nothing for {within_s:g} s") from None
         if not line:
             raise RuntimeError(f"{name} ended with {self._popen.wait()}")
-        fields = json.loads(line)
+        fields: dict[str, Any] = json.loads(line)
         if "fault" in fields:
             raise RuntimeError(fields["fault"])
         return fields
@@ -79,6 +81,7 @@ class Process:
 
     def close(self) -> None:
         """End it by the end of its stdin."""
+        assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._popen.stdin.close()
         try:

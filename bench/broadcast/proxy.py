@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import socket
 import sys
@@ -131,9 +132,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     links = []
     for _ in range(arguments.nodes):
         link = Link(0, free_port(), arguments.rate_mbit * BITS, arguments.latency_ms / 1e3)
-        server = await asyncio.start_server(
-            lambda reader, writer, link=link: connect(link, reader, writer), "127.0.0.1", 0
-        )
+        server = await asyncio.start_server(functools.partial(connect, link), "127.0.0.1", 0)
         link.public_port = server.sockets[0].getsockname()[1]
         links.append(link)
     tell(nodes=[[link.public_port, link.real_port] for link in links])

@@ -130,8 +130,9 @@ class Store:
     def has(self, name: str) -> bool:
         """Return whether a finished part of this name, of this commit, is there."""
         part = self.parts.get(name, {})
-        is_done = part.get("is_done", False)
-        return is_done and part["environment"]["commit"] == harness.environment()["commit"]
+        if not part.get("is_done", False):
+            return False
+        return bool(part["environment"]["commit"] == harness.environment()["commit"])
 
 
 def plot(title: str, bars: list[tuple[str, float, float | None]], path: Path, unit: str) -> Path:

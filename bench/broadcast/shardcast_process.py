@@ -34,13 +34,14 @@ def tell(**fields: Any) -> None:
 
 def import_copy(scratch: Path) -> Any:
     found = importlib.util.find_spec("shardcast")
+    assert found is not None and found.origin is not None  # noqa: PT018
     shutil.copytree(Path(found.origin).parent, scratch / "package" / "shardcast")
     sys.path.insert(0, str(scratch / "package"))
     import shardcast
 
     logging.getLogger("shardcast.utils").setLevel(logging.ERROR)
     # Its clients hang up on shards that take too long and ask again; the server tells it at length.
-    socketserver.BaseServer.handle_error = lambda *_: None
+    socketserver.BaseServer.handle_error = lambda *_: None  # type: ignore[method-assign]
     return shardcast
 
 

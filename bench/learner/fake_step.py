@@ -30,7 +30,7 @@ from echo.kernels.contract import LiveRows
 from echo.train.optimizer import BLOCK, KINDS, OptimizerState
 from echo.train.policy import Compute, ModelSource, Policy
 from echo.train.ranks import sharding
-from echo.train.ranks.sharding import Ranks
+from echo.train.ranks.sharding import ALONE, Ranks
 
 
 class Head(torch.autograd.Function):
@@ -97,14 +97,14 @@ class FakePolicy(Policy):
 
     def _score_all(self, ids: Tensor) -> tuple[Tensor]:
         states = self._states(ids, None, self.compute.dtype).flatten(0, 1)
-        return (Head.apply(states, self._head),)  # type: ignore[no-untyped-call]
+        return (Head.apply(states, self._head),)
 
     def peak_bytes(self, tokens: int, state: OptimizerState) -> int:
         """Return the most bytes that there are in a step of two micro-batches."""
         parameters = self.parameters()
         shards = {name: sharding.local_parameter(tensor) for name, tensor in parameters.items()}
         if self._root is None:
-            tracker = StepTracker()
+            tracker: StepTracker | ShardedStepTracker = StepTracker()
             tracker.track_external(self.model, *parameters.values())
         else:
             tracker = ShardedStepTracker(self._root)
@@ -150,7 +150,7 @@ def peak_bytes(
     """
     if state == "8bit":
         KINDS[state]({"any": torch.zeros(1, BLOCK)})  # torchao reads numbers of its table, once
-    ranks = None
+    ranks = ALONE
     if num_ranks > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
         mesh = init_device_mesh("cpu", (num_ranks,))

@@ -19,6 +19,7 @@ from echo.engine.weights import save_safetensors
 from echo.train.batch import AdvantageSettings
 from echo.train.policy import Compute, ModelSource
 from echo.train.ranks.crew import Crew
+from echo.train.ranks.sharding import ALONE
 from echo.train.trainer import OptimizerSettings, Trainer
 
 BETAS = (0.9, 0.95)
@@ -131,7 +132,7 @@ def make_trainer(
             source_of(arguments, Path(directory), weights),
             Compute(
                 device=device,
-                ranks=None if crew is None else crew.ranks,
+                ranks=ALONE if crew is None else crew.ranks,
                 dtype=getattr(torch, arguments.dtype),
                 micro_batch_tokens=arguments.tokens,
                 packs=packing == "packed",

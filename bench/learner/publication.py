@@ -151,12 +151,12 @@ def time_publication(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     row["coded_share"] = statistics.median(publications.coded_bytes) / image_bytes
     rows = [row]
     for rank in range(len(processes)):
-        with_, alone = peaks["published"][rank], peaks["alone"][rank]
+        with_, without = peaks["published"][rank], peaks["alone"][rank]
         rows.append(
             {
                 "rank": rank,
                 "in_common_of_image": with_["in_common"] / image_bytes,
-                "private_more_of_image": (with_["private"] - alone["private"]) / image_bytes,
+                "private_more_of_image": (with_["private"] - without["private"]) / image_bytes,
                 "private_bytes": with_["private"],
             }
         )

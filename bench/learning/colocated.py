@@ -125,6 +125,7 @@ def train(config: Config, lags: Lags) -> Iterator[Progress]:
     data = load_data(config)
     start = StartingPoint(lineages=(Lineage(1, 0),))
     trainer = build_trainer(config, data.model_dir, start, data.lora)
+    assert isinstance(trainer, Trainer)
     evaluations = build_evaluations(config, data, log=logging.getLogger("colocated"))
     backlog = Backlog(config, data, lags, trainer.refusal)
     staleness: Counter[int] = Counter()

@@ -52,7 +52,7 @@ def watch_learner(events: Events) -> None:
         events.tell("publish", version)
         await publish(node)
 
-    LearnerNode._publish = timed  # type: ignore[method-assign]  # noqa: SLF001
+    LearnerNode._publish = timed  # type: ignore[method-assign,assignment]  # noqa: SLF001
 
 
 def watch_worker(events: Events) -> None:
@@ -94,7 +94,8 @@ def watch_worker(events: Events) -> None:
             threading.Thread(target=ask_for_ever, args=(engine, events), daemon=True).start()
 
     began_requests = threading.Lock()
-    LLMEngine.step, VllmEngine.load = timed_step, timed_load
+    LLMEngine.step = timed_step  # type: ignore[method-assign,assignment]
+    VllmEngine.load = timed_load  # type: ignore[method-assign,assignment]
 
 
 def ask_for_ever(engine: Any, events: Events) -> None:
@@ -126,7 +127,7 @@ def main() -> int:
     events = Events(arguments.events)
     if arguments.role == "learner":
         watch_learner(events)
-        Trainer.step = make_timed_step(arguments.step_s)  # type: ignore[method-assign]
+        Trainer.step = make_timed_step(arguments.step_s)  # type: ignore[method-assign,assignment]
         return run_learner(config, resume=False, has_report=False)
     watch_worker(events)
     return run_role(config, "worker")

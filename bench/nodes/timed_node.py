@@ -19,7 +19,7 @@ import numpy as np
 
 from echo.cli.node import read_run_file, run_learner, run_role
 from echo.core.rollout import Group, PolicyVersion
-from echo.engine.engine import NOBODY, Completion, Engine, Request, Sampling, Watcher
+from echo.engine.engine import NOBODY, UNVERSIONED, Completion, Engine, Request, Sampling, Watcher
 from echo.runtime.worker import setup
 from echo.train.step import StepResult
 from echo.train.trainer import Trainer
@@ -43,7 +43,7 @@ class TimedEngine(Engine):
     def installed(self) -> PolicyVersion | None:
         return self._installed
 
-    def load(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+    def load(self, tensors: Mapping[str, Any], version: PolicyVersion = UNVERSIONED) -> None:
         self._installed = version
 
     def generate(
@@ -110,7 +110,7 @@ def main() -> int:
     arguments = parser.parse_args()
     config = read_run_file(arguments.config, arguments.set, arguments.role)
     if arguments.role == "learner":
-        Trainer.step = make_timed_step(arguments.step_s)  # type: ignore[method-assign]
+        Trainer.step = make_timed_step(arguments.step_s)  # type: ignore[method-assign,assignment]
         return run_learner(config, resume=False, has_report=False)
     setup.make_engine = lambda *_: TimedEngine(arguments.group_s, arguments.spread)
     return run_role(config, "worker")

@@ -75,6 +75,7 @@ class Stepper(Node):
                 case ["seal"]:
                     await self._versions.wait()
                     version = self.role.broadcast.newest_complete
+                    assert version is not None
                     manifest = self.role.broadcast.store[version].manifest
                     tell(hash=manifest.image_hash.hex(), image_bytes=manifest.num_bytes)
                 case ["cpu"]:
@@ -97,7 +98,7 @@ class Stepper(Node):
 async def run(config: Config, arguments: argparse.Namespace) -> None:
     transport = await node.start_transport(config.network, arguments.listen, None)
     identity = Identity("bench", Ed25519PrivateKey.generate())
-    role = publishing_role(config, identity, transport.listen_address)
+    role = publishing_role(config, identity, str(transport.listen_address))
     force(role, "chain", 0)
     publisher = Publisher(identity, config, model_digest="", images=make_images(config))
     weights = Weights(arguments.shape, arguments.share)
