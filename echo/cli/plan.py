@@ -529,10 +529,19 @@ def plan_fleet(request: FleetRequest, out: Path, console: Console) -> int:
         {fleet_words(plan, outcome): outcome for outcome in plan.front},
         plan.outcome,
         out / "plan.png",
-        title=f"{request.model.name}, {plan.job.rollouts_per_step:.0f} rollouts per step",
+        title=f"{request.model.name}, {rollouts_text(plan.job)}",
     )
     print(f"wrote {out / 'plan.json'} and {png}")
     return 0
+
+
+def rollouts_text(job: Job) -> str:
+    """Return how many rollouts a step trains on, and how many are sampled for them."""
+    trained = job.groups_per_step * job.group_size
+    if job.useful_share == 1:
+        return f"{trained} rollouts per step"
+    sampled = f"{job.rollouts_per_step:.0f} sampled, since {job.useful_share:.0%} are useful"
+    return f"{trained} rollouts per step ({sampled})"
 
 
 def plan_hetero(request: FleetRequest, out: Path, console: Console) -> int:

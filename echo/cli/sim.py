@@ -182,6 +182,10 @@ MAX_LINKS = 8
 """Links that are listed, those with the most bytes."""
 
 
+STALENESS_APART = 0.5
+"""Steps between the simulated staleness and the model's that are explained."""
+
+
 def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
     """Return a run in words, beside what the overlap model says of the same fleet."""
     expected = prediction(scenario, summary)
@@ -208,6 +212,12 @@ def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
         f"learner ${summary.cost_of_learner:.2f}, nodes ${summary.cost_of_nodes:.2f}, traffic "
         f"${summary.cost_of_traffic:.2f}",
     ]
+    if abs(summary.mean_staleness - expected.mean_staleness) > STALENESS_APART:
+        lines.append(
+            "  staleness differs from the model's, which takes a rollout as old as the versions that "
+            "came out while it was sampled and waited; here leases are granted as early as the "
+            "bound allows, so that rollouts of fast workers wait in the buffer"
+        )
     lines += _events_text(summary)
     largest = sorted(summary.gigabytes.items(), key=lambda item: -item[1])[:MAX_LINKS]
     lines += [f"  {size:9.2f} GB {link}" for link, size in largest if size >= 0.01]
