@@ -214,9 +214,9 @@ def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
     ]
     if abs(summary.mean_staleness - expected.mean_staleness) > STALENESS_APART:
         lines.append(
-            "  staleness differs from the model's, which takes a rollout as old as the versions that "
-            "came out while it was sampled and waited; here leases are granted as early as the "
-            "bound allows, so that rollouts of fast workers wait in the buffer"
+            "  staleness differs from the model's, which takes a rollout as old as the versions "
+            "that came out while it was sampled; here leases are granted as early as the bound "
+            "allows, so that rollouts of fast workers wait in the buffer"
         )
     lines += _events_text(summary)
     largest = sorted(summary.gigabytes.items(), key=lambda item: -item[1])[:MAX_LINKS]
