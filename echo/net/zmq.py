@@ -223,7 +223,10 @@ def descriptor_limit() -> int:
 
 _log = logging.getLogger(__name__)
 
-_BACKLOG = 512
+_MAX_BACKLOG = 512
+"""Connections that wait in the kernel for libzmq, which takes all of them at once. At most a
+sixteenth of the descriptors wait, and an eighth is accepted per second (MAX_ACCEPTED_PER_S), so
+that strangers leave enough of them to a node whose limit is 1 024."""
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # of Linux's asm-generic/socket.h
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF_RET | BPF_K: keep 0 bytes of every packet
 _REMEDIES = {
@@ -289,7 +292,7 @@ def listen_on(bound: socket.socket) -> None:
     try:
         # Connections of a process before this one may linger at the port.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.listen(_BACKLOG)
+        bound.listen(min(_MAX_BACKLOG, descriptor_limit() // 16))
     except OSError as error:
         raise _refusal(format_address(*bound.getsockname()[:2]), error) from error
 
@@ -358,7 +361,8 @@ STRANGERS_NEWS = 1024
 MAX_ACCEPTED_PER_S = 1024
 """Connections after which newcomers wait for the next second, beside the few hundred that the
 kernel has let in by then. So many cost a tenth of a core (bench/bench_strangers.py). Honest nodes
-never come close: each has some ten connections at most, and keeps them."""
+never come close: each has some ten connections at most, and keeps them. With few descriptors it is
+an eighth of them."""
 
 _SAME = "security.curve must be the same on all nodes of a run"
 
@@ -503,6 +507,7 @@ class Listener:
         self._host = host
         self._gate = gate
         self._num_accepted, self._second_ends_at = 0, -math.inf
+        self._max_accepted = min(MAX_ACCEPTED_PER_S, descriptor_limit() // 8)
         self._by_identity: dict[bytes, Inbound] = {}
         self._by_descriptor: dict[int, Inbound] = {}
         self._open_descriptors: set[int] = set()
@@ -567,7 +572,7 @@ class Listener:
         if now >= self._second_ends_at:
             self._num_accepted, self._second_ends_at = 0, now + 1.0
         self._num_accepted += 1
-        if self._num_accepted == MAX_ACCEPTED_PER_S:
+        if self._num_accepted == self._max_accepted:
             self._gate.shut()
             self._host.loop.call_at(self._second_ends_at, self._gate.open)
 

@@ -337,3 +337,64 @@ def test_who_connects_and_leaves_all_the_time_does_not_hold_the_loop(
         await listener.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+CROWD = """
+import socket, sys, time
+host, port = sys.argv[1], int(sys.argv[2])
+crowd = []
+for _ in range(4000):
+    crowd.append(socket.socket())
+    crowd[-1].setblocking(False)
+    crowd[-1].connect_ex((host, port))
+print("here", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux's keeps them out")
+def test_a_crowd_leaves_descriptors_to_a_node_that_may_have_few(limit: tuple[int, int]) -> None:
+    if limit[1] != resource.RLIM_INFINITY and limit[1] < 4200:
+        pytest.skip("the crowd needs 4 200 open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limit[1]))
+
+    async def scenario() -> None:
+        network = parse_config({}).network
+        listener = await node.start_transport(network, "tcp://127.0.0.1:0", None)
+        where = parse_address(str(listener.listen_address))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit[1], limit[1]))
+        command = [sys.executable, "-c", CROWD, where[0], str(where[1])]
+        pipe = subprocess.PIPE
+        crowd = subprocess.Popen(command, stdin=pipe, stdout=pipe)  # noqa: ASYNC220
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limit[1]))
+        member = ZmqTransport()
+        await member.start()
+        listening = asyncio.ensure_future(hear(listener))
+        try:
+            assert crowd.stdout is not None
+            # While they come in: files are opened as the ledger's are.
+            ready = asyncio.get_running_loop().run_in_executor(None, crowd.stdout.readline)
+            ends_at = time.monotonic() + 2.5
+            while time.monotonic() < ends_at:
+                with Path(os.devnull).open("rb"):  # noqa: ASYNC230
+                    await asyncio.sleep(0.002)
+            assert await ready == b"here\n"
+            peer = member.dial(str(listener.listen_address))
+            async with asyncio.timeout(10):
+                assert isinstance((await member.receive())[0], Connected)
+                assert member.send(peer, [b"hello"])
+                assert await listening == b"hello"
+        finally:
+            listening.cancel()
+            crowd.communicate(timeout=30)
+            await member.close()
+            await listener.close()
+
+    async def hear(listener: ZmqTransport) -> bytes:
+        while True:
+            for event in await listener.receive():
+                if isinstance(event, Received):
+                    return bytes(event.frames[0])
+
+    asyncio.run(scenario())
