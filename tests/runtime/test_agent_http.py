@@ -423,6 +423,39 @@ def test_too_many_without_the_token_are_closed_at_once(monkeypatch: pytest.Monke
     asyncio.run(main())
 
 
+def test_large_bodies_are_read_one_after_the_other_and_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endpoint, "MAX_LARGE_BODIES", 1)
+    monkeypatch.setattr(endpoint, "BODY_S", 0.3)
+    size = endpoint.LARGE_BODY_BYTES + 1
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\n"
+    large = f"{head}Content-Length: {size}\r\n\r\n".encode()
+    chunked = f"{head}Transfer-Encoding: chunked\r\n\r\n".encode()
+    answers: list[str] = []
+
+    async def main() -> None:
+        async with endpoint_of(Mock()) as port:
+
+            async def ask(name: str, text: bytes) -> None:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(text)
+                answer = await reader.readline()
+                answers.append(f"{name} {answer.split()[1].decode()}")
+                writer.close()
+
+            # It never arrives as a whole.
+            stalled = asyncio.ensure_future(ask("stalled", large + b"{"))
+            await asyncio.sleep(0.05)
+            small = ask("small", f"{head}Content-Length: 1\r\n\r\n{{".encode())
+            whole = ask("whole", large + b"{" * size)
+            endless = ask("endless", chunked + b"1\r\n{\r\n")
+            await asyncio.gather(stalled, small, whole, endless)
+
+    asyncio.run(main())
+    assert answers == ["small 400", "stalled 408", "whole 400", "endless 408"]
+
+
 def test_a_stream_that_breaks_off_ends_with_the_reason() -> None:
     async def call(*arguments: Any) -> None:
         await arguments[-1].read(np.array([5], np.int32))

@@ -27,7 +27,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Annotated, Any
 
 import msgspec
@@ -73,6 +73,10 @@ VERSION = re.compile(r"v(?P<step>\d{1,9})(?:/L(?P<lineage>\d{1,9}))?")
 
 class BodyError(EchoError):
     """A request's body cannot be served."""
+
+
+class SlowBodyError(EchoError):
+    """A request's body does not arrive."""
 
 
 class _Body(msgspec.Struct):
@@ -341,6 +345,11 @@ def fingerprint_of(turn: Turn) -> str:
 
 
 MAX_BODY_BYTES = 16 << 20
+LARGE_BODY_BYTES = 256 << 10
+"""Of larger bodies, and of those whose size is not told, MAX_LARGE_BODIES are read at a time."""
+MAX_LARGE_BODIES = 4
+BODY_S = 30.0
+"""Seconds that a body may take to arrive."""
 TOKEN_S = 10.0
 """Seconds that a connection may last before a request with the token has come over it."""
 MAX_UNKNOWN = 256
@@ -407,6 +416,7 @@ class Endpoint:
         self._log = log
         self._numbers = itertools.count(1)
         self._unknown: dict[web.RequestHandler, asyncio.TimerHandle] = {}
+        self._large_bodies = asyncio.Semaphore(MAX_LARGE_BODIES)
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
         add = self.app.router
         add.add_get("/health", self._health)
@@ -498,6 +508,10 @@ class Endpoint:
             return _error(404, str(error))
         except SessionError as error:
             return _error(409, str(error))
+        except SlowBodyError as error:
+            refusal = _error(408, str(error))
+            refusal.force_close()
+            return refusal
         except (BodyError, DataError) as error:
             return _error(400, str(error))
         except VersionError as error:
@@ -533,10 +547,25 @@ class Endpoint:
         return _json({"object": "list", "data": [model]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete(request, read_body(await request.read(), ChatBody))
+        return await self._complete(request, read_body(await self._read(request), ChatBody))
 
     async def _text(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete(request, read_body(await request.read(), TextBody))
+        return await self._complete(request, read_body(await self._read(request), TextBody))
+
+    async def _read(self, request: web.Request) -> bytes:
+        """Return a request's body; while others are read it stays in the client's hands.
+
+        Raises:
+            SlowBodyError: if it does not arrive in time.
+        """
+        size = request.content_length
+        is_large = size is None or size > LARGE_BODY_BYTES
+        async with self._large_bodies if is_large else nullcontext():
+            try:
+                async with asyncio.timeout(BODY_S):
+                    return await request.read()
+            except TimeoutError as error:
+                raise SlowBodyError(f"the body did not arrive within {BODY_S:g} s") from error
 
     async def _complete(self, request: web.Request, body: Body) -> web.StreamResponse:
         session = request.match_info.get("session") or request.headers.get(SESSION_HEADER)
@@ -567,7 +596,7 @@ class Endpoint:
     # --- ours ------------------------------------------------------------------------------------
 
     async def _begin(self, request: web.Request) -> web.Response:
-        wait_s = (await _read(request, _Begin)).wait_s
+        wait_s = _decode(await self._read(request), _Begin).wait_s
         try:
             session = await self._agents.begin(wait_s=min(max(0.0, wait_s), MAX_WAIT_S))
         except StoppingError as error:
@@ -575,7 +604,7 @@ class Endpoint:
         return web.Response(status=204) if session is None else _json(session.opening)
 
     async def _reward(self, request: web.Request) -> web.Response:
-        given = (await _read(request, _Reward)).reward
+        given = _decode(await self._read(request), _Reward).reward
         reward = await self._agents.reward(request.match_info["session"], given)
         return _json({"reward": reward})
 
@@ -613,8 +642,7 @@ async def serve(agents: Agents, *, log: logging.Logger) -> None:
         await asyncio.Event().wait()
 
 
-async def _read(request: web.Request, kind: type[Any]) -> Any:
-    data = await request.read()
+def _decode(data: bytes, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(data or b"{}", type=kind)
     except DECODE_ERRORS as error:
