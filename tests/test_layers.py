@@ -159,6 +159,16 @@ OWNED = (
         imports=("asyncio", "uvloop"),
     ),
     Owned(
+        "a wait without a turn of the loop",  # where all is done that is waited for: Python 3.12
+        rooms=(),
+        others={
+            "sim/simulation.py": "at its end, once: nothing is asked again afterwards",
+            "runtime/agents/sessions.py": "an event that has just been cleared",
+            "engine/vllm/backend.py": "a call, once",
+        },
+        calls=("asyncio.gather", "asyncio.wait_for"),
+    ),
+    Owned(
         "ZeroMQ",
         rooms=("runtime", "net"),
         others={"cli/node.py": "tries addresses, and raises the limit of sockets, before a start"},
@@ -580,6 +590,7 @@ def test_a_planted_way_past_the_port_is_found(tmp_path: Path, line: str) -> None
         ("a task of an event loop", "sim/worker", "asyncio.get_running_loop().create_task(f)"),
         ("the event loop", "records/ledger", "import asyncio"),
         ("the event loop", "ui/plots", "def f():\n    from asyncio import Event"),
+        ("a wait without a turn of the loop", "runtime/node", "import asyncio\nasyncio.gather(t)"),
         ("ZeroMQ", "cli/sim", "from echo.net.zmq import ZmqTransport"),
         ("ZeroMQ", "sim/network", "import zmq.asyncio"),
     ],

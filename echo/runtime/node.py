@@ -192,7 +192,9 @@ class Node:
             while self._tasks:  # one may begin another while it ends
                 for task in self._tasks:
                     task.cancel()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
+                # Not `gather`: of tasks that are all done it returns at once since Python 3.12, and
+                # the callbacks that take them away never get their turn.
+                await asyncio.wait(self._tasks)
             self.threads.close()
             for let_go in (self.release, *self.at_release):
                 try:

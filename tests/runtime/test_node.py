@@ -108,6 +108,23 @@ def test_an_error_of_a_task_ends_it_and_everything_beside_it(
     assert "internal error" in caplog.text
 
 
+@pytest.mark.timeout(20)
+def test_it_ends_where_all_its_tasks_are_over_by_themselves() -> None:
+    async def scenario(node: Node, script: Script, network: Network) -> None:
+        script.on_message = lambda peer, frames: fail()
+        running = await begun(node)
+        other = SimTransport(network, Port("other"))
+        await other.start()
+        peer = other.dial("tcp://node:1")
+        await other.receive()
+        other.send(peer, [b"anything"])
+        with pytest.raises(StorageError):
+            await running
+        await other.close()
+
+    play(scenario)
+
+
 def test_work_that_the_end_overtakes_is_closed_before_it_began() -> None:
     async def scenario(node: Node, script: Script, network: Network) -> None:
         running = await begun(node)
