@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from echo.algo.losses import GrpoLoss
 from echo.core.errors import ConfigError, DataError, EngineError
+from echo.core.extras import install_command
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import Lora, base_digest, build_adapted, export_adapter, load_adapter
 from echo.engine.model import load_directory
@@ -121,7 +123,6 @@ def test_adapters_are_swapped_in_flight(make_tiny_model: MakeTinyModel) -> None:
     assert assert_swapped(completion, prompt, [policy.model for policy, _ in policies]) >= 5
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's own
 def test_peft_loads_what_is_exported(tiny_model_dir: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -165,7 +166,8 @@ def test_without_peft_it_says_what_to_install(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"lora\.rank = 4 needs peft.*--extra lora"):
+    remedy = re.escape(install_command("worker", "lora"))
+    with pytest.raises(ConfigError, match=rf"lora\.rank = 4 needs peft.*{remedy}"):
         make_trainer(tiny_model_dir)
 
 

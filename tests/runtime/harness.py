@@ -131,6 +131,7 @@ class Run:
 async def running(*nodes: Node) -> AsyncIterator[list[asyncio.Task[str]]]:
     """Run nodes beside the block; those still running at its end are killed."""
     tasks = [asyncio.create_task(node.run()) for node in nodes]
+    await asyncio.sleep(0)  # a node that is killed before it begins would release nothing
     try:
         yield tasks
     finally:

@@ -29,6 +29,7 @@ from openai import (
 
 from echo.config.load import inherited_settings, parse_config
 from echo.core.errors import ConfigError, TransportError
+from echo.core.extras import install_command
 from echo.core.rollout import Group
 from echo.runtime.agents import endpoint
 from echo.runtime.agents.endpoint import TOKEN_VARIABLE, Endpoint
@@ -367,7 +368,8 @@ def test_a_worker_for_agents_without_their_package_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, endpoint.__name__, None)
-    with pytest.raises(ConfigError, match=r"agent\.listen needs aiohttp.*--extra agents"):
+    remedy = re.escape(install_command("worker", "agents"))
+    with pytest.raises(ConfigError, match=rf"agent\.listen needs aiohttp.*{remedy}"):
         asyncio.run(serve_agents(Mock(), log=logging.getLogger("test.agents")))
 
 
