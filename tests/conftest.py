@@ -14,7 +14,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-pytest_plugins = ["tests.cpu_time"]
+pytest_plugins = ["tests.cpu_time", "tests.other_warnings"]
 
 EXIT_TIMEOUT_S = 120
 

@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 MAX_STEPS = 16
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's own
 def test_an_adapter_learns_across_a_crash_and_is_exported(
     cluster: Cluster, random_model: Path
 ) -> None:

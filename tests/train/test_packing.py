@@ -284,7 +284,6 @@ def test_checkpointing_keeps_segments_apart_too(tiny_model_dir: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.matrix
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize(
     ("backend", "gradient_checkpointing"),
     [("aot_eager", True), ("inductor", False)],

@@ -163,7 +163,6 @@ def test_a_tracker_that_never_answers_delays_neither_start_nor_steps_nor_end(
         tracker.may_answer.set()
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
