@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import reprlib
 import resource
 import signal
@@ -30,6 +31,7 @@ import msgspec
 
 from echo.core.errors import EchoError
 from echo.tasks.environment import Environment, Message, is_message
+from echo.tasks.guard import fork_guarded
 from echo.tasks.task import Example, RetryCall, Task, load_task
 
 TRANSIENT_ERRORS = (RetryCall, ConnectionError, TimeoutError)
@@ -39,9 +41,6 @@ MAX_TRACEBACK_LENGTH = 2000
 """Characters of a traceback that are told, the last ones."""
 
 MAX_MESSAGE_BYTES = 64 << 20
-
-GRACE_S = 5.0
-"""Seconds after a call's time limit in which the parent kills this process, if there is one."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -99,13 +98,6 @@ class TaskSpec(msgspec.Struct, frozen=True):
     memory_bytes: int | None = None
 
 
-class CallRequest(msgspec.Struct, frozen=True):
-    """A call, and how long it may take."""
-
-    call: TaskCall
-    timeout_s: float
-
-
 class Pipe:
     """Messages over one end of a socket pair."""
 
@@ -136,6 +128,17 @@ class Pipe:
         if length > MAX_MESSAGE_BYTES:
             raise ConnectionError(f"a message of {length} bytes; {MAX_MESSAGE_BYTES} are allowed")
         return msgspec.msgpack.decode(self._read(length, give_up_at), type=kind)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the other end is open, or has left something to read."""
+        try:
+            self._socket.settimeout(0)
+            return bool(self._socket.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Close this end."""
@@ -292,11 +295,16 @@ def raised_at(error: BaseException) -> str:
 # --- the process ---------------------------------------------------------------------------------
 
 
-def main(fd: int) -> None:
-    """Build the task, then answer one call after the other until the parent closes its end."""
-    pipe = Pipe(socket.socket(fileno=fd))
-    # The kernel's own handling: what keeps the interpreter busy for ever ends even so.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+def main(fd: int, node: int) -> None:
+    """Build the task, then answer one call after the other until the node closes its end.
+
+    Args:
+        fd: this process's end of the socket pair.
+        node: id of the node's process.
+    """
+    end = socket.socket(fileno=fd)
+    fork_guarded(node, end)
+    own_id, pipe = os.getpid(), Pipe(end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         spec: TaskSpec = pipe.receive(TaskSpec)
@@ -312,11 +320,13 @@ def main(fd: int) -> None:
         pipe.send(CallAnswer())
         performer = Performer(task)
         while True:
-            request: CallRequest = pipe.receive(CallRequest)
-            signal.setitimer(signal.ITIMER_REAL, request.timeout_s + GRACE_S)
-            answer = performer.answer(request.call)
+            call: TaskCall = pipe.receive(TaskCall)
+            answer = performer.answer(call)
+            if os.getpid() != own_id:  # a fork of the task's code, which must not answer, too
+                os._exit(0)
+            # A timer that the call has left behind must not end the wait for the next one.
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-            _send(pipe, answer, request)
+            _send(pipe, answer, call)
 
 
 def _limit_memory(memory_bytes: int | None) -> None:
@@ -324,7 +334,6 @@ def _limit_memory(memory_bytes: int | None) -> None:
         # What it has by now is not counted against the task: imports differ between machines.
         limit = memory_bytes + _data_bytes()
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _data_bytes() -> int:
@@ -337,9 +346,9 @@ def _data_bytes() -> int:
         return 0
 
 
-def _send(pipe: Pipe, answer: CallAnswer, request: CallRequest) -> None:
+def _send(pipe: Pipe, answer: CallAnswer, call: TaskCall) -> None:
     try:
         pipe.send(answer)
     except (TypeError, ValueError, msgspec.MsgspecError) as error:
-        text = f"{request.call} returned what cannot be sent: {error}; return texts and numbers"
+        text = f"{call} returned what cannot be sent: {error}; return texts and numbers"
         pipe.send(CallAnswer(fault=CallFault("reward_error", text)))

@@ -16,8 +16,7 @@ the task (process_main.py). They start when they are first needed and are used a
 stays with the process in which it began, because that holds its state. A call that does not come
 back in time, or dies, takes its process with it, whatever that has started itself, and the episodes
 in there: they end as lost, and the next call starts a new process. Should this process die first,
-an idle child sees its end of the socket close; a busy one is killed by an alarm of the kernel's
-that it set before it began.
+their guards (guard.py) end them within a second or two.
 
 A library's pool (pebble) does not do: it unpickles in this process what a user's code sends, bounds
 neither memory nor the size of an answer, and leaves alive what a killed process has started.
@@ -26,7 +25,6 @@ neither memory nor the size of an answer, and leaves alive what a killed process
 from __future__ import annotations
 
 import abc
-import contextlib
 import json
 import os
 import queue
@@ -49,7 +47,6 @@ from echo.core.errors import ConfigError, EchoError
 from echo.tasks.environment import Message
 from echo.tasks.process_main import (
     CallAnswer,
-    CallRequest,
     Performer,
     Pipe,
     TaskCall,
@@ -70,9 +67,12 @@ MAX_STUCK_THREADS = 8
 START_TIMEOUT_S = 120.0
 """Seconds for a process to import the task: libraries of an environment can be large."""
 
+GUARD_TIMEOUT_S = 10.0
+"""Seconds for a guard to end what it guards."""
+
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from echo.tasks.process_main import main; main(int(sys.argv[2]))"
+    "from echo.tasks.process_main import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
 
@@ -561,7 +561,7 @@ class TaskProcess:
             RewardError: if the process died.
         """
         try:
-            self._pipe.send(CallRequest(call, timeout_s), within_s=timeout_s)
+            self._pipe.send(call, within_s=timeout_s)
             answer: CallAnswer = self._pipe.receive(CallAnswer, within_s=timeout_s)
         except TimeoutError:
             self.discard()
@@ -577,13 +577,16 @@ class TaskProcess:
     @property
     def is_alive(self) -> bool:
         """Whether it can be called."""
-        return self._child.poll() is None
+        return self._child.poll() is None and self._pipe.is_open
 
     def kill(self) -> None:
         """End the process, and what it has started, at once; from any thread."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        self._child.wait()
+        self._child.terminate()
+        try:
+            self._child.wait(GUARD_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # something that it cannot kill, or it was stopped
+            self._child.kill()
+            self._child.wait()
 
     def discard(self) -> None:
         """Kill the process and close the socket, which no other thread may be using."""
@@ -603,10 +606,11 @@ def _start_child() -> tuple[subprocess.Popen[bytes], Pipe]:
     """Return a new process, and our end of the socket pair."""
     own, theirs = socket.socketpair()
     search_path = json.dumps([os.fspath(path) for path in sys.path])
+    arguments = [search_path, str(theirs.fileno()), str(os.getpid())]
     with theirs:
         try:
             child = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, search_path, str(theirs.fileno())],
+                [sys.executable, "-c", _PROGRAM, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno() if _has_stderr() else subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],

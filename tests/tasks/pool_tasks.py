@@ -60,6 +60,16 @@ class Misbehaving(Task):
         subprocess.run([sys.executable, "-c", f"{program}; time.sleep(600)"], check=False)
         return 0.0
 
+    def alarm(self, rest: str) -> float:
+        """Leave an alarm behind that is due at once after the call."""
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 1e-2)
+        return 1.0
+
+    def fork(self, rest: str) -> float:
+        """Forget to end the child that does a part of the work."""
+        return 2.0 if os.fork() else 3.0
+
     def print(self, rest: str) -> float:
         print(rest, flush=True)
         return 1.0

@@ -204,6 +204,15 @@ def test_rewards_come_from_one_process_that_is_used_again(pool: PoolHost) -> Non
     assert pool.score(EXAMPLE, f"hog {16 << 20}") == 16 << 20
 
 
+def test_timers_and_forks_that_a_call_leaves_behind_do_not_reach_the_next(pool: PoolHost) -> None:
+    pid = pool.score(EXAMPLE, "pid")
+    assert pool.score(EXAMPLE, "alarm") == 1.0
+    assert pool.score(EXAMPLE, "sleep 0.02") == 1.0
+    assert pool.score(EXAMPLE, "fork") == 2.0
+    assert pool.score(EXAMPLE, "sleep 0.02") == 1.0, "the fork's answer is not taken for this one's"
+    assert pool.score(EXAMPLE, "pid") == pid
+
+
 @pytest.mark.parametrize(
     ("completion", "reason", "message"),
     [
