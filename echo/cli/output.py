@@ -57,6 +57,34 @@ class _Forward(logging.Handler):
         self._log.handle(record)
 
 
+class LogFile(logging.FileHandler):
+    """Writes lines to a file; a full disk is told once where the other lines go."""
+
+    def __init__(self, path: Path, log: logging.Logger) -> None:
+        """Open the file.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        super().__init__(path, encoding="utf-8")
+        self._log = log
+        self._has_failed = self._fails = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line; one that cannot be written is lost."""
+        self._fails = False
+        super().emit(record)
+        self._has_failed &= self._fails
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 -- logging calls it so
+        """Tell why a line is lost, if the one before was not."""
+        self._fails = True
+        if not self._has_failed:
+            self._has_failed = True
+            text = "%s cannot be written: %s; its lines are lost until there is space"
+            self._log.warning(text, self.baseFilename, sys.exc_info()[1])
+
+
 def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.Logger:
     """Return a node's log: into a file, onto standard error, or both.
 
@@ -74,7 +102,7 @@ def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.L
     if to_file is not None:
         try:
             to_file.parent.mkdir(parents=True, exist_ok=True)
-            handlers.append(logging.FileHandler(to_file, encoding="utf-8"))
+            handlers.append(LogFile(to_file, log))
         except OSError as error:
             raise StorageError(
                 f"{to_file} cannot be written: {error.strerror}; set run.dir to a directory that "

@@ -471,13 +471,14 @@ class Ledger(LedgerQueue):
         if not queue and (self._is_durable or not durably):
             return
         try:
-            with _named(self.run_dir):
+            with _named(self._groups_dir, "groups"):
                 records = [
                     msgspec.structs.replace(record, place=self._put(parts)) if parts else record
                     for record, parts in queue
                 ]
                 if durably and self._file is not None:
                     os.fdatasync(self._file.fileno())
+            with _named(self.run_dir):
                 self._write_rows(records, durably=durably)
         except StorageError:
             self._leave_file()  # what it has of this batch belongs to no record
@@ -638,13 +639,13 @@ class Ledger(LedgerQueue):
 
 
 @contextmanager
-def _named(run_dir: Path) -> Iterator[None]:
-    """Turn what the disk says into an error that names the directory and the remedy."""
+def _named(directory: Path, what: str = "the ledger") -> Iterator[None]:
+    """Turn what the disk says into an error that names what is written where, and the remedy."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:
         raise StorageError(
-            f"cannot write the ledger in {run_dir}: {error}; free disk space, then continue the "
+            f"cannot write {what} in {directory}: {error}; free disk space, then continue the "
             "run with --resume"
         ) from error
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import logging
 from argparse import Namespace
 from pathlib import Path
@@ -110,3 +111,28 @@ def test_a_join_string_given_as_the_name_of_a_file_is_not_printed(
     printed = "".join(capsys.readouterr())
     assert "must be a key of 43 letters" in printed
     assert secret not in printed
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_log_on_a_full_disk_is_told_once_where_the_lines_go(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "logs" / "w1.log"
+    path.parent.mkdir()
+    path.symlink_to("/dev/full")
+    log = make_log("full", to_file=path, to_terminal=False)
+    log.addHandler(caplog.handler)
+    for number in range(3):
+        log.info("line %d", number)
+    told = [message for message in caplog.messages if "cannot be written" in message]
+    assert told == [
+        f"{path} cannot be written: [Errno 28] No space left on device; its lines are lost until "
+        "there is space"
+    ]
+    assert [message for message in caplog.messages if message.startswith("line")] == [
+        "line 0", "line 1", "line 2",
+    ]  # fmt: skip
+    for handler in log.handlers:
+        with contextlib.suppress(OSError):  # what is buffered still has no space
+            handler.close()
+    log.handlers.clear()

@@ -638,7 +638,7 @@ def test_a_disk_too_full_for_a_group_keeps_all_before_and_takes_it_later(tmp_pat
     with no_file_beyond(size + size // 2), pytest.raises(StorageError) as caught:
         ledger.sync()
     text = str(caught.value)
-    assert f"cannot write the ledger in {tmp_path}: [Errno 27] File too large" in text
+    assert f"cannot write groups in {tmp_path / 'groups'}: [Errno 27] File too large" in text
     assert text.endswith("free disk space, then continue the run with --resume")
     assert records(tmp_path) == before
     ledger.sync()
