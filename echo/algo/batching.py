@@ -4,7 +4,8 @@ A rollout's input is its prompt and its completion without the last token, which
 that is scored. Padded rows have one rollout each, padded on the right: under causal attention no
 real token sees the padding, so no attention mask is needed and the positions are the plain ones. A
 packed row has all of them in a line, and the model must keep them apart (train/packing.py). There
-rollouts of one prompt can share it: it stands in the row once, before their completions. Only the
+rollouts of one prompt can share it: it stands in the row once, before their completions. A packed
+row may be filled to one of a few sizes, with tokens that see nothing but themselves. Only the
 model's input differs; what a loss sees is the same [B, T].
 
 Shapes: B rollouts of a micro-batch, P prompt tokens, T completion tokens, L input tokens.
@@ -27,9 +28,12 @@ from echo.core.rollout import Rollout
 PAD_ID = 0
 """Input id of padding: any id of the vocabulary serves, since nothing that is scored sees it."""
 
+MIN_SAVED = 0.2
+"""Share of their tokens that rollouts must save by sharing a prompt: with less it is the attention
+that counts, which a CPU does more slowly there."""
 
-MIN_SHARED = 128
-"""Tokens of the shortest prompt that rollouts share: each piece of a row costs something, too."""
+SIZES_PER_OCTAVE = 16
+"""Sizes of filled rows between a number of tokens and its double: some 2 % of a row is filled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -140,6 +144,8 @@ class MicroBatch:
     """[B, T] float32 nats; None where the present policy's are meant."""
     segments: Segments | None = None
     """Of a packed row; None where rows are padded."""
+    num_filled: int = 0
+    """Tokens at the end of a packed row that belong to no rollout, each a segment."""
 
     def spans(self, rows: Sequence[TrainingRow]) -> list[tuple[int, int]]:
         """Return the tokens of each part of the input, and of the prompt that it shares.
@@ -150,7 +156,8 @@ class MicroBatch:
         if not rows or self.segments is None:
             return [(row.num_inputs, 0) for row in rows]
         sizes = (size for _, size in self.segments.prefixes)
-        return list(zip(self.segments.lengths, sizes, strict=True))
+        spans = list(zip(self.segments.lengths, sizes, strict=True))
+        return spans[: len(spans) - self.num_filled]
 
     def pick(self, values: Tensor) -> Tensor:
         """Return the [N] of [B, T] values that the mask lets through, in order."""
@@ -167,7 +174,7 @@ class MicroBatch:
         for name, value in tensors.items():
             if isinstance(value, Tensor):
                 tensors[name] = _moved(value, device)
-            elif value is not None:
+            elif isinstance(value, Segments):
                 tensors[name] = value.to(device)
         return MicroBatch(**tensors)
 
@@ -214,12 +221,13 @@ def pack_micro_batches(
 def share_prompts(
     rows: Sequence[TrainingRow], *, max_tokens: int, whole: Sequence[int] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Gather rows that may share their prompt, as many as half a micro-batch holds.
+    """Gather rows that share their prompt, as many as half a micro-batch holds.
 
-    Smaller than a whole one, so that several find room in it beside each other.
+    Smaller than a whole one, so that several find room in it beside each other. Rows share a prompt
+    if that saves at least MIN_SAVED of the tokens that they have with a prompt each.
 
     Args:
-        rows: those of one prompt have the same array; prompts below MIN_SHARED are not shared.
+        rows: those of one prompt have the same array.
         max_tokens: of a micro-batch.
         whole: group of each row, where groups must not be cut.
 
@@ -227,23 +235,26 @@ def share_prompts(
         The tokens that each row adds to a packed one, the prompt counted for the first that shares
         it, and the unit of each: rows with the same number share.
     """
-    lengths, units = [], []
-    sizes: list[int] = []  # of each unit
-    unit_of: dict[int, int] = {}  # the newest, by prompt
+    gathered: list[list[int]] = []
+    sizes: list[int] = []  # of each of these
+    newest: dict[tuple[int, int], int] = {}  # by prompt, and group where these are not cut
     for index, row in enumerate(rows):
-        key = id(row.prompt_ids) if whole is None else whole[index]
-        unit, own = unit_of.get(key), row.rollout.num_tokens - 1
-        is_short = len(row.prompt_ids) < MIN_SHARED
-        is_full = unit is not None and (is_short or sizes[unit] + own > max_tokens // 2)
-        if unit is None or (whole is None and is_full):
-            unit = unit_of[key] = len(sizes)
-            sizes.append(0)
-            own = row.num_inputs
-        elif is_short:
-            own = row.num_inputs
+        key = id(row.prompt_ids), -1 if whole is None else whole[index]
+        own = row.rollout.num_tokens - 1
+        unit = newest.get(key)
+        if unit is None or (whole is None and sizes[unit] + own > max_tokens // 2):
+            unit = newest[key] = len(gathered)
+            gathered.append([])
+            sizes.append(len(row.prompt_ids))
+        gathered[unit].append(index)
         sizes[unit] += own
-        lengths.append(own)
-        units.append(unit)
+    lengths, units = [row.num_inputs for row in rows], list(range(len(rows)))
+    for members, size in zip(gathered, sizes, strict=True):
+        if size <= (1.0 - MIN_SAVED) * sum(lengths[index] for index in members):
+            first, *others = members
+            for index in others:
+                lengths[index] = rows[index].rollout.num_tokens - 1
+                units[index] = first
     return lengths, units
 
 
@@ -265,8 +276,23 @@ class _Row:
         return start
 
 
+def filled_size(num_tokens: int, *, max_tokens: int) -> int:
+    """Return the size that a packed row of so many tokens is filled to.
+
+    A step's row has ever another number of tokens, and in 16 bits a CPU keeps code and buffers for
+    each that it has met.
+
+    Args:
+        num_tokens: >= 1.
+        max_tokens: of a micro-batch; to fill a row takes it beyond that in no case.
+    """
+    step = max(1, (1 << num_tokens.bit_length() - 1) // SIZES_PER_OCTAVE)
+    size = -(-num_tokens // step) * step
+    return size if size <= max_tokens else max(num_tokens, max_tokens)
+
+
 def _lay_out(
-    samples: Sequence[TrainingRow], *, is_packed: bool, shares_prompts: bool
+    samples: Sequence[TrainingRow], *, is_packed: bool, units: Sequence[int]
 ) -> tuple[_Row, list[tuple[int, int]]]:
     """Return one row of all samples, and where prompt and completion of each begin in it.
 
@@ -281,18 +307,18 @@ def _lay_out(
             for start, sample in zip(starts, samples, strict=True)
         ]
         return row, places
-    for _, same in groupby(samples, key=lambda sample: id(sample.prompt_ids)):
-        members = list(same)
+    for _, same in groupby(zip(units, samples, strict=True), key=lambda pair: pair[0]):
+        members = [sample for _, sample in same]
         num_prompt = len(members[0].prompt_ids)
-        if shares_prompts and len(members) > 1 and num_prompt >= MIN_SHARED:
+        if len(members) > 1:
             start = row.add(num_prompt)
             prefix = start, num_prompt
             places += [
                 (start, row.add(member.rollout.num_tokens - 1, prefix)) for member in members
             ]
         else:
-            starts = [row.add(member.num_inputs) for member in members]
-            places += [(start, start + num_prompt) for start in starts]
+            start = row.add(members[0].num_inputs)
+            places.append((start, start + num_prompt))
     return row, places
 
 
@@ -321,7 +347,8 @@ def collate(
     *,
     score_all: bool = False,
     is_packed: bool = False,
-    shares_prompts: bool = False,
+    units: Sequence[int] | None = None,
+    fills_up_to: int = 0,
 ) -> MicroBatch:
     """Return the samples as one micro-batch on the CPU.
 
@@ -329,10 +356,17 @@ def collate(
         samples: at least one; all or none have proximal log-probabilities.
         score_all: let the mask through for every completion token, not the trained ones only.
         is_packed: in one row, in place of padded ones.
-        shares_prompts: of samples beside each other with the same array as their prompt, if it is
-            not below MIN_SHARED, in a packed row.
+        units: of the samples, in a packed row: those beside each other with the same number share
+            their prompt; None where none do.
+        fills_up_to: fill a packed row to one of a few sizes, up to so many tokens; 0 for none.
     """
-    row, places = _lay_out(samples, is_packed=is_packed, shares_prompts=shares_prompts)
+    units = range(len(samples)) if units is None else units
+    row, places = _lay_out(samples, is_packed=is_packed, units=units)
+    num_filled = 0
+    if is_packed and fills_up_to:
+        num_filled = filled_size(row.size, max_tokens=fills_up_to) - row.size
+        for _ in range(num_filled):
+            row.add(1)
     input_ids = np.full(row.size, PAD_ID, dtype=np.int64)
     for sample, (prompt, start) in zip(samples, places, strict=True):
         input_ids[prompt : prompt + len(sample.prompt_ids)] = sample.prompt_ids
@@ -373,4 +407,5 @@ def collate(
         ),
         proximal_logprobs=torch.from_numpy(padded(proximal, np.float32)) if proximal else None,
         segments=Segments.of(row.lengths, row.prefixes) if is_packed else None,
+        num_filled=num_filled,
     )

@@ -3,9 +3,9 @@
 A row [1, L] has no padding, so nothing is computed for nothing, its size is nearly the budget's in
 every micro-batch, and whole groups fit where a padded rectangle would not. What keeps rollouts
 apart is the attention alone, registered with transformers as `packed`: torch's varlen kernel for 16
-bits on CUDA, scaled dot products for each run of equally long segments elsewhere. No mask function
-is registered beside it, so transformers makes no mask (nothing of size L x L exists), and hands
-what `arguments` returns through to every layer.
+bits on CUDA, scaled dot products for each run of equally long segments elsewhere, on a CPU in
+float32. No mask function is registered beside it, so transformers makes no mask (nothing of size
+L x L exists), and hands what `arguments` returns through to every layer.
 
 Completions of one prompt may share it: it is a segment of its own, and each of them attends to its
 keys before its own. The kernel gets those keys once for each completion; nothing else of a layer is
@@ -172,6 +172,10 @@ def _attend(
         age = torch.arange(num_keys - length, num_keys, device=query.device)[:, None]
         age = age - torch.arange(num_keys, device=query.device)
         mask = (age >= 0) & (age < (num_keys if window is None else window))
+    dtype = query.dtype
+    if query.device.type == "cpu" and dtype.itemsize < 4:
+        # In 16 bits a CPU makes code for each new length, keeps it, and is slower than in float32.
+        query, key, value = query.float(), key.float(), value.float()
     attended = scaled_dot_product_attention(
         query,
         key,
@@ -181,7 +185,7 @@ def _attend(
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return attended.transpose(1, 2).contiguous()
+    return attended.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
 
 
 def _attend_varlen(

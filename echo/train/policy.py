@@ -22,6 +22,7 @@ have the same weights.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,10 +80,6 @@ LOGIT_SETTINGS = {
 }
 """Settings that change logits (Gemma, Granite, Cohere, Falcon-H1), with their neutral values."""
 
-
-MIN_SAVED = 0.2
-"""Share of a batch's work that prompts must save, in products with weights, to be shared. With less
-it is the attention that counts, which a CPU does more slowly there."""
 
 FLASH = "flash_attention_2"
 """transformers' name of the attention that computes in 16 bits only."""
@@ -307,13 +304,14 @@ class Policy:
             whole_groups: keep the rows of a group in one micro-batch.
             score_all: let the mask through for every completion token.
         """
-        bins, shares_prompts = self._bins(rows, whole_groups=whole_groups)
+        bins, units = self._bins(rows, whole_groups=whole_groups)
         for indices in bins:
             batch = collate(
                 [rows[index] for index in indices] or [NO_ROW],
                 score_all=score_all,
                 is_packed=self.is_packed,
-                shares_prompts=shares_prompts,
+                units=[units[index] for index in indices] or None,
+                fills_up_to=self.compute.micro_batch_tokens if self._fills_rows else 0,
             )
             yield indices, batch
 
@@ -326,10 +324,18 @@ class Policy:
         if self._root is not None:
             sharding.abandon(self._root)
 
+    @property
+    def _fills_rows(self) -> bool:
+        """Whether packed rows are filled to a few sizes: only where each size takes memory."""
+        return self.device.type == "cpu" and self.compute.dtype != torch.float32
+
     def _bins(
         self, rows: Sequence[TrainingRow], *, whole_groups: bool
-    ) -> tuple[list[list[int]], bool]:
-        """Return the rows of each of this rank's micro-batches, and whether they share prompts."""
+    ) -> tuple[list[list[int]], Sequence[int]]:
+        """Return the rows of each of this rank's micro-batches, and which rows share prompts.
+
+        Those beside each other with the same number do.
+        """
         ranks = self.compute.ranks
         lengths = [row.num_inputs for row in rows]
         max_tokens = self.compute.micro_batch_tokens
@@ -337,22 +343,24 @@ class Policy:
         if not self.is_packed:
             bins = pack_micro_batches(lengths, max_tokens=max_tokens, group_index=group_index)
             bins += [[] for _ in range(-len(bins) % ranks.size)]
-            return bins[ranks.rank :: ranks.size], False
+            return bins[ranks.rank :: ranks.size], range(len(rows))
         work = [self.flops.row(row.num_inputs, row.rollout.num_tokens) for row in rows]
-        shared, units = share_prompts(rows, max_tokens=max_tokens, whole=group_index)
-        saved = [length - own for length, own in zip(lengths, shared, strict=True)]
-        saved_work = self.flops.weights(sum(saved))
-        shares = self.can_share_prompts and saved_work > MIN_SAVED * sum(work)
-        if shares:
+        units: Sequence[int] = range(len(rows))
+        if self.can_share_prompts:
+            shared, units = share_prompts(rows, max_tokens=max_tokens, whole=group_index)
             work = [
-                each - self.flops.row(tokens, 0) for each, tokens in zip(work, saved, strict=True)
+                each - self.flops.row(length - own, 0)
+                for each, length, own in zip(work, lengths, shared, strict=True)
             ]
-            lengths, group_index = shared, units
+            lengths = shared
         rounds = balanced_rounds(
-            lengths, work, max_tokens=max_tokens, num_ranks=ranks.size, group_index=group_index
+            lengths,
+            work,
+            max_tokens=max_tokens,
+            num_ranks=ranks.size,
+            group_index=units if group_index is None else group_index,
         )
-        bins = [bins[ranks.rank] for bins in rounds]
-        return [_beside_each_other(rows, each) for each in bins] if shares else bins, shares
+        return [_in_a_line(bins[ranks.rank], rows, units) for bins in rounds], units
 
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers by name, tied ones once, not copied."""
@@ -607,14 +615,21 @@ class Policy:
         return torch.nn.functional.linear(states, self._head), logits
 
 
-def _beside_each_other(rows: Sequence[TrainingRow], indices: Sequence[int]) -> list[int]:
-    """Return the rows of a micro-batch with those of one prompt in a line, by their length."""
-    first: dict[int, int] = {}
-    for index in sorted(indices):
-        first.setdefault(id(rows[index].prompt_ids), index)
-    return sorted(
-        indices, key=lambda index: (first[id(rows[index].prompt_ids)], -rows[index].num_inputs)
-    )
+def _in_a_line(
+    indices: Sequence[int], rows: Sequence[TrainingRow], units: Sequence[int]
+) -> list[int]:
+    """Return the rows of a micro-batch with those that share a prompt beside each other.
+
+    Both these and all that share none are in the order of their length: attention without the
+    kernel takes equal lengths beside each other at once.
+    """
+    sizes = Counter(units[index] for index in indices)
+
+    def place(index: int) -> tuple[int, int]:
+        unit = units[index]
+        return (unit if sizes[unit] > 1 else len(rows)), -rows[index].num_inputs
+
+    return sorted(indices, key=place)
 
 
 def float32_attention(attn_implementation: str) -> str:

@@ -10,8 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.algo import batching
-from echo.algo.batching import TrainingRow, collate, pack_micro_batches, share_prompts
+from echo.algo.batching import (
+    TrainingRow,
+    collate,
+    filled_size,
+    pack_micro_batches,
+    share_prompts,
+)
 from echo.core.rollout import Rollout
 
 
@@ -104,8 +109,7 @@ def test_scoring_everything_keeps_padding_out() -> None:
     assert everything.tolist() == [[True, True], [True, False]]
 
 
-def test_rollouts_of_a_prompt_share_it_in_a_packed_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "MIN_SHARED", 3)
+def test_rollouts_of_a_prompt_share_it_in_a_packed_row() -> None:
     first, second = make_sample([11, 12, 13], [21, 22, 23]), make_sample([14], [25, 26])
     rows = [
         first,
@@ -113,7 +117,9 @@ def test_rollouts_of_a_prompt_share_it_in_a_packed_row(monkeypatch: pytest.Monke
         dataclasses.replace(make_sample([], [27, 28]), prompt_ids=first.prompt_ids),
         second,
     ]
-    batch = collate(rows, is_packed=True, shares_prompts=True)
+    lengths, units = share_prompts(rows, max_tokens=100)
+    assert (lengths, units) == ([5, 0, 1, 2], [0, 0, 0, 3])
+    batch = collate(rows, is_packed=True, units=units)
     assert batch.input_ids.tolist() == [[11, 12, 13, 21, 22, 27, 14, 25]]
     segments = batch.segments
     assert segments is not None
@@ -130,23 +136,19 @@ def test_rollouts_of_a_prompt_share_it_in_a_packed_row(monkeypatch: pytest.Monke
     alone = collate(rows, is_packed=True)
     assert alone.segments is not None
     assert (alone.segments.lengths, alone.segments.keys) == ((5, 3, 4, 2), None)
-    assert share_prompts(rows, max_tokens=100) == ([5, 0, 1, 2], [0, 0, 0, 1])
-    monkeypatch.setattr(batching, "MIN_SHARED", 4)
-    short = collate(rows, is_packed=True, shares_prompts=True)
-    assert short.segments is not None
-    assert short.segments.lengths == (5, 3, 4, 2)
-    assert share_prompts(rows, max_tokens=100) == ([5, 3, 4, 2], [0, 1, 2, 3])
-    assert share_prompts(rows, max_tokens=100, whole=[0, 0, 1, 1])[1] == [0, 0, 1, 1]
+    whole = share_prompts(rows, max_tokens=1, whole=[0, 0, 1, 1])
+    assert whole == ([5, 0, 4, 2], [0, 0, 2, 3])  # another group's row has the prompt itself
 
 
 @given(
+    st.integers(1, 60),
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), min_size=1, max_size=20),
-    st.integers(200, 800),
+    st.integers(1, 800),
 )
-def test_those_that_share_leave_room_for_others(
-    drawn: list[tuple[int, int]], max_tokens: int
+def test_those_share_that_save_a_fifth_and_leave_room_for_others(
+    num_prompt: int, drawn: list[tuple[int, int]], max_tokens: int
 ) -> None:
-    prompts = [np.arange(1, 129, dtype=np.int32) for _ in range(4)]
+    prompts = [np.arange(1, 1 + num_prompt, dtype=np.int32) for _ in range(4)]
     rows = [
         dataclasses.replace(make_sample([], [3] * size), prompt_ids=prompts[prompt])
         for prompt, size in drawn
@@ -156,11 +158,49 @@ def test_those_that_share_leave_room_for_others(
         members = [index for index, each in enumerate(units) if each == unit]
         assert len({drawn[index][0] for index in members}) == 1
         together = sum(lengths[index] for index in members)
-        assert together == 128 + sum(drawn[index][1] - 1 for index in members)
-        assert together <= max_tokens // 2 or len(members) == 1
-    whole, kept = share_prompts(rows, max_tokens=max_tokens, whole=[prompt for prompt, _ in drawn])
-    assert len(set(kept)) == len({prompt for prompt, _ in drawn})
-    assert sum(whole) <= sum(lengths)
+        assert together == num_prompt + sum(drawn[index][1] - 1 for index in members)
+        if len(members) > 1:
+            assert together <= max(max_tokens // 2, num_prompt)
+            assert together <= 0.8 * sum(rows[index].num_inputs for index in members)
+    # Where nothing bounds them, each prompt is shared by all or by none.
+    shared, kept = share_prompts(rows, max_tokens=1, whole=[prompt for prompt, _ in drawn])
+    for prompt in {prompt for prompt, _ in drawn}:
+        members = [index for index, (own, _) in enumerate(drawn) if own == prompt]
+        apart = sum(rows[index].num_inputs for index in members)
+        together = apart - (len(members) - 1) * num_prompt
+        is_shared = together <= 0.8 * apart
+        assert sum(shared[index] for index in members) == (together if is_shared else apart)
+        assert len({kept[index] for index in members}) == (1 if is_shared else len(members))
+
+
+@given(st.integers(1, 40_000), st.integers(1, 40_000))
+def test_a_row_is_filled_to_one_of_a_few_sizes(num_tokens: int, max_tokens: int) -> None:
+    size = filled_size(num_tokens, max_tokens=max_tokens)
+    assert num_tokens <= size <= max(num_tokens, max_tokens)
+    assert size - num_tokens < max(1, num_tokens / 16)
+    if num_tokens <= max_tokens:
+        assert filled_size(size, max_tokens=max_tokens) == size
+
+
+def test_a_filled_row_has_few_sizes_and_is_the_same_but_for_its_end() -> None:
+    sizes = {filled_size(number, max_tokens=10_000) for number in range(2048, 4097)}
+    assert len(sizes) == 17
+    prompt = np.arange(100, dtype=np.int32)
+    rows = [
+        dataclasses.replace(make_sample([], [3] * size), prompt_ids=prompt) for size in (20, 5, 9)
+    ]
+    plain = collate(rows, is_packed=True, units=[0, 0, 0])
+    filled = collate(rows, is_packed=True, units=[0, 0, 0], fills_up_to=1000)
+    assert (plain.num_filled, filled.num_filled) == (0, 5)
+    assert filled.input_ids.shape == (1, 136)
+    assert plain.segments is not None
+    assert filled.segments is not None
+    assert filled.segments.lengths == (*plain.segments.lengths, *[1] * 5)
+    assert filled.segments.prefixes == (*plain.segments.prefixes, *[(0, 0)] * 5)
+    assert int(filled.segments.position_ids[0, -5:].max()) == 0
+    assert filled.spans(rows) == plain.spans(rows)
+    for name in ("token_ids", "predictors", "scored", "completion_mask", "advantages"):
+        assert torch.equal(getattr(filled, name), getattr(plain, name)), name
 
 
 def test_counts_of_a_sample() -> None:

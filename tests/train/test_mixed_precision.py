@@ -142,6 +142,7 @@ def test_the_model_holds_its_masters_rounded(tiny_model_dir: Path, tmp_path: Pat
 def test_it_scores_as_the_model_of_a_published_version_does(
     tiny_model_dir: Path,
 ) -> None:
+    """With the same bits in its weights; only the attention is computed in float32 here."""
     trainer = make_trainer(tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16)
     trainer.step(make_groups())
     published = {
@@ -151,9 +152,11 @@ def test_it_scores_as_the_model_of_a_published_version_does(
     model.load_state_dict(published, strict=False)
     ids = torch.arange(3, 12)[None]
     with torch.no_grad():
-        wanted = model.base_model(ids, use_cache=False).last_hidden_state
-        found = trainer._policy._states(ids, None, torch.bfloat16)
-    assert torch.equal(found, wanted)
+        wanted = model.base_model(ids, use_cache=False).last_hidden_state.float()
+        found = trainer._policy._states(ids, None, torch.bfloat16).float()
+    assert float((found - wanted).norm() / wanted.norm()) < 0.01
+    own = trainer._policy.model.state_dict()
+    assert all(torch.equal(own[name], tensor) for name, tensor in published.items())
 
 
 def test_gradients_of_micro_batches_add_up_in_float32(tiny_model_dir: Path) -> None:

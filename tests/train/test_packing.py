@@ -23,7 +23,6 @@ from echo.algo.batching import TrainingRow
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
 from echo.core.rollout import Group
 from echo.train import packing
-from echo.train import policy as policy_module
 from echo.train.policy import ModelSource
 from echo.train.trainer import Trainer
 from tests.runtime.families import EXPERTS, FAMILIES, SMALL, save_family
@@ -72,8 +71,7 @@ def save_packed(directory: Path, label: str) -> Path:
 @pytest.fixture
 def any_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the shortest prompts shared as well."""
-    monkeypatch.setattr(batching, "MIN_SHARED", 1)
-    monkeypatch.setattr(policy_module, "MIN_SAVED", 0.0)
+    monkeypatch.setattr(batching, "MIN_SAVED", 0.0)
 
 
 def stale_groups() -> list[Group]:
@@ -242,7 +240,7 @@ def test_the_kernel_is_told_of_the_same_segments(
 
 @pytest.mark.parametrize(
     ("num_prompt", "num_completion", "is_shared"),
-    [(130, 20, True), (130, 400, False), (60, 3, False)],  # it saves too little; it is too short
+    [(130, 20, True), (130, 400, False), (6, 3, True)],  # a fifth of the row or less, of any
 )
 def test_a_prompt_is_shared_where_that_saves_enough(
     tiny_model_dir: Path, num_prompt: int, num_completion: int, is_shared: bool
@@ -254,6 +252,69 @@ def test_a_prompt_is_shared_where_that_saves_enough(
     [(_, micro)] = policy.micro_batches(rows)
     assert micro.segments is not None
     assert len(micro.segments.lengths) == (3 if is_shared else 2)
+
+
+def test_each_group_shares_its_prompt_by_its_own_lengths(tiny_model_dir: Path) -> None:
+    """Whatever the others in the batch would save; where none share, equal lengths are together."""
+    policy = policy_of(tiny_model_dir)
+
+    def group(num_prompt: int, *lengths: int) -> list[TrainingRow]:
+        prompt = np.full(num_prompt, 5, np.int32)
+        return [
+            TrainingRow(prompt_ids=prompt, rollout=make_rollout([6] * each, 1.0), advantage=1.0)
+            for each in lengths
+        ]
+
+    rows = [*group(4, 90, 60), *group(20, 9, 5, 9), *group(30, 64, 34)]
+    [(indices, micro)] = policy.micro_batches(rows)
+    assert indices == [2, 4, 3, 0, 5, 1, 6]
+    assert micro.segments is not None
+    assert micro.segments.lengths == (20, 8, 8, 4, 93, 93, 63, 63)
+    assert micro.segments.prefixes == ((0, 0), *[(0, 20)] * 3, *[(0, 0)] * 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_filled_row_trains_the_same(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """The tokens that fill it count in no metric."""
+    monkeypatch.setattr(batching, "SIZES_PER_OCTAVE", 1)  # to the next power of two
+    groups = stale_groups()
+    filled, plain = (make_trainer(tiny_model_dir, "packed", dtype=dtype) for _ in range(2))
+    monkeypatch.setattr(type(plain._policy), "_fills_rows", False)
+    expected_gradient, expected = pass_of(plain, groups)
+    monkeypatch.setattr(type(filled._policy), "_fills_rows", True)
+    [(_, micro)] = filled._policy.micro_batches(filled._prepare(groups).samples)
+    assert micro.num_filled > 10
+    assert micro.input_ids.numel().bit_count() == 1
+    gradient, metrics = pass_of(filled, groups)
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    for name, value in expected.items():
+        if not name.startswith(("perf/", "time/")):
+            assert metrics[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
+    assert filled._speed._totals.num_tokens == plain._speed._totals.num_tokens
+    if dtype == torch.float32:
+        for name, tensor in expected_gradient.items():
+            assert torch.allclose(gradient[name], tensor, atol=1e-6), name
+
+
+def test_only_a_cpu_in_16_bits_fills_rows_and_attends_in_float32(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There each new length of an operation takes code and buffers that are kept."""
+    attended: list[torch.dtype] = []
+
+    def watched(query: Tensor, *others: Any, **how: Any) -> Tensor:
+        attended.append(query.dtype)
+        return scaled_dot_product_attention(query, *others, **how)
+
+    monkeypatch.setattr(packing, "scaled_dot_product_attention", watched)
+    for dtype, fills in ((torch.float32, False), (torch.bfloat16, True)):
+        trainer = make_trainer(tiny_model_dir, "packed", dtype=dtype)
+        micro_batches = trainer._policy.micro_batches(trainer._prepare(stale_groups()).samples)
+        assert any(micro.num_filled for _, micro in micro_batches) is fills
+        trainer.step(stale_groups())
+    assert set(attended) == {torch.float32}
 
 
 def test_a_model_that_does_not_share_prompts_rightly_keeps_them_apart(

@@ -263,6 +263,7 @@ def test_a_step_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(
         "loss": make_loss("decoupled_ppo"),
         "optimizer": dataclasses.replace(FAST, minibatches_per_step=minibatches),
         "micro_batch_tokens": 90,
+        "share_prompts": False,
     }
     groups = useful_groups(6)
     # In the second micro-batch, when there is a gradient of the first.
@@ -304,7 +305,7 @@ def test_memory_that_the_optimizer_lacks_is_no_groups_fault(
 
 
 def test_gradients_of_earlier_calls_are_not_lost_in_silence(tiny_model_dir: Path) -> None:
-    trainer = fast_trainer(tiny_model_dir)
+    trainer = fast_trainer(tiny_model_dir, share_prompts=False)
     first, second = halves(trainer, useful_groups(4))
     trainer.forward_backward(first, GrpoLoss())
     with_memory_for(trainer, 60)
@@ -320,7 +321,7 @@ def test_gradients_of_earlier_calls_are_not_lost_in_silence(tiny_model_dir: Path
 
 def test_a_step_tells_its_speed(tiny_model_dir: Path) -> None:
     groups = [*useful_groups(3), make_group([1, 1], 7)]  # the last never gets to the model
-    trainer = fast_trainer(tiny_model_dir, micro_batch_tokens=60)
+    trainer = fast_trainer(tiny_model_dir, micro_batch_tokens=60, share_prompts=False)
     speed = trainer.step(groups).speed
     rows = trainer._prepare(groups).samples
     num_tokens, num_scored = sum(r.num_inputs for r in rows), sum(r.num_trained for r in rows)
