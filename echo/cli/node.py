@@ -35,6 +35,7 @@ from echo.config.load import (
 )
 from echo.config.memory import (
     Budget,
+    check_unquantised,
     find_model,
     memory_budget,
     read_machine,
@@ -44,6 +45,7 @@ from echo.config.schema import Config, ModelSection, show
 from echo.core.errors import ConfigError, DataError, EchoError, in_one
 from echo.core.extras import command, find_config, import_extra
 from echo.core.metrics import LearningCurve, Snapshot
+from echo.core.paths import local_path
 from echo.engine import allocator
 from echo.net.transport import is_loopback
 from echo.net.zmq import bound_socket, raise_descriptor_limit
@@ -112,13 +114,16 @@ def start_problems(config: Config, role: Role, *, resume: bool = False) -> list[
 
 
 def check_model(config: Config, role: str) -> None:
-    """Check that a learner's model is there, if it is to be in a directory.
+    """Check the models that a learner or worker has in directories: a worker may inherit its own.
 
     Raises:
-        DataError: if it is not.
+        DataError: if a learner's is not there, or one is quantised.
     """
-    if role == "learner" and config.model.name is not None:
-        find_model(config.model.name)
+    name, start = config.model.name, config.learner.init_from
+    if name is not None and (role == "learner" or (role == "worker" and local_path(name).is_dir())):
+        find_model(name)
+    if role == "learner" and start is not None:
+        check_unquantised(local_path(start))
 
 
 def _directory_here(model: ModelSection, *files: str) -> Path | None:

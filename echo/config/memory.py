@@ -701,6 +701,7 @@ def _memories(items: Iterable[Item], machine: Machine) -> list[_Memory]:
 # Nothing here imports torch: free GPU memory comes from whoever has it.
 
 
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
@@ -708,15 +709,16 @@ def find_model(name: str) -> Path | None:
     """Return the directory that `model.name` names; None if that is the id of a model on the hub.
 
     Raises:
-        DataError: if there is no such directory, or no model in it.
+        DataError: if there is no such directory, no model in it, or a quantised one.
     """
     path = local_path(name)
     try:
-        if (path / "config.json").is_file():
-            return path
-        is_directory = path.is_dir()
+        has_model, is_directory = (path / "config.json").is_file(), path.is_dir()
     except OSError as error:
         raise DataError(f"model.name = {name!r}: cannot be looked at: {error.strerror}") from error
+    if has_model:
+        check_unquantised(path)
+        return path
     if is_directory:
         raise DataError(
             f"model.name = {name!r}: {path.absolute()} has no config.json; name the directory of a "
@@ -725,6 +727,39 @@ def find_model(name: str) -> Path | None:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise DataError(f"model.name = {name!r}: no such directory (looked at {path.absolute()})")
     return None
+
+
+_QUANTISED_WEIGHT = re.compile(r"(weight|qweight|packed|blocks)$")
+
+
+def check_unquantised(directory: Path) -> None:
+    """Refuse a model whose weights are quantised: no optimizer step fits into their few values.
+
+    Raises:
+        DataError: naming the method, or a tensor of such weights where config.json says nothing.
+    """
+    try:
+        table = json.loads((directory / "config.json").read_bytes())
+    except (OSError, *UNREADABLE):
+        table = {}  # what needs it says so
+    tables = [table, table.get("text_config")] if isinstance(table, dict) else []
+    found = ""
+    for fields in tables:
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(fields, dict) and (how := fields.get(key)):
+                method = how.get("quant_method") if isinstance(how, dict) else None
+                found = f"config.json says that its weights are quantised ({method or key})"
+    for path in () if found else sorted(directory.glob("*.safetensors")):
+        for name, entry in _read_header(path).items():
+            kind = entry["dtype"]
+            if kind not in _FLOATS and len(entry["shape"]) > 1 and _QUANTISED_WEIGHT.search(name):
+                found = f"{path.name} holds the weights {name} quantised, as {kind}"
+                break
+    if found:
+        raise DataError(
+            f"{directory}: {found}, and such weights cannot be trained: name the model that it was "
+            "made from, with weights in bfloat16, float16 or float32"
+        )
 
 
 def read_model_facts(directory: Path) -> ModelFacts:
@@ -800,16 +835,27 @@ def _count_stored(directory: Path) -> int:
 
 
 def _count_in_file(path: Path) -> int:
-    """Add up the shapes in one file's header: 8 bytes of length, then JSON."""
+    """Add up the shapes in one file's header."""
+    return sum(math.prod(entry["shape"]) for entry in _read_header(path).values())
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    """Return shape and dtype of each tensor of a file: 8 bytes of length, then JSON.
+
+    Raises:
+        DataError: if it is no safetensors file.
+    """
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > _MAX_HEADER_BYTES:
                 raise DataError(f"{path}: not a safetensors file: a header of {length} bytes")
             header = json.loads(file.read(length))
-        return sum(
-            math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
-        )
+        header.pop("__metadata__", None)
+        for entry in header.values():
+            math.prod(entry["shape"])
+            str(entry["dtype"])
+        return dict(header)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: not a safetensors file: {error}") from error
 

@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from echo.config.load import OVERRIDE
-from echo.config.memory import find_model
+from echo.config.memory import check_unquantised, find_model
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError, EngineError, StorageError
 from echo.core.paths import local_path
@@ -379,7 +379,7 @@ def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=DOWNLOAD_PATTERNS))
+        found = Path(snapshot_download(name, revision=revision, allow_patterns=DOWNLOAD_PATTERNS))
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         # Offline, the hub's own message speaks of its cache and not of what to do.
         raise DataError(
@@ -387,6 +387,8 @@ def _download(name: str, revision: str | None) -> Path:
             f"(revision {revision or 'default'}): {type(error).__name__}: "
             f"{str(error).splitlines()[0]}; without a network set model.name to a local directory"
         ) from error
+    check_unquantised(found)
+    return found
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -445,15 +447,24 @@ def model_digest(model_dir: Path) -> str:
     return blake3(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
+WINDOW_FIELDS = (
+    "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_seq_length",
+    "max_sequence_length", "seq_length", "seq_len", "max_target_positions",
+)  # fmt: skip
+"""Names that families have for their window in config.json."""
+
+
 def context_window(model_dir: Path) -> int:
     """Return the longest sequence that the model takes, in tokens."""
-    return int(fields_of_model(model_dir).get("max_position_embeddings", 1 << 20))
+    fields = fields_of_model(model_dir)
+    named = [fields.get(name) for name in WINDOW_FIELDS]
+    return min((size for size in named if isinstance(size, int) and size > 0), default=1 << 20)
 
 
 def fields_of_model(model_dir: Path) -> dict[str, Any]:
     """Return the fields of config.json, those of the text model of a larger one included."""
     fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    return {**fields, **fields.get("text_config", {})}
+    return {**fields, **(fields.get("text_config") or {})}
 
 
 def vocab_size(model_dir: Path) -> int:

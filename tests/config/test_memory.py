@@ -17,6 +17,7 @@ from echo.config.memory import (
     Budget,
     Machine,
     ModelFacts,
+    find_model,
     memory_budget,
     read_machine,
     read_model_facts,
@@ -408,7 +409,9 @@ def encoded(**changes: object) -> bytes:
 
 
 def write_safetensors(path: Path, shapes: dict[str, list[int]]) -> None:
-    header: dict[str, Any] = {name: {"shape": shape} for name, shape in shapes.items()}
+    header: dict[str, Any] = {
+        name: {"dtype": "F32", "shape": shape} for name, shape in shapes.items()
+    }
     header["__metadata__"] = {"format": "pt"}
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text)
@@ -456,6 +459,41 @@ def test_what_is_no_language_model_is_named(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=f"{name.replace('other', 'config')}: {message}"):
         read_model_facts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtypes", "why"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, r"says that .* quantised \(fp8\)"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, {}, "quantised .bitsandbytes"),
+        ({"quantization_config": {"bits": 4}}, {}, r"quantised \(quantization_config\)"),
+        ({"compression_config": {"format": "int"}}, {}, r"quantised \(compression_config\)"),
+        (
+            {"text_config": {"quantization_config": {"quant_method": "mxfp4"}}}, {},
+            r"quantised \(mxfp4\)",
+        ),
+        ({}, {"a.weight": "F8_E4M3"}, r"model\.safetensors holds the weights a\.weight .* F8_E4M3"),
+        ({}, {"a.weight": "I8"}, "quantised, as I8"),
+        ({}, {"norm.weight": "F32", "a.qweight": "I32"}, r"the weights a\.qweight"),
+        ({}, {"a_blocks": "U8"}, "the weights a_blocks"),
+        ({"quantization_config": None}, {"a.weight": "BF16", "a.bias": "U8", "ids": "I64"}, ""),
+    ],
+)  # fmt: skip
+def test_quantised_models_are_refused_with_the_method(
+    tmp_path: Path, fields: dict[str, Any], dtypes: dict[str, str], why: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    header = {
+        name: {"dtype": dtype, "shape": [2, 2], "data_offsets": [0, 0]}
+        for name, dtype in dtypes.items()
+    }
+    data = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)
+    if not why:
+        assert find_model(str(tmp_path)) == tmp_path
+        return
+    with pytest.raises(DataError, match=why + ".* name the model that it was made from"):
+        find_model(str(tmp_path))
 
 
 def test_this_machine_has_memory() -> None:

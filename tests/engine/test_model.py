@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from echo.engine.model import (
     EOS_ID,
     PAD_ID,
     build_model,
+    context_window,
     pick_device,
     pick_dtype,
     save_tiny_model,
@@ -49,6 +51,25 @@ def test_every_character_round_trips_as_one_token(directory: Path) -> None:
     assert (len(tokenizer), tokenizer.eos_token_id) == (28, EOS_ID)
     assert tokenizer.chat_template is None
     assert TextCodec(tokenizer, [], {}).encode_prompt("1é") == [1, 4, PAD_ID]
+
+
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        ({"n_positions": 64, "n_ctx": 64}, 64),
+        ({"max_seq_len": 32}, 32),
+        ({"max_sequence_length": 33}, 33),
+        ({"seq_length": 34}, 34),
+        ({"max_position_embeddings": 512, "sliding_window": 8}, 512),
+        ({"text_config": {"n_positions": 35}}, 35),
+        ({"text_config": None, "max_position_embeddings": None}, 1 << 20),
+    ],
+)
+def test_the_window_has_a_name_in_every_family(
+    tmp_path: Path, fields: dict[str, object], window: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert context_window(tmp_path) == window
 
 
 # --- devices --------------------------------------------------------------------------------------
