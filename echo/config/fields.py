@@ -175,7 +175,7 @@ def read_text(path: Path) -> str:
     Raises:
         OSError, UnicodeDecodeError: if it cannot be read, is too large, or is no text.
     """
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:  # editors on Windows write a byte order mark
         text = file.read(MAX_FILE_LENGTH + 1)
     if len(text) > MAX_FILE_LENGTH:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))

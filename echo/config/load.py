@@ -704,6 +704,8 @@ def _at(table: Any, path: Sequence[str]) -> Any:
 
 _TEMPLATE = "model.chat_template"
 """Travels as the file's text; all others as their value."""
+NO_TEMPLATE = "none"
+"""In place of that file: the tokenizer's own template is left out, and travels as no text."""
 _AGENTS = "agent.listen"
 """Whether there is one is for the learner to say; a worker may have an address of its own."""
 
@@ -721,7 +723,8 @@ def check_inherited(config: Config, settings: Mapping[str, Any]) -> list[str]:
     """Return one line per setting of the worker's user that contradicts the learner's."""
     own = _inherited_values(config)
     del own[_TEMPLATE]
-    if config.model.chat_template is not None and Path(config.model.chat_template).exists():
+    given = config.model.chat_template
+    if given is not None and (given == NO_TEMPLATE or Path(given).exists()):
         # One file serves all machines, and only the learner needs to have what it names.
         own[_TEMPLATE] = _template_text(config)
     return [
@@ -763,6 +766,8 @@ def _inherited_values(config: Config) -> dict[str, Any]:
 def _template_text(config: Config) -> str | None:
     if config.model.chat_template is None:
         return None
+    if config.model.chat_template == NO_TEMPLATE:
+        return ""
     path = Path(config.model.chat_template)
     try:
         return read_text(path)

@@ -131,7 +131,7 @@ class ModelSection(Section):
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention code of transformers."""
     chat_template: Inherited[str | None] = None
-    """File with a Jinja chat template that replaces the tokenizer's own."""
+    """Jinja file that replaces the tokenizer's chat template; "none" sends text as it stands."""
     chat_template_kwargs: Inherited[dict[str, Any]] = Field(default_factory=dict)
     """Arguments for the chat template, such as enable_thinking."""
 

@@ -7,7 +7,8 @@ r"""Dataset tasks: rows of any form, any reward function, mixtures.
 A dataset has one of these forms; none of them runs code of the dataset's, and the package
 `datasets` is not needed:
 
-    rows.jsonl                          one JSON object per line (any ending that is not below)
+    rows.jsonl                          one JSON object per line, UTF-8 (any ending that is not
+                                        below)
     rows.parquet                        needs pyarrow
     directory/                          all .parquet, else all .jsonl files in it, by name; or what
                                         `datasets.Dataset.save_to_disk` wrote
@@ -23,10 +24,12 @@ name; it gets those that it asks for. A function whose parameters are `prompts` 
 is called as TRL does: with lists, here of one element, and chat completions as messages. "exact"
 and "math" are rewards that need no function.
 
-**Rows.** The default reading of a row takes `prompt` (text) or `messages` (a list of objects with
-`role` and `content`), and optionally `answer` and `info`; all other columns are kept under their
-names. A subclass with other needs overrides `read_row`, and every subclass says what a completion
-is worth:
+**Rows.** The default reading of a row takes `prompt` (text or messages) or `messages` (a list of
+objects with `role` and `content`), and optionally `tools`, `answer` and `info`; all other columns
+are kept under their names. Messages whose last is the assistant's are supervised data more often
+than the beginning of an answer: `assistant_last` has to say which. A typed table gives every row
+all fields of its objects; those that are null are dropped there, and kept in JSONL. A subclass with
+other needs overrides `read_row`, and every subclass says what a completion is worth:
 
     class Capitals(RowsTask):
         def reward(self, example: Example, completion: str) -> float:
@@ -34,6 +37,8 @@ is worth:
 
 Datasets are read at the first example and checked whole, so a malformed row stops the run at its
 start, named by file and row, and not in the middle of it; unless `skip_bad` leaves such rows out.
+So does a row whose prompt does not fit into the model's window (`examine`). Without held-out rows
+of their own one prompt in ten is held out, with all rows that have it.
 
 **Mathematics.** An answer is what follows the last `####` of a text; failing that its last
 `\boxed{...}`; failing that its last number. It is right if math-verify finds it equal to the
@@ -71,16 +76,19 @@ import logging
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from echo.core.bounds import MAX_LEASE_BYTES
 from echo.core.errors import ConfigError, DataError, EchoError
 from echo.core.extras import install_command
-from echo.tasks.environment import Environment, Message, is_message
+from echo.core.units import format_bytes
+from echo.tasks.environment import Environment
+from echo.tasks.messages import Message, fault_of_messages, plain_message
 from echo.tasks.task import (
     Example,
     Task,
@@ -101,6 +109,23 @@ PARQUET_REVISION = "refs/convert/parquet"
 NUM_BATCH_ROWS = 1024
 _FILES = "_data_files"
 """Key under which a saved dataset's state.json has its files."""
+_READ = (
+    "a dataset is JSON Lines (UTF-8, one object a line), Parquet (.parquet), a directory of such "
+    "files, or what datasets.save_to_disk wrote"
+)
+_BOM = b"\xef\xbb\xbf"
+_FOREIGN = {
+    b"\x1f\x8b": "compressed with gzip: unpack it",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd: unpack it",
+    b"BZh": "compressed with bzip2: unpack it",
+    b"\xfd7zXZ": "compressed with xz: unpack it",
+    b"PK\x03\x04": "an archive: unpack it",
+    b"\xff\xfe": "UTF-16: save it as UTF-8",
+    b"\xfe\xff": "UTF-16: save it as UTF-8",
+    b"PAR1": "Parquet: call it .parquet",
+    b"ARROW1": "an Arrow file: save it as Parquet",
+}
+"""What files begin with that are no JSON Lines, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,24 +136,46 @@ class DatasetRow:
     """"train.jsonl:12" by line, "train.parquet:12" by row, both from 1."""
     columns: dict[str, Any]
     """Its values by column: plain JSON."""
-    text: str
-    """What decides its side where a dataset is split by hash."""
 
 
 Rows = Iterator[DatasetRow | DataError]
 """Rows in their order; in place of a malformed one what is wrong with it, naming file and row."""
 
 
-def read_rows(path: str) -> Rows:
+def read_rows(path: str, leave_out: Collection[str] = ()) -> Rows:
     """Yield the rows of a dataset, and the errors of those that are malformed.
+
+    Columns of a table that no lease could carry are left out, and told.
+
+    Args:
+        path: of the dataset.
+        leave_out: further columns that rows shall not have.
 
     Raises:
         DataError: if it cannot be read.
-        ConfigError: if a package is missing.
+        ConfigError: if a package is missing, or no row has a column that is to be left out.
     """
+    names: dict[str, str] = {}
+    """Of all columns so far, and what those of a table hold that cannot travel."""
     for file in dataset_files(path):
-        is_table = file.suffix in (".parquet", ".arrow")
-        yield from _read_columns(file) if is_table else _read_jsonl(file)
+        if file.suffix in (".parquet", ".arrow"):
+            yield from _read_columns(file, leave_out, names)
+            continue
+        for row in _read_jsonl(file):
+            if isinstance(row, DatasetRow):
+                names |= dict.fromkeys(row.columns, "")
+                for name in leave_out:
+                    row.columns.pop(name, None)
+            yield row
+    unable = {name: what for name, what in names.items() if what and name not in leave_out}
+    if unable:
+        columns = ", ".join(f"`{name}` ({what})" for name, what in unable.items())
+        _log.warning("%s: left out columns that cannot travel to a worker: %s", path, columns)
+    if absent := [name for name in leave_out if name not in names]:
+        raise ConfigError(
+            f"task.options.leave_out: {path} has no column {absent[0]!r}"
+            f"{did_you_mean(absent[0], names)}; it has {', '.join(names)}"
+        )
 
 
 def is_local(path: str) -> bool:
@@ -176,35 +223,70 @@ def dataset_files(path: str) -> list[Path]:
     remedy = (
         f"name one of its splits: {', '.join(str(place / split) for split in splits)}"
         if splits
-        else "a dataset is a .jsonl or .parquet file, or a directory of them"
+        else _READ
     )
     raise DataError(f"{place}: no dataset files in this directory; {remedy}")
 
 
 def _read_jsonl(path: Path) -> Rows:
     with _open(path) as file:
-        lines = file.read().splitlines()
-    for number, raw in enumerate(lines, start=1):
+        content = file.read()
+    if kind := _foreign_kind(path, content):
+        raise DataError(f"{path}: is {kind}; {_READ}")
+    for number, raw in enumerate(content.splitlines(), start=1):
+        raw = raw.removeprefix(
+            _BOM
+        )  # editors and spreadsheets write it, and `cat` leaves it inside
         if not raw.strip():
             continue
         source = f"{path}:{number}"
         try:
-            line = raw.decode()
-            row = _parse_object(line)
+            row = _parse_object(raw.decode())
+        except UnicodeDecodeError as error:
+            yield DataError(
+                f"{source}: malformed row: {error}; save the file as UTF-8 (in Latin-1: "
+                f"iconv -f latin1 -t utf-8)"
+            )
         except (ValueError, TypeError, RecursionError) as error:
             yield DataError(f"{source}: malformed row: {error}")
-            continue
-        yield DatasetRow(source, row, line)
+        else:
+            yield DatasetRow(source, row)
+
+
+def _foreign_kind(path: Path, content: bytes) -> str:
+    """Return what a file is that is read as JSON Lines, and what to do; empty if it may be some."""
+    head = content[:65536].removeprefix(_BOM).lstrip()
+    for start, kind in _FOREIGN.items():
+        if content.startswith(start):
+            return kind
+    if head.count(0) > len(head) // 4:
+        return "UTF-16, or no text: save it as UTF-8"
+    first_line = head.split(b"\n", 1)[0].strip()
+    if first_line.startswith(b"[") and not _is_list_without_objects(first_line):
+        return "one JSON array: write each of its objects into a line of its own"
+    if first_line == b"{":
+        return "JSON over several lines: write each object into a line of its own"
+    if path.suffix.lower() in (".csv", ".tsv", ".xlsx", ".txt") and first_line[:1] != b"{":
+        return f"a {path.suffix} file: write each row as a JSON object"
+    return ""
+
+
+def _is_list_without_objects(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), list) and b"{" not in line
+    except (ValueError, RecursionError):
+        return False
 
 
 def _parse_object(line: str) -> dict[str, Any]:
-    row = json.loads(line)
+    # Python writes NaN where a table had nothing.
+    row = json.loads(line, parse_constant=lambda name: None if name == "NaN" else float(name))
     if not isinstance(row, dict):
         raise TypeError(f"must be a JSON object, not {type(row).__name__}")
     return row
 
 
-def _read_columns(path: Path) -> Rows:
+def _read_columns(path: Path, leave_out: Collection[str], names: dict[str, str]) -> Rows:
     pyarrow = _import_pyarrow(path)
     is_stream = path.suffix == ".arrow"
     # Opened by hand: pyarrow's own error for a missing file names neither path nor remedy.
@@ -212,18 +294,44 @@ def _read_columns(path: Path) -> Rows:
         try:
             if is_stream:
                 batches = pyarrow.ipc.open_stream(file)
+                schema = batches.schema
             else:
-                batches = pyarrow.parquet.ParquetFile(file).iter_batches(NUM_BATCH_ROWS)
-            yield from _batch_rows(path, batches)
+                parquet = pyarrow.parquet.ParquetFile(file)
+                schema = parquet.schema_arrow
+            names |= {field.name: _what_cannot_travel(pyarrow, field.type) for field in schema}
+            kept = [name for name in schema.names if not names[name] and name not in leave_out]
+            if not is_stream:
+                batches = parquet.iter_batches(NUM_BATCH_ROWS, columns=kept)
+            yield from _batch_rows(path, batches, kept)
         except (pyarrow.ArrowException, OSError) as error:
             kind = "an Arrow stream" if is_stream else "Parquet"
             raise DataError(f"{path}: not readable as {kind}: {error}") from error
 
 
-def _batch_rows(path: Path, batches: Any) -> Rows:
+def _what_cannot_travel(pyarrow: Any, kind: Any) -> str:
+    """Return what a column of an Arrow type holds that no lease carries; empty for nothing."""
+    types = pyarrow.types
+    if types.is_struct(kind):
+        inner = (_what_cannot_travel(pyarrow, field.type) for field in kind)
+        return next(filter(None, inner), "")
+    if types.is_map(kind):
+        return _what_cannot_travel(pyarrow, kind.item_type)
+    if hasattr(kind, "value_type") and not types.is_dictionary(kind):  # lists of all sizes
+        return _what_cannot_travel(pyarrow, kind.value_type)
+    if types.is_dictionary(kind):
+        return _what_cannot_travel(pyarrow, kind.value_type)
+    checks = {
+        "bytes": (types.is_binary, types.is_large_binary, types.is_fixed_size_binary),
+        "durations": (types.is_duration, types.is_interval),
+    }
+    found = (what for what, tests in checks.items() if any(test(kind) for test in tests))
+    return next(found, "")
+
+
+def _batch_rows(path: Path, batches: Any, names: Sequence[str]) -> Rows:
     number = 0
     for batch in batches:
-        for values in batch.to_pylist():
+        for values in batch.select(names).to_pylist():
             number += 1
             source = f"{path}:{number}"
             try:
@@ -231,25 +339,37 @@ def _batch_rows(path: Path, batches: Any) -> Rows:
             except DataError as error:
                 yield error
                 continue
-            yield DatasetRow(source, columns, json.dumps(columns, sort_keys=True))
+            yield DatasetRow(source, columns)
 
 
 def _to_json(value: Any, column: str, source: str) -> Any:
-    """Return a value as plain JSON: a lease carries it."""
+    """Return a value as plain JSON: a lease carries it.
+
+    A typed table gives each of its objects all fields: those that are null are dropped.
+    """
     match value:
-        case None | bool() | int() | float() | str():
+        case float():
+            return None if math.isnan(value) else value  # as pandas writes that there is none
+        case None | bool() | int() | str():
             return value
+        case list() if value and all(isinstance(item, tuple) for item in value):  # a map
+            return {str(key): _to_json(item, column, source) for key, item in value}
         case list():
             return [_to_json(item, column, source) for item in value]
         case dict():
-            return {str(key): _to_json(item, column, source) for key, item in value.items()}
+            return {
+                str(key): _to_json(item, column, source)
+                for key, item in value.items()
+                if item is not None
+            }
         case datetime.date() | datetime.time():
             return value.isoformat()
         case decimal.Decimal():
-            return float(value)
+            number = float(value)
+            return number if decimal.Decimal(repr(number)) == value else str(value)
     raise DataError(
         f"{source}: malformed row: column {column!r} holds {type(value).__name__}, which cannot "
-        "travel to a worker; drop the column or store it as text or numbers"
+        f'travel to a worker; set task.options.leave_out = ["{column}"], or store it as text'
     )
 
 
@@ -324,8 +444,11 @@ def _download(path: str, **options: Any) -> list[Path]:
 
 _log = logging.getLogger(__name__)
 
-READ_COLUMNS = ("prompt", "messages", "answer", "info")
+READ_COLUMNS = ("prompt", "messages", "tools", "answer", "info")
 """Columns with a meaning of their own."""
+TEMPLATE_COLUMNS = ("functions", "documents", "chat_template_kwargs")
+"""Columns that other trainers give to the chat template, and Echo does not."""
+ASSISTANT_LAST = ("", "continue", "drop")
 NO_PATH = "the task has no training rows: set task.options.path to a JSONL or Parquet file"
 
 
@@ -334,10 +457,15 @@ class RowsTask(Task):
 
     Args:
         path: the training rows. A worker, which is sent its examples, may leave it out.
-        heldout_path: the held-out rows. Without it, one row in ten of `path` is held out, by the
-            hash of its text.
+        heldout_path: the held-out rows. Without it, one prompt in ten of `path` is held out, by its
+            hash.
         columns: where the dataset's names differ, such as { prompt = "question" }.
-        skip_bad: leave malformed rows out and say how many there were, and which was the first.
+        leave_out: columns that no reward needs, such as large ones.
+        skip_bad: leave malformed rows and prompts that are too long out, and say how many there
+            were, and which was the first.
+        assistant_last: of rows whose last message is the assistant's: "continue" has the policy go
+            on behind it, "drop" takes it away (and for the answer, where the row has none).
+            Without it such rows are refused.
     """
 
     def __init__(
@@ -346,18 +474,26 @@ class RowsTask(Task):
         path: str = "",
         heldout_path: str = "",
         columns: Mapping[str, str] | None = None,
+        leave_out: Sequence[str] = (),
         skip_bad: bool = False,
+        assistant_last: str = "",
     ) -> None:
         self.path = path
         self.heldout_path = heldout_path
         self.skip_bad = skip_bad
         self.columns = dict(columns or {})
+        self.leave_out = tuple(leave_out)
+        self.assistant_last = assistant_last
         for name in self.columns:
             if name not in READ_COLUMNS:
                 raise ConfigError(
                     f"task.options.columns.{name}: no such column is read"
                     f"{did_you_mean(name, READ_COLUMNS)}; there are {', '.join(READ_COLUMNS)}"
                 )
+        if assistant_last not in ASSISTANT_LAST:
+            raise ConfigError(
+                f"task.options.assistant_last = {assistant_last!r}: must be continue or drop"
+            )
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
         """Turn one row into an example; its index, split and source are filled in later.
@@ -368,36 +504,52 @@ class RowsTask(Task):
         """
         own_names = {name: self.columns.get(name, name) for name in READ_COLUMNS}
         values = {name: row.get(own) for name, own in own_names.items()}
-        prompt = values["prompt"] or values["messages"]
-        if isinstance(prompt, str):
-            prompt = prompt if prompt.strip() else None
-        is_chat = isinstance(prompt, list) and all(is_message(part) for part in prompt)
-        if not prompt or not (isinstance(prompt, str) or is_chat):
-            raise ValueError(
-                f"needs `{own_names['prompt']}` (text) or `{own_names['messages']}` (objects with "
-                "the texts `role` and `content`); it has the columns "
-                f"{', '.join(row) or 'none'}; where the dataset calls it otherwise set "
-                'task.options.columns = { prompt = "ITS NAME" }'
-            )
+        prompt = self._prompt_of(row, own_names)
         info = values["info"] if values["info"] is not None else {}
         if not isinstance(info, dict):
             raise TypeError(f"`{own_names['info']}` must be an object, not {type(info).__name__}")
-        rest = {name: value for name, value in row.items() if name not in own_names.values()}
+        self._tools_of(values["tools"])
+        answer = values["answer"]
+        if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+            prompt, said = self._without_last(prompt)
+            answer = said if answer is None else answer
+        # `tools` stays a column, which `tools` reads.
+        read = {own for name, own in own_names.items() if name != "tools"}
+        rest = {name: value for name, value in row.items() if name not in read}
         return Example(
-            index=0,
-            split="train",
-            prompt=prompt if isinstance(prompt, str) else [_message(part) for part in prompt],
-            answer=values["answer"],
-            info=info,
-            columns=rest,
+            index=0, split="train", prompt=prompt, answer=answer, info=info, columns=rest
         )
+
+    def tools(self, example: Example) -> list[dict[str, Any]]:
+        """Return the tools of a row."""
+        return self._tools_of(example.columns.get(self.columns.get("tools", "tools")))
+
+    def examine(self, fault_of: Callable[[Example], str]) -> None:
+        """Ask of each row what is wrong with it; see `Task.examine`."""
+        for split, examples in self._examples.items():
+            faults = [(example, fault_of(example)) for example in examples]
+            bad = [(example, fault) for example, fault in faults if fault]
+            if not bad:
+                continue
+            [example, fault], *_ = bad
+            if not self.skip_bad or len(bad) == len(examples):
+                remedy = "" if self.skip_bad else (
+                    ", or leave such rows out with task.options.skip_bad = true"
+                )  # fmt: skip
+                raise DataError(f"{example}: {fault}{remedy}")
+            text = "%s: left out %d of %d %s rows (task.options.skip_bad); the first: %s: %s"
+            path = self.path if split == "train" else self.heldout_path or self.path
+            _log.warning(text, path, len(bad), len(examples), split, example, fault)
+            self._examples[split] = [example for example, fault in faults if not fault]
 
     def example(self, index: int, *, split: str) -> Example:
         """Return row `index` of a split, wrapping around at its end."""
         examples = self._examples[split]
         if not examples:
+            num_prompts = len({_key_of(each) for side in self._examples.values() for each in side})
             raise DataError(
-                f"{self.path}: no {split} row; a file this small cannot be split by hash: "
+                f"{self.path}: no {split} row; a file this small cannot be split by hash (it has "
+                f"{num_prompts} different prompts, and one in ten is held out): "
                 "name the held-out rows in task.options.heldout_path"
             )
         return replace(examples[index % len(examples)], index=index, split=split)
@@ -428,31 +580,105 @@ class RowsTask(Task):
                 problems.append(str(error))
         return problems
 
+    def _prompt_of(
+        self, row: Mapping[str, Any], own_names: Mapping[str, str]
+    ) -> str | list[Message]:
+        """Return a row's prompt, from whichever of its two columns has one.
+
+        Raises:
+            ValueError: naming the column and what is wrong with it.
+        """
+        names = [own_names["prompt"], own_names["messages"]]
+        name = next((name for name in names if row.get(name)), None)
+        if name is None:
+            here = next((name for name in names if name in row), None)
+            if here is not None:
+                what = "null" if row[here] is None else "empty"
+                raise ValueError(f"needs `{here}`, whose value is {what} in this row")
+            raise ValueError(
+                f"needs `{names[0]}` (text) or `{names[1]}` (chat messages); it has the columns "
+                f"{', '.join(row) or 'none'}; where the dataset calls it otherwise set "
+                'task.options.columns = { prompt = "ITS NAME" }'
+            )
+        value = _parse_json(row[name], "[{")
+        if isinstance(value, str):
+            if not value.strip():
+                raise ValueError(f"needs `{name}`, whose text is empty in this row")
+            return value
+        if not isinstance(value, list):
+            raise TypeError(
+                f"needs `{name}` as text or chat messages; in this row it is {type(value).__name__}"
+            )
+        if fault := fault_of_messages(value):
+            raise ValueError(f"`{name}`: {fault}")
+        return [_without_nulls(part) for part in value]
+
+    def _without_last(self, messages: list[Message]) -> tuple[list[Message], str | None]:
+        """Return messages whose last is the assistant's as they are asked, and what was dropped."""
+        if self.assistant_last == "continue":
+            return messages, None
+        if not self.assistant_last:
+            raise ValueError(
+                "its last message is the assistant's: the reference of supervised data, or the "
+                'beginning of an answer? Set task.options.assistant_last = "drop" to take it away '
+                '(it becomes the answer where the row has none), or "continue" to have the policy '
+                "go on behind it"
+            )
+        if len(messages) == 1:
+            raise ValueError("its only message is the assistant's: nothing is asked")
+        return messages[:-1], str(plain_message(messages[-1])["content"])
+
+    def _tools_of(self, value: Any) -> list[dict[str, Any]]:
+        value = _parse_json(value, "[")
+        if value is None or value == "":
+            return []
+        if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+            name = self.columns.get("tools", "tools")
+            raise TypeError(f"`{name}` must be a list of objects, the schemas of functions")
+        return value
+
     @functools.cached_property
     def _examples(self) -> dict[str, list[Example]]:
         if not self.path:
             raise DataError(NO_PATH)
         sides: dict[str, list[Example]] = {"train": [], "heldout": []}
-        for text, example in self._read(self.path):
-            is_out = not self.heldout_path and is_heldout(text)
+        for example in self._read(self.path):
+            is_out = not self.heldout_path and is_heldout(_key_of(example))
             sides["heldout" if is_out else "train"].append(example)
         if self.heldout_path:
-            sides["heldout"] = [example for _, example in self._read(self.heldout_path)]
+            sides["heldout"] = list(self._read(self.heldout_path))
+            self._tell_shared(sides)
         return sides
 
-    def _read(self, path: str) -> list[tuple[str, Example]]:
-        """Return what decides each row's side, and its example.
+    def _tell_shared(self, sides: Mapping[str, Iterable[Example]]) -> None:
+        trained = {_key_of(example) for example in sides["train"]}
+        heldout = {_key_of(example) for example in sides["heldout"]}
+        if shared := len(trained & heldout):
+            _log.warning(
+                "%s: %d of its %d prompts are on both sides, also in %s: the evaluation measures "
+                "what was learned by heart",
+                self.heldout_path, shared, len(heldout), self.path,
+            )  # fmt: skip
+
+    @functools.cached_property
+    def _read(self) -> Callable[[str], list[Example]]:
+        return functools.cache(self._read_file)  # a look at the data comes before its use
+
+    def _read_file(self, path: str) -> list[Example]:
+        """Return the examples of all rows.
 
         Raises:
             DataError: at a malformed row, unless such rows are skipped; or if nothing is left.
         """
-        found: list[tuple[str, Example]] = []
+        found: list[Example] = []
         bad: list[DataError] = []
-        for row in read_rows(path):
+        names: set[str] = set()
+        for row in read_rows(path, self.leave_out):
             try:
                 if isinstance(row, DataError):
                     raise row
-                found.append((row.text, self._example_of(row)))
+                names |= row.columns.keys()
+                found.append(self._example_of(row))
             except DataError as error:
                 if not self.skip_bad:
                     raise
@@ -467,22 +693,53 @@ class RowsTask(Task):
                 else ("the dataset is empty; write one JSON object per line")
             )
             raise DataError(f"{path}: {why}")
+        for name in TEMPLATE_COLUMNS:
+            if name in names and name not in self.columns.values():
+                _log.warning("%s: the column `%s` is not given to the chat template", path, name)
         return found
 
     def _example_of(self, row: DatasetRow) -> Example:
         try:
             example = replace(self.read_row(row.columns), source=row.source)
-            msgspec.msgpack.encode(example)  # as a lease has to carry it
+            num_bytes = len(msgspec.msgpack.encode(example))  # as a lease has to carry it
         except KeyError as error:
             raise DataError(f"{row.source}: malformed row: no column {error}") from error
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise DataError(f"{row.source}: malformed row: {error}") from error
+        if num_bytes > MAX_LEASE_BYTES:
+            largest = max(row.columns, key=lambda name: len(json.dumps(row.columns[name])))
+            raise DataError(
+                f"{row.source}: the row has {format_bytes(num_bytes)}, most of it in the column "
+                f"`{largest}`; a message to a worker holds {format_bytes(MAX_LEASE_BYTES)}: "
+                "shorten it, leave the row out with task.options.skip_bad = true, or a column that "
+                "no reward needs with task.options.leave_out"
+            )
         return example
 
 
-def _message(part: dict[str, Any]) -> dict[str, Any]:
+def _without_nulls(part: dict[str, Any]) -> Message:
     """Drop the keys that a typed table gives every message, whether it has them or not."""
     return {key: value for key, value in part.items() if value is not None}
+
+
+def _parse_json(value: Any, start: str) -> Any:
+    """Return a value that is JSON as text parsed; anything else as it is."""
+    if isinstance(value, str) and value.lstrip().startswith(start[:1]):
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+        is_objects = isinstance(parsed, list) and all(isinstance(part, dict) for part in parsed)
+        return parsed if is_objects and (parsed or start == "[") else value
+    return value
+
+
+def _key_of(example: Example) -> str:
+    """Return what decides an example's side: its prompt, without what does not make it another."""
+    if isinstance(example.prompt, str):
+        return " ".join(example.prompt.split())
+    parts = [(part["role"], plain_message(part)["content"]) for part in example.prompt]
+    return " ".join(f"{role}: {content}" for role, content in parts)
 
 
 # --- mathematical answers -------------------------------------------------------------------------
@@ -582,10 +839,7 @@ class DatasetTask(RowsTask):
     """Serve a dataset's rows and judge answers by a function.
 
     Args:
-        path: the training rows, in one of the forms above.
-        heldout_path: the held-out rows; without it, one row in ten of `path`.
-        columns: where the dataset's names differ, such as { prompt = "question" }.
-        skip_bad: leave malformed rows out and say how many there were, and which was the first.
+        path, heldout_path, columns, leave_out, skip_bad, assistant_last: see `RowsTask`.
         reward: "exact" (the text is `answer`), "math" (the last number or boxed expression equals
             `answer`, a number, LaTeX or a solution that ends in one), or a function:
             "package.module:function" or "path/to/file.py:function".
@@ -597,16 +851,25 @@ class DatasetTask(RowsTask):
         path: str = "",
         heldout_path: str = "",
         columns: Mapping[str, str] | None = None,
+        leave_out: Sequence[str] = (),
         skip_bad: bool = False,
+        assistant_last: str = "",
         reward: str = "exact",
     ) -> None:
-        super().__init__(path=path, heldout_path=heldout_path, columns=columns, skip_bad=skip_bad)
+        super().__init__(
+            path=path,
+            heldout_path=heldout_path,
+            columns=columns,
+            leave_out=leave_out,
+            skip_bad=skip_bad,
+            assistant_last=assistant_last,
+        )
         self._reward = _RewardFunction(reward)
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
         """Read a row, and check that it has what the reward function asks for."""
         example = super().read_row(row)
-        self._reward.check(example, row)
+        self._reward.check(example, row, self.columns.get("answer", "answer"))
         return example
 
     def reward(self, example: Example, completion: str) -> float:
@@ -656,12 +919,16 @@ class _RewardFunction:
             name for name in self._names if named[name].default is inspect.Parameter.empty
         ]
 
-    def check(self, example: Example, row: Mapping[str, Any]) -> None:
+    def check(self, example: Example, row: Mapping[str, Any], answer_column: str) -> None:
         """Refuse a row without a column that the function needs."""
         known = _arguments(example)
         if example.answer is None:
             del known["answer"]
         missing = sorted(name for name in self._required if name not in known)
+        if "answer" in missing and answer_column in row:
+            raise ValueError(
+                f"{self._where} needs `{answer_column}`, whose value is null in this row"
+            )
         if missing:
             remedy = (
                 '; where it is called otherwise set task.options.columns = { answer = "ITS NAME" }'
@@ -804,11 +1071,16 @@ class MixtureTask(Environment):
     def tools(self, example: Example) -> list[dict[str, Any]]:
         """Return the tools of the example's task."""
         task = self.part_of(example)
-        return task.tools(example) if isinstance(task, Environment) else []
+        return task.tools(example)
 
     def part_of(self, example: Example) -> Task:
         """Return the task that an example comes from."""
         return self._parts[example.task]
+
+    def examine(self, fault_of: Callable[[Example], str]) -> None:
+        """Examine the rows of every task."""
+        for task in self._parts.values():
+            task.examine(fault_of)
 
     def dataset_files(self) -> list[Path]:
         """Return the files of all tasks."""

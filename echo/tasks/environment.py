@@ -61,17 +61,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from echo.tasks.messages import Message
 from echo.tasks.task import Example, RetryCall, Task, did_you_mean
-
-Message = dict[str, Any]
-"""A chat message: the texts `role` and `content`, and whatever else the chat template reads."""
-
-
-def is_message(part: object) -> bool:
-    """Return whether something is a chat message."""
-    return isinstance(part, dict) and all(
-        isinstance(part.get(key), str) for key in ("role", "content")
-    )
 
 
 class Environment(Task):
@@ -99,10 +90,6 @@ class Environment(Task):
 
     def end(self, state: Any) -> None:
         """Let go of what the episode holds."""
-
-    def tools(self, example: Example) -> list[dict[str, Any]]:
-        """Return the tools that the chat template tells the policy of, as JSON schemas."""
-        return []
 
     def reward(self, example: Example, completion: str) -> float:
         """Return what an episode of one turn is worth."""

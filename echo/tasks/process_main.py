@@ -30,8 +30,9 @@ from typing import Any, Literal
 import msgspec
 
 from echo.core.errors import EchoError
-from echo.tasks.environment import Environment, Message, is_message
+from echo.tasks.environment import Environment
 from echo.tasks.guard import fork_guarded
+from echo.tasks.messages import Message, fault_of_message
 from echo.tasks.task import Example, RetryCall, Task, load_task
 
 TRANSIENT_ERRORS = (RetryCall, ConnectionError, TimeoutError)
@@ -258,10 +259,10 @@ def _messages(said: str | Message | list[Message], where: str) -> list[Message]:
         return [{"role": "user", "content": said}]
     messages = [said] if isinstance(said, dict) else said
     for message in messages:
-        if not is_message(message):
+        if fault := fault_of_message(message):
             raise _Refused(
-                f"{where} returned {message!r}; it must return text, messages with the texts "
-                "`role` and `content`, or None when the episode is over"
+                f"{where} returned {_shown(message)}, which {fault}; it must return text, chat "
+                "messages, or None when the episode is over"
             )
     return messages
 

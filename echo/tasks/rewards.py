@@ -44,7 +44,7 @@ from typing import Any, Literal
 import msgspec
 
 from echo.core.errors import ConfigError, EchoError
-from echo.tasks.environment import Message
+from echo.tasks.messages import Message
 from echo.tasks.process_main import (
     CallAnswer,
     Performer,

@@ -56,7 +56,10 @@ class Example:
     split: str
     """"train" or "heldout"."""
     prompt: str | list[dict[str, Any]]
-    """Plain text, or chat messages with `role` and `content`."""
+    """Plain text, or chat messages with `role` and `content`.
+
+    Text becomes one user message where the tokenizer has a chat template. Where the last message is
+    the assistant's, its turn goes on behind it."""
     answer: Any = None
     """The reference, in whatever form the task's `reward` expects."""
     info: dict[str, Any] = field(default_factory=dict)
@@ -119,6 +122,17 @@ class Task(abc.ABC):
     def num_examples(self, *, split: str) -> int | None:
         """Return how many examples a split has; None if they are made without end."""
         return None
+
+    def tools(self, example: Example) -> list[dict[str, Any]]:
+        """Return the tools that the chat template tells the policy of, as JSON schemas."""
+        return []
+
+    def examine(self, fault_of: Callable[[Example], str]) -> None:  # noqa: B027, most have no rows
+        """Ask of each row what is wrong with it, empty for nothing, before a run begins.
+
+        Raises:
+            DataError: naming the first bad row, unless the task leaves such rows out.
+        """
 
     def dataset_files(self) -> list[Path]:
         """Return the files that examples are read from; their hash identifies the dataset."""

@@ -2,19 +2,33 @@
 
 Learner and worker must agree on every byte of this: the tokenizer's files, the chat template with
 its arguments, and the ids that end a completion are hashed, and compared when a worker joins.
+
+**Control tokens.** `<|im_end|>` in a row's text, in an environment's reply or in an agent's message
+is text: only the chat template writes control tokens, or whoever echoes text could write turns of
+the system. Each is cut after its first character before the template is rendered (`MARK` stands at
+the cut), and the pieces are encoded one by one. What an assistant's message holds is left whole,
+since models write control tokens themselves. Text that goes in without a template is raw: there a
+control token is one.
+
+**Beginnings.** Where the last message is the assistant's, its turn is opened as the template opens
+one, and goes on behind the message's content; nothing closes it.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
 from echo.core.errors import DataError
+from echo.tasks.messages import fault_of_messages, plain_message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +56,10 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model directory; never runs code from it.
 
+    Args:
+        directory: of the model.
+        chat_template: replaces the tokenizer's own; "" leaves it without one.
+
     Raises:
         DataError: if there is none that loads.
     """
@@ -60,7 +78,9 @@ def load_tokenizer(
             "tokenizer.json and tokenizer_config.json beside config.json"
         ) from error
     if chat_template is not None:
-        tokenizer.chat_template = chat_template
+        tokenizer.chat_template = chat_template or None
+    if isinstance(tokenizer.chat_template, str):  # a byte order mark would be a part of each prompt
+        tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
     loaded: PreTrainedTokenizerBase = tokenizer
     return loaded
 
@@ -104,7 +124,7 @@ def render_messages(
 
 
 TURN = "echo-turn-7f3a91"
-"""Stands for what the policy said where a conversation is rendered around it."""
+"""Stands for what is said where a conversation is rendered around it."""
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, closing: str, stop_ids: Iterable[int]) -> int:
@@ -114,19 +134,115 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, closing: str, stop_ids: Ite
     return min(ends, default=0)
 
 
+# --- control tokens -------------------------------------------------------------------------------
+
+
+MARK = "\ufdd0"
+"""Where a control token in a message was cut in two; Unicode never assigns this character."""
+
+_WRITTEN_AS_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
+"""Some tokenizers have the tokens of their turns without the flag `special`."""
+
+_TEMPLATED = re.compile(
+    r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|\[INST\]|<\uff5cUser\uff5c>"
+    r"|<\|(?:system|user|assistant|start)\|>"
+)
+"""What the prompts of common chat templates begin with."""
+
+
+def control_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return the tokens that structure a conversation, by text; a model's `<think>` is none."""
+    return {
+        token.content: token_id
+        for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
+        if len(token.content) > 1
+        if token.special or _WRITTEN_AS_CONTROL.fullmatch(token.content)
+    }
+
+
+def unmarked(text: str) -> str:
+    """Return rendered text as it is read, its control tokens in messages whole."""
+    return text.replace(MARK, "")
+
+
+# --- the end of a turn ----------------------------------------------------------------------------
+
+
 def stop_ids(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[int]:
     """Return the token ids that end a completion, sorted.
 
-    They are the tokenizer's end-of-sequence token and those of generation_config.json, where
-    chat models keep their end of turn.
+    They are the tokenizer's end-of-sequence token, those of generation_config.json, where chat
+    models keep their end of turn, and the one with which the chat template ends a turn. Ids that
+    the model does not know are left out.
     """
+    found = _declared_stop_ids(tokenizer, directory)
+    if (ending := _template_stop(tokenizer)) is not None:
+        found.add(ending)
+    limit = _vocab_size(directory)
+    return sorted(token for token in found if token < limit)
+
+
+def describe_stops(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[str]:
+    """Return what a user should know of the tokens that end a completion, a line each."""
+    declared, ending = _declared_stop_ids(tokenizer, directory), _template_stop(tokenizer)
+    lines, limit = [], _vocab_size(directory)
+    if ending is not None and ending not in declared:
+        own = ", ".join(repr(tokenizer.decode([token])) for token in sorted(declared)) or "none"
+        lines.append(
+            f"the chat template ends turns with {tokenizer.decode([ending])!r}, which is now a "
+            f"stop token, too (of the model: {own})"
+        )
+    if unknown := sorted(token for token in declared if token >= limit):
+        lines.append(
+            f"the stop tokens {unknown} are beyond the model's {limit} ids and end nothing; see "
+            "eos_token_id in generation_config.json and eos_token in tokenizer_config.json"
+        )
+    if not stop_ids(tokenizer, directory):
+        lines.append(
+            "no stop token: every answer runs to sampling.max_completion_tokens; name one as "
+            "eos_token_id in the model's generation_config.json"
+        )
+    return lines
+
+
+def _declared_stop_ids(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> set[int]:
     found = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     path = Path(directory) / "generation_config.json"
     if path.is_file():
         listed = _read_json(path).get("eos_token_id")
         if listed is not None:
             found.update(int(token) for token in (listed if isinstance(listed, list) else [listed]))
-    return sorted(found)
+    return found
+
+
+def _template_stop(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the control token that the chat template writes behind what the assistant says."""
+    if tokenizer.chat_template is None:
+        return None
+    turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": TURN}]
+    try:
+        text = render_messages(tokenizer, turns, {}, opens_turn=False)
+    except (DataError, *UNUSABLE):
+        return None  # it wants other messages, or arguments
+    closing = text.rpartition(TURN)[2].lstrip() if TURN in text else ""
+    known = control_tokens(tokenizer)
+    found = max((token for token in known if closing.startswith(token)), key=len, default=None)
+    return None if found is None else known[found]
+
+
+def _vocab_size(directory: str | Path) -> int:
+    path = Path(directory) / "config.json"
+    fields = _read_json(path) if path.is_file() else {}
+    text_fields = fields.get("text_config")
+    sizes = [
+        table["vocab_size"]
+        for table in (text_fields, fields)
+        if isinstance(table, dict) and isinstance(table.get("vocab_size"), int)
+    ]
+    return sizes[0] if sizes else 1 << 31
+
+
+UNKNOWN = "\ufffd"
 
 
 def decode(
@@ -135,19 +251,23 @@ def decode(
     """Return the text of a completion up to its first stop token, which is left out.
 
     Everything before it is kept as sampled, other special tokens included: dropping a sampled
-    <pad> from the middle of an answer could make a wrong one right.
+    <pad> from the middle of an answer could make a wrong one right. For the same reason an id that
+    only the model has, whose vocabulary is padded, becomes the replacement character.
     """
-    stops = frozenset(stop_ids)
-    kept: list[int] = []
-    for token in token_ids:
-        if int(token) in stops:
+    stops, num_known = frozenset(stop_ids), len(tokenizer)
+    runs: list[list[int]] = [[]]
+    for token in map(int, token_ids):
+        if token in stops:
             break
-        kept.append(int(token))
-    text = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return str(text)
+        if token < num_known:
+            runs[-1].append(token)
+        else:
+            runs.append([])
+    keep = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return UNKNOWN.join(str(tokenizer.decode(run, **keep)) if run else "" for run in runs)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TextCodec:
     """Text to tokens and back, for the completions of one model."""
 
@@ -158,6 +278,9 @@ class TextCodec:
     """Arguments of the chat template."""
     vocab_size: int = 1 << 31
     """The model knows the ids below it."""
+    now: datetime.datetime | None = None
+    """The time that the chat template reads, so that a prompt is the same whenever it is made; None
+    for the clock's."""
 
     def encode_prompt(
         self,
@@ -169,24 +292,69 @@ class TextCodec:
 
         Where the tokenizer has a chat template, messages go through it with the opening of the
         assistant's turn, and text becomes one user message. Without a template, text is encoded as
-        it stands, with the special tokens that the tokenizer itself adds.
+        it stands, behind the special tokens that the tokenizer itself puts before a text.
 
         Raises:
-            DataError: for messages without a template, a template that fails, an empty result, or
-                tokens that the model does not know.
+            DataError: for messages without a template, a template that fails, text that went
+                through one already, an empty result, or tokens that the model does not know.
         """
         if self.tokenizer.chat_template is None and isinstance(prompt, str):
-            ids = self.tokenizer(prompt)["input_ids"]
+            ids = self.encode_raw(prompt)
         else:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            told = {"tools": [dict(tool) for tool in tools]} if tools else {}
-            kwargs = {**self.chat_template_kwargs, **told}
-            text = render_messages(self.tokenizer, messages, kwargs)
-            # The template has written the special tokens; adding them again would double <bos>.
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            if isinstance(prompt, str):
+                self.check_text(prompt)
+                prompt = [{"role": "user", "content": prompt}]
+            ids = self.encode_rendered(self.render(prompt, tools))
         if not ids:
             raise DataError(f"the prompt {prompt!r} has no tokens; a prompt needs at least one")
-        return self.known(ids)
+        return ids
+
+    def encode_raw(self, text: str) -> list[int]:
+        """Turn text into token ids as it stands: its control tokens are ones.
+
+        What the tokenizer puts behind a text is left out: the model is to go on.
+
+        Raises:
+            DataError: if the text ends with a stop token, or for tokens that the model does not
+                know.
+        """
+        whole = self.known(self.tokenizer(text)["input_ids"])
+        self._refuse_ended(text)
+        own = self.encode_rendered(text)
+        ends = range(len(whole), len(own) - 1, -1) if own else ()
+        is_end = (end for end in ends if whole[end - len(own) : end] == own)
+        ids = whole[: next(is_end, len(whole))]
+        bos = self.tokenizer.bos_token_id
+        # It stands in the text already.
+        return ids[1:] if bos is not None and own[:1] == [bos] and ids[:2] == [bos, bos] else ids
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Turn rendered text into token ids, control tokens in its messages as text.
+
+        Raises:
+            DataError: for tokens that the model does not know.
+        """
+        # The template has written the special tokens; adding them again would double <bos>.
+        pieces = filter(None, text.split(MARK))
+        encoded = (self.tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces)
+        return self.known(token for ids in encoded for token in ids)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Return messages as text up to where the model goes on, with `MARK`s in it.
+
+        Raises:
+            DataError: if there is no template, it fails, or a message is none.
+        """
+        if fault := fault_of_messages(messages):
+            raise DataError(f"{fault}; messages are objects with the texts `role` and `content`")
+        *before, last = messages
+        if last["role"] != "assistant":
+            return self._render(messages, tools)
+        if not before:
+            raise DataError("its only message is the assistant's: put a user's message before it")
+        return self._with_beginning(self._render(before, tools), last)
 
     def encode_turn(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Turn what an environment says after a turn of the policy into token ids.
@@ -200,25 +368,149 @@ class TextCodec:
             DataError: if the template fails, or leaves out or changes what the policy said, or for
                 tokens that the model does not know.
         """
-        tokenizer, kwargs = self.tokenizer, self.chat_template_kwargs
-        if tokenizer.chat_template is None:
-            text = "".join(str(message["content"]) for message in messages)
+        if fault := fault_of_messages(messages):
+            raise DataError(fault)
+        if self.tokenizer.chat_template is None:
+            text = "".join(plain_message(message)["content"] for message in messages)
+            self._refuse_ended(text)
+            return self.encode_rendered(text)
+        before: list[Mapping[str, Any]] = [
+            {"role": "user", "content": "-"},
+            {"role": "assistant", "content": TURN},
+        ]
+        is_begun = bool(messages) and messages[-1]["role"] == "assistant"
+        whole = self._render([*before, *(messages[:-1] if is_begun else messages)])
+        _, found, text = whole.partition(TURN)
+        if not found:
+            raise DataError(
+                "the chat template leaves out what the assistant says; an environment of "
+                "several turns needs one that keeps it: set model.chat_template"
+            )
+        alone = self._render(before, opens_turn=False)
+        closing = alone.partition(TURN)[2]
+        text = text[_end_of_turn(self.tokenizer, closing, self.stop_ids) :]
+        return self.encode_rendered(self._with_beginning(text, messages[-1]) if is_begun else text)
+
+    def control_token_in(self, text: str) -> str:
+        """Return the first control token that a text holds; empty for none."""
+        found = self._control.search(text) if self._control else None
+        return found[0] if found else ""
+
+    def tells_of(
+        self, tools: Sequence[Mapping[str, Any]], prompt: str | Sequence[Mapping[str, Any]]
+    ) -> bool:
+        """Return whether a prompt is another with these tools than without."""
+        if self.tokenizer.chat_template is None:
+            return False
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self.render(turns, tools) != self.render(turns)
+
+    def reads_clock(self) -> bool:
+        """Return whether the chat template writes the time."""
+        return "strftime_now" in str(self.tokenizer.chat_template)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        opens_turn: bool = True,
+    ) -> str:
+        kwargs = dict(self.chat_template_kwargs)
+        if tools:
+            kwargs["tools"] = [self._cut(tool) for tool in tools]
+        if self.now is not None:
+            kwargs["strftime_now"] = self.now.strftime
+        told = [self._told(plain_message(message)) for message in messages]
+        return render_messages(self.tokenizer, told, kwargs, opens_turn=opens_turn)
+
+    def _told(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message as the template is given it."""
+        found = message if message["role"] == "assistant" else self._cut(message)
+        if self._wants_parts:
+            return {**found, "content": [{"type": "text", "text": found["content"]}]}
+        return found
+
+    def _cut(self, value: Any) -> Any:
+        """Return a value with all control tokens in its texts cut in two."""
+        match value:
+            case str() if self._control:
+                return self._control.sub(lambda found: found[0][0] + MARK + found[0][1:], value)
+            case Mapping():
+                return {self._cut(key): self._cut(item) for key, item in value.items()}
+            case list() | tuple():
+                return [self._cut(item) for item in value]
+        return value
+
+    def _with_beginning(self, opened: str, message: Mapping[str, Any]) -> str:
+        """Return text that opens the assistant's turn with the beginning of what it says.
+
+        Raises:
+            DataError: if a message has more than text.
+        """
+        if says := [key for key in ("tool_calls", "reasoning_content") if message.get(key)]:
+            raise DataError(
+                f"its last message is the assistant's and has `{says[0]}`, behind which its turn "
+                "cannot go on; write the beginning as `content`, or add what is said to it"
+            )
+        begun = str(plain_message(message)["content"])
+        if begun.startswith("<"):  # such as a <think> that the template opens the turn with
+            sizes = range(len(begun), 0, -1)
+            begun = begun[next((n for n in sizes if opened.endswith(begun[:n])), 0) :]
+        return opened + begun
+
+    def check_text(self, text: str) -> None:
+        """Look at a prompt that is text, without encoding it.
+
+        Raises:
+            DataError: if it went through a chat template and would do so again, or if it is raw and
+                ends with a stop token.
+        """
+        if self.tokenizer.chat_template is None:
+            self._refuse_ended(text)
         else:
-            before: list[Mapping[str, Any]] = [
-                {"role": "user", "content": "-"},
-                {"role": "assistant", "content": TURN},
-            ]
-            whole = render_messages(tokenizer, [*before, *messages], kwargs)
-            _, found, text = whole.partition(TURN)
-            if not found:
+            self._refuse_templated(text)
+
+    def _refuse_templated(self, text: str) -> None:
+        """Raise for text that went through a chat template already."""
+        head = text.lstrip()[:256]
+        for start in ("<s>", "<bos>", "<|begin_of_text|>", self.tokenizer.bos_token):
+            head = head.removeprefix(start or "").lstrip()
+        own = self._control.match(head) if self._control else None
+        found = own or _TEMPLATED.match(head)
+        if found is not None:
+            raise DataError(
+                f"the text begins with {found[0]!r}, a control token: it has gone through a chat "
+                "template, and would become a user message of the model's; set "
+                'model.chat_template = "none", which sends text as it stands, or give messages'
+            )
+
+    def _refuse_ended(self, text: str) -> None:
+        """Raise for text that ends where the model would stop."""
+        for stop in map(self.tokenizer.decode, self.stop_ids):
+            if stop.strip() and text.endswith(stop):
                 raise DataError(
-                    "the chat template leaves out what the assistant says; an environment of "
-                    "several turns needs one that keeps it: set model.chat_template"
+                    f"the text ends with the stop token {stop!r}, behind which nothing is to be "
+                    "said; remove it"
                 )
-            alone = render_messages(tokenizer, before, kwargs, opens_turn=False)
-            closing = alone.partition(TURN)[2]
-            text = text[_end_of_turn(tokenizer, closing, self.stop_ids) :]
-        return self.known(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    @cached_property
+    def _control(self) -> re.Pattern[str] | None:
+        tokens = sorted(control_tokens(self.tokenizer), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, tokens))) if tokens else None
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template leaves out contents that are text, and knows parts alone."""
+
+        def writes(content: object) -> bool:
+            turn = {"role": "user", "content": content}
+            try:
+                return TURN in render_messages(self.tokenizer, [turn], self.chat_template_kwargs)
+            except (DataError, *UNUSABLE):
+                return False
+
+        return not writes(TURN) and writes([{"type": "text", "text": TURN}])
 
     def known(self, ids: Iterable[int]) -> list[int]:
         """Return token ids, all of them the model's: an engine can go on with no others."""

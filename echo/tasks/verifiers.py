@@ -30,7 +30,8 @@ from typing import Any
 
 from echo.core.errors import ConfigError, DataError
 from echo.core.extras import install_command
-from echo.tasks.environment import Environment, Message, find_calls, without_calls
+from echo.tasks.environment import Environment, find_calls, without_calls
+from echo.tasks.messages import Message
 from echo.tasks.task import Example
 
 TESTED = "verifiers 0.2.1"

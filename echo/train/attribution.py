@@ -29,6 +29,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from echo.config.load import inherited_settings
 from echo.config.schema import Config
 from echo.core.errors import StorageError
 from echo.core.rollout import Group, PolicyVersion
@@ -85,9 +86,9 @@ Floats = npt.NDArray[np.float64]
 class RoundTrip:
     """A tokenizer that tells which token ids a way through text would change."""
 
-    def __init__(self, model_dir: Path) -> None:
-        """Load the tokenizer of a model directory."""
-        self._tokenizer = tokenization.load_tokenizer(model_dir)
+    def __init__(self, model_dir: Path, chat_template: str | None = None) -> None:
+        """Load the tokenizer of a model directory; its template may be replaced."""
+        self._tokenizer = tokenization.load_tokenizer(model_dir, chat_template=chat_template)
         self.stop_ids = tokenization.stop_ids(self._tokenizer, model_dir)
 
     def keeps(self, token_ids: Sequence[int]) -> bool:
@@ -368,7 +369,7 @@ def make_attribution(config: Config, model_dir: Path, trainer: AnyTrainer) -> At
         # One more than may be trained on: the newest is published before the oldest is used up.
         max_versions=config.sync.max_staleness + 2,
     )
-    text = RoundTrip(model_dir)
+    text = RoundTrip(model_dir, inherited_settings(config)["model.chat_template"])
     probe = MismatchProbe(retention, text, num_rollouts=NUM_ROLLOUTS, seed=config.run.seed)
     return Attribution(trainer, probe, retention, interval_steps=interval_steps)
 

@@ -442,6 +442,24 @@ def test_a_contradiction_names_both_values() -> None:
     assert check_inherited(worker, inherited_settings(worker)) == [], "one file for both roles"
 
 
+def test_no_chat_template_travels_as_no_text() -> None:
+    config = parse_config({"model": {"chat_template": "none"}})
+    assert inherited_settings(config)["model.chat_template"] == ""
+    assert check_inherited(config, {"model.chat_template": ""}) == []
+    [line] = check_inherited(config, {"model.chat_template": "{{ other }}"})
+    assert "contradicts" in line
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    template, file = tmp_path / "chat.jinja", tmp_path / "run.toml"
+    template.write_text("\ufeff{{ messages }}", encoding="utf-8")
+    file.write_text(
+        f"\ufeff[model]\nchat_template = {json.dumps(str(template))}\n", encoding="utf-8"
+    )
+    settings = inherited_settings(load_config(file))
+    assert settings["model.chat_template"] == "{{ messages }}"
+
+
 def test_the_chat_template_travels_as_text(tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages }}" * 20, encoding="utf-8")

@@ -269,6 +269,7 @@ def test_members_are_given_out_once_oldest_lease_first_and_the_last_reward_makes
     outcomes = episodes.finish(episodes.find(first.session_id, now=1.0), 0.5)
     assert outcomes is not None
     assert [outcome.reward for outcome in outcomes] == [0.5, 1.0]
+    assert [outcome.num_sampled for outcome in outcomes] == [MAX_SESSION_CALLS, 1], "of all calls"
     assert [lease.group_id for lease in episodes.leases] == [4]
     with pytest.raises(SessionError, match=r"no open session.*begin another"):
         episodes.find(first.session_id, now=0)
@@ -336,7 +337,9 @@ def test_the_chain_with_the_most_sampled_tokens_becomes_the_rollout() -> None:
     assert session.best is session.turns[-1], "of equals the last"
 
     other = turn_of([1, 5, 4], [2])
-    group = group_of(lease_of(3), "w1", [SessionOutcome(second, 1.0), SessionOutcome(other, 0.0)])
+    group = group_of(
+        lease_of(3), "w1", [SessionOutcome(second, 1.0, 9), SessionOutcome(other, 0.0, 9)]
+    )
     assert group.prompt_ids.tolist() == [1, 5]
     long, short = group.rollouts
     assert long.token_ids.tolist() == [8, 9, 6, 7]
@@ -349,7 +352,7 @@ def test_the_chain_with_the_most_sampled_tokens_becomes_the_rollout() -> None:
 
     # One context may be the beginning of another; those that share nothing make no group.
     def group_with(*contexts: list[int]) -> Group:
-        outcomes = [SessionOutcome(turn_of(context, [8]), 1.0) for context in contexts]
+        outcomes = [SessionOutcome(turn_of(context, [8]), 1.0, 1) for context in contexts]
         return group_of(lease_of(3), "w1", outcomes)
 
     group = group_with([1, 2], [1, 2, 3])
@@ -376,6 +379,9 @@ class Letters:
     """A tokenizer with one token per character."""
 
     chat_template = "{{ tools }}"
+
+    def __len__(self) -> int:
+        return 1 << 21
 
     def decode(self, ids: list[int], **_: object) -> str:
         return "".join(map(chr, ids))

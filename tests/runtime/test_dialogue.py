@@ -99,7 +99,7 @@ def test_answers_end_before_their_stop_token(dialogue: Dialogue) -> None:
 def test_messages_without_a_template_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(DataError, match="no chat template; set model"):
-        Dialogue(TextCodec(plain, [], {})).render([{"role": "user"}])
+        Dialogue(TextCodec(plain, [], {})).render([{"role": "user", "content": "1"}])
 
 
 def test_tokens_that_the_model_does_not_know_are_refused(

@@ -33,7 +33,8 @@ from echo.engine.model import build_model, make_sampling, save_tiny_model
 from echo.engine.weights import publish_image, tensors_from_image
 from echo.runtime.learner import setup
 from echo.runtime.learner.resume import StartingPoint
-from echo.runtime.learner.setup import build_loss, build_trainer
+from echo.runtime.learner.setup import build_loss, build_trainer, load_prompts
+from echo.tasks.task import load_task
 from echo.train.trainer import Trainer
 from tests.engine.lora_models import adapted_policy, published
 from tests.runtime.harness import Play, Run, running
@@ -73,6 +74,40 @@ def test_checkpointing_follows_the_memory_unless_it_is_told(
     assert chosen(model_dir, 2**20) is True
     assert chosen(model_dir, 2**20, gradient_checkpointing=False) is False
     assert chosen(tmp_path, 2**20) is False, "no dimensions to go by"
+
+
+def test_the_first_prompts_are_looked_at_beside_the_window(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "rows.jsonl"
+
+    def load(*lengths: int, max_new: int, **options: Any) -> list[int]:
+        rows = [{"prompt": "1" * length, "answer": "1"} for length in lengths]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        given = {"path": str(path), "heldout_path": str(path), **options}
+        config = make_config(
+            model_dir,
+            task={"kind": "dataset", "options": given},
+            sampling={"max_completion_tokens": max_new},
+            run={"dir": str(tmp_path)},
+        )
+        task = load_task(config.task.kind, config.task.options)
+        prompts, _ = load_prompts(config, model_dir, task)
+        size = prompts.sizes()["train"] or 0
+        return sorted(len(prompts.lease(number, 0).prompt_ids) for number in range(size))
+
+    window = r"the model's window holds 128 tokens"
+    assert load(100, 10, max_new=20) == [11, 101]
+    with pytest.raises(
+        DataError, match=rf"rows\.jsonl:2: its prompt has 121 tokens.*108.*{window}"
+    ):
+        load(10, 120, 10, max_new=20)
+    assert load(10, 120, 10, max_new=20, skip_bad=True) == [11, 11]
+    assert "left out 1 of 3 train rows (task.options.skip_bad)" in caplog.text
+    with pytest.raises(ConfigError, match=rf"{window}; the first prompt has 11 .* at most 117"):
+        load(10, max_new=128)
+    with pytest.raises(ConfigError, match=r"shorten the prompts \(.*rows\.jsonl:1 is the first\)"):
+        load(130, max_new=128)
 
 
 def test_offloading_needs_a_gpu(model_dir: Path) -> None:

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import itertools
 import json
+import logging
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from echo.core.errors import DataError
+from echo.core.errors import DataError, StorageError
+from echo.engine.model import build_tokenizer
 from echo.leases.scheduler import PromptPendingError
 from echo.runtime.learner import prompts as prompts_module
-from echo.runtime.learner.prompts import PromptsAhead, PromptSource
+from echo.runtime.learner.prompts import PromptsAhead, PromptSource, note_origin, prompt_time
 from echo.sim.clock import InlineThreads
 from echo.tasks.dataset import DatasetTask
 from echo.tasks.task import Example, Task, is_heldout
 from echo.tasks.tokenization import TextCodec
+
+PLAIN: Any = SimpleNamespace(chat_template=None)
+"""A tokenizer without a template."""
 
 
 class Counting(Task):
@@ -47,7 +54,7 @@ class Numbers(TextCodec):
 
 
 def make(num_train: int | None = None, *, seed: int = 0, task: Task | None = None) -> PromptSource:
-    return PromptSource(task or Counting(num_train), Numbers(None, [], {}), seed=seed)
+    return PromptSource(task or Counting(num_train), Numbers(PLAIN, [], {}), seed=seed)
 
 
 def test_a_group_has_the_same_prompt_in_every_process_and_attempt() -> None:
@@ -128,7 +135,7 @@ def test_an_example_that_never_comes_is_left_alone() -> None:
                 hold.wait()
             return super().example(index, split=split)
 
-    source = PromptSource(Hanging(), Numbers(None, [], {}), seed=0, timeout_s=0.05)
+    source = PromptSource(Hanging(), Numbers(PLAIN, [], {}), seed=0, timeout_s=0.05)
     with pytest.raises(
         DataError, match=r"example\(3, .* within 0\.05 s; raise task\.step_timeout_s"
     ):
@@ -176,10 +183,115 @@ def test_the_first_prompts_are_looked_at_before_a_run_begins() -> None:
             return super().example(index, split=split)
 
     make(task=Noted(5)).check()
-    assert sorted(seen) == [0, 1, 2, 3, 4]
+    assert sorted(set(seen)) == [0, 1, 2, 3, 4]
     seen.clear()
     make(task=Noted()).check()
-    assert seen == [*range(prompts_module.CHECKED_PROMPTS)]
+    assert seen[: prompts_module.CHECKED_PROMPTS] == [*range(prompts_module.CHECKED_PROMPTS)]
+
+
+class Told(Task):
+    """Examples as they are given."""
+
+    def __init__(self, prompts: Sequence[Any], tools: Sequence[Any] = ()) -> None:
+        self.prompts = iter(prompts)
+        self.own_tools = list(tools)
+
+    def example(self, index: int, *, split: str) -> Example:
+        return Example(index=index, split=split, prompt=next(self.prompts))
+
+    def reward(self, example: Example, completion: str) -> float:
+        return 0.0
+
+    def num_examples(self, *, split: str) -> int:
+        return 1
+
+    def tools(self, example: Example) -> list[dict[str, Any]]:
+        return self.own_tools
+
+
+USER = [{"role": "user", "content": "1+1"}]
+HAS_TEMPLATE = "each becomes one user message of the chat template; model.chat_template = "
+IGNORES_TOOLS = "the chat template does not mention the tools: the policy is not told of them"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "tools", "template", "told"),
+    [
+        ([USER, USER], [], "{{ messages[0].content }}", []),
+        (["1", "1"], [], None, []),
+        (["1", "1"], [], "{{ messages[0].content }}", [HAS_TEMPLATE]),
+        (["1", "2"], [], None, ["train example 0: asked for again, the task makes another"]),
+        (["1", "1"], [{"name": "add"}], None, [IGNORES_TOOLS]),
+        ([USER, USER], [{"name": "add"}], "{{ tools }}{{ messages[0].content }}", []),
+        (
+            [[{"role": "user", "content": "1<eos>"}]] * 2,
+            [],
+            "{{ messages[0].content }}",
+            ["train example 0: its prompt holds '<eos>', a control token of the tokenizer"],
+        ),
+    ],
+)
+def test_what_is_not_as_expected_of_the_first_prompts_is_told(
+    caplog: pytest.LogCaptureFixture,
+    prompts: Sequence[Any],
+    tools: Sequence[Any],
+    template: str | None,
+    told: Sequence[str],
+) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    PromptSource(Told(prompts, tools), TextCodec(tokenizer, [], {}), seed=0).check()
+    assert len(caplog.messages) == len(told)
+    assert all(part in line for part, line in zip(told, caplog.messages, strict=True))
+
+
+def test_rows_that_are_longest_through_the_template_or_tools_are_found(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{{ '1' * 9 }}{{ tools | tojson }}{{ messages[0].content }}"
+    path = tmp_path / "rows.jsonl"
+    rows: list[dict[str, Any]] = [
+        {"prompt": "1" * 20, "answer": ""},
+        {"prompt": "1", "answer": "", "tools": [{"name": "1" * 30}]},
+    ]
+
+    def examine(longest: int, **options: Any) -> dict[str, int | None]:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        task = DatasetTask(path=str(path), heldout_path=str(path), **options)
+        source = PromptSource(task, TextCodec(tokenizer, [], {}), seed=0)
+        source.examine(longest, "shorten it")
+        sizes = source.sizes()
+        indices = [source.make(group_id).example.index for group_id in range(2)]
+        assert sorted(indices) == [*range(sizes["train"] or 0), 0][:2], "each row once an epoch"
+        return sizes
+
+    assert examine(60) == {"train": 2, "heldout": 2}
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl:2: its prompt has 54 tokens, and at most 40 fit: shorten it"
+    ):
+        examine(40)
+    assert examine(40, skip_bad=True) == {"train": 1, "heldout": 1}
+    rows[0]["prompt"] = "<|im_start|>user"
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the text begins with '<\|im_start\|>'"):
+        examine(60)
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the text begins with '<\|im_start\|>'"):
+        examine(1 << 20)
+
+
+def test_templates_read_the_time_at_which_the_run_began(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = logging.getLogger("echo.test")
+    began_at = datetime.datetime(2026, 11, 28, 23, 59, tzinfo=datetime.UTC)
+    assert prompt_time(tmp_path) > began_at - datetime.timedelta(days=3650)
+    note_origin(tmp_path, began_at, "template", log=log)
+    assert prompt_time(tmp_path) == began_at
+    note_origin(tmp_path, began_at, "template", log=log)
+    assert caplog.messages == []
+    note_origin(tmp_path, began_at, "another", log=log)
+    assert "the chat template is another than before this resume" in caplog.text
+    (tmp_path / "prompts.json").write_text("{")
+    with pytest.raises(StorageError, match=r"prompts\.json: not readable: .* or delete it"):
+        prompt_time(tmp_path)
 
 
 class Odd(Counting):
@@ -248,7 +360,7 @@ def test_a_number_of_examples_that_is_none_is_refused(number: object, what: str)
 
 def test_a_task_without_any_row_says_so_itself(tmp_path: Path) -> None:
     path = tmp_path / "one.jsonl"
-    rows = (json.dumps({"prompt": str(number), "answer": ""}) for number in itertools.count())
-    path.write_text(next(row for row in rows if is_heldout(row)))
+    prompt = next(text for text in map(str, itertools.count()) if is_heldout(text))
+    path.write_text(json.dumps({"prompt": prompt, "answer": ""}))
     with pytest.raises(DataError, match="no train row; a file this small cannot be split by hash"):
         make(task=DatasetTask(path=str(path), reward="exact")).check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import gzip
 import importlib.util
 import json
 import math
@@ -23,6 +24,7 @@ from echo.core.extras import install_command
 from echo.tasks.dataset import (
     CYCLE,
     NO_PATH,
+    DatasetRow,
     DatasetTask,
     MixtureTask,
     RowsTask,
@@ -73,15 +75,14 @@ def write_saved(directory: Path, rows: list[dict[str, Any]]) -> str:
     return str(directory)
 
 
-@pytest.mark.parametrize(
-    ("write", "name"),
-    [(write_jsonl, "rows.jsonl"), (write_parquet, "rows.parquet"), (write_saved, "saved")],
-)
+TABLES: list[tuple[Any, str]] = [(write_parquet, "rows.parquet"), (write_saved, "saved")]
+
+
+@pytest.mark.parametrize(("write", "name"), [(write_jsonl, "rows.jsonl"), *TABLES])
 def test_every_form_gives_the_same_rows(tmp_path: Path, write: Any, name: str) -> None:
     path = write(tmp_path / name, ROWS)
     rows = list(read_rows(path))
     assert [row.columns for row in rows] == ROWS
-    assert len({row.text for row in rows}) == 3
     if name != "saved":
         assert [row.source for row in rows] == [f"{path}:{n}" for n in (1, 2, 3)]
 
@@ -128,15 +129,127 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
             list(read_rows(str(path.parent)))
 
 
-def test_typed_values_become_json_and_bytes_are_refused(tmp_path: Path) -> None:
+def test_typed_values_become_json(tmp_path: Path) -> None:
     when = datetime.datetime(2026, 1, 2, 3, 4, 5)  # noqa: DTZ001 -- what a file without zone has
     row = {"prompt": "x", "when": when, "price": decimal.Decimal("1.50")}
     path = write_parquet(tmp_path / "typed.parquet", [row])
     [read] = read_rows(path)
     assert read.columns == {"prompt": "x", "when": "2026-01-02T03:04:05", "price": 1.5}
-    path = write_parquet(tmp_path / "bytes.parquet", [{"prompt": "x", "image": b"\x89PNG"}])
-    [error] = read_rows(path)
-    assert re.search(r"bytes\.parquet:1: .*column 'image' holds bytes.*drop", str(error))
+    exact = [{"n": decimal.Decimal("12345678901234567890.25")}, {"n": decimal.Decimal("0.10")}]
+    path = write_parquet(tmp_path / "decimals.parquet", exact)
+    assert [row.columns["n"] for row in rows_of(path)] == ["12345678901234567890.25", 0.1]
+    path = write_parquet(tmp_path / "floats.parquet", [{"n": math.nan, "m": [1.0, math.nan]}])
+    assert next(rows_of(path)).columns == {"n": None, "m": [1.0, None]}
+
+
+def rows_of(path: str) -> Iterator[DatasetRow]:
+    for row in read_rows(path):
+        assert isinstance(row, DatasetRow), row
+        yield row
+
+
+def test_columns_that_cannot_travel_are_left_out_and_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    picture = {"bytes": b"\x89PNG", "path": "a.png"}
+    rows = [
+        {
+            "prompt": f"x{number}",
+            "picture": picture,
+            "pictures": [picture],
+            "took": datetime.timedelta(seconds=1),
+            "raw": b"x",
+            "answer": "y",
+        }
+        for number in range(2)
+    ]
+    for write, name in TABLES:
+        caplog.clear()
+        path = write(tmp_path / name, rows)
+        task = Contains(path=path, heldout_path=path)
+        assert task.example(0, split="train").columns == {}
+        assert task.num_examples(split="train") == 2
+        [line] = [line for line in caplog.messages if "cannot travel" in line]
+        unable = "`picture` (bytes), `pictures` (bytes), `took` (durations), `raw` (bytes)"
+        assert line == f"{path}: left out columns that cannot travel to a worker: {unable}"
+        caplog.clear()
+        names = ["picture", "pictures", "took", "raw", "answer"]
+        task = Contains(path=path, heldout_path=path, leave_out=names)
+        assert task.example(0, split="train").answer is None
+        assert "cannot travel" not in caplog.text
+
+
+def test_maps_of_a_table_are_objects(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    table = pyarrow.table(
+        {"prompt": ["x", "y"], "scores": pyarrow.array([[("a", 1), ("b", None)], []], kind)}
+    )
+    parquet.write_table(table, tmp_path / "maps.parquet")
+    found = [row.columns["scores"] for row in rows_of(str(tmp_path / "maps.parquet"))]
+    assert found == [{"a": 1, "b": None}, []]
+
+
+def test_nulls_that_a_table_adds_are_dropped_and_those_of_jsonl_stay(tmp_path: Path) -> None:
+    def row(arguments: dict[str, Any]) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        said = {"role": "assistant", "content": "-", "tool_calls": [call]}
+        turns = [{"role": "user", "content": "?"}, said, {"role": "tool", "content": "5"}]
+        tool = {"type": "function", "function": {"name": "add", "parameters": arguments}}
+        return {"messages": turns, "tools": [tool], "info": {"args": arguments}}
+
+    rows = [row({"left": 2}), row({"right": 3, "digits": [1]})]
+    for write, name in TABLES:
+        path = write(tmp_path / name, rows)
+        task = Contains(path=path, heldout_path=path)
+        for number, expected in enumerate(rows):
+            example = task.example(number, split="train")
+            assert (example.prompt, example.info) == (expected["messages"], expected["info"])
+            assert task.tools(example) == expected["tools"]
+    on_purpose = [row({"left": None})]
+    path = write_jsonl(tmp_path / "rows.jsonl", on_purpose)
+    example = Contains(path=path, heldout_path=path).example(0, split="train")
+    assert example.prompt == on_purpose[0]["messages"]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps(row).encode() for row in ROWS]
+    path.write_bytes(b"\r\n".join(b"\xef\xbb\xbf" + line for line in lines))
+    assert [row.columns for row in rows_of(str(path))] == ROWS
+    path.write_bytes(b'{"prompt": "x", "answer": NaN}')
+    assert next(rows_of(str(path))).columns == {"prompt": "x", "answer": None}
+
+
+ARRAY = json.dumps(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [
+        ("rows.jsonl", json.dumps(ROWS[0]).encode("utf-16"), "UTF-16: save it as UTF-8"),
+        ("rows.jsonl", json.dumps(ROWS[0]).encode("utf-16-le"), "UTF-16, or no text"),
+        ("rows.jsonl", json.dumps(ROWS[0]).encode("utf-32-be"), "UTF-16, or no text"),
+        ("rows.json", ARRAY.encode(), "one JSON array: write each of its objects into a line"),
+        ("rows.json", ARRAY.encode("utf-8-sig"), "one JSON array"),
+        ("rows.json", json.dumps(ROWS, indent=2).encode(), "one JSON array"),
+        ("rows.json", json.dumps(ROWS[0], indent=2).encode(), "JSON over several lines"),
+        ("rows.csv", b"prompt,answer\none,1\n", "a .csv file: write each row as a JSON object"),
+        ("rows.jsonl.gz", gzip.compress(b"{}"), "compressed with gzip: unpack it"),
+        ("rows.jsonl.zst", b"\x28\xb5\x2f\xfd...", "compressed with zstd"),
+        ("rows.zip", b"PK\x03\x04...", "an archive: unpack it"),
+        ("rows.pq", b"PAR1...", "Parquet: call it .parquet"),
+    ],
+)
+def test_files_of_other_kinds_are_refused_with_those_that_are_read(
+    tmp_path: Path, name: str, content: bytes, kind: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"{name}: is {kind}.*; a dataset is JSON Lines \(UTF-8"):
+        Contains(path=str(path), skip_bad=True).example(0, split="train")
 
 
 def test_without_pyarrow_the_extra_is_named(
@@ -245,16 +358,133 @@ def test_rows_are_served_in_order_and_wrap_around(tmp_path: Path) -> None:
     assert task.reward(heldout, "it is a0") == 1.0
 
 
-def test_one_file_is_split_by_the_hash_of_its_lines(tmp_path: Path) -> None:
-    task = Contains(path=write_jsonl(tmp_path / "all.jsonl", numbered(400)))
+def test_one_file_is_split_by_the_hash_of_its_prompts(tmp_path: Path) -> None:
+    rows = numbered(100) + [{"id": 1, "prompt": f" q{index} "} for index in range(100)]
+    rows += [{"messages": [{"role": "user", "content": f"q{index}"}]} for index in range(100)]
+    part = {"type": "text", "text": "q"}
+    rows += [
+        {"messages": [{"content": [{**part, "text": f"q{index}"}], "role": "user"}], "id": index}
+        for index in range(100)
+    ]
+    task = Contains(path=write_jsonl(tmp_path / "all.jsonl", rows))
     numbers = {split: task.num_examples(split=split) for split in ("train", "heldout")}
     assert numbers["train"] + numbers["heldout"] == 400
     assert 20 <= numbers["heldout"] <= 60
     sides = [
-        {task.example(index, split=split).prompt for index in range(number)}
+        {
+            (type(example.prompt), "".join(re.findall(r"q\d+", str(example.prompt))))
+            for example in (task.example(index, split=split) for index in range(number))
+        }
         for split, number in numbers.items()
     ]
     assert not sides[0] & sides[1]
+    one = write_jsonl(tmp_path / "one.jsonl", [{"id": n, "prompt": "q"} for n in range(50)])
+    task = Contains(path=one)
+    empty = min(numbers, key=lambda split: task.num_examples(split=split))
+    with pytest.raises(DataError, match="it has 1 different prompts, and one in ten is held out"):
+        task.example(0, split=empty)
+
+
+def test_heldout_prompts_that_are_trained_on_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_jsonl(tmp_path / "train.jsonl", numbered(9))
+    heldout = write_jsonl(tmp_path / "held.jsonl", [{"prompt": "q3 "}, {"prompt": "q10"}])
+    assert Contains(path=path, heldout_path=heldout).num_examples(split="heldout") == 2
+    assert f"{heldout}: 1 of its 2 prompts are on both sides, also in {path}" in caplog.text
+
+
+ANSWERED = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "It is 2."},
+]
+
+
+def test_the_assistants_last_message_is_dropped_or_continued(tmp_path: Path) -> None:
+    rows = [{"messages": ANSWERED}, {"prompt": ANSWERED, "answer": "2"}]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+
+    def examples(how: str) -> list[Example]:
+        task = Contains(path=path, heldout_path=path, assistant_last=how)
+        return [task.example(index, split="train") for index in range(2)]
+
+    dropped = examples("drop")
+    assert [example.prompt for example in dropped] == [ANSWERED[:1]] * 2
+    assert [example.answer for example in dropped] == ["It is 2.", "2"]
+    assert [example.prompt for example in examples("continue")] == [ANSWERED] * 2
+    with pytest.raises(ConfigError, match="assistant_last = 'close': must be continue or drop"):
+        examples("close")
+    alone = write_jsonl(tmp_path / "alone.jsonl", [{"messages": ANSWERED[1:]}])
+    with pytest.raises(DataError, match="its only message is the assistant's: nothing is asked"):
+        Contains(path=alone, assistant_last="drop").example(0, split="train")
+
+
+def test_messages_and_tools_may_be_json_as_text(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    rows = [
+        {"messages": json.dumps(ANSWERED[:1]), "tools": json.dumps(tools)},
+        {"prompt": "[1, 2] is what?", "functions": tools, "tools": ""},
+    ]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    task = Contains(path=path, heldout_path=path)
+    first, second = (task.example(index, split="train") for index in range(2))
+    assert (first.prompt, task.tools(first)) == (ANSWERED[:1], tools)
+    assert (second.prompt, task.tools(second)) == ("[1, 2] is what?", [])
+    named = Contains(path=path, heldout_path=path, columns={"tools": "functions"})
+    assert named.tools(named.example(1, split="train")) == tools
+
+
+def test_columns_for_templates_that_are_not_given_to_them_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"prompt": "x", "documents": [], "functions": []}
+    path = write_jsonl(tmp_path / "rows.jsonl", [row])
+    Contains(path=path, heldout_path=path, columns={"tools": "functions"}).num_examples(
+        split="train"
+    )
+    assert caplog.messages[0].endswith("the column `documents` is not given to the chat template")
+    assert "functions" not in caplog.text
+
+
+def test_columns_can_be_left_out_and_too_large_rows_name_theirs(tmp_path: Path) -> None:
+    rows = [{"prompt": "x", "note": "y" * (8 << 20), "answer": "z"}, {"prompt": "p", "note": ""}]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    options = {"path": path, "heldout_path": path}
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl:1: the row has .* in the column `note`; .*skip_b"
+    ):
+        Contains(**options).example(0, split="train")
+    assert Contains(**options, skip_bad=True).num_examples(split="train") == 1
+    task = Contains(**options, leave_out=["note"])
+    assert (task.example(0, split="train").columns, task.num_examples(split="train")) == ({}, 2)
+    with pytest.raises(
+        ConfigError, match=r"leave_out: .* no column 'not' \(did you mean 'note'\?\)"
+    ):
+        Contains(**options, leave_out=["not"], skip_bad=True).example(0, split="train")
+
+
+def test_rows_without_use_are_named_or_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", numbered(20))
+
+    def fault_of(example: Example) -> str:
+        return "too long" if example.prompt in ("q3", "q5") else ""
+
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl:4: too long, or leave such rows out with task"
+    ):
+        Contains(path=path, heldout_path=path).examine(fault_of)
+    options = {"path": path, "heldout_path": path, "skip_bad": True}
+    mixture = load_task("mixture", {"tasks": [{"kind": "dataset", "options": options}]})
+    for task in (Contains(**options), mixture.parts()[0]):
+        (mixture if task in mixture.parts() else task).examine(fault_of)
+        assert [task.num_examples(split=split) for split in ("train", "heldout")] == [18, 18]
+        text = "left out 2 of 20 train rows (task.options.skip_bad); the first"
+        assert f"{path}: {text}: {path}:4: too long" in caplog.messages
+        caplog.clear()
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: bad$"):
+        Contains(path=path, heldout_path=path, skip_bad=True).examine(lambda _: "bad")
 
 
 def test_the_constructor_reads_nothing(tmp_path: Path) -> None:
@@ -277,10 +507,26 @@ def test_the_constructor_reads_nothing(tmp_path: Path) -> None:
         (b'{"prompt": "x"', "Expecting"),
         (b"[1, 2]", "must be a JSON object, not list"),
         (b'{"question": "x"}', "needs `prompt`.*it has the columns question"),
-        (b'{"prompt": ""}', "needs `prompt`"),
-        (b'{"prompt": " \\n"}', "needs `prompt`"),
-        (b'{"prompt": 3}', "needs `prompt`"),
-        (b'{"prompt": [{"role": "user"}]}', "needs `prompt`"),
+        (b'{"prompt": ""}', "needs `prompt`, whose value is empty in this row"),
+        (b'{"prompt": null}', "needs `prompt`, whose value is null in this row"),
+        (b'{"prompt": " \\n"}', "needs `prompt`, whose text is empty in this row"),
+        (b'{"prompt": 3}', "needs `prompt` as text or chat messages; in this row it is int"),
+        (b'{"prompt": [{"role": "user"}]}', "`prompt`: message 1 has neither `content` nor"),
+        (
+            b'{"messages": [{"from": "human", "value": "x"}]}',
+            "`messages`: message 1 has `from` and `value`; write them as `role` and `content`",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": [{"type": "image", "image": "a"}]}]}',
+            "`messages`: message 1 has a part of the type 'image'",
+        ),
+        (b'{"prompt": "x", "tools": "add"}', "`tools` must be a list of objects"),
+        (b'{"prompt": "x", "tools": ["add"]}', "`tools` must be a list of objects"),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}, '
+            b'{"role": "assistant", "content": ""}]}',
+            'its last message is the assistant\'s: .* Set task.options.assistant_last = "drop"',
+        ),
         (b'{"prompt": "x", "info": 3}', "`info` must be an object, not int"),
         (b'{"prompt": "\xff"}', "can't decode byte 0xff"),
         # No lease could carry these.
@@ -301,7 +547,7 @@ def test_a_malformed_row_is_named_by_file_and_line_or_skipped(
     assert task.num_examples(split="train") == 2
     assert task.example(1, split="train").source == f"{path}:4"
     text = f"{path}: skipped 2 of 4 rows (task.options.skip_bad); the first: {path}:3: malformed"
-    assert text in caplog.text
+    assert caplog.text.count(text) == 1, "told once, though training and held-out rows are the same"
 
 
 def test_a_look_at_the_data_finds_what_is_wrong_with_each_file(tmp_path: Path) -> None:

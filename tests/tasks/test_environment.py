@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import asdict
+from typing import Any, Literal
 
 import pytest
 
 from echo.tasks.environment import ToolCall, ToolEnvironment, find_calls, schema_of, without_calls
+from echo.tasks.process_main import Performer, TaskCall
 from echo.tasks.task import Example
 
 
@@ -131,3 +133,33 @@ def test_calls_are_found_in_order_and_taken_out() -> None:
 def test_what_cannot_be_read_says_why(text: str, fault: str) -> None:
     [call] = find_calls(text)
     assert fault in call.fault
+
+
+@pytest.mark.parametrize(
+    ("said", "fault"),
+    [
+        ({"role": "tool", "content": [{"type": "text", "text": "5"}]}, ""),
+        ([{"role": "user", "content": "5"}], ""),
+        (
+            {"role": "user", "content": [{"type": "image"}]},
+            "has a part of the type 'image'; a model",
+        ),
+        ({"role": "user"}, "has neither `content` nor `tool_calls`"),
+        ({"from": "human", "value": "5"}, "has `from` and `value`; write them as `role`"),
+        ([3], "is int and no object with `role` and `content`"),
+    ],
+)
+def test_a_reply_is_text_or_chat_messages(said: Any, fault: str) -> None:
+    class Says(Calculator):
+        def reply(self, state: Any, text: str) -> Any:
+            return said
+
+    performer = Performer(Says())
+    example = asdict(Says().example(0, split="train"))
+    performer.answer(TaskCall("begin", example=example, episode="1"))
+    answer = performer.answer(TaskCall("reply", text="?", episode="1"))
+    if not fault:
+        assert answer.value == (said if isinstance(said, list) else [said])
+        return
+    assert answer.fault is not None
+    assert f"which {fault}" in answer.fault.text

@@ -36,7 +36,7 @@ from echo.roles.worker import Worker
 from echo.runtime.node import Node
 from echo.runtime.threads import Pool, Threads
 from echo.tasks.task import Example
-from echo.tasks.tokenization import UNUSABLE, TextCodec, decode, render_messages
+from echo.tasks.tokenization import MARK, UNUSABLE, TextCodec, decode, unmarked
 from echo.wire.messages import Lease
 
 # --- The engine as one caller after the other sees it: one request in, one completion out ---
@@ -250,6 +250,8 @@ class SessionOutcome:
 
     leaf: Turn
     reward: float
+    num_sampled: int
+    """Tokens of all its calls."""
 
 
 @dataclass(slots=True, eq=False)
@@ -370,7 +372,8 @@ class Episodes:
         """
         leaf = self.leaf_of(session)
         hand = self._close(session)
-        hand.outcomes[session.member] = SessionOutcome(leaf, reward)
+        num_sampled = sum(len(turn.completion.token_ids) for turn in session.turns)
+        hand.outcomes[session.member] = SessionOutcome(leaf, reward, num_sampled)
         if len(hand.outcomes) < self._group_size:
             return None
         del self._hands[key_of(session.lease)]
@@ -499,20 +502,17 @@ class Dialogue:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """Return messages as text, with the opening of the assistant's turn.
+        """Return messages as text up to where the model goes on; see `TextCodec.render`.
 
         Raises:
             DataError: if there is no chat template, it knows no tools, or it fails.
         """
-        kwargs = dict(self._codec.chat_template_kwargs)
-        if tools:
-            if "tools" not in str(self._tokenizer.chat_template):
-                raise DataError(
-                    "the model's chat template knows no tools; describe them in a message, or set "
-                    "model.chat_template to one that does"
-                )
-            kwargs["tools"] = [dict(tool) for tool in tools]
-        return render_messages(self._tokenizer, messages, kwargs)
+        if tools and "tools" not in str(self._tokenizer.chat_template):
+            raise DataError(
+                "the model's chat template knows no tools; describe them in a message, or set "
+                "model.chat_template to one that does"
+            )
+        return self._codec.render(messages, tools)
 
     def continue_text(
         self, text: str, known: Sequence[Turn], *, is_rendered: bool
@@ -527,16 +527,17 @@ class Dialogue:
         Raises:
             DataError: if it has no tokens, or some that the model does not know.
         """
-        begun = [call for call in known if text.startswith(call.text)]
+        whole = unmarked(text)
+        begun = [call for call in known if whole.startswith(call.text)]
         if not begun:
-            ids = self._tokenizer(text, add_special_tokens=not is_rendered)["input_ids"]
+            encode = self._codec.encode_rendered if is_rendered else self._codec.encode_raw
+            ids = encode(text)
             if not ids:
                 raise DataError("the prompt has no tokens; a prompt needs at least one")
-            return np.array(self._codec.known(ids), np.int32), None
+            return np.array(ids, np.int32), None
         call = max(begun, key=lambda call: len(call.text))
-        rest = text[len(call.text) :]
-        more = self._tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else []
-        return np.concatenate([call.ids, np.array(self._codec.known(more), np.int32)]), call
+        more = self._codec.encode_rendered(_behind(text, len(call.text)))
+        return np.concatenate([call.ids, np.array(more, np.int32)]), call
 
     def continue_ids(self, ids: Sequence[int], known: Sequence[Turn]) -> tuple[Ids, Turn | None]:
         """Return tokens as they are, and the earlier call that they go on from.
@@ -559,6 +560,14 @@ class Dialogue:
     def answer_of(self, ids: Iterable[int]) -> str:
         """Return a completion as text, without the token that ended it."""
         return self._codec.decode(ids)
+
+
+def _behind(text: str, length: int) -> str:
+    """Return the rest of rendered text behind so many characters, not counting `MARK`s."""
+    end = length
+    while (num_marks := text.count(MARK, 0, end)) != end - length:
+        end = length + num_marks
+    return text[end:]
 
 
 SEGMENT_TOKENS = 16
@@ -734,6 +743,9 @@ class Agents:
         outcomes = self._episodes.finish(session, reward)
         if outcomes is not None:
             lease, now = session.lease, self._node.now
+            for outcome in outcomes:
+                self.role.count("agents/tokens_sampled", outcome.num_sampled)
+                self.role.count("agents/tokens_trained", outcome.leaf.num_sampled)
             try:
                 group = group_of(lease, self.role.settings.node_id, outcomes)
             except SessionError as error:
@@ -848,7 +860,7 @@ class Agents:
             return *dialogue.continue_ids(ids, known), dialogue.text_of(ids)
         messages = [message for message in prompt if isinstance(message, Mapping)]
         text = dialogue.render(messages, tools)
-        return *dialogue.continue_text(text, known, is_rendered=True), text
+        return *dialogue.continue_text(text, known, is_rendered=True), unmarked(text)
 
     def _sampling(self, options: CallOptions, num_context: int, *, is_recorded: bool) -> Sampling:
         own = self.parts.sampling

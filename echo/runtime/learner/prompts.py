@@ -3,6 +3,9 @@
 The ledger's last granted id is therefore the dataset's cursor, and a group that is granted again,
 by whichever process, has the same prompt as before.
 
+A chat template may write the date: it reads the time at which the run began, so a prompt is the
+same after midnight and after a resume (`prompt_time`).
+
 A task's code makes them, which may take its time. So they are made ahead, one after the other in a
 thread (`PromptsAhead`), and each in bounded time: code that never returns is left alone.
 """
@@ -10,26 +13,30 @@ thread (`PromptsAhead`), and each in bounded time: code that never returns is le
 from __future__ import annotations
 
 import asyncio
+import datetime
 import functools
+import json
+import logging
 import operator
 import random
 import reprlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import msgspec
 
 from echo.core.bounds import MAX_LEASE_BYTES
-from echo.core.errors import DataError, EchoError
+from echo.core.errors import DataError, EchoError, StorageError
 from echo.leases.scheduler import PromptPendingError
+from echo.records.files import write_file
 from echo.runtime.threads import Pool
-from echo.tasks.environment import Environment
 from echo.tasks.process_main import TaskCall, raised_at
 from echo.tasks.rewards import InlineHost, Limits, RewardError
-from echo.tasks.task import Example, Task
-from echo.tasks.tokenization import TextCodec
+from echo.tasks.task import SPLITS, Example, Task
+from echo.tasks.tokenization import TextCodec, unmarked
 from echo.wire.messages import Lease
 
 MIN_KEPT = 4096
@@ -38,6 +45,12 @@ NUM_AHEAD = 64
 """Prompts made beyond the last one that was asked for."""
 CHECKED_PROMPTS = 32
 """Looked at before a run begins: those of a mixture, or of one table, may be of several kinds."""
+MADE_TWICE = 4
+"""Of these, made a second time: a task has to make the same prompt whenever it is asked."""
+MESSAGE_TOKENS = 64
+"""Tokens that a chat template may write around one message."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +103,92 @@ class PromptSource:
         self._host.close()
 
     def check(self) -> None:
-        """Raise as `make` for prompts that cannot be turned into tokens, as far as some show it."""
-        for group_id in range(min(CHECKED_PROMPTS, self._num_examples or CHECKED_PROMPTS)):
-            self.make(group_id)
+        """Raise as `make` for prompts that cannot be turned into tokens, as far as some show it.
+
+        What is no fault, yet not what everybody expects, is told in a line each.
+        """
+        number = min(CHECKED_PROMPTS, self._num_examples or CHECKED_PROMPTS)
+        made = [self.make(group_id) for group_id in range(number)]
+        for line in dict.fromkeys(self._notices(made)):
+            _log.warning("%s", line)
+
+    def examine(self, max_prompt_tokens: int, remedy: str) -> None:
+        """Look at each row of a dataset: one whose prompt is longer is refused, or left out.
+
+        Raises:
+            DataError: naming the row.
+        """
+
+        def fault_of(example: Example) -> str:
+            try:
+                if isinstance(example.prompt, str):
+                    self._text.check_text(example.prompt)
+                if self._most_tokens(example) <= max_prompt_tokens:
+                    return ""
+                length = len(self._encode(example))
+            except DataError as error:
+                return str(error)
+            if length <= max_prompt_tokens:
+                return ""
+            return f"its prompt has {length} tokens, and at most {max_prompt_tokens} fit: {remedy}"
+
+        self._task.examine(fault_of)
+        self._num_examples = self._count("train")
+
+    def sizes(self) -> dict[str, int | None]:
+        """Return the examples of each split; None for no end."""
+        return {split: self._count(split) for split in SPLITS}
+
+    def _notices(self, made: Sequence[Prompt]) -> Iterator[str]:
+        """Yield what a user should know of these prompts."""
+        has_template = self._text.tokenizer.chat_template is not None
+        for prompt in made[:MADE_TWICE]:
+            again = self.make(prompt.lease.group_id)
+            if again.lease.prompt_ids != prompt.lease.prompt_ids or again.example != prompt.example:
+                yield (
+                    f"{prompt.example}: asked for again, the task makes another example; it has to "
+                    "make the same from the same index, or work under way is refused after a resume"
+                )
+        for prompt in made:
+            example = prompt.example
+            if isinstance(example.prompt, str):
+                texts = [example.prompt] if has_template else []
+                if has_template:
+                    yield (
+                        "the prompts are text: each becomes one user message of the chat template; "
+                        'model.chat_template = "none" sends text as it stands'
+                    )
+            else:
+                texts = [str(part) for part in example.prompt if part["role"] != "assistant"]
+            if found := next(filter(None, map(self._text.control_token_in, texts)), ""):
+                yield (
+                    f"{example}: its prompt holds {found!r}, a control token of the tokenizer; "
+                    "only the chat template writes those: in a prompt they are encoded as text"
+                )
+            if (tools := self._task.tools(example)) and not self._text.tells_of(
+                tools, example.prompt
+            ):
+                yield (
+                    "the chat template does not mention the tools: the policy is not told of them; "
+                    "describe them in a message, or set model.chat_template to one that does"
+                )
+
+    def _most_tokens(self, example: Example) -> int:
+        """Return a number of tokens that an example's prompt surely does not exceed."""
+        num_bytes = len(msgspec.json.encode([example.prompt, self._task.tools(example)]))
+        num_messages = 1 if isinstance(example.prompt, str) else len(example.prompt)
+        return num_bytes + MESSAGE_TOKENS * num_messages + self._template_bytes
+
+    @functools.cached_property
+    def _template_bytes(self) -> int:
+        """Bytes that the chat template writes by itself, such as a system message of its own."""
+        if self._text.tokenizer.chat_template is None:
+            return 0
+        try:
+            text = unmarked(self._text.render([{"role": "user", "content": "-"}]))
+        except Exception:  # noqa: BLE001 -- a template raises anything at what it is not made for
+            return 1 << 31  # every prompt is encoded
+        return len(text.encode())
 
     def _example(self, index: int, split: str) -> Example:
         call = TaskCall("example", index=index, split=split)
@@ -132,8 +228,7 @@ class PromptSource:
 
     def _encode(self, example: Example) -> list[int]:
         with _naming("what its prompt passes through"):
-            tools = self._task.tools(example) if isinstance(self._task, Environment) else ()
-            return self._text.encode_prompt(example.prompt, tools=tools)
+            return self._text.encode_prompt(example.prompt, tools=self._task.tools(example))
 
     def make(self, group_id: int) -> Prompt:
         """Return the prompt of a group; it blocks.
@@ -145,7 +240,7 @@ class PromptSource:
         try:
             prompt_ids = tuple(self._encode(example))
         except DataError as error:
-            raise DataError(f"example {example.index}: {error}") from error
+            raise DataError(f"{example}: {error}") from error
         if self._hides_answers:
             # A source may be a name that tells the answer, so that stays here, too.
             example = Example(index=example.index, split=example.split, prompt="")
@@ -160,12 +255,12 @@ class PromptSource:
             num_bytes = len(msgspec.msgpack.encode(lease))
         except (OverflowError, TypeError, ValueError, RecursionError) as error:
             raise DataError(
-                f"example {example.index} cannot be sent to a worker: {error}; its fields may "
+                f"{whole} cannot be sent to a worker: {error}; its fields may "
                 "hold text, lists, tables and numbers of 64 bits"
             ) from error
         if num_bytes > MAX_LEASE_BYTES:
             raise DataError(
-                f"example {example.index}: {num_bytes} bytes with its prompt of {len(prompt_ids)} "
+                f"{whole}: {num_bytes} bytes with its prompt of {len(prompt_ids)} "
                 f"tokens; a message to a worker holds {MAX_LEASE_BYTES}"
             )
         return Prompt(whole, lease)
@@ -244,6 +339,57 @@ class PromptsAhead:
         is_wanted = group_id in self._wanted
         self._wanted.pop(group_id, None)
         return is_wanted
+
+
+# --- What prompts were first made with ---
+
+_ORIGIN = "prompts.json"
+
+
+def prompt_time(run_dir: Path) -> datetime.datetime:
+    """Return the time that chat templates of a run read: when it began, or now for a new one."""
+    noted = _read_origin(run_dir).get("began_at")
+    return datetime.datetime.fromisoformat(noted) if noted else datetime.datetime.now().astimezone()
+
+
+def note_origin(
+    run_dir: Path, began_at: datetime.datetime, chat_template: str, *, log: logging.Logger
+) -> None:
+    """Write down what a run's prompts are made with; tell if they were made with another template.
+
+    Args:
+        run_dir: of the run.
+        began_at: see `prompt_time`.
+        chat_template: hash of the template and its arguments.
+        log: of the node.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    before = _read_origin(run_dir).get("chat_template", chat_template)
+    if before != chat_template:
+        log.warning(
+            "the chat template is another than before this resume: groups under way were asked "
+            "with the old prompts, and are refused (another_prompt)"
+        )
+    noted = {"began_at": began_at.isoformat(), "chat_template": chat_template}
+    try:
+        write_file(run_dir / _ORIGIN, json.dumps(noted).encode())
+    except OSError as error:
+        raise StorageError(f"cannot write {run_dir / _ORIGIN}: {error}") from error
+
+
+def _read_origin(run_dir: Path) -> dict[str, str]:
+    path = run_dir / _ORIGIN
+    try:
+        noted = json.loads(path.read_bytes()) if path.is_file() else {}
+        datetime.datetime.fromisoformat(noted.get("began_at", "2000-01-01"))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise StorageError(
+            f"{path}: not readable: {error}; restore it from a copy of the run, or delete it: "
+            "then templates that write the date write today's"
+        ) from error
+    return dict(noted)
 
 
 @contextmanager

@@ -76,7 +76,7 @@ from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.cost import activation_settings
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
 from echo.runtime.learner.node import Follower, LearnerNode, LearnerRewards, OpenedRun
-from echo.runtime.learner.prompts import PromptsAhead, PromptSource
+from echo.runtime.learner.prompts import PromptsAhead, PromptSource, note_origin, prompt_time
 from echo.runtime.learner.publish import Images, Publication, Publisher, make_images
 from echo.runtime.learner.report import Progress
 from echo.runtime.learner.resume import SavedRun, StartingPoint
@@ -92,6 +92,8 @@ from echo.train.ranks.sharding import Ranks
 from echo.train.trainer import OptimizerSettings, Trainer, load_loss
 from echo.weights.topology.sites import Site
 from echo.wire.messages import LEARNER_ID
+
+_log = logging.getLogger(__name__)
 
 # --- The data plane of the learner: task, tokenizer and prompts of one model directory ---
 
@@ -152,10 +154,11 @@ def load_data(config: Config) -> Data:
 def load_prompts(
     config: Config, model_dir: Path, task: Task
 ) -> tuple[PromptSource, tokenization.TextCodec]:
-    """Return a task's prompts and what turns them into tokens, after a look at the first ones.
+    """Return a task's prompts and what turns them into tokens, after a look at them.
 
     Raises:
-        DataError: if there is no tokenizer, or a prompt that it cannot turn into tokens.
+        DataError: if there is no tokenizer, a prompt that it cannot turn into tokens, or a row too
+            long for the model's window.
         ConfigError: if the first prompt leaves no space for a completion.
     """
     template: str | None = inherited_settings(config)["model.chat_template"]
@@ -165,7 +168,15 @@ def load_prompts(
         tokenization.stop_ids(tokenizer, model_dir),
         config.model.chat_template_kwargs,
         vocab_size(model_dir),
+        prompt_time(config.run_dir),
     )
+    for line in tokenization.describe_stops(tokenizer, model_dir):
+        _log.warning("%s", line)
+    if text.reads_clock():
+        _log.warning(
+            "the chat template reads the clock; in all prompts of this run it is %s",
+            f"{text.now:%c}",
+        )
     prompts = PromptSource(
         task,
         text,
@@ -173,15 +184,33 @@ def load_prompts(
         hides_answers=config.reward.where == "learner",
         timeout_s=config.task.step_timeout_s,
     )
-    prompts.check()
     window, max_new = context_window(model_dir), config.sampling.max_completion_tokens
-    num_prompt_tokens = len(prompts.lease(0, 0).prompt_ids)
-    if num_prompt_tokens + max_new > window:
+    longest = window - max_new
+    if longest > 0:
+        prompts.examine(
+            longest,
+            f"the model's window holds {window} tokens, and sampling.max_completion_tokens takes "
+            f"{max_new} of them; shorten the prompt or lower it",
+        )
+    prompts.check()
+    first = prompts.make(0)
+    num_prompt_tokens = len(first.lease.prompt_ids)
+    if num_prompt_tokens > longest:
+        remedy = (
+            f"lower it to at most {window - num_prompt_tokens}"
+            if num_prompt_tokens < window
+            else f"shorten the prompts ({first.example} is the first), or take another model"
+        )
         raise ConfigError(
             f"the model's window holds {window} tokens; the first prompt has {num_prompt_tokens} "
-            f"and sampling.max_completion_tokens = {max_new} does not fit beside it; lower it to "
-            f"at most {max(1, window - num_prompt_tokens)}"
+            f"and sampling.max_completion_tokens = {max_new} does not fit beside it; {remedy}"
         )
+    if num_prompt_tokens + max_new > tokenizer.model_max_length < window:
+        _log.warning(
+            "the tokenizer is made for %d tokens (model_max_length), the model's window holds %d: "
+            "that one counts",
+            tokenizer.model_max_length, window,
+        )  # fmt: skip
     return prompts, text
 
 
@@ -601,6 +630,8 @@ async def build_learner(config: Config, options: Options) -> LearnerNode:
         node = assemble_learner(config, data, transport, options)
         # Not before its files are open, for which strangers could leave no descriptor.
         transport.listen()
+        if data.text.now is not None:
+            note_origin(config.run_dir, data.text.now, data.digests["chat_template"], log=log)
     except BaseException:
         await transport.close()
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import datetime
 import logging
 import sys
 from collections.abc import Mapping
@@ -163,8 +164,9 @@ def build_parts(
     tokenizer = tokenization.load_tokenizer(model_dir, chat_template=template)
     stop_ids = tokenization.stop_ids(tokenizer, model_dir)
     text = tokenization.TextCodec(
-        tokenizer, stop_ids, config.model.chat_template_kwargs, vocab_size(model_dir)
-    )
+        tokenizer, stop_ids, config.model.chat_template_kwargs, vocab_size(model_dir),
+        datetime.datetime.now().astimezone(),
+    )  # fmt: skip
     task = make_worker_task(config)
     lora = worker_lora(config, settings)
     engine = make_engine(config, model_dir, lora)

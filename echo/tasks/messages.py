@@ -1,0 +1,78 @@
+"""Chat messages: what is taken as one, and the one form that chat templates are given.
+
+Rows, environments and agents write messages in several ways; templates are written for one of
+them. Text parts are joined to one text, a missing content becomes the empty text, and arguments of
+tools that are JSON as text become objects, as inference servers do it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Message = dict[str, Any]
+"""A chat message: the text `role`, the `content`, and whatever else the chat template reads."""
+
+_SAYS_WITHOUT_CONTENT = ("tool_calls", "reasoning_content")
+
+
+def fault_of_message(part: object) -> str:
+    """Return why something is no chat message that can be tokenised; empty if it is one."""
+    if not isinstance(part, Mapping):
+        return f"is {type(part).__name__} and no object with `role` and `content`"
+    if not isinstance(part.get("role"), str):
+        if "from" in part and "value" in part:
+            return "has `from` and `value`; write them as `role` and `content`"
+        return "has no text `role`"
+    content = part.get("content")
+    if content is None:
+        says = any(part.get(key) for key in _SAYS_WITHOUT_CONTENT)
+        return "" if says else "has neither `content` nor `tool_calls`"
+    if isinstance(content, list):
+        return next(filter(None, map(_fault_of_part, content)), "")
+    return "" if isinstance(content, str) else f"has a `content` of {type(content).__name__}"
+
+
+def fault_of_messages(messages: Iterable[object]) -> str:
+    """Return what is wrong with the first message that cannot be tokenised; empty for none."""
+    found = ((number, fault_of_message(part)) for number, part in enumerate(messages, 1))
+    return next((f"message {number} {fault}" for number, fault in found if fault), "")
+
+
+def plain_message(message: Mapping[str, Any]) -> Message:
+    """Return a message without fault in the form that chat templates are written for."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    content = plain.get("content", "")
+    if isinstance(content, list):
+        content = "".join(part if isinstance(part, str) else part["text"] for part in content)
+    plain["content"] = content
+    if isinstance(plain.get("tool_calls"), list):
+        plain["tool_calls"] = [_plain_call(call) for call in plain["tool_calls"]]
+    return plain
+
+
+def _fault_of_part(part: object) -> str:
+    if isinstance(part, str):
+        return ""
+    if not isinstance(part, Mapping):
+        return f"has a part of {type(part).__name__}"
+    kind = part.get("type", "text")
+    if kind == "text" and isinstance(part.get("text"), str):
+        return ""
+    if kind == "text":
+        return "has a part without `text`"
+    return f"has a part of the type {kind!r}; a model is trained on text alone here"
+
+
+def _plain_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
