@@ -117,6 +117,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "env/latency": "Seconds per call.",
         "env/turn_limit": "Episodes ended at `task.max_turns`.",
         "env/token_limit": "Episodes ended at `sampling.max_completion_tokens`.",
+        "agents/trained_share": "Share of the tokens sampled in agents' sessions that are trained "
+        "on; the rest stands in calls beside the longest chain.",
         "engine/out_of_memory": "Times that an engine ran out of memory and halved its rollouts.",
         "engine/calls_failed": "Calls of an engine that raised; the group at fault ended.",
         "engine/installs_failed": "Versions that an engine refused; it kept the one before.",
@@ -170,6 +172,7 @@ _NOT_MEASURED = ("cli", "config", "sim", "ui")
 _OTHER_NAMES = {
     *("application/json", "refs/convert/parquet"),  # no metrics at all
     "env/milliseconds",  # becomes env/latency
+    *("agents/tokens_sampled", "agents/tokens_trained"),  # become agents/trained_share
     # Counters of workers and relays, which write no metrics.
     *("count/cancelled", "count/failed/*", "count/forwarded/down", "count/forwarded/up"),
     *("count/dropped/no_link", "count/partials_unsaved"),

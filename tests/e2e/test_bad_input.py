@@ -203,7 +203,7 @@ def test_prompts_without_room_are_counted_and_survived(run: Run) -> None:
 def test_a_prompt_that_cannot_be_had_is_left_out(run: Run) -> None:
     assert run.discarded("prompt_error") == {35}
     assert run.cluster.count("discarded/prompt_error") == 1
-    text = "group 35 is left out: example 35: the prompt is a list of messages but the"
+    text = "group 35 is left out: train example 35: the prompt is a list of messages but the"
     assert text in run.cluster.log("learner")
 
 

@@ -206,6 +206,15 @@ def test_what_is_rare_is_shown_from_its_first_time_on_and_of_no_call_nothing() -
     assert metrics.row(second) == {"engine/out_of_memory": 0, "env/turn_limit": 5}
 
 
+def test_the_trained_share_of_what_agents_sample_is_of_the_last_step() -> None:
+    metrics = TaskMetrics()
+    first = {"w1": {"agents/tokens_sampled": 90, "agents/tokens_trained": 30}, "w2": {}}
+    assert metrics.row(first) == pytest.approx({"agents/trained_share": 1 / 3})
+    assert metrics.row(first) == {}
+    more = {"agents/tokens_sampled": 100, "agents/tokens_trained": 40}
+    assert metrics.row({"w1": more}) == {"agents/trained_share": 1.0}
+
+
 # --- evaluation -----------------------------------------------------------------------------------
 
 

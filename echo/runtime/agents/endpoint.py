@@ -400,7 +400,8 @@ class EventStream:
         """Send the rest of the answer, and that it is over."""
         text = self._dialogue.answer_of(turn.completion.token_ids.tolist())
         if text != self._sent and not self._answer.has_tools:
-            await self.send(self._answer.piece(text.removeprefix(self._sent)))
+            rest = text.removeprefix(self._sent)
+            await self.send(self._answer.piece(rest, is_first=not self.response.prepared))
         for event in self._answer.last(turn):
             await self.send(event)
         await self.response.write(b"data: [DONE]\n\n")

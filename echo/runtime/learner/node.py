@@ -52,7 +52,7 @@ from echo.runtime.learner.cost import LOOK_S, METER_S, ActivationSettings, CostC
 from echo.runtime.learner.evaluation import Evaluations
 from echo.runtime.learner.prompts import PromptsAhead
 from echo.runtime.learner.publish import Publication, Publisher, VersionEncoder
-from echo.runtime.learner.report import Progress, TaskMetrics
+from echo.runtime.learner.report import TRAINED_SHARE, Progress, TaskMetrics
 from echo.runtime.learner.resume import save_uplinks
 from echo.runtime.node import LINGER_S, Node, advertised
 from echo.runtime.threads import MAX_BLOCKING, Threads
@@ -124,6 +124,8 @@ class LearnerRewards:
 # on, so one that loads its model is here, and so is one on standby.
 
 
+MIN_TRAINED_SHARE = 0.5
+"""Of the tokens that agents sample; below it, one line says so."""
 FIRST_WORKER_S = 4 * 3600.0
 """How long a learner waits for its first worker at least."""
 TELL_S = 60.0
@@ -325,6 +327,7 @@ class LearnerNode(Node):
             ledger=ledger,
         )
         self._task_metrics = TaskMetrics()
+        self._has_told_share = False
         pool = self.threads.pool
         self._model_pool, self._disk_pool = pool("trainer"), pool("disk")
         self._eval_pool, self._reward_pool = pool("evaluation"), pool("reward", MAX_BLOCKING)
@@ -1015,7 +1018,17 @@ class LearnerNode(Node):
         }
         if self._opened.rewards is not None:
             totals["learner"] = self._opened.rewards.counts()
-        return self._task_metrics.row(totals)
+        row = self._task_metrics.row(totals)
+        share = row.get(TRAINED_SHARE, 1.0)
+        if share < MIN_TRAINED_SHARE and not self._has_told_share:
+            self._has_told_share = True
+            self.log.warning(
+                "%.0f %% of the tokens that agents have sampled are trained on: their calls do not "
+                "go on from earlier ones, so each begins a new chain, and of a session one chain "
+                "is trained; send earlier answers as they were sampled (docs/training-agents.md)",
+                100 * share,
+            )
+        return row
 
     def _partial_metrics(self) -> dict[str, float]:
         """Return what became of unfinished rollouts; empty where none was ever continued.

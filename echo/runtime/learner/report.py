@@ -352,6 +352,9 @@ RARE = (
 """Shown from the first time on that they happen."""
 
 MILLISECONDS = "env/milliseconds"
+AGENT_TOKENS = ("agents/tokens_sampled", "agents/tokens_trained")
+"""In sessions that were rewarded: in all of their calls, and in those that are trained on."""
+TRAINED_SHARE = "agents/trained_share"
 
 
 class TaskMetrics:
@@ -363,7 +366,7 @@ class TaskMetrics:
 
     def row(self, totals: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
         """Return what happened since the last call; nothing of what never happens."""
-        names = (*COUNTED, MILLISECONDS, *RARE)
+        names = (*COUNTED, MILLISECONDS, *RARE, *AGENT_TOKENS)
         sums = {
             name: sum(
                 _increase((self._before.get(node) or {}).get(name, 0), counts.get(name, 0))
@@ -375,6 +378,9 @@ class TaskMetrics:
             self._before[node] = counts
         self._seen.update(name for name in names if sums[name])
         row: dict[str, float] = {name: sums[name] for name in RARE if name in self._seen}
+        sampled, trained = (sums[name] for name in AGENT_TOKENS)
+        if sampled:
+            row[TRAINED_SHARE] = trained / sampled
         if not self._seen.intersection((*COUNTED, MILLISECONDS)):
             return row
         row |= {name: sums[name] for name in COUNTED}
