@@ -487,7 +487,8 @@ class TextCodec:
 
     def _refuse_ended(self, text: str) -> None:
         """Raise for text that ends where the model would stop."""
-        for stop in map(self.tokenizer.decode, self.stop_ids):
+        for token in self.stop_ids:
+            stop = str(self.tokenizer.decode([token]))
             if stop.strip() and text.endswith(stop):
                 raise DataError(
                     f"the text ends with the stop token {stop!r}, behind which nothing is to be "
