@@ -149,6 +149,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "count/checkpoints_failed": "Checkpoints that could not be written.",
         "count/leases_expired": "Leases without progress for `network.lease_timeout_s`.",
         "count/leases_given_back": "Leases that a worker gave back for another one.",
+        "count/leases_moved": "Leases that a worker gave up for an idle one that should be sooner.",
         "count/leases_cancelled": "Leases of the slower worker of a hedged group.",
         "count/hedges/issued": "Groups given to a second, faster worker.",
         "count/hedges/won": "Those that the second worker finished first.",

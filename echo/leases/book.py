@@ -124,6 +124,12 @@ class LeaseRecord:
     """The only version to sample it under."""
     copy_of: int | None = None
     """The attempt that it repeats elsewhere, with the same seed (`leases/dispatch.py`)."""
+    reclaimed_for: str = ""
+    """The idle worker for which its holder was asked to give it up; empty if it was not asked."""
+    reclaimed_at: float = 0.0
+    """When its holder was asked first."""
+    is_begun_too: bool = False
+    """Whether its holder was to give it up begun or not."""
 
 
 class LeaseBook:

@@ -51,6 +51,9 @@ from echo.wire.messages import LeaseState
 MAX_LENGTHS = 256
 """Groups whose lengths are remembered, the newest."""
 
+MAX_TIMES = 64
+"""Groups of which it is remembered how long they took, the newest."""
+
 MAX_VERSIONS = 16
 """Versions of which it is remembered when the first worker had them."""
 
@@ -79,6 +82,11 @@ class LengthHistory:
         """Of the k shortest, for each k."""
         self.mean = self.rest(0.0)
         """The expected length of a group; half of what is allowed while nothing is known."""
+
+    @property
+    def num_known(self) -> int:
+        """Groups whose lengths are remembered."""
+        return len(self._newest)
 
     def add(self, num_tokens: int) -> None:
         """Take the length of another group."""
@@ -141,6 +149,19 @@ class FinishTimes:
         self._first_at: RecentMap[PolicyVersion, float] = RecentMap(max_entries=MAX_VERSIONS)
         self._usual = 1.0
         self._fastest = 1.0
+        self._seconds: deque[float] = deque(maxlen=MAX_TIMES)
+        """Of the groups that were made, whoever made them."""
+
+    @property
+    def knows_a_group(self) -> bool:
+        """Whether any group was made yet, so that lengths and speeds are known."""
+        return self.lengths.num_known > 0
+
+    def group_s(self, worker_id: str) -> float:
+        """Return the seconds that a group usually takes a worker, or any where it made none."""
+        if self.has_made_a_group(worker_id):
+            return self.lengths.mean / self.known_speed(self.of(worker_id))
+        return statistics.median(self._seconds) if self._seconds else math.inf
 
     def of(self, worker_id: str) -> Speed:
         """Return what is known of a worker."""
@@ -165,6 +186,7 @@ class FinishTimes:
         speed = self.of(worker_id)
         speed.freed_at = speed.busy_at = now
         if seconds > 0:
+            self._seconds.append(seconds)
             seconds = max(seconds, num_tokens / MAX_SPEED)
             speed.tokens = MEMORY * speed.tokens + num_tokens
             speed.seconds = MEMORY * speed.seconds + seconds
@@ -387,6 +409,11 @@ class Load:
         return self.num_held < self.capacity
 
     @property
+    def num_free(self) -> int:
+        """Groups that it could begin at once."""
+        return len(self.free_at) - self.num_held
+
+    @property
     def share(self) -> float:
         """The part of its capacity that is in use."""
         return self.num_held / max(1, self.capacity)
@@ -430,15 +457,106 @@ def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
     return granted
 
 
+# --- Moves: a lease that its holder gives up for a worker with nothing to do ---
+#
+# While the next batch waits and admission has no group left, a worker that joins or has run dry is
+# given leases of others. Their holder is asked for them (`Reclaim`), and gives up each that it has
+# not begun; the next heartbeat that does not list it confirms that, and the group is granted again.
+#
+# A lease moves where the idle worker should finish it sooner than its holder by more than a group's
+# time and a heartbeat: for less it is not worth the transfer. The holder must have made a group,
+# because the estimate of its speed is too rough before.
+#
+# Before the first group of a run is made, nothing is known of lengths and speeds. All workers count
+# as equal then: a newcomer is given as many groups as each of the others has, so that the first
+# batch does not wait for the worker that was ready first. An engine has often begun all groups by
+# then, so groups that were begun move as well, with what was sampled for them. Episodes of
+# environments and agents stay where they were begun.
+#
+# A lost request is repeated. A holder that keeps a lease for RELEASE_BEATS heartbeats is not asked
+# for it again, and the idle worker copies the group: the holder may be dead, or lie.
+
+
+RELEASE_BEATS = 4
+"""Heartbeats within which a worker gives up what it is asked for, if it does."""
+
+
+def moves(
+    waiting: Sequence[RunningGroup], helpers: Sequence[Load], *, least_gain_s: float
+) -> list[tuple[LeaseRecord, str]]:
+    """Return which leases that were not begun are to move, and to whom.
+
+    Args:
+        waiting: with the instants at which their holders should be done with them.
+        helpers: workers with a free place; they are changed.
+        least_gain_s: by how much sooner a group must be expected, at least.
+    """
+    chosen: list[tuple[LeaseRecord, str]] = []
+    for group in sorted(waiting, key=lambda g: (-g.done_at, g.record.group_id)):
+        free = [h for h in helpers if h.num_free and h.node_id != group.record.worker_id]
+        helper = min(free, key=lambda h: (h.finish_at, h.share, h.node_id), default=None)
+        if helper is None:
+            break
+        gain_s = group.done_at - helper.finish_at
+        if gain_s <= max(least_gain_s, FULL_SLOWDOWN * helper.group_s):
+            continue
+        helper.add()
+        chosen.append((group.record, helper.node_id))
+    return chosen
+
+
+@dataclass(slots=True)
+class Newcomer:
+    """A worker of which nothing is known yet."""
+
+    node_id: str
+    num_held: int
+    capacity: int
+    """Groups that it can hold."""
+
+
+def even_out(
+    held: Mapping[str, Sequence[LeaseRecord]], newcomers: Sequence[Newcomer]
+) -> list[tuple[LeaseRecord, str]]:
+    """Return which leases are to move so that newcomers hold as many as the others.
+
+    Args:
+        held: the leases of each worker that may move, the first to move last.
+        newcomers: they are changed.
+    """
+    left = {name: list(records) for name, records in held.items()}
+    chosen: list[tuple[LeaseRecord, str]] = []
+    while free := [each for each in newcomers if each.num_held < each.capacity]:
+        to = min(free, key=lambda each: (each.num_held, each.node_id))
+        donor = max(left, key=lambda name: (len(left[name]), name), default=to.node_id)
+        if donor == to.node_id or len(left[donor]) <= to.num_held + 1:
+            break
+        chosen.append((left[donor].pop(), to.node_id))
+        to.num_held += 1
+    return chosen
+
+
 # --- Hedging: a second copy of a late group on a faster worker ---
 #
-# Only workers with a free place that have made a group, and for which admission has none left, copy
-# anything, and only while the next batch is not complete: what they do costs nothing but power. A
-# group is copied where the copy, made from the start, should be done `factor` times sooner than the
-# original; the one that is expected last comes first. A group has one copy at most.
+# Only workers with a free place, and for which admission has no group left, copy anything, and only
+# while the next batch is not complete: what they do costs nothing but power. Two rules:
 #
-# A copy has the seed of the original: where both sample from the same version it is the same text,
-# so that the first result to come is not, as of two different ones, the shorter.
+# * A group that has no copy is copied where the copy, made from the start, should be done `factor`
+#   times sooner than the original. The worker must have made a group.
+# * When a group is expected is read from what its holder reports, which a holder may invent. So a
+#   group is also copied once its newest lease is AGE_FACTOR x `factor` times as old as a group
+#   usually takes on the idle worker, whatever its holders report and however often it was copied.
+#   This holds with hedging switched off, too, with USUAL_FACTOR in place of `factor`.
+#
+# The group that is expected last comes first. A copy has the seed of the original: where both
+# sample from the same version it is the same text, so that the first result to come is not, as of
+# two different ones, the shorter.
+
+
+AGE_FACTOR = 4.0
+"""How many times `factor` times older than usual a group must be to be copied for its age."""
+USUAL_FACTOR = 2.0
+"""What stands for `factor` in that rule where hedging is switched off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,34 +575,50 @@ class Helper:
     """A worker that would have nothing to do."""
 
     node_id: str
-    speed: float
-    """Tokens per second of one group."""
+    speed: float | None
+    """Tokens per second of one group; None where it has made none."""
     num_places: int
     """Groups that it can begin at once."""
+    group_s: float = math.inf
+    """Seconds that a group usually takes there, or anywhere where it has made none."""
 
 
 def hedges(
-    groups: Sequence[RunningGroup], helpers: Sequence[Helper], *, factor: float, now: float
+    groups: Sequence[RunningGroup],
+    helpers: Sequence[Helper],
+    *,
+    holders: Mapping[int, Collection[str]],
+    factor: float | None,
+    now: float,
 ) -> list[tuple[LeaseRecord, str]]:
     """Return which leases are to be copied, and to whom.
 
     Args:
-        groups: with one lease each.
+        groups: with the newest lease of each.
         helpers: they are changed.
-        factor: how many times sooner the copy must be expected.
+        holders: group -> the workers that have a lease of it.
+        factor: how many times sooner the copy must be expected; None where only age counts.
         now: the present instant.
     """
-    fastest_first = sorted(helpers, key=lambda helper: (-helper.speed, helper.node_id))
+    fastest_first = sorted(helpers, key=lambda helper: (-(helper.speed or 0.0), helper.node_id))
     chosen: list[tuple[LeaseRecord, str]] = []
     for group in sorted(groups, key=lambda g: (-g.done_at, g.record.group_id)):
-        helper = next((h for h in fastest_first if h.num_places), None)
+        having = holders[group.record.group_id]
+        free = (h for h in fastest_first if h.num_places and h.node_id not in having)
+        helper = next(free, None)
         if helper is None:
-            break
-        is_own = helper.node_id == group.record.worker_id
-        if is_own or group.done_at - now < factor * group.num_tokens / helper.speed:
-            continue
-        helper.num_places -= 1
-        chosen.append((group.record, helper.node_id))
+            continue  # those that are free have a lease of it
+        age_s = now - group.record.granted_at
+        is_old = age_s > AGE_FACTOR * (factor or USUAL_FACTOR) * helper.group_s
+        is_late = (
+            factor is not None
+            and helper.speed is not None
+            and len(having) == 1
+            and group.done_at - now >= factor * group.num_tokens / helper.speed
+        )
+        if is_old or is_late:
+            helper.num_places -= 1
+            chosen.append((group.record, helper.node_id))
     return chosen
 
 

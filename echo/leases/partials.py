@@ -17,7 +17,16 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from echo.core.bounds import MAX_LEASE_BYTES, MAX_MEMBERS, MAX_TOKENS, NumTokens, Step, Word
+from echo.core.bounds import (
+    MAX_LEASE_BYTES,
+    MAX_LEASES,
+    MAX_MEMBERS,
+    MAX_PAYLOAD_BYTES,
+    MAX_TOKENS,
+    NumTokens,
+    Step,
+    Word,
+)
 from echo.core.errors import RemoteProtocolError
 from echo.core.metrics import Counters
 from echo.core.rollout import Lineage, PartialRollout, PolicyVersion, StaleTokens, is_surviving
@@ -69,6 +78,8 @@ class PartialGroup:
     """Whether it was begun before that, here or elsewhere."""
     is_unwanted: bool = False
     """Whether nobody waits for it any more, though an engine has it."""
+    is_reclaimed: bool = False
+    """Whether another worker is to continue it as soon as it leaves the engine."""
 
     def seconds(self, now: float) -> float:
         """Return how long all of it took; 0 where that is not known."""
@@ -365,6 +376,22 @@ class PartialGroups:
         partial = self.interrupted.pop(key, None)
         return 0 if partial is None else partial.num_tokens
 
+    def outside(self, keys: Iterable[LeaseKey]) -> list[LeaseKey]:
+        """Return which of these leases are here and neither in the engine nor over."""
+        return [key for key in keys if key in self.queue or key in self.interrupted]
+
+    def reclaim(self, keys: Collection[LeaseKey]) -> None:
+        """Note that others are to continue these groups once they leave the engine unfinished."""
+        for key, partial in self.running.items():
+            partial.is_reclaimed |= key in keys and not partial.is_whole
+
+    def take_reclaimed(self) -> list[LeaseKey]:
+        """Return the parked groups that others are to continue, and note that it was done."""
+        reclaimed = [key for key, partial in self.interrupted.items() if partial.is_reclaimed]
+        for key in reclaimed:
+            self.interrupted[key].is_reclaimed = False
+        return reclaimed
+
     def begun(self) -> list[PartialGroup]:
         """Return every group with tokens that is not on its way to the learner, oldest first."""
         partials = sorted((self.interrupted | self.running).items())
@@ -422,6 +449,8 @@ class PartialGroups:
 
 MAX_HELD_BYTES = 1 << 30
 """Of shipped rollouts: at nine bytes per token, 100 million tokens."""
+_LIST_BYTES = 16
+"""At most, of a list of one frame beside the frame itself."""
 PARTIAL_COUNTS = (
     "interrupted", "resumed", "resumed_tokens", "masked_tokens", "wasted_tokens", "age_sum",
     "shipped",
@@ -429,19 +458,19 @@ PARTIAL_COUNTS = (
 """What workers count of unfinished rollouts."""
 
 
-def _split(leases: Sequence[Lease]) -> Iterator[tuple[Lease, ...]]:
-    """Yield the leases in order, as many at a time as fit into one message."""
-    batch: list[Lease] = []
-    num_bytes = 0
-    for lease in leases:
-        size = len(msgspec.msgpack.encode(lease))
-        if batch and num_bytes + size > MAX_LEASE_BYTES:
-            yield tuple(batch)
-            batch, num_bytes = [], 0
-        batch.append(lease)
+def _split(
+    leases: Sequence[Lease], begun: Sequence[bytes]
+) -> Iterator[tuple[tuple[Lease, ...], list[bytes]]]:
+    """Yield the leases in order, with what was sampled for each, as many as fit into a message."""
+    start = num_bytes = 0
+    for index, (lease, frame) in enumerate(zip(leases, begun, strict=True)):
+        size = len(msgspec.msgpack.encode(lease)) + len(frame)
+        if index > start and num_bytes + size > MAX_LEASE_BYTES:
+            yield tuple(leases[start:index]), list(begun[start:index])
+            start, num_bytes = index, 0
         num_bytes += size
-    if batch:
-        yield tuple(batch)
+    if leases:
+        yield tuple(leases[start:]), list(begun[start:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,7 +503,8 @@ class ShippedPartials:
         if kept is not None and kept.attempt > attempt and kept.num_tokens >= num_tokens:
             return
         self.discard(group_id)
-        if self.num_bytes + len(frame) > self.max_bytes:
+        is_too_long = len(frame) > MAX_PAYLOAD_BYTES - _LIST_BYTES
+        if is_too_long or self.num_bytes + len(frame) > self.max_bytes:
             self._counters.add("dropped/partials_full")
             return
         self._kept[group_id] = _Kept(attempt, num_tokens, bytes(frame))
@@ -488,15 +518,13 @@ class ShippedPartials:
 
     def grants(self, leases: Sequence[Lease]) -> list[tuple[Grant, tuple[Frame, ...]]]:
         """Return the messages that carry these leases, with what there is of each."""
-        plain = [lease for lease in leases if lease.group_id not in self]
-        messages: list[tuple[Grant, tuple[Frame, ...]]] = [
-            (Grant(leases=some), ()) for some in _split(plain)
+        kept = [self._kept.get(lease.group_id) for lease in leases]
+        self._counters.add("partials/handed_over", len(kept) - kept.count(None))
+        frames = [b"" if each is None else each.frame for each in kept]
+        return [
+            (Grant(leases=some), (encode_continuations(begun),) if any(begun) else ())
+            for some, begun in _split(leases, frames)
         ]
-        for lease in leases:
-            if lease.group_id in self:
-                self._counters.add("partials/handed_over")
-                messages.append((Grant(leases=(lease,)), (self._kept[lease.group_id].frame,)))
-        return messages
 
     def count(self, worker: LeasedWorker, message: Heartbeat) -> None:
         """Add what has become of a worker's unfinished rollouts since its last heartbeat."""
@@ -550,6 +578,7 @@ _encoder = msgspec.msgpack.Encoder()
 _header_decoder = msgspec.msgpack.Decoder(
     Annotated[tuple[MemberHeader, ...], Meta(max_length=MAX_MEMBERS)]
 )
+_list_decoder = msgspec.msgpack.Decoder(Annotated[tuple[bytes, ...], Meta(max_length=MAX_LEASES)])
 _file_decoder = msgspec.msgpack.Decoder(SavedPartialGroups)
 
 
@@ -562,6 +591,24 @@ def encode_members(members: Sequence[PartialRollout]) -> bytes:
         parts.append(member.sampler_logprobs.astype("<f4").tobytes())
         parts.append(member.completion_mask.astype("u1").tobytes())
     return b"".join(parts)
+
+
+def encode_continuations(frames: Sequence[bytes]) -> bytes:
+    """Return the payload of a Grant: of each lease `encode_members`, or nothing."""
+    return _encoder.encode(frames)
+
+
+def decode_continuations(frame: Frame) -> list[list[PartialRollout]]:
+    """Read back what was sampled for each lease of a Grant; an empty list for nothing.
+
+    Raises:
+        RemoteProtocolError: if it is malformed.
+    """
+    try:
+        frames = _list_decoder.decode(frame)
+    except DECODE_ERRORS as error:
+        raise RemoteProtocolError(f"a malformed list of partial rollouts: {error}") from error
+    return [decode_members(each) if each else [] for each in frames]
 
 
 def _header_of(member: PartialRollout) -> MemberHeader:

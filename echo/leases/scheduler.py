@@ -5,12 +5,14 @@ is unknown. Workers list their leases in each heartbeat; `reconcile` compares th
 book: what the worker lacks is sent again, what the book lacks is entered, what has ended is told.
 
 How many groups may be granted is decided by the admission rule (`leases/book.py`); who gets them,
-and whether a late group is hedged on another worker, by `leases/dispatch.py`.
+whether a lease moves to another worker, and whether a late group is hedged on one, by
+`leases/dispatch.py`.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
@@ -43,14 +45,18 @@ from echo.leases.book import (
     oldest_version,
 )
 from echo.leases.dispatch import (
+    RELEASE_BEATS,
     FinishTimes,
     Helper,
     Load,
+    Newcomer,
     RunningGroup,
     Speed,
     Usefulness,
     by_finish,
+    even_out,
     hedges,
+    moves,
     slowdown,
 )
 from echo.leases.partials import ShippedPartials, decode_members
@@ -67,6 +73,7 @@ from echo.wire.messages import (
     Lease,
     LeaseState,
     Partial,
+    Reclaim,
     known_reason,
 )
 
@@ -130,7 +137,8 @@ class LeaseSettings:
     trims_stale: bool = False
     """Whether a group with some tokens beyond the bound is masked there, or refused."""
     hedge_factor: float | None = None
-    """How many times sooner a copy must be expected (`leases/dispatch.py`); None for no copies."""
+    """How many times sooner a copy must be expected (`leases/dispatch.py`); None copies for age
+    alone."""
     exact_version: bool = False
     """Whether each group is sampled by one version alone: its worker's, when it was granted."""
 
@@ -231,6 +239,10 @@ class Scheduler:
         self._complaints = complaints
         self._storing: dict[int, tuple[str, int]] = {}
         """Group -> the worker and attempt whose result is on its way to the disk."""
+        self._asked: list[LeaseRecord] = []
+        """Leases whose holders are to be asked for them."""
+        self._released: dict[int, str] = {}
+        """Group that its holder has given up -> the worker for which it did."""
         self._unreturned: list[Action] = []
         """Ends of groups that were decided by a `grant` that failed."""
 
@@ -262,7 +274,7 @@ class Scheduler:
         worker with the newest version is promised.
         """
         step = self.step if newest is None else newest.step
-        return self._num_promised >= self._limit(step) and not self._is_hedging
+        return self._num_promised >= self._limit(step) and not self._is_batch_waiting
 
     def obstacle(self, workers: Sequence[LeasedWorker], newest: PolicyVersion | None) -> Obstacle:
         """Return what keeps the groups of the next batch from being granted."""
@@ -285,11 +297,26 @@ class Scheduler:
         actions, granted = self.grant(workers, now=now)
         for node_id, leases in granted.items():
             actions += self._send(node_id, leases)
-        return actions
+        asked, self._asked = self._asked, []
+        return [*actions, *self._reclaim(asked)]
 
     def _send(self, node_id: str, leases: Sequence[Lease]) -> list[Action]:
         messages = self.shipped.grants(leases)
         return [a for grant, payload in messages for a in self._routes.to(node_id, grant, *payload)]
+
+    def _reclaim(self, records: Sequence[LeaseRecord]) -> list[Action]:
+        """Ask holders to give leases up."""
+        asked: dict[tuple[str, bool], list[tuple[int, int]]] = {}
+        for record in records:
+            key = (record.worker_id, record.is_begun_too)
+            asked.setdefault(key, []).append((record.group_id, record.attempt))
+        return [
+            action
+            for (node_id, is_begun_too), keys in asked.items()
+            for action in self._routes.to(
+                node_id, Reclaim(leases=tuple(sorted(keys)), is_begun_too=is_begun_too)
+            )
+        ]
 
     def grant(
         self, workers: Sequence[LeasedWorker], *, now: float
@@ -323,12 +350,13 @@ class Scheduler:
     ) -> None:
         bounds = self._bounds(workers)
         able = {worker.node_id: worker for worker in workers if worker.is_able(bounds)}
-        is_hedging = self._is_hedging
-        if not is_hedging and not self._has_use(able.values(), bounds):
+        is_waiting = self._is_batch_waiting
+        if not is_waiting and not self._has_use(able.values(), bounds):
             return
+        self._hand_over(able, bounds, records, granted, made, now)
         self.finish_times.refresh(list(able))
         loads = self._loads(able.values(), bounds, now)
-        foreseen = [self._outlook_of(worker, now) for worker in workers] if is_hedging else []
+        foreseen = [self._outlook_of(worker, now) for worker in workers] if is_waiting else []
         num_promised = self._num_promised
         for node_id in by_finish(loads, num_promised=num_promised):
             group_id = self._next_group(records)
@@ -341,8 +369,9 @@ class Scheduler:
             self._enter(record, able[node_id], records, granted)
         for node_id in granted:
             self.leases.note_load(node_id, now=now)
-        if is_hedging:
+        if is_waiting:
             running = [each for outlook in foreseen for each in outlook.running]
+            self._ask(able, bounds, running, now)
             for original, node_id in self._copies(able, bounds, running, now):
                 if self._find_prompt_fault(original.group_id) is not None:
                     continue
@@ -351,6 +380,28 @@ class Scheduler:
                 record.copy_of, record.min_version = original.attempt, original.min_version
                 self.counters.add("hedges/issued")
                 self._enter(record, able[node_id], records, granted)
+
+    def _hand_over(
+        self,
+        able: dict[str, LeasedWorker],
+        bounds: Bounds,
+        records: list[Action],
+        granted: dict[str, list[Lease]],
+        made: list[LeaseRecord],
+        now: float,
+    ) -> None:
+        """Grant what was given up for a worker to that one, if it can take it."""
+        released, self._released = self._released, {}
+        for group_id, node_id in sorted(released.items()):
+            worker, num_promised = able.get(node_id), self._num_promised
+            is_free = self.is_open(group_id) and not self.leases.workers_of(group_id)
+            if worker is None or not is_free or self._find_prompt_fault(group_id) is not None:
+                continue
+            if self._num_held(worker) < worker.capacity and bounds[worker.installed] > num_promised:
+                record = self.leases.grant(group_id, node_id, now=now)
+                made.append(record)
+                record.min_version = self._oldest_version(num_promised)
+                self._enter(record, worker, records, granted)
 
     def _enter(
         self,
@@ -396,11 +447,10 @@ class Scheduler:
         return consumed + self.buffer.num_unspent(step=self.step) + self.leases.num_running
 
     @property
-    def _is_hedging(self) -> bool:
+    def _is_batch_waiting(self) -> bool:
         """Whether the next batch waits for groups that run."""
         return (
-            self.settings.hedge_factor is not None
-            and self.leases.num_running > 0
+            self.leases.num_running > 0
             and self.buffer.num_unspent(step=self.step) < self.settings.groups_per_step
         )
 
@@ -506,24 +556,116 @@ class Scheduler:
             heapq.heapreplace(outlook.free_at, done_at)
         return outlook
 
+    def _idle(self, able: dict[str, LeasedWorker], bounds: Bounds) -> dict[str, int]:
+        """Return the workers that admission has no group for, and how many each could begin."""
+        free = {
+            node_id: (worker.num_places or worker.capacity) - self._num_held(worker)
+            for node_id, worker in able.items()
+            # What it makes must be as fresh as what was promised.
+            if bounds[worker.installed] >= self._num_promised
+        }
+        return {node_id: number for node_id, number in free.items() if number > 0}
+
+    def _is_asked(self, record: LeaseRecord, now: float) -> bool:
+        """Return whether a lease is about to be given up, if its holder does as it was asked."""
+        patience_s = RELEASE_BEATS * self.settings.heartbeat_s
+        return bool(record.reclaimed_for) and now <= record.reclaimed_at + patience_s
+
+    def _may_move(self, record: LeaseRecord) -> bool:
+        """Return whether a holder may be asked for a lease: it knows of it, and was not asked."""
+        is_known = record.is_confirmed and not record.is_delivered and not record.reclaimed_for
+        is_alone = len(self.leases.workers_of(record.group_id)) == 1
+        return is_known and is_alone and record.attempt < MAX_ATTEMPTS // 2
+
+    def _ask(
+        self, able: dict[str, LeasedWorker], bounds: Bounds, running: list[RunningGroup], now: float
+    ) -> None:
+        """Choose the leases that are to move to workers with nothing else to do."""
+        pending = Counter(g.record.reclaimed_for for g in running if self._is_asked(g.record, now))
+        is_first = not self.finish_times.knows_a_group
+        if is_first:
+            newcomers = [
+                Newcomer(name, self._num_held(worker) + pending[name], worker.capacity)
+                for name, worker in able.items()
+                if self.finish_times.of(name).measured is None
+                and bounds[worker.installed] >= self._num_promised
+            ]
+            chosen = even_out(self._movable(running), newcomers) if newcomers else []
+        else:
+            idle = self._idle(able, bounds)
+            loads = self._loads([able[node_id] for node_id in idle], bounds, now) if idle else []
+            for load in loads:
+                for _ in range(pending[load.node_id]):
+                    load.add()
+            waiting = [
+                group
+                for group in running
+                if not group.record.running_s
+                and self.finish_times.has_made_a_group(group.record.worker_id)
+                and self._may_move(group.record)
+            ]
+            chosen = moves(waiting, loads, least_gain_s=self.settings.heartbeat_s)
+        for record, node_id in chosen:
+            record.reclaimed_for, record.reclaimed_at = node_id, now
+            record.is_begun_too = is_first and not self.settings.prompts_are_free
+            self._asked.append(record)
+
+    def _movable(self, running: list[RunningGroup]) -> dict[str, list[LeaseRecord]]:
+        """Return the leases of each worker that knows of all of its own, begun ones first."""
+        held: dict[str, list[LeaseRecord]] = {}
+        for record in (group.record for group in running):
+            if not record.reclaimed_for:
+                held.setdefault(record.worker_id, []).append(record)
+        return {
+            name: sorted(records, key=lambda record: (not record.running_s, record.group_id))
+            for name, records in held.items()
+            if all(map(self._may_move, records))
+        }
+
     def _copies(
         self, able: dict[str, LeasedWorker], bounds: Bounds, running: list[RunningGroup], now: float
     ) -> list[tuple[LeaseRecord, str]]:
         """Return which leases to copy to workers that have nothing else to do."""
-        assert self.settings.hedge_factor is not None
-        helpers = [
-            Helper(node_id, self.finish_times.speed(node_id, now=now), num_free)
-            for node_id, worker in able.items()
-            if (num_free := (worker.num_places or worker.capacity) - self._num_held(worker)) > 0
-            and self.finish_times.has_made_a_group(node_id)
-            # What it makes must be as fresh as what was promised.
-            and bounds[worker.installed] >= self._num_promised
-        ]
-        if not helpers:
+        times = self.finish_times
+        idle = self._idle(able, bounds)
+        if not idle:
             return []
-        alone = {id(record) for record in self.leases.running_alone()}
-        groups = [group for group in running if id(group.record) in alone]
-        return hedges(groups, helpers, factor=self.settings.hedge_factor, now=now)
+        newest: dict[int, RunningGroup] = {}
+        holders: dict[int, list[str]] = {}
+        for group in running:
+            record = group.record
+            holders.setdefault(record.group_id, []).append(record.worker_id)
+            known = newest.get(record.group_id)
+            if known is None or known.record.attempt < record.attempt:
+                newest[record.group_id] = group
+        chosen: list[tuple[LeaseRecord, str]] = []
+        groups = []
+        for group_id, group in newest.items():
+            record = group.record
+            if self._is_asked(record, now):
+                idle[record.reclaimed_for] = idle.get(record.reclaimed_for, 0) - 1
+            elif self._is_withheld(record) and idle.get(record.reclaimed_for, 0) > 0:
+                idle[record.reclaimed_for] -= 1
+                chosen.append((record, record.reclaimed_for))
+            elif not record.is_delivered and self.leases.num_attempts(group_id) < MAX_ATTEMPTS:
+                groups.append(group)
+        helpers = [
+            Helper(
+                node_id,
+                times.speed(node_id, now=now) if times.has_made_a_group(node_id) else None,
+                num_free,
+                times.group_s(node_id),
+            )
+            for node_id, num_free in idle.items()
+            if num_free > 0
+        ]
+        factor = self.settings.hedge_factor
+        return chosen + hedges(groups, helpers, holders=holders, factor=factor, now=now)
+
+    def _is_withheld(self, record: LeaseRecord) -> bool:
+        """Return whether a holder has kept a lease that it was asked for and could give up."""
+        is_free = record.is_begun_too or not record.running_s
+        return bool(record.reclaimed_for) and is_free and record.copy_of is None
 
     def _next_group(self, records: list[Action]) -> int | None:
         """Return the group to grant next, passing over those whose prompt cannot be had.
@@ -576,6 +718,14 @@ class Scheduler:
         """Send a worker again what it does not list, and tell it what is not wanted any more."""
         lost, unwanted = self.reconcile(worker, message, has_progress=has_progress, now=now)
         actions = self._send(worker.node_id, lost)
+        earlier = now - self.settings.heartbeat_s
+        actions += self._reclaim(
+            [
+                record
+                for record in self.leases.worker_leases(worker.node_id)
+                if self._is_asked(record, now) and record.reclaimed_at <= earlier
+            ]
+        )
         for group_id, attempt in unwanted:
             ack = Ack(group_id=group_id, attempt=attempt, outcome="duplicate")
             actions += self._routes.to(worker.node_id, ack)
@@ -614,6 +764,10 @@ class Scheduler:
                 if state.num_tokens > record.num_tokens or (has_progress and is_idle):
                     num_tokens = max(state.num_tokens, record.num_tokens)
                     self.leases.renew(record, num_tokens=num_tokens, now=now)
+            elif record.is_confirmed and record.reclaimed_for:
+                self.leases.revoke(record)
+                self._released[record.group_id] = record.reclaimed_for
+                self.counters.add("leases_moved")
             elif record.is_confirmed or now - record.sent_at > 2 * self.settings.heartbeat_s:
                 # The Grant was lost, or the worker was restarted under the same incarnation.
                 record.sent_at, record.is_confirmed = now, False

@@ -72,13 +72,14 @@ from echo.wire.messages import (
     Partial,
     Pulse,
     Ready,
+    Reclaim,
     Refuse,
     Rehello,
     TopologyPlan,
     Welcome,
 )
 
-WORK_OF_LEARNER = (TopologyPlan, Pulse, Grant, Ack)
+WORK_OF_LEARNER = (TopologyPlan, Pulse, Grant, Reclaim, Ack)
 """What the learner says to nodes beside joining; the role itself handles it."""
 WORK_OF_NODE = (Heartbeat, Deliver, Partial, Failed)
 """What nodes say to the learner beside joining."""

@@ -75,8 +75,8 @@ from echo.leases.partials import (
     PartialGroups,
     PartialRules,
     apply_staleness_policy,
+    decode_continuations,
     decode_groups,
-    decode_members,
     encode_groups,
     encode_members,
     key_of,
@@ -101,6 +101,7 @@ from echo.wire.messages import (
     Message,
     NodeStats,
     Partial,
+    Reclaim,
     TopologyPlan,
     known_reason,
 )
@@ -417,6 +418,8 @@ class Worker(DialingRole):
         match message:
             case Grant():
                 return self._on_grant(message, payload, now)
+            case Reclaim():
+                return self._on_reclaim(message, now)
             case Ack():
                 return [*self._on_ack(message, now), *self._next(now)]
             case TopologyPlan():
@@ -433,15 +436,36 @@ class Worker(DialingRole):
         return [Note("info", text)]
 
     def _on_grant(self, message: Grant, payload: list[Frame], now: float) -> list[Action]:
-        members: list[PartialRollout] = []
+        begun: list[list[PartialRollout]] = [[] for _ in message.leases]
         if payload:
-            if len(message.leases) != 1:
-                raise RemoteProtocolError(f"{len(message.leases)} leases with one continuation")
-            members = decode_members(payload[0])
-        fresh = [lease for lease in message.leases if key_of(lease) not in self.partials]
-        for lease in fresh:
+            begun = decode_continuations(payload[0])
+            if len(begun) != len(message.leases):
+                numbers = f"{len(message.leases)} leases with {len(begun)} continuations"
+                raise RemoteProtocolError(numbers)
+        pairs = zip(message.leases, begun, strict=True)
+        fresh = [pair for pair in pairs if key_of(pair[0]) not in self.partials]
+        for lease, members in fresh:
             self.partials.add(lease, members)
         return self._next(now) if fresh else []
+
+    def _on_reclaim(self, message: Reclaim, now: float) -> list[Action]:
+        """Give up leases that others wait for; what the engine has of them, once it has stopped."""
+        engine = self.engine
+        calls: list[EngineCall] = []
+        if message.is_begun_too and engine is not None and engine.sampler == "engine":
+            self.partials.reclaim(message.leases)
+            calls = [call for call in self._calls if any(g.is_reclaimed for g in call.groups)]
+        given_up = self._hand_over(self.partials.outside(message.leases), now)
+        return [*self._recall(calls), *given_up]
+
+    def _hand_over(self, keys: Sequence[LeaseKey], now: float) -> list[Action]:
+        """Give up leases that are not in the engine, and what was sampled for them, to others."""
+        if not keys or not self.is_admitted:
+            return []
+        shipped = self.ship(interval_s=0.0, now=now)
+        for key in keys:
+            self.partials.revoke(key)
+        return [*shipped, *self.heartbeat(now=now)]
 
     def _on_ack(self, message: Ack, now: float) -> list[Action]:
         key = (message.group_id, message.attempt)
@@ -677,10 +701,11 @@ class Worker(DialingRole):
             if not group.is_whole:
                 self.partials.park(group)
                 self.partial_counts["interrupted"] += 1
+        actions = self._hand_over(self.partials.take_reclaimed(), now)
         interval_s = engine.rules.ship_s
         if interval_s is None:
-            return self._next(now)
-        actions = self.ship(interval_s=interval_s, now=now)
+            return [*actions, *self._next(now)]
+        actions += self.ship(interval_s=interval_s, now=now)
         if now >= self._saved_at + interval_s:
             actions += self._save(now)
         return [*actions, *self._next(now)]

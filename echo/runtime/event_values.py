@@ -32,7 +32,9 @@ from echo.core.errors import DataError, EchoError, RemoteProtocolError
 from echo.leases.partials import (
     PartialGroup,
     SavedPartialGroups,
+    decode_continuations,
     decode_members,
+    encode_continuations,
     encode_members,
 )
 from echo.roles.worker import EngineCall
@@ -100,8 +102,12 @@ def thin_frames(frames: Sequence[Frame]) -> list[Any]:
             group = decode_group(frames[1], frames[2])
             thinned = dataclasses.replace(group, rollouts=_thin_each(group.rollouts))
             return [*frames[:2], encode_group(thinned)[1]]
-        if kind in ("Partial", "Grant") and len(frames) == 2:
+        if kind == "Partial" and len(frames) == 2:
             return [frames[0], encode_members(_thin_each(decode_members(frames[1])))]
+        if kind == "Grant" and len(frames) == 2:
+            begun = decode_continuations(frames[1])
+            thinned = [encode_members(_thin_each(each)) if each else b"" for each in begun]
+            return [frames[0], encode_continuations(thinned)]
     except RemoteProtocolError:
         pass
     return [bytes(frame) for frame in frames]

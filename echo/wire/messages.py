@@ -224,7 +224,7 @@ Names = Annotated[dict[Word, Word], Meta(max_length=MAX_NAMES)]
 Counts = Annotated[dict[Word, Count], Meta(max_length=MAX_NAMES)]
 FileSize = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Raised by every change that an older node would misunderstand."""
 
 LEARNER_ID = "learner"
@@ -442,11 +442,23 @@ class Lease(Message, frozen=True, tag=False):
 class Grant(Message, frozen=True):
     """Leases for a worker; one that it already has is ignored.
 
-    With a payload frame there is one lease only, and the frame is what others have sampled for it
-    (`encode_members` of `leases/partials.py`), to be continued.
+    The payload frame, if there is one, is what others have sampled for each of them, to be
+    continued (`encode_continuations` of `leases/partials.py`).
     """
 
     leases: Annotated[tuple[Lease, ...], Meta(max_length=MAX_LEASES)]
+
+
+class Reclaim(Message, frozen=True):
+    """Leases that another worker could begin: give them up, unless their groups were begun.
+
+    The next heartbeat that does not list one of them confirms that it was given up. Until then it
+    is this worker's.
+    """
+
+    leases: Annotated[tuple[tuple[GroupId, Attempt], ...], Meta(max_length=MAX_LEASES)]
+    is_begun_too: bool = False
+    """Whether unfinished groups are given up as well, with what was sampled for them."""
 
 
 class Deliver(Message, frozen=True):
@@ -560,6 +572,7 @@ ROUTED_MESSAGES = (
     | Heartbeat
     | Pulse
     | Grant
+    | Reclaim
     | Deliver
     | Partial
     | Failed

@@ -27,11 +27,14 @@ from echo.leases.dispatch import (
     Helper,
     LengthHistory,
     Load,
+    Newcomer,
     RunningGroup,
     Throughput,
     Usefulness,
     by_finish,
+    even_out,
     hedges,
+    moves,
 )
 from echo.leases.scheduler import AppendRecord
 from echo.wire.messages import LeaseState
@@ -392,11 +395,16 @@ def running(group_id: int, *, done_at: float, num_tokens: float = 10.0) -> Runni
 
 
 def chosen(
-    groups: list[RunningGroup], *helpers: Helper, factor: float = 2.0
+    groups: list[RunningGroup],
+    *helpers: Helper,
+    factor: float | None = 2.0,
+    also: str = "",
+    now: float = 0.0,
 ) -> list[tuple[int, str]]:
-    return [
-        (record.group_id, name) for record, name in hedges(groups, helpers, factor=factor, now=0.0)
-    ]
+    """Return what is copied to whom, of groups that "slow" holds, and `also` another worker."""
+    holders = {g.record.group_id: ["slow", also] if also else ["slow"] for g in groups}
+    picked = hedges(groups, helpers, holders=holders, factor=factor, now=now)
+    return [(record.group_id, name) for record, name in picked]
 
 
 def test_the_last_groups_go_to_the_fastest() -> None:
@@ -429,6 +437,79 @@ def test_copies_pay_and_fit(
         assert done_at >= factor * num_tokens / names[name]
     for n, (_, num_places) in enumerate(helpers):
         assert sum(name == f"h{n}" for _, name in picked) <= num_places
+
+
+def test_a_group_that_is_old_is_copied_whatever_its_holders_say() -> None:
+    group = running(0, done_at=1e6)  # granted at 0
+    soon = RunningGroup(group.record, 80.0, 10.0)
+    helper = {"group_s": 10.0, "num_places": 1}
+
+    def copied(now: float, **how: Any) -> bool:
+        return bool(chosen([soon], Helper("fast", 1.0, **helper), now=now, **how))
+
+    assert not copied(80.0)  # 4 x 2 x 10 s
+    assert copied(80.1)
+    assert not copied(100.0, factor=3.0)
+    assert copied(121.0, factor=3.0)
+    assert copied(80.1, factor=None), "with hedging switched off, too"
+    assert copied(80.1, also="accomplice"), "whoever else has it"
+    assert not copied(80.1, also="fast")
+    unmeasured = Helper("new", None, **helper)
+    assert chosen([soon], unmeasured, now=80.1) == [(0, "new")]
+    assert chosen([group], unmeasured, now=79.0) == [], "late alone is not enough for it"
+
+
+def test_a_holder_that_claims_to_be_the_fastest_keeps_no_other_from_its_groups() -> None:
+    helpers = Helper("slow", 1e6, 9, 0.1), Helper("honest", 1.0, 1, 10.0)
+    assert chosen([running(0, done_at=1e3)], *helpers, now=81.0) == [(0, "honest")]
+
+
+# --- moves ----------------------------------------------------------------------------------------
+
+
+@given(
+    st.dictionaries(st.sampled_from("abc"), st.integers(0, 30), min_size=1),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), min_size=1, max_size=3),
+)
+def test_newcomers_are_given_as_many_groups_as_the_others_have(
+    held: dict[str, int], joining: list[tuple[int, int]]
+) -> None:
+    records = {
+        name: [LeaseRecord(n, 0, name, 0.0, 0.0) for n in range(number)]
+        for name, number in held.items()
+    }
+    newcomers = [Newcomer(f"n{n}", *each) for n, each in enumerate(joining)]
+    moved = even_out(records, newcomers)
+    assert len({(record.worker_id, record.group_id) for record, _ in moved}) == len(moved)
+    left = {
+        name: number - sum(r.worker_id == name for r, _ in moved) for name, number in held.items()
+    }
+    for newcomer, (before, capacity) in zip(newcomers, joining, strict=True):
+        given_to = sum(name == newcomer.node_id for _, name in moved)
+        assert newcomer.num_held == before + given_to
+        assert not given_to or newcomer.num_held <= capacity
+        if newcomer.num_held < capacity:
+            assert max(left.values()) <= newcomer.num_held + 1
+        if given_to:
+            assert newcomer.num_held <= max(left.values()) + 1
+    for name, records_of in records.items():
+        last = [record for record, _ in moved if record.worker_id == name]
+        assert last == records_of[len(records_of) - len(last) :][::-1], "the last one moves first"
+
+
+def test_a_lease_moves_where_that_saves_more_than_a_group() -> None:
+    def moved(*done_at: float, free: int = 4, least_gain_s: float = 0.0) -> list[int]:
+        helper = load("idle", speed=1.0, places=4, held=4 - free)
+        groups = [running(n, done_at=at) for n, at in enumerate(done_at)]
+        return [r.group_id for r, _ in moves(groups, [helper], least_gain_s=least_gain_s)]
+
+    # A group takes the idle worker 1 s alone, up to 2 s beside others.
+    assert moved(9.0, 10.0) == [1, 0]
+    assert moved(3.2) == []
+    assert moved(3.3) == [0]
+    assert moved(9.0, 10.0, free=1) == [1]
+    assert moved(9.0, 10.0, least_gain_s=8.0) == [1]
+    assert moves([running(0, done_at=99.0)], [load("slow", speed=1.0)], least_gain_s=0.0) == []
 
 
 # --- in the learner's role ---------------------------------------------------------------------
@@ -492,8 +573,9 @@ def test_copies_save_a_batch_from_a_worker_that_is_suddenly_slow() -> None:
         for name in ("hedges/issued", "hedges/won", "leases_cancelled")
     )
     assert 0 < num_won <= num_issued
-    # Every copy makes one of the two a loser; all of them were told, and stopped.
-    assert num_cancelled >= num_issued - 1
+    # Every copy makes one of its group's leases a loser; all of them were told, and stopped.
+    held = [group for name in fleet for group in world.leased(name)]
+    assert num_cancelled >= num_issued - (len(held) - len(set(held)))
     for name in fleet:
         running = world.node(name).role.partials.running.values()
         assert not any(group.is_unwanted for group in running)

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,10 +23,18 @@ from echo.leases.scheduler import (
     Scheduler,
     StoreGroup,
 )
-from echo.wire.actions import Complaints, Note, Routes
+from echo.wire.actions import Complaints, Note, Routes, Send
 from echo.wire.codec import encode_group
-from echo.wire.messages import Deliver, Failed, Heartbeat, Lease, LeaseState, NodeStats
-from tests.roles.harness import Prompts, make_group
+from echo.wire.messages import (
+    Deliver,
+    Failed,
+    Heartbeat,
+    Lease,
+    LeaseState,
+    NodeStats,
+    Reclaim,
+)
+from tests.roles.harness import Prompts, make_group, message_of
 
 LINEAGES = (Lineage(1, 0), Lineage(2, 3))
 
@@ -91,21 +100,22 @@ def granted(granting: Scheduler, *workers: LeasedWorker, now: float = 0.0) -> di
 
 def test_a_closed_admission_is_told_without_looking_at_anybody() -> None:
     granting = make_granting()
+    granting.buffer.num_unspent = lambda *, step: 4  # type: ignore[method-assign]
     newest = PolicyVersion(2, 3)
     assert not granting.is_closed(newest)
     assert granting.is_closed(PolicyVersion(2, 1))  # (1 + 1 + 1) * 4 = 12: all are consumed
-    assert len(granted(granting, make_worker("w1", (2, 3), 100))["w1"]) == 8
+    assert len(granted(granting, make_worker("w1", (2, 3), 100))["w1"]) == 4
     assert granting.is_closed(newest)
     assert granting.is_closed(None)
     # A group that ends otherwise makes room for another.
     granting.end(12, "failed")
     assert not granting.is_closed(newest)
-    assert granted(granting, make_worker("w1", (2, 3), 100)) == {"w1": [20]}
+    assert granted(granting, make_worker("w1", (2, 3), 100)) == {"w1": [16]}
     assert granting.is_closed(newest)
 
 
-def test_a_closed_admission_does_not_keep_from_copies() -> None:
-    granting = make_granting(of={"hedge_factor": 1.5})
+def test_a_closed_admission_keeps_from_neither_moves_nor_copies_while_a_batch_waits() -> None:
+    granting = make_granting()
     granted(granting, make_worker("w1", (2, 3), 100))
     assert not granting.is_closed(PolicyVersion(2, 3))
 
@@ -369,3 +379,102 @@ def test_settled_groups_are_a_set(first: list[int], second: list[int]) -> None:
         expected.add(group_id)
     assert {group_id for group_id in range(-3, 50) if group_id in finished} == expected
     assert len(finished._others) <= len(expected)
+
+
+# --- leases that move -----------------------------------------------------------------------------
+
+
+def beat(
+    granting: Scheduler, worker: LeasedWorker, *states: LeaseState, now: float
+) -> list[Reclaim]:
+    """Let a worker list its leases; return what it is asked for again."""
+    message = Heartbeat(installed=None, capacity=0, leases=states, stats=NodeStats())
+    return reclaims(granting.heard(worker, message, has_progress=True, now=now))
+
+
+def reclaims(actions: Sequence[Any]) -> list[Reclaim]:
+    messages = [message_of(action.frames) for action in actions if isinstance(action, Send)]
+    return [message for message in messages if isinstance(message, Reclaim)]
+
+
+def begun(*group_ids: int, running_s: float = 1.0) -> list[LeaseState]:
+    return [
+        LeaseState(group_id=g, attempt=0, num_tokens=3 if running_s else 0, running_s=running_s)
+        for g in group_ids
+    ]
+
+
+def shared(*, num_begun: int = 8, **changes: Any) -> tuple[Scheduler, LeasedWorker, LeasedWorker]:
+    """Return a worker that was given all groups and has begun some, and one that joins then."""
+    granting = make_granting(of=changes)
+    first, second = make_worker("first", (2, 3)), make_worker("second", (2, 3))
+    for worker in (first, second):
+        granting._routes.learn(worker.node_id, f"to {worker.node_id}")
+    granting.hand_out([first], now=0.0)
+    ids = range(12, 20)
+    waiting = begun(*ids[num_begun:], running_s=0.0)
+    beat(granting, first, *begun(*ids[:num_begun]), *waiting, now=1.0)
+    return granting, first, second
+
+
+def test_a_newcomer_is_given_half_of_the_first_groups_once_their_holder_has_given_them_up() -> None:
+    granting, first, second = shared()
+    workers = [first, second]
+    [asked] = reclaims(granting.hand_out(workers, now=1.0))
+    moving = (16, 17, 18, 19)
+    assert asked == Reclaim(leases=tuple((g, 0) for g in moving), is_begun_too=True)
+    assert reclaims(granting.hand_out(workers, now=1.1)) == [], "it is asked once"
+    assert granted(granting, *workers, now=1.2) == {}, "until then they are the first one's"
+    # The request may be lost: what is still listed is asked for again.
+    assert beat(granting, first, *begun(*range(12, 20)), now=2.1) == [asked]
+    assert beat(granting, first, *begun(*range(12, 16)), now=2.2) == []
+    assert granted(granting, *workers, now=2.2) == {"second": [16, 17, 18, 19]}
+    assert granting.counters["leases_moved"] == 4
+    assert granting.leases.num_running == 8
+    beat(granting, second, *(msgspec.structs.replace(s, attempt=1) for s in begun(16)), now=2.5)
+    assert reclaims(granting.hand_out(workers, now=2.5)) == []
+
+
+def test_what_a_holder_keeps_is_copied_and_counts_once() -> None:
+    granting, first, second = shared(hedge_factor=None)
+    workers, states = [first, second], begun(*range(12, 20))
+    granting.hand_out(workers, now=1.0)
+    beat(granting, first, *states, now=4.9)
+    assert granted(granting, *workers, now=5.0) == {}
+    assert beat(granting, first, *states, now=5.1) == [], "it was asked often enough"
+    assert granted(granting, *workers, now=5.1) == {"second": [16, 17, 18, 19]}
+    assert granting.leases.num_running == 8
+    assert granting.counters["hedges/issued"] == 4
+    assert granted(granting, *workers, now=6.0) == {}
+
+
+def test_only_what_was_not_begun_moves_once_a_group_was_made() -> None:
+    granting, first, second = shared(num_begun=4)
+    first.num_places = 4
+    granting.finish_times.made("first", num_tokens=10, seconds=20.0, now=1.0)
+    [asked] = reclaims(granting.hand_out([first, second], now=1.0))
+    assert not asked.is_begun_too
+    assert {group_id for group_id, _ in asked.leases} <= {16, 17, 18, 19}
+    granting, first, second = shared(num_begun=8)
+    granting.finish_times.made("first", num_tokens=10, seconds=20.0, now=1.0)
+    assert reclaims(granting.hand_out([first, second], now=1.0)) == []
+
+
+def test_episodes_of_agents_are_not_asked_for_once_begun() -> None:
+    granting, first, second = shared(prompts_are_free=True)
+    [asked] = reclaims(granting.hand_out([first, second], now=1.0))
+    assert not asked.is_begun_too
+
+
+@pytest.mark.parametrize("change", ["batch", "stale", "full", "unconfirmed"])
+def test_nothing_moves_without_need(change: str) -> None:
+    granting, first, second = shared()
+    if change == "batch":
+        granting.buffer.num_unspent = lambda *, step: 4  # type: ignore[method-assign]
+    elif change == "stale":
+        second.installed = PolicyVersion(1, 2)
+    elif change == "full":
+        second.capacity = 0
+    else:
+        granting.leases.worker_leases("first")[0].is_confirmed = False
+    assert reclaims(granting.hand_out([first, second], now=1.0)) == []

@@ -16,7 +16,7 @@ import pytest
 from echo.core import buffer
 from echo.core.buffer import StalenessBuffer
 from echo.core.timers import earliest
-from echo.leases import scheduler
+from echo.leases import dispatch, scheduler
 from echo.leases.book import FinishedGroups, LeaseBook, LeasedWorker
 from echo.leases.outbox import Outbox
 from echo.leases.partials import ShippedPartials
@@ -406,6 +406,19 @@ def wait_for_the_disk(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Node, "_work", blocking)
     patch.setattr(Node, "_on_finished", finished)
     patch.setattr(Node, "_on_timer", late)
+
+
+@plant(25, "b")
+def leave_leases_where_they_are(patch: pytest.MonkeyPatch) -> None:
+    """Ask no worker for a lease."""
+    patch.setattr(Scheduler, "_ask", lambda self, able, bounds, running, now: None)
+
+
+@plant(25, "c")
+def believe_what_is_reported(patch: pytest.MonkeyPatch) -> None:
+    """Copy no group for its age."""
+    patch.setattr(dispatch, "AGE_FACTOR", float("inf"))
+    patch.setattr(Scheduler, "_is_withheld", lambda self, record: False)
 
 
 @plant(29)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.promises.conftest import MakeWorld
-from tests.promises.world import World
+from tests.promises.world import Rated, World
 
 
 def finish(world: World) -> None:
@@ -121,6 +121,40 @@ def test_10_a_hedged_group_counts_once_and_its_loser_is_told(make_world: MakeWor
     trained = world.trained()
     assert len(trained) == len(set(trained))
     assert cancelled["group"] in trained
+    world.audit()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "Reclaim",
+        "Partial",
+        *(pytest.param(k, marks=pytest.mark.matrix) for k in ("Heartbeat", "Grant")),
+    ],
+)
+def test_10b_a_group_that_moves_is_trained_once_whatever_is_lost(
+    make_world: MakeWorld, kind: str
+) -> None:
+    world = make_world(
+        sampling={"max_completion_tokens": 40},
+        sync={"max_staleness": 0},
+        batch={"groups_per_step": 8},
+    )
+    world.learner()
+    world.worker("w1", rated=Rated(tokens_per_s=10.0, places=8))
+    world.run_until(lambda: len(world.sampling("w1")) == 8)
+    world.run(0.6)  # they are listed
+    lost = world.drop(
+        kind,
+        times=1 if kind == "Reclaim" else 3,
+        source="learner" if kind in ("Reclaim", "Grant") else "w1",
+    )
+    world.worker("w2", rated=Rated(tokens_per_s=10.0, places=8))
+    world.run_until(lambda: world.step >= 3)
+    assert len(lost) == (1 if kind == "Reclaim" else 3)
+    assert world.count("learner", "leases_moved") >= 4
+    trained = world.trained()
+    assert len(trained) == len(set(trained)) == 8 * world.step
     world.audit()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.promises.conftest import MakeWorld
-from tests.promises.world import World
+from tests.promises.world import Rated, World
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +42,59 @@ def test_25_a_frozen_node_delays_nobody_else(make_world: MakeWorld, victim: str)
     world.thaw(victim)
     world.run(12.0)
     assert world.is_admitted(victim)
+    world.audit()
+
+
+@pytest.mark.parametrize("places", [4, 16])
+@pytest.mark.parametrize(
+    ("max_staleness", "groups_per_step"),
+    [(2, 4), pytest.param(0, 13, marks=pytest.mark.matrix)],
+)
+def test_25b_equal_workers_that_join_one_after_the_other_share_the_first_groups(
+    make_world: MakeWorld, places: int, max_staleness: int, groups_per_step: int
+) -> None:
+    world = make_world(
+        sync={"max_staleness": max_staleness},
+        batch={"groups_per_step": groups_per_step},
+        sampling={"max_completion_tokens": 100},
+    )
+    world.learner()
+    for number in range(2):  # a group takes 10 s
+        rated = Rated(tokens_per_s=10.0, places=places)
+        world.worker(f"w{number}", rated=rated, build_s=4.0 * number)
+    first = set(range((max_staleness + 1) * groups_per_step))
+    world.run_until(lambda: first <= set(world.stored()))
+    made = [world.num_stored(f"w{number}", of=first) for number in range(2)]
+    assert abs(made[0] - made[1]) <= 1, made
+    world.audit()
+
+
+@pytest.mark.parametrize("hedge_factor", [2.0, False])
+@pytest.mark.parametrize("is_first", [False, pytest.param(True, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("num_tokens", [10, pytest.param(1, marks=pytest.mark.matrix)])
+def test_25c_made_up_progress_holds_no_step_up(
+    make_world: MakeWorld, hedge_factor: float | bool, is_first: bool, num_tokens: int
+) -> None:
+    world = make_world(
+        sampling={"max_completion_tokens": 10},
+        sync={"max_staleness": 0},
+        batch={"groups_per_step": 4},
+        leases={"hedge_factor": hedge_factor},
+    )
+    world.learner()
+    honest = Rated(tokens_per_s=10.0)  # a group takes a second
+    liar = Rated(tokens_per_s=10.0, places=64, slowdown_of=lambda key: 1e9)
+    if not is_first:
+        world.worker("honest", rated=honest)
+        world.run_until(lambda: world.step >= 2)
+    world.worker("liar", rated=liar)
+    world.run_until(lambda: world.sampling("liar"))
+    world.make_up_progress("liar", num_tokens=num_tokens)
+    if is_first:
+        world.worker("honest", rated=honest)
+    for _ in range(3):
+        step = world.step
+        world.run_until(lambda step=step: world.step > step, within_s=14.0)  # type: ignore[misc]
     world.audit()
 
 

@@ -918,6 +918,18 @@ class World:
         """Let a worker's engine begin groups and never finish them."""
         self._process(worker).sample_s = math.inf
 
+    def make_up_progress(self, worker: str, *, num_tokens: int) -> None:
+        """Let a worker report so many more tokens of each of its groups with each heartbeat."""
+        role = self.node(worker).role
+        heartbeat = role.heartbeat
+
+        def lying(*, now: float) -> Any:
+            for partial in role.partials.running.values():
+                partial.num_progress += num_tokens
+            return heartbeat(now=now)
+
+        role.heartbeat = lying
+
     def fail_rewards(self, worker: str, reason: str) -> None:
         """Let a worker's groups end with this reason; empty: no more."""
         self._process(worker).reward_fault = reason
@@ -1232,6 +1244,11 @@ class World:
     def stored(self) -> list[int]:
         """Return the groups that were accepted, each as often as it was."""
         return [record["group"] for record in self.records("accepted")]
+
+    def num_stored(self, worker: str, *, of: set[int]) -> int:
+        """Return how many of these groups were accepted from a worker."""
+        records = self.records("accepted")
+        return sum(r["worker"] == worker and r["group"] in of for r in records)
 
     def acknowledged(self) -> list[int]:
         """Return the groups that were acknowledged to a worker, each as often as it was."""

@@ -55,6 +55,7 @@ from echo.wire.messages import (
     Partial,
     Pulse,
     Ready,
+    Reclaim,
     Refuse,
     Rehello,
     TopologyPlan,
@@ -183,6 +184,7 @@ OF_LEARNER: dict[type[Message], Message] = {
         TopologyPlan(epoch=1, stripes=()),
         Pulse(step=1, newest=None),
         Grant(leases=()),
+        Reclaim(leases=()),
         Ack(group_id=1, attempt=0, outcome="accepted"),
     )
 }

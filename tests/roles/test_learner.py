@@ -11,7 +11,12 @@ import pytest
 
 from echo.core.metrics import Counters
 from echo.core.rollout import PartialRollout
-from echo.leases.partials import PartialGroup, ShippedPartials, encode_members
+from echo.leases.partials import (
+    PartialGroup,
+    ShippedPartials,
+    encode_continuations,
+    encode_members,
+)
 from echo.roles.members import Member, Presence
 from echo.wire import codec
 from echo.wire.messages import Heartbeat, NodeStats, Partial
@@ -49,7 +54,8 @@ def test_the_bound_holds_and_the_newest_statement_of_the_newest_attempt_wins() -
     assert shipped.num_bytes == 3, "a worker's newer statement replaces its older one"
     shipped.put(1, 1, b"1234", num_tokens=4)
     shipped.put(1, 0, b"12", num_tokens=4)
-    assert shipped.grants([make_lease(1, 2)])[0][1] == (b"1234",)
+    [(_, payload)] = shipped.grants([make_lease(1, 2)])
+    assert payload == (encode_continuations([b"1234"]),)
     shipped.put(2, 0, b"1234567", num_tokens=7)
     assert 2 not in shipped
     assert counters["dropped/partials_full"] == 1

@@ -32,7 +32,7 @@ from echo.roles.worker import (
 from echo.weights.broadcast import Broadcast
 from echo.wire.actions import Action, Note, Stop
 from echo.wire.codec import decode_group
-from echo.wire.messages import Ack, Failed, Lease
+from echo.wire.messages import Ack, Failed, Heartbeat, Lease, Message, Partial, Reclaim
 from tests.core.groups import make_partial
 from tests.roles.harness import make_lease, make_node_settings
 
@@ -761,3 +761,69 @@ def test_a_machine_is_given_back_after_so_long_for_nothing(why: str) -> None:
     assert role.activity == "releasing"
     assert not any(isinstance(action, Stop) for action in role._expire_joining(1e6)), "meanwhile"
     assert [type(action) for action in role.released(True)] == [Stop]
+
+
+# --- leases that others wait for ------------------------------------------------------------------
+
+
+def reclaim(paper: Paper, *group_ids: int, is_begun_too: bool = False) -> list[Message]:
+    """Ask a worker for leases; return what it says until its engine has stopped."""
+    said: list[Message] = []
+
+    def to_learner(message: Message, *payload: Any) -> list[Action]:
+        said.append(message)
+        return []
+
+    paper.role.to_learner = to_learner  # type: ignore[method-assign]
+    message = Reclaim(leases=tuple((g, 0) for g in group_ids), is_begun_too=is_begun_too)
+    paper.do(paper.role.on_work(message, [], paper.now))
+    return said
+
+
+def listed(messages: Sequence[Message]) -> list[int]:
+    """Return the groups that the last heartbeat lists."""
+    beats = [message for message in messages if isinstance(message, Heartbeat)]
+    return sorted(state.group_id for state in beats[-1].leases)
+
+
+def test_what_was_not_begun_is_given_up_for_another_worker() -> None:
+    paper = Paper(LENGTHS, groups_per_batch=2)
+    paper.grant()
+    assert paper.sampled == [["0.0", "0.1", "1.0", "1.1"]]
+    assert listed(reclaim(paper, 1, 3, 5)) == [0, 1, 2, 4], "what the engine has it keeps"
+    assert reclaim(paper, 1, 3, 5) == [], "nothing has changed: the next heartbeat will do"
+    paper.lengths = {group_id: LENGTHS[group_id] for group_id in (0, 1, 2, 4)}
+    assert sorted(paper.run()) == [0, 1, 2, 4]
+
+
+@pytest.mark.parametrize("is_continuous", [False, True])
+def test_what_was_begun_is_given_up_with_its_tokens_where_that_is_asked_for(
+    is_continuous: bool,
+) -> None:
+    paper = Paper(LENGTHS, groups_per_batch=6, is_continuous=is_continuous)
+    paper.grant()
+    for _ in range(3):
+        paper.turn()  # groups 1, 3 and 4 are whole
+    messages = reclaim(paper, 1, 2, 5, is_begun_too=True)
+    shipped = {m.group_id for m in messages if isinstance(m, Partial)}
+    assert {2, 5} <= shipped
+    assert isinstance(messages[-1], Heartbeat), "what was sampled comes before the confirmation"
+    assert listed(messages) == [0, 1, 3, 4]
+    paper.lengths = {group_id: LENGTHS[group_id] for group_id in (0, 1, 3, 4)}
+    assert sorted(paper.run()) == [0, 1, 3, 4]
+    assert max(paper.num_before["0.1"]) <= 3, "what it keeps goes on where it was"
+
+
+def test_a_worker_without_its_learner_gives_nothing_up() -> None:
+    paper = Paper(LENGTHS, groups_per_batch=6)
+    paper.grant()
+    paper.turn()
+    paper.role.is_admitted = False
+    assert reclaim(paper, 0, 2, is_begun_too=True) == []
+    assert sorted(paper.run()) == [0, 1, 2, 3, 4, 5]
+
+
+def test_episodes_that_were_begun_stay() -> None:
+    paper = Paper(LENGTHS, groups_per_batch=2, sampler="episodes")
+    paper.grant()
+    assert listed(reclaim(paper, 0, 5, is_begun_too=True)) == [0, 1, 2, 3, 4]

@@ -15,6 +15,7 @@ from echo.config.fleet_file import FaultRow, PriceRow
 from echo.config.schema import ActivationSection
 from echo.fleet.market import Region
 from echo.fleet.overlap import predict
+from echo.sim.faults import SimulatedSite
 from echo.sim.learner import SimLearner
 from echo.sim.scenario import Scenario
 from echo.sim.simulation import Simulation
@@ -389,3 +390,24 @@ def test_a_run_ends_when_its_budget_is_spent(crowd: tuple[Summary, History]) -> 
     assert not summary.is_complete
     assert summary.end == "the budget of the run is spent"
     assert summary.cost == pytest.approx(full.cost / 2, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("concurrency", [16, 48])
+def test_equal_workers_that_join_one_after_the_other_share_the_first_batch(
+    concurrency: int,
+) -> None:
+    """Groups take 10 s and more; the second worker joins 4 s after the first."""
+    offer = make_offer(count=2, concurrency=concurrency, tokens_per_s=10.0 * concurrency)
+    job = make_job(groups_per_step=12, max_staleness=0, completion_spread=0.0)
+    workers: list[SimWorker | None] = []
+
+    class Watched(Simulation):
+        def start_worker(self, site: SimulatedSite) -> None:
+            super().start_worker(site)
+            workers.append(site.worker)
+
+    Watched(make_scenario(offer, job=job, num_steps=1, heartbeat_s=1.0, join_within_s=8.0)).run()
+    made = [worker.role.num_accepted for worker in workers if worker is not None]
+    assert sum(made) == 12
+    assert abs(made[0] - made[1]) <= 1
