@@ -210,7 +210,7 @@ class LeasesSection(Section):
     """Who is given which group of prompts."""
 
     hedge_factor: Annotated[float, Field(ge=1)] | Off = 2.0
-    """Idle workers repeat a group of a waiting batch if so many times sooner; false: by age only."""
+    """Idle workers repeat a group of a waiting batch if so much sooner; false: for its age only."""
 
 
 class BatchSection(Section):

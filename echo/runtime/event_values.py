@@ -106,8 +106,8 @@ def thin_frames(frames: Sequence[Frame]) -> list[Any]:
             return [frames[0], encode_members(_thin_each(decode_members(frames[1])))]
         if kind == "Grant" and len(frames) == 2:
             begun = decode_continuations(frames[1])
-            thinned = [encode_members(_thin_each(each)) if each else b"" for each in begun]
-            return [frames[0], encode_continuations(thinned)]
+            continued = [encode_members(_thin_each(each)) if each else b"" for each in begun]
+            return [frames[0], encode_continuations(continued)]
     except RemoteProtocolError:
         pass
     return [bytes(frame) for frame in frames]
