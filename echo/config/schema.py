@@ -141,7 +141,8 @@ class TaskSection(Section):
 
     roles = ("learner", "worker")
     kind: Inherited[TaskKind] = "addition"
-    """addition, countdown, dataset, gsm8k, mixture, verifiers, or your own, "module:Class"."""
+    """addition, countdown, dataset, gsm8k, mixture, verifiers, word_problems, or your own,
+    "module:Class"."""
     options: Inherited[dict[str, Any]] = Field(default_factory=dict)
     """Keyword arguments of the task's class."""
     reward_timeout_s: Inherited[Seconds] = Field(default=10.0, gt=0)

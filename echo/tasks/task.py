@@ -201,6 +201,7 @@ BUILT_IN_TASKS = {
     "gsm8k": "echo.tasks.builtin:Gsm8kTask",
     "mixture": "echo.tasks.dataset:MixtureTask",
     "verifiers": "echo.tasks.verifiers:VerifiersTask",
+    "word_problems": "echo.tasks.word_problems:WordProblemTask",
 }
 """The tasks that have a name of their own."""
 
