@@ -4,6 +4,7 @@ Every run is the real one: four processes over sockets. The seeds share the warm
 differ in prompts and sampling.
 
     python bench/bench_quickstart.py --name lora --set lora.rank=8 --set run.max_steps=60
+    python bench/bench_quickstart.py --model smollm2 --timeout-s 3600
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def main() -> None:
     parser = harness.new_parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--task", default="addition")
-    parser.add_argument("--name", help="of the result; the task's if none is given")
+    parser.add_argument("--model", help="a pretrained one in place of the task's small model")
+    parser.add_argument("--name", help="of the result; the model's or the task's if none is given")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for the quickstart"
     )
@@ -39,14 +41,21 @@ def main() -> None:
         where = arguments.keep or Path(scratch)
         runs = [run(where, seed, arguments) for seed in arguments.seeds]
         run_dirs = [where / f"seed-{seed}" for seed in arguments.seeds]
-        report(f"quickstart_{arguments.name or arguments.task}", arguments, runs, run_dirs)
+        name = arguments.name or Path(arguments.model or arguments.task).name
+        report(f"quickstart_{name}", arguments, runs, run_dirs)
 
 
 def run(where: Path, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run one seed and return its figures."""
     started_at = time.monotonic()
     own = [f"run.dir={where}", f"run.name=seed-{seed}"]
-    train(arguments.task, seed, [*arguments.set, *own], timeout_s=arguments.timeout_s)
+    train(
+        arguments.task,
+        seed,
+        [*arguments.set, *own],
+        timeout_s=arguments.timeout_s,
+        model=arguments.model,
+    )
     wall_s = time.monotonic() - started_at
     summary = summarise_run(where / f"seed-{seed}")
     rows = read_evaluations(where / f"seed-{seed}" / "metrics.jsonl")
@@ -81,7 +90,8 @@ def report(
         )
     finals = [one["evaluations"][-1]["sampled"] for one in runs]
     result = {
-        "task": arguments.task,
+        "task": arguments.task if arguments.model is None else None,
+        "model": arguments.model,
         "settings": arguments.set,
         "runs": runs,
         "final_sampled_mean": round(statistics.mean(finals), 4),

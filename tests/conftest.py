@@ -131,6 +131,26 @@ def tiny_model_dir(make_tiny_model: Callable[..., Path]) -> Path:
     return make_tiny_model()
 
 
+@pytest.fixture(scope="session")
+def smollm2(pytestconfig: pytest.Config) -> Path:
+    """Return the directory of a pretrained model of 135M parameters; treat it as read-only.
+
+    `--all` makes it, as the quickstart does, which downloads 93 MB and takes half a minute. Other
+    runs take it where it has been made.
+    """
+    from echo.core.errors import EchoError
+    from echo.core.extras import models_directory
+    from echo.engine.pretrained import NAME, make_smollm2
+
+    directory = models_directory().absolute()
+    if not (pytestconfig.getoption("--all") or (directory / NAME).is_dir()):
+        pytest.skip("SmolLM2 has not been made here: --all or the quickstart's --model smollm2 do")
+    try:
+        return make_smollm2(directory, tell=print)
+    except EchoError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture(autouse=True)
 def _logging_as_it_was() -> Iterator[None]:
     """Undo what a command that ran in this process did to the loggers."""

@@ -9,10 +9,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def train(task: str, seed: int, settings: Iterable[str], *, timeout_s: float) -> None:
-    """Run the quickstart to its end; what it says goes to stderr."""
+def train(
+    task: str, seed: int, settings: Iterable[str], *, timeout_s: float, model: str | None = None
+) -> None:
+    """Run the quickstart to its end, of a pretrained model if one is given.
+
+    What it says goes to stderr.
+    """
     command = [sys.executable, "-m", "echo.cli.main", "quickstart"]
-    command += ["--task", task, "--seed", str(seed), "--set", "ui.live=off"]
+    command += ["--task", task] if model is None else ["--model", model]
+    command += ["--seed", str(seed), "--set", "ui.live=off"]
     for setting in settings:
         command += ["--set", setting]
     subprocess.run(command, check=True, timeout=timeout_s, stdout=sys.stderr)

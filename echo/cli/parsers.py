@@ -14,7 +14,9 @@ from echo.core.extras import ROLES, version
 from echo.core.paths import MAX_FILE_NAME_BYTES
 
 CONFIGS = {"addition": "quickstart.toml", "countdown": "countdown.toml"}
-"""What the quickstart can learn, and the configuration of each."""
+"""What the quickstart's small model can learn, and the configuration of each."""
+MODEL_CONFIG = "word-problems.toml"
+"""The configuration of a quickstart with a pretrained model."""
 EXIT_CODES_HELP = (
     "Exit codes: 0 done; 1 failed, or a simulation did not finish; 2 wrong command line or "
     "configuration; 3 unusable data or model; 4 the network failed, or nobody answered; 5 refused "
@@ -208,7 +210,16 @@ def quickstart_parser() -> argparse.ArgumentParser:
         "Train a small model with a learner, a relay and two workers on this machine.",
         EXIT_CODES_HELP,
     )
-    parser.add_argument("--task", choices=CONFIGS, help="what to learn (default: addition)")
+    parser.add_argument(
+        "--task", choices=CONFIGS, help="what the small model learns (default: addition)"
+    )
+    parser.add_argument(
+        "--model",
+        type=_text,
+        metavar="NAME",
+        help="train a pretrained model on word problems in place of the small one: smollm2 "
+        "(downloads 93 MB once), a directory, or an id on the Hugging Face hub",
+    )
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes")
     parser.add_argument(
         "--resume", type=_path, metavar="DIR", help="continue a run, for example runs/quickstart"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -26,18 +27,21 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from echo.cli import interrupts
 from echo.cli.node import read_run_file, show_summary, tell_finished
 from echo.cli.output import fail
-from echo.cli.parsers import CONFIGS, quickstart_parser
+from echo.cli.parsers import CONFIGS, MODEL_CONFIG, quickstart_parser
 from echo.config.fields import override_of
 from echo.config.load import OVERRIDE, load_config
+from echo.config.memory import find_model
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, EchoError
-from echo.core.extras import command, find_config
+from echo.core.extras import command, find_config, models_directory
 from echo.core.units import one_line
 from echo.runtime.identity import ECHO_JOIN, join_address, load_or_create_keys, write_join
 from echo.tasks.builtin import AdditionTask, CountdownTask
 from echo.tasks.task import GeneratedTask
 
 TASKS: dict[str, type[GeneratedTask]] = {"addition": AdditionTask, "countdown": CountdownTask}
+SMOLLM2 = "smollm2"
+"""The pretrained model that `--model` makes itself; any other name is a directory or hub id."""
 GRACE_S = 15.0
 """Seconds for workers and relay to hear that the run is over before they are told to stop."""
 
@@ -61,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.workers < 1:
             raise ConfigError(f"--workers {arguments.workers}: at least one worker must generate")
         if arguments.resume is not None:
-            for option in ("task", "seed"):
+            for option in ("task", "model", "seed"):
                 if getattr(arguments, option) is not None:
                     raise ConfigError(
                         f"--{option} has no effect with --resume: the run has its own"
@@ -77,13 +81,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             if tell_finished(config):
                 return 0
             return run_nodes(config_path, config, arguments.set, arguments, console)
+        if arguments.model is not None and arguments.task is not None:
+            raise ConfigError(
+                f"--task {arguments.task} is what the small model learns, and --model names "
+                "another: leave one of the two out"
+            )
         task = arguments.task or "addition"
-        config_path = find_config(CONFIGS[task])
+        name = CONFIGS[task] if arguments.model is None else MODEL_CONFIG
+        config_path = find_config(name)
         config = load_config(config_path, arguments.set, "learner")
         check_addresses(config)
         with interrupts.unwinding():
-            model = make_model(task, console, for_vllm=config.engine.kind == "vllm")
-        overrides = [f"model.name={model}", f"run.seed={arguments.seed or 0}", *arguments.set]
+            if arguments.model is not None:
+                model = find_pretrained(arguments.model, console)
+            else:
+                model = make_model(task, console, for_vllm=config.engine.kind == "vllm")
+        overrides = [
+            override_of("model.name", model),
+            f"run.seed={arguments.seed or 0}",
+            *arguments.set,
+        ]
         config = load_config(config_path, overrides, "learner")
         with ExitStack() as held:
             overrides += free_settings(config, held)
@@ -108,7 +125,7 @@ class WarmupBar:
         self._bar.update(self._job, completed=step, total=num_steps, description=text)
 
 
-def make_model(name: str, console: Console, *, for_vllm: bool) -> Path:
+def make_model(name: str, console: Console, *, for_vllm: bool) -> str:
     """Return the warmed-up small model of a task, making it the first time."""
     from echo.engine.model import HEAD_DIM, VLLM_HEAD_DIM
     from echo.train.warmup import make_warm_model
@@ -122,7 +139,7 @@ def make_model(name: str, console: Console, *, for_vllm: bool) -> Path:
     with Progress(*columns, console=console, transient=True) as bar:
         model = make_warm_model(
             name,
-            Path("build") / "models",
+            models_directory(),
             task=TASKS[name](),
             seed=0,
             head_dim=VLLM_HEAD_DIM if for_vllm else HEAD_DIM,
@@ -132,7 +149,21 @@ def make_model(name: str, console: Console, *, for_vllm: bool) -> Path:
         f"start: {model.path} answers {model.pass_rate_sampled:.0%} of held-out prompts right "
         f"(sampled), {model.pass_rate_greedy:.0%} greedily"
     )
-    return model.path
+    return str(model.path)
+
+
+def find_pretrained(name: str, console: Console) -> str:
+    """Return `model.name` of a pretrained model, making `smollm2` the first time.
+
+    Raises:
+        EchoError: if it is a path without a model, or cannot be made.
+    """
+    if name != SMOLLM2:
+        find_model(name)
+        return name
+    from echo.engine.pretrained import make_smollm2
+
+    return str(make_smollm2(models_directory(), tell=console.print))
 
 
 OWN_ADDRESSES = (
@@ -273,12 +304,17 @@ def run_nodes(
 def next_commands(config: Config) -> list[str]:
     """Return three things to try after a run."""
     quickstart, node = command("quickstart"), command("node")
-    task = config.task.kind if config.task.kind in TASKS else next(iter(TASKS))
-    other = next(name for name in TASKS if name != task)
+    if config.task.kind in TASKS:
+        what = f"--task {config.task.kind}"
+        other = next(name for name in TASKS if name != config.task.kind)
+        last = f"{quickstart} --task {other}   # another task"
+    else:
+        what = f"--model {shlex.quote(config.model.name or SMOLLM2)}"
+        last = f"{quickstart}   # the small model, which takes half a minute"
     bound, why = (0, "on-policy") if config.sync.max_staleness else (3, "with older rollouts")
     return [
-        f"{quickstart} --task {task} --set sync.max_staleness={bound}   # {why}, to compare",
-        f"{quickstart} --task {other}   # another task",
+        f"{quickstart} {what} --set sync.max_staleness={bound}   # {why}, to compare",
+        last,
         f"{node} --role learner --config {config.run_dir / 'config.json'} --dry-run   "
         "# all settings",
     ]

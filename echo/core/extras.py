@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import re
 import shlex
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from echo.core.errors import ConfigError
+from echo.core.paths import local_path
 
 DISTRIBUTION = "echo-rl"
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -58,6 +60,15 @@ def command(name: str, *, elsewhere: bool = False) -> str:
     rest = "" if (CHECKOUT / "bin" / script).exists() else f" {name}"
     found = DISTRIBUTION if rest else script
     return (str(Path("bin", found)) if elsewhere else program(found)) + rest
+
+
+def models_directory() -> Path:
+    """Return where models that we make are kept: in a checkout, else in the user's cache."""
+    if (CHECKOUT / "pyproject.toml").exists():
+        place = CHECKOUT / "build" / "models"
+        return place.relative_to(CHECKOUT) if Path.cwd() == CHECKOUT else place
+    cache = local_path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (cache if cache.is_absolute() else local_path("~/.cache")) / DISTRIBUTION / "models"
 
 
 def find_config(name: str) -> Path:

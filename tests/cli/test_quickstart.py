@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from echo.cli import interrupts
-from echo.cli.parsers import CONFIGS
+from echo.cli.parsers import CONFIGS, MODEL_CONFIG
 from echo.cli.quickstart import (
     TASKS,
     NodeProcess,
@@ -62,7 +62,9 @@ def test_a_directory_without_a_run_cannot_be_resumed(
     assert "none: no run is there" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--task", "addition"], ["--seed", "3"]])
+@pytest.mark.parametrize(
+    "option", [["--task", "addition"], ["--model", "smollm2"], ["--seed", "3"]]
+)
 def test_what_a_run_has_is_not_asked_for_again(
     capsys: pytest.CaptureFixture[str], option: list[str]
 ) -> None:
@@ -136,6 +138,33 @@ def test_a_run_whose_name_is_a_number_keeps_it(tmp_path: Path) -> None:
     with ExitStack() as held:
         overrides = free_settings(parse_config(table), held)
     assert parse_config({}, overrides).run.name == "2026"
+
+
+def test_a_pretrained_model_is_given_no_task_of_the_small_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--model", "smollm2", "--task", "countdown"]) == 2
+    assert "--task countdown is what the small model learns" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["./no/model", "/no/model", "a/b/c"])
+def test_a_path_without_a_model_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["--model", name]) == 3
+    assert f"model.name = '{name}': no such directory" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_of_a_pretrained_model_is_told_other_things_to_try() -> None:
+    path = find_config(MODEL_CONFIG)
+    config = load_config(path, ["model.name=my model"], "learner")
+    first, second, _ = next_commands(config)
+    parts = shlex.split(first, comments=True)
+    assert parts[parts.index("--model") + 1] == "my model"
+    assert load_config(path, [parts[-1]]).sync.max_staleness != config.sync.max_staleness
+    assert "--task" not in first + second
 
 
 def test_nodes_join_by_their_environment(tmp_path: Path) -> None:

