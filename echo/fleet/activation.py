@@ -1,29 +1,30 @@
 """Activation: the cheapest sufficient set of the workers that joined.
 
 A fleet file offers so many nodes of a kind; a run has workers, each with its own measured rate.
-Workers that are alike are put together as one offer, so that `echo.fleet.selection` answers for
-them, too: exactly where HiGHS is done in a second, greedily beyond. With more than MAX_OFFERS kinds
-those are put together that differ by less than a share that grows until few enough are left; the
-slowest and the dearest then stand for their kind, so what is chosen is sufficient in any case.
+Workers that are alike are put together as one offer. With more than MAX_OFFERS kinds those are put
+together that differ by less than a share that grows until few enough are left; the slowest and the
+dearest then stand for their kind, so what is chosen is sufficient in any case.
 
-The time of a broadcast is the caller's own forecast for exactly these workers. The model of
-`echo.fleet.market` serves for the search; where it was too optimistic about the set that was
-found, what is missing is added, and the search is made again.
+Every set is judged with the caller's own forecast of a broadcast to exactly these workers, at the
+publish period that suits it best of those that are allowed. Up to MAX_TRIED sets all are tried. Of
+more, `echo.fleet.selection` answers with the broadcast of `echo.fleet.market`; where that was too
+optimistic about the set that was found, what is missing is added, and the search is made again.
 
-If no set satisfies rule and budget, the choice is the cheapest for the least longer step that one
-can be had for (`provisioning.slowed`): the learner then waits, and by how much is told.
+If no set satisfies rule and budget, the choice is the set with the least longer step within the
+budget, and of those that are hardly slower the cheapest: the learner then waits, and by how much is
+told.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from echo.fleet.job import Job
 from echo.fleet.market import UNLIMITED, Counts, Offer, Region, RentedFleet
-from echo.fleet.overlap import is_enough, predict, required_rate
-from echo.fleet.provisioning import slowed
+from echo.fleet.overlap import least_slowdown, predict, required_rate
 from echo.fleet.selection import select
 
 MAX_OFFERS = 32
@@ -32,6 +33,10 @@ _WIDTHS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0, math.inf)
 """By how much workers of one kind may differ, tried in order."""
 _MAX_CORRECTIONS = 4
 """Searches after which the model's time of a broadcast is taken as it is."""
+MAX_TRIED = 1100
+"""Sets that are judged: all of ten different workers. Each takes the forecast of a broadcast."""
+HARDLY_SLOWER = 1.01
+"""By how much longer a step may be than the least one, where a cheaper set is had for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +70,23 @@ class Outlook:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """How a set of workers satisfies the rule."""
+
+    job: Job
+    """With the publish period that suits these workers best."""
+    rate: float
+    broadcast_s: float
+    latency_s: float
+    lost_per_s: float
+    cost_per_h: float
+    """$ per hour for these workers and their traffic, at the pace of the longer step."""
+    slowdown: float
+    """By how much longer steps must be for the rule to be kept; 1 if it is kept."""
+    is_sufficient: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """Who should generate, and what comes of it."""
 
@@ -79,9 +101,13 @@ class Choice:
 class Roll:
     """Workers by kind, and how sets of them are judged."""
 
-    def __init__(self, workers: Sequence[Offer], links: Links) -> None:
-        """Take the workers there are; their names differ."""
+    def __init__(
+        self, workers: Sequence[Offer], links: Links, *, periods: Sequence[int] = ()
+    ) -> None:
+        """Take the workers there are, whose names differ, and publish periods to choose from."""
         self.workers = tuple(workers)
+        self.periods = tuple(periods)
+        self._fleets: dict[float, RentedFleet] = {}
         self.links = links
         self.kinds = by_kind(workers)
         self._alone_s = [links.broadcast_s([kind[0].name]) for kind in self.kinds]
@@ -132,30 +158,57 @@ class Roll:
             chosen += [worker.name for worker in ranked[:count]]
         return frozenset(chosen)
 
-    def outlook(self, job: Job, names: Collection[str]) -> Outlook:
-        """Return what a set leads to, by the forecast of its broadcast."""
-        fleet, counts = self.fleet(job), self.counts(names)
-        offers = [_offer(worker.name, [worker]) for worker in self.workers if worker.name in names]
+    def judge(self, job: Job, names: Collection[str]) -> Judgement:
+        """Return whether a set suffices and what it costs, by the forecast of its broadcast."""
+        members = [worker for worker in self.workers if worker.name in names]
+        offers = [_offer(worker.name, [worker]) for worker in members]
         rate = sum(offer.rollouts_per_s(job) for offer in offers)
         latency_s = max((offer.group_latency_s(job) for offer in offers), default=0.0)
         broadcast_s = self.links.broadcast_s(names) if offers else 0.0
-        lost = sum(offer.lost_rollouts_per_s() for offer in offers)
-        prediction = predict(
-            job, rate=rate, broadcast_s=broadcast_s, latency_s=latency_s, lost_per_s=lost
-        )
-        is_kept = is_enough(job, rate=rate, broadcast_s=broadcast_s, latency_s=latency_s)
+        times = {"rate": rate, "broadcast_s": broadcast_s, "latency_s": latency_s}
+        jobs = [replace(job, publish_period=period) for period in self.periods] or [job]
+        # Of periods that are as good the shortest, which is what the pace of publications takes.
+        job = min(jobs, key=lambda each: least_slowdown(each, **times))
+        slowdown = least_slowdown(job, **times)
         # A learner that waits publishes less often.
-        step_s = job.train_s if is_kept or math.isinf(prediction.step_s) else prediction.step_s
-        cost_per_h = fleet.cost_per_h(replace(job, train_s=step_s), counts)
-        return Outlook(
+        paced = job if math.isinf(slowdown) else replace(job, train_s=job.train_s * slowdown)
+        cost_per_h = self._fleet_of(job).cost_per_h(paced, self.counts(names))
+        return Judgement(
+            job=job,
             rate=rate,
-            required=required_rate(job, broadcast_s),
             broadcast_s=broadcast_s,
             latency_s=latency_s,
+            lost_per_s=sum(offer.lost_rollouts_per_s() for offer in offers),
             cost_per_h=cost_per_h,
-            idle_share=prediction.idle_share,
-            is_sufficient=is_kept and cost_per_h <= job.budget_per_h * (1 + 1e-9),
+            slowdown=slowdown,
+            is_sufficient=slowdown <= 1 and cost_per_h <= job.budget_per_h * (1 + 1e-9),
         )
+
+    def outlook(self, job: Job, names: Collection[str]) -> Outlook:
+        """Return what a set leads to, by the forecast of its broadcast."""
+        judged = self.judge(job, names)
+        prediction = predict(
+            judged.job,
+            rate=judged.rate,
+            broadcast_s=judged.broadcast_s,
+            latency_s=judged.latency_s,
+            lost_per_s=judged.lost_per_s,
+        )
+        return Outlook(
+            rate=judged.rate,
+            required=required_rate(judged.job, judged.broadcast_s),
+            broadcast_s=judged.broadcast_s,
+            latency_s=judged.latency_s,
+            cost_per_h=judged.cost_per_h,
+            idle_share=prediction.idle_share,
+            is_sufficient=judged.is_sufficient,
+        )
+
+    def _fleet_of(self, job: Job) -> RentedFleet:
+        """Return the fleet that prices a set, made once for versions of a size."""
+        if job.version_bytes not in self._fleets:
+            self._fleets[job.version_bytes] = self.fleet(job)
+        return self._fleets[job.version_bytes]
 
     def worst_first(self, job: Job, names: Collection[str]) -> list[str]:
         """Return a set's members by what they cost for each rollout that they add.
@@ -227,16 +280,128 @@ def _offer(name: str, kind: Sequence[Offer]) -> Offer:
     )
 
 
+class _Search:
+    """Sets of workers that were looked at for one job, by their numbers of each kind."""
+
+    def __init__(self, roll: Roll, job: Job, preferred: Collection[str]) -> None:
+        self._roll, self._job, self._preferred = roll, job, frozenset(preferred)
+        self.most = tuple(len(kind) for kind in roll.kinds)
+        self.judged: dict[Counts, Judgement] = {}
+
+    @property
+    def num_sets(self) -> int:
+        """How many sets there are."""
+        return math.prod(count + 1 for count in self.most)
+
+    def judge(self, counts: Counts) -> Judgement:
+        """Return what a set leads to."""
+        if counts not in self.judged:
+            names = self._roll.names(counts, self._preferred)
+            self.judged[counts] = self._roll.judge(self._job, names)
+        return self.judged[counts]
+
+    def try_all(self) -> None:
+        """Judge every set."""
+        for counts in itertools.product(*(range(count + 1) for count in self.most)):
+            self.judge(counts)
+
+    def climb(self, counts: Counts) -> None:
+        """Judge what lies between a set and one whose step no single change makes shorter.
+
+        From there on to one that no single change makes cheaper with hardly a longer step.
+        """
+        counts = self._descend(counts, self._by_step)
+        limit = self._limit()
+        self._descend(
+            counts,
+            lambda judged: (judged.slowdown > limit, *reversed(self._by_step(judged))),
+        )
+
+    def _descend(self, counts: Counts, rank: Callable[[Judgement], tuple[float, ...]]) -> Counts:
+        """Return the last of ever better sets, each a single change from the one before."""
+        while len(self.judged) < MAX_TRIED:
+            nearest = min(self._neighbours(counts), key=lambda each: rank(self.judge(each)))
+            if rank(self.judge(nearest)) >= rank(self.judge(counts)):
+                break
+            counts = nearest
+        return counts
+
+    def _by_step(self, judged: Judgement) -> tuple[float, ...]:
+        """Rank by the step within the budget, then by the cost."""
+        is_too_dear = judged.cost_per_h > self._job.budget_per_h * (1 + 1e-9)
+        return is_too_dear, judged.slowdown, judged.cost_per_h
+
+    def _neighbours(self, counts: Counts) -> Iterator[Counts]:
+        """Yield sets with one, half or all of a kind more or fewer, or one exchanged."""
+        for index, count in enumerate(counts):
+            for other in {0, count // 2, count - 1, count + 1, self.most[index]}:
+                if 0 <= other <= self.most[index] and other != count:
+                    yield (*counts[:index], other, *counts[index + 1 :])
+            for added in range(len(counts)):
+                if count and added != index and counts[added] < self.most[added]:
+                    changed = list(counts)
+                    changed[index], changed[added] = count - 1, counts[added] + 1
+                    yield tuple(changed)
+
+    def _limit(self) -> float:
+        """Return up to which slowdown a set counts as no slower than the best within the budget."""
+        budget = self._job.budget_per_h * (1 + 1e-9)
+        steps = (each.slowdown for each in self.judged.values() if each.cost_per_h <= budget)
+        least = min(steps, default=math.inf)
+        return 1.0 if least <= 1 else least * HARDLY_SLOWER
+
+    def best(self, *, is_exact: bool) -> Choice:
+        """Return the cheapest of the sets that are hardly slower than the fastest."""
+        limit, budget = self._limit(), self._job.budget_per_h * (1 + 1e-9)
+        _, counts = min(
+            (judged.cost_per_h, counts)
+            for counts, judged in self.judged.items()
+            if judged.slowdown <= limit and judged.cost_per_h <= budget
+        )
+        names = self._roll.names(counts, self._preferred)
+        outlook = self._roll.outlook(self._job, names)
+        slowdown = self.judged[counts].slowdown
+        return Choice(active=names, outlook=outlook, is_exact=is_exact, slowdown=slowdown)
+
+
 def choose(
-    workers: Sequence[Offer], job: Job, links: Links, *, preferred: Collection[str] = ()
+    workers: Sequence[Offer],
+    job: Job,
+    links: Links,
+    *,
+    preferred: Collection[str] = (),
+    periods: Sequence[int] = (),
 ) -> Choice:
     """Return the cheapest set of workers that satisfies the rule within the budget.
 
+    Args:
+        workers: that there are.
+        job: with its budget.
+        links: forecast of broadcasts.
+        preferred: workers that are taken before others like them.
+        periods: publish periods that may be had; the job's own if there are none.
+
     Returns:
-        If no set is sufficient, the cheapest one for the least longer step; if that is too long
-        to be found, as many as the budget allows, the worst left out first.
+        If no set is sufficient, the cheapest of those with hardly more than the least longer step.
     """
-    roll = Roll(workers, links)
+    roll = Roll(workers, links, periods=periods)
+    search = _Search(roll, job, preferred)
+    if search.num_sets <= MAX_TRIED:
+        search.try_all()
+        return search.best(is_exact=True)
+    for period in roll.periods or (job.publish_period,):
+        found = _select(roll, replace(job, publish_period=period), preferred)
+        if found is not None:
+            return found
+    nobody = (0,) * len(search.most)
+    search.judge(nobody)
+    for start in (nobody, search.most):
+        search.climb(start)
+    return search.best(is_exact=False)
+
+
+def _select(roll: Roll, job: Job, preferred: Collection[str]) -> Choice | None:
+    """Return the cheapest sufficient set by the model of broadcasts, corrected; None without."""
     for is_uplink_shared in (True, False):
         overhead_s = 0.0
         for _ in range(_MAX_CORRECTIONS):
@@ -252,30 +417,7 @@ def choose(
             if missing_s <= 0:
                 break
             overhead_s += missing_s
-    return _degrade(roll, job, preferred)
-
-
-def _degrade(roll: Roll, job: Job, preferred: Collection[str]) -> Choice:
-    """Return the best that the budget allows where nothing satisfies the rule."""
-    everybody = [worker.name for worker in roll.workers]
-    fleet = roll.fleet(job, is_uplink_shared=False)
-    if everybody:
-        # What the model does not know of the broadcast to all of them counts for every set.
-        modelled_s = fleet.broadcast_s(job, roll.counts(everybody))
-        overhead_s = max(0.0, roll.links.broadcast_s(everybody) - modelled_s)
-        fleet = roll.fleet(job, overhead_s=overhead_s, is_uplink_shared=False)
-    found = slowed(fleet, job)
-    slowdown, is_exact, names = math.inf, False, frozenset(everybody)
-    if found is not None:
-        slowdown, selection = found
-        names, is_exact = roll.names(selection.counts, preferred), selection.is_exact
-    outlook = roll.outlook(job, names)
-    for name in roll.worst_first(job, names):
-        if outlook.cost_per_h <= job.budget_per_h:
-            break
-        names -= {name}
-        outlook, is_exact = roll.outlook(job, names), False
-    return Choice(active=names, outlook=outlook, is_exact=is_exact, slowdown=slowdown)
+    return None
 
 
 # --- review ---------------------------------------------------------------------------------------
@@ -287,13 +429,14 @@ def _degrade(roll: Roll, job: Job, preferred: Collection[str]) -> Choice:
 #   not waited lately whatever the estimates say; a cheaper set must save `min_saving`, and one with
 #   other workers that much against the best that those which are active can do by themselves:
 #   estimates differ from one question to the next, equal workers by chance;
-# * *small steps*: a quarter of the workers at most is dropped at a time, the worst first: that
-#   which costs most for each rollout it adds. And only while those that hold weights are enough
-#   without it, so that one that is activated in another's place has caught up before the other is
-#   dropped.
+# * *small steps*: where what is active is enough, a quarter of the workers at most is dropped at a
+#   time, the worst first: that which costs most for each rollout it adds. And only while those that
+#   hold weights are enough without it, so that one that is activated in another's place has caught
+#   up before the other is dropped.
 #
 # A budget goes before all that. Where nothing satisfies rule and budget, the answer is the cheapest
-# set for the least longer step.
+# set for the least longer step; workers that make the step longer, since each of them makes the
+# broadcast longer, are dropped at once.
 
 
 IDLE_TOLERANCE = 0.02
@@ -330,10 +473,12 @@ class Question:
     idle_share: float
     """Measured, lately."""
     min_saving: float
+    periods: tuple[int, ...] = ()
+    """Publish periods that may be had; the job's own if there are none."""
 
     def solve(self) -> ReviewAnswer:
         """Return what to do; takes seconds for many kinds of workers."""
-        roll = Roll(self.workers, self.links)
+        roll = Roll(self.workers, self.links, periods=self.periods)
         calm = replace(self.job, margin=self.job.margin / 2)
         before = roll.outlook(calm, self.active)
         choice = self._choose()
@@ -347,6 +492,9 @@ class Question:
             cause = "the active workers are not enough"
             spared = self.steady if choice.slowdown > 1 and pays else frozenset()
             wanted = self._within_budget(roll, (self.active - spared) | choice.active, choice)
+            if roll.judge(self.job, wanted).slowdown > choice.slowdown * HARDLY_SLOWER:
+                # Each of the others makes the broadcast longer.
+                cause, wanted = "the active workers are too many for the links", choice.active
         elif pays:
             cause = "fewer or cheaper workers are enough"
             wanted = self._shrunk(roll, calm, choice)
@@ -365,11 +513,13 @@ class Question:
 
     def _choose(self) -> Choice:
         """Return the best set, or that of the active workers alone if it is hardly worse."""
-        choice = choose(self.workers, self.job, self.links, preferred=self.active)
+        choice = choose(
+            self.workers, self.job, self.links, preferred=self.active, periods=self.periods
+        )
         if choice.active <= self.active or self.active <= choice.active:
             return choice
         members = [worker for worker in self.workers if worker.name in self.active]
-        own = choose(members, self.job, self.links)
+        own = choose(members, self.job, self.links, periods=self.periods)
         if own.slowdown > 1 >= choice.slowdown:
             return choice
         less = 1 - self.min_saving

@@ -113,6 +113,31 @@ def is_enough(job: Job, *, rate: float, broadcast_s: float, latency_s: float) ->
     )
 
 
+def least_slowdown(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> float:
+    """Return the least factor by which steps must be longer for a fleet to satisfy the rule.
+
+    Example: S = 1, kappa = 1, T_train = 10 s, R = 64, 16 rollouts per second, T_bcast = 7 s and no
+    other time: a version, and the batch made with it, take 7 + 4 s; steps of 11 s suffice, 1.1.
+
+    Returns:
+        1 where the rule is kept as it is, margin included; infinity where no step is long enough.
+    """
+    period, batch = job.publish_period, job.rollouts_per_step
+    if rate <= 0 or job.train_s <= 0:
+        return math.inf
+    if job.has_pausing_workers:
+        least_s = batch * (1 + job.margin) / rate + broadcast_s / period
+    else:
+        num_steps = job.max_staleness - period + 1
+        if num_steps <= 0:
+            return math.inf
+        needed_s = (broadcast_s + latency_s + batch / rate) / num_steps
+        least_s = max(batch * (1 + job.margin) / rate, broadcast_s / period, needed_s)
+    if is_enough(job, rate=rate, broadcast_s=broadcast_s, latency_s=latency_s):
+        return 1.0
+    return max(least_s / job.train_s, 1 + 1e-9)
+
+
 def predict(
     job: Job,
     *,

@@ -83,6 +83,13 @@ class PublishPace:
         return last is None or step - last >= min(self.period, self._max_staleness + 1)
 
     @property
+    def choices(self) -> range:
+        """The periods that may be had: the one that is set, or all that the bound allows."""
+        if self._is_auto:
+            return range(1, self._max_staleness + 2)
+        return range(self.period, self.period + 1)
+
+    @property
     def is_awaited(self) -> bool:
         """Whether a version has not reached every node yet."""
         return bool(self._published_at)

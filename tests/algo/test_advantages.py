@@ -31,6 +31,19 @@ def test_equal_rewards_have_exactly_no_advantage(reward: float, size: int, norma
     assert not group_advantages(rewards, normalize_by_std=normalize).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3, -2.3])
+def test_the_mean_of_equal_rewards_may_be_rounded_and_their_advantage_is_0(
+    reward: float, dtype: torch.dtype
+) -> None:
+    for size in range(2, 33):
+        rewards = torch.full((1, size), reward, dtype=dtype)
+        for normalize in (False, True):
+            assert not group_advantages(rewards, normalize_by_std=normalize).any()
+            found = group_advantages(rewards, normalize_by_std=normalize, leave_one_out=True)
+            assert not found.any()
+
+
 @given(
     rewards=st.lists(st.floats(-100, 100), min_size=2, max_size=9),
     shift=st.floats(-100, 100),

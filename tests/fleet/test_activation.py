@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from bench_activation import choose_by_brute_force, random_workers
+from bench_activation import best_by_brute_force, choose_by_brute_force, random_workers
 
+from echo.fleet import activation
 from echo.fleet.activation import MAX_OFFERS, Links, Question, Roll, by_kind, choose
 from echo.fleet.market import Offer
 from tests.fleet import fleets
@@ -92,11 +93,53 @@ def test_beyond_the_budget_the_set_is_that_of_the_least_longer_step() -> None:
     assert 0.0 < choice.outlook.idle_share < 0.2
 
 
-def test_where_even_a_long_step_does_not_help_the_worst_are_left_out_first() -> None:
+def test_where_a_step_takes_ever_so_long_the_budget_is_kept() -> None:
     workers = [worker("good", 1e-3, 0.5), worker("bad", 1e-3, 3.0), worker("fair", 1e-3, 0.8)]
     choice = choose(workers, replace(JOB, budget_per_h=1.5), LINKS)
-    assert math.isinf(choice.slowdown)
+    assert choice.slowdown == pytest.approx(7.04 / 0.002)
     assert choice.active == {"good", "fair"}
+
+
+def behind_a_thin_uplink(num: int) -> tuple[list[Offer], Any, Links]:
+    """Equal workers that do not listen, an uplink that carries 7 s of a version to each, S 1."""
+    workers = [worker(f"w{n}", 16.0, 0.8, down_bytes_per_s=1e9) for n in range(num)]
+    job = replace(JOB, max_staleness=1, publish_period=2, version_bytes=4.2e8)
+    links = Links(broadcast_s=lambda names: 7.0 * len(names), uplink_bytes_per_s=6e7)
+    return workers, job, links
+
+
+@pytest.mark.parametrize("num", [8, 20])
+def test_behind_a_thin_uplink_one_worker_is_better_than_all(num: int) -> None:
+    workers, job, links = behind_a_thin_uplink(num)
+    choice = choose(workers, job, links, periods=(1, 2))
+    assert len(choice.active) == 1
+    assert choice.slowdown == pytest.approx(1.106, abs=0.001)
+    assert choice.outlook.cost_per_h == pytest.approx(0.8)
+    assert choice.outlook.idle_share < 0.15
+    everybody = Roll(workers, links, periods=(1, 2)).judge(job, [w.name for w in workers])
+    assert everybody.slowdown > 3 * choice.slowdown
+    # At the longest period alone no step is long enough: nothing is left of the bound.
+    assert math.isinf(choose(workers, job, links).slowdown)
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))]
+)
+@pytest.mark.parametrize("is_tried", [True, False])
+def test_where_nothing_suffices_the_choice_is_as_good_as_that_of_every_set(
+    seed: int, is_tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers, job, links = random_workers(seed, most=5)
+    workers = [replace(each, tokens_per_s=each.tokens_per_s / 8) for each in workers]
+    periods = range(1, job.max_staleness + 2)
+    if not is_tried:
+        monkeypatch.setattr(activation, "MAX_TRIED", 100)
+        monkeypatch.setattr(activation._Search, "num_sets", 10**6)
+    choice = choose(workers, job, links, periods=periods)
+    slowdown, cost_per_h = best_by_brute_force(workers, job, links, periods)
+    assert choice.outlook.cost_per_h <= job.budget_per_h * (1 + 1e-9)
+    assert choice.slowdown <= 1.02 * slowdown
+    assert choice.outlook.cost_per_h <= 1.02 * cost_per_h
 
 
 def test_a_budget_below_the_cheapest_worker_leaves_nobody() -> None:
@@ -164,6 +207,24 @@ def test_the_worst_is_dropped_first_and_a_quarter_at_most() -> None:
     names = frozenset(w.name for w in many)
     answer = ask(workers=many, active=names, steady=names, ready=names).solve()
     assert answer.active == names - {"w6", "w7"}
+
+
+@pytest.mark.parametrize("is_steady", [True, False])
+def test_workers_that_make_the_broadcast_longer_are_put_on_standby(is_steady: bool) -> None:
+    workers, job, links = behind_a_thin_uplink(8)
+    names = frozenset(each.name for each in workers)
+    given = {"workers": tuple(workers), "job": job, "links": links, "periods": (1, 2)}
+    steady = names if is_steady else frozenset()
+    given |= {"active": names, "steady": steady, "ready": names, "idle_share": 0.85}
+    answer = ask(**given).solve()
+    assert len(answer.active) == 1
+    assert answer.cause
+    assert answer.after.cost_per_h == pytest.approx(0.8)
+    # With them the learner would wait most of the time, at eight times the price.
+    assert answer.before.cost_per_h == pytest.approx(6.4)
+    assert answer.before.idle_share > 0.6
+    kept = ask(**given | {"active": answer.active, "idle_share": 0.1}).solve()
+    assert (kept.active, kept.cause) == (answer.active, "")
 
 
 def test_step_by_step_the_cheapest_set_is_reached_and_kept() -> None:

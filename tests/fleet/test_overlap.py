@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from echo.fleet.job import Job
 from echo.fleet.overlap import (
     Resource,
+    auto_publish_period,
     binding_resource,
     fits_window,
     is_enough,
@@ -61,6 +62,26 @@ def test_a_broadcast_longer_than_the_period_is_never_enough() -> None:
     assert not is_enough(JOB, rate=1e6, broadcast_s=20.0, latency_s=0.0)
     assert is_enough(JOB, rate=1e6, broadcast_s=15.0, latency_s=0.0)
     assert not is_enough(JOB, rate=0.0, broadcast_s=0.0, latency_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("broadcast_s", "period"),
+    [(0.0, 1), (9.99, 1), (10.0, 2), (19.99, 2), (20.0, 3), (30.0, 4), (60.0, 7), (999.0, 7)],
+)
+def test_a_broadcast_that_ends_with_the_period_is_not_hidden(
+    broadcast_s: float, period: int
+) -> None:
+    # kappa * T_train > T_bcast, and at most S + 1.
+    assert auto_publish_period(10.0, broadcast_s, 6) == period
+
+
+def test_a_version_waits_for_the_broadcast_of_the_one_before() -> None:
+    # One takes 25 s and one is published every 10 s: a step needs the version two before it, and
+    # versions come every 25 s.
+    job = replace(JOB, publish_period=1, max_staleness=2)
+    prediction = predict(job, rate=1e3, broadcast_s=25.0, latency_s=0.0)
+    assert prediction.step_s == pytest.approx(25.0, rel=0.02)
+    assert prediction.idle_share == pytest.approx(0.6, rel=0.02)
 
 
 def test_a_starved_learner_waits_for_what_is_missing() -> None:

@@ -31,6 +31,15 @@ def test_traffic_is_paid_at_the_pace_that_is_reached() -> None:
     assert outcome.traffic_per_h == pytest.approx(225 * 0.4 * 0.5)
 
 
+def test_rollouts_are_sent_at_the_pace_that_is_needed() -> None:
+    # Eight nodes could make 8 rollouts/s; a step of 10 s takes 64 of 100 tokens, 1 kB each.
+    fleet = make_fleet(make_offer("any", price_per_gb=1000.0))
+    job = replace(JOB, upload_bytes_per_token=10.0, version_bytes=1.0)
+    outcome = outcome_of(fleet, job, [8])
+    assert outcome.prediction.step_s == pytest.approx(10)
+    assert outcome.traffic_per_h == pytest.approx(360 * 64 * 1e3 / 1e9 * 1000.0, rel=1e-3)
+
+
 def test_no_node_no_step() -> None:
     outcome = outcome_of(make_fleet(make_offer("any")), JOB, [0])
     assert outcome.prediction.idle_share == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -133,3 +134,58 @@ def test_a_solver_out_of_time_is_followed_by_the_greedy_choice(
     chosen = select(make_fleet(make_offer("any")), JOB)
     assert chosen is not None
     assert (chosen.counts, chosen.is_exact) == ((7,), False)
+
+
+def many_small_nodes(seed: int, *, has_pausing_workers: bool) -> tuple[RentedFleet, Job]:
+    """Two offers of many nodes, of which one makes broadcasts longer: the rule is tight."""
+    rng = random.Random(seed)
+    offers = [
+        make_offer(
+            str(number),
+            count=rng.randint(15, 30),
+            price_per_h=rng.uniform(0.2, 1),
+            tokens_per_s=rng.uniform(300, 900),
+            concurrency=rng.randint(1, 16),
+            can_listen=number == 1,
+            down_bytes_per_s=1e9,
+            up_bytes_per_s=1e9,
+        )
+        for number in range(2)
+    ]
+    fleet = make_fleet(*offers, uplink=rng.uniform(3e7, 2e8), bytes_per_s=1e9)
+    job = replace(
+        JOB,
+        groups_per_step=16,
+        max_staleness=rng.randint(1, 3),
+        train_s=rng.uniform(10, 20),
+        completion_tokens=300,
+        max_completion_tokens=300,
+        version_bytes=1e7,
+        has_pausing_workers=has_pausing_workers,
+    )
+    return fleet, job
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_pausing_workers", [True, False])
+def test_the_exact_choice_holds_where_the_rule_is_tight(has_pausing_workers: bool) -> None:
+    num_feasible = 0
+    for seed in range(12):
+        fleet, job = many_small_nodes(seed, has_pausing_workers=has_pausing_workers)
+        best = select_by_brute_force(fleet, job)
+        exact = select_exactly(fleet, job, time_limit_s=10)
+        assert (exact is None) == (best is None), seed
+        if exact is not None and best is not None:
+            num_feasible += 1
+            least = fleet.cost_per_h(job, best)
+            assert fleet.cost_per_h(job, exact) == pytest.approx(least, rel=1e-6), seed
+    assert num_feasible >= 4
+
+
+@pytest.mark.parametrize("uplink", [2.6e7, 3e7, 4e7, 6e7])
+def test_of_thousands_of_pausing_workers_not_one_too_many_is_chosen(uplink: float) -> None:
+    # A broadcast of 100 kB takes each of them its share of the uplink, and all of them wait.
+    fleet = make_fleet(make_offer("small", count=20_000, tokens_per_s=1.0), uplink=uplink)
+    job = replace(JOB, version_bytes=1e5, chunk_bytes=1e4, has_pausing_workers=True)
+    least = next(n for n in range(640, 20_001) if is_sufficient(fleet, job, [n]))
+    assert select_exactly(fleet, job, time_limit_s=10) == (least,)

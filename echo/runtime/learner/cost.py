@@ -227,6 +227,7 @@ class Activation:
             ),
             idle_share=idle_share,
             min_saving=self.settings.min_saving,
+            periods=tuple(pace.choices),
         )
 
     def _is_due(
