@@ -21,7 +21,7 @@ from rich.console import Console
 
 from echo.cli import interrupts
 from echo.cli.interrupts import Interrupted
-from echo.cli.output import LogFormatter, exit_code, fail, make_log, tell
+from echo.cli.output import LogFormatter, exit_code, fail, make_log, others_in_log, tell
 from echo.cli.parsers import node_parser
 from echo.config.fields import Role, has_secret, override_of
 from echo.config.load import (
@@ -741,7 +741,8 @@ def run_role(
     name = node.node_name(role, section.name)
     config = config.model_copy(update={role: section.model_copy(update={"name": name})})
     log = make_log(name, to_file=config.run_dir / "logs" / f"{name}.log", to_terminal=True)
-    return run_loop(_run_dialing(config, role, EventLog(log_events, log=log), log), log)
+    with others_in_log(log):
+        return run_loop(_run_dialing(config, role, EventLog(log_events, log=log), log), log)
 
 
 def _is_first_rank() -> bool:

@@ -6,9 +6,10 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from echo.core.errors import (
     ConfigError,
@@ -22,6 +23,8 @@ from echo.core.units import one_line, without_keys, without_secrets
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from echo.ui.live import StatusLine
 
 EXIT_CODES: dict[type[EchoError], int] = {
     ConfigError: 2,
@@ -50,7 +53,7 @@ class _Forward(logging.Handler):
     """Passes records on to a node's log, whatever handlers it gets later."""
 
     def __init__(self, log: logging.Logger) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -88,7 +91,8 @@ class LogFile(logging.FileHandler):
 def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.Logger:
     """Return a node's log: into a file, onto standard error, or both.
 
-    What the transport, engines, tasks and the rest of the runtime warn of goes there too.
+    What the transport, tasks and the rest of the runtime warn of goes there too, and what engines
+    tell.
 
     Raises:
         StorageError: if the file cannot be written.
@@ -115,7 +119,52 @@ def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.L
         log.addHandler(handler)
     for part in ("engine", "net", "runtime", "tasks", "ui"):
         logging.getLogger(f"echo.{part}").handlers[:] = [_Forward(log)]
+    logging.getLogger("echo.engine").setLevel(logging.INFO)
     return log
+
+
+@contextmanager
+def others_in_log(log: logging.Logger) -> Iterator[None]:
+    """Have what others write to the terminal of a status line go to the log's file meanwhile.
+
+    Libraries warn there, in C++ as well, and so do the processes that they start; it would break
+    the status, and be gone with the next one.
+    """
+    from echo.ui.live import StatusLine  # here, since --help answers without rich
+
+    line = next((h for h in log.handlers if isinstance(h, StatusLine) and h.is_live), None)
+    file = next((h for h in log.handlers if isinstance(h, logging.FileHandler)), None)
+    with ExitStack() as stack:
+        if line is not None and file is not None and file.stream is not None:
+            for stream in (sys.stdout, sys.stderr):
+                stack.enter_context(_moved(stream, file.stream.fileno(), line))
+        yield
+
+
+@contextmanager
+def _moved(stream: TextIO, to: int, line: StatusLine) -> Iterator[None]:
+    """Have a terminal's stream lead to a file; a status line that writes to it stays there."""
+    if not stream.isatty():
+        yield
+        return
+    number = stream.fileno()
+    terminal = os.fdopen(os.dup(number), "w", encoding=stream.encoding)
+    own = line.stream
+    if own is stream:
+        line.setStream(terminal)
+    stream.flush()
+    os.dup2(to, number)
+    try:
+        yield
+    finally:
+        stream.flush()
+        if terminal.isatty():  # else it was closed, and errors are left to the file, too
+            os.dup2(terminal.fileno(), number)
+        # What could not be shown is still to be flushed, by each.
+        with suppress(OSError):
+            line.setStream(own)
+        with suppress(OSError):
+            terminal.close()
 
 
 def tell(texts: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import textwrap
 import threading
 import time
@@ -1060,6 +1061,11 @@ class StatusLine(logging.StreamHandler[TextIO]):
         super().emit(record)
         if status:
             self.show(status)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 -- logging's name
+        """Say nothing of a terminal that is gone: there is nowhere to."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 class WorkerStatus:

@@ -2,15 +2,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import pty
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
 from echo.cli.node import main
-from echo.cli.output import exit_code, fail, make_log, run_command
+from echo.cli.output import exit_code, fail, make_log, others_in_log, run_command
 from echo.core.errors import (
     ConfigError,
     DataError,
@@ -57,9 +62,12 @@ def test_a_log_goes_to_its_file(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "w1.log"
     log = make_log("test_output", to_file=path, to_terminal=False)
     log.info("joined")
+    logging.getLogger("echo.engine.vllm.probe").info("what is allowed")
     for handler in log.handlers:
         handler.close()
-    assert path.read_text().endswith("INFO    joined\n")
+    joined, told = path.read_text().splitlines()
+    assert joined.endswith("INFO    joined")
+    assert told.endswith("INFO    what is allowed")
     assert not logging.getLogger("echo.test_output").propagate
 
 
@@ -136,3 +144,76 @@ def test_a_log_on_a_full_disk_is_told_once_where_the_lines_go(
         with contextlib.suppress(OSError):  # what is buffered still has no space
             handler.close()
     log.handlers.clear()
+
+
+class Terminal:
+    """A terminal that a process writes to, and what has arrived there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._screen, far = pty.openpty()
+        os.set_blocking(self._screen, False)
+        self.stream: TextIO = os.fdopen(far, "w", encoding="utf-8")
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setattr(sys, "stderr", self.stream)
+
+    def text(self) -> str:
+        return os.read(self._screen, 1 << 16).decode()
+
+    def hang_up(self) -> None:
+        os.close(self._screen)
+
+
+def test_beside_a_status_line_what_others_write_goes_to_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, terminal = tmp_path / "w1.log", Terminal(monkeypatch)
+    log = make_log("test_strays", to_file=path, to_terminal=True)
+    number = terminal.stream.fileno()
+    with others_in_log(log):
+        os.write(number, b"NUMA binding\n")  # as C++ does
+        print("FutureWarning", file=sys.stderr)
+        subprocess.run(["sh", "-c", "echo of a child >&2"], stderr=number, check=True)
+        log.info("joined")
+    os.write(number, b"a traceback\n")
+    for handler in log.handlers:
+        handler.close()
+    shown = terminal.text()
+    assert "joined" in shown
+    assert "a traceback" in shown
+    found = path.read_text()
+    for stray in ("NUMA binding", "FutureWarning", "of a child"):
+        assert stray in found
+        assert stray not in shown
+    terminal.hang_up()
+    terminal.stream.close()
+
+
+def test_a_terminal_that_closes_meanwhile_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, terminal = tmp_path / "w1.log", Terminal(monkeypatch)
+    log = make_log("test_hang_up", to_file=path, to_terminal=True)
+    with others_in_log(log):
+        terminal.hang_up()
+        log.info("going on")
+    print("the end", file=sys.stderr, flush=True)
+    for handler in log.handlers:
+        handler.close()
+    found = path.read_text()
+    assert "going on" in found
+    assert "the end" in found
+    assert "Logging error" not in found
+    terminal.stream.close()
+
+
+def test_without_a_terminal_what_others_write_stays_where_it_was(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "w1.log"
+    log = make_log("test_pipe", to_file=path, to_terminal=True)
+    with others_in_log(log):
+        os.write(2, b"NUMA binding\n")
+    for handler in log.handlers:
+        handler.close()
+    assert "NUMA binding" in capfd.readouterr().err
+    assert path.read_text() == ""
