@@ -83,6 +83,17 @@ class Sampling:
                 raise ValueError(f"sampling.{name} is {getattr(self, name)}, must be {rule}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What an engine is likely to be asked for at one time; more may come, and longer ones."""
+
+    num_rollouts: int
+    prompt_tokens: int
+    """Of the longest prompt."""
+    rollout_tokens: int
+    """Of the longest rollout, its prompt included."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """One completion to sample."""

@@ -178,6 +178,8 @@ def _hash(welcome: Welcome) -> bytes:
 
 CODE = "task.code"
 """Among the inherited settings: hash and path of each module of the task on the learner."""
+EXPECTED = "expected"
+"""Among them, too: how many rollouts the learner expects at one time, and how long prompts are."""
 INHERITED_FILES = frozenset({
     "config.json", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -189,7 +191,11 @@ INHERITED_FILES = frozenset({
 
 
 def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings without paths on the learner's machine: a resume may be elsewhere."""
+    """Return the settings that a resume may not change.
+
+    It may be on another machine, where paths are other ones, and expect other prompts.
+    """
+    settings = {name: value for name, value in settings.items() if name != EXPECTED}
     if CODE not in settings:
         return settings
     return settings | {CODE: {name: code["hash"] for name, code in settings[CODE].items()}}

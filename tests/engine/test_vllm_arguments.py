@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from echo.core.errors import EngineError
+from echo.engine.engine import Demand
 from echo.engine.lora import Lora
 from echo.engine.vllm import arguments as vllm_arguments
 from echo.engine.vllm.arguments import (
@@ -82,9 +83,15 @@ def test_what_counts_something_is_a_number_of_at_least_one(
         import_vllm(is_cpu=True, passed={"tensor_parallel_size": value}, num_threads=0)
 
 
-def arguments(model_dir: Path, *, is_cpu: bool = True, **passed: Any) -> dict[str, Any]:
+def arguments(
+    model_dir: Path, *, is_cpu: bool = True, demand: Demand | None = None, **passed: Any
+) -> dict[str, Any]:
     settings: dict[str, Any] = {"dtype": "float32", "process": "inline", "passed": passed}
-    return make_arguments(model_dir, is_cpu=is_cpu, **settings)
+    return make_arguments(model_dir, is_cpu=is_cpu, demand=demand, **settings)
+
+
+def demand(num_rollouts: int, rollout_tokens: int) -> Demand:
+    return Demand(num_rollouts=num_rollouts, prompt_tokens=0, rollout_tokens=rollout_tokens)
 
 
 @pytest.mark.slow  # imports vLLM
@@ -104,6 +111,14 @@ def test_arguments_are_passed_through_or_refused(
         monkeypatch.setattr(vllm_arguments, "free_bytes", lambda device, free=free: free)
         assert arguments(model_dir)["kv_cache_memory_bytes"] == expected
     assert arguments(model_dir, kv_cache_memory_bytes=7)["kv_cache_memory_bytes"] == 7
+    # On a CPU it is made for what is likely to be sampled, where that takes less.
+    most = {"kv_cache_memory_bytes": 4 << 30}
+    assert arguments(model_dir, demand=demand(128, 1 << 20)).items() >= most.items()
+    few = arguments(model_dir, demand=demand(2, 100), max_model_len=64)
+    assert few["kv_cache_memory_bytes"] == 256 << 20
+    per_token = 2 * 2 * 2 * 32 * 4  # keys and values, 2 layers, 2 heads of 32, float32
+    some = arguments(model_dir, demand=demand(64, 10_000), max_num_seqs=40)
+    assert some["kv_cache_memory_bytes"] == per_token * (41 * (10_000 + 32) + 256)
     with pytest.raises(EngineError, match=r'vLLM is for CPUs; set worker\.device = "cpu"'):
         arguments(model_dir, is_cpu=False)
     with pytest.raises(EngineError) as caught:

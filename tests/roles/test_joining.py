@@ -409,6 +409,11 @@ def test_a_learner_that_is_restarted_meanwhile_is_heard(state: NodeState) -> Non
     again = sign_welcome(replace(WELCOME, lineages=lineages), KEY)
     assert node.joining.receive(again, [], now=2.0) == []
     assert (node.joining.lineages, node.joining.state) == (lineages, state)
+    # What it expects of rollouts is no setting: other prompts, or more groups a step, do no harm.
+    longer = {**WELCOME.settings, joining.EXPECTED: {"rollouts": 9, "prompt_tokens": 9}}
+    assert (
+        node.joining.receive(sign_welcome(replace(again, settings=longer), KEY), [], now=2.5) == []
+    )
     other = sign_welcome(replace(again, settings={"seed": 2}), KEY)
     [stop] = node.joining.receive(other, [], now=3.0)
     assert isinstance(stop, Stop)

@@ -182,8 +182,10 @@ def test_the_first_prompts_are_looked_at_before_a_run_begins() -> None:
             seen.append(index)
             return super().example(index, split=split)
 
-    make(task=Noted(5)).check()
+    source = make(task=Noted(5))
+    source.check()
     assert sorted(set(seen)) == [0, 1, 2, 3, 4]
+    assert source.longest == max(len(source.lease(n, 0).prompt_ids) for n in range(5)) > 0
     seen.clear()
     make(task=Noted()).check()
     assert seen[: prompts_module.CHECKED_PROMPTS] == [*range(prompts_module.CHECKED_PROMPTS)]

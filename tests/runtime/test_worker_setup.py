@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from echo.engine import model
 from echo.engine.hf.engine import SAMPLING_BYTES_PER_LOGIT
 from echo.engine.model import model_directory, own_model
 from echo.runtime.episodes import code_settings
+from echo.runtime.learner.setup import expected_rollouts
 from echo.runtime.worker import setup
-from echo.runtime.worker.setup import build_parts
+from echo.runtime.worker.setup import build_parts, make_demand
 from echo.tasks.tokenization import asset_files
 from echo.weights.manifest import hash_image
 from tests.runtime.harness import Play, Run, running
@@ -101,6 +103,27 @@ def test_the_longest_prompt_is_what_the_window_or_the_memory_leaves(
     budget = weights + SAMPLING_BYTES_PER_LOGIT * 32 + one_token * (1200 + 6)
     monkeypatch.setattr("echo.engine.hf.engine.free_bytes", lambda device: 2 * budget)
     assert bound() == (1200, "this worker's memory")
+
+
+@pytest.mark.parametrize(
+    ("table", "demand"),
+    [
+        ({}, (96, 120, 376)),
+        ({"worker": {"max_concurrent_rollouts": 16}}, (16, 120, 376)),
+        ({"agent": {"listen": "tcp://127.0.0.1:0", "max_session_tokens": 900}}, (96, 120, 900)),
+    ],
+)
+def test_memory_is_planned_for_the_rollouts_that_the_learner_expects(
+    table: dict[str, Any], demand: tuple[int, int, int]
+) -> None:
+    learner = {"batch": {"groups_per_step": 4, "group_size": 8}, "sync": {"max_staleness": 2}}
+    prompts: Any = SimpleNamespace(longest=60)
+    expected = expected_rollouts(parse_config(learner), prompts)
+    config = parse_config({"sampling": {"max_completion_tokens": 256}, **table})
+    found = make_demand(config, expected)
+    assert (found.num_rollouts, found.prompt_tokens, found.rollout_tokens) == demand
+    # One of an older release says nothing of it.
+    assert make_demand(config, {}).prompt_tokens == 1024
 
 
 def test_inherited_files_cannot_ask_for_code(model_dir: Path, tmp_path: Path) -> None:

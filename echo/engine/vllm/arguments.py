@@ -18,12 +18,15 @@ from typing import Any, Literal
 
 import torch
 
-from echo.core.errors import EngineError
+from echo.config.memory import read_model_facts
+from echo.core.errors import DataError, EngineError
 from echo.core.extras import install_command
 from echo.core.units import format_bytes
+from echo.engine.engine import Demand
 from echo.engine.lora import Lora
-from echo.engine.model import fields_of_model, free_bytes
+from echo.engine.model import context_window, fields_of_model, free_bytes
 from echo.engine.vllm.plugin import BACKEND, WORKER_EXTENSION, register
+from echo.engine.weights import torch_dtype
 
 Process = Literal["inline", "engine"]
 
@@ -73,8 +76,12 @@ OWN_ARGUMENTS = {
 """Arguments that Echo decides, and where the user does instead."""
 
 
-MAX_CPU_KV_BYTES = 4 << 30
-"""Memory for keys and values on a CPU: a quarter of what is free, and at most this."""
+MIN_CPU_KV_BYTES, MAX_CPU_KV_BYTES = 256 << 20, 4 << 30
+"""Memory for keys and values on a CPU: what is likely to be sampled at one time takes, but at most
+a quarter of what is free."""
+
+SPARE_TOKENS = 256
+"""For what is no rollout."""
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Room for adapters, as vLLM knows it."""
@@ -176,6 +183,7 @@ def make_arguments(
     dtype: str,
     process: Process,
     passed: Mapping[str, Any],
+    demand: Demand | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's engine; those of adapters come on top (`lora_arguments`).
 
@@ -185,6 +193,7 @@ def make_arguments(
         dtype: to compute in.
         process: where vLLM runs.
         passed: the user's own, [engine.options].
+        demand: what the KV cache on a CPU is made for; None for a share of the memory.
 
     Raises:
         EngineError: listing each that is unknown, ours, or impossible.
@@ -214,8 +223,27 @@ def make_arguments(
     }
     if is_cpu:
         num_bytes = min(free_bytes(torch.device("cpu")) // 4, MAX_CPU_KV_BYTES)
+        if demand is not None:
+            num_bytes = min(num_bytes, _wanted_bytes(arguments, demand))
         arguments.setdefault("kv_cache_memory_bytes", num_bytes)
     return arguments
+
+
+def _wanted_bytes(arguments: Mapping[str, Any], demand: Demand) -> int:
+    """Return the bytes of keys and values that a demand comes to, by vLLM's arguments."""
+    model_dir = Path(arguments["model"])
+    try:
+        facts = read_model_facts(model_dir)
+    except DataError:  # vLLM may know the model all the same
+        return MAX_CPU_KV_BYTES
+    per_token = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim
+    per_token *= torch_dtype(arguments["dtype"]).itemsize
+    num_rollouts: int = min(arguments["max_num_seqs"], demand.num_rollouts)
+    num_tokens = num_rollouts * (demand.rollout_tokens + int(arguments["block_size"]))
+    # A single one of any length has room, too, if memory has it, and so has the probe.
+    window, told = context_window(model_dir), int(arguments["max_model_len"])
+    num_tokens = SPARE_TOKENS + max(num_tokens, min(window, told) if told > 0 else window)
+    return max(MIN_CPU_KV_BYTES, per_token * num_tokens)
 
 
 def lora_arguments(rank: int, targets: list[str], num_versions: int) -> dict[str, Any]:

@@ -47,6 +47,7 @@ from echo.engine.engine import (
     UNVERSIONED,
     Completion,
     Concurrency,
+    Demand,
     Engine,
     KvCache,
     Request,
@@ -487,6 +488,7 @@ class VllmEngine(Engine):
         num_threads: CPU threads of one operation; 0 for vLLM's choice.
         lora: the adapter that `load` takes, and its base in place of `model_dir`; None where it
             takes all weights.
+        demand: what the KV cache on a CPU is made for; None where it takes what memory has.
 
     Raises:
         EngineError: if vLLM is not installed, or cannot run this model with these arguments, or one
@@ -506,6 +508,7 @@ class VllmEngine(Engine):
         arguments: Mapping[str, Any] | None = None,
         num_threads: int = 0,
         lora: Lora | None = None,
+        demand: Demand | None = None,
     ) -> None:
         _refuse(device, kv_cache, lora)
         passed, is_cpu = arguments or {}, device == "cpu"
@@ -522,6 +525,7 @@ class VllmEngine(Engine):
             dtype=dtype,
             process=process,
             passed=passed,
+            demand=demand,
         )
         if lora is not None:
             free = free_bytes(torch.device("cpu"))

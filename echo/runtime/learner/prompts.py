@@ -85,6 +85,8 @@ class PromptSource:
         self._seed = seed
         self._num_examples = self._count("train")
         self._hides_answers = hides_answers
+        self.longest = 0
+        """Tokens of the longest prompt that `check` has looked at."""
         self._host = InlineHost(task, Limits(score_s=timeout_s, step_s=timeout_s))
         # Of two epochs, for groups of both are under way where one ends and the next begins.
         self._order_of = functools.lru_cache(maxsize=2)(self._shuffled)
@@ -109,6 +111,7 @@ class PromptSource:
         """
         number = min(CHECKED_PROMPTS, self._num_examples or CHECKED_PROMPTS)
         made = [self.make(group_id) for group_id in range(number)]
+        self.longest = max((len(prompt.lease.prompt_ids) for prompt in made), default=0)
         for line in dict.fromkeys(self._notices(made)):
             _log.warning("%s", line)
 

@@ -60,7 +60,7 @@ from echo.leases.scheduler import LeaseSettings, RunState
 from echo.net.curve import CurveKeys
 from echo.net.transport import Transport, is_loopback
 from echo.records.ledger import Ledger
-from echo.roles.joining import AdmissionSettings
+from echo.roles.joining import EXPECTED, AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.runtime import node as wiring
 from echo.runtime.episodes import code_settings, make_local_host, make_runner, turns_of
@@ -212,6 +212,16 @@ def load_prompts(
             tokenizer.model_max_length, window,
         )  # fmt: skip
     return prompts, text
+
+
+def expected_rollouts(config: Config, prompts: PromptSource) -> dict[str, int]:
+    """Return what a worker is told of the rollouts that it may be given, to plan its memory."""
+    # As many as may be under way within the bound of staleness.
+    num_groups = (config.sync.max_staleness + 1) * config.batch.groups_per_step
+    return {
+        "rollouts": num_groups * config.batch.group_size,
+        "prompt_tokens": prompts.longest,
+    }
 
 
 # --- Set up the trainer: loss, reference policy, optimizer, precision ---
@@ -554,7 +564,8 @@ class RunParts:
                     key=events.outside(self.identity.key),
                     settings=inherited_settings(config)
                     | base_settings(config, data.lora, is_resumed=len(start.lineages) > 1)
-                    | code_settings(config),
+                    | code_settings(config)
+                    | {EXPECTED: expected_rollouts(config, data.prompts)},
                     assets=data.read_assets(),
                     digests=data.digests,
                     heartbeat_s=network.heartbeat_s,

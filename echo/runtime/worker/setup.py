@@ -17,7 +17,7 @@ from echo.config.load import apply_inherited, check_inherited
 from echo.config.schema import Config, VllmSection
 from echo.core.errors import ConfigError, EngineError, StorageError
 from echo.core.rollout import MAX_UNACKED_GROUPS
-from echo.engine.engine import Engine
+from echo.engine.engine import Demand, Engine
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import Lora, worker_lora
 from echo.engine.model import (
@@ -37,6 +37,7 @@ from echo.engine.weights import publish_image
 from echo.leases.outbox import Outbox
 from echo.leases.partials import PartialRules
 from echo.net.transport import Transport
+from echo.roles.joining import EXPECTED
 from echo.roles.worker import Worker
 from echo.runtime import node as wiring
 from echo.runtime.agents.sessions import AgentParts, Dialogue
@@ -89,7 +90,7 @@ async def build_worker(
         EchoError: if something does not fit; the message is for the user.
     """
     keys = node_keys(config, "worker")
-    import_engine(config)  # before strangers can take the descriptors that it needs
+    import_engine(config, log=log)  # before strangers can take the descriptors that it needs
     transport = await wiring.start_transport(config.network, config.worker.listen, keys)
     wiring.tell_of_kernel(config, config.worker.listen, *dial_addresses(config, "worker"), log=log)
     try:
@@ -169,13 +170,13 @@ def build_parts(
     )  # fmt: skip
     task = make_worker_task(config)
     lora = worker_lora(config, settings)
-    engine = make_engine(config, model_dir, lora)
+    demand = make_demand(config, settings.get(EXPECTED, {}))
+    engine = make_engine(config, model_dir, lora, demand)
     max_new = config.sampling.max_completion_tokens
     window = min(context_window(model_dir), engine.window or sys.maxsize)
     in_window = max(1, window - max_new)
-    prompt_tokens = min(in_window, 1024)
     num_rollouts = min(
-        engine.max_concurrent_rollouts(prompt_tokens, max_new),
+        engine.max_concurrent_rollouts(min(in_window, demand.prompt_tokens), max_new),
         config.worker.max_concurrent_rollouts or DEFAULT_MAX_CONCURRENT_ROLLOUTS,
     )
     in_memory = longest_prompt(engine, in_window, max_new)
@@ -198,6 +199,26 @@ def build_parts(
         read_local_image=lambda: read_local_image(config),
         agents=agents,
         digests=model_digests(config, model_dir, template) | task.digests,
+    )
+
+
+def make_demand(config: Config, expected: Mapping[str, int]) -> Demand:
+    """Return how many rollouts a worker plans its memory for, and how long they are.
+
+    Args:
+        config: the worker's, with what it inherits.
+        expected: what the learner has told of them.
+    """
+    # Twice the longest of the prompts that the learner has looked at: later ones may be longer.
+    prompt_tokens = 2 * expected["prompt_tokens"] if expected else 1024
+    num_tokens = prompt_tokens + config.sampling.max_completion_tokens
+    if config.agent.listen is not None:
+        num_tokens = max(num_tokens, config.agent.max_session_tokens)
+    most = config.worker.max_concurrent_rollouts or DEFAULT_MAX_CONCURRENT_ROLLOUTS
+    return Demand(
+        num_rollouts=min(most, expected.get("rollouts", most)),
+        prompt_tokens=prompt_tokens,
+        rollout_tokens=num_tokens,
     )
 
 
@@ -265,8 +286,8 @@ def make_rules(config: Config) -> PartialRules:
     )
 
 
-def import_engine(config: Config) -> None:
-    """Import the engine's code, and the model's where it is this worker's own.
+def import_engine(config: Config, *, log: logging.Logger) -> None:
+    """Import the engine's code, which may take its time, and the model's where it is this worker's.
 
     Of a model that it inherits it does not know the architecture yet: one more module then.
     """
@@ -277,6 +298,8 @@ def import_engine(config: Config) -> None:
         from echo.engine.vllm.arguments import import_vllm
 
         section = config.worker
+        if "vllm" not in sys.modules:
+            log.info("importing vLLM, which takes 10 to 40 s")
         import_vllm(
             is_cpu=pick_device(section.device) == "cpu",
             passed=config.engine.options,
@@ -284,7 +307,9 @@ def import_engine(config: Config) -> None:
         )
 
 
-def make_engine(config: Config, model_dir: Path, lora: Lora | None = None) -> Engine:
+def make_engine(
+    config: Config, model_dir: Path, lora: Lora | None = None, demand: Demand | None = None
+) -> Engine:
     """Return the rollout engine of a worker, for all weights or for an adapter on its base."""
     section, how = config.worker, config.engine
     device = pick_device(section.device)
@@ -304,6 +329,7 @@ def make_engine(config: Config, model_dir: Path, lora: Lora | None = None) -> En
             arguments=how.options,
             num_threads=section.num_threads,
             lora=lora,
+            demand=demand,
         )
     return TransformersEngine(
         model_dir,
