@@ -78,7 +78,7 @@ class StandIn(Backend):
         return future
 
     def answer_probe(self, future: Future[BackendOutput]) -> None:
-        expected = self.engine._probe.expected(self.weights)
+        expected = self.engine._probe.expected(self.weights).logprobs
         future.set_result(BackendOutput(np.empty(0, np.int32), NOTHING, "length", (), expected))
 
     engine: VllmEngine
@@ -198,7 +198,7 @@ def test_nobody_samples_from_a_vllm_that_got_no_weights(
     ("facts", "message"),
     [
         (Facts(64, 32, 64, 9), "the prompt has 80 tokens, the model's window 64"),
-        (Facts(5, 32, 512, 9), r"does not hold one rollout of 80 \+ 200 tokens"),
+        (Facts(8, 32, 512, 9), r"does not hold one rollout of 80 \+ 200 tokens"),
     ],
 )
 def test_one_that_holds_less_when_it_is_started_anew_refuses_what_it_cannot_sample(
@@ -243,8 +243,8 @@ def test_one_that_dies_again_and_again_is_given_up(engine: VllmEngine) -> None:
 def test_a_rollout_takes_blocks_of_the_cache_and_a_place(
     engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two blocks less than there are: one is vLLM's, one the probe's, as is one of the places."""
-    monkeypatch.setattr(StandIn, "facts", Facts(17, 32, 512, 9))
+    """Five blocks less than there are: one is vLLM's, four the probe's, as is one of the places."""
+    monkeypatch.setattr(StandIn, "facts", Facts(20, 32, 512, 9))
     engine.revive(StandIn.started[-1])
     assert engine.max_concurrent_rollouts(16, 48) == 7
     assert engine.max_concurrent_rollouts(16, 16) == 8

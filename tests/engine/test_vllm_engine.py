@@ -28,6 +28,7 @@ from echo.engine.engine import Sampling
 from echo.engine.model import load_directory
 from echo.engine.vllm.backend import BackendOutput, BackendRequest
 from echo.engine.vllm.engine import MAX_RESTARTS, VllmEngine
+from echo.engine.vllm.probe import Expectation
 from echo.engine.weights import TensorChange, tensors_from_image
 from tests.engine.engine_contract import (
     ENDLESS,
@@ -245,7 +246,12 @@ class TestPatches(PatchContract):
     ) -> None:
         probe = patched.engine._probe
         expected = probe.expected
-        monkeypatch.setattr(probe, "expected", lambda tensors: expected(tensors) + 1)
+
+        def expect_more(tensors: Weights) -> Expectation:
+            found = expected(tensors)
+            return replace(found, logprobs=found.logprobs + 1)
+
+        monkeypatch.setattr(probe, "expected", expect_more)
         message = r"v2 is installed but not what vLLM samples from: .* nats .*; rolled back.*: v1"
         with pytest.raises(EngineError, match=message):
             patched.change(1, V1, V2)
@@ -371,7 +377,7 @@ def test_a_start_that_fails_of_something_else_is_not_tried_again(
 def test_a_smaller_cache_still_holds_the_longest_rollout(
     own_engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = own_engine(220 << 10)  # room for 220 tokens, of which one rollout may have 128
+    engine = own_engine(320 << 10)  # room for 320 tokens, of which one rollout may have 128
     assert engine.max_concurrent_rollouts(64, 64) == 1
     engine._num_restarts = MAX_RESTARTS  # of other things, which will not be the end of it
     failed: list[int] = []

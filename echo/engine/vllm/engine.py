@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -59,15 +58,12 @@ from echo.engine.engine import (
     describe_error,
     is_out_of_memory,
 )
-from echo.engine.lora import Lora, build_adapted, target_names
+from echo.engine.lora import Lora
 from echo.engine.model import (
-    build_meta_model,
-    check_weights,
     free_bytes,
     has_other_names_on_disk,
     names_on_disk,
     set_num_threads,
-    weight_bytes,
 )
 from echo.engine.vllm.arguments import (
     MIN_VERSIONS,
@@ -93,7 +89,8 @@ from echo.engine.vllm.backend import (
     adapter_request,
     hand_over_adapter,
 )
-from echo.engine.weights import changes, tensors_from_image, torch_dtype
+from echo.engine.vllm.probe import Expectation, SwapProbe
+from echo.engine.weights import changes, tensors_from_image
 from echo.weights.manifest import TensorSpec
 from echo.weights.store import Patch
 
@@ -341,111 +338,6 @@ def make_params(
     )
 
 
-# --- probe after a swap ---------------------------------------------------------------------------
-#
-# The expected log-probabilities of a fixed prompt come from transformers on the host, computed from
-# the very tensors that were handed over, so that no mistake of vLLM can be in them. A tied head
-# that keeps its old weights, a layer that was missed or a transposed tensor shows as whole nats.
-
-
-NUM_TOKENS = 16
-"""Length of the probe's prompt."""
-
-TOLERANCES = {"float32": 2e-4, "float16": 0.02, "bfloat16": 0.1}
-"""Mean difference in nats per token that rounding explains, by the dtype that both compute in:
-several times what it has come to on a CPU, and far less than other weights make."""
-
-
-class SwapProbe:
-    """A prompt, and what it must give under given weights."""
-
-    def __init__(self, model_dir: Path, dtype: str, lora: Lora | None = None) -> None:
-        """Read the shape of the model.
-
-        Args:
-            model_dir: directory with config.json.
-            dtype: that the engine computes in.
-            lora: the adapter that is swapped, and its base; None where all weights are.
-
-        Raises:
-            EngineError: if there is no causal language model.
-        """
-        self._dtype = torch_dtype(dtype)
-        self._tolerance = TOLERANCES[dtype]
-        # Built once: it shares the memory of the weights it was last given, which the engine keeps
-        # anyway. Its own, untouched, costs nothing before.
-        self.model: Any
-        """transformers' own; its weights are those that were last expected to give something."""
-        self._adapter: dict[str, Tensor] | None = None
-        if lora is None:
-            self.model = build_meta_model(model_dir, self._dtype, "eager")
-        else:
-            self.model, self._adapter = build_adapted(lora, self._dtype, "eager")
-        # An architecture that is not vLLM's own runs in the classes of transformers, which vLLM
-        # changes for this process: models of theirs that it has not built itself lack this.
-        type(self.model.base_model).do_not_compile = True
-        self.lora_targets = target_names(self._adapter or ())
-        """Last parts of the names of the modules that have an adapter."""
-        config = self.model.config.get_text_config()
-        self.vocab_size = int(config.vocab_size)
-        window = int(getattr(config, "max_position_embeddings", None) or NUM_TOKENS + 1)
-        self.prompt_ids = [
-            (1 + i * 2654435761) % self.vocab_size
-            for i in range(max(2, min(NUM_TOKENS, window - 1)))
-        ]
-        """Token ids spread over the vocabulary."""
-        self.weight_bytes = weight_bytes(self.model.state_dict())
-        """Memory of the weights in the engine's dtype."""
-        self.adapter_bytes = weight_bytes(self._adapter or {})
-        """Of these, those of the adapter."""
-
-    @torch.inference_mode()
-    def expected(self, tensors: Mapping[str, Tensor]) -> npt.NDArray[np.float32]:
-        """Return the log-probabilities of the prompt's tokens after the first.
-
-        The tensors themselves become the model's for the moment: beyond a change of dtype nothing
-        is copied.
-
-        Raises:
-            EngineError: if they are not exactly the weights of this model.
-        """
-        model = self.model
-        if self._adapter is None:
-            check_weights(model.state_dict(), tensors)
-            cast = {name: tensor.to(self._dtype) for name, tensor in tensors.items()}
-            model.load_state_dict(cast, strict=False, assign=True)
-            model.tie_weights()
-        else:
-            check_weights(self._adapter, tensors)
-            for name, tensor in tensors.items():
-                self._adapter[name].copy_(tensor)
-        ids = torch.tensor(self.prompt_ids)
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
-        found: npt.NDArray[np.float32] = (
-            logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].numpy()
-        )
-        return found
-
-    def complaint(
-        self, measured: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]
-    ) -> str | None:
-        """Return what is wrong with the engine's answer, or None if it is right."""
-        if measured.shape != expected.shape:
-            return f"{len(measured)} log-probabilities came back instead of {len(expected)}"
-        if not np.isfinite(expected).all():
-            return (
-                "transformers finds log-probabilities that are NaN or infinite, too: the weights "
-                f"hold NaN, or overflow in {self._dtype}"
-            )
-        error = float(np.abs(measured - expected).mean())
-        if error <= self._tolerance:  # not so if it is NaN
-            return None
-        return (
-            f"its log-probabilities differ from those of transformers by {error:.3g} nats per "
-            f"token, {self._tolerance:g} is allowed"
-        )
-
-
 log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3
@@ -458,7 +350,7 @@ class _Installed:
 
     tensors: Mapping[str, Tensor]
     version: PolicyVersion
-    expected: npt.NDArray[np.float32]
+    expected: Expectation
 
 
 def _refuse(device: str, kv_cache: KvCache, lora: Lora | None) -> None:
@@ -774,7 +666,7 @@ class VllmEngine(Engine):
             EngineDeadError: if there is no answer: nobody could judge what it samples.
         """
         params = make_params(Sampling(1.0, 1.0, 0, 1, ()), 0, 1, of_prompt=True)
-        prompt = {"prompt_token_ids": self._probe.prompt_ids, "cache_salt": f"probe {tag}"}
+        prompt = {"prompt_token_ids": weights.expected.prompt_ids, "cache_salt": f"probe {tag}"}
         future = backend.submit(BackendRequest(f"probe {tag}", prompt, params, adapter, -1))
         try:
             sample = future.result(timeout=TIMEOUT_S)
@@ -785,7 +677,11 @@ class VllmEngine(Engine):
             why = f"no answer in {TIMEOUT_S:g} s" if is_late else describe_error(error)
             backend.die(reason := f"it cannot be probed: {why}")
             raise EngineDeadError(reason) from error
-        return self._probe.complaint(sample.prompt_logprobs, weights.expected)
+        expected, tensors = weights.expected, weights.tensors
+        complaint = self._probe.complaint(sample.prompt_logprobs, expected, tensors)
+        if complaint is None:
+            self._probe.accepted(expected, tensors)
+        return complaint
 
     # --- adapters --------------------------------------------------------------------------------
 
@@ -875,6 +771,7 @@ class VllmEngine(Engine):
                 self._arguments["max_num_seqs"] = self._concurrency.bounded(num_rollouts) + 1
             else:
                 facts = backend.facts
+                self._probe.bound(facts.max_model_len)
                 self._num_blocks = facts.num_blocks - self._spare_blocks(facts)
                 self.space.resize(self._num_blocks, facts.max_num_seqs - 1)
                 return backend
@@ -896,7 +793,7 @@ class VllmEngine(Engine):
 
     def _spare_blocks(self, facts: Facts) -> int:
         """Return blocks that no rollout gets: one is vLLM's own, some are the probe's."""
-        return 1 + facts.blocks_of(len(self._probe.prompt_ids) + 1)
+        return 1 + facts.blocks_of(self._probe.num_tokens + 1)
 
     def _heed(self, death: Death, facts: Facts) -> None:
         """Go on with less at one time where vLLM died because memory ran out.
