@@ -140,10 +140,10 @@ def best_by_brute_force(
             )
             step, period = best
             if math.isinf(step):
-                cost_per_h = roll.judge(job, chosen).cost_per_h
+                cost_per_h = roll.assess(job, chosen).cost_per_h
             else:
                 longer = replace(job, publish_period=period, train_s=job.train_s * step)
-                cost_per_h = roll.judge(longer, chosen).cost_per_h
+                cost_per_h = roll.assess(longer, chosen).cost_per_h
             if cost_per_h <= job.budget_per_h * (1 + 1e-9):
                 found.append((step, cost_per_h))
     least = min(step for step, _ in found)
@@ -154,12 +154,12 @@ def _least_step(roll: Roll, job: Job, names: Collection[str]) -> float:
     """Return by bisection the least factor on the step for which the rule itself is kept."""
 
     def is_kept(factor: float) -> bool:
-        judged = roll.judge(replace(job, train_s=job.train_s * factor), names)
+        assessed = roll.assess(replace(job, train_s=job.train_s * factor), names)
         return is_enough(
-            judged.job,
-            rate=judged.rate,
-            broadcast_s=judged.broadcast_s,
-            latency_s=judged.latency_s,
+            assessed.job,
+            rate=assessed.rate,
+            broadcast_s=assessed.broadcast_s,
+            latency_s=assessed.latency_s,
         )
 
     low, high = 1.0, 1.0
@@ -199,12 +199,12 @@ def best_of_all(
 ) -> tuple[float, float]:
     """Return the least slowdown within the budget, and the least cost of a set that has it."""
     roll, names = Roll(workers, links, periods=periods), [worker.name for worker in workers]
-    judged = [
-        roll.judge(job, chosen)
+    assessed = [
+        roll.assess(job, chosen)
         for size in range(len(names) + 1)
         for chosen in itertools.combinations(names, size)
     ]
-    within = [each for each in judged if each.cost_per_h <= job.budget_per_h * (1 + 1e-9)]
+    within = [each for each in assessed if each.cost_per_h <= job.budget_per_h * (1 + 1e-9)]
     least = min(each.slowdown for each in within)
     return least, min(each.cost_per_h for each in within if each.slowdown <= least * (1 + 1e-6))
 

@@ -5,7 +5,7 @@ Workers that are alike are put together as one offer. With more than MAX_OFFERS 
 together that differ by less than a share that grows until few enough are left; the slowest and the
 dearest then stand for their kind, so what is chosen is sufficient in any case.
 
-Every set is judged with the caller's own forecast of a broadcast to exactly these workers, at the
+Every set is assessed with the caller's own forecast of a broadcast to exactly these workers, at the
 publish period that suits it best of those that are allowed. Up to MAX_TRIED sets all are tried. Of
 more, `echo.fleet.selection` answers with the broadcast of `echo.fleet.market`; where that was too
 optimistic about the set that was found, what is missing is added, and the search is made again.
@@ -34,7 +34,7 @@ _WIDTHS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0, math.inf)
 _MAX_CORRECTIONS = 4
 """Searches after which the model's time of a broadcast is taken as it is."""
 MAX_TRIED = 1100
-"""Sets that are judged: all of ten different workers. Each takes the forecast of a broadcast."""
+"""Sets that are assessed: all of ten different workers. Each takes the forecast of a broadcast."""
 HARDLY_SLOWER = 1.01
 """By how much longer a step may be than the least one, where a cheaper set is had for it."""
 
@@ -70,7 +70,7 @@ class Outlook:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class Assessment:
     """How a set of workers satisfies the rule."""
 
     job: Job
@@ -99,7 +99,7 @@ class Choice:
 
 
 class Roll:
-    """Workers by kind, and how sets of them are judged."""
+    """Workers by kind, and how sets of them are assessed."""
 
     def __init__(
         self, workers: Sequence[Offer], links: Links, *, periods: Sequence[int] = ()
@@ -158,7 +158,7 @@ class Roll:
             chosen += [worker.name for worker in ranked[:count]]
         return frozenset(chosen)
 
-    def judge(self, job: Job, names: Collection[str]) -> Judgement:
+    def assess(self, job: Job, names: Collection[str]) -> Assessment:
         """Return whether a set suffices and what it costs, by the forecast of its broadcast."""
         members = [worker for worker in self.workers if worker.name in names]
         offers = [_offer(worker.name, [worker]) for worker in members]
@@ -173,7 +173,7 @@ class Roll:
         # A learner that waits publishes less often.
         paced = job if math.isinf(slowdown) else replace(job, train_s=job.train_s * slowdown)
         cost_per_h = self._fleet_of(job).cost_per_h(paced, self.counts(names))
-        return Judgement(
+        return Assessment(
             job=job,
             rate=rate,
             broadcast_s=broadcast_s,
@@ -186,22 +186,22 @@ class Roll:
 
     def outlook(self, job: Job, names: Collection[str]) -> Outlook:
         """Return what a set leads to, by the forecast of its broadcast."""
-        judged = self.judge(job, names)
+        assessed = self.assess(job, names)
         prediction = predict(
-            judged.job,
-            rate=judged.rate,
-            broadcast_s=judged.broadcast_s,
-            latency_s=judged.latency_s,
-            lost_per_s=judged.lost_per_s,
+            assessed.job,
+            rate=assessed.rate,
+            broadcast_s=assessed.broadcast_s,
+            latency_s=assessed.latency_s,
+            lost_per_s=assessed.lost_per_s,
         )
         return Outlook(
-            rate=judged.rate,
-            required=required_rate(judged.job, judged.broadcast_s),
-            broadcast_s=judged.broadcast_s,
-            latency_s=judged.latency_s,
-            cost_per_h=judged.cost_per_h,
+            rate=assessed.rate,
+            required=required_rate(assessed.job, assessed.broadcast_s),
+            broadcast_s=assessed.broadcast_s,
+            latency_s=assessed.latency_s,
+            cost_per_h=assessed.cost_per_h,
             idle_share=prediction.idle_share,
-            is_sufficient=judged.is_sufficient,
+            is_sufficient=assessed.is_sufficient,
         )
 
     def _fleet_of(self, job: Job) -> RentedFleet:
@@ -286,24 +286,24 @@ class _Search:
     def __init__(self, roll: Roll, job: Job, preferred: Collection[str]) -> None:
         self._roll, self._job, self._preferred = roll, job, frozenset(preferred)
         self.most = tuple(len(kind) for kind in roll.kinds)
-        self.judged: dict[Counts, Judgement] = {}
+        self.assessed: dict[Counts, Assessment] = {}
 
     @property
     def num_sets(self) -> int:
         """How many sets there are."""
         return math.prod(count + 1 for count in self.most)
 
-    def judge(self, counts: Counts) -> Judgement:
+    def assess(self, counts: Counts) -> Assessment:
         """Return what a set leads to."""
-        if counts not in self.judged:
+        if counts not in self.assessed:
             names = self._roll.names(counts, self._preferred)
-            self.judged[counts] = self._roll.judge(self._job, names)
-        return self.judged[counts]
+            self.assessed[counts] = self._roll.assess(self._job, names)
+        return self.assessed[counts]
 
     def try_all(self) -> None:
         """Judge every set."""
         for counts in itertools.product(*(range(count + 1) for count in self.most)):
-            self.judge(counts)
+            self.assess(counts)
 
     def climb(self, counts: Counts) -> None:
         """Judge what lies between a set and one whose step no single change makes shorter.
@@ -314,22 +314,22 @@ class _Search:
         limit = self._limit()
         self._descend(
             counts,
-            lambda judged: (judged.slowdown > limit, *reversed(self._by_step(judged))),
+            lambda assessed: (assessed.slowdown > limit, *reversed(self._by_step(assessed))),
         )
 
-    def _descend(self, counts: Counts, rank: Callable[[Judgement], tuple[float, ...]]) -> Counts:
+    def _descend(self, counts: Counts, rank: Callable[[Assessment], tuple[float, ...]]) -> Counts:
         """Return the last of ever better sets, each a single change from the one before."""
-        while len(self.judged) < MAX_TRIED:
-            nearest = min(self._neighbours(counts), key=lambda each: rank(self.judge(each)))
-            if rank(self.judge(nearest)) >= rank(self.judge(counts)):
+        while len(self.assessed) < MAX_TRIED:
+            nearest = min(self._neighbours(counts), key=lambda each: rank(self.assess(each)))
+            if rank(self.assess(nearest)) >= rank(self.assess(counts)):
                 break
             counts = nearest
         return counts
 
-    def _by_step(self, judged: Judgement) -> tuple[float, ...]:
+    def _by_step(self, assessed: Assessment) -> tuple[float, ...]:
         """Rank by the step within the budget, then by the cost."""
-        is_too_dear = judged.cost_per_h > self._job.budget_per_h * (1 + 1e-9)
-        return is_too_dear, judged.slowdown, judged.cost_per_h
+        is_too_dear = assessed.cost_per_h > self._job.budget_per_h * (1 + 1e-9)
+        return is_too_dear, assessed.slowdown, assessed.cost_per_h
 
     def _neighbours(self, counts: Counts) -> Iterator[Counts]:
         """Yield sets with one, half or all of a kind more or fewer, or one exchanged."""
@@ -346,7 +346,7 @@ class _Search:
     def _limit(self) -> float:
         """Return up to which slowdown a set counts as no slower than the best within the budget."""
         budget = self._job.budget_per_h * (1 + 1e-9)
-        steps = (each.slowdown for each in self.judged.values() if each.cost_per_h <= budget)
+        steps = (each.slowdown for each in self.assessed.values() if each.cost_per_h <= budget)
         least = min(steps, default=math.inf)
         return 1.0 if least <= 1 else least * HARDLY_SLOWER
 
@@ -354,13 +354,13 @@ class _Search:
         """Return the cheapest of the sets that are hardly slower than the fastest."""
         limit, budget = self._limit(), self._job.budget_per_h * (1 + 1e-9)
         _, counts = min(
-            (judged.cost_per_h, counts)
-            for counts, judged in self.judged.items()
-            if judged.slowdown <= limit and judged.cost_per_h <= budget
+            (assessed.cost_per_h, counts)
+            for counts, assessed in self.assessed.items()
+            if assessed.slowdown <= limit and assessed.cost_per_h <= budget
         )
         names = self._roll.names(counts, self._preferred)
         outlook = self._roll.outlook(self._job, names)
-        slowdown = self.judged[counts].slowdown
+        slowdown = self.assessed[counts].slowdown
         return Choice(active=names, outlook=outlook, is_exact=is_exact, slowdown=slowdown)
 
 
@@ -394,7 +394,7 @@ def choose(
         if found is not None:
             return found
     nobody = (0,) * len(search.most)
-    search.judge(nobody)
+    search.assess(nobody)
     for start in (nobody, search.most):
         search.climb(start)
     return search.best(is_exact=False)
@@ -492,7 +492,7 @@ class Question:
             cause = "the active workers are not enough"
             spared = self.steady if choice.slowdown > 1 and pays else frozenset()
             wanted = self._within_budget(roll, (self.active - spared) | choice.active, choice)
-            if roll.judge(self.job, wanted).slowdown > choice.slowdown * HARDLY_SLOWER:
+            if roll.assess(self.job, wanted).slowdown > choice.slowdown * HARDLY_SLOWER:
                 # Each of the others makes the broadcast longer.
                 cause, wanted = "the active workers are too many for the links", choice.active
         elif pays:

@@ -116,7 +116,7 @@ def test_behind_a_thin_uplink_one_worker_is_better_than_all(num: int) -> None:
     assert choice.slowdown == pytest.approx(1.106, abs=0.001)
     assert choice.outlook.cost_per_h == pytest.approx(0.8)
     assert choice.outlook.idle_share < 0.15
-    everybody = Roll(workers, links, periods=(1, 2)).judge(job, [w.name for w in workers])
+    everybody = Roll(workers, links, periods=(1, 2)).assess(job, [w.name for w in workers])
     assert everybody.slowdown > 3 * choice.slowdown
     # At the longest period alone no step is long enough: nothing is left of the bound.
     assert math.isinf(choose(workers, job, links).slowdown)
