@@ -92,7 +92,7 @@ MAX_CAUSE_LENGTH = 2600
 NO_FAULT = frozenset({"stale", "abandoned_version"})
 """Why a result is refused that was right when it was sampled."""
 
-Obstacle = Literal["", "outdated", "no_worker", "no_weights", "busy"]
+Obstacle = Literal["", "outdated", "no_worker", "no_weights", "no_agent", "busy"]
 """Why nobody can be given a group for the next batch; "" if somebody can, or the batch is out."""
 
 Bounds = Mapping[PolicyVersion | None, int]
@@ -289,8 +289,11 @@ class Scheduler:
         fresh = [w for w in workers if bounds.get(w.installed, 0) > num_promised]
         if not fresh:
             return "no_weights"
-        has_space = any(w.is_able(bounds) and self._num_held(w) < w.capacity for w in fresh)
-        return "" if has_space else "busy"
+        if any(w.is_able(bounds) and self._num_held(w) < w.capacity for w in fresh):
+            return ""
+        # Where agents play, a worker takes as many groups as they ask for.
+        is_asked = any(w.capacity > 0 or w.num_unknown > 0 for w in fresh)
+        return "no_agent" if self.settings.prompts_are_free and not is_asked else "busy"
 
     def hand_out(self, workers: Sequence[LeasedWorker], *, now: float) -> list[Action]:
         """Grant groups, have them recorded, and send them with what others have sampled of them."""

@@ -24,10 +24,10 @@ def make_waiting(role: Learner, *, reconnect_for_s: float = 300.0) -> BatchWait:
     return BatchWait(role, address=ADDRESS, reconnect_for_s=reconnect_for_s, log=log)
 
 
-def alone(make_world: MakeWorld) -> tuple[World, Learner]:
+def alone(make_world: MakeWorld, **sections: Any) -> tuple[World, Learner]:
     """Return a world without workers, whose learner makes no step, and what it decides."""
     world = make_world(train_s=math.inf)
-    world.learner()
+    world.learner(**sections)
     return world, world.node("learner").role
 
 
@@ -104,6 +104,27 @@ def test_what_keeps_groups_from_workers_is_told_once(
     assert waiting.look(now=201.0) == "outdated"
     now = "nothing can be granted: the newest version is too old for the next step; waiting for 2"
     assert told(caplog)[-1].startswith(now)
+
+
+def test_before_an_agent_has_asked_no_worker_is_said_to_take_no_group(
+    make_world: MakeWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    world, role = alone(make_world, agent={"listen": "tcp://127.0.0.1:0"})
+    world.worker("w1")
+    world.run_until(lambda: any(each.installed for each in role.roster.members("worker")))
+    [member] = role.roster.members("worker")
+    member.worker.capacity = 0  # as many as agents ask for
+    for record in role.leases.worker_leases("w1"):
+        role.leases.revoke(record)
+    waiting = make_waiting(role)
+    waiting.begin(now=0.0)
+    assert waiting.look(now=1.0) == waiting.look(now=10.0) == "no_agent"
+    assert told(caplog) == [
+        "no agent has asked for a group for 9s: have agents call a worker's endpoint; waiting for "
+        "2 of 2 groups; w1 has 0 (waiting for leases)"
+    ]
+    member.worker.capacity, member.worker.is_stuck = 1, True
+    assert waiting.look(now=11.0) == "busy"
 
 
 def test_nobody_who_has_leases_is_said_to_wait_for_some(make_world: MakeWorld) -> None:

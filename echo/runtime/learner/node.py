@@ -132,10 +132,13 @@ TELL_S = 60.0
 """Between two lines about missing workers."""
 
 _OBSTACLES = {
-    "outdated": "the newest version is too old for the next step",
-    "no_weights": "no worker holds weights that the next step may be trained on",
-    "busy": "no worker takes a group",
+    "outdated": "nothing can be granted{}: the newest version is too old for the next step",
+    "no_weights": "nothing can be granted{}: no worker holds weights that the next step may be "
+    "trained on",
+    "no_agent": "no agent has asked for a group{}: have agents call a worker's endpoint",
+    "busy": "nothing can be granted{}: no worker takes a group",
 }
+"""With how long that has been so."""
 
 
 class BatchWait:
@@ -216,10 +219,8 @@ class BatchWait:
             return
         self._is_told = True
         how_long = f" for {format_duration(lasted_s)}" if lasted_s else ""
-        self._log.warning(
-            "nothing can be granted%s: %s; waiting for %s",
-            how_long, what, self._role.describe_wait(),
-        )  # fmt: skip
+        text = what.format(how_long)
+        self._log.warning("%s; waiting for %s", text, self._role.describe_wait())
 
 
 REFRESH_S = 0.25
