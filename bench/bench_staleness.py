@@ -182,7 +182,7 @@ def make_model(task: str) -> Path:
 
     from echo.cli.quickstart import make_model
 
-    return make_model(task, Console(stderr=True), for_vllm=False)
+    return Path(make_model(task, Console(stderr=True), for_vllm=False))
 
 
 def train_one(run: Run, model: Path) -> dict[str, Any]:
