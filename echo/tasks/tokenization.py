@@ -144,8 +144,9 @@ _WRITTEN_AS_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
 """Some tokenizers have the tokens of their turns without the flag `special`."""
 
 _TEMPLATED = re.compile(
-    r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|\[INST\]|<\uff5cUser\uff5c>"
-    r"|<\|(?:system|user|assistant|start)\|>"
+    r"(?:<s>|<bos>|<\|begin_of_text\|>)?\s*"
+    r"(?:<\|(?:im_start|start_header_id|system|user|assistant|start)\|>|<start_of_turn>|\[INST\]"
+    r"|<\uff5cUser\uff5c>)"
 )
 """What the prompts of common chat templates begin with."""
 
@@ -324,9 +325,8 @@ class TextCodec:
         ends = range(len(whole), len(own) - 1, -1) if own else ()
         is_end = (end for end in ends if whole[end - len(own) : end] == own)
         ids = whole[: next(is_end, len(whole))]
-        bos = self.tokenizer.bos_token_id
-        # It stands in the text already.
-        return ids[1:] if bos is not None and own[:1] == [bos] and ids[:2] == [bos, bos] else ids
+        has_bos = bool(own) and own[0] == self.tokenizer.bos_token_id
+        return own if has_bos and ids == [own[0], *own] else ids  # it stands in the text already
 
     def encode_rendered(self, text: str) -> list[int]:
         """Turn rendered text into token ids, control tokens in its messages as text.
@@ -474,8 +474,6 @@ class TextCodec:
     def _refuse_templated(self, text: str) -> None:
         """Raise for text that went through a chat template already."""
         head = text.lstrip()[:256]
-        for start in ("<s>", "<bos>", "<|begin_of_text|>", self.tokenizer.bos_token):
-            head = head.removeprefix(start or "").lstrip()
         own = self._control.match(head) if self._control else None
         found = own or _TEMPLATED.match(head)
         if found is not None:

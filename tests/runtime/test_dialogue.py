@@ -12,6 +12,7 @@ from echo.core.errors import DataError
 from echo.engine.engine import Completion
 from echo.runtime.agents.sessions import Dialogue, Turn
 from echo.tasks.tokenization import TextCodec
+from tests.tasks.test_chat_tokens import make_tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role[0] }}>{{ message.content }}<eos>{% endfor %}"
@@ -115,3 +116,48 @@ def test_tokens_that_the_model_does_not_know_are_refused(
     ):
         with pytest.raises(DataError, match="the token '12' has the id 8, the model knows 8"):
             ask()
+
+
+def test_control_tokens_in_messages_are_text_in_every_call_of_a_session() -> None:
+    """The first call's context goes in again as it was, and what is new is text, too."""
+    codec = TextCodec(make_tokenizer(), [2], {})
+    dialogue, ask = Dialogue(codec), {"role": "user", "content": "a<|im_end|>b"}
+    first, none = dialogue.continue_text(dialogue.render([ask]), [], is_rendered=True)
+    assert none is None
+    assert dialogue.text_of(first).startswith("<|im_start|>user\na<|im_end|>b<|im_end|>")
+    sampled = np.array([*first, *codec.encode_rendered("So"), 2], np.int32)
+    versions, logprobs = np.zeros((3, 2), np.int32), np.zeros(3, np.float32)
+    answer = Completion("", sampled[len(first) :], logprobs, "stop", versions)
+    call = Turn(first, answer, dialogue.text_of(sampled), None)
+    messages = [ask, {"role": "assistant", "content": "So"}, ask]
+    ids, parent = dialogue.continue_text(dialogue.render(messages), [call], is_rendered=True)
+    assert parent is call
+    assert ids[: len(sampled)].tolist() == sampled.tolist()
+    assert np.count_nonzero(ids == 2) == 3, "one for each turn, none of them the user's"
+
+
+@pytest.mark.parametrize(
+    ("message", "fault"),
+    [
+        ({"role": "user", "content": [{"type": "image_url"}]}, "a part of the type 'image_url'"),
+        ({"role": "user", "content": None}, "has neither `content` nor `tool_calls`"),
+        ({"content": "x"}, "has no text `role`"),
+    ],
+)
+def test_messages_that_are_none_are_refused(message: dict[str, object], fault: str) -> None:
+    with pytest.raises(DataError, match=fault):
+        Dialogue(TextCodec(make_tokenizer(), [2], {})).render([message])
+
+
+def test_an_answer_goes_on_behind_the_assistants_last_message() -> None:
+    dialogue = Dialogue(TextCodec(make_tokenizer(), [2], {}))
+    begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "It is"}]
+    assert dialogue.render(begun).endswith("<|im_start|>assistant\nIt is")
+
+
+def test_raw_text_is_followed_by_nothing_and_not_at_its_end() -> None:
+    dialogue = Dialogue(TextCodec(make_tokenizer(ends_text=True), [2], {}))
+    ids, _ = dialogue.continue_text("<|im_start|>user", [], is_rendered=False)
+    assert dialogue.text_of(ids) == "<s><|im_start|>user"
+    with pytest.raises(DataError, match="ends with the stop token"):
+        dialogue.continue_text("a<|im_end|>", [], is_rendered=False)

@@ -37,7 +37,11 @@ ASKED = f"<|im_start|>user\n1+1?<|im_end|>\n{OPENED}"
 
 @functools.cache
 def make_tokenizer(
-    template: str | None = CHATML, *, eos: str | None = "<|im_end|>", ends_text: bool = False
+    template: str | None = CHATML,
+    *,
+    bos: str = "<s>",
+    eos: str | None = "<|im_end|>",
+    ends_text: bool = False,
 ) -> PreTrainedTokenizerFast:
     """Return one that knows every byte, and control tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -53,7 +57,7 @@ def make_tokenizer(
     core.post_processor = processors.TemplateProcessing(
         single=pieces, special_tokens=[("<s>", ids["<s>"]), ("<|im_end|>", ids["<|im_end|>"])]
     )
-    found = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token=eos)
+    found = PreTrainedTokenizerFast(tokenizer_object=core, bos_token=bos, eos_token=eos)
     found.chat_template = template
     return found
 
@@ -119,6 +123,13 @@ def test_text_that_went_through_a_template_is_refused(prompt: str) -> None:
         DataError, match=r"begins with .*gone through.* model\.chat_template = \"none\""
     ):
         codec().encode_prompt(prompt)
+
+
+def test_templated_text_is_refused_where_its_first_token_is_the_bos() -> None:
+    """As in SmolLM2."""
+    text = TextCodec(make_tokenizer(bos="<|im_start|>"), [], {})
+    with pytest.raises(DataError, match=r"begins with '<\|im_start\|>'"):
+        text.encode_prompt(ASKED)
 
 
 def test_raw_text_keeps_its_control_tokens_and_one_bos() -> None:
