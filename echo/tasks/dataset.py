@@ -266,8 +266,10 @@ def _foreign_kind(path: Path, content: bytes) -> str:
         return "one JSON array: write each of its objects into a line of its own"
     if first_line == b"{":
         return "JSON over several lines: write each object into a line of its own"
-    if path.suffix.lower() in (".csv", ".tsv", ".xlsx", ".txt") and first_line[:1] != b"{":
-        return f"a {path.suffix} file: write each row as a JSON object"
+    lines = [line.removeprefix(_BOM).lstrip() for line in head.splitlines()]
+    if first_line and not any(line[:1] in (b"{", b"[") for line in lines):
+        what = "a table of another kind" if path.suffix in (".jsonl", ".json") else path.suffix
+        return f"{what or 'another kind of file'}: write each row as a JSON object into a line"
     return ""
 
 
@@ -321,7 +323,10 @@ def _what_cannot_travel(pyarrow: Any, kind: Any) -> str:
     if types.is_dictionary(kind):
         return _what_cannot_travel(pyarrow, kind.value_type)
     checks = {
-        "bytes": (types.is_binary, types.is_large_binary, types.is_fixed_size_binary),
+        "bytes": (
+            *(types.is_binary, types.is_large_binary, types.is_fixed_size_binary),
+            getattr(types, "is_binary_view", types.is_binary),  # not in older releases
+        ),
         "durations": (types.is_duration, types.is_interval),
     }
     found = (what for what, tests in checks.items() if any(test(kind) for test in tests))
@@ -611,6 +616,8 @@ class RowsTask(Task):
             )
         if fault := fault_of_messages(value):
             raise ValueError(f"`{name}`: {fault}")
+        if not any(part.get("tool_calls") or plain_message(part)["content"] for part in value):
+            raise ValueError(f"needs `{name}`, whose messages are empty in this row")
         return [_without_nulls(part) for part in value]
 
     def _without_last(self, messages: list[Message]) -> tuple[list[Message], str | None]:
@@ -624,9 +631,12 @@ class RowsTask(Task):
                 '(it becomes the answer where the row has none), or "continue" to have the policy '
                 "go on behind it"
             )
-        if len(messages) == 1:
-            raise ValueError("its only message is the assistant's: nothing is asked")
-        return messages[:-1], str(plain_message(messages[-1])["content"])
+        asked = messages
+        while asked and asked[-1]["role"] == "assistant":
+            asked = asked[:-1]
+        if not asked:
+            raise ValueError("all of its messages are the assistant's: nothing is asked")
+        return asked, str(plain_message(messages[-1])["content"])
 
     def _tools_of(self, value: Any) -> list[dict[str, Any]]:
         value = _parse_json(value, "[")

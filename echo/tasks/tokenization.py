@@ -349,6 +349,8 @@ class TextCodec:
         """
         if fault := fault_of_messages(messages):
             raise DataError(f"{fault}; messages are objects with the texts `role` and `content`")
+        if not messages:
+            raise DataError("the prompt is an empty list; it needs at least one message")
         *before, last = messages
         if last["role"] != "assistant":
             return self._render(messages, tools)

@@ -212,7 +212,6 @@ class Told(Task):
 
 
 USER = [{"role": "user", "content": "1+1"}]
-HAS_TEMPLATE = "each becomes one user message of the chat template; model.chat_template = "
 IGNORES_TOOLS = "the chat template does not mention the tools: the policy is not told of them"
 
 
@@ -221,7 +220,7 @@ IGNORES_TOOLS = "the chat template does not mention the tools: the policy is not
     [
         ([USER, USER], [], "{{ messages[0].content }}", []),
         (["1", "1"], [], None, []),
-        (["1", "1"], [], "{{ messages[0].content }}", [HAS_TEMPLATE]),
+        (["1", "1"], [], "{{ messages[0].content }}", []),
         (["1", "2"], [], None, ["train example 0: asked for again, the task makes another"]),
         (["1", "1"], [{"name": "add"}], None, [IGNORES_TOOLS]),
         ([USER, USER], [{"name": "add"}], "{{ tools }}{{ messages[0].content }}", []),

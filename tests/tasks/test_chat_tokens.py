@@ -198,6 +198,8 @@ def test_messages_that_are_none_are_named(messages: Any, problem: str) -> None:
 def test_an_answer_to_nothing_is_none() -> None:
     with pytest.raises(DataError, match="its only message is the assistant's: put a user's"):
         codec().encode_prompt([BEGUN])
+    with pytest.raises(DataError, match="the prompt is an empty list"):
+        codec().encode_prompt([])
 
 
 # --- one form for templates -----------------------------------------------------------------------

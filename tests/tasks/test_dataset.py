@@ -236,7 +236,9 @@ ARRAY = json.dumps(ROWS)
         ("rows.json", ARRAY.encode("utf-8-sig"), "one JSON array"),
         ("rows.json", json.dumps(ROWS, indent=2).encode(), "one JSON array"),
         ("rows.json", json.dumps(ROWS[0], indent=2).encode(), "JSON over several lines"),
-        ("rows.csv", b"prompt,answer\none,1\n", "a .csv file: write each row as a JSON object"),
+        ("rows.csv", b"prompt,answer\none,1\n", r"\.csv: write each row as a JSON object into"),
+        ("rows.jsonl", b"prompt,answer\none,1\n", "a table of another kind: write each row"),
+        ("rows", b"- prompt: one\n- prompt: two\n", "another kind of file: write each row"),
         ("rows.jsonl.gz", gzip.compress(b"{}"), "compressed with gzip: unpack it"),
         ("rows.jsonl.zst", b"\x28\xb5\x2f\xfd...", "compressed with zstd"),
         ("rows.zip", b"PK\x03\x04...", "an archive: unpack it"),
@@ -414,8 +416,11 @@ def test_the_assistants_last_message_is_dropped_or_continued(tmp_path: Path) -> 
     assert [example.prompt for example in examples("continue")] == [ANSWERED] * 2
     with pytest.raises(ConfigError, match="assistant_last = 'close': must be continue or drop"):
         examples("close")
+    twice = write_jsonl(tmp_path / "twice.jsonl", [{"messages": [*ANSWERED, ANSWERED[1]]}])
+    task = Contains(path=twice, heldout_path=twice, assistant_last="drop")
+    assert task.example(0, split="train").prompt == ANSWERED[:1]
     alone = write_jsonl(tmp_path / "alone.jsonl", [{"messages": ANSWERED[1:]}])
-    with pytest.raises(DataError, match="its only message is the assistant's: nothing is asked"):
+    with pytest.raises(DataError, match="all of its messages are the assistant's: nothing is"):
         Contains(path=alone, assistant_last="drop").example(0, split="train")
 
 
@@ -519,6 +524,10 @@ def test_the_constructor_reads_nothing(tmp_path: Path) -> None:
         (
             b'{"messages": [{"role": "user", "content": [{"type": "image", "image": "a"}]}]}',
             "`messages`: message 1 has a part of the type 'image'",
+        ),
+        (
+            b'{"messages": [{"role": "system", "content": ""}, {"role": "user", "content": []}]}',
+            "needs `messages`, whose messages are empty in this row",
         ),
         (b'{"prompt": "x", "tools": "add"}', "`tools` must be a list of objects"),
         (b'{"prompt": "x", "tools": ["add"]}', "`tools` must be a list of objects"),

@@ -36,7 +36,7 @@ from echo.runtime.threads import Pool
 from echo.tasks.process_main import TaskCall, raised_at
 from echo.tasks.rewards import InlineHost, Limits, RewardError
 from echo.tasks.task import SPLITS, Example, Task
-from echo.tasks.tokenization import TextCodec, unmarked
+from echo.tasks.tokenization import UNUSABLE, TextCodec, unmarked
 from echo.wire.messages import Lease
 
 MIN_KEPT = 4096
@@ -114,6 +114,12 @@ class PromptSource:
         self.longest = max((len(prompt.lease.prompt_ids) for prompt in made), default=0)
         for line in dict.fromkeys(self._notices(made)):
             _log.warning("%s", line)
+        has_template = self._text.tokenizer.chat_template is not None
+        if has_template and any(isinstance(prompt.example.prompt, str) for prompt in made):
+            _log.info(
+                "the prompts are text: each becomes one user message of the chat template; "
+                'model.chat_template = "none" sends text as it stands'
+            )
 
     def examine(self, max_prompt_tokens: int, remedy: str) -> None:
         """Look at each row of a dataset: one whose prompt is longer is refused, or left out.
@@ -156,11 +162,6 @@ class PromptSource:
             example = prompt.example
             if isinstance(example.prompt, str):
                 texts = [example.prompt] if has_template else []
-                if has_template:
-                    yield (
-                        "the prompts are text: each becomes one user message of the chat template; "
-                        'model.chat_template = "none" sends text as it stands'
-                    )
             else:
                 texts = [str(part) for part in example.prompt if part["role"] != "assistant"]
             if found := next(filter(None, map(self._text.control_token_in, texts)), ""):
@@ -189,7 +190,7 @@ class PromptSource:
             return 0
         try:
             text = unmarked(self._text.render([{"role": "user", "content": "-"}]))
-        except Exception:  # noqa: BLE001 -- a template raises anything at what it is not made for
+        except (DataError, *UNUSABLE):  # it wants other messages
             return 1 << 31  # every prompt is encoded
         return len(text.encode())
 
@@ -227,11 +228,17 @@ class PromptSource:
         if num_examples is not None:
             num_prompts = min(num_prompts, num_examples)
         examples = [self._example(index, "heldout") for index in range(num_prompts)]
-        return [(example, self._encode(example)) for example in examples]
+        return [(example, self._encode_named(example)) for example in examples]
 
     def _encode(self, example: Example) -> list[int]:
         with _naming("what its prompt passes through"):
             return self._text.encode_prompt(example.prompt, tools=self._task.tools(example))
+
+    def _encode_named(self, example: Example) -> list[int]:
+        try:
+            return self._encode(example)
+        except DataError as error:
+            raise DataError(f"{example}: {error}") from error
 
     def make(self, group_id: int) -> Prompt:
         """Return the prompt of a group; it blocks.
@@ -240,10 +247,7 @@ class PromptSource:
             DataError: naming the example, if there is none, or it cannot be turned into tokens.
         """
         example = whole = self._example(self._index(group_id), "train")
-        try:
-            prompt_ids = tuple(self._encode(example))
-        except DataError as error:
-            raise DataError(f"{example}: {error}") from error
+        prompt_ids = tuple(self._encode_named(example))
         if self._hides_answers:
             # A source may be a name that tells the answer, so that stays here, too.
             example = Example(index=example.index, split=example.split, prompt="")
