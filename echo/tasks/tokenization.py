@@ -177,7 +177,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[
     the model does not know are left out.
     """
     found = _declared_stop_ids(tokenizer, directory)
-    if (ending := _template_stop(tokenizer)) is not None:
+    if (ending := _template_stop(tokenizer, found)) is not None:
         found.add(ending)
     limit = _vocab_size(directory)
     return sorted(token for token in found if token < limit)
@@ -185,9 +185,16 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[
 
 def describe_stops(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[str]:
     """Return what a user should know of the tokens that end a completion, a line each."""
-    declared, ending = _declared_stop_ids(tokenizer, directory), _template_stop(tokenizer)
+    declared = _declared_stop_ids(tokenizer, directory)
+    ending = _template_stop(tokenizer, declared)
     lines, limit = [], _vocab_size(directory)
-    if ending is not None and ending not in declared:
+    closing = _closing(tokenizer)
+    if ending is None and closing and not _end_of_turn(tokenizer, closing, declared):
+        lines.append(
+            f"the chat template ends turns with {closing!r}, which is no control token: only the "
+            "model's own stop tokens end an answer"
+        )
+    if ending is not None:
         own = ", ".join(repr(tokenizer.decode([token])) for token in sorted(declared)) or "none"
         lines.append(
             f"the chat template ends turns with {tokenizer.decode([ending])!r}, which is now a "
@@ -216,19 +223,28 @@ def _declared_stop_ids(tokenizer: PreTrainedTokenizerBase, directory: str | Path
     return found
 
 
-def _template_stop(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the control token that the chat template writes behind what the assistant says."""
-    if tokenizer.chat_template is None:
+def _template_stop(tokenizer: PreTrainedTokenizerBase, declared: Iterable[int]) -> int | None:
+    """Return the control token that the chat template writes behind what the assistant says.
+
+    None where one of those that are declared stands there: it ends the turn, whatever is before it.
+    """
+    closing, known = _closing(tokenizer), control_tokens(tokenizer)
+    if _end_of_turn(tokenizer, closing, declared):
         return None
+    found = max((token for token in known if closing.startswith(token)), key=len, default=None)
+    return None if found is None else known[found]
+
+
+def _closing(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what the chat template writes behind what the assistant says, without white space."""
+    if tokenizer.chat_template is None:
+        return ""
     turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": TURN}]
     try:
         text = render_messages(tokenizer, turns, {}, opens_turn=False)
     except (DataError, *UNUSABLE):
-        return None  # it wants other messages, or arguments
-    closing = text.rpartition(TURN)[2].lstrip() if TURN in text else ""
-    known = control_tokens(tokenizer)
-    found = max((token for token in known if closing.startswith(token)), key=len, default=None)
-    return None if found is None else known[found]
+        return ""  # it wants other messages, or arguments
+    return text.rpartition(TURN)[2].strip() if TURN in text else ""
 
 
 def _vocab_size(directory: str | Path) -> int:

@@ -252,8 +252,16 @@ def test_the_time_in_a_template_stands_still() -> None:
         ),
         ("<|im_end|>", [2, 9999], CHATML, [2], r"stop tokens \[9999\] are beyond the model's 300"),
         ("<|endoftext|>", 2, CHATML, [0, 2], ""),
+        # What ends the turn stands behind another control token.
+        ("<|im_end|>", None, CHATML.replace("<|im_end|>", "<s><|im_end|>"), [2], ""),
         # Templates that close turns with text, with nothing, or want other messages.
-        ("<|im_end|>", None, CHATML.replace("<|im_end|>", "###"), [2], ""),
+        (
+            "<|im_end|>",
+            None,
+            CHATML.replace("<|im_end|>", "###"),
+            [2],
+            "turns with '###', which is",
+        ),
         ("<|im_end|>", None, "{{ raise_exception('no') }}", [2], ""),
         ("<|im_end|>", None, "{{ messages[0].content }}", [2], ""),
     ],
