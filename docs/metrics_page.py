@@ -33,6 +33,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "eval/*/greedy": "Mean held-out reward of the likeliest answers.",
         "eval/version": "Step of the weights that were evaluated.",
         "eval/reward_errors": "Held-out rewards that failed; each counts as 0.",
+        "eval/no_opinion": "Held-out answers on which the task has no opinion; they are in no mean.",
     },
     "Groups": {
         "groups/useful": "Share of groups whose rewards differ, so that there is something to "
@@ -41,7 +42,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "groups/all_wrong": "Share whose rewards are equal and 0 or less.",
         "groups/mixed": "Share that several policy versions sampled.",
         "groups/dropped/*": "Groups that did not count towards the step, by reason, as a share: "
-        "`zero_variance`, `all_masked`, `lost_member`.",
+        "`zero_variance`, `no_opinion`, `all_masked`, `lost_member`.",
     },
     "Staleness and off-policy": {
         "staleness/mean": "Mean staleness of the trained tokens, optimizer steps.",
@@ -115,6 +116,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "env/errors": "Calls that failed.",
         "env/retries": "Calls that were made again.",
         "env/latency": "Seconds per call.",
+        "env/no_opinion": "Answers for which the task gave None; they are left out of their groups.",
         "env/turn_limit": "Episodes ended at `task.max_turns`.",
         "env/token_limit": "Episodes ended at `sampling.max_completion_tokens`.",
         "agents/trained_share": "Share of the tokens sampled in agents' sessions that are trained "

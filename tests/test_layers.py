@@ -127,7 +127,7 @@ OWNED = (
             "cli/node.py": "that of the process, and one before it that tries the addresses",
             "sim/simulation.py": "virtual time",
             "engine/vllm/backend.py": "vLLM's client, which is asynchronous, in its own thread",
-            "tasks/dataset.py": "a user's reward function that is asynchronous",
+            "tasks/process_main.py": "a task's code that is asynchronous",
             "tasks/verifiers.py": "environments, which are asynchronous, in their own thread",
         },
         calls=(
@@ -153,7 +153,7 @@ OWNED = (
         others={
             "cli/node.py": "starts it, and hands it signals and a worker's status line",
             "engine/vllm/backend.py": "see above",
-            "tasks/dataset.py": "see above",
+            "tasks/process_main.py": "see above",
             "tasks/verifiers.py": "see above",
         },
         imports=("asyncio", "uvloop"),

@@ -278,12 +278,14 @@ class Sampler:
 
     def _rollout(self, example: Example, completion: Completion) -> Rollout:
         text = self._data.text.decode(completion.token_ids.tolist())
+        reward = self._reward(example, text)
+        assert reward is not None, "built-in tasks have an opinion on every answer"
         return Rollout(
             token_ids=completion.token_ids,
             sampler_logprobs=completion.logprobs,
             policy_versions=completion.policy_versions,
             completion_mask=np.ones(len(completion.token_ids), dtype=np.bool_),
-            reward=self._reward(example, text),
+            reward=reward,
             finish_reason=completion.finish_reason,
         )
 

@@ -121,6 +121,8 @@ class GroupStats:
     """Groups with equal rewards above 0."""
     num_all_wrong: int = 0
     """Groups with equal rewards of 0 or less."""
+    num_unscored: int = 0
+    """Groups with fewer than two rewards; nothing else of them is counted."""
     num_mixed: int = 0
     """Groups that several policy versions sampled."""
 
@@ -157,7 +159,8 @@ class GroupStats:
             return {}
         mean = self.reward_sum / self.num_rollouts
         variance = self.reward_square_sum / self.num_rollouts - mean * mean
-        num_useful = self.num_groups - self.num_all_right - self.num_all_wrong
+        num_useless = self.num_all_right + self.num_all_wrong + self.num_unscored
+        num_useful = self.num_groups - num_useless
         return {
             "reward/mean": mean,
             "reward/std": math.sqrt(max(0.0, variance)),

@@ -6,6 +6,7 @@ relay can handle groups without installing it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, TypeAlias
@@ -88,11 +89,16 @@ class Tokens:
         return int(self.token_ids.shape[0])
 
 
+NO_OPINION = math.nan
+"""Reward of a rollout that the task did not judge; `scored_part` leaves such rollouts out."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout(Tokens):
     """One sampled answer, at least one token long."""
 
     reward: float
+    """NO_OPINION where the task has none."""
     finish_reason: str
     """"stop" (a stop token), "length" (the token limit) or "abort" (cut short)."""
 
@@ -172,6 +178,18 @@ class Group:
     def rewards(self) -> list[float]:
         """One reward per rollout, in order."""
         return [rollout.reward for rollout in self.rollouts]
+
+
+def scored_part(group: Group) -> Group | None:
+    """Return `group` without the rollouts on which the task has no opinion.
+
+    Returns:
+        None if fewer than two are left, though there were more: nothing can be compared.
+    """
+    scored = tuple(rollout for rollout in group.rollouts if not math.isnan(rollout.reward))
+    if len(scored) == len(group.rollouts):
+        return group
+    return replace(group, rollouts=scored) if len(scored) > 1 else None
 
 
 def staleness_of(group: Group, *, step: int) -> int:

@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError
-from echo.core.rollout import PolicyVersion, Rollout
+from echo.core.rollout import NO_OPINION, PolicyVersion, Rollout
 from echo.engine.engine import (
     NOBODY,
     Completion,
@@ -187,8 +187,7 @@ class EpisodeRunner:
                 running = [play for play in running if not play.fault]
                 is_last = turn + 1 == self._max_turns
                 self._each(partial(self._reply, is_last=is_last), running, watcher)
-            over = [play for play in everybody if play.reason and not play.fault]
-            self._each(self._take_reward, over, watcher)
+            self._take_rewards(groups, watcher)
         finally:
             for play in everybody:
                 if play.episode is not None:
@@ -245,9 +244,32 @@ class EpisodeRunner:
                 play.reason = "length"
                 self._host.count("env/token_limit")
 
+    def _take_rewards(self, groups: Sequence[Sequence[_Play]], watcher: Watcher) -> None:
+        """Ask for each outcome; of a mixture's task that compares answers, for a group at once."""
+        together = {
+            group[0]: group
+            for group in groups
+            if self._host.compares_answers(group[0].opening.example)
+        }
+
+        def take_group(first: _Play) -> None:
+            texts = [self._text.decode(play.turn_ids.tolist()) for play in together[first]]
+            rewards = self._host.score_all(first.opening.example, texts)
+            for play, reward in zip(together[first], rewards, strict=True):
+                play.reward = NO_OPINION if reward is None else reward
+
+        def is_over(play: _Play) -> bool:
+            return bool(play.reason) and not play.fault
+
+        whole = [first for first, group in together.items() if all(map(is_over, group))]
+        self._each(take_group, whole, watcher)
+        each = [play for group in groups if group[0] not in together for play in group]
+        self._each(self._take_reward, list(filter(is_over, each)), watcher)
+
     def _take_reward(self, play: _Play) -> None:
         assert play.episode is not None
-        play.reward = play.episode.outcome()
+        outcome = play.episode.outcome()
+        play.reward = NO_OPINION if outcome is None else outcome
 
 
 class _Play:
@@ -386,7 +408,13 @@ def make_local_host(config: Config, task: Task) -> TaskHost:
         return InlineHost(task, limits)
     wanted = config.reward.max_concurrent
     size = min(MAX_AUTO_PROCESSES, os.cpu_count() or 1) if wanted == "auto" else wanted
-    return PoolHost(config.task.kind, config.task.options, limits, max_concurrent=size)
+    return PoolHost(
+        config.task.kind,
+        config.task.options,
+        limits,
+        max_concurrent=size,
+        compares_answers=task.compares_answers,
+    )
 
 
 def turns_of(config: Config, task: Task) -> int | None:

@@ -39,15 +39,15 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from echo.tasks.dataset import (
+from echo.tasks.answers import (
     MARKER,
-    RowsTask,
     extract_answer,
     is_equal,
     is_plain_number,
     normalise,
     require_math_verify,
 )
+from echo.tasks.dataset import RowsTask
 from echo.tasks.task import Example, GeneratedTask
 
 # --- addition -------------------------------------------------------------------------------------

@@ -14,15 +14,8 @@ A dataset has one of these forms; none of them runs code of the dataset's, and t
                                         `datasets.Dataset.save_to_disk` wrote
     hf://ORG/NAME/CONFIG/SPLIT          the hub's own Parquet copy of that split, downloaded once
 
-`reward` names a plain function of the user's,
-
-    def correct(prompt, completion, answer, **row):
-        return float(answer in completion)
-
-which is called with the prompt (text or messages), the completion's text, and the row's columns by
-name; it gets those that it asks for. A function whose parameters are `prompts` and `completions`
-is called as TRL does: with lists, here of one element, and chat completions as messages. "exact"
-and "math" are rewards that need no function.
+`reward` names a function of the user's (reward_functions.py), or "exact" or "math" (answers.py),
+which need none.
 
 **Rows.** The default reading of a row takes `prompt` (text or messages) or `messages` (a list of
 objects with `role` and `content`), and optionally `tools`, `answer` and `info`; all other columns
@@ -39,10 +32,6 @@ Datasets are read at the first example and checked whole, so a malformed row sto
 start, named by file and row, and not in the middle of it; unless `skip_bad` leaves such rows out.
 So does a row whose prompt does not fit into the model's window (`examine`). Without held-out rows
 of their own one prompt in ten is held out, with all rows that have it.
-
-**Mathematics.** An answer is what follows the last `####` of a text; failing that its last
-`\boxed{...}`; failing that its last number. It is right if math-verify finds it equal to the
-reference.
 
 **Mixtures.** Several tasks in one run, by weight:
 
@@ -65,18 +54,15 @@ turns is among the tasks, the others are played as episodes of one turn.
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import decimal
 import functools
-import importlib.util
 import inspect
 import json
 import logging
 import math
 import random
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,12 +75,12 @@ from echo.core.extras import install_command
 from echo.core.units import format_bytes
 from echo.tasks.environment import Environment
 from echo.tasks.messages import Message, fault_of_messages, plain_message
+from echo.tasks.reward_functions import RewardFunction
 from echo.tasks.task import (
     Example,
     Task,
     did_you_mean,
     is_heldout,
-    load_function,
     load_task,
 )
 
@@ -715,7 +701,13 @@ class RowsTask(Task):
         except KeyError as error:
             raise DataError(f"{row.source}: malformed row: no column {error}") from error
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-            raise DataError(f"{row.source}: malformed row: {error}") from error
+            large = [name for name, value in row.columns.items() if _has_large_integer(value)]
+            what = (
+                f"`{large[0]}` holds an integer beyond 64 bits; write it as text"
+                if large
+                else error
+            )
+            raise DataError(f"{row.source}: malformed row: {what}") from error
         if num_bytes > MAX_LEASE_BYTES:
             largest = max(row.columns, key=lambda name: len(json.dumps(row.columns[name])))
             raise DataError(
@@ -752,97 +744,18 @@ def _key_of(example: Example) -> str:
     return " ".join(f"{role}: {content}" for role, content in parts)
 
 
-# --- mathematical answers -------------------------------------------------------------------------
-
-
-MARKER = "####"
-
-MAX_ANSWER_CHARS = 64
-
-_NUMBER = re.compile(r"(?:(?<!\d)[-+])?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
-_PLAIN = re.compile(r"[-+]?\d+(?:\.\d*)?|[-+]?\.\d+")
-_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-_WORDS = re.compile(r"[^\W\d_]{2,}(?:\s+[^\W\d_]+)*")
-_UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}|\\[$%!,; ]|[$%€£]")
-
-
-def require_math_verify(where: str) -> None:
-    """Refuse a setting that needs math-verify where it is not installed.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
-    if importlib.util.find_spec("math_verify") is None:
-        raise ConfigError(f"{where} needs the package math-verify: {install_command('worker')}")
-    # It warns that its time limits are off; they are, because every reward has one (is_equal).
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-
-
-def is_plain_number(text: str) -> bool:
-    """Return whether a normalised answer is a plain decimal number."""
-    return _PLAIN.fullmatch(text) is not None
-
-
-def extract_answer(completion: str) -> str | None:
-    """Return the final answer of a completion, normalised; None if there is none."""
-    head, marker, tail = completion.rpartition(MARKER)
-    if marker and (line := tail.strip().partition("\n")[0]):
-        return normalise(line)
-    boxed = _last_boxed(completion)
-    if boxed is not None:
-        return normalise(boxed)
-    numbers = _NUMBER.findall(head if marker else completion)
-    return normalise(numbers[-1]) if numbers else None
-
-
-def normalise(answer: str) -> str:
-    """Remove what is not the value: currency, percent, units in text, thousands, full stops."""
-    answer = _THOUSANDS.sub("", _UNITS.sub("", answer))
-    return answer.strip().strip("*_`").rstrip(".,;").strip()
-
-
-def is_equal(reference: str, answer: str) -> bool:
-    """Return whether two normalised answers are the same text, or equal to math-verify.
-
-    An answer with powers or factorials counts as text only: `9**9**9**9` would keep the computer
-    algebra busy for ever. So do words, which it takes for products of letters.
-    """
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-
-    if not answer or answer == reference:
-        return bool(answer)
-    if len(answer) > MAX_ANSWER_CHARS or re.search(r"\^|\*\*|!", answer):
-        return False
-    if _WORDS.fullmatch(reference):
-        return False
-
-    def read(text: str) -> Any:
-        # The library's own time limits use SIGALRM, which only a main thread may; `score` has one.
-        if _PLAIN.fullmatch(text):
-            return parse(text, [ExprExtractionConfig()], parsing_timeout=None)
-        return parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None)
-
-    return bool(verify(read(reference), read(answer), timeout_seconds=None))
-
-
-def _last_boxed(completion: str) -> str | None:
-    r"""Return what stands inside the last complete \boxed{...}."""
-    start = completion.rfind(r"\boxed{")
-    if start < 0:
-        return None
-    begin = start + len(r"\boxed{")
-    depth = 1
-    for position in range(begin, len(completion)):
-        depth += {"{": 1, "}": -1}.get(completion[position], 0)
-        if depth == 0:
-            return completion[begin:position]
-    return None
+def _has_large_integer(value: Any) -> bool:
+    match value:
+        case int():
+            return not -(2**63) <= value < 2**64
+        case list():
+            return any(map(_has_large_integer, value))
+        case dict():
+            return any(map(_has_large_integer, value.values()))
+    return False
 
 
 # --- any reward function --------------------------------------------------------------------------
-
-
-OPTION = "task.options.reward"
 
 
 class DatasetTask(RowsTask):
@@ -874,7 +787,7 @@ class DatasetTask(RowsTask):
             skip_bad=skip_bad,
             assistant_last=assistant_last,
         )
-        self._reward = _RewardFunction(reward)
+        self._reward = RewardFunction(reward)
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
         """Read a row, and check that it has what the reward function asks for."""
@@ -883,111 +796,22 @@ class DatasetTask(RowsTask):
         return example
 
     def reward(self, example: Example, completion: str) -> float:
-        """Return what the function says."""
-        value: float = self._reward(example, completion)
+        """Return what the function says; awaitable where it is asynchronous."""
+        value: float = self._reward.one(example, completion)
         return value
+
+    def compares_answers(self, example: Example) -> bool:
+        """Return whether the function takes lists."""
+        return self._reward.is_of_groups
+
+    def rewards(self, example: Example, completions: Sequence[str]) -> Sequence[float | None]:
+        """Return what the function says; awaitable where it is asynchronous."""
+        values: Sequence[float | None] = self._reward.all(example, completions)
+        return values
 
     def source_files(self) -> list[Path]:
         """Return the file of the function."""
-        path = inspect.getsourcefile(self._reward.function)
-        return [] if path is None else [Path(path)]
-
-
-class _RewardFunction:
-    """A user's function, called with what its signature asks for."""
-
-    def __init__(self, spec: str) -> None:
-        self._where = f"{OPTION} = {spec!r}"
-        if spec == "math":
-            require_math_verify(self._where)
-        if ":" not in spec and spec not in BUILT_IN_REWARDS:
-            raise ConfigError(
-                f"{self._where}: no such reward{did_you_mean(spec, BUILT_IN_REWARDS)}; there are "
-                f"{', '.join(BUILT_IN_REWARDS)}, or a function of yours: "
-                "'package.module:function' or 'path/to/file.py:function'"
-            )
-        self.function: Callable[..., Any] = BUILT_IN_REWARDS.get(spec) or load_function(
-            self._where, spec
-        )
-        parameters = inspect.signature(self.function).parameters
-        self._is_plural = {"prompts", "completions"} <= parameters.keys()
-        own = {"prompts", "completions"} if self._is_plural else {"prompt", "completion"}
-        if not own & parameters.keys():
-            raise ConfigError(
-                f"{self._where}: it takes {', '.join(parameters) or 'nothing'}; a reward function "
-                "is reward(prompt, completion, **row)"
-            )
-        named = {
-            name: parameter
-            for name, parameter in parameters.items()
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        }
-        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self._names = named.keys() - own
-        self._own = own if self._takes_all else own & named.keys()
-        self._required = [
-            name for name in self._names if named[name].default is inspect.Parameter.empty
-        ]
-
-    def check(self, example: Example, row: Mapping[str, Any], answer_column: str) -> None:
-        """Refuse a row without a column that the function needs."""
-        known = _arguments(example)
-        if example.answer is None:
-            del known["answer"]
-        missing = sorted(name for name in self._required if name not in known)
-        if "answer" in missing and answer_column in row:
-            raise ValueError(
-                f"{self._where} needs `{answer_column}`, whose value is null in this row"
-            )
-        if missing:
-            remedy = (
-                '; where it is called otherwise set task.options.columns = { answer = "ITS NAME" }'
-            )
-            raise ValueError(
-                f"{self._where} needs the columns {', '.join(missing)}; it has {', '.join(row)}"
-                f"{remedy if 'answer' in missing else ''}"
-            )
-
-    def __call__(self, example: Example, completion: str) -> Any:
-        arguments = _arguments(example)
-        if not self._takes_all:
-            arguments = {name: arguments[name] for name in self._names & arguments.keys()}
-        if self._is_plural:
-            is_chat = not isinstance(example.prompt, str)
-            answer = [{"role": "assistant", "content": completion}] if is_chat else completion
-            arguments = {name: [value] for name, value in arguments.items()}
-            arguments |= {"prompts": [example.prompt], "completions": [answer]}
-        else:
-            own = {"prompt": example.prompt, "completion": completion}
-            arguments |= {name: own[name] for name in self._own}
-        value = self.function(**arguments)
-        if inspect.isawaitable(value):
-            value = asyncio.run(_await(value))
-        return value[0] if self._is_plural else value
-
-
-def _arguments(example: Example) -> dict[str, Any]:
-    return {**example.columns, "answer": example.answer, "info": example.info}
-
-
-async def _await(value: Any) -> Any:
-    return await value
-
-
-def _exact(completion: str, answer: object) -> float:
-    return float(completion.strip() == str(answer).strip())
-
-
-def _math(completion: str, answer: object) -> float:
-    found, reference = extract_answer(completion), str(answer)
-    # A whole solution; the last number of anything else, such as a fraction, is not its value.
-    if MARKER in reference or _last_boxed(reference) is not None:
-        reference = extract_answer(reference) or ""
-    return float(found is not None and is_equal(normalise(reference), found))
-
-
-BUILT_IN_REWARDS: dict[str, Callable[..., float]] = {"exact": _exact, "math": _math}
-"""Rewards that need no function of the user's."""
+        return [] if self._reward.file is None else [self._reward.file]
 
 
 # --- mixtures -------------------------------------------------------------------------------------
@@ -1050,11 +874,19 @@ class MixtureTask(Environment):
         """Ask the example's task."""
         return self.part_of(example).reward(example, completion)
 
+    def compares_answers(self, example: Example) -> bool:
+        """Ask the example's task."""
+        return self.part_of(example).compares_answers(example)
+
+    def rewards(self, example: Example, completions: Sequence[str]) -> Sequence[float | None]:
+        """Ask the example's task."""
+        return self.part_of(example).rewards(example, completions)
+
     def begin(self, example: Example) -> Any:
         """Begin an episode of the example's task."""
         task = self.part_of(example)
         own = task.begin(example) if isinstance(task, Environment) else [example, ""]
-        return task, own
+        return _begun(task, own) if inspect.isawaitable(own) else (task, own)
 
     def reply(self, state: Any, text: str) -> str | Message | list[Message] | None:
         """Pass the turn on; a task of one turn says nothing."""
@@ -1111,6 +943,10 @@ class MixtureTask(Environment):
             return count
         epoch, position = divmod(count, size)
         return _order_of(name, epoch, size)[position]
+
+
+async def _begun(task: Task, own: Awaitable[Any]) -> tuple[Task, Any]:
+    return task, await own
 
 
 def spread(shares: Sequence[float]) -> list[tuple[int, int]]:

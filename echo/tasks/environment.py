@@ -86,10 +86,17 @@ class Environment(Task):
 
     @abc.abstractmethod
     def outcome(self, state: Any) -> float:
-        """Return what the episode was worth, a finite number, whatever ended it."""
+        """Return what the episode was worth, a finite number, whatever ended it.
+
+        None is no opinion: the episode is left out of its group.
+        """
 
     def end(self, state: Any) -> None:
         """Let go of what the episode holds."""
+
+    def compares_answers(self, example: Example) -> bool:
+        """Return False: each episode has an outcome of its own."""
+        return False
 
     def reward(self, example: Example, completion: str) -> float:
         """Return what an episode of one turn is worth."""

@@ -49,7 +49,7 @@ def fork_guarded(node: int, end: socket.socket) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guard:
         os._exit(1)
-    # Its own process group: what the task's code sends to its process group does not reach the guard.
+    # So what the task's code sends to its process group does not reach the guard.
     os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
 

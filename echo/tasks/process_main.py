@@ -1,10 +1,11 @@
 """Messages of reward calls, and the process that carries them out.
 
     example(index, split)    -> Example                in the learner's own process alone
-    reward(example, text)    -> float                  a whole answer
+    reward(example, texts)   -> list of float or None  whole answers, one unless all are judged
+                                                       together; None is no opinion
     begin(episode, example)  -> None                   an episode of several turns
     reply(episode, text)     -> messages, or None      what the environment says to a turn
-    outcome(episode)         -> float                  what the episode was worth
+    outcome(episode)         -> float or None          what the episode was worth
     end(episode)             -> None                   it is forgotten; it may be unknown
 
 Every call is answered by a CallAnswer: a value, or a fault. The process loads the task and nothing
@@ -14,7 +15,9 @@ msgpack behind a length; the process reads data only, and so does its parent.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import math
 import os
 import reprlib
@@ -22,8 +25,10 @@ import resource
 import signal
 import socket
 import struct
+import threading
 import time
 import traceback
+from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,7 +64,9 @@ class TaskCall(msgspec.Struct, frozen=True, omit_defaults=True):
     split: str = ""
     example: dict[str, Any] = {}
     text: str = ""
-    """An answer, or what the policy says in its turn."""
+    """What the policy says in its turn."""
+    texts: tuple[str, ...] = ()
+    """Answers to be rewarded."""
     episode: str = ""
     """Chosen by the caller, unique."""
 
@@ -162,11 +169,17 @@ class Pipe:
 
 
 class Performer:
-    """Carries out calls on one task, and holds the state of its episodes."""
+    """Carries out calls on one task, and holds the state of its episodes.
+
+    What the task's code returns may be awaitable: all of it is awaited in one event loop, so that a
+    client, lock or queue that is made once serves every call.
+    """
 
     def __init__(self, task: Task) -> None:
         self._task = task
         self._states: dict[str, Any] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_lock = threading.Lock()
 
     def answer(self, call: TaskCall) -> CallAnswer:
         """Carry out a call, whatever it does; only what ends a process ends this one."""
@@ -189,24 +202,62 @@ class Performer:
         match call.method:
             case "example":
                 try:
-                    return self._task.example(call.index, split=call.split)
+                    return self._awaited(self._task.example(call.index, split=call.split))
                 except EchoError as error:  # such as a dataset's, which says where
                     raise _Refused(str(error)) from error
             case "reward":
-                return _finite(self._task.reward(Example(**call.example), call.text), where)
+                return self._rewards(Example(**call.example), call.texts, where)
             case "begin":
-                self._states[call.episode] = self._environment.begin(Example(**call.example))
+                state = self._awaited(self._environment.begin(Example(**call.example)))
+                self._states[call.episode] = state
                 return None
             case "reply":
-                said = self._environment.reply(self._state(call.episode), call.text)
+                reply = self._environment.reply(self._state(call.episode), call.text)
+                said = self._awaited(reply)
                 return None if said is None else _messages(said, where)
             case "outcome":
-                return _finite(self._environment.outcome(self._state(call.episode)), where)
+                outcome = self._environment.outcome(self._state(call.episode))
+                return _opinion(self._awaited(outcome), where)
             case "end":
                 state = self._states.pop(call.episode, None)
                 if state is not None:
-                    self._environment.end(state)
+                    self._awaited(self._environment.end(state))  # type: ignore[func-returns-value]
                 return None
+
+    def _rewards(self, example: Example, texts: Sequence[str], where: str) -> list[float | None]:
+        if not self._task.compares_answers(example):
+            return [
+                _opinion(self._awaited(self._task.reward(example, text)), where) for text in texts
+            ]
+        values = self._awaited(self._task.rewards(example, texts))
+        number = f"a list of {len(texts)} numbers, one for each answer"
+        if isinstance(values, str | bytes | Mapping | Set) or not isinstance(values, Iterable):
+            raise _Refused(f"{where} returned {_shown(values)}; it must return {number}")
+        values = list(values)
+        if len(values) != len(texts):
+            raise _Refused(f"{where} returned {len(values)} rewards; it must return {number}")
+        return [_opinion(value, where) for value in values]
+
+    def _awaited(self, value: Any) -> Any:
+        if not inspect.isawaitable(value):
+            return value
+        # Of the threads of a host inside a node one waits for another; a process has no other.
+        with self._loop_lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+            return self._loop.run_until_complete(_result_of(value))
+
+    def wait_for(self, file: socket.socket) -> None:
+        """Wait until there is something to read; what the task's code has begun goes on."""
+        if self._loop is None:
+            return
+        loop, is_ready = self._loop, self._loop.create_future()
+        loop.add_reader(file, is_ready.cancel)
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                loop.run_until_complete(is_ready)
+        finally:
+            loop.remove_reader(file)
 
     @property
     def _environment(self) -> Environment:
@@ -234,14 +285,23 @@ class _Refused(Exception):  # noqa: N818 -- it carries the fault that the caller
         self.fault = CallFault(reason, text)
 
 
-def _finite(value: object, where: str) -> float:
-    """Return a reward as a float; refuse anything but a finite number."""
+async def _result_of(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _opinion(value: object, where: str) -> float | None:
+    """Return a reward as a float, None as no opinion; refuse all but a finite number."""
+    if value is None:
+        return None
     try:
         reward = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         reward = math.nan
     if isinstance(value, str | bytes) or not math.isfinite(reward):
-        raise _Refused(f"{where} returned {_shown(value)}; it must return a finite number")
+        raise _Refused(
+            f"{where} returned {_shown(value)}; it must return a finite number, or "
+            "None for no opinion"
+        )
     return reward
 
 
@@ -321,6 +381,7 @@ def main(fd: int, node: int) -> None:
         pipe.send(CallAnswer())
         performer = Performer(task)
         while True:
+            performer.wait_for(end)
             call: TaskCall = pipe.receive(TaskCall)
             answer = performer.answer(call)
             if os.getpid() != own_id:  # a fork of the task's code, which must not answer, too

@@ -1,8 +1,9 @@
 """Reward calls: a user's code in bounded time and memory.
 
-A group's way: `score_all` hands each answer to `perform`, which counts, tries again what asks for
-it and bounds the reward; `_answer` carries a call out, in a thread (InlineHost) or in a process
-(PoolHost). A host is called from any thread and blocks it until the answer is there.
+A group's way: `score_all` hands each answer to `perform`, or all of them where the task compares
+them. `perform` counts, tries again what asks for it and bounds the rewards; `_answer` carries a
+call out, in a thread (InlineHost) or in a process (PoolHost). A host is called from any thread and
+blocks it until the answer is there.
 
 **Threads** are for tasks that say of themselves that they are bounded: handing a call to a thread
 costs much less than to a process, which at the thousands of short completions per second of a small
@@ -36,7 +37,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -103,7 +104,7 @@ class Limits:
     """How much a task's code may take."""
 
     score_s: float
-    """Seconds for one reward."""
+    """Seconds for one reward; a call for several answers has as many times that."""
     step_s: float
     """Seconds for one example, or one call of an environment."""
     memory_bytes: int | None = None
@@ -113,7 +114,7 @@ class Limits:
 
     def seconds(self, call: TaskCall) -> float:
         """Return what a call may take."""
-        return self.score_s if call.method == "reward" else self.step_s
+        return self.score_s * len(call.texts) if call.method == "reward" else self.step_s
 
     def key(self, call: TaskCall) -> str:
         """Return the configuration's key of that limit."""
@@ -123,33 +124,56 @@ class Limits:
 class TaskHost(abc.ABC):
     """A task that can be called; thread-safe. Calls, seconds and faults are counted (`env/...`)."""
 
-    def __init__(self, name: str, limits: Limits) -> None:
-        """Start with nothing counted; messages call the task `name`."""
+    def __init__(
+        self,
+        name: str,
+        limits: Limits,
+        compares_answers: Callable[[Example], bool] = lambda _: False,
+    ) -> None:
+        """Start with nothing counted.
+
+        Args:
+            name: of the task, in messages.
+            limits: of its calls.
+            compares_answers: whether all answers to an example are judged in one call.
+        """
         self.name = name
         self.limits = limits
+        self.compares_answers = compares_answers
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
     # --- calls -----------------------------------------------------------------------------------
 
-    def score_all(self, example: Example, completions: Sequence[str]) -> Iterator[float]:
+    def score_all(self, example: Example, completions: Sequence[str]) -> Iterator[float | None]:
         """Yield what each answer is worth, in their order; who stops early cancels the rest.
+
+        All are judged in one call where the task asks for it. None is no opinion.
 
         Raises:
             RewardError: at the first that has no reward; the others are not waited for.
         """
+        if self.compares_answers(example):
+            yield from self._rewards(example, completions)
+            return
+        yield from self._score_each(example, completions)
+
+    def _score_each(self, example: Example, completions: Sequence[str]) -> Iterator[float | None]:
         for text in completions:
             yield self.score(example, text)
 
-    def score(self, example: Example, completion: str) -> float:
-        """Return what an answer is worth.
+    def score(self, example: Example, completion: str) -> float | None:
+        """Return what an answer is worth, None for no opinion.
 
         Raises:
             RewardError: if the task's code cannot say.
         """
-        return float(
-            self.perform(TaskCall("reward", str(example), example=asdict(example), text=completion))
-        )
+        return self._rewards(example, [completion])[0]
+
+    def _rewards(self, example: Example, texts: Sequence[str]) -> list[float | None]:
+        call = TaskCall("reward", str(example), example=asdict(example), texts=tuple(texts))
+        rewards: list[float | None] = self.perform(call)
+        return rewards
 
     def begin(self, example: Example) -> Episode:
         """Open an episode.
@@ -217,13 +241,16 @@ class TaskHost(abc.ABC):
         bound = self.limits.max_abs_reward
         if call.method not in ("reward", "outcome"):
             return value
-        if isinstance(value, int | float) and abs(value) <= bound:
-            return value
-        raise RewardError(
-            f"{self.name}.{call} returned {value!r}, beyond task.max_reward = {bound:g}; scale the "
-            "task's rewards, or raise it",
-            reason="reward_too_large",
-        )
+        for reward in value if call.method == "reward" else [value]:
+            if reward is None:
+                self.count("env/no_opinion")
+            elif abs(reward) > bound:
+                raise RewardError(
+                    f"{self.name}.{call} returned {reward!r}, beyond task.max_reward = {bound:g}; "
+                    "scale the task's rewards, or raise it",
+                    reason="reward_too_large",
+                )
+        return value
 
     def close(self) -> None:  # noqa: B027, a stand-in has nothing to let go of
         """Let go of everything; calls that still run end with an error."""
@@ -255,9 +282,10 @@ class Episode:
         messages: list[Message] | None = self._perform("reply", text)
         return messages
 
-    def outcome(self) -> float:
-        """Return what the episode was worth."""
-        return float(self._perform("outcome"))
+    def outcome(self) -> float | None:
+        """Return what the episode was worth, None for no opinion."""
+        outcome: float | None = self._perform("outcome")
+        return outcome
 
     def close(self) -> None:
         """Let the host forget it."""
@@ -274,7 +302,7 @@ class LaterHost(TaskHost):
         super().__init__("later", Limits(score_s=1.0, step_s=1.0))
 
     def _answer(self, call: TaskCall) -> CallAnswer:
-        return CallAnswer(0.0)
+        return CallAnswer([0.0] * len(call.texts))
 
     def take_counts(self) -> dict[str, int]:
         """Return nothing: nothing was called."""
@@ -293,7 +321,7 @@ class InlineHost(TaskHost):
         Raises:
             ConfigError: if the task's code cannot.
         """
-        super().__init__(type(task).__name__, limits)
+        super().__init__(type(task).__name__, limits, task.compares_answers)
         try:
             task.prepare()
         except EchoError:
@@ -372,7 +400,13 @@ class PoolHost(TaskHost):
     """
 
     def __init__(
-        self, kind: str, options: Mapping[str, Any], limits: Limits, *, max_concurrent: int
+        self,
+        kind: str,
+        options: Mapping[str, Any],
+        limits: Limits,
+        *,
+        max_concurrent: int,
+        compares_answers: Callable[[Example], bool] = lambda _: False,
     ) -> None:
         """Start no process yet.
 
@@ -381,8 +415,9 @@ class PoolHost(TaskHost):
             options: of the task.
             limits: of its calls.
             max_concurrent: processes, and so calls at a time; at least 1.
+            compares_answers: whether all answers to an example are judged in one call.
         """
-        super().__init__(kind.rpartition(":")[2], limits)
+        super().__init__(kind.rpartition(":")[2], limits, compares_answers)
         self._spec = TaskSpec(kind, dict(options), limits.memory_bytes)
         self._size = max_concurrent
         self._threads = ThreadPoolExecutor(max_concurrent, "echo-score")
@@ -393,8 +428,8 @@ class PoolHost(TaskHost):
         self._homes: dict[str, TaskProcess] = {}
         self._is_closed = False
 
-    def score_all(self, example: Example, completions: Sequence[str]) -> Iterator[float]:
-        """Yield what each answer is worth, in their order; several are scored at a time."""
+    def _score_each(self, example: Example, completions: Sequence[str]) -> Iterator[float | None]:
+        """Score several at a time."""
         try:
             futures = [self._threads.submit(self.score, example, text) for text in completions]
         except RuntimeError:  # its threads take no more work

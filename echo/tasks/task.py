@@ -117,7 +117,22 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def reward(self, example: Example, completion: str) -> float:
-        """Return what `completion` is worth as an answer to `example`: a finite number."""
+        """Return what `completion` is worth as an answer to `example`: a finite number.
+
+        None is no opinion: the answer is left out of its group. May be `async`.
+        """
+
+    def compares_answers(self, example: Example) -> bool:
+        """Return whether `rewards` is asked about all answers to this example at once."""
+        return type(self).rewards is not Task.rewards
+
+    def rewards(self, example: Example, completions: Sequence[str]) -> Sequence[float | None]:
+        """Return what each answer of a group is worth, as `reward`.
+
+        A task that compares the answers to a prompt with each other overrides this. `reward` is
+        asked where there is one answer only. May be `async`.
+        """
+        return [self.reward(example, completion) for completion in completions]
 
     def num_examples(self, *, split: str) -> int | None:
         """Return how many examples a split has; None if they are made without end."""

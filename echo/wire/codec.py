@@ -11,6 +11,7 @@ follow unchanged and uncopied.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -33,7 +34,7 @@ from echo.core.bounds import (
     Word,
 )
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
-from echo.core.rollout import Group, Rollout
+from echo.core.rollout import NO_OPINION, Group, Rollout
 from echo.wire.messages import PROTOCOL_VERSION, AnyMessage, Chunk, Message
 
 Frame = bytes | bytearray | memoryview
@@ -191,7 +192,8 @@ class GroupHeader(msgspec.Struct, frozen=True):
     worker_id: NodeId
     num_prompt_tokens: NumTokens
     num_tokens: Annotated[tuple[NumTokens, ...], Meta(max_length=MAX_MEMBERS)]
-    rewards: Annotated[tuple[Finite, ...], Meta(max_length=MAX_MEMBERS)]
+    rewards: Annotated[tuple[Finite | None, ...], Meta(max_length=MAX_MEMBERS)]
+    """None where the task has no opinion."""
     finish_reasons: Annotated[tuple[Word, ...], Meta(max_length=MAX_MEMBERS)]
 
 
@@ -212,7 +214,9 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
         worker_id=group.worker_id,
         num_prompt_tokens=len(group.prompt_ids),
         num_tokens=tuple(rollout.num_tokens for rollout in group.rollouts),
-        rewards=tuple(rollout.reward for rollout in group.rollouts),
+        rewards=tuple(
+            None if math.isnan(rollout.reward) else rollout.reward for rollout in group.rollouts
+        ),
         finish_reasons=tuple(rollout.finish_reason for rollout in group.rollouts),
     )
     parts = [group.prompt_ids.astype("<i4").tobytes()]
@@ -271,7 +275,7 @@ def _build_group(header: GroupHeader, arrays: memoryview) -> Group:
                 sampler_logprobs=take("<f4", num_tokens).astype(np.float32),
                 policy_versions=take("<i4", 2 * num_tokens).astype(np.int32).reshape(num_tokens, 2),
                 completion_mask=take("u1", num_tokens).astype(np.bool_),
-                reward=reward,
+                reward=NO_OPINION if reward is None else reward,
                 finish_reason=finish_reason,
             )
         )

@@ -506,7 +506,7 @@ REASONS = frozenset(
         "agent_failed", "agent_timeout", "version_not_installed", SUPERSEDED,
         # why the learner ends one itself: nothing could be learned from it, no step be made with
         # it, or it cannot be had or is not needed
-        "zero_variance", "all_masked", "lost_member",
+        "zero_variance", "no_opinion", "all_masked", "lost_member",
         "step_error", "nonfinite_gradient", "out_of_memory", "bad_group",
         "prompt_error", "lost", "attempts_exhausted", "run_finished",
     }

@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 
 from echo.core.rollout import (
+    NO_OPINION,
+    Group,
     Lineage,
     PolicyVersion,
     find_fault,
     is_surviving,
+    scored_part,
     staleness_of,
 )
 from tests.core.groups import make_group, make_rollout
@@ -120,3 +123,16 @@ def test_a_group_needs_a_prompt_and_rollouts() -> None:
     for prompt in (np.array([], dtype=np.int32), np.array([1], dtype=np.int64)):
         with pytest.raises(ValueError, match="Group 7: prompt_ids"):
             dataclasses.replace(group, prompt_ids=prompt)
+
+
+def test_rollouts_without_an_opinion_are_left_out_and_two_must_be_left() -> None:
+    def group(*rewards: float) -> Group:
+        return make_group(*(make_rollout([(1, 0)], reward=reward) for reward in rewards))
+
+    whole = group(1.0, 0.0)
+    assert scored_part(whole) is whole
+    found = scored_part(group(NO_OPINION, 1.0, 0.0, NO_OPINION))
+    assert found is not None
+    assert found.rewards == [1.0, 0.0]
+    assert scored_part(group(NO_OPINION, 1.0)) is None
+    assert scored_part(group(NO_OPINION, NO_OPINION)) is None

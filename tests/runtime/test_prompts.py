@@ -251,8 +251,8 @@ def test_rows_that_are_longest_through_the_template_or_tools_are_found(tmp_path:
     tokenizer.chat_template = "{{ '1' * 9 }}{{ tools | tojson }}{{ messages[0].content }}"
     path = tmp_path / "rows.jsonl"
     rows: list[dict[str, Any]] = [
-        {"prompt": "1" * 20, "answer": ""},
-        {"prompt": "1", "answer": "", "tools": [{"name": "1" * 30}]},
+        {"prompt": "1" * 20, "answer": "?"},
+        {"prompt": "1", "answer": "?", "tools": [{"name": "1" * 30}]},
     ]
 
     def examine(longest: int, **options: Any) -> dict[str, int | None]:
@@ -362,6 +362,6 @@ def test_a_number_of_examples_that_is_none_is_refused(number: object, what: str)
 def test_a_task_without_any_row_says_so_itself(tmp_path: Path) -> None:
     path = tmp_path / "one.jsonl"
     prompt = next(text for text in map(str, itertools.count()) if is_heldout(text))
-    path.write_text(json.dumps({"prompt": prompt, "answer": ""}))
+    path.write_text(json.dumps({"prompt": prompt, "answer": "?"}))
     with pytest.raises(DataError, match="no train row; a file this small cannot be split by hash"):
         make(task=DatasetTask(path=str(path), reward="exact")).check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -82,11 +83,48 @@ def test_a_useful_group_ends_a_zero_signal_stretch() -> None:
     progress.left_out(rewarded(0, 0, 0), "zero_variance", now=1.0)
     progress.left_out(rewarded(1, 0, 0), "zero_variance", now=1.0)
     assert progress.zero_signal.num_groups == 2
-    assert "choose easier prompts" in progress.describe_zero_signal(3)
+    assert "choose easier ones" in progress.describe_zero_signal(3)
     progress.accepted(rewarded(2, 0, 1), now=1.0)
     assert progress.zero_signal.num_groups == 0
     progress.left_out(rewarded(3, 1, 1), "zero_variance", now=1.0)
-    assert "the task is solved, and the run ends at step 3" in progress.describe_zero_signal(3)
+    assert progress.describe_zero_signal(3) == (
+        "nothing could be learned from the last 1 groups (1 zero_variance): the run ends at step "
+        "3; every reward was 1: the task is solved"
+    )
+
+
+@pytest.mark.parametrize(
+    ("reason", "rewards", "advice"),
+    [
+        ("zero_variance", [(0, 0), (-1, -1)], "never among the answers to one: all of them are"),
+        ("zero_variance", [(0, 0)] * 2, "every reward was 0. Call the reward with a right answer"),
+        ("zero_variance", [(0.1, 0.1)] * 2, "every reward was 0.1: if more cannot be had, the ta"),
+        ("all_masked", [(0, 1)], "raise sampling.max_completion_tokens"),
+        ("lost_member", [(0, 1)], "needs a trained token in each rollout"),
+        ("no_opinion", [(math.nan, 1)], "the reward gave None for all answers to a prompt but one"),
+    ],
+)
+def test_the_advice_follows_what_the_groups_have_in_common(
+    reason: str, rewards: list[tuple[float, ...]], advice: str
+) -> None:
+    progress = Progress(staleness_tokens={}, now=0.0)
+    for number, each in enumerate(rewards):
+        if reason == "no_opinion":
+            progress.unscored(rewarded(number, *each))
+        else:
+            progress.left_out(rewarded(number, *each), reason, now=1.0)
+    text = progress.describe_zero_signal(3)
+    assert advice in text
+    assert ("easier" in text) is advice.startswith("every reward was 0. ")
+
+
+def test_a_group_without_opinions_is_neither_useful_nor_in_the_mean_reward() -> None:
+    progress = Progress(staleness_tokens={}, now=0.0)
+    progress.unscored(rewarded(0, math.nan, math.nan))
+    progress.stepped([rewarded(9, 1, 0)], waited_s=0.0, trained_s=1.0, staleness={})
+    row = progress.step_metrics({}, {}, step=1, bytes_sent=0, now=2.0)
+    assert (row["reward/mean"], row["groups/useful"]) == (0.5, 0.5)
+    assert row["groups/dropped/no_opinion"] == 0.5
 
 
 def run_steps(
@@ -285,6 +323,20 @@ def test_both_rates_are_means_and_a_failed_reward_counts_as_zero() -> None:
         "evaluation of v7: held-out pass rate 0.250 sampled, 0.750 greedy; 2 of 8 rewards failed "
         "and count as 0: Same.reward on heldout example 3 raised RuntimeError: no idea"
     )
+
+
+def test_answers_without_an_opinion_are_in_no_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    opinions = {"0": None, "1": 0.5}
+    monkeypatch.setattr(Same, "reward", lambda self, example, text: opinions[example.answer])
+    result = make_evaluator(prompts=[0, 1]).evaluate(PolicyVersion(1, 7), {})
+    assert result is not None
+    assert (result.sampled, result.greedy, result.is_rate) == (0.5, 0.5, False)
+    assert result.metrics("same")["eval/no_opinion"] == 2
+    assert "(no opinion on 2 of 4 answers)" in str(result)
+    nothing = make_evaluator(prompts=[0]).evaluate(PolicyVersion(1, 7), {})
+    assert nothing is not None
+    assert not nothing.has_figure
+    assert str(nothing) == "evaluation of v7: no figure (no opinion on 2 of 2 answers)"
 
 
 def test_an_evaluation_whose_rewards_all_fail_has_no_figure() -> None:

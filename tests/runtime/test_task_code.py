@@ -88,6 +88,51 @@ def test_a_tasks_code_is_killed_counted_and_survived_and_kept_where_it_runs(
     play(scenario)
 
 
+RANKS = """
+from echo.tasks.task import Example, Task
+
+class Ranks(Task):
+    def example(self, index, *, split):
+        return Example(index=index, split=split, prompt=f"{index % 10}+2=")
+
+    def reward(self, example, completion):
+        return None
+
+    async def rewards(self, example, completions):
+        if example.index == 1:
+            return [None] * len(completions)
+        return [None, *range(1, len(completions))]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["worker", "learner"])
+def test_a_group_is_judged_in_one_call_and_answers_without_an_opinion_are_left_out_of_it(
+    play: Play, write_task: WriteTask, where: str
+) -> None:
+    write_task("ranks_task", RANKS)
+
+    async def scenario(run: Run) -> None:
+        learner = await run.learner(
+            task={"kind": "ranks_task:Ranks"},
+            reward={"max_concurrent": 1, "where": where},
+            batch={"group_size": 3},
+        )
+        async with running(learner, await run.worker("w1")) as (learning, _):
+            assert await learning == "finished"
+        run.audit()
+        rewards = [record["rewards"] for record in run.ledger("accepted")]
+        assert rewards
+        assert all(each == [1, 2] for each in rewards)
+        reasons = [(each["group"], each["reason"]) for each in run.ledger("discarded")]
+        assert (1, "no_opinion") in reasons
+        assert all(reason != "no_opinion" for group, reason in reasons if group != 1)
+        assert sum(row.get("env/no_opinion", 0) for _, row in run.rows) > 0
+        assert not any(row.get("env/errors") for _, row in run.rows)
+
+    play(scenario)
+
+
 def test_an_example_that_is_gone_when_its_group_is_scored_ends_that_group_alone() -> None:
     def gone(group_id: int) -> Example:
         raise DataError(f"example({group_id}) raised KeyError")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ class Misbehaving(Task):
 
     def __init__(self) -> None:
         self.num_calls = self.num_tries = 0
+        self.questions: asyncio.Queue[tuple[float, asyncio.Future[float]]] | None = None
 
     def example(self, index: int, *, split: str) -> Example:
         return Example(index=index, split=split, prompt="?", source=f"rows.jsonl:{index + 1}")
@@ -69,6 +71,21 @@ class Misbehaving(Task):
     def fork(self, rest: str) -> float:
         """Forget to end the child that does a part of the work."""
         return 2.0 if os.fork() else 3.0
+
+    async def ask(self, rest: str) -> float:
+        """Ask what was begun in the first such call."""
+        if self.questions is None:
+            self.questions = asyncio.Queue()
+            self.answering = asyncio.create_task(self.answer(self.questions))
+        reply = asyncio.get_running_loop().create_future()
+        await self.questions.put((float(rest), reply))
+        result: float = await reply
+        return result
+
+    async def answer(self, questions: asyncio.Queue[tuple[float, asyncio.Future[float]]]) -> None:
+        while True:
+            number, reply = await questions.get()
+            reply.set_result(2 * number)
 
     def print(self, rest: str) -> float:
         print(rest, flush=True)

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 
 from echo.core.errors import ConfigError
+from echo.tasks.process_main import TaskCall
 from echo.tasks.rewards import MAX_STUCK_THREADS, InlineHost, Limits, PoolHost, RewardError
 from echo.tasks.task import Example, Task
 
@@ -67,7 +68,7 @@ def test_a_finite_number_is_the_reward(value: float) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [math.nan, math.inf, None, "1.0", [1] * 10**4, 10**400, pytest.param(10**5000, id="10**5000"),
+    [math.nan, math.inf, "1.0", [1] * 10**4, 10**400, pytest.param(10**5000, id="10**5000"),
      -10.5, 1e38],
 )  # fmt: skip
 def test_anything_else_is_refused_by_name(value: object) -> None:
@@ -79,7 +80,7 @@ def test_anything_else_is_refused_by_name(value: object) -> None:
     is_too_large = value in (-10.5, 1e38)
     assert caught.value.reason == ("reward_too_large" if is_too_large else "reward_error")
     assert ("beyond task.max_reward = 10;" in str(caught.value)) is is_too_large
-    assert str(caught.value).endswith("finite number") is not is_too_large
+    assert str(caught.value).endswith("or None for no opinion") is not is_too_large
     assert host.take_counts()["env/errors"] == 1
 
 
@@ -95,6 +96,23 @@ def test_what_it_raises_is_reported_with_its_cause(
     is_transient = kind is TimeoutError
     assert caught.value.reason == ("reward_retries" if is_transient else "reward_error")
     assert grade.call_count == (3 if is_transient else 1)
+
+
+class Ranking(Grader):
+    """Judges all answers to a prompt together."""
+
+    async def rewards(self, example: Example, completions: Sequence[str]) -> list[float | None]:
+        longest = max(map(len, completions))
+        return [None if not text else float(len(text) == longest) for text in completions]
+
+
+def test_a_class_judges_the_answers_of_a_group_together() -> None:
+    host = InlineHost(Ranking(lambda text: 7), LIMITS)
+    assert list(host.score_all(EXAMPLE, ["a", "", "bc"])) == [0.0, None, 1.0]
+    counts = host.take_counts()
+    assert (counts["env/calls"], counts["env/no_opinion"]) == (1, 1)
+    slow = replace(LIMITS, score_s=2.0).seconds(TaskCall("reward", texts=("", "", "")))
+    assert slow == 6.0, "a call for several answers has the time of as many"
 
 
 def test_calls_that_hang_are_abandoned_and_their_number_is_bounded(gate: threading.Event) -> None:
@@ -202,6 +220,12 @@ def test_rewards_come_from_one_process_that_is_used_again(pool: PoolHost) -> Non
     assert pool.take_counts() == {}
     assert pool.score(EXAMPLE, "print {not an answer}") == 1.0, "what it prints spoils nothing"
     assert pool.score(EXAMPLE, f"hog {16 << 20}") == 16 << 20
+
+
+def test_asynchronous_code_has_one_event_loop_as_long_as_its_process_lives(pool: PoolHost) -> None:
+    assert [pool.score(EXAMPLE, f"ask {number}") for number in (1, 2)] == [2.0, 4.0]
+    assert pool.score(EXAMPLE, "number 1") == 1.0
+    assert pool.score(EXAMPLE, "ask 3") == 6.0
 
 
 def test_timers_and_forks_that_a_call_leaves_behind_do_not_reach_the_next(pool: PoolHost) -> None:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from echo.core.errors import DataError, EchoError, EngineError
-from echo.core.rollout import Group, PolicyVersion, Rollout
+from echo.core.rollout import NO_OPINION, Group, PolicyVersion, Rollout
 from echo.engine.engine import (
     Completion,
     Engine,
@@ -597,7 +597,7 @@ class AgentParts:
     """tcp://host:port of the endpoint."""
     endpoint_path: Path
     """File that tells agents the address and the token."""
-    reward: Callable[[Example, str], float]
+    reward: Callable[[Example, str], float | None]
     """The task's, for agents that report none; blocks."""
     max_abs_reward: float
     """Largest reward, either way."""
@@ -721,8 +721,11 @@ class Agents:
             self._num_waiting -= 1
             self._demand()
 
-    async def reward(self, session_id: str, reward: float | None) -> float:
-        """End a session; None lets the task judge its last answer. Return the reward.
+    async def reward(self, session_id: str, reward: float | None) -> float | None:
+        """End a session; None lets the task judge its last answer.
+
+        Returns:
+            The reward; None if the task has no opinion.
 
         Raises:
             SessionError: if the session cannot be rewarded, or not so.
@@ -734,13 +737,14 @@ class Agents:
             text = self.parts.dialogue.answer_of(leaf.completion.token_ids)
             example = Example(**session.lease.example)
             reward = await self._pool.run(self.parts.reward, example, text)
-        if not math.isfinite(reward):
+        judged = NO_OPINION if reward is None else reward
+        if reward is not None and not math.isfinite(reward):
             raise SessionError(f"a reward of {reward} is no finite number")
         bound = self.parts.max_abs_reward
-        if abs(reward) > bound:
+        if reward is not None and abs(reward) > bound:
             raise SessionError(f"a reward of {reward:g} lies beyond task.max_reward = {bound:g}")
         session = self._episodes.find(session_id, now=self._node.now)  # it may be over by now
-        outcomes = self._episodes.finish(session, reward)
+        outcomes = self._episodes.finish(session, judged)
         if outcomes is not None:
             lease, now = session.lease, self._node.now
             for outcome in outcomes:

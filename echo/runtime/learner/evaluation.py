@@ -7,6 +7,7 @@ weights it was given.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -52,13 +53,17 @@ class EvalResult:
     """Completions that were to be judged."""
     num_reward_errors: int
     """Those whose reward failed; each counts as 0."""
+    num_unscored: int = 0
+    """Those on which the task has no opinion; they are in no mean."""
     error: str = ""
     """What the last of these says."""
 
     @property
     def has_figure(self) -> bool:
         """Whether anything was judged at all."""
-        return self.num_reward_errors < self.num_rewards
+        return self.num_reward_errors < self.num_rewards and not math.isnan(
+            self.sampled + self.greedy
+        )
 
     def metrics(self, task_name: str) -> dict[str, float]:
         """Return the row for metrics.jsonl; without means where nothing was judged."""
@@ -66,6 +71,8 @@ class EvalResult:
             "eval/version": self.version.step,
             "eval/reward_errors": self.num_reward_errors,
         }
+        if self.num_unscored:
+            row["eval/no_opinion"] = self.num_unscored
         if self.has_figure:
             row[f"eval/{task_name}/reward"] = self.sampled
             row[f"eval/{task_name}/greedy"] = self.greedy
@@ -75,14 +82,16 @@ class EvalResult:
 
     def __str__(self) -> str:
         figure = f"{held_out(self.is_rate)} {self.sampled:.3f} sampled, {self.greedy:.3f} greedy"
+        if not self.has_figure:
+            figure = "no figure"
+        if self.num_unscored:
+            figure += f" (no opinion on {self.num_unscored} of {self.num_rewards} answers)"
         if not self.num_reward_errors:
             return f"evaluation of {self.version}: {figure}"
         failed = f"{self.num_reward_errors} of {self.num_rewards} rewards failed"
-        if self.has_figure:
-            figure, failed = f"{figure}; ", f"{failed} and count as 0"
-        else:
-            figure = "no figure, "
-        return f"evaluation of {self.version}: {figure}{failed}: {self.error}"
+        failed += " and count as 0" if self.has_figure else ""
+        separator = ";" if self.has_figure else ","
+        return f"evaluation of {self.version}: {figure}{separator} {failed}: {self.error}"
 
 
 class Evaluator:
@@ -132,16 +141,21 @@ class Evaluator:
         self._engine.load(tensors)
         rates: list[float] = []
         errors: list[RewardError] = []
-        is_rate = True
+        is_rate, num_unscored = True, 0
         for is_greedy in (False, True):
             sampling = replace(self._sampling, greedy=is_greedy)
             rewards = self._rewards(sampling, watcher)
             if rewards is None:
                 return None
+            num_unscored += sum(reward is None for reward in rewards)
             errors += [reward for reward in rewards if isinstance(reward, RewardError)]
-            figures = [0.0 if isinstance(reward, RewardError) else reward for reward in rewards]
+            figures = [
+                0.0 if isinstance(reward, RewardError) else reward
+                for reward in rewards
+                if reward is not None
+            ]
             is_rate &= all(figure in (0.0, 1.0) for figure in figures)
-            rates.append(float(np.mean(figures)))
+            rates.append(math.fsum(figures) / len(figures) if figures else math.nan)
         return EvalResult(
             version=version,
             sampled=rates[0],
@@ -149,22 +163,35 @@ class Evaluator:
             is_rate=is_rate,
             num_rewards=2 * len(self._openings),
             num_reward_errors=len(errors),
+            num_unscored=num_unscored,
             error=str(errors[-1]) if errors else "",
         )
 
-    def _rewards(self, sampling: Sampling, watcher: Watcher) -> list[float | RewardError] | None:
-        """Return one reward per prompt, or why it has none; None in all if told to stop."""
+    def _rewards(
+        self, sampling: Sampling, watcher: Watcher
+    ) -> list[float | RewardError | None] | None:
+        """Return one reward per prompt, or why it has none; None in all if told to stop.
+
+        None for one prompt is no opinion.
+        """
         if self._runner is not None:
             results = self._runner.play(self._openings, sampling, watcher)
             if watcher.should_stop():
                 return None
-            return [r if isinstance(r, RewardError) else r[0].reward for r in results]
+            return [
+                result
+                if isinstance(result, RewardError)
+                else None
+                if math.isnan(result[0].reward)
+                else result[0].reward
+                for result in results
+            ]
         requests = [
             Request(request_id=each.name, prompt_ids=each.prompt_ids, seed=each.seeds[0])
             for each in self._openings
         ]
         completions = self._engine.generate(requests, sampling, watcher)
-        rewards: list[float | RewardError] = []
+        rewards: list[float | RewardError | None] = []
         for opening, completion in zip(self._openings, completions, strict=True):
             if watcher.should_stop():
                 return None

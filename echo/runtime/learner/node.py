@@ -40,7 +40,7 @@ from echo.core.errors import (
 )
 from echo.core.metrics import Snapshot
 from echo.core.records import Discarded, Refused
-from echo.core.rollout import Group, PolicyVersion
+from echo.core.rollout import NO_OPINION, Group, PolicyVersion, scored_part
 from echo.core.units import format_duration
 from echo.engine.engine import Watcher, is_out_of_memory
 from echo.leases.scheduler import NO_FAULT, AppendRecord, Obstacle, StoreGroup
@@ -106,7 +106,8 @@ class LearnerRewards:
             example = self._prompts.example(group.group_id)
         except DataError as error:  # though it had one when the group was granted
             raise RewardError(str(error)) from error
-        return list(self._host.score_all(example, texts))
+        rewards = self._host.score_all(example, texts)
+        return [NO_OPINION if reward is None else reward for reward in rewards]
 
 
 # --- Waiting for a batch: ask again, say why, give up at last ---
@@ -467,7 +468,13 @@ class LearnerNode(Node):
         """Write a group that counts towards a step; end one that does not, and grant another."""
         if not self._takes_groups:
             return
-        group = action.group
+        group = scored_part(action.group)
+        if group is None:
+            self._progress.unscored(action.group)
+            self._end_group(action.group, "no_opinion")
+            return
+        if group is not action.group:
+            action = StoreGroup(group, *encode_group(group))
         reason = self._trainer.refusal(group)
         if reason is None:
             self._ledger.store(group, action.header, action.arrays)

@@ -21,6 +21,17 @@ MAX_HISTORY = 10_000
 """Points of a curve kept for the display."""
 
 
+_ADVICE = {
+    "no_opinion": "the reward gave None for all answers to a prompt but one at most: give a number "
+    "where answers are to be compared, or choose other prompts",
+    "all_masked": "no token of them is trained on: with loss.overlong_filter completions that are "
+    "cut off are not; raise sampling.max_completion_tokens, or switch the filter off",
+    "lost_member": "this loss needs a trained token in each rollout of a group: raise "
+    "sampling.max_completion_tokens or sync.max_staleness, or choose another loss.kind",
+}
+"""What helps where groups are left out for another reason than equal rewards."""
+
+
 class Progress:
     """Counts what the learner has done since it started (for staleness and curve, before, too)."""
 
@@ -113,6 +124,15 @@ class Progress:
         stats = GroupStats.of([group])
         self._reasons[reason] += 1
         self._zero_signal_reasons[reason] += 1
+        self._left_out += stats
+        self.zero_signal += stats
+        self._count_tokens(group)
+
+    def unscored(self, group: Group) -> None:
+        """Count a group that was delivered with fewer than two rewards."""
+        stats = GroupStats(num_groups=1, num_unscored=1)
+        self._reasons["no_opinion"] += 1
+        self._zero_signal_reasons["no_opinion"] += 1
         self._left_out += stats
         self.zero_signal += stats
         self._count_tokens(group)
@@ -246,17 +266,38 @@ class Progress:
 
     def describe_zero_signal(self, step: int) -> str:
         """Say that nothing is learned any more, and what could be done, in one line."""
-        zero_signal = self.zero_signal
         what = (
-            f"nothing could be learned from the last {zero_signal.num_groups} groups "
-            f"({self._reasons_text}; all answers right in {zero_signal.num_all_right}, all "
-            f"wrong in {zero_signal.num_all_wrong})"
+            f"nothing could be learned from the last {self.zero_signal.num_groups} groups "
+            f"({self._reasons_text}): the run ends at step {step}"
         )
-        if zero_signal.num_all_right > zero_signal.num_all_wrong:
-            return f"{what}: the task is solved, and the run ends at step {step}"
+        return f"{what}; {self._zero_signal_advice()}"
+
+    def _zero_signal_advice(self) -> str:
+        """Say what most groups of a zero-signal stretch have in common, and what would help."""
+        [(reason, _)] = self._zero_signal_reasons.most_common(1)
+        if reason in _ADVICE:
+            return _ADVICE[reason]
+        stats = self.zero_signal
+        mean = stats.reward_sum / max(1, stats.num_rollouts)
+        spread = stats.reward_square_sum / max(1, stats.num_rollouts) - mean * mean
+        if spread > 1e-9 * max(1.0, mean * mean):
+            return (
+                "rewards differ from prompt to prompt and never among the answers to one: "
+                "all of them are right or all are wrong, or the reward does not depend on the "
+                "answer. Look at it, choose prompts of middle difficulty, or raise "
+                "batch.group_size or sampling.temperature"
+            )
+        if mean >= 1:
+            return f"every reward was {mean:g}: the task is solved"
+        if mean > 0:
+            return (
+                f"every reward was {mean:g}: if more cannot be had, the task is solved; if it can, "
+                "look whether the reward tells a right answer from a wrong one"
+            )
         return (
-            f"{what}: the run ends at step {step}; choose easier prompts, or raise "
-            "batch.group_size, sampling.temperature or batch.max_zero_signal_batches"
+            f"every reward was {mean:g}. Call the reward with a right answer: if that is worth no "
+            "more, mend the reward. Otherwise the prompts are too hard: choose easier ones, or "
+            "raise batch.group_size, sampling.temperature or batch.max_zero_signal_batches"
         )
 
     def describe_failing(self, step: int) -> str | None:
@@ -342,6 +383,7 @@ def _refusals(counts: Mapping[str, float]) -> dict[str, int]:
 COUNTED = ("env/calls", "env/errors", "env/retries")
 
 RARE = (
+    "env/no_opinion",
     "env/turn_limit",
     "env/token_limit",
     "engine/out_of_memory",

@@ -29,7 +29,7 @@ from echo.core.errors import (
 )
 from echo.core.extras import install_command
 from echo.core.metrics import WorkerView
-from echo.core.rollout import PolicyVersion
+from echo.core.rollout import NO_OPINION, PolicyVersion
 from echo.engine.engine import (
     Completion,
     Engine,
@@ -508,7 +508,7 @@ class WorkerNode(DialingNode):
         parts, rewards = self.parts, []
         texts = [parts.decode(member.token_ids.tolist()) for member in group.members]
         for reward in parts.host.score_all(Example(**group.lease.example), texts):
-            rewards.append(reward)
+            rewards.append(NO_OPINION if reward is None else reward)
             if self.has_ended or group.is_unwanted:
                 break
         return rewards

@@ -1,0 +1,199 @@
+"""A user's reward function, called with what its parameters name.
+
+    def correct(completion, answer, **row):              one answer -> a number
+        return float(answer in completion)
+
+    def shortest(completions, answer, **columns):        a group's answers -> a list of numbers
+        best = min(map(len, completions))
+        return [float(len(text) == best) for text in completions]
+
+The second form is TRL's: all answers to a prompt come in one call, and every parameter is a list
+with an element for each. `prompt` or `prompts`, the row's columns, `answer` and `info` are given
+where a parameter of that name, or `**`, takes them. In the second form the completions of a chat
+prompt are lists of one message.
+
+Anything callable does that has such parameters: a function, an instance with `__call__`, a bound
+method, a `functools.partial`. Either form may be `async`. Either may give None for an answer on
+which it has no opinion.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from echo.core.errors import ConfigError
+from echo.tasks.answers import check_reference, equal_in_mathematics, exact, require_math_verify
+from echo.tasks.task import Example, did_you_mean, import_module, load_function
+
+OPTION = "task.options.reward"
+
+BUILT_IN_REWARDS: dict[str, Callable[..., float]] = {"exact": exact, "math": equal_in_mathematics}
+"""Rewards that need no function of the user's."""
+
+NEVER_GIVEN = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+"""Parameters of TRL's that have no counterpart here."""
+
+_FORMS = (
+    "a reward is f(completion, **row), called for each answer, or as in TRL f(prompts, "
+    "completions, **columns), called with lists of a group's answers"
+)
+
+_ONE, _MANY = ("prompt", "completion"), ("prompts", "completions")
+
+
+class RewardFunction:
+    """A built-in reward, or a user's function."""
+
+    def __init__(self, spec: str) -> None:
+        """Find the function that `spec` names.
+
+        Raises:
+            ConfigError: if there is none, or it cannot be called as a reward.
+        """
+        self.where = f"{OPTION} = {spec!r}"
+        if not isinstance(spec, str):
+            raise ConfigError(
+                f"{self.where}: takes one function; call several in it, and return their sum"
+            )
+        if spec == "math":
+            require_math_verify(self.where)
+        if ":" not in spec and spec not in BUILT_IN_REWARDS:
+            raise ConfigError(
+                f"{self.where}: no such reward{did_you_mean(spec, BUILT_IN_REWARDS)}; there are "
+                f"{', '.join(BUILT_IN_REWARDS)}, or a function of yours: "
+                "'package.module:function' or 'path/to/file.py:function'"
+            )
+        self._built_in = spec if spec in BUILT_IN_REWARDS else ""
+        if self._built_in:
+            self._function, self.file = BUILT_IN_REWARDS[spec], None
+        else:
+            self._function = load_function(self.where, spec)
+            self.file = self._find_file(spec)
+        parameters = self._parameters()
+        self.is_of_groups = not set(_MANY).isdisjoint(parameters)
+        self._own = _MANY if self.is_of_groups else _ONE
+        if set(self._own).isdisjoint(parameters):
+            raise ConfigError(f"{self.where}: {self._refusal(list(parameters))}")
+        named = {
+            name: parameter
+            for name, parameter in parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        }
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        # What functools.partial has set already stays as it is.
+        self._bound = frozenset(getattr(self._function, "keywords", ()))
+        self._names = named.keys() - self._bound
+        required = {n for n in self._names if named[n].default is inspect.Parameter.empty}
+        self._required = sorted(required.difference(self._own))
+        self._check_parameters(parameters)
+
+    def _find_file(self, spec: str) -> Path:
+        name = spec.rpartition(":")[0]
+        file = getattr(import_module(self.where, name), "__file__", None)
+        if file is None or not file.endswith(".py"):
+            raise ConfigError(
+                f"{self.where}: {name} is no Python file, so learner and workers cannot compare "
+                "its code; call it from a function in a file of your own"
+            )
+        return Path(file)
+
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        if inspect.isclass(self._function):
+            raise ConfigError(
+                f"{self.where}: is a class; name an instance with a method __call__, or a method "
+                f"of one: reward = {self._function.__name__}()"
+            )
+        try:
+            return inspect.signature(self._function).parameters
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self.where}: its parameters cannot be read ({error}); call it from a function "
+                "of your own"
+            ) from error
+
+    def _refusal(self, names: list[str]) -> str:
+        text = f"it takes {', '.join(names) or 'nothing'}; {_FORMS}"
+        if {"solution_str", "ground_truth"} & set(names):
+            return f"{text}; verl's solution_str is completion here, and its ground_truth is answer"
+        if set(names) <= {"args", "kwargs"}:
+            return f"{text}: name one of them (a decorator keeps names with functools.wraps)"
+        return text
+
+    def _check_parameters(self, parameters: Mapping[str, inspect.Parameter]) -> None:
+        by_place = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_ONLY]
+        if by_place:
+            raise ConfigError(
+                f"{self.where}: takes {', '.join(by_place)} by position only, and everything is "
+                "given by name; remove the `/`"
+            )
+        absent = [name for name in self._required if name in NEVER_GIVEN]
+        if absent:
+            raise ConfigError(
+                f"{self.where}: needs {', '.join(absent)}, which Echo never gives: a reward gets "
+                "texts and columns; give the parameter a default, or remove it"
+            )
+        if self._takes_all and hasattr(self._function, "cache_parameters"):
+            raise ConfigError(
+                f"{self.where}: functools.lru_cache cannot hash all columns of a row; name those "
+                "that it needs in place of **"
+            )
+
+    def check(self, example: Example, row: Mapping[str, Any], answer_column: str) -> None:
+        """Refuse a row without what the function needs.
+
+        Args:
+            example: that was made of the row.
+            row: its values by column.
+            answer_column: what the dataset calls `answer`.
+
+        Raises:
+            ValueError: naming the columns.
+        """
+        known = _arguments(example)
+        if example.answer is None:
+            del known["answer"]
+        missing = [name for name in self._required if name not in known]
+        if "answer" in missing and answer_column in row:
+            raise ValueError(
+                f"{self.where} needs `{answer_column}`, whose value is null in this row"
+            )
+        if missing:
+            remedy = (
+                '; where it is called otherwise set task.options.columns = { answer = "ITS NAME" }'
+            )
+            raise ValueError(
+                f"{self.where} needs the columns {', '.join(missing)}; it has {', '.join(row)}"
+                f"{remedy if 'answer' in missing else ''}"
+            )
+        if self._built_in:
+            check_reference(self._built_in, answer_column, example.answer)
+
+    def one(self, example: Example, completion: str) -> Any:
+        """Return what the function returns for one answer; it may be awaitable."""
+        return self._call(_arguments(example), {"prompt": example.prompt, "completion": completion})
+
+    def all(self, example: Example, completions: Sequence[str]) -> Any:
+        """Return what the function returns for the answers to a prompt; it may be awaitable."""
+        number = len(completions)
+        answers: list[Any] = list(completions)
+        if not isinstance(example.prompt, str):
+            answers = [[{"role": "assistant", "content": text}] for text in completions]
+        columns = {name: [value] * number for name, value in _arguments(example).items()}
+        return self._call(columns, {"prompts": [example.prompt] * number, "completions": answers})
+
+    def _call(self, columns: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
+        arguments = {**columns, **own}
+        return self._function(
+            **{
+                name: value
+                for name, value in arguments.items()
+                if name in self._names or (self._takes_all and name not in self._bound)
+            }
+        )
+
+
+def _arguments(example: Example) -> dict[str, Any]:
+    return {**example.columns, "answer": example.answer, "info": example.info}

@@ -1,0 +1,230 @@
+"""Reward functions: every callable and both forms, and what is refused with the remedy."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo.core.errors import ConfigError
+from echo.tasks.dataset import DatasetTask
+from echo.tasks.rewards import InlineHost, Limits, RewardError
+from echo.tasks.task import Example, load_task, task_digests
+from tests.tasks.test_dataset import write_jsonl
+
+FUNCTIONS = """
+import asyncio, functools, math
+
+seen = []
+
+def all_columns(prompt, completion, **row):
+    seen.append(f"{prompt}|{completion}|{sorted(row.items())}")
+    return 1
+
+def by_name(completion, answer, level, bonus=7):
+    seen.append((completion, answer, level, bonus))
+    return 1
+
+def trl(prompts, completions, answer, trainer_state=None, **columns):
+    seen.append((prompts, completions, answer, columns))
+    return [0.5] * len(completions)
+
+async def later(completions):
+    await asyncio.sleep(0)
+    return [None, 1][: len(completions)]
+
+def shortest(completions, level, **columns):
+    best = min(map(len, completions))
+    return tuple(len(text) == best for text in completions)
+
+def weighted(completion, weight, **row):
+    return weight
+
+class Judge:
+    def __call__(self, completion, answer):
+        return float(completion == answer)
+
+    async def method(self, completion):
+        return 2
+
+def unnamed(function):
+    return lambda *args, **kwargs: function(*args, **kwargs)
+
+half = functools.partial(weighted, weight=0.5)
+judge = Judge()
+method = judge.method
+cached = functools.lru_cache(judge.__call__)
+whole = functools.wraps(judge.__call__)(unnamed(judge))
+hidden = unnamed(judge)
+cached_row = functools.lru_cache(all_columns)
+
+def behind(**kwargs): return 0.0
+def neither(text): return 0.0
+def nothing(): return 0.0
+def by_place(completion, /): return 0.0
+def ids(completions, completion_ids): return [0.0]
+def verl(data_source, solution_str, ground_truth, extra_info=None): return 0.0
+def count(completions): return {"0": 1.0, "3": [1.0] * 3, "d": dict.fromkeys(completions, 1.0),
+    "x": 1.0, "n": [math.nan, 1.0], "t": ["1", "1"], "s": "12"}[completions[0]]
+"""
+
+
+@pytest.fixture(autouse=True)
+def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    path = tmp_path / "rewards.py"
+    path.write_text(FUNCTIONS, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    modules, search = set(sys.modules), list(sys.path)
+    yield path
+    sys.path[:] = search
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+LIMITS = Limits(score_s=60.0, step_s=60.0)
+ROW = {"prompt": "p", "answer": "a", "info": {"x": 1}, "level": 3, "weight": 9}
+CHAT = [{"role": "user", "content": "p"}]
+ANSWER = [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "bcd"}]]
+
+
+def host_of(name: str) -> InlineHost:
+    """A host as on a worker, which has no rows."""
+    return InlineHost(load_task("dataset", {"reward": f"rewards.py:{name}"}), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("function", "row", "seen"),
+    [
+        (
+            "all_columns",
+            {"prompt": "p", "answer": "a", "level": 3},
+            ["p|a|[('answer', 'a'), ('info', {}), ('level', 3)]",
+             "p|bcd|[('answer', 'a'), ('info', {}), ('level', 3)]"],
+        ),
+        ("by_name", ROW, [("a", "a", 3, 7), ("bcd", "a", 3, 7)]),
+        (
+            "trl",
+            ROW,
+            [(["p", "p"], ["a", "bcd"], ["a", "a"],
+              {"info": [{"x": 1}] * 2, "level": [3, 3], "weight": [9, 9]})],
+        ),
+        (
+            "trl",
+            {"messages": CHAT, "answer": "a"},
+            [([CHAT, CHAT], ANSWER, ["a", "a"], {"info": [{}, {}]})],
+        ),
+    ],
+)  # fmt: skip
+def test_a_function_gets_what_its_parameters_name(
+    tmp_path: Path, function: str, row: dict[str, Any], seen: object
+) -> None:
+    """Of a row that a learner has read and sent to a worker."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [row])
+    task = DatasetTask(path=path, heldout_path=path, reward=f"rewards.py:{function}")
+    sent = Example(**json.loads(json.dumps(asdict(task.example(0, split="train")))))
+    host = host_of(function)
+    assert len(list(host.score_all(sent, ["a", "bcd"]))) == 2
+    [module] = [module for name, module in sys.modules.items() if name.startswith("echo_user_re")]
+    assert module.seen == seen
+    assert host.take_counts()["env/calls"] == len(module.seen)
+
+
+@pytest.mark.parametrize(
+    ("function", "rewards"),
+    [
+        ("half", [0.5, 0.5]),  # and not the row's weight
+        ("judge", [1, 0]),
+        ("method", [2, 2]),
+        ("cached", [1, 0]),
+        ("whole", [1, 0]),
+        ("later", [None, 1]),
+        ("shortest", [1, 0]),
+    ],
+)
+def test_any_callable_will_do(tmp_path: Path, function: str, rewards: list[float | None]) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [ROW])
+    task = DatasetTask(path=path, heldout_path=path, reward=f"rewards.py:{function}")
+    example = task.example(0, split="train")
+    host = InlineHost(task, LIMITS)
+    assert list(host.score_all(example, ["a", "bcd"])) == rewards
+    assert host.score(example, "a") == rewards[0], "an evaluation has one answer"
+    assert host.take_counts().get("env/no_opinion", 0) == 2 * rewards.count(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("neither", r"takes text; a reward is f\(completion, \*\*row\).*f\(prompts, completions, "),
+        ("nothing", r"takes nothing; a reward is"),
+        ("behind", r"takes kwargs; .*: name one of them"),
+        ("hidden", r"takes args, kwargs; .*functools\.wraps"),
+        ("by_place", r"takes completion by position only.*remove the `/`"),
+        ("ids", r"needs completion_ids, which Echo never gives.*default"),
+        ("verl", r"verl's solution_str is completion here, and its ground_truth is answer"),
+        ("Judge", r"is a class; name an instance .*reward = Judge\(\)"),
+        ("cached_row", r"lru_cache cannot hash all columns"),
+        ("hole", r"no function 'hole' \(did you mean 'whole'"),
+    ],
+)
+def test_what_cannot_be_called_as_a_reward_is_refused_with_the_remedy(
+    name: str, message: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=f"^task.options.reward = 'rewards.py:{name}': .*{message}"
+    ):
+        host_of(name)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("exakt", r"did you mean 'exact'\?\); there are exact, math, or a f"),
+        (["rewards.py:judge"], "takes one function; call several in it, and return their sum"),
+        ("math:prod", r"math is no Python file.*call it from a function"),
+    ],
+)
+def test_what_names_no_function_is_refused(spec: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DatasetTask(reward=spec)
+
+
+EXAMPLE = Example(index=0, split="train", prompt="?", source="rows.jsonl:1")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("3", "returned 3 rewards; it must return a list of 2 numbers, one for each answer"),
+        ("d", r"returned \{.*\}; it must return a list of 2 numbers"),
+        ("x", r"returned 1\.0; it must return a list of 2"),
+        ("s", r"returned '12'; it must return a list of 2"),
+        ("n", "returned nan; it must return a finite number, or None for no opinion"),
+        ("t", "returned '1'; it must return a finite number"),
+        ("?", r"raised KeyError: '\?'"),
+    ],
+)
+def test_a_list_that_does_not_fit_fails_its_group(kind: str, message: str) -> None:
+    what = rf"DatasetTask\.reward on rows\.jsonl:1 {message}"
+    with pytest.raises(RewardError, match=what) as caught:
+        list(host_of("count").score_all(EXAMPLE, [kind, "b"]))
+    assert caught.value.reason == "reward_error"
+
+
+def test_a_row_without_a_named_column_is_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p"}])
+    task = DatasetTask(path=path, reward="rewards.py:by_name")
+    what = r"rows\.jsonl:1: .*needs the columns answer, level; it has prompt; .*answer = \"ITS"
+    with pytest.raises(Exception, match=what):
+        task.example(0, split="train")
+
+
+def test_the_digest_follows_the_functions_file(functions: Path) -> None:
+    options = {"reward": "rewards.py:judge"}
+    before = task_digests(load_task("dataset", options))
+    functions.write_text(FUNCTIONS + "# another\n", encoding="utf-8")
+    assert task_digests(load_task("dataset", options))["task_source"] != before["task_source"]
