@@ -429,6 +429,8 @@ class Inbound:
     peer: PeerId
     identity: bytes
     outbox: ZmqOutbox
+    descriptor: int = -1
+    """Of its connection; -1 if that was gone before it was heard."""
     is_hung_up: bool = False
     token: bytes = b""
     """For its bulk connection, where it has asked for one."""
@@ -499,6 +501,90 @@ def _shut_down(descriptor: int, inode: int) -> None:
         os.close(duplicate)
 
 
+HALVES_S = 0.1
+"""Between two looks at messages that have not come to their end."""
+HALVES_PER_LOOK = 512
+"""Connections looked at in one go, by a call of the kernel for each; of more, each less often."""
+_BYTES_RECEIVED = struct.Struct("=128xQ")
+"""`tcpi_bytes_received` of Linux's struct tcp_info."""
+
+
+class Halves:
+    """Bytes of each connection since its last whole message, bounded.
+
+    libzmq shows a message when its last frame has come, and bounds the size of a frame, not their
+    number: one that never ends would grow until memory does. The kernel counts what it has handed
+    over, so a connection over which more has come than a message may have is closed. On Linux;
+    elsewhere nothing is counted.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._inodes: dict[int, int] = {}
+        self._whole_bytes: dict[int, int] = {}
+        """Received up to the last look that has found a whole message."""
+        self._has_spoken: set[int] = set()
+        self._turn: deque[int] = deque()
+
+    def __contains__(self, descriptor: int) -> bool:
+        return descriptor in self._inodes
+
+    def add(self, descriptor: int) -> None:
+        """Note a connection that was accepted."""
+        with contextlib.suppress(OSError):  # closed by now: the news of that follows
+            self._inodes[descriptor] = os.fstat(descriptor).st_ino
+            self._whole_bytes[descriptor] = 0
+            self._turn.append(descriptor)
+
+    def discard(self, descriptor: int) -> None:
+        """Note that one is gone."""
+        self._inodes.pop(descriptor, None)
+        self._whole_bytes.pop(descriptor, None)
+        self._has_spoken.discard(descriptor)
+
+    def spoke(self, descriptor: int) -> None:
+        """Note that a whole message has come."""
+        self._has_spoken.add(descriptor)
+
+    def close_endless(self) -> int:
+        """Close the connections over which too much has come, and return how many."""
+        num_closed = 0
+        for _ in range(min(HALVES_PER_LOOK, len(self._turn))):
+            descriptor = self._turn.popleft()
+            inode = self._inodes.get(descriptor)
+            if inode is None:
+                continue
+            self._turn.append(descriptor)
+            received = _bytes_received(descriptor)
+            if descriptor in self._has_spoken:
+                self._has_spoken.discard(descriptor)
+                self._whole_bytes[descriptor] = received
+            elif received - self._whole_bytes[descriptor] > self._max_bytes:
+                self.discard(descriptor)
+                num_closed += 1
+                with contextlib.suppress(OSError):
+                    _shut_down(descriptor, inode)
+        return num_closed
+
+
+def _largest_message(options: TransportOptions) -> int:
+    """Return how many bytes a whole message may take on the wire, with what CURVE adds."""
+    return options.max_message_bytes * 17 // 16 + (1 << 20)
+
+
+def _bytes_received(descriptor: int) -> int:
+    """Return what a connection has received; 0 where the kernel does not say."""
+    if sys.platform != "linux":
+        return 0
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
+    except OSError:
+        return 0
+    whole = len(info) == _BYTES_RECEIVED.size
+    return int(_BYTES_RECEIVED.unpack(info)[0]) if whole else 0
+
+
 class Listener:
     """All inbound peers, and the one channel that they share."""
 
@@ -510,7 +596,9 @@ class Listener:
         self._max_accepted = min(MAX_ACCEPTED_PER_S, descriptor_limit() // 8)
         self._by_identity: dict[bytes, Inbound] = {}
         self._by_descriptor: dict[int, Inbound] = {}
-        self._open_descriptors: set[int] = set()
+        self._halves = Halves(_largest_message(host.options))
+        self._look: asyncio.TimerHandle | None = None
+        """The next look at messages that have not come to their end."""
         self._strangers = Strangers(host.options.max_strangers)
         self._closing: asyncio.Handle | None = None
         """The next look at strangers of whom there are too many."""
@@ -525,6 +613,8 @@ class Listener:
                 return True
             identity, frames = message
             inbound = self._by_identity.get(identity) or self._admit(identity, burst)
+            if inbound is not None:
+                self._halves.spoke(inbound.descriptor)
             if inbound is None or inbound.is_hung_up:
                 burst.discard()
             else:
@@ -545,13 +635,15 @@ class Listener:
         elif news is News.HANDSHAKE_FAILED:
             self._host.totals.failed_handshakes += 1
         elif news is News.ACCEPTED:
-            self._open_descriptors.add(descriptor)
+            self._halves.add(descriptor)
             self._strangers.add(descriptor)
+            if self._look is None:
+                self._look = self._host.loop.call_later(HALVES_S, self._close_endless)
             self._count_accepted()
             if len(self._strangers) > self._host.options.max_strangers and self._closing is None:
                 self._closing = self._host.loop.call_soon(self._close_strangers)
         elif news is News.OVER:
-            self._open_descriptors.discard(descriptor)
+            self._halves.discard(descriptor)
             self._strangers.discard(descriptor)
             inbound = self._by_descriptor.pop(descriptor, None)
             if inbound is not None:
@@ -560,8 +652,9 @@ class Listener:
 
     def close(self, linger_s: float) -> None:
         """Close the channel, and so every connection."""
-        if self._closing is not None:
-            self._closing.cancel()
+        for handle in (self._closing, self._look):
+            if handle is not None:
+                handle.cancel()
         self._strangers.close()
         self._gate.close()
         self.channel.close(linger_s)
@@ -593,6 +686,18 @@ class Listener:
             self._host.warn("", "strangers", text)
         self._host.totals.closed_strangers += num_closed
 
+    def _close_endless(self) -> None:
+        """Close connections over which an endless message comes, and look again soon.
+
+        Not while whole messages wait for the node to receive them: those are no halves.
+        """
+        num_closed = 0 if self.channel.has_whole_message() else self._halves.close_endless()
+        if num_closed:
+            text = "closed a connection over which a message came that was too long, in many frames"
+            self._host.warn("", "endless", text)
+            self._host.totals.discarded_messages += num_closed
+        self._look = self._host.loop.call_later(HALVES_S, self._close_endless)
+
     def _admit(self, identity: bytes, burst: Burst) -> Inbound | None:
         descriptor = self.channel.descriptor()
         if descriptor is None:
@@ -606,7 +711,8 @@ class Listener:
         previous = self._by_descriptor.pop(descriptor, None)
         if previous is not None:
             self._ended.append(previous)
-        if descriptor in self._open_descriptors:
+        if descriptor in self._halves:
+            inbound.descriptor = descriptor
             self._by_descriptor[descriptor] = inbound
         else:  # gone before it was heard
             self._ended.append(inbound)
@@ -1086,6 +1192,11 @@ class ZmqChannel:
         self._loop.add_reader(self._monitor.FD, self._read_some_news)
         self._loop.add_reader(self.socket.FD, self.look)
         self.read_news()  # only a reader that has seen EAGAIN is woken
+
+    def has_whole_message(self) -> bool:
+        """Return whether a message waits to be received; it is looked at in the next turn."""
+        self.look_soon()  # this question may swallow the edge
+        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
     def look(self) -> None:
         """Consume an edge, and note the socket if it has messages."""

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import random
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -22,6 +23,7 @@ from echo.net.transport import (
     Received,
     TransportEvent,
     TransportOptions,
+    parse_address,
 )
 from echo.net.zmq import GREETING_BYTES, MAX_STRANGER_BYTES, TOKEN_BYTES, ZmqTransport
 from tests.net.conftest import Run
@@ -382,5 +384,56 @@ def test_the_bulk_port_follows_the_listeners_own(
                 assert second._bulk_port not in (0, taken)
                 assert f"port {taken} is taken" in caplog.text
                 assert f"they do at port {second._bulk_port}" in caplog.text
+
+    run(scenario())
+
+
+# --- messages without an end ----------------------------------------------------------------------
+
+
+FRAME = b"\x03" + (1 << 16).to_bytes(8, "big") + bytes(1 << 16)
+"""A long frame after which more of its message follows."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of others does not count")
+def test_a_message_of_many_frames_is_bounded_as_one_frame_is(run: Run) -> None:
+    few = dataclasses.replace(OPTIONS, max_message_bytes=1 << 20, max_unsent_bytes=4 << 20)
+
+    async def scenario() -> None:
+        async with opened(ANY_PORT, None, options=few) as parent, opened(None, None) as child:
+            address = parent.listen_address or ""
+            heard: list[TransportEvent] = []
+
+            async def hear() -> None:
+                while True:
+                    heard.extend(await parent.receive())
+
+            hearing = asyncio.create_task(hear())
+            reader, writer = await asyncio.open_connection(*parse_address(address))
+            writer.write(raw_greeting(b"NULL"))
+            await reader.readexactly(GREETING_BYTES)
+            writer.write(READY)
+            num_sent = 0
+            with contextlib.suppress(ConnectionError):
+                async with asyncio.timeout(20):
+                    while num_sent < 1000 and not reader.at_eof():
+                        writer.write(FRAME)
+                        await writer.drain()
+                        num_sent += 1
+                        await asyncio.sleep(0.002)
+            # Closed after some two megabytes, of the sixty-five that it would have sent.
+            assert num_sent < 500
+            assert parent.stats().discarded_messages == 1
+            writer.close()
+            # Whole messages of the largest size pass, as many as come.
+            link = child.dial(address)
+            await child.receive()
+            for _ in range(5):
+                assert child.send(link, [bytes(1 << 19), bytes(1 << 19)])
+                await asyncio.sleep(0.05)
+            async with asyncio.timeout(20):
+                while sum(isinstance(event, Received) for event in heard) < 5:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            hearing.cancel()
 
     run(scenario())
