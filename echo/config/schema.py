@@ -128,8 +128,8 @@ class ModelSection(Section):
     """Branch, tag or commit on the hub."""
     dtype: Inherited[Literal["bfloat16", "float16", "float32"]] = "bfloat16"
     """Type of the published weights; the learner keeps its own in float32."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention code of transformers."""
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """Attention code of transformers; auto is sdpa, or eager where a model cannot have that."""
     chat_template: Inherited[str | None] = None
     """Jinja file that replaces the tokenizer's chat template; "none" sends text as it stands."""
     chat_template_kwargs: Inherited[dict[str, Any]] = Field(default_factory=dict)

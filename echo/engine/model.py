@@ -27,6 +27,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
 )
 
 from echo.config.load import OVERRIDE
@@ -81,6 +82,12 @@ def model_class(config: Any) -> Any:
     )
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """Return the configuration of each layer of a text model; most have the same for all."""
+    own = getattr(config, "per_layer_config", None)  # since transformers 5.20, which insists on it
+    return [config if own is None else own[index] for index in range(config.num_hidden_layers)]
+
+
 def reads_images(directory: Path) -> bool:
     """Return whether the model of a directory reads images or sound beside text."""
     return has_towers(AutoConfig.from_pretrained(directory, trust_remote_code=False))
@@ -106,6 +113,31 @@ def drop_towers(model: Any) -> Any:
     return model
 
 
+def choose_attention(config: Any, wanted: str) -> str:
+    """Return transformers' name of the attention that a model gets: "auto" is sdpa, else eager.
+
+    Not all releases of transformers say of all models that sdpa cannot compute them: where one caps
+    its attention's logits, that of older releases leaves the cap away in silence.
+    """
+    if wanted != "auto":
+        return wanted
+    model_class(config)
+    classes: list[Any] = [
+        mapping[type(part)]
+        for part in (config, *(getattr(config, name, None) for name in config.sub_configs))
+        for mapping in (
+            MODEL_FOR_CAUSAL_LM_MAPPING,
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+            MODEL_MAPPING,
+        )
+        if type(part) in mapping
+    ]
+    has_cap = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    # Its only word on it beside an error, and of a tower's class no other can be known.
+    can_all = all(each._supports_sdpa for each in classes)  # noqa: SLF001
+    return "sdpa" if can_all and not has_cap else "eager"
+
+
 def build_meta_model(directory: Path, dtype: torch.dtype, attn_implementation: str) -> Any:
     """Build the model that config.json describes, weights uninitialised and tied as it says.
 
@@ -118,7 +150,7 @@ def build_meta_model(directory: Path, dtype: torch.dtype, attn_implementation: s
             model: Any = model_class(config).from_config(
                 config,
                 dtype=dtype,
-                attn_implementation=attn_implementation,
+                attn_implementation=choose_attention(config, attn_implementation),
                 trust_remote_code=False,
             )
     drop_towers(model)
@@ -145,7 +177,7 @@ def explain(error: BaseException) -> str:
     if "attention implementation" not in first:
         return str(error)
     name = first.partition(" ")[0]
-    return f'{name} does not compute its attention so: set model.attn_implementation = "eager"'
+    return f'{name} does not compute its attention so: set model.attn_implementation = "auto"'
 
 
 def check_weights(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

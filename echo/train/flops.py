@@ -17,12 +17,17 @@ every token through the head and counts the whole score matrix of a row, across 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from echo.engine.model import layer_configs
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,8 @@ class ModelFlops:
     """Weights of the head, V x h."""
     head_trained: int
     attention: tuple[AttentionShape, ...]
+    is_exact: bool = True
+    """False where the configuration cannot be read: weights count alone, and no utilization."""
 
     def row(self, length: int, num_scored: int) -> int:
         """Return the operations of one segment, forward and backward.
@@ -75,21 +82,40 @@ class ModelFlops:
         return sum((weights + 12 * width * tokens) * tokens for tokens in row_lengths)
 
 
+UNREADABLE = ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
+"""What reading a configuration raises that is of another form than those known here."""
+
+
 def model_flops(model: Any, head: Tensor) -> ModelFlops:
     """Return the numbers of a causal language model of transformers.
+
+    Where they cannot be told from its configuration, training goes on without them.
 
     Args:
         model: with its adapter, if it has one.
         head: its LM head's weight.
     """
     config = model.config.get_text_config()
+    try:
+        return _count(model, head, config)
+    except UNREADABLE as error:
+        log.warning(
+            "the arithmetic of %s cannot be told, its attention is left out, and so is perf/mfu: "
+            "%s: %s", type(model).__name__, type(error).__name__, str(error).partition("\n")[0],
+        )  # fmt: skip
+        return replace(_count(model, head, None), is_exact=False)
+
+
+def _count(model: Any, head: Tensor, config: Any | None) -> ModelFlops:
+    """Return the numbers of a model; without a configuration, those of its weights alone."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     left_out = {id(tensor) for tensor in (*tables, head)}
     body = body_trained = 0
     for name, tensor in model.named_parameters():
         if tensor.ndim < 2 or id(tensor) in left_out:
             continue
-        size = round(tensor.numel() * _share_of_experts(name, config))
+        share = 1.0 if config is None else _share_of_experts(name, config)
+        size = round(tensor.numel() * share)
         body += size
         body_trained += size * tensor.requires_grad
     return ModelFlops(
@@ -97,7 +123,7 @@ def model_flops(model: Any, head: Tensor) -> ModelFlops:
         body_trained=body_trained,
         head=head.numel(),
         head_trained=head.numel() * head.requires_grad,
-        attention=tuple(_attention(config)),
+        attention=() if config is None else tuple(_attention(config)),
     )
 
 
@@ -107,21 +133,22 @@ def _share_of_experts(name: str, config: Any) -> float:
         return 1.0
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     number = next((n for key in names if (n := getattr(config, key, None))), 1)
-    return float(getattr(config, "num_experts_per_tok", number) or number) / number
+    chosen = (getattr(config, key, None) for key in ("num_experts_per_tok", "top_k_experts"))
+    return float(next(filter(None, chosen), number)) / number
 
 
 def _attention(config: Any) -> Iterator[AttentionShape]:
-    heads = getattr(config, "num_attention_heads", None)
-    if not heads:  # a model without attention
-        return
-    query = getattr(config, "head_dim", None) or config.hidden_size // heads
-    value = query
-    if getattr(config, "kv_lora_rank", None):  # latent attention names both widths
-        query, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    width = heads * (query + value) // 2
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    for kind in kinds or ["full_attention"] * config.num_hidden_layers:
+    layers, kinds = layer_configs(config), getattr(config, "layer_types", None)
+    for layer, kind in zip(layers, kinds or ["attention"] * len(layers), strict=True):
+        heads = getattr(layer, "num_attention_heads", None)
+        if not heads:  # a model without attention
+            continue
+        query = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        value = query
+        if getattr(layer, "kv_lora_rank", None):  # latent attention names both widths
+            query, value = layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim
+        width = heads * (query + value) // 2
+        window = getattr(layer, "sliding_window", None)
         if kind in ("full_attention", "attention"):
             yield AttentionShape(width=width, window=None if kinds else window)
         elif kind == "sliding_attention":

@@ -252,7 +252,7 @@ def find_obstacle(model: Any, own_dtype: torch.dtype, dtype: torch.dtype) -> str
     A model that cannot is left as it was.
 
     Args:
-        model: of transformers, with the attention "sdpa", in evaluation mode.
+        model: of transformers, with the attention "sdpa" or "eager", in evaluation mode.
         own_dtype: that it computes in by itself.
         dtype: that its products are computed in when it is trained.
     """

@@ -53,6 +53,7 @@ from echo.core.rollout import Rollout
 from echo.engine.lora import Lora, add_adapter
 from echo.engine.model import (
     BUILDING,
+    choose_attention,
     distinct_tensors,
     drop_towers,
     explain,
@@ -123,8 +124,8 @@ class Compute:
     device: torch.device
     dtype: torch.dtype = torch.float32
     """Of matrix products and activations, float32 or bfloat16."""
-    attn_implementation: str = "sdpa"
-    """transformers' name of the attention code."""
+    attn_implementation: str = "auto"
+    """transformers' name of the attention code; "auto" is sdpa where the model can have it."""
     backend: BackendName = "auto"
     """Of the log-probabilities (kernels/logprob.py)."""
     micro_batch_tokens: int = 16384
@@ -194,7 +195,7 @@ class Policy:
         if attn_implementation == FLASH and compute.dtype == torch.float32:
             raise EngineError(
                 f'model.attn_implementation = "{FLASH}" computes in 16 bits only, and the learner '
-                'in float32: set learner.dtype = "bfloat16", or model.attn_implementation = "sdpa"'
+                'in float32: set learner.dtype = "bfloat16", or model.attn_implementation = "auto"'
             )
         # Its bars would be drawn across the live view.
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -203,6 +204,8 @@ class Policy:
         model_dir = source.model_dir if lora is None else lora.base_dir
         is_given = lora is None and (source.tensors is not None or source.weights_dir is not None)
         self.model = _build(model_dir, compute, has_weights=not is_given)
+        self._attention: str = self.model.config.get_text_config()._attn_implementation  # noqa: SLF001
+        """transformers' name of the attention of padded rows."""
         self._adapter = None if lora is None else add_adapter(self.model, lora)
         self._masters: Masters | None = None
         self.unrounded = unrounded_names(self.model)
@@ -278,12 +281,16 @@ class Policy:
         rows = "packed rows" if self.is_packed else f"padded rows: {self.padded_because}"
         again = "; layers are computed again in the backward pass"
         again = again if self.compute.gradient_checkpointing else ""
-        return f"{type(self.model).__name__} is trained on {rows}{again}"
+        name = type(self.model).__name__
+        eager = ""
+        if self.compute.attn_implementation == "auto" and self._attention == "eager":
+            eager = f"transformers' sdpa cannot compute {name}, eager attention takes its place; "
+        return f"{eager}{name} is trained on {rows}{again}"
 
     def pad_rows(self, why: str) -> None:
         """Go over to padded rows."""
         if self.is_packed:
-            self.model.set_attn_implementation(self.compute.attn_implementation)
+            self.model.set_attn_implementation(self._attention)
             self.padded_because = why
             self.can_share_prompts = False
 
@@ -530,7 +537,7 @@ class Policy:
         if not self.compute.packs:
             return "it was asked for"
         attention = self.compute.attn_implementation
-        if attention != "sdpa":
+        if attention not in ("auto", "sdpa"):
             return f'model.attn_implementation = "{attention}" has attention of its own'
         self.model.eval()
         dtype = self.compute.dtype
@@ -634,7 +641,7 @@ def _in_a_line(
 
 def float32_attention(attn_implementation: str) -> str:
     """Return transformers' name of the attention that computes in float32 in place of one."""
-    return "sdpa" if attn_implementation == FLASH else attn_implementation
+    return "auto" if attn_implementation == FLASH else attn_implementation
 
 
 def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
@@ -642,7 +649,7 @@ def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
 
     It is cut up as `compute` says.
 
-    Flash attention knows no float32, and sdpa is the same function: it takes its place.
+    Flash attention knows no float32; another that is the same function takes its place.
 
     Raises:
         DataError: if the source does not make up a model.
@@ -674,7 +681,6 @@ def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
     device = compute.device
     options: dict[str, Any] = {
         "dtype": torch.float32,
-        "attn_implementation": compute.attn_implementation,
         "trust_remote_code": False,
     }
     try:
@@ -682,6 +688,7 @@ def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
             model_dir, local_files_only=True, trust_remote_code=False
         )
         class_ = model_class(config)
+        options["attn_implementation"] = choose_attention(config, compute.attn_implementation)
         _refuse_changed_logits(config)  # before a large model is read
         _switch_off_dropout(config)
         if not compute.ranks.is_alone:

@@ -116,13 +116,13 @@ class Speedometer:
             "perf/tokens_per_s": totals.num_tokens / step_s,
             "perf/scored_tokens_per_s": totals.num_scored / step_s,
             "perf/row_fill": totals.num_tokens / (len(works) * self.micro_batch_tokens),
-            "perf/balance": sum(works) / len(works) / max(works),
+            "perf/balance": sum(works) / len(works) / max(1, *works),
             "perf/peak_memory_gb": peak_bytes / 1e9,
             "time/pack": pack_s,
             "time/forward_backward": totals.part_s.get("forward_backward", 0.0) - pack_s,
             "time/optimizer": totals.part_s.get("optimizer", 0.0),
         }
-        if self._peak_flops is not None:
+        if self._peak_flops is not None and self._model.is_exact:
             available = step_s * self._peak_flops * self._ranks.size
             metrics["perf/mfu"] = totals.flops / available
             metrics["perf/mfu_palm"] = totals.palm_flops / available

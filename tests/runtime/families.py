@@ -123,7 +123,7 @@ class Family:
     padded: str = ""
     """Why it is trained on padded rows; empty where it is trained on packed ones."""
     attention: str = "sdpa"
-    """model.attn_implementation."""
+    """What it takes by itself, with every release of transformers that Echo runs with."""
     vllm: str = ""
     """What vLLM 0.32 says against it on a CPU; empty where it samples from it."""
     vllm_options: Mapping[str, Any] = field(default_factory=dict)
@@ -161,6 +161,7 @@ FAMILIES: Mapping[str, Family] = {
             "final_logit_softcapping": None,
             "query_pre_attn_scalar": 32,
         },
+        attention="eager",
         padded="packed attention has no softcap",
         vllm_tolerance=2e-3,
         notes="only without `final_logit_softcapping`; as released it is refused",
@@ -195,7 +196,7 @@ FAMILIES: Mapping[str, Family] = {
         | {"sliding_window": 5, "num_local_experts": 4, "layer_types": BOTH},
         attention="eager",
         vllm="is installed but not what vLLM samples from",
-        padded='model.attn_implementation = "eager" has attention of its own',
+        padded="packed attention has no s_aux",
     ),
     "qwen3_next": Family(
         label="Qwen3-Next",
@@ -340,8 +341,7 @@ def publish(trainer: Trainer, dtype: str) -> tuple[Sequence[TensorSpec], bytearr
 
 def make_trainer(name: str, model_dir: Path, lora: Lora | None = None) -> Trainer:
     optimizer = OptimizerSettings(learning_rate=3e-3, warmup_steps=0)
-    attention = FAMILIES[name].attention
-    return fast_trainer(model_dir, lora=lora, attn_implementation=attention, optimizer=optimizer)
+    return fast_trainer(model_dir, lora=lora, optimizer=optimizer)
 
 
 def sample(engine: Engine, version: PolicyVersion) -> list[Group]:
@@ -421,7 +421,9 @@ def table() -> str:
     for name, family in FAMILIES.items():
         notes = [family.notes] if family.notes else []
         if family.attention != "sdpa":
-            notes.append(f'needs `model.attn_implementation = "{family.attention}"`')
+            notes.append(
+                f"its attention is `{family.attention}`: transformers' sdpa cannot compute it"
+            )
         if family.lora:
             targets = ", ".join(f"`{target}`" for target in family.lora_targets)
             notes.append(f"peft refuses `all-linear`, `lora.target_modules` may name {targets}")

@@ -64,11 +64,14 @@ def test_a_step_goes_to_the_transformers_engine_and_back(name: str, tmp_path: Pa
     trainer = make_trainer(name, model_dir)
     rows = f"padded rows: {family.padded}" if family.padded else "packed rows"
     assert trainer.describe_rows().endswith(f"is trained on {rows}")
-    engine = TransformersEngine(model_dir, attn_implementation=family.attention)
+    engine = TransformersEngine(model_dir)
     assert engine.takes_patches
+    assert engine._model.config.get_text_config()._attn_implementation == family.attention
+    is_told = "eager attention takes its place" in trainer.describe_rows()
+    assert is_told == (family.attention == "eager")
     train_one_step(trainer, engine, check=assert_same_bits)
     # The same where the engine's weights are the memory of the image, and round what they compute.
-    coarse = TransformersEngine(model_dir, attn_implementation=family.attention, dtype="bfloat16")
+    coarse = TransformersEngine(model_dir, dtype="bfloat16")
     train_one_step(trainer, coarse, check=assert_same_bits, tolerance=math.inf)
 
 
@@ -86,7 +89,7 @@ def test_an_adapter_goes_there_and_back(name: str, tmp_path: Path) -> None:
             make_trainer(name, model_dir, lora)
         lora = replace(lora, target_modules=family.lora_targets)
     trainer = make_trainer(name, model_dir, lora)
-    engine = TransformersEngine(model_dir, attn_implementation=family.attention, lora=lora)
+    engine = TransformersEngine(model_dir, lora=lora)
     train_one_step(trainer, engine, dtype="float32")
     export_adapter(tmp_path / "final", {}, trainer.tensors(), lora, base_name=str(model_dir))
     whole = model_class(AutoConfig.from_pretrained(model_dir))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo.engine.lora import Lora, add_adapter
 from echo.train.flops import AttentionShape, model_flops
-from tests.runtime.families import EXPERTS, SMALL
+from echo.train.policy import Compute
+from echo.train.speed import Speedometer
+from tests.runtime.families import BOTH, EXPERTS, SMALL
 
 LENGTH = 24
 
@@ -51,6 +54,38 @@ def test_frozen_weights_have_no_gradient_to_compute(tiny_model_dir: Path) -> Non
     flops = model_flops(model, head)
     assert flops.row(8, 4) - flops.row(8, 3) == 4 * head.numel()
     assert 4 * flops.body + 2 * flops.body_trained == 4 * whole.body + 6 * size
+
+
+def test_heads_of_each_layer_are_its_own() -> None:
+    """Gemma 4 has wider ones where a layer attends to everything."""
+    settings = SMALL | {"layer_types": BOTH, "sliding_window": 5, "global_head_dim": 64}
+    sizes = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 32}
+    config = AutoConfig.for_model("gemma4_text", **{**settings, **sizes})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    flops = model_flops(model, model.get_output_embeddings().weight)
+    assert flops.is_exact
+    assert [layer.window for layer in flops.attention] == [5, None]
+    if hasattr(config, "per_layer_config"):  # older releases of transformers say it otherwise
+        assert [layer.width for layer in flops.attention] == [64, 128]
+
+
+@pytest.mark.parametrize("field", ["num_attention_heads", "num_hidden_layers", "num_experts"])
+@pytest.mark.parametrize("value", ["many", [1, 2], 0, -1])
+def test_a_configuration_that_says_it_otherwise_costs_a_metric_and_no_run(
+    tiny_model_dir: Path, caplog: pytest.LogCaptureFixture, field: str, value: Any
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**{field: value}))
+    head = model.get_output_embeddings().weight
+    flops = model_flops(model, head)
+    assert flops.row(8, 4) > 0
+    if not flops.is_exact:
+        assert "the arithmetic of Qwen3ForCausalLM cannot be told" in caplog.text
+        meter = Speedometer(flops, Compute(device=torch.device("cpu")))
+        meter._peak_flops = 1e12
+        meter.passed([(8, 0)], 4, is_packed=True)
+        assert "perf/mfu" not in meter.metrics()
 
 
 def test_a_token_meets_its_share_of_the_experts() -> None:

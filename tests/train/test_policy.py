@@ -169,7 +169,7 @@ def test_a_model_that_needs_its_tower_for_text_is_refused(
     ("model_type", "message"),
     [
         ("t5", "t5 is no causal language model .* on text alone: take another, docs/models.md"),
-        ("gpt_oss", r'does not compute its attention so: set model\.attn_implementation = "eager"'),
+        ("gpt_oss", r'does not compute its attention so: set model\.attn_implementation = "auto"'),
     ],
 )
 def test_what_cannot_be_built_is_refused_with_what_can(
@@ -179,9 +179,9 @@ def test_what_cannot_be_built_is_refused_with_what_can(
     settings = SMALL if model_type == "gpt_oss" else {}
     AutoConfig.for_model(model_type, **settings).save_pretrained(tmp_path)
     with pytest.raises(EchoError, match=message):
-        policy_of(tmp_path, tensors={})
+        policy_of(tmp_path, tensors={}, attn_implementation="sdpa")
     with pytest.raises(EchoError, match=message):
-        TransformersEngine(tmp_path)
+        TransformersEngine(tmp_path, attn_implementation="sdpa")
 
 
 def flash_attention(

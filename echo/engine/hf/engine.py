@@ -52,6 +52,7 @@ from echo.engine.model import (
     build_meta_model,
     check_weights,
     free_bytes,
+    layer_configs,
     set_num_threads,
     weight_bytes,
 )
@@ -136,7 +137,7 @@ class TransformersEngine(Engine):
         is_beside: whether another thread computes on the same device meanwhile. On a GPU this goes
             on in a stream of its own then: in the other's, each token would wait for all that it
             has launched.
-        attn_implementation: transformers' name of the attention.
+        attn_implementation: transformers' name of the attention; "auto" is sdpa where it can be.
         num_threads: CPU threads of one operation; 0 leaves torch's setting alone.
         kv_cache: what becomes of keys and values when weights are swapped in flight.
         lora: the adapter that `load` takes, and its base in place of `model_dir`; None where it
@@ -151,7 +152,7 @@ class TransformersEngine(Engine):
         dtype: str = "float32",
         rollout_bytes: int | None = None,
         is_beside: bool = False,
-        attn_implementation: str = "sdpa",
+        attn_implementation: str = "auto",
         num_threads: int = 0,
         kv_cache: KvCache = "recompute",
         lora: Lora | None = None,
@@ -521,6 +522,10 @@ def _kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
 
     While a layer's cache grows by a token, old and new copy exist side by side.
     """
-    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * (config.num_hidden_layers + 1) * num_heads * head_dim * dtype.itemsize)
+    widths = []
+    for layer in layer_configs(config):
+        num_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        head_dim = getattr(layer, "head_dim", None)
+        head_dim = head_dim or layer.hidden_size // layer.num_attention_heads
+        widths.append(num_heads * head_dim)
+    return int(2 * (sum(widths) + max(widths)) * dtype.itemsize)
