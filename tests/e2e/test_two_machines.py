@@ -71,10 +71,9 @@ def ip(*arguments: str) -> None:
 def checkout(tmp_path: Path) -> Path:
     """Return a copy of what a clone has that runs."""
     copy = tmp_path.resolve() / "checkout"
-    for name in ("bin", "configs", "echo"):
+    for name in ("bin", "configs", "echo", "locks"):
         shutil.copytree(REPOSITORY / name, copy / name, symlinks=True)
-    for name in ("constraints.txt", "pyproject.toml"):
-        shutil.copyfile(REPOSITORY / name, copy / name)
+    shutil.copyfile(REPOSITORY / "pyproject.toml", copy / "pyproject.toml")
     return copy
 
 
