@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,6 +95,25 @@ def test_16_bits_are_compared_in_float32_as_far_as_rounding_was_measured(
         "at most 64 MiB, for each",
     ):
         assert part in caplog.text
+
+
+@torch.no_grad()
+def test_large_layers_are_made_wider_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_probe, "MAX_WIDENED", 1000)
+    layer, values = torch.nn.Linear(64, 48).bfloat16(), torch.ones(3, 64).bfloat16()
+    pieces, split = [], Tensor.split
+
+    def note(tensor: Tensor, size: int) -> Any:
+        found = split(tensor, size)
+        pieces.extend(part.numel() for part in found)
+        return found
+
+    monkeypatch.setattr(Tensor, "split", note)
+    with vllm_probe._Float32():
+        found = layer(values)
+    monkeypatch.undo()
+    assert max(pieces) <= 1000 < sum(pieces) == 64 * 48
+    torch.testing.assert_close(found, layer.float()(values.float()))
 
 
 def test_where_float32_is_dear_only_what_deviates_is_looked_at_in_it(

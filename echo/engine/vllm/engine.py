@@ -1,10 +1,10 @@
 """vLLM engine: throughput, with weights swapped while it runs.
 
 A swap is a transaction. The new weights are checked against the model's shape, handed over while
-generation is paused for a moment (vLLM's own lifecycle), and probed: the engine's log-probabilities
-of a fixed prompt must be those of transformers under the same tensors. If they are not, the version
-before is put back and the error says so. An update that fails half way leaves a model that is
-neither: vLLM is then started anew with the last version that was found right, as it is after any
+generation is paused for a moment (vLLM's own lifecycle), and probed (`probe.py`): the engine's log-
+probabilities of a prompt must be those of transformers under the same tensors. If they are not, the
+version before is put back and the error says so. An update that fails half way leaves a model that
+is neither: vLLM is then started anew with the last version that was found right, as it is after any
 other death. That version's tensors stay in host memory, where they arrived, never on a GPU.
 
 A patch is a swap of which only the changed elements are handed over: they are scattered into the
