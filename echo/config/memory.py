@@ -46,6 +46,13 @@ MOMENT_BYTES: Mapping[str, float] = {"float32": 8, "8bit": 2 * (1 + 4 / 64), "of
 for every 64 of them."""
 
 
+PROCESS_BYTES: Mapping[Role, int] = {
+    "learner": 500_000_000,
+    "worker": 500_000_000,
+    "relay": 100_000_000,
+}
+"""Of each role's interpreter and libraries, before it has loaded anything; measured on a CPU."""
+
 KEPT_BYTES: Mapping[int, tuple[int, int, int, int]] = {4: (24, 20, 16, 16), 2: (16, 12, 10, 8)}
 """Bytes that autograd keeps per token and layer, by bytes per number: for each number of the hidden
 state, the queries, the keys, and the MLP's middle. Counted on a layer of Qwen3 by its saved
@@ -211,6 +218,8 @@ class Footprint:
         moments, master_bytes = self._moment_bytes, 4 * self._num_trained
         has_undo = self.config.batch.minibatches_per_step > 1
         return {
+            "process": PROCESS_BYTES["learner"],
+            "encoded versions": self._encoded_bytes,
             "offloaded moments": moments if self._offloads_moments else 0,
             "largest weight in an update": self._staged_bytes if self._offloads_moments else 0,
             "layer inputs": self._input_bytes if self._offloads_inputs else 0,
@@ -229,7 +238,7 @@ class Footprint:
         num_bytes = DTYPE_BYTES[dtype] * self.facts.num_params
         return (
             Item(name="weights", num_bytes=num_bytes, is_on_gpu=True),
-            self._versions(KEEP_VERSIONS),
+            *self._held_versions("worker"),
         )
 
     def relay_items(self) -> tuple[Item, ...]:
@@ -237,7 +246,7 @@ class Footprint:
         group_bytes = self.config.batch.group_size * self.rollout_tokens * _BYTES_PER_SAMPLED_TOKEN
         num_bytes = MAX_UNACKED_GROUPS * group_bytes
         return (
-            self._versions(KEEP_VERSIONS),
+            *self._held_versions("relay"),
             Item(name="groups under way", num_bytes=num_bytes, is_on_gpu=False),
         )
 
@@ -246,6 +255,17 @@ class Footprint:
         facts = self.facts
         per_token = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * DTYPE_BYTES[dtype]
         return per_token * self.rollout_tokens + 4 * facts.vocab_size
+
+    def _held_versions(self, role: Role) -> tuple[Item, ...]:
+        """Return what a node that receives versions holds besides its model."""
+        sizes = {"process": PROCESS_BYTES[role], "encoded versions": self._encoded_bytes}
+        items = [Item(name=name, num_bytes=size, is_on_gpu=False) for name, size in sizes.items()]
+        return (self._versions(KEEP_VERSIONS), *(item for item in items if item.num_bytes))
+
+    @property
+    def _encoded_bytes(self) -> int:
+        """Bytes of the deltas that a node keeps for late joiners, after some tens of versions."""
+        return 0 if self.config.network.codec == "full" else self._bytes_per_version
 
     def _versions(self, num_versions: int) -> Item:
         num_bytes = num_versions * self._bytes_per_version

@@ -105,6 +105,8 @@ def test_the_learner_by_hand() -> None:
         "one layer or head": HEAD + 4 * 32 * 8,  # and the gradient of the head
         "evaluation": 4000 + 4 * ROLLOUT + DRAWN,
         "3 versions": 3 * 2 * 1000,
+        "process": 500_000_000,
+        "encoded versions": 2000,
     }
     assert budget.needed_bytes == sum(sizes(budget).values())
     assert (budget.fits, budget.remedies) == (True, ())
@@ -116,7 +118,7 @@ def test_bfloat16_halves_products_and_holds_weights_rounded() -> None:
     assert found["rounded weights"] == 2000
     # A chunk of logits in bfloat16; the states' gradient twice; the head's, and 32 rows of it more.
     assert found["one layer or head"] == 100 * (2 * 32 + 6 * 8) + 4 * 32 * 8 + 2 * 32 * 8
-    on_host = ("3 versions", "checkpoint under way")
+    on_host = ("3 versions", "checkpoint under way", "process", "encoded versions")
     taken = sum(size for name, size in found.items() if name not in (*on_host, "reserve"))
     assert found["reserve"] == pytest.approx(1.5e9 + 0.05 * taken, abs=1)
     found = sizes(tiny_budget("learner", "learner.dtype=float32", gpu=GIB))
@@ -265,7 +267,7 @@ def test_a_micro_batch_is_at_least_a_rollout_and_at_most_a_step(tokens: int, rea
 
 def test_worker_and_relay_by_hand() -> None:
     per_rollout = 2 * 2 * 1 * 4 * 4 * 40 + 4 * 32  # K and V, layers, heads, dim, bytes, tokens
-    fixed = 4 * 1000 + 2 * 2 * 1000
+    fixed = 4 * 1000 + 3 * 2 * 1000 + 500_000_000  # what is encoded is an image's worth
     for spare, num_rollouts in ((5, 3), (0, 3), (-1, 2)):
         budget = tiny_budget("worker", host=fixed + 3 * per_rollout + spare)
         assert (budget.fits, budget.max_concurrent_rollouts) == (True, num_rollouts)
@@ -275,7 +277,13 @@ def test_worker_and_relay_by_hand() -> None:
     assert "in float32" in budget.line
     assert "in bfloat16" in on_gpu.line
     relay = tiny_budget("relay", gpu=1)
-    assert sizes(relay) == {"2 versions": 2 * 2 * 1000, "groups under way": 64 * 8 * 40 * 17}
+    assert sizes(relay) == {
+        "2 versions": 2 * 2 * 1000,
+        "process": 100_000_000,
+        "encoded versions": 2000,
+        "groups under way": 64 * 8 * 40 * 17,
+    }
+    assert "encoded versions" not in sizes(tiny_budget("relay", "network.codec=full"))
     assert relay.fits, "a relay does not use the GPU"
 
 
@@ -367,8 +375,8 @@ def test_a_machine_that_nothing_helps() -> None:
         assert part in learner.line
     beside = budget_of("learner", 1 * GIB, 80 * GIB)  # main memory beside a GPU is what is short
     assert (beside.fits, beside.remedies) == (False, ())
-    assert "learner needs 7.77 GiB, has 1 GiB with bfloat16 weights, float32 moments" in beside.line
-    assert "; 6.77 GiB are missing: take a machine" in beside.line
+    assert "learner needs 9.35 GiB, has 1 GiB with bfloat16 weights, float32 moments" in beside.line
+    assert "; 8.35 GiB are missing: take a machine" in beside.line
     assert "(largest part: checkpoint under way" in beside.line
     for gpu in (None, 80 * GIB):
         worker = budget_of("worker", 1 * GIB, gpu)

@@ -1,0 +1,131 @@
+"""The most memory of a trainer's step on a CPU, beside what the memory budget says of it."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoConfig
+
+from echo.algo.losses import GrpoLoss
+from echo.config.load import parse_config
+from echo.config.memory import Footprint, ModelFacts
+from echo.core.rollout import Group
+from echo.train.batch import AdvantageSettings
+from echo.train.policy import Compute, ModelSource
+from echo.train.trainer import OptimizerSettings, Trainer
+from learner.groups import rollout
+from learner.models import RandomWeights
+
+PROMPT_TOKENS, COMPLETION_TOKENS, GROUP_SIZE = 58, 64, 8
+NUM_STEPS = 3
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Make steps of SmolLM2's shape with a vocabulary; this process has made none before."""
+    torch.set_num_threads(arguments.threads)
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=arguments.of,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    weights = RandomWeights(config, "cpu")
+    footprint = Footprint(
+        config=parse_config(
+            {},
+            [
+                f"learner.dtype={arguments.dtype}",
+                "learner.gradient_checkpointing=false",
+                "eval.interval_steps=0",
+                f"batch.groups_per_step={arguments.groups}",
+                f"batch.group_size={GROUP_SIZE}",
+                f"sampling.max_completion_tokens={COMPLETION_TOKENS}",
+            ],
+        ),
+        facts=ModelFacts(
+            num_params=weights.num_params,
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            vocab_size=config.vocab_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+        ),
+        prompt_tokens=PROMPT_TOKENS,
+    )
+    items = {each.name: each.num_bytes for each in footprint.learner_items() if each.is_on_gpu}
+    before = psutil.Process().memory_info().rss
+    with tempfile.TemporaryDirectory() as directory:
+        config.save_pretrained(directory)
+        trainer = Trainer(
+            ModelSource(model_dir=Path(directory), tensors=weights),
+            Compute(
+                device=torch.device("cpu"),
+                dtype=getattr(torch, arguments.dtype),
+                share_prompts=False,  # the budget takes each prompt for another
+            ),
+            loss=GrpoLoss(),
+            optimizer=OptimizerSettings(learning_rate=1e-6, warmup_steps=0),
+            advantages=AdvantageSettings(),
+        )
+    rng, peaks = random.Random(0), []
+    for _ in range(NUM_STEPS):
+        forget_peak()
+        trainer.step(make_groups(arguments, rng))
+        peaks.append(peak_bytes())
+    after = psutil.Process().memory_info().rss
+    reckoned, peak = sum(items.values()), max(peaks)
+    return {
+        "vocab_size": arguments.of,
+        "before_mb": round(before / 1e6),
+        "peak_mb": round(peak / 1e6),
+        "after_mb": round(after / 1e6),
+        "reckoned_mb": round(reckoned / 1e6),
+        "reckoned/peak": round(reckoned / peak, 3),
+        "items_mb": {name: round(size / 1e6) for name, size in items.items()},
+    }
+
+
+def make_groups(arguments: argparse.Namespace, rng: random.Random) -> list[Group]:
+    """Return the most tokens that a step may have."""
+
+    def tokens(number: int) -> list[int]:
+        return [rng.randrange(arguments.of) for _ in range(number)]
+
+    return [
+        Group(
+            group_id=number,
+            attempt=0,
+            worker_id="bench",
+            prompt_ids=torch.tensor(tokens(PROMPT_TOKENS), dtype=torch.int32).numpy(),
+            rollouts=tuple(
+                rollout(tokens(COMPLETION_TOKENS), float(member % 2), rng)
+                for member in range(GROUP_SIZE)
+            ),
+        )
+        for number in range(arguments.groups)
+    ]
+
+
+def forget_peak() -> None:
+    """Have the kernel measure the peak from now on."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def peak_bytes() -> int:
+    """Return the most resident bytes since then."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
