@@ -32,6 +32,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "eval/*/pass@1": "The same, where every reward of the evaluation is 0 or 1.",
         "eval/*/greedy": "Mean held-out reward of the likeliest answers.",
         "eval/version": "Step of the weights that were evaluated.",
+        "eval/seconds": "How long the evaluation took. On a CPU it shares the cores with training.",
         "eval/reward_errors": "Held-out rewards that failed; each counts as 0.",
         "eval/no_opinion": "Held-out answers on which the task has no opinion; they are in no mean.",
     },

@@ -27,6 +27,7 @@ from echo.config.fields import Role, has_secret, override_of
 from echo.config.load import (
     diff_configs,
     dry_run_text,
+    keep_choices,
     load_config,
     load_resolved,
     parse_config,
@@ -88,9 +89,15 @@ def dry_run(config: Config, role: Role, *, num_ranks: int = 1, would_start: bool
         notices.append("memory budget: known once the learner has told which model it trains")
     else:
         try:
-            facts = read_model_facts(_configured_directory(config.model))
-            machine = read_machine(_gpu_bytes(config, role))
-            budget = memory_budget(config, role, facts, machine, num_ranks=num_ranks)
+            directory = _configured_directory(config.model)
+            facts, machine = read_model_facts(directory), read_machine(_gpu_bytes(config, role))
+            chosen, note = config, ""
+            if role != "relay" and num_ranks == 1:
+                from echo.engine.model import with_cpu_dtype  # a relay's machine has no torch
+
+                chosen, note = with_cpu_dtype(config, role, directory)
+            budget = memory_budget(chosen, role, facts, machine, num_ranks=num_ranks)
+            notices += [f"the {role} {note}"] if note else []
         except (ConfigError, DataError) as error:
             notices.append(f"memory budget: not known here: {error}")
     return dry_run_text(config, role, would_start=would_start, budget=budget, notices=notices)
@@ -629,8 +636,11 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
         example = find_config("gsm8k.toml" if role == "learner" else "two-machines.toml")
         alone = "" if role == "learner" else f" Without one a {role} needs the run's {ECHO_JOIN}."
         raise ConfigError(f"--config FILE is missing; {example} is one to start from.{alone}")
-    if _goes_on(arguments, config) and _is_first_rank():
-        _check_changes(config, accept_unsafe=arguments.yes)
+    if _goes_on(arguments, config):
+        saved = _saved_config(config.run_dir)
+        config = keep_choices(saved, config)
+        if _is_first_rank():
+            _check_changes(saved, config, accept_unsafe=arguments.yes)
     return config
 
 
@@ -692,16 +702,25 @@ def read_run_file(path: Path, overrides: Sequence[str], role: Role | None) -> Co
     return load_config(path, overrides, role)
 
 
-def _check_changes(config: Config, *, accept_unsafe: bool) -> None:
-    """Print what differs from the run being resumed; refuse what is not safe."""
-    path = config.run_dir / "config.json"
+def _saved_config(run_dir: Path) -> Config:
+    """Return the configuration of the run being resumed.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    path = run_dir / "config.json"
     if not path.exists():
         raise ConfigError(
             f"nothing to resume: {path} does not exist; leave --resume out to begin the run, or "
             "name its directory with --set run.dir=... and --set run.name=..."
         )
     # Without a role: what runs now must keep a learner's rules, not what an older release saved.
-    changes = diff_configs(load_resolved(path), config)
+    return load_resolved(path)
+
+
+def _check_changes(saved: Config, config: Config, *, accept_unsafe: bool) -> None:
+    """Print what differs from the run being resumed; refuse what is not safe."""
+    changes = diff_configs(saved, config)
     for change in changes:
         print(change, file=sys.stderr)
     unsafe = [change.key for change in changes if change.why_unsafe]

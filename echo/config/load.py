@@ -689,6 +689,14 @@ def diff_configs(old: Config, new: Config) -> list[Change]:
     return changes
 
 
+def keep_choices(saved: Config, config: Config) -> Config:
+    """Return a configuration with what the first start of the run has chosen for "auto"."""
+    if config.learner.dtype != "auto":
+        return config
+    learner = config.learner.model_copy(update={"dtype": saved.learner.dtype})
+    return config.model_copy(update={"learner": learner})
+
+
 def _at(table: Any, path: Sequence[str]) -> Any:
     """Return the value of a key; None for one that the chosen kind of its section has not."""
     for part in path:

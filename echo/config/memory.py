@@ -340,8 +340,8 @@ class Footprint:
     @property
     def _evaluation_width(self) -> int:
         """Bytes per number of the model that held-out prompts are sampled with."""
-        is_exact = self._is_alone and not self.has_gpu
-        return 4 if is_exact else DTYPE_BYTES[self.config.model.dtype]
+        as_trained = self._is_alone and not self.has_gpu
+        return self._compute_bytes if as_trained else DTYPE_BYTES[self.config.model.dtype]
 
     def _activation_bytes(self) -> int:
         """Return the bytes of the tensors kept for one micro-batch's backward pass.

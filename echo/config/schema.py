@@ -328,7 +328,8 @@ class LearnerSection(Section):
     device: Device = "auto"
     """Where to train: auto, cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type to compute in beside float32 weights; auto is bfloat16 on a GPU, else float32."""
+    """Type to compute in beside float32 weights; auto is bfloat16 on a GPU, and on a CPU that is
+    faster at it, as the first start measures; else float32."""
     num_threads: int = Field(default=0, ge=0)
     """CPU threads of torch; 0 takes all cores."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
@@ -364,7 +365,8 @@ class WorkerSection(RentedSection):
     max_concurrent_rollouts: int | None = Field(default=None, ge=1)
     """Rollouts generated at one time; left out, as many as the memory holds."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type to compute in; auto is bfloat16 on a GPU and float32 on a CPU."""
+    """Type to compute in; auto is bfloat16 on a GPU, and on a CPU that is faster at it, as the
+    start measures; else float32."""
 
 
 class RolloutSection(Section):

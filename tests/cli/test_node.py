@@ -186,6 +186,23 @@ def test_a_resume_prints_the_difference_and_refuses_what_is_not_safe(
     assert run("--role", "learner", "--config", own, "--dry-run", *free) == 0
 
 
+def test_a_resume_keeps_the_type_that_the_first_start_has_chosen(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = config.parent / "run"
+    run_dir.mkdir()
+    save_resolved(
+        load_config(config, ["learner.dtype=bfloat16"], "learner"), run_dir / "config.json"
+    )
+    line = ["--role", "learner", "--config", str(config), "--resume"]
+    kept = configuration_of(node_parser().parse_args(line))
+    assert kept.learner.dtype == "bfloat16"
+    assert "learner.dtype" not in capsys.readouterr().err
+    told = configuration_of(node_parser().parse_args([*line, "--set", "learner.dtype=float32"]))
+    assert told.learner.dtype == "float32"
+    assert "safe   learner.dtype" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["node", "quickstart"])
 def test_a_run_that_is_finished_says_so_before_anything_is_made(
     config: Path,

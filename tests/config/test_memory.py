@@ -167,6 +167,7 @@ ITEMS = [
     # The evaluation has weights where no image can be them.
     ("", True, 1, "evaluation", 2000 + 2 * ROLLOUT + DRAWN, True),
     ("", False, 1, "evaluation", 4000 + 4 * ROLLOUT + DRAWN, True),
+    ("learner.dtype=bfloat16", False, 1, "evaluation", 2 * ROLLOUT + DRAWN, True),
     ("model.dtype=float32", True, 1, "evaluation", 4000 + 4 * ROLLOUT + DRAWN, True),
     ("model.dtype=float32", False, 1, "evaluation", 4 * ROLLOUT + DRAWN, True),
     ("", True, 8, "evaluation", 0, False),

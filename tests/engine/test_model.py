@@ -5,18 +5,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from echo.config.load import parse_config
 from echo.core.errors import ConfigError
+from echo.engine import model
 from echo.engine.model import (
     CHARACTERS,
     EOS_ID,
     PAD_ID,
     build_model,
+    choose_cpu_dtype,
     context_window,
     pick_device,
     pick_dtype,
     save_tiny_model,
+    with_cpu_dtype,
 )
 from echo.tasks.tokenization import TextCodec, decode, load_tokenizer
 
@@ -87,6 +92,62 @@ def test_a_device_that_is_named_is_taken_if_it_is_here(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"'cuda': PyTorch .* finds no GPU on this machine; use"):
         pick_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "expected"),
+    [
+        ((512, 1024), {torch.float32: 4.0, torch.bfloat16: 1.0}, "bfloat16"),
+        ((512, 1024), {torch.float32: 1.4, torch.bfloat16: 1.0}, "float32"),
+        ((512, 1024), {torch.float32: 1.0, torch.bfloat16: 3.0}, "float32"),
+        ((4096, 12288), {torch.float32: 4.0, torch.bfloat16: 1.0}, "bfloat16"),
+        ((64, 192), None, "float32"),  # so small a model is not measured
+        ((256, 768), None, "float32"),
+    ],
+)
+def test_a_cpu_computes_in_the_type_that_it_multiplies_faster(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: tuple[int, int],
+    seconds: dict[torch.dtype, float] | None,
+    expected: str,
+) -> None:
+    hidden, inner = sizes
+    dimensions = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 1}
+    others = {"vocab_size": 8, "num_attention_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps(dimensions | others))
+    now = 0.0
+
+    def linear(rows: Tensor, weights: Tensor) -> None:
+        nonlocal now
+        assert seconds is not None
+        assert rows.shape[-1] == weights.shape[-1] == min(hidden, 2048)
+        now += seconds[rows.dtype]
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    monkeypatch.setattr(model.time, "perf_counter", lambda: now)
+    num_threads = torch.get_num_threads()
+    dtype, note = choose_cpu_dtype(tmp_path)
+    assert dtype == expected
+    assert (" 4.0 times as fast as in float32" in note) == (expected == "bfloat16")
+    assert torch.get_num_threads() == num_threads
+
+
+def test_a_type_that_is_set_or_a_gpu_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "choose_cpu_dtype", None)
+    config = parse_config({"learner": {"dtype": "float32"}, "worker": {"dtype": "bfloat16"}})
+    for role in ("learner", "worker"):
+        assert with_cpu_dtype(config, role, tmp_path) == (config, "")
+    monkeypatch.setattr(model, "pick_device", lambda name: "cuda")
+    config = parse_config({})
+    for role in ("learner", "worker"):
+        assert with_cpu_dtype(config, role, tmp_path) == (config, "")
+
+
+def test_a_directory_without_dimensions_is_left_to_the_engine(tmp_path: Path) -> None:
+    assert choose_cpu_dtype(tmp_path) == ("float32", "")
 
 
 def test_mixed_precision_is_for_gpus_unless_asked_for() -> None:

@@ -107,6 +107,7 @@ def test_a_run_that_has_nothing_left_to_learn_ends_and_evaluates_its_last_weight
         assert not left_out & {r["group"] for r in run.ledger("accepted")}
         evals = [row["eval/version"] for _, row in run.rows if "eval/version" in row]
         assert evals == [0, step]
+        assert all(row["eval/seconds"] >= 0 for _, row in run.rows if "eval/version" in row)
         assert run.ledger("checkpoint")[-1]["step"] == step
         assert (run.run_dir / "final").exists()
         assert finished_step(run.run_dir) is None, "there are steps left to be made"

@@ -16,11 +16,18 @@ import pytest
 import torch
 
 from echo.algo.losses import ReferenceKlLoss
-from echo.config.load import apply_inherited, inherited_settings, parse_config
+from echo.config.load import (
+    apply_inherited,
+    inherited_settings,
+    keep_choices,
+    load_resolved,
+    parse_config,
+)
 from echo.config.memory import Footprint, Machine, read_model_facts
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError
 from echo.core.rollout import Lineage
+from echo.engine import model
 from echo.engine.engine import Request
 from echo.engine.lora import (
     base_settings,
@@ -40,6 +47,7 @@ from tests.engine.lora_models import adapted_policy, published
 from tests.runtime.harness import Play, Run, running
 from tests.train.test_trainer import make_group
 
+ENGINE = "TransformersEngine"
 START = StartingPoint(lineages=(Lineage(1, 0),))
 
 
@@ -307,17 +315,43 @@ def given(model_dir: Path) -> Any:
     return SimpleNamespace(model_dir=model_dir, lora=None)
 
 
-def test_the_evaluation_computes_in_what_is_published_on_a_gpu(
+def test_the_evaluation_computes_in_what_is_published_on_a_gpu_and_as_the_learner_on_a_cpu(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Mock()
     monkeypatch.setattr(setup, "TransformersEngine", engine)
-    for device in ("cuda", "cpu"):
+    for device, dtype in (("cuda", "float32"), ("cpu", "float32"), ("cpu", "bfloat16")):
         monkeypatch.setattr(setup, "pick_device", lambda _, device=device: device)
-        setup.evaluation_engine(make_config(model_dir), given(model_dir), None, None)
-    built = [call.kwargs for call in engine.call_args_list]
-    assert [each["device"] for each in built] == ["cuda", "cpu"]
-    assert [each["dtype"] for each in built] == ["bfloat16", "float32"]
+        config = make_config(model_dir, learner={"dtype": dtype})
+        setup.evaluation_engine(config, given(model_dir), None, None)
+    built = [(call.kwargs["device"], call.kwargs["dtype"]) for call in engine.call_args_list]
+    assert built == [("cuda", "bfloat16"), ("cpu", "float32"), ("cpu", "bfloat16")]
+
+
+@pytest.mark.slow
+def test_what_the_first_start_chooses_is_written_into_the_run(
+    play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model, "MIN_PRODUCT", 0)
+    monkeypatch.setattr(model, "MIN_GAIN", 0.0)  # whatever this machine is better at
+    trainer, engine = (Mock(side_effect=getattr(setup, name)) for name in ("Trainer", ENGINE))
+    monkeypatch.setattr(setup, "Trainer", trainer)
+    monkeypatch.setattr(setup, ENGINE, engine)
+
+    async def scenario(run: Run) -> None:
+        with caplog.at_level("INFO"):
+            async with running(await run.learner()):
+                pass
+        saved = load_resolved(run.run_dir / "config.json")
+        assert saved.learner.dtype == "bfloat16"
+        again = keep_choices(saved, run.config("learner"))
+        assert again.learner.dtype == "bfloat16"
+        assert keep_choices(saved, run.config("learner", learner={"dtype": "float32"})) != again
+
+    play(scenario)
+    assert trainer.call_args.args[1].dtype == torch.bfloat16
+    assert engine.call_args.kwargs["dtype"] == "bfloat16"
+    assert caplog.text.count("computes in bfloat16, in which this CPU multiplies 64 x 192") == 1
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -124,6 +125,23 @@ def test_memory_is_planned_for_the_rollouts_that_the_learner_expects(
     assert (found.num_rollouts, found.prompt_tokens, found.rollout_tokens) == demand
     # One of an older release says nothing of it.
     assert make_demand(config, {}).prompt_tokens == 1024
+
+
+def test_a_worker_computes_in_the_type_that_its_cpu_multiplies_faster(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, assets = inherited(model_dir, kind="addition")
+    engine = Mock()
+    monkeypatch.setattr(setup, "TransformersEngine", engine)
+    monkeypatch.setattr(setup, "longest_prompt", lambda *_: 1)
+    engine.return_value.window = None
+    engine.return_value.max_concurrent_rollouts.return_value = 8
+    notes = [build_parts(parse_config({}), tmp_path / "w1", settings, assets).note]
+    monkeypatch.setattr(model, "MIN_PRODUCT", 0)
+    monkeypatch.setattr(model, "MIN_GAIN", 0.0)
+    notes += [build_parts(parse_config({}), tmp_path / "w1", settings, assets).note]
+    assert [call.kwargs["dtype"] for call in engine.call_args_list] == ["float32", "bfloat16"]
+    assert [note.partition(",")[0] for note in notes] == ["", "computes in bfloat16"]
 
 
 def test_inherited_files_cannot_ask_for_code(model_dir: Path, tmp_path: Path) -> None:

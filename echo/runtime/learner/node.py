@@ -837,6 +837,7 @@ class LearnerNode(Node):
     async def _evaluate(self, publication: Publication) -> None:
         assert self._opened.evaluations is not None
         version, evaluate = publication.manifest.version, self._opened.evaluations.evaluate
+        began_at = self.now
         try:
             result = await self._eval_pool.run(
                 # There, because the weights may still be on their way.
@@ -859,10 +860,11 @@ class LearnerNode(Node):
                 num_errors=result.num_reward_errors,
             )
         task_name = self._config.task.kind.rpartition(":")[2]
-        row = {**result.metrics(task_name), "lineage": version.lineage}
+        seconds = self.now - began_at
+        row = {**result.metrics(task_name), "eval/seconds": seconds, "lineage": version.lineage}
         self._follower.write_metrics(version.step, row)
         level = logging.WARNING if result.num_reward_errors else logging.INFO
-        self.log.log(level, "%s", result)
+        self.log.log(level, "%s, in %s", result, format_duration(seconds))
 
     async def _make_present(self) -> Publication:
         """Return the present weights as a version that is not published."""

@@ -53,6 +53,7 @@ from echo.engine.model import (
     set_num_threads,
     unrounded_names,
     vocab_size,
+    with_cpu_dtype,
 )
 from echo.engine.weights import round_tensors, save_hf, torch_dtype
 from echo.leases.book import LeaseBook
@@ -675,6 +676,9 @@ def assemble_learner(
     budget = None
     if crew is None:  # of all that is free, before anything is built that takes of it
         base_dir = data.model_dir if data.lora is None else data.lora.base_dir
+        config, note = with_cpu_dtype(config, "learner", base_dir)
+        if note:
+            log.info("%s", note)
         budget = budget_here(config, base_dir)
     # Before the run begins: where nothing can be evaluated it leaves no trace.
     evaluations = build_evaluations(config, data, budget, log=log, crew=crew)
@@ -746,15 +750,17 @@ def evaluation_engine(
     """Return what held-out prompts are sampled with.
 
     A process alone has a model of its own for it, where it trains: on a GPU in the type that is
-    published, on a CPU in float32, as workers do. Training needs the rest of that memory, so
-    its rollouts take no more than the budget leaves them. Several ranks would all wait for the GPU
+    published, on a CPU in that of the trainer. Training needs the rest of that memory, so its
+    rollouts take no more than the budget leaves them. Several ranks would all wait for the GPU
     of the first, which need not hold the model. So that one samples on its CPU, in the type that is
     published: its model is the image of the version, in place (engine/hf). The memory of all three
     is counted (config/memory.py).
     """
     learner = config.learner
     device, num_threads = pick_device(learner.device), 0
-    dtype = "float32" if device == "cpu" else config.model.dtype
+    dtype = config.model.dtype
+    if device == "cpu":
+        dtype = "float32" if learner.dtype == "auto" else learner.dtype
     if crew is not None:
         device, dtype = "cpu", config.model.dtype
         # torchrun has left one to each process.

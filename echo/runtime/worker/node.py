@@ -97,6 +97,8 @@ class WorkerParts:
     """What leaves no more: the model's window, or this worker's memory."""
     groups_per_batch: int
     """Groups that the engine holds at one time."""
+    note: str = ""
+    """What to tell the user of the engine, if anything."""
     rules: PartialRules
     """What becomes of unfinished rollouts."""
     partials_path: Path
@@ -334,6 +336,8 @@ class WorkerNode(DialingNode):
         settings, assets = configure.settings, configure.assets
         parts = await self._engine_pool.run(self._build, settings, assets)
         self._parts = parts
+        if parts.note:
+            self.log.info("%s", parts.note)
         # Their processes would outlive this one.
         self.at_release += [parts.host.close, parts.engine.close]
         if parts.runner is not None:

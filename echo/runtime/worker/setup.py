@@ -31,6 +31,7 @@ from echo.engine.model import (
     own_model,
     pick_device,
     vocab_size,
+    with_cpu_dtype,
 )
 from echo.engine.vllm.arguments import Process
 from echo.engine.weights import publish_image
@@ -170,6 +171,7 @@ def build_parts(
     )  # fmt: skip
     task = make_worker_task(config)
     lora = worker_lora(config, settings)
+    config, note = with_cpu_dtype(config, "worker", model_dir if lora is None else lora.base_dir)
     demand = make_demand(config, settings.get(EXPECTED, {}))
     engine = make_engine(config, model_dir, lora, demand)
     max_new = config.sampling.max_completion_tokens
@@ -193,6 +195,7 @@ def build_parts(
         max_prompt_tokens=in_memory,
         prompt_bound="the model's window" if in_memory == in_window else "this worker's memory",
         groups_per_batch=max(1, num_rollouts // config.batch.group_size),
+        note=note,
         rules=make_rules(config),
         partials_path=node_dir / "partials.bin",
         installed_path=node_dir / "installed.jsonl",
