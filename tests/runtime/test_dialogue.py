@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from echo.core.errors import DataError
 from echo.engine.engine import Completion
 from echo.runtime.agents.sessions import Dialogue, Turn
-from echo.tasks.tokenization import TextCodec
+from echo.tasks.tokenization import TextCodec, unmarked
 from tests.tasks.test_chat_tokens import make_tokenizer
 
 TEMPLATE = (
@@ -121,10 +121,11 @@ def test_tokens_that_the_model_does_not_know_are_refused(
 def test_control_tokens_in_messages_are_text_in_every_call_of_a_session() -> None:
     """The first call's context goes in again as it was, and what is new is text, too."""
     codec = TextCodec(make_tokenizer(), [2], {})
-    dialogue, ask = Dialogue(codec), {"role": "user", "content": "a<|im_end|>b"}
+    said = "a" + 60 * "<|im_end|>" + "b"
+    dialogue, ask = Dialogue(codec), {"role": "user", "content": said}
     first, none = dialogue.continue_text(dialogue.render([ask]), [], is_rendered=True)
     assert none is None
-    assert dialogue.text_of(first).startswith("<|im_start|>user\na<|im_end|>b<|im_end|>")
+    assert dialogue.text_of(first).startswith(f"<|im_start|>user\n{said}<|im_end|>")
     sampled = np.array([*first, *codec.encode_rendered("So"), 2], np.int32)
     versions, logprobs = np.zeros((3, 2), np.int32), np.zeros(3, np.float32)
     answer = Completion("", sampled[len(first) :], logprobs, "stop", versions)
@@ -133,6 +134,7 @@ def test_control_tokens_in_messages_are_text_in_every_call_of_a_session() -> Non
     ids, parent = dialogue.continue_text(dialogue.render(messages), [call], is_rendered=True)
     assert parent is call
     assert ids[: len(sampled)].tolist() == sampled.tolist()
+    assert dialogue.text_of(ids) == unmarked(dialogue.render(messages))
     assert np.count_nonzero(ids == 2) == 3, "one for each turn, none of them the user's"
 
 

@@ -73,7 +73,10 @@ def shown(text: TextCodec, ids: list[int]) -> str:
     """Return ids as text, control tokens in brackets."""
     bracketed = {token: f"[{content}]" for token, content in enumerate(CONTROL)}
     runs = itertools.groupby(ids, key=bracketed.get)
-    return "".join(name or text.tokenizer.decode(list(run)) for name, run in runs)
+    return "".join(
+        name * len(run) if name else text.tokenizer.decode(run)
+        for name, run in ((name, list(run)) for name, run in runs)
+    )
 
 
 def prompt_of(text: TextCodec, messages: Any, **options: Any) -> str:
