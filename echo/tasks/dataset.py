@@ -219,10 +219,8 @@ def _read_jsonl(path: Path) -> Rows:
         content = file.read()
     if kind := _foreign_kind(path, content):
         raise DataError(f"{path}: is {kind}; {_READ}")
-    for number, raw in enumerate(content.splitlines(), start=1):
-        raw = raw.removeprefix(
-            _BOM
-        )  # editors and spreadsheets write it, and `cat` leaves it inside
+    for number, line in enumerate(content.splitlines(), start=1):
+        raw = line.removeprefix(_BOM)  # editors on Windows write it, and joined files have several
         if not raw.strip():
             continue
         source = f"{path}:{number}"
@@ -230,8 +228,8 @@ def _read_jsonl(path: Path) -> Rows:
             row = _parse_object(raw.decode())
         except UnicodeDecodeError as error:
             yield DataError(
-                f"{source}: malformed row: {error}; save the file as UTF-8 (in Latin-1: "
-                f"iconv -f latin1 -t utf-8)"
+                f"{source}: malformed row: {error}; save the file as UTF-8 (one in Latin-1 with "
+                "iconv -f latin1 -t utf-8)"
             )
         except (ValueError, TypeError, RecursionError) as error:
             yield DataError(f"{source}: malformed row: {error}")
