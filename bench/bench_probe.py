@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,7 +38,7 @@ from torch import Tensor
 from echo.core.errors import EchoError, EngineError
 from echo.core.rollout import PolicyVersion
 from echo.engine.lora import ALL_LINEAR, Lora, build_adapted
-from echo.engine.model import load_directory
+from echo.engine.model import load_directory, names_on_disk
 from echo.engine.vllm import backend as vllm_backend
 from echo.engine.vllm import engine as vllm_engine
 from echo.engine.vllm.engine import VllmEngine
@@ -130,31 +129,25 @@ class Bench:
         )
         self._number = 0
 
-    @contextmanager
-    def handing_over(self, wrong: Weights | None) -> Iterator[None]:
-        """Have the next version reach vLLM as another one; what follows it reaches it as it is."""
-        left = [] if wrong is None else [wrong]
-        backend, hand_over = self.engine.current()[0], vllm_backend.hand_over_adapter
-        update = backend.update
-
-        def update_wrongly(weights: Any, *rest: Any, **named: Any) -> None:
-            update(left.pop() if left else weights, *rest, **named)
-
-        def hand_over_wrongly(where: Any, weights: Any, *rest: Any) -> None:
-            hand_over(where, left.pop() if left else weights, *rest)
-
-        with (
-            mock.patch.object(backend, "update", update_wrongly),
-            mock.patch.object(vllm_engine, "hand_over_adapter", hand_over_wrongly),
-        ):
-            yield
-
     def is_refused(self, weights: Weights, wrong: Weights | None = None) -> bool:
         """Install a version, or hand over a wrong one in its place; return what the probe says."""
+        engine = self.engine
+        if wrong is not None and engine.takes_patches:
+            # The version is installed, and comes back with the next one: no time is lost on going
+            # back to it, and on what it is expected to give, which is known.
+            there = names_on_disk(engine._probe.model, wrong)  # noqa: SLF001
+            installed = engine._good  # noqa: SLF001
+            assert installed is not None
+            return engine._hand_over(there, installed) is not None  # noqa: SLF001
         self._number += 1
+        hand_over = vllm_backend.hand_over_adapter
+
+        def hand_over_wrongly(where: Any, right: Weights, *rest: Any) -> None:
+            hand_over(where, right if wrong is None else wrong, *rest)
+
         try:
-            with self.handing_over(wrong):
-                self.engine.load(weights, PolicyVersion(1, self._number))
+            with mock.patch.object(vllm_engine, "hand_over_adapter", hand_over_wrongly):
+                engine.load(weights, PolicyVersion(1, self._number))
         except EngineError as error:
             if "not what vLLM samples from" not in str(error):
                 raise
