@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,15 +74,28 @@ if TYPE_CHECKING:
 # addresses that are taken.
 
 
-def dry_run(config: Config, role: Role, *, num_ranks: int = 1, would_start: bool = True) -> str:
+@dataclass(frozen=True, slots=True)
+class StartCheck:
+    """What was found about a start without starting anything."""
+
+    problems: tuple[str, ...] = ()
+    """What would stop it in its first minute."""
+    preview: tuple[str, ...] = ()
+    """What a learner's run begins with: its data, its first prompt, a reward."""
+
+
+def dry_run(
+    config: Config, role: Role, *, num_ranks: int = 1, check: StartCheck | None = None
+) -> str:
     """Return the text of a dry run; nothing is started, and of a model only config.json fetched.
 
     Args:
         config: of the run.
         role: of this node.
         num_ranks: processes of the learner.
-        would_start: whether `start_problems` has found none.
+        check: what `check_start` has found.
     """
+    check = check or StartCheck()
     notices: list[str] = []
     budget: Budget | None = None
     if config.model.name is None:
@@ -100,12 +113,20 @@ def dry_run(config: Config, role: Role, *, num_ranks: int = 1, would_start: bool
             notices += [f"the {role} {note}"] if note else []
         except (ConfigError, DataError) as error:
             notices.append(f"memory budget: not known here: {error}")
-    return dry_run_text(config, role, would_start=would_start, budget=budget, notices=notices)
+    return dry_run_text(
+        config,
+        role,
+        would_start=not check.problems,
+        budget=budget,
+        notices=notices,
+        preview=check.preview,
+    )
 
 
-def start_problems(config: Config, role: Role, *, resume: bool = False) -> list[str]:
-    """Return what is wrong with the model, files, sinks and addresses that a role starts with."""
-    problems = [*_data_problems(config, role), *map(str, _taken_addresses(config, role))]
+def check_start(config: Config, role: Role, *, resume: bool = False) -> StartCheck:
+    """Look at the model, files, sinks and addresses that a role starts with."""
+    problems, preview = _look_at_data(config, role)
+    problems += map(str, _taken_addresses(config, role))
     if role == "learner":
         problems += sinks_missing(config.metrics.sinks)
         try:
@@ -117,7 +138,7 @@ def start_problems(config: Config, role: Role, *, resume: bool = False) -> list[
         check_model(config, role)
     except DataError as error:
         problems.insert(0, str(error))
-    return problems
+    return StartCheck(tuple(problems), tuple(preview))
 
 
 def check_model(config: Config, role: str) -> None:
@@ -193,37 +214,43 @@ def _say_of_hub(error: Exception, hub: Any, model: ModelSection) -> str:
     return f"model.name = {show(model.name)}: no directory or cached model here, and {reason}"
 
 
-def _data_problems(config: Config, role: Role) -> list[str]:
+def _look_at_data(config: Config, role: Role) -> tuple[list[str], list[str]]:
+    """Return what is wrong with a learner's task and data, and what its run begins with."""
     if role != "learner":
-        return []
+        return [], []
     try:
         task = load_task(config.task.kind, config.task.options)
         parts = task.parts() or [task]
         problems = [problem for part in parts for problem in part.data_problems()]
         tables = [part for part in parts if isinstance(part, RowsTask)]
         paths = [path for table in tables for path in (table.path, table.heldout_path) if path]
-        if not problems and all(map(is_local, paths)):
-            _check_prompts(config, task)
+        if problems or not all(map(is_local, paths)):
+            return problems, []
+        return [], _preview(config, task)
     except EchoError as error:
-        return [str(error)]
-    return problems
+        return [str(error)], []
 
 
-def _check_prompts(config: Config, task: Task) -> None:
-    """Check the first prompts of a task, where the model's tokenizer is here.
+def _preview(config: Config, task: Task) -> list[str]:
+    """Return what the run begins with, where the model's tokenizer is here.
 
     Raises:
-        EchoError: if one cannot be turned into tokens, or leaves no space for a completion.
+        EchoError: if a prompt cannot be turned into tokens, or leaves no space for a completion.
     """
     try:
         model_dir = _directory_here(config.model, "config.json", "tokenizer_config.json")
     except EchoError:
-        return  # which is told on its own
-    if model_dir is not None:
-        # Imported here: a relay's machine has no torch.
-        from echo.runtime.learner.setup import load_prompts
+        return []  # which is told on its own
+    if model_dir is None:
+        return []
+    # Imported here: a relay's machine has no torch.
+    from echo.runtime.learner.setup import load_prompts
 
-        load_prompts(config, model_dir, task)
+    prompts, _ = load_prompts(config, model_dir, task)
+    try:
+        return prompts.preview(config.run.max_steps * config.batch.groups_per_step)
+    finally:
+        prompts.close()
 
 
 def _taken_addresses(config: Config, role: str) -> list[EchoError]:
@@ -575,13 +602,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.dry_run:
             if _is_first_rank():
                 resume = _goes_on(arguments, config)
-                problems = start_problems(config, arguments.role, resume=resume)
-                text = dry_run(
-                    config, arguments.role, num_ranks=_num_ranks(), would_start=not problems
-                )
-                tell([text])
-                if problems:
-                    raise ConfigError(in_one("start", problems))
+                check = check_start(config, arguments.role, resume=resume)
+                tell([dry_run(config, arguments.role, num_ranks=_num_ranks(), check=check)])
+                if check.problems:
+                    raise ConfigError(in_one("start", check.problems))
             return 0
         code = run_role(
             config,

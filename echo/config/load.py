@@ -560,13 +560,15 @@ def dry_run_text(
     would_start: bool = True,
     budget: Budget | None = None,
     notices: Iterable[str] = (),
+    preview: Iterable[str] = (),
 ) -> str:
-    """Return what would start or not, its memory budget, and every setting with its source."""
+    """Return what would start or not, its memory budget, its data, and every setting."""
     head = "would start" if would_start else "would not start, see the end"
     lines = [f"{head}: {_describe_start(config, role)}"]
     if budget is not None:
         lines.append(f"memory: {'' if budget.fits else 'DOES NOT FIT: '}{budget.line}")
     lines += [f"notice: {notice}" for notice in notices]
+    lines += preview
     lines += ["", *resolved_lines(config, role)]
     return "\n".join(lines)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import sys
@@ -11,7 +12,7 @@ import huggingface_hub
 import pytest
 
 from echo.cli import node as node_module
-from echo.cli.node import dry_run, main, start_problems
+from echo.cli.node import check_start, dry_run, main
 from echo.config.fields import ROLES, Role
 from echo.config.load import parse_config
 from tests.records.rows import write_ledger
@@ -229,4 +230,44 @@ def test_what_is_free_and_there_is_no_problem(tmp_path: Path, role: Role) -> Non
         "worker": {"listen": "tcp://127.0.0.1:0", "connect": ADDRESS},
         "agent": {"listen": "tcp://127.0.0.1:0"},
     }
-    assert start_problems(parse_config(table, role=role), role) == []
+    assert not check_start(parse_config(table, role=role), role).problems
+
+
+def test_a_learners_dry_run_shows_what_the_run_begins_with(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"{n}+1=", "answer": f"{n + 1}"} for n in range(4)]
+    for name in ("train", "heldout"):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(
+            "".join(json.dumps(row) + "\n" for row in rows[: 3 if name == "heldout" else 4])
+        )
+    settings = {
+        "run.dir": tmp_path,
+        "run.max_steps": 5,
+        "batch.groups_per_step": 4,
+        "model.name": model_dir,
+        "learner.device": "cpu",
+        "learner.listen": "tcp://127.0.0.1:0",
+        "task.kind": "dataset",
+        "task.options.path": tmp_path / "train.jsonl",
+        "task.options.heldout_path": tmp_path / "heldout.jsonl",
+        "sampling.max_completion_tokens": 8,
+    }
+    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    config_path = str(ROOT / "configs" / "quickstart.toml")
+    assert main(["--role", "learner", "--dry-run", "--config", config_path, *sets]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "examples: 4 to train on, 3 held out" in lines
+    assert (
+        "prompts: the run takes 20, 5 times each example, and more where a group does not count"
+        in lines
+    )
+    place = next(n for n, line in enumerate(lines) if line.startswith("first prompt: "))
+    number = int(lines[place].partition("train.jsonl:")[2].partition(",")[0]) - 1
+    assert lines[place].endswith(" tokens:")
+    assert lines[place + 1].endswith(f"{number}+1=")
+    assert lines[place + 2 : place + 4] == [
+        f"reward: 1 for the answer '{number + 1}'",
+        "reward: 0 for an empty answer",
+    ]

@@ -118,8 +118,9 @@ def test_one_gpu_for_several_processes_is_refused(
 def test_a_name_that_leads_nowhere_is_told(
     config: Path, capsys: pytest.CaptureFixture[str], override: str, complaint: str
 ) -> None:
-    line = ["--role", "learner", "--config", config, "--dry-run", "--set", override]
-    assert run(*line, "--set", "task.kind=addition") == (0 if "hub" in complaint else 2)
+    line = ["--role", "learner", "--config", config, "--dry-run", "--set", "task.kind=addition"]
+    line += ["--set", "learner.listen=tcp://127.0.0.1:0", "--set", override]
+    assert run(*line) == (0 if "hub" in complaint else 2)
     out, err = capsys.readouterr()
     assert complaint in out + err
 
@@ -307,6 +308,7 @@ def test_a_worker_started_before_its_learner_waits_for_the_join_string(
 
 def test_the_wait_for_a_join_string_ends(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["--config", config, "--set", "network.reconnect_for_s=0.01"]
+    line += ["--set", "relay.listen=tcp://127.0.0.1:0"]
     assert run("--role", "relay", *line, "--set", "relay.connect=tcp://127.0.0.1:9") == 2
     assert "waiting for" in (err := capsys.readouterr().err)
     assert "this relay has no join string" in err

@@ -30,9 +30,11 @@ import msgspec
 
 from echo.core.bounds import MAX_LEASE_BYTES
 from echo.core.errors import DataError, EchoError, StorageError
+from echo.core.units import one_line
 from echo.leases.scheduler import PromptPendingError
 from echo.records.files import write_file
 from echo.runtime.threads import Pool
+from echo.tasks.environment import Environment
 from echo.tasks.process_main import TaskCall, raised_at
 from echo.tasks.rewards import InlineHost, Limits, RewardError
 from echo.tasks.task import SPLITS, Example, Task
@@ -61,6 +63,10 @@ class Prompt:
     """With its answer."""
     lease: Lease
     """Of the first attempt."""
+
+
+MAX_SHOWN = 1500
+"""Characters of a prompt that a preview shows."""
 
 
 class PromptSource:
@@ -147,6 +153,50 @@ class PromptSource:
     def sizes(self) -> dict[str, int | None]:
         """Return the examples of each split; None for no end."""
         return {split: self._count(split) for split in SPLITS}
+
+    def preview(self, num_groups: int) -> list[str]:
+        """Return what a run of so many groups begins with, in lines for a terminal.
+
+        Sizes of the splits, passes over the data, the first prompt as the model gets it, and what
+        the task's reward says of two answers to it.
+
+        Raises:
+            DataError: as `make`.
+        """
+        first = self.make(0)
+        sizes = self.sizes()
+        counts = (
+            f"{'endless' if count is None else count} {words}"
+            for count, words in ((sizes["train"], "to train on"), (sizes["heldout"], "held out"))
+        )
+        lines = [f"examples: {', '.join(counts)}"]
+        if sizes["train"]:
+            passes = num_groups / sizes["train"]
+            lines.append(
+                f"prompts: the run takes {num_groups}, {passes:.3g} times each example, and more "
+                "where a group does not count"
+            )
+        ids = first.lease.prompt_ids
+        lines.append(f"first prompt: {first.example}, {len(ids)} tokens:")
+        text = str(self._text.tokenizer.decode(list(ids), skip_special_tokens=False))
+        shown = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]} ..."
+        lines += [f"    {one_line(part)}" for part in shown.splitlines()]
+        return lines + self._rewards_of(first.example)
+
+    def _rewards_of(self, example: Example) -> list[str]:
+        """Return what the reward says of an example's own answer and of an empty one."""
+        if isinstance(self._task, Environment):
+            return []
+        answers = [example.answer] if isinstance(example.answer, str) else []
+        try:
+            rewards = list(self._host.score_all(example, [*answers, ""]))
+        except RewardError as error:
+            return [f"reward: {error}"]
+        return [
+            f"reward: {'no opinion' if reward is None else f'{reward:g}'} for "
+            f"{f'the answer {one_line(repr(text))}' if text else 'an empty answer'}"
+            for text, reward in zip([*answers, ""], rewards, strict=True)
+        ]
 
     def _notices(self, made: Sequence[Prompt]) -> Iterator[str]:
         """Yield what a user should know of these prompts."""
