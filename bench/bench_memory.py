@@ -62,6 +62,7 @@ def watch_run(arguments: argparse.Namespace) -> dict[str, Any]:
             "eval.num_prompts=16",
             "network.chunk_bytes=1MiB",
             "network.lease_timeout_s=5min",
+            "network.reconnect_for_s=15min",
             "network.dead_after_s=20s",
             "ui.live=off",
             *arguments.set,

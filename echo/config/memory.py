@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -113,6 +114,8 @@ class Footprint:
     """Processes that the learner is cut up over; the sizes are those of the first of them."""
     has_versions_on_gpu: bool = True
     """Whether a learner that may keep versions on its GPU does."""
+    tokens_in_a_pass: int | None = None
+    """Of the micro-batch that is looked at; None for the largest that there can be."""
 
     def changed(self, changes: Mapping[str, Any]) -> Footprint:
         """Return the footprint with other settings, by dotted key."""
@@ -131,6 +134,8 @@ class Footprint:
     @property
     def micro_batch_tokens(self) -> int:
         """Tokens really in one pass: at least one rollout, at most a whole step."""
+        if self.tokens_in_a_pass is not None:
+            return self.tokens_in_a_pass
         batch = self.config.batch
         whole_step = batch.groups_per_step * batch.group_size * self.rollout_tokens
         return max(self.rollout_tokens, min(self.config.learner.micro_batch_tokens, whole_step))
@@ -467,6 +472,9 @@ class Budget:
     """What a worker's memory holds; None for other roles."""
     gradient_checkpointing: bool | str = False
     """What a learner does with activations, as it was told or as they fit."""
+    recompute_above: int = 0
+    """Tokens of the largest micro-batch whose activations fit, where a learner that may choose
+    computes those of larger ones again."""
     has_versions_on_gpu: bool = False
     """Whether a learner keeps the last version on its GPU, where there is room for it."""
     evaluation_bytes: int = 0
@@ -499,6 +507,7 @@ def memory_budget(
     if config.learner.dtype == "auto":
         dtype = "float32" if machine.gpu_bytes is None else "bfloat16"
         footprint = footprint.changed({"learner.dtype": dtype})
+    may_choose = config.learner.gradient_checkpointing == "auto"
     if role == "learner":
         footprint = _first_that_fits(footprint, machine)
     if role == "worker":
@@ -524,6 +533,9 @@ def memory_budget(
         needed_bytes=memory.needed_bytes,
         remedies=remedies,
         gradient_checkpointing=footprint.config.learner.gradient_checkpointing,
+        recompute_above=_recompute_above(footprint, own)
+        if may_choose and role == "learner" and footprint.config.learner.gradient_checkpointing
+        else 0,
         has_versions_on_gpu=footprint.may_keep_versions and footprint.has_versions_on_gpu,
         evaluation_bytes=footprint.evaluated_rollout_bytes + max(0, -own.missing_bytes) // 2,
     )
@@ -548,6 +560,26 @@ def _first_that_fits(footprint: Footprint, machine: Machine) -> Footprint:
         (way for way in ways if _memories(way.learner_items(), machine)[0].missing_bytes <= 0),
         ways[-1],
     )
+
+
+def _recompute_above(footprint: Footprint, own: _Memory) -> int:
+    """Return the tokens of the largest micro-batch that need not be computed again.
+
+    Its activations take half of what is left at most: the evaluation takes the other half.
+
+    Args:
+        footprint: of a learner with gradient checkpointing.
+        own: the memory that the model lies in, with what such a learner takes.
+    """
+    limit = own.needed_bytes + max(0, -own.missing_bytes) // 2
+    plain = footprint.changed({"learner.gradient_checkpointing": False})
+
+    def is_too_large(tokens: int) -> bool:
+        items = replace(plain, tokens_in_a_pass=tokens).learner_items()
+        has_gpu = footprint.has_gpu
+        return sum(item.num_bytes for item in items if item.is_on_gpu or not has_gpu) > limit
+
+    return bisect_left(range(footprint.micro_batch_tokens + 1), 1, 1, key=is_too_large) - 1
 
 
 def _who(footprint: Footprint, role: Role) -> str:

@@ -139,6 +139,8 @@ class Compute:
     gradient_checkpointing: bool | str = False
     """Recompute the layers' activations in the backward, for less memory; "offload": and keep their
     inputs in the host's memory until then."""
+    recompute_above: int = 0
+    """Tokens of the largest micro-batch whose activations are kept all the same."""
     compile_layers: bool = False
     """Have torch compile each decoder layer: less memory traffic, minutes before the first step."""
     optimizer_state: OptimizerState = "float32"
@@ -280,6 +282,8 @@ class Policy:
         """Say in one sentence how rollouts go through the model, and why."""
         rows = "packed rows" if self.is_packed else f"padded rows: {self.padded_because}"
         again = "; layers are computed again in the backward pass"
+        if self.compute.recompute_above:
+            again += f" of more than {self.compute.recompute_above} tokens"
         again = again if self.compute.gradient_checkpointing else ""
         name = type(self.model).__name__
         eager = ""
@@ -520,6 +524,10 @@ class Policy:
     def _states(self, input_ids: Tensor, segments: Segments | None, dtype: torch.dtype) -> Tensor:
         # Padded on the right, so plain causal attention is right and a mask would only slow it
         # down; packed rows bring with them what keeps their segments apart.
+        if self.compute.gradient_checkpointing:
+            recomputes = input_ids.numel() > self.compute.recompute_above
+            if recomputes != self.model.training:  # layers recompute only in training mode
+                self.model.train(recomputes)
         output = self._backbone(
             input_ids=input_ids, use_cache=False, **self._row_arguments(segments, dtype)
         )
@@ -556,7 +564,7 @@ class Policy:
                 f"{type(self.model).__name__} cannot recompute activations: set "
                 "learner.gradient_checkpointing = false"
             )
-        # Renamed during transformers 5; layers recompute only in training mode.
+        # Renamed during transformers 5.
         enable = getattr(self.model, "activation_checkpointing_enable", None)
         (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
         self.model.train()

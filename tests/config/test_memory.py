@@ -335,9 +335,35 @@ def test_checkpointing_is_chosen_where_activations_would_not_fit(
 ) -> None:
     budget = budget_of("learner", gib * GIB, None, "learner.gradient_checkpointing='auto'")
     told = f"learner.gradient_checkpointing={str(is_chosen).lower()}"
-    assert budget == budget_of("learner", gib * GIB, None, told)
+    assert replace(budget, recompute_above=0) == budget_of("learner", gib * GIB, None, told)
     assert budget.gradient_checkpointing is is_chosen
     assert "learner.gradient_checkpointing" not in str(budget.remedies)
+
+
+@pytest.mark.parametrize("gpu", [None, 16 * 10**9])
+def test_small_micro_batches_are_not_computed_again(gpu: int | None) -> None:
+    """What they take is half of what is left beside a step that computes its layers again."""
+    host = 16 * GIB if gpu is None else 64 * GIB
+    overrides = ("learner.gradient_checkpointing='auto'", "optimizer.state=8bit")
+    auto = budget_of("learner", host, gpu, *overrides, "eval.interval_steps=0")
+    assert auto.gradient_checkpointing is True
+    told = ("optimizer.state=8bit", "eval.interval_steps=0")
+    again = budget_of("learner", host, gpu, *told, "learner.gradient_checkpointing=true")
+    assert again.recompute_above == 0, "a user's word holds for every micro-batch"
+    left = (host if gpu is None else gpu) - auto.needed_bytes
+
+    def plain(tokens: int) -> int:
+        """With no more in a micro-batch, and no longer rollouts."""
+        short = f"sampling.max_completion_tokens={tokens - 512}"
+        more = ("batch.groups_per_step=1", "batch.group_size=2", "learner.micro_batch_tokens=1")
+        return budget_of("learner", host, gpu, *told, short, *more).needed_bytes
+
+    assert 513 < auto.recompute_above < 16384
+    limit = auto.needed_bytes + left // 2
+    place = "GPU" if auto.has_versions_on_gpu else "host memory"
+    assert gpu is None or place == "GPU"
+    assert plain(auto.recompute_above) <= limit < plain(auto.recompute_above + 1)
+    assert budget_of("learner", 2**45, None, *overrides).recompute_above == 0, "none has to be"
 
 
 @pytest.mark.parametrize(

@@ -332,6 +332,32 @@ def test_a_model_that_does_not_share_prompts_rightly_keeps_them_apart(
     assert not policy.can_share_prompts
 
 
+def test_each_micro_batch_says_whether_it_is_computed_again(tiny_model_dir: Path) -> None:
+    """By its own tokens, and the numbers are the same."""
+    groups = stale_groups()
+    plain = make_trainer(tiny_model_dir, "packed", micro_batch_tokens=60)
+    micro_batches = plain._policy.micro_batches(plain._prepare(groups).samples)
+    sizes = [micro.input_ids.numel() for _, micro in micro_batches]
+    bound = min(sizes)
+    num_larger = sum(size > bound for size in sizes)
+    assert 0 < num_larger < len(sizes)
+    trainer = make_trainer(
+        tiny_model_dir,
+        "packed",
+        micro_batch_tokens=60,
+        gradient_checkpointing=True,
+        recompute_above=bound,
+    )
+    assert trainer.describe_rows().endswith(f"in the backward pass of more than {bound} tokens")
+    calls: list[int] = []
+    layer = trainer._policy.model.model.layers[0].mlp
+    layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    (gradient, _), (expected, _) = pass_of(trainer, groups), pass_of(plain, groups)
+    assert len(calls) == 2 * (len(sizes) + num_larger)  # a pass, and the step
+    for name, tensor in expected.items():
+        assert torch.allclose(gradient[name], tensor, atol=3e-7), name
+
+
 @pytest.mark.slow
 def test_checkpointing_keeps_segments_apart_too(tiny_model_dir: Path) -> None:
     groups = stale_groups()

@@ -277,6 +277,10 @@ def make_trainer(
         crew.wait_for_all()  # on another machine the model may still be on its way from the hub
         check_alike(config, crew.ranks)
     budget = budget_here(config, model_dir if lora is None else lora.base_dir, crew)
+    recompute_above = 0 if budget is None else budget.recompute_above
+    if crew is not None:
+        told = crew.ranks.gather(recompute_above.to_bytes(8, "little"))
+        recompute_above = min(int.from_bytes(each, "little") for each in told)
     config = with_checkpointing(config, budget, crew)
     learner, optimizer, loss = config.learner, config.optimizer, config.loss
     max_tokens = config.sampling.max_completion_tokens
@@ -284,7 +288,7 @@ def make_trainer(
     source = ModelSource(model_dir=model_dir, lora=lora)
     if checkpoint is None:
         source = initial_model(config, model_dir, lora)
-    compute = learner_compute(config)
+    compute = replace(learner_compute(config), recompute_above=recompute_above)
     if crew is not None:
         compute = replace(compute, device=crew.device, ranks=crew.ranks)
     trainer = Trainer(
