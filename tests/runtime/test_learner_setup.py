@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,6 +117,20 @@ def test_the_first_prompts_are_looked_at_beside_the_window(
         load(10, max_new=128)
     with pytest.raises(ConfigError, match=r"shorten the prompts \(.*rows\.jsonl:1 is the first\)"):
         load(130, max_new=128)
+
+
+def test_a_tokenizer_made_for_less_than_the_window_is_told(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = shutil.copytree(model_dir, tmp_path / "model")
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"model_max_length": 24}))
+    for max_new, lines in ((8, 0), (64, 1)):
+        config = make_config(directory, sampling={"max_completion_tokens": max_new})
+        load_prompts(config, directory, load_task("addition", {}))
+        assert (
+            caplog.text.count("made for 24 tokens (model_max_length), the model's window") == lines
+        )
 
 
 def test_offloading_needs_a_gpu(model_dir: Path) -> None:

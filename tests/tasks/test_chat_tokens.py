@@ -57,7 +57,8 @@ def make_tokenizer(
     core.post_processor = processors.TemplateProcessing(
         single=pieces, special_tokens=[("<s>", ids["<s>"]), ("<|im_end|>", ids["<|im_end|>"])]
     )
-    found = PreTrainedTokenizerFast(tokenizer_object=core, bos_token=bos, eos_token=eos)
+    make: Any = PreTrainedTokenizerFast
+    found: PreTrainedTokenizerFast = make(tokenizer_object=core, bos_token=bos, eos_token=eos)
     found.chat_template = template
     return found
 
@@ -74,7 +75,7 @@ def shown(text: TextCodec, ids: list[int]) -> str:
     bracketed = {token: f"[{content}]" for token, content in enumerate(CONTROL)}
     runs = itertools.groupby(ids, key=bracketed.get)
     return "".join(
-        name * len(run) if name else text.tokenizer.decode(run)
+        name * len(run) if name else str(text.tokenizer.decode(run))
         for name, run in ((name, list(run)) for name, run in runs)
     )
 

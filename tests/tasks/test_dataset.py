@@ -72,13 +72,19 @@ def write_saved(directory: Path, rows: list[dict[str, Any]]) -> str:
     return str(directory)
 
 
+def rows_of(path: str) -> Iterator[DatasetRow]:
+    for row in read_rows(path):
+        assert isinstance(row, DatasetRow), row
+        yield row
+
+
 TABLES: list[tuple[Any, str]] = [(write_parquet, "rows.parquet"), (write_saved, "saved")]
 
 
 @pytest.mark.parametrize(("write", "name"), [(write_jsonl, "rows.jsonl"), *TABLES])
 def test_every_form_gives_the_same_rows(tmp_path: Path, write: Any, name: str) -> None:
     path = write(tmp_path / name, ROWS)
-    rows = list(read_rows(path))
+    rows = list(rows_of(path))
     assert [row.columns for row in rows] == ROWS
     if name != "saved":
         assert [row.source for row in rows] == [f"{path}:{n}" for n in (1, 2, 3)]
@@ -87,7 +93,7 @@ def test_every_form_gives_the_same_rows(tmp_path: Path, write: Any, name: str) -
 def test_a_directory_is_all_of_its_files_in_order(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "b.jsonl", ROWS[1:])
     write_jsonl(tmp_path / "a.jsonl", ROWS[:1])
-    assert [row.columns for row in read_rows(str(tmp_path))] == ROWS
+    assert [row.columns for row in rows_of(str(tmp_path))] == ROWS
 
 
 @pytest.mark.parametrize(
@@ -130,19 +136,13 @@ def test_typed_values_become_json(tmp_path: Path) -> None:
     when = datetime.datetime(2026, 1, 2, 3, 4, 5)  # noqa: DTZ001 -- what a file without zone has
     row = {"prompt": "x", "when": when, "price": decimal.Decimal("1.50")}
     path = write_parquet(tmp_path / "typed.parquet", [row])
-    [read] = read_rows(path)
+    [read] = rows_of(path)
     assert read.columns == {"prompt": "x", "when": "2026-01-02T03:04:05", "price": 1.5}
     exact = [{"n": decimal.Decimal("12345678901234567890.25")}, {"n": decimal.Decimal("0.10")}]
     path = write_parquet(tmp_path / "decimals.parquet", exact)
     assert [row.columns["n"] for row in rows_of(path)] == ["12345678901234567890.25", 0.1]
     path = write_parquet(tmp_path / "floats.parquet", [{"n": math.nan, "m": [1.0, math.nan]}])
     assert next(rows_of(path)).columns == {"n": None, "m": [1.0, None]}
-
-
-def rows_of(path: str) -> Iterator[DatasetRow]:
-    for row in read_rows(path):
-        assert isinstance(row, DatasetRow), row
-        yield row
 
 
 def test_columns_that_cannot_travel_are_left_out_and_named_once(
@@ -289,7 +289,7 @@ def test_a_split_comes_from_the_hub_as_parquet(hub: list[dict[str, Any]]) -> Non
     assert not is_local(path)
     assert [call.get("dry_run") for call in hub] == [None, True], "asked for, not downloaded"
     hub.clear()
-    assert [row.columns for row in read_rows(path)] == ROWS
+    assert [row.columns for row in rows_of(path)] == ROWS
     assert hub[0] == {
         "repository": "openai/gsm8k",
         "repo_type": "dataset",
@@ -451,7 +451,7 @@ def test_columns_for_templates_that_are_not_given_to_them_are_named(
 def test_columns_can_be_left_out_and_too_large_rows_name_theirs(tmp_path: Path) -> None:
     rows = [{"prompt": "x", "note": "y" * (8 << 20), "answer": "z"}, {"prompt": "p", "note": ""}]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    options = {"path": path, "heldout_path": path}
+    options: dict[str, Any] = {"path": path, "heldout_path": path}
     with pytest.raises(
         DataError, match=r"rows\.jsonl:1: the row has .* in the column `note`; .*skip_b"
     ):
@@ -477,7 +477,7 @@ def test_rows_without_use_are_named_or_left_out(
         DataError, match=r"rows\.jsonl:4: too long, or leave such rows out with task"
     ):
         Contains(path=path, heldout_path=path).examine(fault_of)
-    options = {"path": path, "heldout_path": path, "skip_bad": True}
+    options: dict[str, Any] = {"path": path, "heldout_path": path, "skip_bad": True}
     mixture = load_task("mixture", {"tasks": [{"kind": "dataset", "options": options}]})
     for task in (Contains(**options), mixture.parts()[0]):
         (mixture if task in mixture.parts() else task).examine(fault_of)
@@ -549,7 +549,7 @@ def test_a_malformed_row_is_named_by_file_and_line_or_skipped(
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"prompt": "good"}\n\n' + line + b'\n{"prompt": "b"}\n[]')
-    options = {"path": str(path), "heldout_path": str(path)}
+    options: dict[str, Any] = {"path": str(path), "heldout_path": str(path)}
     with pytest.raises(DataError, match=rf"rows\.jsonl:3: malformed row: .*{problem}"):
         Contains(**options).example(0, split="train")
     task = Contains(**options, skip_bad=True)
