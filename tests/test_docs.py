@@ -405,15 +405,15 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path
-    for name in {*modules, "echo_user_rewards"}:
-        sys.modules.pop(name, None)
+    for name in [name for name in sys.modules if name in modules or name.startswith("echo_user_")]:
+        del sys.modules[name]
 
 
 def test_every_example_is_one_that_is_run(saved: Path) -> None:
     examples = [code for page in PAGES for code in blocks(page, "python")]
     run = {path.read_text(encoding="utf-8") for path in saved.glob("*.py")}
     elsewhere = [code for code in examples if code not in run]
-    assert len(run) == 5
+    assert len(run) == 6
     assert len(elsewhere) == 1
     assert "OpenAI" in elsewhere[0], "tests/runtime/test_agent_http.py runs this one"
 
@@ -442,6 +442,15 @@ def test_its_reward_function_works(saved: Path) -> None:
     example = Example(index=0, split="train", prompt="?", answer="42", columns={"level": 1})
     assert task.reward(example, "It is 42.") == 1
     assert task.reward(example, "It is 43.") == 0
+
+
+def test_both_forms_of_a_reward_function_work(saved: Path) -> None:
+    example = Example(index=0, split="train", prompt="?", answer="42")
+    one = load_task("dataset", {"reward": "forms.py:correct"})
+    assert [one.reward(example, text) for text in (" 42\n", "41")] == [1.0, 0.0]
+    group = load_task("dataset", {"reward": "forms.py:shortest"})
+    assert group.compares_answers(example)
+    assert group.rewards(example, ["42", "forty-two"]) == [1.0, 0.0]
 
 
 @pytest.mark.slow

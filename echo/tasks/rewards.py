@@ -29,6 +29,7 @@ import abc
 import json
 import os
 import queue
+import reprlib
 import signal
 import socket
 import subprocess
@@ -307,6 +308,24 @@ class LaterHost(TaskHost):
     def take_counts(self) -> dict[str, int]:
         """Return nothing: nothing was called."""
         return {}
+
+
+def describe_example_call(host: TaskHost, example: Example) -> str:
+    """Call the reward for one example as a run would, and say in a line what it gave.
+
+    The answers are the example's own, where that is a text or number, and a text without anything.
+
+    Raises:
+        RewardError: if the task's code fails.
+    """
+    is_plain = isinstance(example.answer, str | int | float)
+    texts = [*([str(example.answer)] if is_plain else []), ""]
+    rewards = list(host.score_all(example, texts))
+    figures = [
+        f"{'no opinion' if reward is None else format(reward, 'g')} for {reprlib.repr(text)}"
+        for text, reward in zip(texts, rewards, strict=True)
+    ]
+    return f"reward on {example}: {', '.join(figures)}"
 
 
 # --- threads -------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ import abc
 import importlib
 import importlib.util
 import inspect
+import os
 import random
 import re
 import sys
@@ -40,6 +41,7 @@ from blake3 import blake3
 
 from echo.core.errors import ConfigError, nearest
 from echo.core.paths import local_path
+from echo.tasks.neighbours import INSTALLED, neighbours_of, relative_level
 
 SPLITS = ("train", "heldout")
 
@@ -265,11 +267,20 @@ def task_digests(task: Task) -> dict[str, str]:
     return {"task_source": source.hexdigest(), "dataset": dataset}
 
 
-def code_of(kind: str, options: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the modules that a task's settings name and that lie here: hash and path of each."""
+def code_of(kind: str, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the modules that a task's settings name and that lie here, with their neighbours.
+
+    Returns:
+        Of each the hash of its own code, its path, and the hashes of its neighbours by their paths
+        relative to it: those that it names, and those that importing it has loaded.
+    """
     found = {name: find_code(name) for name in _named_modules(kind, options)}
     return {
-        name: {"hash": _hash_files(files), "path": str(files[-1])}
+        name: {
+            "hash": _hash_files(files),
+            "path": str(files[-1]),
+            "neighbours": _hash_neighbours(name, files[-1], _LOADED.get(str(files[-1]), ())),
+        }
         for name, files in found.items()
         if files
     }
@@ -278,7 +289,7 @@ def code_of(kind: str, options: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 def check_code(
     kind: str,
     options: Mapping[str, Any],
-    learners: Mapping[str, Mapping[str, str]],
+    learners: Mapping[str, Mapping[str, Any]],
     *,
     inherited_dir: Path,
 ) -> None:
@@ -305,7 +316,8 @@ def check_code(
                 f"from the learner's machine to {_place_of(name, theirs['path'])}, or install here "
                 "the package that holds it"
             )
-        inherited = [path for path in files if path.is_relative_to(inherited_dir.resolve())]
+        all_files = [*files, *_neighbours(name, files[-1]).values()]
+        inherited = [path for path in all_files if path.is_relative_to(inherited_dir.resolve())]
         if inherited:
             raise ConfigError(
                 f"{where}, is {inherited[0]}, among files that came over the network; none of them "
@@ -322,6 +334,25 @@ def check_code(
                 f"{where}, is another one than the learner's ({hashes}); it was not run. Give both "
                 "the same file"
             )
+        _check_neighbours(where, name, files[-1], theirs)
+
+
+def _check_neighbours(where: str, name: str, path: Path, theirs: Mapping[str, Any]) -> None:
+    wanted: Mapping[str, str] = theirs.get("neighbours", {})
+    ours = _hash_neighbours(name, path, [path.parent / place for place in wanted])
+    for place in sorted({*wanted, *ours}):
+        own, learners = ours.get(place), wanted.get(place)
+        if own == learners:
+            continue
+        file = os.path.normpath(path.parent / place)
+        source = os.path.normpath(Path(theirs["path"]).parent / place)
+        if own is None:
+            problem = f"is not here: copy {source} from the learner's machine to {file}"
+        elif learners is None:
+            problem = f"is here and not on the learner's machine: remove {file}, or copy it there"
+        else:
+            problem = f"is another one here than {source} on the learner's machine: copy that here"
+        raise ConfigError(f"{where}, imports a file that {problem}; nothing was run")
 
 
 _MODULE_FILE = re.compile(r"(?P<module>[^:]+\.py):[A-Za-z_]\w*")
@@ -359,6 +390,22 @@ def _hash_files(files: list[Path]) -> str:
         digest.update(f"{path.name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
+
+
+def _hash_neighbours(name: str, path: Path, others: Iterable[Path]) -> dict[str, str]:
+    """Return hashes by path, relative to the named file; what is not here has none."""
+    files = {*_neighbours(name, path).values(), *(each.resolve() for each in others)}
+    return {
+        Path(os.path.relpath(file, path.parent)).as_posix(): _hash_files([file])
+        for file in files
+        if file.is_file() and file != path
+    }
+
+
+def _neighbours(name: str, path: Path) -> dict[str, Path]:
+    # A file's own directory, or that of the outermost package, which is on the path of imports.
+    num_packages = 0 if name.endswith(".py") else name.count(".") + (path.name == "__init__.py")
+    return neighbours_of(path, [path.parents[num_packages], Path.cwd()])
 
 
 def _place_of(name: str, path: str) -> Path:
@@ -443,12 +490,15 @@ def import_module(where: str, name: str) -> ModuleType:
         ConfigError: if there is no such module, or importing it fails.
     """
     directory = str(Path.cwd())
-    if directory not in sys.path:
-        # Stays: the user's module may import its neighbours later, while it scores.
-        sys.path.insert(0, directory)
-        importlib.invalidate_caches()
+    _search_in(Path(directory))
+    before = set(sys.modules)
     try:
-        return _import_file(name) if name.endswith(".py") else importlib.import_module(name)
+        files = find_code(name)
+        if files:
+            _claim(name, files[-1])
+        module = _import_file(name) if name.endswith(".py") else importlib.import_module(name)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     except Exception as error:  # a user's module raises anything
         if isinstance(error, FileNotFoundError) and name.endswith(".py"):
             problem = f"no file {name!r} in {directory}"
@@ -460,7 +510,14 @@ def import_module(where: str, name: str) -> ModuleType:
             )
         else:
             problem = f"importing {name!r} failed: {type(error).__name__}: {error}"
+            if isinstance(error, ImportError):
+                own = [str(local_path(name).resolve().parent)] if name.endswith(".py") else []
+                places = ", ".join(dict.fromkeys([*own, directory]))
+                problem += f"; looked in {places} and among the installed packages"
         raise ConfigError(f"{where}: {problem}") from error
+    if files:
+        _note_loaded(files[-1], set(sys.modules) - before)
+    return module
 
 
 def find_code(name: str) -> list[Path]:
@@ -483,7 +540,13 @@ def find_code(name: str) -> list[Path]:
     for part in name.split("."):
         package = f"{package}.{part}" if package else part
         known = getattr(sys.modules.get(package), "__spec__", None)
-        spec = known or (None if search is None else _find_spec(package, search))
+        try:
+            spec = known or (None if search is None else _find_spec(package, search))
+        except KeyError:
+            # A directory without __init__.py in another package: Python looks the package up among
+            # those that are imported, and this one is not.
+            search = [str(place) for base in search or () if (place := Path(base, part)).is_dir()]
+            continue
         if spec is None:
             return []
         if spec.has_location and spec.origin is not None:
@@ -533,14 +596,66 @@ def _find_spec(name: str, search: Sequence[str]) -> ModuleSpec | None:
 
 def _is_pythons_own(path: Path) -> bool:
     library = Path(sysconfig.get_path("stdlib")).resolve()
-    return path.is_relative_to(library) and not {"site-packages", "dist-packages"} & {*path.parts}
+    return path.is_relative_to(library) and not INSTALLED & {*path.parts}
+
+
+_CLAIMS: dict[str, dict[str, Path]] = {}
+"""Neighbours of each file that was imported, by the name under which it imports them."""
+
+_LOADED: dict[str, set[Path]] = {}
+"""Files beside each file that was imported, which that has loaded."""
+
+
+def _claim(name: str, path: Path) -> None:
+    """Note the neighbours of a file that is to be imported.
+
+    Raises:
+        ConfigError: if one of them would be another file, since a name is one module in a process.
+    """
+    own = {
+        key: file for key, file in _neighbours(name, path).items() if not Path(key).is_absolute()
+    }
+    imported = {str(getattr(module, "__file__", "")) for module in list(sys.modules.values())}
+    for key, file in own.items():
+        known = getattr(sys.modules.get(key), "__file__", None)
+        others = [
+            claims[key]
+            for claimant, claims in _CLAIMS.items()
+            if key in claims and claimant != str(path) and claimant in imported
+        ]
+        others += [Path(known).resolve()] if known else []
+        for other in others:
+            if other != file:
+                raise ConfigError(
+                    f"{path} imports {key!r} from {file}, but {key!r} is {other} in this process "
+                    "already; rename one of the two"
+                )
+    _CLAIMS[str(path)] = own
+
+
+def _note_loaded(path: Path, names: Iterable[str]) -> None:
+    loaded = {
+        Path(file).resolve()
+        for file in (getattr(sys.modules.get(name), "__file__", None) for name in names)
+        if file is not None and file.endswith(".py")
+    }
+    _LOADED.setdefault(str(path), set()).update(
+        file
+        for file in loaded
+        if file.is_relative_to(path.parent) and not INSTALLED & {*file.parts}
+    )
 
 
 def _import_file(file: str) -> ModuleType:
+    """Import a file as `python FILE` would, or as a module of its package if it says `from .`."""
     path = local_path(file).resolve()
-    name = f"echo_user_{path.stem}"
+    _search_in(path.parent)
+    level = relative_level(path) if path.is_file() else 0
+    if level:
+        return _import_in_package(path, level)
+    name = f"echo_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     known = sys.modules.get(name)
-    if known is not None and known.__file__ == str(path):
+    if known is not None:
         return known
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -554,3 +669,26 @@ def _import_file(file: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _import_in_package(path: Path, level: int) -> ModuleType:
+    packages = [path.parent]
+    while len(packages) < level or (packages[-1].parent / "__init__.py").is_file():
+        packages.append(packages[-1].parent)
+    _search_in(packages[-1].parent)
+    module = importlib.import_module(
+        ".".join([*(package.name for package in reversed(packages)), path.stem])
+    )
+    if module.__file__ is None or Path(module.__file__).resolve() != path:
+        raise ConfigError(
+            f"{module.__name__!r} is {module.__file__} in this process already, and not {path}; "
+            "rename one of the two directories"
+        )
+    return module
+
+
+def _search_in(directory: Path) -> None:
+    """Find modules in a directory first, now and whenever the user's code imports later."""
+    if str(directory) not in sys.path:
+        sys.path.insert(0, str(directory))
+        importlib.invalidate_caches()

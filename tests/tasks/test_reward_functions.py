@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import pytest
 
 from echo.core.errors import ConfigError
 from echo.tasks.dataset import DatasetTask
-from echo.tasks.rewards import InlineHost, Limits, RewardError
-from echo.tasks.task import Example, load_task, task_digests
+from echo.tasks.rewards import InlineHost, Limits, RewardError, describe_example_call
+from echo.tasks.task import Example, load_function, load_task, task_digests
 from tests.tasks.test_dataset import write_jsonl
 
 FUNCTIONS = """
@@ -129,7 +129,7 @@ def test_a_function_gets_what_its_parameters_name(
     sent = Example(**json.loads(json.dumps(asdict(task.example(0, split="train")))))
     host = host_of(function)
     assert len(list(host.score_all(sent, ["a", "bcd"]))) == 2
-    [module] = [module for name, module in sys.modules.items() if name.startswith("echo_user_re")]
+    module = sys.modules[load_function("x", f"rewards.py:{function}").__module__]
     assert module.seen == seen
     assert host.take_counts()["env/calls"] == len(module.seen)
 
@@ -213,6 +213,21 @@ def test_a_list_that_does_not_fit_fails_its_group(kind: str, message: str) -> No
     with pytest.raises(RewardError, match=what) as caught:
         list(host_of("count").score_all(EXAMPLE, [kind, "b"]))
     assert caught.value.reason == "reward_error"
+
+
+@pytest.mark.parametrize(
+    ("function", "answer", "line"),
+    [
+        ("judge", "a", "reward on rows.jsonl:1: 1 for 'a', 0 for ''"),
+        ("later", 5, "reward on rows.jsonl:1: no opinion for '5', 1 for ''"),
+        ("later", [5], "reward on rows.jsonl:1: no opinion for ''"),
+    ],
+)
+def test_an_example_call_says_what_a_right_answer_is_worth(
+    function: str, answer: Any, line: str
+) -> None:
+    example = replace(EXAMPLE, answer=answer)
+    assert describe_example_call(host_of(function), example) == line
 
 
 def test_a_row_without_a_named_column_is_refused(tmp_path: Path) -> None:

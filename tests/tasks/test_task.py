@@ -307,6 +307,16 @@ def test_code_is_found_where_it_would_be_imported_from(
     monkeypatch.delitem(sys.modules, "found_twice")
 
 
+def test_code_in_directories_that_are_no_packages_is_found_without_importing_them(
+    user_directory: Path,
+) -> None:
+    path = user_directory / "outer" / "inner" / "module.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(RUNS)
+    assert find_code("outer.inner.module") == [path]
+    assert not {"outer", "outer.inner"} & {*sys.modules}
+
+
 @pytest.mark.parametrize(
     "name", ["no_such_module", "no.such.module", "absent.py", "~nobody-here/a.py", "sys", "json"]
 )
