@@ -61,6 +61,11 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "gepo/gated": "Share of tokens for which GEPO used the learner's own probability.",
         "dropped/*": "Share of tokens that a correction left out, by reason: `veto`, "
         "`geometric`, `opsm`, `importance`, `m2`, `tv`, `lost_member`.",
+        "workers/*": "Of each worker, over its newest 50 trained groups, a table by name: "
+        "`logprob_difference`, the mean of the learner's log-probability less the stated, nats; "
+        "`mismatch_kl` and `ess` as above; `surprise`, by how many nats per token its samples are "
+        "less likely than the learner's own, which a worker cannot state; `reward`, the mean. The "
+        "64 workers with the largest mismatch.",
         "attribution/*": "Where the mismatch is from: `variance` of the log-ratio, nats squared; "
         "the shares of `staleness`, `numerics`, `truncation` and `tokenisation`; `skipped`, the "
         "share that could not be scored.",
@@ -152,6 +157,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "count/checkpoints_failed": "Checkpoints that could not be written.",
         "count/leases_expired": "Leases without progress for `network.lease_timeout_s`.",
         "count/leases_given_back": "Leases that a worker gave back for another one.",
+        "count/mismatched_workers": "Workers that were set aside because what they state of their "
+        "samples differs too much from the learner's own scores.",
         "count/leases_moved": "Leases that a worker gave up for an idle one that should be sooner.",
         "count/leases_cancelled": "Leases of the slower worker of a hedged group.",
         "count/hedges/issued": "Groups given to a second, faster worker.",

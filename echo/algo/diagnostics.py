@@ -216,3 +216,82 @@ def mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, 
         ESS: mean * mean / square if square else math.nan,
         KL: sums[KL] / num_tokens,
     }
+
+
+# --- mismatch by group ----------------------------------------------------------------------------
+#
+# The same per group, so that it can be told of each worker. Two more sums say what the ratio does
+# not: the mean log-ratio, and the **surprise**, by how much less likely the sampled tokens are than
+# samples of the learner would be. It is -log pi less the entropy; its mean is 0 for tokens sampled
+# from pi. A worker may sample otherwise than it states, such as at a higher temperature, and state
+# the learner's own log-probabilities. Then it has no mismatch, but a surprise.
+
+
+MAX_LOG_RATIO = 50.0
+"""Nats beyond which a log-ratio counts as this much, so that sums stay finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Sums over the trained tokens of one or several groups."""
+
+    num_tokens: float = 0.0
+    log_ratio: float = 0.0
+    kl: float = 0.0
+    ratio: float = 0.0
+    ratio_square: float = 0.0
+    surprise: float = 0.0
+
+    def __add__(self, other: Mismatch) -> Mismatch:
+        sums = (getattr(self, f.name) + getattr(other, f.name) for f in fields(self))
+        return Mismatch(*sums)
+
+    @property
+    def mean_kl(self) -> float:
+        """Estimate of KL(sampler, learner), nats per token; 0 without tokens."""
+        return self.kl / self.num_tokens if self.num_tokens else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Return means per token, and the effective sample size; empty without tokens."""
+        if not self.num_tokens:
+            return {}
+        return {
+            "logprob_difference": self.log_ratio / self.num_tokens,
+            "mismatch_kl": self.mean_kl,
+            "ess": self.ratio**2 / (self.num_tokens * self.ratio_square),
+            "surprise": self.surprise / self.num_tokens,
+        }
+
+
+def mismatch_by_group(
+    learner_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    entropies: Tensor,
+    *,
+    group_of: Tensor,
+    num_groups: int,
+) -> Tensor:
+    """Return [G, 6] float64 sums, in the order of the fields of `Mismatch`.
+
+    Args:
+        learner_logprobs: [N] nats under the policy being trained.
+        sampler_logprobs: [N] nats as the worker has stated them.
+        entropies: [N] nats of the learner's distribution at each token.
+        group_of: [N] int64, index of each token's group.
+        num_groups: G.
+    """
+    learner = learner_logprobs.detach().double()
+    log_ratio = (learner - sampler_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+    columns = [
+        log_ratio.new_ones(len(log_ratio)),
+        log_ratio,
+        log_ratio.expm1() - log_ratio,
+        ratio,
+        ratio.square(),
+        -learner - entropies.detach(),
+    ]
+    found = log_ratio.new_zeros(num_groups, len(columns))
+    for index, column in enumerate(columns):
+        found[:, index].index_add_(0, group_of, column)
+    return found

@@ -49,6 +49,10 @@ class NodeView:
     """Where it gets weights from."""
     seen_s: float = 0.0
     """Seconds since it was last heard of."""
+    mismatch_kl: float | None = None
+    """Of a worker's newest trained groups, nats per token; None before there is one."""
+    reward: float | None = None
+    """Mean reward of the same groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

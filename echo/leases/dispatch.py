@@ -724,6 +724,15 @@ class Usefulness:
             "expected by what other workers deliver; check its engine, its task and who runs it"
         )
 
+    def exclude(self, worker_id: str, why: str, *, now: float) -> str:
+        """Set a worker aside for another reason than its rewards; return what to tell of it."""
+        self._away_until[worker_id] = now + AWAY_S
+        self._records.discard(worker_id)
+        return (
+            f"{worker_id} is set aside for {format_duration(AWAY_S)}: {why}; check its engine, its "
+            "weights and who runs it"
+        )
+
     @property
     def is_calm(self) -> bool:
         """Whether a review would change nothing."""

@@ -59,6 +59,7 @@ from echo.leases.dispatch import (
     moves,
     slowdown,
 )
+from echo.leases.mismatch import Mismatches
 from echo.leases.partials import ShippedPartials, decode_members
 from echo.wire.actions import Action, Complaints, Note, Routes
 from echo.wire.codec import Frame, decode_group, encode_group
@@ -234,6 +235,7 @@ class Scheduler:
             max_zero_signal_groups=settings.max_zero_signal_groups,
             groups_per_step=settings.groups_per_step,
         )
+        self.mismatches = Mismatches()
         self._outlooks: RecentMap[str, _Outlook] = RecentMap(max_entries=MAX_WORKERS)
         self._routes = routes
         self._complaints = complaints

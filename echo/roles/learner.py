@@ -24,6 +24,7 @@ from echo.core.metrics import Counters, NodeView
 from echo.core.timers import Paced, earliest
 from echo.core.units import one_line
 from echo.leases.book import LeaseBook, LeasedWorker
+from echo.leases.mismatch import Sampled
 from echo.leases.scheduler import (
     GRANT_S,
     AcceptedGroups,
@@ -429,6 +430,27 @@ class Learner(Role):
             member.worker.is_set_aside = usefulness.is_set_aside(member.node_id)
         self._has_set_aside = any(member.worker.is_set_aside for member in members)
         return [Note("warning", text) for text in texts]
+
+    def compare(self, samples: Sequence[Sampled], *, now: float) -> list[Action]:
+        """Compare what workers state of their samples with the learner's own scores.
+
+        Args:
+            samples: the groups of a step.
+            now: the present instant.
+        """
+        mismatches, usefulness = self._scheduler.mismatches, self._scheduler.usefulness
+        for each in samples:
+            member = self.roster.nodes.get(each.worker_id)
+            engine = "" if member is None else member.stats.engine
+            mismatches.trained(each, engine=engine)
+        texts = [
+            usefulness.exclude(worker_id, why, now=now)
+            for worker_id, why in mismatches.find_outliers().items()
+            if not usefulness.is_set_aside(worker_id)
+        ]
+        if texts:
+            self.counters.add("mismatched_workers", len(texts))
+        return [*(Note("warning", text) for text in texts), *self.review_workers(now=now)]
 
     # --- the learner's own steps -----------------------------------------------------------------
 

@@ -145,6 +145,8 @@ class EngineFacts:
     """What becomes of unfinished rollouts."""
     takes_patches: bool = False
     """Whether it takes a version as the words that change, in place."""
+    name: str = ""
+    """Its kind and data type."""
     queue_share: float = 1.0
     """Groups that wait here for each that the engine holds: so it never waits for the network."""
 
@@ -397,6 +399,7 @@ class Worker(DialingRole):
             tokens_sampled=self.tokens_sampled,
             partials=dict(self.partial_counts),
             num_places=min(num_places, MAX_LEASES),
+            engine="" if self.engine is None else self.engine.name,
             refused_version=refused_version,
             refusal=refusal,
         )

@@ -72,6 +72,8 @@ class StepBatch:
     """Rollouts with a trained token, likewise."""
     metrics: dict[str, float]
     """What can be said without the model."""
+    group_ids: tuple[int, ...]
+    """Of the groups, in the order that `TrainingRow.group_index` counts."""
 
 
 def prepare_batch(
@@ -110,6 +112,7 @@ def prepare_batch(
         num_tokens=sum(num_trained),
         num_rollouts=sum(number > 0 for number in num_trained),
         metrics=metrics,
+        group_ids=tuple(group.group_id for group in groups),
     )
 
 

@@ -34,6 +34,21 @@ def gather_passes(parts: Sequence[Mapping[str, Tensor]], ranks: Ranks) -> Sums:
     return _joined(pair for each in told for pair in json.loads(each))
 
 
+def gather_groups(parts: Sequence[Tensor], ranks: Ranks) -> list[list[float]]:
+    """Return the sums of each group over the parts of one batch, on all ranks; none without parts.
+
+    Args:
+        parts: [G, K] of this rank; perhaps none.
+        ranks: which call this together.
+    """
+    own = torch.stack(list(parts)).sum(0).tolist() if parts else []
+    told = [json.loads(each) for each in ranks.gather(json.dumps(own).encode())]
+    tables = [table for table in told if table]
+    return [
+        [sum(column) for column in zip(*rows, strict=True)] for rows in zip(*tables, strict=True)
+    ]
+
+
 def pass_metrics(passes: Sequence[Sums]) -> dict[str, float]:
     """Return loss, ratios, entropy and clips of a step.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from echo.algo.diagnostics import Mismatch
 from echo.core.errors import DataError, EchoError
 
 
@@ -16,6 +17,8 @@ class StepResult:
     """Finite numbers under the field's names; a metric without meaning in this step is absent."""
     speed: dict[str, float] = field(default_factory=dict, compare=False)
     """Times and rates, which differ from one run of the same step to the next."""
+    by_group: Mapping[int, Mismatch] = field(default_factory=dict, compare=False)
+    """Group id -> how what its worker has stated differs from the learner's own scores."""
     notices: tuple[str, ...] = field(default=(), compare=False)
     """What the operator should know of it: that the memory ran short. Whoever makes steps saves."""
 

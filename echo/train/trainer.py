@@ -68,7 +68,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from echo.algo.batching import MicroBatch, TrainingRow
-from echo.algo.diagnostics import mismatch_sums
+from echo.algo.diagnostics import Mismatch, mismatch_by_group, mismatch_sums
 from echo.algo.loss import BatchScores, Loss, LossInputs, LossNeeds, LossOutput, needs_of
 from echo.algo.losses import ClippedTokenLoss, CustomLoss, make_loss
 from echo.core.errors import ConfigError, DataError, EngineError, StorageError
@@ -80,7 +80,15 @@ from echo.engine.weights import find_nonfinite, write_tensors
 from echo.kernels.logprob import EntropyMode, TokenLosses
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
 from echo.train.optimizer import KINDS, STEP, AdamW
-from echo.train.passes import ENTROPY, LOSS, NUM_TOKENS, Sums, gather_passes, pass_metrics
+from echo.train.passes import (
+    ENTROPY,
+    LOSS,
+    NUM_TOKENS,
+    Sums,
+    gather_groups,
+    gather_passes,
+    pass_metrics,
+)
 from echo.train.policy import Compute, ModelSource, Policy
 from echo.train.ranks import sharded_state, sharding
 from echo.train.ranks.sharding import ALONE, Ranks
@@ -364,6 +372,18 @@ FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.Accelera
 """What no group is to blame for: settings, a machine that is too small, a device that failed."""
 
 
+def _by_group(scored: _Scored, micro: MicroBatch, *, num_groups: int) -> Tensor:
+    """Return the sums of `mismatch_by_group` of a micro-batch."""
+    rows = micro.scored.div(micro.token_ids.shape[1], rounding_mode="floor")
+    return mismatch_by_group(
+        micro.pick(scored.logprobs),
+        micro.pick(micro.sampler_logprobs),
+        scored.entropies,
+        group_of=micro.group_index.index_select(0, rows),
+        num_groups=num_groups,
+    )
+
+
 @contextmanager
 def _blaming_the_batch() -> Iterator[None]:
     """Turn what a computation on a batch raises into a `StepError`, unless it is fatal."""
@@ -450,6 +470,8 @@ class Trainer:
             self._optimizer = KINDS[compute.optimizer_state](self._shards)
         self._speed = Speedometer(self._policy.flops, compute)
         self._notices: list[str] = []
+        self._by_group: dict[int, Mismatch] = {}
+        """Of the groups of the step that is made."""
         self._num_skipped_nonfinite = 0
         self._step_count = 0
 
@@ -783,6 +805,7 @@ class Trainer:
             StepError: if the batch cannot be trained on; nothing was changed.
         """
         self._speed.begin()
+        self._by_group = {}
         try:
             metrics = self._train(groups)
         except StepError as error:
@@ -796,6 +819,7 @@ class Trainer:
             metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
             speed=self._speed.metrics(),
             notices=notices,
+            by_group=self._by_group,
         )
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
@@ -1157,6 +1181,7 @@ class Trainer:
         needs = needs_of(loss)
         scores = self._score_batch(batch.samples, needs) if needs.batch_scores else None
         found: list[dict[str, Tensor]] = []
+        by_group: list[Tensor] = []
         passed: list[tuple[list[tuple[int, int]], int]] = []
         has_failed = False
 
@@ -1171,6 +1196,7 @@ class Trainer:
                     with _blaming_the_batch():
                         objective, part = self._part(scored, micro, reference, batch, loss, scores)
                     found.append(part)
+                    by_group.append(_by_group(scored, micro, num_groups=len(batch.group_ids)))
                 except StepError as error:
                     if self._ranks.is_alone:
                         raise
@@ -1189,6 +1215,10 @@ class Trainer:
             raise
         for spans, num_scored in passed:
             self._speed.passed(spans, num_scored, is_packed=self._policy.is_packed)
+        sums = gather_groups(by_group, self._ranks)
+        self._by_group |= {
+            group_id: Mismatch(*row) for group_id, row in zip(batch.group_ids, sums, strict=False)
+        }
         return gather_passes(found, self._ranks)
 
     def _logprobs(self, micro: MicroBatch, *, entropy: EntropyMode) -> tuple[Tensor, Tensor]:

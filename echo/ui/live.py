@@ -280,8 +280,10 @@ _WRAPPER = Console(file=io.StringIO())
 """What rich wants for wrapping; nothing is printed on it."""
 _ROLE_ORDER = {"learner": 0, "relay": 1, "worker": 2}
 _STATE_STYLES = {"lost": "bold red", "waiting": "yellow", "refused": "bold red"}
-_NUMBER_COLUMNS = frozenset({"stale", "tok/s", "bytes/s", "leases", "seen"})
-_DISPENSABLE_COLUMNS = ("seen", "parent", "leases", "role", "bytes/s", "tok/s", "stale")
+_NUMBER_COLUMNS = frozenset({"stale", "tok/s", "bytes/s", "mismatch", "reward", "leases", "seen"})
+_DISPENSABLE_COLUMNS = (
+    "seen", "parent", "leases", "role", "reward", "bytes/s", "mismatch", "tok/s", "stale",
+)  # fmt: skip
 """Left out where the width does not suffice, in this order."""
 _MAX_CELL_WIDTHS = {"node": 12, "parent": 12, "state": 16}
 """What these columns are cut to while others lack room."""
@@ -615,6 +617,10 @@ def _align(cell: str, column: _Column) -> str:
     return set_cell_size(text, column.width)
 
 
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
 def _fitting_columns(nodes: Sequence[NodeView], width: int) -> tuple[list[_Column], str]:
     """The columns that fit into `width`, and the gap between them."""
     content: dict[str, list[str]] = {
@@ -624,6 +630,8 @@ def _fitting_columns(nodes: Sequence[NodeView], width: int) -> tuple[list[_Colum
         "stale": ["-" if node.staleness is None else str(node.staleness) for node in nodes],
         "tok/s": [short_count(node.tokens_per_s) if node.tokens_per_s else "-" for node in nodes],
         "bytes/s": [format_bytes(node.bytes_per_s) if node.bytes_per_s else "-" for node in nodes],
+        "mismatch": [_number(node.mismatch_kl, ".2g") for node in nodes],
+        "reward": [_number(node.reward, ".3f") for node in nodes],
         "leases": [str(node.num_leases) if node.num_leases else "-" for node in nodes],
         "state": [node.state for node in nodes],
         "parent": [node.parent for node in nodes],
@@ -631,6 +639,8 @@ def _fitting_columns(nodes: Sequence[NodeView], width: int) -> tuple[list[_Colum
     }
     columns = []
     for name, raw in content.items():
+        if name in ("mismatch", "reward") and set(raw) <= {"-"}:
+            continue  # nothing was trained yet
         cells = [clean(cell) for cell in raw]
         natural = max(map(cell_len, [name, *cells]))
         limit = _MAX_CELL_WIDTHS.get(name, natural)

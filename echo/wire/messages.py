@@ -401,6 +401,8 @@ class NodeStats(Message, frozen=True, tag=False):
     """What became of unfinished rollouts since the process started, by name."""
     num_places: Capacity = 0
     """Groups that a worker samples at one time; others wait there. 0: all that it can hold."""
+    engine: Word = ""
+    """Kind and data type of a worker's engine; workers of the same are compared."""
 
 
 class Heartbeat(Message, frozen=True):

@@ -15,6 +15,8 @@ from echo.algo.diagnostics import (
     MIN_GROUPS,
     GroupStats,
     LengthBias,
+    Mismatch,
+    mismatch_by_group,
     mismatch_metrics,
     mismatch_sums,
 )
@@ -170,3 +172,49 @@ def test_bounds(pairs: list[tuple[float, float]]) -> None:
     assert 1.0 / len(pairs) <= metrics["ess"] * (1 + 1e-12)
     assert metrics["ess"] <= 1.0 + 1e-12
     assert metrics["is_ratio/mean"] <= metrics["is_ratio/max"] * (1 + 1e-12)
+
+
+# --- mismatch by group ----------------------------------------------------------------------------
+
+
+def worker_metrics(*, temperature: float = 1.0, lie: float = 0.0) -> dict[str, float]:
+    """Return what is told of a worker that samples at a temperature and states what 1 gives."""
+    generator = torch.Generator().manual_seed(0)
+    logprobs = torch.randn(4000, 16, generator=generator, dtype=torch.float64).mul(2).log_softmax(1)
+    sampled = torch.multinomial((logprobs / temperature).exp(), 1, generator=generator)
+    learner = logprobs.gather(1, sampled)[:, 0]
+    entropies = -(logprobs.exp() * logprobs).sum(1)
+    group_of = torch.arange(4000) % 3
+    sums = mismatch_by_group(learner, learner - lie, entropies, group_of=group_of, num_groups=3)
+    return sum((Mismatch(*row) for row in sums.tolist()), Mismatch()).metrics()
+
+
+def test_what_a_worker_states_shows_in_the_mismatch_and_what_it_samples_in_the_surprise() -> None:
+    honest = worker_metrics()
+    assert honest == pytest.approx(
+        {"logprob_difference": 0.0, "mismatch_kl": 0.0, "ess": 1.0, "surprise": 0.0}, abs=0.06
+    )
+    hot = worker_metrics(temperature=2.0)
+    assert hot["mismatch_kl"] == 0.0
+    assert hot["surprise"] > 0.5
+    assert worker_metrics(temperature=0.5)["surprise"] < -0.3
+    lying = worker_metrics(lie=3.0)
+    assert lying["logprob_difference"] == pytest.approx(3.0)
+    assert lying["mismatch_kl"] == pytest.approx(math.exp(3) - 4)
+    assert lying["surprise"] == pytest.approx(honest["surprise"])
+
+
+def test_a_group_has_the_sums_of_its_own_tokens_and_stays_finite() -> None:
+    learner, sampler = (
+        torch.tensor([-1.0, -2.0, -1.0, -1e4]),
+        torch.tensor([-1.0, -1.0, -1.0, -0.1]),
+    )
+    sums = mismatch_by_group(
+        learner, sampler, torch.zeros(4), group_of=torch.tensor([2, 0, 2, 1]), num_groups=4
+    )
+    rows = [Mismatch(*row) for row in sums.tolist()]
+    assert [row.num_tokens for row in rows] == [1, 1, 2, 0]
+    assert rows[0].mean_kl == pytest.approx(math.exp(-1))
+    assert rows[2].metrics()["mismatch_kl"] == 0.0
+    assert rows[3].metrics() == {}
+    assert all(math.isfinite(value) for row in rows for value in row.metrics().values())

@@ -18,6 +18,7 @@ from echo.core.buffer import StalenessBuffer
 from echo.core.timers import earliest
 from echo.leases import dispatch, scheduler
 from echo.leases.book import FinishedGroups, LeaseBook, LeasedWorker
+from echo.leases.mismatch import Mismatches
 from echo.leases.outbox import Outbox
 from echo.leases.partials import ShippedPartials
 from echo.leases.scheduler import Scheduler
@@ -547,3 +548,20 @@ def believe_every_name(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LeaseBook, "was_granted", lambda self, group_id, attempt, worker_id: True)
     patch.setattr(Admission, "is_missing_hello", lambda self, source, message: False)
     patch.setattr(Admission, "bears_name", lambda self, source, message: True)
+
+
+@plant(39, "d")
+def compare_no_workers(patch: pytest.MonkeyPatch) -> None:
+    """Take what workers state of their samples for true."""
+    patch.setattr(Learner, "compare", lambda self, samples, *, now: [])
+
+
+@plant(39, "e")
+def compare_all_workers(patch: pytest.MonkeyPatch) -> None:
+    """Compare workers of any engine with each other."""
+    trained = Mismatches.trained
+
+    def blind(self: Mismatches, sampled: Any, *, engine: str) -> None:
+        trained(self, sampled, engine="any")
+
+    patch.setattr(Mismatches, "trained", blind)

@@ -90,3 +90,44 @@ def test_39c_nobody_delivers_under_the_lease_or_the_name_of_another(make_world: 
     assert (world.peer_of("w1"), world.peer_of("w2")) == links
     assert 0 in world.leased("w1")
     assert world.deliver(0)[0] == "stored"
+
+
+def test_39d_a_worker_that_states_other_log_probabilities_is_set_aside_by_name(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(batch={"groups_per_step": 12}, sync={"max_staleness": 1})
+    world.learner()
+    for name, noise in (("w1", 0.02), ("w2", 0.03), ("liar", 0.02)):
+        world.worker(name, sample_s=0.1)
+        world.state_logprobs(name, noise=noise, lie=3.0 if name == "liar" else 0.0)
+    world.run_until(lambda: world.notes_of("is set aside"))
+    [note] = world.notes_of("is set aside")
+    assert note.startswith("liar is set aside for 10min: the log-probabilities that it states")
+    row = world.rows[-1]
+    assert row["workers/mismatch_kl"]["liar"] > 1 > 0.1 > row["workers/mismatch_kl"]["w1"]
+    assert row["workers/logprob_difference"]["liar"] == pytest.approx(3.0, abs=0.05)
+    assert {*row["workers/reward"]} == {"w1", "w2", "liar"}
+    world.run(1.0)
+    before, step = world.num_granted("liar"), world.step
+    world.run(10.0)
+    assert world.num_granted("liar") == before
+    assert world.step > step + 3
+    world.audit()
+
+
+def test_39e_honest_workers_of_other_data_types_and_ages_are_not_set_aside(
+    make_world: MakeWorld,
+) -> None:
+    """One alone of its data type, and one whose weights come late."""
+    world = make_world(batch={"groups_per_step": 12}, sync={"max_staleness": 4})
+    world.learner()
+    for name in ("w1", "w2", "w3"):
+        world.worker(name, sample_s=0.1)
+        world.state_logprobs(name, noise=0.02)
+    world.link("learner", "w3", bytes_per_s=20_000)
+    world.worker("coarse", sample_s=0.1, engine="transformers bfloat16")
+    world.state_logprobs("coarse", noise=0.5)
+    told = "is set aside"
+    world.run_until(lambda: world.num_granted("coarse") > 80 or world.notes_of(told))
+    assert world.notes_of(told) == []
+    assert world.rows[-1]["workers/mismatch_kl"]["coarse"] > 0.01

@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from echo.algo.diagnostics import Mismatch, mismatch_by_group
 from echo.config.load import parse_config
 from echo.config.schema import Config
 from echo.core.errors import EchoError, EngineError, RefusedError, TransportError
@@ -68,6 +69,8 @@ from echo.wire.messages import FULL, Ack, Deliver, Fetch, Goodbye, Message
 from tests.e2e.audit import audit, read_ledger
 from tests.roles.harness import make_group, make_hello, message_of
 
+TRUE_LOGPROB = -0.5
+"""Of every token, as the learner scores it."""
 Version = tuple[int, int]
 """(lineage, step)."""
 
@@ -259,6 +262,10 @@ class Process:
         """Of a rated engine, those that are about to begin."""
         self.num_sampling = 0
         self.looked_at = asyncio.Event()
+        self.lie = 0.0
+        """Nats that it takes off what it states of its samples."""
+        self.noise = 0.0
+        """Nats by which its engine rounds at most."""
         self.reward_fault = ""
         """Why nothing that it samples is worth anything."""
 
@@ -426,7 +433,10 @@ class StubTrainer:
             raise StepError("the computation raised", reason="step_error")
         self.step_count += 1
         self._weights[self.step_count % 97 :: 97] += 0.01
-        return StepResult(metrics=self._process.world.metrics_of(self.step_count))
+        return StepResult(
+            metrics=self._process.world.metrics_of(self.step_count),
+            by_group={group.group_id: _mismatch(group) for group in groups},
+        )
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
         bad = self._process.world.poisoned_groups
@@ -445,6 +455,16 @@ class StubTrainer:
         (directory / "step").write_text(str(self.step_count))
         (directory / "weights").write_bytes(self._weights.tobytes())
         self._process.reach("checkpoint")
+
+
+def _mismatch(group: Group) -> Mismatch:
+    """Return how far what a worker has stated is from the -.5 nats of every token."""
+    stated = torch.cat([torch.from_numpy(each.sampler_logprobs) for each in group.rollouts])
+    true = torch.full_like(stated, TRUE_LOGPROB)
+    sums = mismatch_by_group(
+        true, stated, -true, group_of=torch.zeros(len(stated), dtype=torch.int64), num_groups=1
+    )
+    return Mismatch(*sums[0].tolist())
 
 
 class StubHost(LaterHost):
@@ -502,7 +522,7 @@ class StubEngine(Engine):
                 Completion(
                     request.request_id,
                     3 + np.arange(start, start + number, dtype=np.int32) % 16,
-                    np.full(number, -0.5, np.float32),
+                    self._logprobs(number),
                     "abort" if is_stopped else "length",
                     np.tile(np.array([version.lineage, version.step], np.int32), (number, 1)),
                 )
@@ -512,6 +532,14 @@ class StubEngine(Engine):
             if not is_stopped:
                 watcher.on_completion(found[-1])
         return found
+
+    def _logprobs(self, number: int) -> Any:
+        """Return what it states of its tokens, with a noise of its own."""
+        process = self._process
+        lie = 0.0 if process is None else process.lie
+        noise = 0.0 if process is None else process.noise
+        chance = np.random.default_rng(number)
+        return (TRUE_LOGPROB - lie - noise * chance.random(number)).astype(np.float32)
 
     @contextmanager
     def holding(self, exact_version: PolicyVersion) -> Iterator[None]:
@@ -671,6 +699,7 @@ class World:
         sample_s: float | None = None,
         rated: Rated | None = None,
         model: str = "m",
+        engine: str = "transformers float32",
         **sections: Any,
     ) -> None:
         """Start a worker.
@@ -684,11 +713,12 @@ class World:
             sample_s: seconds of a call of its engine; None for the world's.
             rated: the pace of its engine, where a group takes as long as it has tokens.
             model: the hash of its model; the learner's is "m".
+            engine: kind and data type of its engine.
             sections: see `World`.
         """
         process = Process(self, name)
         process.build_s, process.sample_s, process.rated = build_s, sample_s, rated
-        how = {"via": via, "serves": serves, "in_place": in_place, "model": model}
+        how = {"via": via, "serves": serves, "in_place": in_place, "model": model, "engine": engine}
         self._start(process, self._build_worker, {**how, **sections})
 
     def restart(self, name: str, *, via: Sequence[str] = (LEARNER,)) -> None:
@@ -804,6 +834,7 @@ class World:
         serves: bool,
         in_place: bool,
         model: str,
+        engine: str,
         **sections: Any,
     ) -> Node:
         own: dict[str, Any] = {"name": process.name, "connect": [*map(ADDRESS.format, via)]}
@@ -829,6 +860,7 @@ class World:
                 installed_path=self.run_dir / "workers" / process.name / "installed.jsonl",
                 agents=None,
                 digests={"model": model},
+                engine_name=engine,
                 read_local_image=lambda: None,
             )
 
@@ -929,6 +961,11 @@ class World:
             return heartbeat(now=now)
 
         role.heartbeat = lying
+
+    def state_logprobs(self, worker: str, *, lie: float = 0.0, noise: float = 0.0) -> None:
+        """Let a worker state so many nats less than it sampled with, or round by up to so many."""
+        process = self._process(worker)
+        process.lie, process.noise = lie, noise
 
     def fail_rewards(self, worker: str, reason: str) -> None:
         """Let a worker's groups end with this reason; empty: no more."""
@@ -1232,6 +1269,10 @@ class World:
     def notes(self, node: str) -> list[str]:
         """Return what a node logged."""
         return [text for name, text in self._told if name == node]
+
+    def notes_of(self, words: str) -> list[str]:
+        """Return what the learner logged with these words."""
+        return [text for text in self.notes(LEARNER) if words in text]
 
     def records(self, kind: str) -> list[dict[str, Any]]:
         """Return the learner's records of a kind, oldest first, over all its lives."""

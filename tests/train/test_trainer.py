@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from echo.algo.advantages import group_advantages
-from echo.algo.diagnostics import GroupStats
+from echo.algo.diagnostics import GroupStats, Mismatch
 from echo.algo.losses import make_loss
 from echo.core.errors import DataError, StorageError
 from echo.core.rollout import Group, PolicyVersion, Rollout
@@ -470,6 +470,33 @@ def test_ratio_statistics_see_a_stale_sampler(make_trainer: MakeTrainer) -> None
     assert metrics["mismatch_kl"] == pytest.approx((1 - math.log(2)) * first / total, rel=1e-4)
 
 
+def test_a_step_tells_the_mismatch_of_each_group(make_trainer: MakeTrainer) -> None:
+    """Also where several updates deal its groups, and micro-batches divide them."""
+    optimizer = dataclasses.replace(FAST, minibatches_per_step=2, learning_rate=1e-9)
+    trainer = make_trainer(micro_batch_tokens=24, optimizer=optimizer)
+    groups = on_policy(trainer, [make_group([1, 0, 1, 0], n, seed=n) for n in range(10, 14)])
+    lying = dataclasses.replace(
+        groups[1],
+        rollouts=tuple(
+            dataclasses.replace(each, sampler_logprobs=each.sampler_logprobs - np.float32(3))
+            for each in groups[1].rollouts
+        ),
+    )
+    result = trainer.step([groups[0], lying, *groups[2:]])
+    assert {*result.by_group} == {10, 11, 12, 13}
+    for group in groups:
+        found = result.by_group[group.group_id]
+        assert found.num_tokens == group.num_trained
+        is_lying = group.group_id == lying.group_id
+        metrics = found.metrics()
+        assert metrics["logprob_difference"] == pytest.approx(3.0 * is_lying, abs=1e-3)
+        kl = math.exp(3) - 4 if is_lying else 0.0
+        assert metrics["mismatch_kl"] == pytest.approx(kl, abs=1e-2)
+        assert metrics["ess"] == pytest.approx(1.0, abs=1e-3), "all ratios are equal"
+    total = sum(result.by_group.values(), Mismatch())
+    assert result.metrics["mismatch_kl"] == pytest.approx(total.mean_kl)
+
+
 # ---------------------------------------------------------------------------------------- waits
 
 
@@ -516,7 +543,8 @@ def test_a_step_waits_for_its_device_a_few_times(
     with Reads(counts), Shapes(counts):
         trainer.step(groups)
     assert counts == {
-        "tolist": num_micro_batches + 1,  # are the ids in the vocabulary; the loss and the metrics
+        # Are the ids in the vocabulary; the loss and the metrics; the mismatch of each group.
+        "tolist": num_micro_batches + 2,
         "nonzero": num_micro_batches,  # rows that have a gradient
         "_local_scalar_dense": 1,  # is the norm finite
     }

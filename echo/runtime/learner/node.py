@@ -631,6 +631,8 @@ class LearnerNode(Node):
                     consumed_at=role.step,
                 )
             )
+            samples = self._progress.workers.trained(groups, result.by_group, step=role.step)
+            self.perform(role.compare(samples, now=self.now))
             self.perform(role.advance(role.step + 1, now=self.now))
             self._discard_unusable()
             is_lower = self.adapt(role.step, result.metrics, staleness)
@@ -1012,6 +1014,8 @@ class LearnerNode(Node):
         row |= self._progress.lengths.metrics(oldest_open=role.leases.oldest_open)
         row |= self._partial_metrics()
         row |= self._task_code_metrics()
+        workers = [member.node_id for member in role.roster.members("worker")]
+        row |= self._progress.workers.row(workers)
         if self._controller is not None:
             row["staleness/bound"] = self._buffer.admission_staleness
         row["lineage"] = role.lineages[-1].lineage

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
 
-from echo.algo.diagnostics import GroupStats, LengthBias
-from echo.core.metrics import CostView, LearningCurve, Snapshot, SpeedView, StepView
+import numpy as np
+
+from echo.algo.diagnostics import GroupStats, LengthBias, Mismatch
+from echo.core.metrics import (
+    CostView,
+    LearningCurve,
+    NodeView,
+    Snapshot,
+    SpeedView,
+    StepView,
+)
 from echo.core.rollout import Group
 from echo.core.timers import RecentMap
+from echo.leases.mismatch import WINDOW, Sampled
 from echo.roles.learner import Learner
 from echo.roles.members import MAX_NAMES_KEPT
 from echo.weights.schedule import PublishPace
@@ -70,6 +82,7 @@ class Progress:
         self._reasons: Counter[str] = Counter()
         self._dropped: dict[str, float] = {}
         self.lengths = LengthBias()
+        self.workers = WorkerQuality()
         self.zero_signal = GroupStats()
         """Groups from which nothing can be learned, since the last one that is useful."""
         self._zero_signal_reasons: Counter[str] = Counter()
@@ -321,6 +334,11 @@ class Progress:
         total_s = self._waited_s + self._trained_s
         return self._waited_s / total_s if total_s else 0.0
 
+    def _with_quality(self, view: NodeView) -> NodeView:
+        """Return a node's view with what its samples are worth."""
+        found = self.workers.of(view.node_id)
+        return replace(view, mismatch_kl=found.get("mismatch_kl"), reward=found.get("reward"))
+
     def snapshot(
         self,
         role: Learner,
@@ -344,7 +362,7 @@ class Progress:
             resumed_at=self._first_step,
             activity=self.activity,
             waiting_for="" if self.activity else self._describe_wait(role),
-            nodes=role.views(now=now),
+            nodes=tuple(self._with_quality(view) for view in role.views(now=now)),
             reward_history=tuple(self._rewards),
             eval_history=tuple(sorted(self._evals)),
             evals_are_rates=self._evals_are_rates,
@@ -363,6 +381,77 @@ class Progress:
             refused=_refusals(role.counters.as_dict()),
             cost=cost,
         )
+
+
+# --- What each worker's samples are worth, over its newest trained groups: `workers/` ---
+
+
+MAX_WORKERS_SHOWN = 64
+"""Workers in a row of the metrics: those with the largest mismatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A trained group."""
+
+    mismatch: Mismatch
+    reward: float
+
+
+class WorkerQuality:
+    """Mismatch and reward of each worker's newest WINDOW trained groups."""
+
+    def __init__(self) -> None:
+        self._made: RecentMap[str, deque[_Made]] = RecentMap(max_entries=MAX_NAMES_KEPT)
+
+    def trained(
+        self, groups: Sequence[Group], by_group: Mapping[int, Mismatch], *, step: int
+    ) -> list[Sampled]:
+        """Note the groups of a step; return those whose tokens were scored, to be compared.
+
+        Args:
+            groups: that the step was made of.
+            by_group: the mismatch of those that went through the model.
+            step: optimizer steps that were done before it.
+        """
+        samples = []
+        for group in groups:
+            mismatch = by_group.get(group.group_id)
+            if mismatch is None or not mismatch.num_tokens:
+                continue
+            made = self._made.get(group.worker_id)
+            if made is None:
+                made = self._made[group.worker_id] = deque(maxlen=WINDOW)
+            made.append(_Made(mismatch, fmean(group.rewards)))
+            staleness = _mean_staleness(group, step=step)
+            samples.append(Sampled(group.worker_id, staleness, mismatch.mean_kl))
+        return samples
+
+    def of(self, worker_id: str) -> dict[str, float]:
+        """Return what is known of a worker; empty before a group of it was trained."""
+        made = self._made.get(worker_id)
+        if not made:
+            return {}
+        total = sum((each.mismatch for each in made), Mismatch())
+        return {**total.metrics(), "reward": fmean(each.reward for each in made)}
+
+    def row(self, worker_ids: Iterable[str]) -> dict[str, Mapping[str, float]]:
+        """Return each statistic as a table by worker, of the workers that are here."""
+        known = {name: found for name in worker_ids if (found := self.of(name))}
+        worst = sorted(known, key=lambda name: -known[name]["mismatch_kl"])[:MAX_WORKERS_SHOWN]
+        return {
+            f"workers/{statistic}": {name: known[name][statistic] for name in sorted(worst)}
+            for statistic in ("logprob_difference", "mismatch_kl", "ess", "surprise", "reward")
+            if worst
+        }
+
+
+def _mean_staleness(group: Group, *, step: int) -> float:
+    """Return the mean staleness of a group's trained tokens."""
+    steps = np.concatenate(
+        [rollout.policy_versions[rollout.completion_mask, 1] for rollout in group.rollouts]
+    )
+    return step - float(steps.mean()) if len(steps) else 0.0
 
 
 def _refusals(counts: Mapping[str, float]) -> dict[str, int]:

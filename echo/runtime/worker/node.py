@@ -108,6 +108,8 @@ class WorkerParts:
     agents: AgentParts | None
     """What outside agents get, where rollouts come from them."""
     digests: dict[str, str]
+    engine_name: str = ""
+    """Kind and data type of the engine, for the comparison with other workers."""
     read_local_image: Callable[[], tuple[bytearray, bytes] | None]
     """Lays out the weights of the worker's own model directory as a version's image; slow."""
 
@@ -126,6 +128,7 @@ class WorkerParts:
             prompt_bound=self.prompt_bound,
             max_completion_tokens=self.sampling.max_completion_tokens,
             rules=self.rules,
+            name=self.engine_name,
         )
 
     def install(self, transfer: Transfer) -> str | None:

@@ -202,6 +202,7 @@ def build_parts(
         read_local_image=lambda: read_local_image(config),
         agents=agents,
         digests=model_digests(config, model_dir, template) | task.digests,
+        engine_name=f"{config.engine.kind} {engine_dtype(config)}",
     )
 
 
@@ -310,6 +311,14 @@ def import_engine(config: Config, *, log: logging.Logger) -> None:
         )
 
 
+def engine_dtype(config: Config) -> str:
+    """Return the data type that a worker's engine computes in."""
+    section = config.worker
+    if section.dtype != "auto":
+        return section.dtype
+    return "bfloat16" if pick_device(section.device).startswith("cuda") else "float32"
+
+
 def make_engine(
     config: Config, model_dir: Path, lora: Lora | None = None, demand: Demand | None = None
 ) -> Engine:
@@ -317,7 +326,7 @@ def make_engine(
     section, how = config.worker, config.engine
     device = pick_device(section.device)
     is_gpu = device.startswith("cuda")
-    dtype = ("bfloat16" if is_gpu else "float32") if section.dtype == "auto" else section.dtype
+    dtype = engine_dtype(config)
     if isinstance(how, VllmSection):
         # Only here: its modules are of use to nobody else.
         from echo.engine.vllm.engine import VllmEngine
