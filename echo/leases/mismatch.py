@@ -1,4 +1,4 @@
-"""Whose samples are not what their worker states of them.
+"""Mismatch of workers: comparison of what equal workers state of their samples.
 
 The learner scores every token that it trains on, so it knows for each group how far the
 log-probabilities that the worker has stated are from its own: `mismatch_kl`, nats per token. That
