@@ -91,14 +91,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         config_path = find_config(name)
         config = load_config(config_path, arguments.set, "learner")
         check_addresses(config)
+        threads: list[str] = []  # one each for the small model: more would only wait
         with interrupts.unwinding():
             if arguments.model is not None:
                 model = find_pretrained(arguments.model, console)
+                threads = thread_settings(os.cpu_count() or 1, arguments.workers)
             else:
                 model = make_model(task, console, for_vllm=config.engine.kind == "vllm")
         overrides = [
             override_of("model.name", model),
             f"run.seed={arguments.seed or 0}",
+            *threads,
             *arguments.set,
         ]
         config = load_config(config_path, overrides, "learner")
@@ -164,6 +167,13 @@ def find_pretrained(name: str, console: Console) -> str:
     from echo.engine.pretrained import make_smollm2
 
     return str(make_smollm2(models_directory(), tell=console.print))
+
+
+def thread_settings(num_cores: int, num_workers: int) -> list[str]:
+    """Return overrides that divide the cores: half for the learner, the rest for the workers."""
+    learner = max(1, num_cores // 2)
+    worker = max(1, (num_cores - learner) // num_workers)
+    return [f"learner.num_threads={learner}", f"worker.num_threads={worker}"]
 
 
 OWN_ADDRESSES = (

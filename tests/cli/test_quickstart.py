@@ -27,6 +27,7 @@ from echo.cli.quickstart import (
     next_commands,
     pass_on,
     stop,
+    thread_settings,
     wait_for,
 )
 from echo.config.load import load_config, parse_config, save_resolved
@@ -155,6 +156,18 @@ def test_a_path_without_a_model_is_refused_before_anything_starts(
     assert main(["--model", name]) == 3
     assert f"model.name = '{name}': no such directory" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_workers", "learner", "worker"),
+    [(1, 2, 1, 1), (2, 2, 1, 1), (4, 2, 2, 1), (8, 2, 4, 2), (9, 2, 4, 2), (8, 1, 4, 4)],
+)
+def test_the_cores_are_divided_among_the_processes_of_a_pretrained_model(
+    num_cores: int, num_workers: int, learner: int, worker: int
+) -> None:
+    overrides = thread_settings(num_cores, num_workers)
+    config = load_config(find_config(MODEL_CONFIG), ["model.name=x", *overrides], "learner")
+    assert (config.learner.num_threads, config.worker.num_threads) == (learner, worker)
 
 
 def test_a_run_of_a_pretrained_model_is_told_other_things_to_try() -> None:
