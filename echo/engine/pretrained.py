@@ -26,16 +26,16 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from echo.core.errors import ConfigError, DataError, EngineError, StorageError
 from echo.core.extras import import_extra
 from echo.core.units import one_line
+from echo.engine.weights import save_safetensors
 from echo.records.files import sync_path
 
 NAME = "smollm2"
@@ -190,12 +190,15 @@ def _convert(source: Path, target: Path) -> None:
             f"the model {NAME}: transformers {transformers.__version__} cannot read its GGUF: "
             f"{one_line(str(error))}; name a directory with another model"
         ) from error
+    # `save_pretrained` refuses what was read from GGUF, which its configuration says.
     values = quantised.config.to_dict()
     known = {key: value for key, value in values.items() if not key.startswith("_")}
+    known |= {"architectures": [type(quantised).__name__], "dtype": "bfloat16"}
     known.pop("quantization_config", None)
-    # `save_pretrained` refuses a model that was read from GGUF: a new one does not know of it.
-    model: Any = type(quantised)(type(quantised.config)(**known))
-    model.load_state_dict(quantised.state_dict())
-    model.to(torch.bfloat16)
-    model.save_pretrained(target)
+    config = type(quantised.config)(**known)
+    target.mkdir()
+    config.save_pretrained(target)
+    GenerationConfig.from_model_config(config).save_pretrained(target)
     tokenizer.save_pretrained(target)
+    weights = {name: weight.bfloat16() for name, weight in quantised.named_parameters()}
+    save_safetensors(target, weights)
