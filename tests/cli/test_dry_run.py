@@ -15,6 +15,7 @@ from echo.cli import node as node_module
 from echo.cli.node import check_start, dry_run, main
 from echo.config.fields import ROLES, Role
 from echo.config.load import parse_config
+from echo.engine import model as engine_model
 from tests.records.rows import write_ledger
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +60,20 @@ def test_ranks_need_less_each(
         told.append(capsys.readouterr().out)
     assert "memory: each of 2 ranks needs " in told[0]
     assert told[1] == ""
+
+
+def test_the_type_that_this_cpu_is_faster_at_is_told_and_counted(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = {"model": {"name": str(model_dir)}, "learner": {"device": "cpu"}}
+    config = parse_config(table, role="learner")
+    assert "with float32 weights" in dry_run(config, "learner")
+    monkeypatch.setattr(engine_model, "MIN_PRODUCT", 0)
+    monkeypatch.setattr(engine_model, "MIN_GAIN", 0.0)
+    text = dry_run(config, "learner")
+    assert "with bfloat16 weights" in text
+    assert "notice: the learner computes in bfloat16, in which this CPU multiplies" in text
+    assert "notice: the worker computes in bfloat16" in dry_run(parse_config(table), "worker")
 
 
 def hub_cache(directory: Path, model_dir: Path) -> Path:

@@ -9,17 +9,15 @@ import threading
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from echo.core.errors import ConfigError, DataError, EchoError
 from echo.core.extras import install_command
-from echo.engine.engine import Request, Sampling
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.model import load_directory
 from echo.engine.pretrained import WHEEL_FILE, make_smollm2
-from echo.tasks.tokenization import TextCodec, load_tokenizer, stop_ids
+from tests.engine.pretrained_answer import assert_answers
 
 needs_gguf = pytest.mark.skipif(
     importlib.util.find_spec("gguf") is None, reason="gguf is not installed"
@@ -105,16 +103,8 @@ def test_of_two_at_once_one_waits_and_finds_it_made(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_pretrained_model_answers_with_transformers(smollm2: Path) -> None:
-    tokenizer = load_tokenizer(smollm2)
-    text = TextCodec(tokenizer, stop_ids(tokenizer, smollm2), {})
     engine = TransformersEngine(smollm2, dtype="bfloat16")
-    engine.load(load_directory(smollm2, "bfloat16"))
-    prompt = np.array(text.encode_prompt("What is the capital of France?"), np.int32)
-    sampling = Sampling(1.0, 1.0, 0, 16, tuple(text.stop_ids), greedy=True)
-    [completion] = engine.generate([Request("0", prompt, seed=0)], sampling)
-    engine.close()
-    assert text.decode(completion.token_ids.tolist()) == "The capital of France is Paris."
-    assert completion.finish_reason == "stop"
+    assert_answers(engine, smollm2)
 
 
 @pytest.mark.matrix
