@@ -87,14 +87,13 @@ def _reap(task: int, *, waits: bool) -> int | None:
 
 def _end_all() -> None:
     """Kill what is left; children of the killed become children of this process."""
-    while True:
-        for pid in _children(os.getpid()):
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        try:
+    with suppress(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)  # mostly nothing is left, which is cheaper to ask than to search
+        while True:
+            for pid in _children(os.getpid()):
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
             os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
 
 
 def _children(parent: int) -> Iterator[int]:

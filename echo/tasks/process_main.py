@@ -15,7 +15,6 @@ msgpack behind a length; the process reads data only, and so does its parent.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import math
@@ -30,7 +29,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -39,6 +38,9 @@ from echo.tasks.environment import Environment
 from echo.tasks.guard import fork_guarded
 from echo.tasks.messages import Message, fault_of_message
 from echo.tasks.task import Example, RetryCall, Task, load_task
+
+if TYPE_CHECKING:
+    import asyncio
 
 TRANSIENT_ERRORS = (RetryCall, ConnectionError, TimeoutError)
 """What a task's code raises where the same call may work a moment later."""
@@ -241,6 +243,8 @@ class Performer:
     def _awaited(self, value: Any) -> Any:
         if not inspect.isawaitable(value):
             return value
+        import asyncio  # which takes as long as the rest of a start, and few tasks need it
+
         # Of the threads of a host inside a node one waits for another; a process has no other.
         with self._loop_lock:
             if self._loop is None:
@@ -251,6 +255,8 @@ class Performer:
         """Wait until there is something to read; what the task's code has begun goes on."""
         if self._loop is None:
             return
+        import asyncio
+
         loop, is_ready = self._loop, self._loop.create_future()
         loop.add_reader(file, is_ready.cancel)
         try:
