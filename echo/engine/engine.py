@@ -190,6 +190,9 @@ class Watcher:
     def on_tokens(self, number: int) -> None:
         """Take note, as often, of how many tokens have come since the last time."""
 
+    def on_progress(self, number: int) -> None:
+        """Take note of signs of life while no token comes, as where long contexts are read."""
+
     def on_completion(self, completion: Completion) -> None:
         """Take a completion as soon as it has ended by itself, in the thread of the call.
 

@@ -165,6 +165,25 @@ def test_the_head_gets_no_slice(
     assert all(is_whole for _, is_whole in heads)
 
 
+@pytest.mark.parametrize("num_begun", [0, 6])
+def test_each_layer_shows_life_while_contexts_are_read(
+    engine: TransformersEngine, num_begun: int
+) -> None:
+    """Or leases expire beside a call that takes a minute to its first token."""
+    seen: list[str] = []
+    watcher = watching(
+        on_progress=lambda number: seen.append("layer"),
+        on_tokens=lambda number: seen.append("token"),
+    )
+    prefixes = np.arange(3, 3 + num_begun, dtype=np.int32)
+    requests = [replace(each, prefix_ids=prefixes) for each in distinct_prompts(4)]
+    engine.generate(requests, sampling(stop_ids=()), watcher)
+    num_layers = seen.index("token")
+    assert seen[:num_layers] == ["layer"] * num_layers
+    assert num_layers >= 2
+    assert "layer" not in seen[num_layers:], "a token is a sign of life of its own"
+
+
 class Memory:
     """Holds so many tokens' keys and values, and fails as a device does beyond."""
 

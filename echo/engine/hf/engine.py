@@ -422,7 +422,7 @@ class TransformersEngine(Engine):
         """Advance a batch token by token until every row has ended or the watcher stops it."""
         if watcher.should_stop():
             return
-        logits, cache = self._begin(batch)
+        logits, cache = self._begin(batch, watcher)
         mask = batch.final_mask()  # each step shows the model one more column of it
         mask = mask.to(self._device) if mask is not None else None
         for step in range(batch.num_tokens, batch.max_tokens):
@@ -446,18 +446,37 @@ class TransformersEngine(Engine):
                 tokens = tokens[index]
                 _keep_rows(cache, index)
             if has_swapped and self._recomputes:
-                logits, cache = self._begin(batch)
+                logits, cache = self._begin(batch, watcher)
                 continue
             positions = torch.from_numpy(batch.lengths + step)[:, None]
             shown = mask[:, : batch.prompt_length + step + 1] if mask is not None else None
             logits = self._forward(tokens[:, None], shown, positions, cache)
 
-    def _begin(self, batch: StaticBatch) -> tuple[Tensor, DynamicCache]:
+    def _begin(self, batch: StaticBatch, watcher: Watcher) -> tuple[Tensor, DynamicCache]:
         """Run all that the rows of a batch hold through the model.
+
+        It may take a minute on a busy CPU, and no token comes before its end. So each layer is a
+        sign of life: without any the leases would expire.
 
         Returns:
             The logits [B, V] of each row's next token, and the keys and values before it.
         """
+        with self._telling_layers(watcher):
+            return self._read(batch)
+
+    @contextmanager
+    def _telling_layers(self, watcher: Watcher) -> Iterator[None]:
+        """Note a sign of life with each layer that has been run."""
+        lists = [each for each in self._model.modules() if isinstance(each, torch.nn.ModuleList)]
+        layers = max(lists, key=len, default=())
+        hooks = [layer.register_forward_hook(lambda *_: watcher.on_progress(1)) for layer in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _read(self, batch: StaticBatch) -> tuple[Tensor, DynamicCache]:
         cache = DynamicCache(config=self._model.config)
         if batch.num_tokens:
             contexts, shown = batch.contexts()

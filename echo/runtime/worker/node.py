@@ -212,6 +212,10 @@ class EpisodeWatcher(NodeWatcher):
         """Note a sign of life."""
         self.call.on_progress(number)
 
+    def on_progress(self, number: int) -> None:
+        """Note a sign of life."""
+        self.call.on_progress(number)
+
 
 class CallWatcher(EpisodeWatcher):
     """Hands a call's completions from the engine's thread to the loop, until it is recalled."""
