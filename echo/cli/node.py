@@ -136,9 +136,34 @@ def check_start(config: Config, role: Role, *, resume: bool = False) -> StartChe
             problems.append(str(error))
     try:
         check_model(config, role)
-    except DataError as error:
+        _check_architecture(config, role)
+    except EchoError as error:
         problems.insert(0, str(error))
     return StartCheck(tuple(problems), tuple(preview))
+
+
+def _check_architecture(config: Config, role: Role) -> None:
+    """Check what learner or worker would make of a model, by its config.json, if that is here.
+
+    Raises:
+        EchoError: as the start would raise it.
+    """
+    if role == "relay" or config.model.name is None:
+        return
+    if role == "worker" and not local_path(config.model.name).is_dir():
+        return
+    model_dir = _directory_here(config.model, "config.json")
+    if model_dir is None:
+        return
+    # Imported here: a relay's machine has no torch.
+    if role == "learner":
+        from echo.runtime.learner.setup import check_models
+
+        check_models(config, model_dir)
+    else:
+        from echo.runtime.worker.setup import check_engine
+
+        check_engine(config, model_dir)
 
 
 def check_model(config: Config, role: str) -> None:

@@ -757,8 +757,8 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
-def find_model(name: str) -> Path | None:
-    """Return the directory that `model.name` names; None if that is the id of a model on the hub.
+def find_model(name: str, *, key: str = "model.name") -> Path | None:
+    """Return the directory that a key names; None if that is the id of a model on the hub.
 
     Raises:
         DataError: if there is no such directory, no model in it, or a quantised one.
@@ -767,17 +767,17 @@ def find_model(name: str) -> Path | None:
     try:
         has_model, is_directory = (path / "config.json").is_file(), path.is_dir()
     except OSError as error:
-        raise DataError(f"model.name = {name!r}: cannot be looked at: {error.strerror}") from error
+        raise DataError(f"{key} = {name!r}: cannot be looked at: {error.strerror}") from error
     if has_model:
         check_unquantised(path)
         return path
     if is_directory:
         raise DataError(
-            f"model.name = {name!r}: {path.absolute()} has no config.json; name the directory of a "
+            f"{key} = {name!r}: {path.absolute()} has no config.json; name the directory of a "
             "Hugging Face model, with config.json, tokenizer and safetensors, or its id on the hub"
         )
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise DataError(f"model.name = {name!r}: no such directory (looked at {path.absolute()})")
+        raise DataError(f"{key} = {name!r}: no such directory (looked at {path.absolute()})")
     return None
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 import torch
 from blake3 import blake3
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
@@ -162,11 +163,18 @@ def build_meta_model(directory: Path, dtype: torch.dtype, attn_implementation: s
     return model
 
 
+UNREADABLE = (
+    *(ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError),
+    *(ValueError, StrictDataclassError),
+)
+"""What transformers raises of a config.json that says what it cannot build."""
+
+
 @contextmanager
 def _explaining(directory: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except UNREADABLE as error:
         raise EngineError(
             f"{directory}: no causal language model can be built from its config.json: "
             f"{explain(error)}"
@@ -175,10 +183,11 @@ def _explaining(directory: Path) -> Iterator[None]:
 
 def explain(error: BaseException) -> str:
     """Return what transformers says against a model, with the remedy where there is a known one."""
-    first, *_ = str(error).splitlines() or [type(error).__name__]
-    if "attention implementation" not in first:
-        return str(error)
-    name = first.partition(" ")[0]
+    text = " ".join(str(error).partition("\n\n")[0].split())
+    if "attention implementation" not in text:
+        is_sentence = isinstance(error, OSError | ValueError | ImportError | StrictDataclassError)
+        return text if is_sentence and text else f"{type(error).__name__}: {text}"
+    name = text.partition(" ")[0]
     return f'{name} does not compute its attention so: set model.attn_implementation = "auto"'
 
 
@@ -236,7 +245,7 @@ def _shorten(names: Sequence[str]) -> str:
 # memory alone; those on disk are for what others read: exported directories, and vLLM.
 
 
-def build_shapes(directory: Path) -> Any | None:
+def build_shapes(directory: Path, attn_implementation: str = "eager") -> Any | None:
     """Return the model of a directory without memory; None if there is no config.json.
 
     Raises:
@@ -245,7 +254,7 @@ def build_shapes(directory: Path) -> Any | None:
     if not (directory / "config.json").is_file():
         return None
     with torch.device("meta"):
-        return build_meta_model(directory, torch.float32, "eager")
+        return build_meta_model(directory, torch.float32, attn_implementation)
 
 
 def unrounded_names(model: Any | None) -> frozenset[str]:
@@ -386,18 +395,19 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
             raise DataError(f"{path}: cannot read the weights: {error}") from error
 
 
-def resolve_model(name: str, revision: str | None = None) -> Path:
+def resolve_model(name: str, revision: str | None = None, *, key: str = "model.name") -> Path:
     """Return the directory of a model, downloading it from the hub where it is not local.
 
     Args:
         name: a directory, or the id of a model on the hub ("Qwen/Qwen3-0.6B").
         revision: branch, tag or commit on the hub; None for its default branch.
+        key: of the configuration, that names it.
 
     Raises:
         ConfigError: if a revision is asked of a local directory.
         DataError: if there is no such directory, no model in it, or the hub cannot deliver.
     """
-    path = find_model(name)
+    path = find_model(name, key=key)
     if path is not None:
         if revision is not None:
             raise ConfigError(
@@ -405,10 +415,10 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
                 "remove it"
             )
         return path
-    return _download(name, revision)
+    return _download(name, revision, key)
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, key: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -417,9 +427,9 @@ def _download(name: str, revision: str | None) -> Path:
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         # Offline, the hub's own message speaks of its cache and not of what to do.
         raise DataError(
-            f"model.name = {name!r} is neither a directory here nor available from the hub "
+            f"{key} = {name!r} is neither a directory here nor available from the hub "
             f"(revision {revision or 'default'}): {type(error).__name__}: "
-            f"{str(error).splitlines()[0]}; without a network set model.name to a local directory"
+            f"{str(error).splitlines()[0]}; without a network set {key} to a local directory"
         ) from error
     check_unquantised(found)
     return found
@@ -502,8 +512,18 @@ def fields_of_model(model_dir: Path) -> dict[str, Any]:
 
 
 def vocab_size(model_dir: Path) -> int:
-    """Return the rows of the model's embedding: token ids are below it."""
-    return int(fields_of_model(model_dir)["vocab_size"])
+    """Return the rows of the model's embedding: token ids are below it.
+
+    Raises:
+        DataError: if config.json does not say it.
+    """
+    number = fields_of_model(model_dir).get("vocab_size")
+    if not isinstance(number, int):
+        raise DataError(
+            f"{model_dir / 'config.json'}: vocab_size = {number!r}: write the rows of the model's "
+            "embedding there"
+        )
+    return number
 
 
 def model_directory(config: Config, asset_dir: Path, assets: Mapping[str, bytes]) -> Path:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echo.engine.model import layer_configs
+from echo.engine.model import UNREADABLE, layer_configs
 
 log = logging.getLogger(__name__)
 
@@ -80,10 +80,6 @@ class ModelFlops:
         weights = 4 * (self.body + self.head) + 2 * (self.body_trained + self.head_trained)
         width = sum(layer.width for layer in self.attention)
         return sum((weights + 12 * width * tokens) * tokens for tokens in row_lengths)
-
-
-UNREADABLE = ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
-"""What reading a configuration raises that is of another form than those known here."""
 
 
 def model_flops(model: Any, head: Tensor) -> ModelFlops:

@@ -248,6 +248,12 @@ def _torchao(module: str) -> Any:
     return import_extra(module, extra="torchao", wanted_by='optimizer.state = "8bit"')
 
 
+def check_kind(state: OptimizerState) -> None:
+    """Raise a ConfigError if the package is missing that an optimizer's state needs."""
+    if state == "8bit":
+        _torchao("torchao.optim")
+
+
 def _coded(moment: str, codes: Tensor, scales: Tensor) -> Any:
     """Return torchao's tensor of a moment, in the memory of its codes and scales."""
     state = _torchao("torchao.optim.subclass_8bit").OptimState8bit

@@ -53,6 +53,7 @@ from echo.core.rollout import Rollout
 from echo.engine.lora import Lora, add_adapter
 from echo.engine.model import (
     BUILDING,
+    UNREADABLE,
     choose_attention,
     distinct_tensors,
     drop_towers,
@@ -193,12 +194,8 @@ class Policy:
             DataError: if the directory or the tensors do not make up a model.
             EngineError: if the model cannot be trained here.
         """
-        attn_implementation, lora = compute.attn_implementation, source.lora
-        if attn_implementation == FLASH and compute.dtype == torch.float32:
-            raise EngineError(
-                f'model.attn_implementation = "{FLASH}" computes in 16 bits only, and the learner '
-                'in float32: set learner.dtype = "bfloat16", or model.attn_implementation = "auto"'
-            )
+        _check_types(compute)
+        lora = source.lora
         # Its bars would be drawn across the live view.
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.compute = compute
@@ -556,20 +553,16 @@ class Policy:
         return obstacle
 
     def _enable_training(self, *, gradient_checkpointing: bool | str) -> None:
+        _check_layers(self.model, self.compute)
         if not gradient_checkpointing:
             self.model.eval()  # dropout off; gradients flow all the same
             return
-        if not self.model.supports_gradient_checkpointing:
-            raise EngineError(
-                f"{type(self.model).__name__} cannot recompute activations: set "
-                "learner.gradient_checkpointing = false"
-            )
         # Renamed during transformers 5.
         enable = getattr(self.model, "activation_checkpointing_enable", None)
         (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
         self.model.train()
         if gradient_checkpointing == "offload":
-            for layer in self._layers("learner.gradient_checkpointing = true"):
+            for layer in _layers(self.model):
                 # As transformers itself has just done.
                 layer._gradient_checkpointing_func = _checkpoint_offloaded  # noqa: SLF001
 
@@ -577,21 +570,9 @@ class Policy:
         """Have each decoder layer compiled when it first runs; the attention stays as it is.
 
         Layers and not the model: those of a kind share one graph, whatever the number of layers.
-
-        Raises:
-            EngineError: if it has none that transformers marks as such.
         """
-        for layer in self._layers("learner.compile_layers = false"):
+        for layer in _layers(self.model):
             layer.compile(dynamic=True)
-
-    def _layers(self, remedy: str) -> list[Any]:
-        layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        if not layers:
-            raise EngineError(
-                f"{type(self.model).__name__} has no decoder layers of transformers' kind: set "
-                f"{remedy}"
-            )
-        return layers
 
     def _check_logits(self, dtype: torch.dtype) -> None:
         """Compare a few tokens' logits with hidden states times LM head."""
@@ -711,7 +692,7 @@ def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
             loaded: Any = class_.from_pretrained(
                 model_dir, config=config, local_files_only=True, output_loading_info=True, **options
             )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+    except UNREADABLE as error:
         raise DataError(
             f"{model_dir}: cannot load it as a causal language model: {explain(error)}"
         ) from error
@@ -719,6 +700,51 @@ def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
     if report["missing_keys"]:
         raise lacking(model_dir, report["missing_keys"])
     return drop_towers(model).to(device)
+
+
+def check_trainable(source: ModelSource, compute: Compute) -> int:
+    """Check, by config.json alone, that a model can be trained so; return its rows of logits.
+
+    Raises:
+        EchoError: what `Policy` would raise, unless the weights are at fault.
+    """
+    _check_types(compute)
+    alone = replace(compute, device=torch.device("meta"), ranks=ALONE)
+    lora = source.lora
+    model_dir = source.model_dir if lora is None else lora.base_dir
+    model = _build(model_dir, alone, has_weights=False)
+    if lora is not None:
+        add_adapter(model, lora)
+    _check_layers(model, compute)
+    return int(_head_weight(model).shape[0])
+
+
+def _check_types(compute: Compute) -> None:
+    if compute.attn_implementation == FLASH and compute.dtype == torch.float32:
+        raise EngineError(
+            f'model.attn_implementation = "{FLASH}" computes in 16 bits only, and the learner in '
+            'float32: set learner.dtype = "bfloat16", or model.attn_implementation = "auto"'
+        )
+
+
+def _check_layers(model: Any, compute: Compute) -> None:
+    """Check that layers can be computed again and compiled, as far as that is asked for."""
+    name, checkpointing = type(model).__name__, compute.gradient_checkpointing
+    if checkpointing and not model.supports_gradient_checkpointing:
+        raise EngineError(
+            f"{name} cannot recompute activations: set learner.gradient_checkpointing = false"
+        )
+    remedies = {
+        "learner.gradient_checkpointing = true": checkpointing == "offload",
+        "learner.compile_layers = false": compute.compile_layers,
+    }
+    for remedy in [remedy for remedy, is_asked_for in remedies.items() if is_asked_for]:
+        if not _layers(model):
+            raise EngineError(f"{name} has no decoder layers of transformers' kind: set {remedy}")
+
+
+def _layers(model: Any) -> list[Any]:
+    return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
 def _switch_off_dropout(config: Any) -> None:

@@ -503,11 +503,7 @@ class Trainer:
             raise ValueError("the loss pulls towards a reference policy, and none is given")
         compute = replace(self.compute, gradient_checkpointing=False)
         policy = Policy(reference, compute, is_frozen=True)
-        if policy.vocab_size != self._policy.vocab_size:
-            raise DataError(
-                f"{reference.model_dir}: the reference model has {policy.vocab_size} token ids, "
-                f"the one being trained {self._policy.vocab_size}; their tokenizers differ"
-            )
+        check_vocabularies(reference.model_dir, policy.vocab_size, self._policy.vocab_size)
         if policy.is_packed != self._policy.is_packed:  # both see the same micro-batches
             for one, other in ((policy, self._policy), (self._policy, policy)):
                 one.pad_rows(f"the reference shares them, and {other.describe_rows()}")
@@ -1345,3 +1341,16 @@ class Trainer:
         parts = self._ranks.gather_tensors(own)
         scores = {name: values.numpy() for part in parts for name, values in part.items()}
         return [scores[str(index)] for index in range(len(rows))]
+
+
+def check_vocabularies(reference_dir: Path, num_reference: int, num_own: int) -> None:
+    """Refuse a reference model that knows other token ids than the policy.
+
+    Raises:
+        DataError: with the number of each.
+    """
+    if num_reference != num_own:
+        raise DataError(
+            f"{reference_dir}: the reference model has {num_reference} token ids, the one being "
+            f"trained {num_own}; their tokenizers differ"
+        )

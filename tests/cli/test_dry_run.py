@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import sys
@@ -16,7 +17,9 @@ from echo.cli.node import check_start, dry_run, main
 from echo.config.fields import ROLES, Role
 from echo.config.load import parse_config
 from echo.engine import model as engine_model
+from echo.engine.model import build_tokenizer
 from tests.records.rows import write_ledger
+from tests.runtime.families import SMALL
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "tcp://10.0.0.1:7700"
@@ -286,3 +289,63 @@ def test_a_learners_dry_run_shows_what_the_run_begins_with(
         f"reward: 1 for the answer '{number + 1}'",
         "reward: 0 for an empty answer",
     ]
+
+
+def problems_of(tmp_path: Path, model_dir: Path, **sections: Any) -> tuple[str, ...]:
+    build_tokenizer().save_pretrained(model_dir)
+    table = {
+        "model": {"name": str(model_dir)},
+        "run": {"dir": str(tmp_path / "runs")},
+        "learner": {"listen": "tcp://127.0.0.1:0", "device": "cpu", **sections.pop("learner", {})},
+        "sampling": {"max_completion_tokens": 16},
+    }
+    table["model"] |= sections.pop("model", {})
+    return check_start(parse_config({**table, **sections}, role="learner"), "learner").problems
+
+
+@pytest.mark.parametrize(
+    ("sections", "complaint"),
+    [
+        ({"lora": {"rank": 4, "target_modules": ["q_projection"]}}, "target_modules: .*q_project"),
+        ({"lora": {"rank": 4, "target_modules": ["lm_head"]}}, "lora.target_modules"),
+        ({"model": {"attn_implementation": "flash_attention_2"}}, "computes in 16 bits only"),
+        ({"reference": {"kl_coef": 0.1, "name": "OTHER"}}, "the reference model has 48 token ids"),
+        ({"reference": {"kl_coef": 0.1, "name": "/none"}}, "reference.name = '/none': no such dir"),
+        ({"learner": {"init_from": "/none"}}, "/none: the weights model.safetensors are missing"),
+    ],
+)
+def test_what_the_trainer_refuses_of_a_model_is_found_by_its_configuration(
+    tmp_path: Path, make_tiny_model: Any, sections: dict[str, Any], complaint: str
+) -> None:
+    if sections.get("reference", {}).get("name") == "OTHER":
+        sections["reference"]["name"] = str(make_tiny_model(vocab_size=48))
+    model_dir = tmp_path / "model"
+    shutil.copytree(make_tiny_model(), model_dir, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert not problems_of(tmp_path, model_dir)
+    [found] = problems_of(tmp_path, model_dir, **sections)
+    assert re.search(complaint, found), found
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "complaint"),
+    [
+        ("gemma2", {"head_dim": 8}, r"final_logit_softcapping = 30\.0"),
+        ("granite", {"logits_scaling": 8.0}, r"logits_scaling = 8\.0"),
+        ("phi", {}, "LM head with a bias"),
+        ("t5", {}, "no causal language model"),
+        ("gpt_oss", {}, 'set model.attn_implementation = "auto"'),
+        ("qwen3", {"hidden_size": "big"}, "'hidden_size' expected int, got str"),
+        ("qwen3", {"num_attention_heads": 0}, "ZeroDivisionError: "),
+        ("qwen3", {"hidden_act": "no such one"}, "KeyError: 'no such one'"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_found_by_its_configuration(
+    tmp_path: Path, model_type: str, settings: dict[str, Any], complaint: str
+) -> None:
+    sizes = {} if model_type == "t5" else SMALL | settings
+    text = json.dumps({"model_type": model_type, **sizes})
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(text)
+    options = {"attn_implementation": "sdpa"} if model_type == "gpt_oss" else {}
+    found, *_ = problems_of(tmp_path, tmp_path / "model", model=options)
+    assert re.search(complaint, found), found

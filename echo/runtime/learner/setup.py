@@ -18,6 +18,7 @@ from echo.config.load import flatten, inherited_settings, resolved, save_resolve
 from echo.config.memory import (
     CHECKPOINTING,
     Budget,
+    find_model,
     memory_budget,
     read_machine,
     read_model_facts,
@@ -53,6 +54,7 @@ from echo.engine.model import (
     set_num_threads,
     unrounded_names,
     vocab_size,
+    weight_files,
     with_cpu_dtype,
 )
 from echo.engine.weights import round_tensors, save_hf, torch_dtype
@@ -87,10 +89,16 @@ from echo.tasks.rewards import TaskHost
 from echo.tasks.task import Task, load_task, task_digests
 from echo.train.attribution import Attribution, make_attribution, make_rescoring
 from echo.train.batch import AdvantageSettings
-from echo.train.policy import ModelSource, float32_attention, learner_compute
+from echo.train.optimizer import check_kind
+from echo.train.policy import (
+    ModelSource,
+    check_trainable,
+    float32_attention,
+    learner_compute,
+)
 from echo.train.ranks.crew import AnyTrainer, Crew, LeadTrainer, follow
 from echo.train.ranks.sharding import Ranks
-from echo.train.trainer import OptimizerSettings, Trainer, load_loss
+from echo.train.trainer import OptimizerSettings, Trainer, check_vocabularies, load_loss
 from echo.weights.topology.sites import Site
 from echo.wire.messages import LEARNER_ID
 
@@ -374,6 +382,28 @@ def budget_here(config: Config, model_dir: Path, crew: Crew | None = None) -> Bu
     return memory_budget(config, "learner", facts, machine, num_ranks=num_ranks)
 
 
+def check_models(config: Config, model_dir: Path) -> None:
+    """Check, without their weights, what the trainer of a run would be made of.
+
+    Args:
+        config: of the run.
+        model_dir: with the model's config.json.
+
+    Raises:
+        EchoError: what `make_trainer` would raise.
+    """
+    check_kind(config.optimizer.state)
+    lora, compute = learner_lora(config, model_dir), learner_compute(config)
+    source = initial_model(config, model_dir, lora)
+    if source.weights_dir is not None:
+        weight_files(source.weights_dir)
+    num_ids = check_trainable(source, compute)
+    name = config.reference.name if config.reference.kl_coef else None
+    if name is not None and (other := find_model(name, key="reference.name")) is not None:
+        reference = ModelSource(model_dir=other)
+        check_vocabularies(other, check_trainable(reference, compute), num_ids)
+
+
 def initial_model(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource:
     """Return what the run starts from; an adapter may start as nothing on its base."""
     adapter = initial_adapter(config)
@@ -414,7 +444,7 @@ def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ModelS
         return None
     if section.name is None:
         return initial_model(config, model_dir, lora)
-    return ModelSource(model_dir=resolve_model(section.name))
+    return ModelSource(model_dir=resolve_model(section.name, key="reference.name"))
 
 
 # --- Open a run: its ledger, its trainer, and its role ---

@@ -21,6 +21,7 @@ from echo.engine.engine import Demand, Engine
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import Lora, worker_lora
 from echo.engine.model import (
+    build_shapes,
     context_window,
     has_own_model,
     import_architecture,
@@ -317,6 +318,16 @@ def engine_dtype(config: Config) -> str:
     if section.dtype != "auto":
         return section.dtype
     return "bfloat16" if pick_device(section.device).startswith("cuda") else "float32"
+
+
+def check_engine(config: Config, model_dir: Path) -> None:
+    """Check, by config.json alone, that a worker's engine can be made of its own model.
+
+    Raises:
+        EngineError: what `make_engine` would raise.
+    """
+    is_vllm = isinstance(config.engine, VllmSection)
+    build_shapes(model_dir, "auto" if is_vllm else config.model.attn_implementation)
 
 
 def make_engine(
