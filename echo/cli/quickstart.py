@@ -32,7 +32,7 @@ from echo.config.fields import override_of
 from echo.config.load import OVERRIDE, load_config
 from echo.config.memory import find_model
 from echo.config.schema import Config
-from echo.core.errors import ConfigError, EchoError
+from echo.core.errors import ConfigError, EchoError, nearest
 from echo.core.extras import command, find_config, models_directory
 from echo.core.units import one_line
 from echo.runtime.identity import ECHO_JOIN, join_address, load_or_create_keys, write_join
@@ -162,7 +162,8 @@ def find_pretrained(name: str, console: Console) -> str:
         EchoError: if it is a path without a model, or cannot be made.
     """
     if name != SMOLLM2:
-        find_model(name)
+        if find_model(name) is None and "/" not in name and nearest(name.lower(), [SMOLLM2]):
+            raise ConfigError(f"--model {name}: no such directory; did you mean {SMOLLM2}?")
         return name
     from echo.engine.pretrained import make_smollm2
 

