@@ -34,7 +34,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "eval/version": "Step of the weights that were evaluated.",
         "eval/seconds": "How long the evaluation took. On a CPU it shares the cores with training.",
         "eval/reward_errors": "Held-out rewards that failed; each counts as 0.",
-        "eval/no_opinion": "Held-out answers on which the task has no opinion; they are in no mean.",
+        "eval/no_opinion": "Held-out answers without an opinion of the task; they are in no mean.",
     },
     "Groups": {
         "groups/useful": "Share of groups whose rewards differ, so that there is something to "
@@ -122,7 +122,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "env/errors": "Calls that failed.",
         "env/retries": "Calls that were made again.",
         "env/latency": "Seconds per call.",
-        "env/no_opinion": "Answers for which the task gave None; they are left out of their groups.",
+        "env/no_opinion": "Answers for which the task gave None, left out of their groups.",
         "env/turn_limit": "Episodes ended at `task.max_turns`.",
         "env/token_limit": "Episodes ended at `sampling.max_completion_tokens`.",
         "agents/trained_share": "Share of the tokens sampled in agents' sessions that are trained "

@@ -36,7 +36,7 @@ from echo.records.files import write_file
 from echo.runtime.threads import Pool
 from echo.tasks.environment import Environment
 from echo.tasks.process_main import TaskCall, raised_at
-from echo.tasks.rewards import InlineHost, Limits, RewardError
+from echo.tasks.rewards import InlineHost, Limits, RewardError, describe_example_call
 from echo.tasks.task import SPLITS, Example, Task
 from echo.tasks.tokenization import UNUSABLE, TextCodec, unmarked
 from echo.wire.messages import Lease
@@ -181,22 +181,16 @@ class PromptSource:
         text = str(self._text.tokenizer.decode(list(ids), skip_special_tokens=False))
         shown = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]} ..."
         lines += [f"    {one_line(part)}" for part in shown.splitlines()]
-        return lines + self._rewards_of(first.example)
+        return [*lines, *self._reward_line(first.example)]
 
-    def _rewards_of(self, example: Example) -> list[str]:
-        """Return what the reward says of an example's own answer and of an empty one."""
+    def _reward_line(self, example: Example) -> Iterator[str]:
+        """Yield what the reward says of answers to an example, where it is asked by answer."""
         if isinstance(self._task, Environment):
-            return []
-        answers = [example.answer] if isinstance(example.answer, str) else []
+            return
         try:
-            rewards = list(self._host.score_all(example, [*answers, ""]))
+            yield describe_example_call(self._host, example)
         except RewardError as error:
-            return [f"reward: {error}"]
-        return [
-            f"reward: {'no opinion' if reward is None else f'{reward:g}'} for "
-            f"{f'the answer {one_line(repr(text))}' if text else 'an empty answer'}"
-            for text, reward in zip([*answers, ""], rewards, strict=True)
-        ]
+            yield f"reward: {error}"
 
     def _notices(self, made: Sequence[Prompt]) -> Iterator[str]:
         """Yield what a user should know of these prompts."""
