@@ -593,7 +593,8 @@ class Scheduler:
                 Newcomer(name, self._num_held(worker) + pending[name], worker.capacity)
                 for name, worker in able.items()
                 if self.finish_times.of(name).measured is None
-                and bounds[worker.installed] >= self._num_promised
+                # Else it gets new groups, once it shows its speed.
+                and bounds[worker.installed] == self._num_promised
             ]
             chosen = even_out(self._movable(running), newcomers) if newcomers else []
         else:

@@ -466,7 +466,7 @@ def test_episodes_of_agents_are_not_asked_for_once_begun() -> None:
     assert not asked.is_begun_too
 
 
-@pytest.mark.parametrize("change", ["batch", "stale", "full", "unconfirmed"])
+@pytest.mark.parametrize("change", ["batch", "stale", "full", "unconfirmed", "room for new ones"])
 def test_nothing_moves_without_need(change: str) -> None:
     granting, first, second = shared()
     if change == "batch":
@@ -475,6 +475,9 @@ def test_nothing_moves_without_need(change: str) -> None:
         second.installed = PolicyVersion(1, 2)
     elif change == "full":
         second.capacity = 0
+    elif change == "room for new ones":
+        granting.buffer.admission_staleness, second.num_places = 2, 1
+        granting.settings = make_settings(max_staleness=2)
     else:
         granting.leases.worker_leases("first")[0].is_confirmed = False
     assert reclaims(granting.hand_out([first, second], now=1.0)) == []
