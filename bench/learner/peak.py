@@ -66,7 +66,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         ),
         prompt_tokens=PROMPT_TOKENS,
     )
-    items = {each.name: each.num_bytes for each in footprint.learner_items() if each.is_on_gpu}
+    # Without versions: nothing is published here.
+    items = {
+        each.name: each.num_bytes
+        for each in footprint.learner_items()
+        if each.is_on_gpu or each.name == "process"
+    }
     before = psutil.Process().memory_info().rss
     with tempfile.TemporaryDirectory() as directory:
         config.save_pretrained(directory)
