@@ -77,8 +77,8 @@ case "$*" in
         case "$*$(cat "$venv/.echo-setup.torch" 2>/dev/null)" in
             *--torch-backend* | *==2.13.0+cpu*) build="2.13.0+cpu None" ;;
         esac
-        mkdir -p "$site/torch"
-        printf "__version__ = '%s'\ncuda: Optional[str] = %s\n" $build >"$site/torch/version.py"
+        mkdir -p "$site/torch" "$site/torch-${build%% *}.dist-info"
+        echo "cuda: Optional[str] = ${build#* }" >"$site/torch/version.py"
         ;;
 esac
 """
@@ -236,7 +236,8 @@ def test_what_was_killed_while_it_changed_packages_is_installed_over(machine: Ma
     (machine.tools / "is_killed").unlink()
     assert machine.setup("--role", "learner").returncode == 0
     assert "--reinstall" in machine.last_call()
-    assert len(machine.installed()) == 3
+    # Of wandb some files may be there, so the next call could take it for installed.
+    assert machine.installed()[2:] == ["[learner,planner,wandb,worker]"]
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="only flock keeps two calls apart")
