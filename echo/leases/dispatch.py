@@ -159,9 +159,12 @@ class FinishTimes:
 
     def group_s(self, worker_id: str) -> float:
         """Return the seconds that a group usually takes a worker, or any where it made none."""
-        if self.has_made_a_group(worker_id):
-            return self.lengths.mean / self.known_speed(self.of(worker_id))
-        return statistics.median(self._seconds) if self._seconds else math.inf
+        speed = self.of(worker_id)
+        if not speed.seconds and self._seconds:
+            return statistics.median(self._seconds)
+        # Continued groups have a length and no time: then what heartbeats show must do.
+        is_known = self.knows_a_group and speed.measured is not None
+        return self.lengths.mean / self.known_speed(speed) if is_known else math.inf
 
     def of(self, worker_id: str) -> Speed:
         """Return what is known of a worker."""

@@ -70,7 +70,7 @@ def test_25b_equal_workers_that_join_one_after_the_other_share_the_first_groups(
 
 
 @pytest.mark.parametrize("hedge_factor", [2.0, False])
-@pytest.mark.parametrize("is_first", [False, pytest.param(True, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("is_first", [False, True])
 @pytest.mark.parametrize("num_tokens", [10, pytest.param(1, marks=pytest.mark.matrix)])
 def test_25c_made_up_progress_holds_no_step_up(
     make_world: MakeWorld, hedge_factor: float | bool, is_first: bool, num_tokens: int
