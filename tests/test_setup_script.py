@@ -51,7 +51,7 @@ case "$*" in
         if [ -e "$MACHINE/is_offline" ]; then echo "no route to the index" >&2; exit 1; fi
         cp "$MACHINE/uv" "$(dirname "$0")/uv"
         ;;
-    *tomllib* | *literal_eval*) exec "$REAL_PYTHON" "$@" ;;
+    *literal_eval*) exec "$REAL_PYTHON" "$@" ;;
     "-m echo.cli."*)
         printf '<%s>' "$@"
         if [ -e "$MACHINE/serves" ]; then echo up >"$MACHINE/serves"; cat "$MACHINE/end"; fi
