@@ -6,7 +6,9 @@ import importlib
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -97,6 +99,43 @@ def test_the_configurations_are_in_the_package(monkeypatch: pytest.MonkeyPatch) 
     assert set((REPOSITORY / "configs").glob("*.toml")) <= packed
     monkeypatch.chdir("/")
     assert find_config("quickstart.toml").resolve() == REPOSITORY / "configs" / "quickstart.toml"
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_wheel_in_a_clean_environment_trains(tmp_path: Path) -> None:
+    """Nothing of the checkout is in reach: no configuration, no test, no script of bin/.
+
+    The packages have this environment's versions, so that pip takes the same build of PyTorch.
+    """
+
+    def run(*command: str | Path) -> None:
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=False,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+    for name in ("README.md", "LICENSE", "pyproject.toml"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    shutil.copytree(REPOSITORY / "echo", tmp_path / "echo")
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", "wheels", ".")
+    shutil.rmtree(tmp_path / "echo")
+    [wheel] = (tmp_path / "wheels").iterdir()
+    versions = {
+        f"{one.name}=={one.version}\n"
+        for one in importlib.metadata.distributions()
+        if one.name != "echo-rl"
+    }
+    (tmp_path / "versions.txt").write_text("".join(versions))
+    run(sys.executable, "-m", "venv", "clean")
+    pip = [tmp_path / "clean/bin/python", "-m", "pip", "install", "--constraint", "versions.txt"]
+    run(*pip, f"{wheel}[learner]")
+    settings = ("--set", "run.max_steps=3", "--set", "eval.num_prompts=8")
+    run(tmp_path / "clean/bin/echo-rl", "quickstart", *settings)
+    [metrics] = (tmp_path / "runs").glob("*/metrics.jsonl")
+    assert len(metrics.read_text().splitlines()) >= 3
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
