@@ -58,7 +58,7 @@ def test_39_garbage_is_counted_and_the_others_are_served(make_world: MakeWorld) 
         ({"size": 3}, "group_size"),
         ({"version": (1, 3)}, "version_from_the_future"),
         ({"version": (2, 0)}, "abandoned_version"),
-        ({"change": {"reward": float("nan")}}, "malformed"),
+        ({"change": {"reward": float("inf")}}, "malformed"),
     ],
 )
 def test_39b_results_that_cannot_be_true_are_refused_with_their_reason(

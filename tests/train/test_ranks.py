@@ -184,9 +184,11 @@ def test_the_others_are_told_a_path_that_is_the_same_in_any_directory() -> None:
     assert told[0].path == str(Path.cwd() / "run")
 
 
-def assert_near(off: dict[str, float]) -> None:
-    assert off["weights"] < 0.01 * A_STEP, off["weights"]
+def assert_near(off: dict[str, float], weights: float = 0.01) -> None:
+    """Up to `weights` of a step apart: of no gradient, Adam steps by the order of its sums."""
+    assert off["weights"] < weights * A_STEP, off["weights"]
     assert off["loss/policy"] < 1e-7, off["loss/policy"]
+    assert off.pop("update") < 1e-3, off
     far = {name: value for name, value in off.items() if value > 1e-6}
     assert far.keys() <= {"weights"}, far
 
@@ -254,11 +256,11 @@ def test_all_ranks_go_on_with_what_the_memory_of_one_holds(
     where: str, answers: Answers, request: pytest.FixtureRequest
 ) -> None:
     found = answers["memory"][where]
-    assert_near(found["off"])
+    assert_near(found["off"], weights=0.02)  # The ranks' rows were cut otherwise.
     first, *others = found["told"]
     assert all(told == first for told in others)
     smaller, *notices = first
-    assert 15 <= smaller <= 40
+    assert 10 <= smaller <= 40
     assert f"learner.micro_batch_tokens = {smaller}: set that" in notices[-1]
     cause = f"(rank {last_rank(request)}: CUDA out of memory. Tried to allocate 7 GiB.)"
     assert all(notice.endswith(cause) for notice in notices)
@@ -270,7 +272,7 @@ def test_a_rollout_that_no_rank_holds_ends_its_group_on_all(answers: Answers) ->
     assert found["reasons"][0].startswith("out_of_memory: step 2, 4 rollouts of ")
     assert ", which cannot be cut: " in found["reasons"][0]
     assert found["faulty"] == [5]
-    assert_near(found["next"])
+    assert_near(found["next"], weights=0.02)  # The ranks' rows were cut otherwise.
 
 
 def test_a_state_is_refused_that_would_lie_on_several_disks_or_holds_nan_on_one_rank(
