@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoConfig
 
 from echo.algo.losses import GrpoLoss
 from echo.config.load import parse_config
-from echo.config.memory import Footprint, ModelFacts
+from echo.config.memory import Footprint, read_model_facts
 from echo.core.rollout import Group
 from echo.train.batch import AdvantageSettings
 from echo.train.policy import Compute, ModelSource
@@ -42,39 +43,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         tie_word_embeddings=True,
     )
     weights = RandomWeights(config, "cpu")
-    footprint = Footprint(
-        config=parse_config(
-            {},
-            [
-                f"learner.dtype={arguments.dtype}",
-                "learner.gradient_checkpointing=false",
-                "eval.interval_steps=0",
-                f"batch.groups_per_step={arguments.groups}",
-                f"batch.group_size={GROUP_SIZE}",
-                f"sampling.max_completion_tokens={COMPLETION_TOKENS}",
-            ],
-        ),
-        facts=ModelFacts(
-            num_params=weights.num_params,
-            num_layers=config.num_hidden_layers,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            vocab_size=config.vocab_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-        ),
-        prompt_tokens=PROMPT_TOKENS,
-    )
-    # Without versions: nothing is published here.
-    items = {
-        each.name: each.num_bytes
-        for each in footprint.learner_items()
-        if each.is_on_gpu or each.name == "process"
-    }
     before = psutil.Process().memory_info().rss
     with tempfile.TemporaryDirectory() as directory:
         config.save_pretrained(directory)
+        items = budget_of(arguments, Path(directory), weights.num_params)
         trainer = Trainer(
             ModelSource(model_dir=Path(directory), tensors=weights),
             Compute(
@@ -101,6 +73,30 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "reckoned_mb": round(reckoned / 1e6),
         "reckoned/peak": round(reckoned / peak, 3),
         "items_mb": {name: round(size / 1e6) for name, size in items.items()},
+    }
+
+
+def budget_of(arguments: argparse.Namespace, model_dir: Path, num_params: int) -> dict[str, int]:
+    """Return the bytes that the memory budget counts, by item; nothing is published here."""
+    footprint = Footprint(
+        config=parse_config(
+            {},
+            [
+                f"learner.dtype={arguments.dtype}",
+                "learner.gradient_checkpointing=false",
+                "eval.interval_steps=0",
+                f"batch.groups_per_step={arguments.groups}",
+                f"batch.group_size={GROUP_SIZE}",
+                f"sampling.max_completion_tokens={COMPLETION_TOKENS}",
+            ],
+        ),
+        facts=replace(read_model_facts(model_dir), num_params=num_params),
+        prompt_tokens=PROMPT_TOKENS,
+    )
+    return {
+        item.name: item.num_bytes
+        for item in footprint.learner_items()
+        if item.is_on_gpu or item.name == "process"
     }
 
 
