@@ -89,14 +89,33 @@ UNUSABLE = (ValueError, TypeError, AttributeError, LookupError, OverflowError, R
 """What tokenizers and chat templates raise on messages that they were not made for."""
 
 
+_TIME_DIRECTIVES = [f"%{flag}{letter}" for flag in ("", "-") for letter in "aAbBcdHIjmMpSxXyYZz"]
+# transformers gives templates a clock of its own, and from 5.24 on takes no function in its place.
+_CLOCK = (
+    "{%- macro strftime_now(format) -%}{%- set made = namespace(text=format) -%}"
+    "{%- for directive, text in _now.items() -%}"
+    "{%- set made.text = made.text.replace(directive, text) -%}"
+    "{%- endfor -%}{{- made.text -}}{%- endmacro -%}"
+)
+"""A macro that takes the place of the clock of chat templates, and reads `_now`."""
+
+
 def render_messages(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
     chat_template_kwargs: Mapping[str, Any],
     *,
     opens_turn: bool = True,
+    template: str | None = None,
 ) -> str:
     """Return messages as text, with the opening of the assistant's turn unless told otherwise.
+
+    Args:
+        tokenizer: whose chat template renders them, unless `template` stands for it.
+        messages: as the template is given them.
+        chat_template_kwargs: further variables of the template, plain values.
+        opens_turn: whether the text ends with the opening of the assistant's turn.
+        template: another template.
 
     Raises:
         DataError: if there is no chat template, or it fails.
@@ -113,6 +132,7 @@ def render_messages(
             [dict(message) for message in messages],
             tokenize=False,
             add_generation_prompt=opens_turn,
+            chat_template=template,
             **chat_template_kwargs,
         )
     except (TemplateError, TypeError, ValueError) as error:
@@ -437,10 +457,14 @@ class TextCodec:
         kwargs = dict(self.chat_template_kwargs)
         if tools:
             kwargs["tools"] = [self._cut(tool) for tool in tools]
-        if self.now is not None:
-            kwargs["strftime_now"] = self.now.strftime
+        template = None
+        if self.now is not None and self.reads_clock():
+            kwargs["_now"] = {each: self.now.strftime(each) for each in _TIME_DIRECTIVES}
+            template = _CLOCK + self.tokenizer.get_chat_template(tools=kwargs.get("tools"))
         told = [self._told(plain_message(message)) for message in messages]
-        return render_messages(self.tokenizer, told, kwargs, opens_turn=opens_turn)
+        return render_messages(
+            self.tokenizer, told, kwargs, opens_turn=opens_turn, template=template
+        )
 
     def _told(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a message as the template is given it."""
