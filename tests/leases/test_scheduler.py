@@ -455,6 +455,10 @@ def test_only_what_was_not_begun_moves_once_a_group_was_made() -> None:
     [asked] = reclaims(granting.hand_out([first, second], now=1.0))
     assert not asked.is_begun_too
     assert {group_id for group_id, _ in asked.leases} <= {16, 17, 18, 19}
+    third = make_worker("third", (2, 3))
+    granting._routes.learn("third", "to third")
+    again = reclaims(granting.hand_out([first, third], now=1.1))
+    assert not {*asked.leases} & {each for message in again for each in message.leases}
     granting, first, second = shared(num_begun=8)
     granting.finish_times.made("first", num_tokens=10, seconds=20.0, now=1.0)
     assert reclaims(granting.hand_out([first, second], now=1.0)) == []
