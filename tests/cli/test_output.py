@@ -4,9 +4,11 @@ import contextlib
 import logging
 import os
 import pty
+import select
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -149,24 +151,45 @@ def test_a_log_on_a_full_disk_is_told_once_where_the_lines_go(
 class Terminal:
     """A terminal that a process writes to, and what has arrived there."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self._screen, far = pty.openpty()
-        os.set_blocking(self._screen, False)
         self.stream: TextIO = os.fdopen(far, "w", encoding="utf-8")
+        self._is_open = True
+
+    def text_until(self, end: str) -> str:
+        """Return what is shown up to a text: the kernel brings what is written in pieces, later."""
+        shown = ""
+        while end not in shown:
+            assert select.select([self._screen], [], [], 20)[0], f"{end!r} is not in {shown!r}"
+            shown += os.read(self._screen, 1 << 16).decode()
+        return shown
+
+    def hang_up(self) -> None:
+        self._is_open = False
+        os.close(self._screen)
+
+    def take_stderr(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Take standard error, in a test itself: pytest takes it back after a fixture."""
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setattr(sys, "stderr", self.stream)
 
-    def text(self) -> str:
-        return os.read(self._screen, 1 << 16).decode()
+    def close(self) -> None:
+        if self._is_open:
+            self.hang_up()
+        self.stream.close()
 
-    def hang_up(self) -> None:
-        os.close(self._screen)
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    with contextlib.closing(Terminal()) as made:
+        yield made
 
 
 def test_beside_a_status_line_what_others_write_goes_to_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, terminal = tmp_path / "w1.log", Terminal(monkeypatch)
+    path = tmp_path / "w1.log"
+    terminal.take_stderr(monkeypatch)
     log = make_log("test_strays", to_file=path, to_terminal=True)
     number = terminal.stream.fileno()
     with others_in_log(log):
@@ -177,21 +200,19 @@ def test_beside_a_status_line_what_others_write_goes_to_the_log(
     os.write(number, b"a traceback\n")
     for handler in log.handlers:
         handler.close()
-    shown = terminal.text()
+    shown = terminal.text_until("a traceback")
     assert "joined" in shown
-    assert "a traceback" in shown
     found = path.read_text()
     for stray in ("NUMA binding", "FutureWarning", "of a child"):
         assert stray in found
         assert stray not in shown
-    terminal.hang_up()
-    terminal.stream.close()
 
 
 def test_a_terminal_that_closes_meanwhile_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, terminal = tmp_path / "w1.log", Terminal(monkeypatch)
+    path = tmp_path / "w1.log"
+    terminal.take_stderr(monkeypatch)
     log = make_log("test_hang_up", to_file=path, to_terminal=True)
     with others_in_log(log):
         terminal.hang_up()
@@ -203,7 +224,6 @@ def test_a_terminal_that_closes_meanwhile_ends_nothing(
     assert "going on" in found
     assert "the end" in found
     assert "Logging error" not in found
-    terminal.stream.close()
 
 
 def test_without_a_terminal_what_others_write_stays_where_it_was(
