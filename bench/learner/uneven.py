@@ -8,15 +8,16 @@ WORDS = ("river", "seven", "window", "blue", "carry", "stone", "minute", "garden
 
 
 class UnevenTask(Task):
-    """Say something about some words; half of all answers are right, whatever the model knows."""
+    """Count some words; half of all answers are right, whatever the model knows."""
 
     def example(self, index: int, *, split: str) -> Example:
-        """Return a prompt of 4 to 43 words."""
+        """Return a prompt with 4 to 43 of them; a short answer is asked for, or all are cut off."""
         words = [WORDS[(index + place) % len(WORDS)] for place in range(4 + 7 * index % 40)]
         return Example(
             index=index,
             split=split,
-            prompt=f"{split} {index}: say something about {' '.join(words)}.",
+            prompt=f"{split} {index}: how many words are these: {' '.join(words)}? "
+            "Answer in one short sentence.",
             answer="",
         )
 
