@@ -6,6 +6,7 @@ EchoError
 ├── ProtocolError
 │   ├── LocalProtocolError     our own code broke the rules: a bug, the process stops
 │   └── RemoteProtocolError    the peer did: count it, refuse it, go on
+│       └── ForgedError            it passed on what the learner has not signed as that
 ├── TransportError         a socket failed (zmq's errors end here, chained to the original)
 ├── StorageError           the disk failed or a file on it is damaged
 ├── RefusedError           the learner refused this node for good: reason and both values
@@ -44,6 +45,10 @@ class LocalProtocolError(ProtocolError):
 
 class RemoteProtocolError(ProtocolError):
     """A peer broke the protocol's rules: it is counted and refused, never fatal."""
+
+
+class ForgedError(RemoteProtocolError):
+    """A peer passed on as another's what that one has not signed or sealed as this."""
 
 
 class TransportError(EchoError):

@@ -31,7 +31,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from echo.core.bounds import MAX_NODES, clamped_rate
-from echo.core.errors import RefusedError, RemoteProtocolError, TransportError
+from echo.core.errors import ForgedError, RefusedError, RemoteProtocolError, TransportError
 from echo.core.metrics import Counters
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import RecentMap, earliest
@@ -102,7 +102,10 @@ class DialingRole:
         self._told_at: dict[str, float] = {}
         self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
         self._weights = Parents(
-            broadcast.receiver, retry_s=settings.retry_s, sockets_per_link=settings.sockets_per_link
+            broadcast.receiver,
+            addresses=settings.addresses,
+            retry_s=settings.retry_s,
+            sockets_per_link=settings.sockets_per_link,
         )
         self._weights.retry_preferred_s = settings.dead_after_s
 
@@ -200,7 +203,8 @@ class DialingRole:
         self._num_refusals[link.address] += 1
         if not is_refused:
             self._num_refusals[link.address] = 0
-        if any(self._num_refusals[address] < MAX_REFUSALS for address in self._addresses()):
+        addresses = self._weights.learner_addresses
+        if any(self._num_refusals[address] < MAX_REFUSALS for address in addresses):
             return []
         text = f"{reason} (tried {MAX_REFUSALS} times)"
         return self._joining.give_up("refused", RefusedError(text), now=now)
@@ -220,15 +224,8 @@ class DialingRole:
         greet = Greet(node_id=self.settings.node_id, role=self.settings.role, purpose=purpose)
         return Send(peer, encode(greet, source=self.settings.node_id))
 
-    def _addresses(self) -> list[str]:
-        known = list(self.settings.addresses)
-        learner = self._weights.learner_address
-        if learner and learner not in known:
-            known.append(learner)
-        return known
-
     def _dial_control(self, now: float) -> list[Action]:
-        addresses = self._addresses()
+        addresses = self._weights.learner_addresses
         address = addresses[self._address_index % len(addresses)]
         self._control = self._weights.control = Connection(address, dialled_at=now)
         lost = self._joining.lost(retry_at=now + CONNECT_TIMEOUT_S, now=now)
@@ -252,7 +249,11 @@ class DialingRole:
             self.counters.add("protocol_errors")
             name = self._peer_names.get(peer) or peer
             text = f"refused a message from {name}: {error}"
-            return self._complaints.note(name, "protocol", text, now=now)
+            actions = self._complaints.note(name, "protocol", text, now=now)
+            if isinstance(error, ForgedError):
+                failure = ParentFailed(peer, str(error), is_corrupt=True)
+                actions += self._weights.parent_failed(failure, now=now)
+            return actions
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         """Leave the link that a message came over; one for another node is only not forwarded."""
@@ -443,7 +444,7 @@ class DialingRole:
         role, run_id = self.settings.role, self._joining.run_id
         since = f"run {run_id} was last heard of" if run_id else f"this {role} started"
         text = (
-            f"no learner reached at {', '.join(self._addresses())} for "
+            f"no learner reached at {', '.join(self._weights.learner_addresses)} for "
             f"{self.settings.reconnect_for_s:.0f} s, since {since}; check that it runs, that its "
             f"port is open, and the addresses under [{role}] connect; network.reconnect_for_s sets "
             "how long to try"

@@ -11,11 +11,18 @@ A parent that failed while the plan stayed the same is retried when the learner 
 does so while the node's parent is another), but not before `retry_preferred_s`, and with a backoff,
 or two that both lack what there is would keep a node between them. One that sent chunks with wrong
 hashes is **quarantined**: it is passed over for QUARANTINE_S, unless it is the learner.
+
+A link that no parent of the plan serves any more is a **last resort** away from the learner: the
+node dials the addresses at which it looks for the learner itself, and takes weights there from the
+learner alone. A plan may lack them (a learner that listens on a wildcard tells nobody its address,
+and the relay on the way may have changed the plan). Where that fails, too, a parent is quarantined
+for no longer than ALONE_S: there is nobody else to ask.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from echo.core.timers import earliest
 from echo.weights.link import Connection, ParentFailed, count_links, num_sockets
@@ -26,6 +33,8 @@ from echo.wire.messages import LEARNER_ID, TopologyPlan
 CONNECT_TIMEOUT_S = 3.0
 """Seconds to wait for a dialled address before the next; a WAN handshake takes under 1."""
 QUARANTINE_S = 600.0
+ALONE_S = 10.0
+"""Quarantine of a parent where nobody else can be asked: its fault may have passed."""
 REDIVIDE_AFTER_S = 5.0
 """Wait for the end of a fetch: what is under way is lost then, below a slow parent much time."""
 
@@ -69,15 +78,30 @@ class StripeParents:
         self._parents, self._index = parents, 0
         return self._follow(now)
 
+    @property
+    def _hops(self) -> list[tuple[str, str]]:
+        """All (node id, address) to dial in turn: the plan's, and those of the last resort."""
+        planned = {address for _, address in self._parents}
+        others = [each for each in self._node.learner_addresses if each not in planned]
+        return [*self._parents, *((LEARNER_ID, each) for each in others), *self._parents]
+
     def _address(self, index: int, now: float) -> str:
-        """Return where a parent of the list can be dialled, "" if it cannot be now."""
-        node_id, address = self._parents[index]
-        if self._node.quarantined.get(node_id, now) > now and node_id != LEARNER_ID:
+        """Return where one of the hops can be dialled, "" if it cannot be now."""
+        hops, control = self._hops, self._node.control
+        node_id, address = hops[index]
+        is_alone = index >= len(hops) - len(self._parents)
+        since = self._node.quarantined.get(node_id)
+        if is_alone and (since is None or node_id == LEARNER_ID):
+            return ""  # it was asked a moment ago
+        patience_s = ALONE_S if is_alone else QUARANTINE_S
+        if since is not None and now < since + patience_s and node_id != LEARNER_ID:
             return ""
-        control = self._node.control
-        if not address and control is not None and control.node_id == node_id:
-            return control.address
-        return address
+        if control is None or not control.node_id:
+            return address
+        if not address:
+            return control.address if control.node_id == node_id else ""
+        is_anothers = control.address == address and control.node_id != node_id
+        return "" if is_anothers else address
 
     def _follow(self, now: float) -> list[Action]:
         """Dial the preferred parent unless the connection to it stands already."""
@@ -86,8 +110,9 @@ class StripeParents:
         if self.next is not None:
             actions += [HangUp(self.next.peer)] if self.next.peer else []
             self.next = None
-        while self._index < len(self._parents):
-            if self.current is not None and self.current.node_id == self._parents[self._index][0]:
+        hops = self._hops
+        while self._index < len(hops):
+            if self.current is not None and self.current.node_id == hops[self._index][0]:
                 return actions + self._keep_spare(now)
             address = self._address(self._index, now)
             if address:
@@ -126,6 +151,9 @@ class StripeParents:
         if connection is None or connection.node_id:
             return []
         connection.node_id, connection.rtt_s = node_id, max(0.0, now - connection.greeted_at)
+        is_last_resort = len(self._parents) <= self._index < len(self._hops) - len(self._parents)
+        if connection is self.next and is_last_resort and node_id != LEARNER_ID:
+            return self.fail(connection, f"it is {node_id}, not the learner", now=now)
         if connection is self.spare:
             self.receiver.set_spare(self.link, is_ready=True)
             return []
@@ -152,7 +180,7 @@ class StripeParents:
         text = f"weights from {name} failed: {reason}"
         actions.append(Note("warning", text, f"weights from {name}"))
         if is_corrupt and connection.node_id:
-            self._node.quarantined[connection.node_id] = now + QUARANTINE_S
+            self._node.quarantined[connection.node_id] = now
         self._failed_at = now
         self._num_failures += 1
         if connection is self.next:
@@ -220,9 +248,17 @@ class StripeParents:
 class Parents:
     """All links of a node: one or more for each stripe of the plan."""
 
-    def __init__(self, receiver: Receiver, *, retry_s: float, sockets_per_link: int = 1) -> None:
-        """Start with one stripe and without a plan."""
+    def __init__(
+        self,
+        receiver: Receiver,
+        *,
+        addresses: Sequence[str] = (),
+        retry_s: float,
+        sockets_per_link: int = 1,
+    ) -> None:
+        """Start with one stripe and without a plan; `addresses` may lead to the learner."""
         self.receiver = receiver
+        self._addresses = addresses
         self.retry_s = retry_s
         self.retry_preferred_s = 0.0
         self.max_sockets = self.sockets_per_link = sockets_per_link
@@ -231,10 +267,16 @@ class Parents:
         self.control: Connection | None = None
         """To the learner's side, which a plan may name without an address."""
         self.quarantined: dict[str, float] = {}
-        """Node id -> until when it is passed over."""
+        """Node id -> since when it is passed over."""
         self._epoch, self._num_stripes = -1, 1
         self._waiting: tuple[float, TopologyPlan] | None = None
         self._links: list[StripeParents] = []
+
+    @property
+    def learner_addresses(self) -> list[str]:
+        """Where to look for the learner: as this node was told, then as plans say."""
+        told = self.learner_address
+        return [*self._addresses, *([told] if told and told not in self._addresses else [])]
 
     def reached(self, rtt_s: float) -> None:
         """Note the round trip to whoever was reached first; plans that follow use it.
@@ -261,7 +303,8 @@ class Parents:
 
     def suspects(self, *, now: float) -> tuple[str, ...]:
         """Return the nodes that are in quarantine."""
-        return tuple(node_id for node_id, until in self.quarantined.items() if until > now)
+        since = self.quarantined.items()
+        return tuple(node_id for node_id, began_at in since if now < began_at + QUARANTINE_S)
 
     def new_learner(self) -> None:
         """Note that plans are numbered anew, as after a restart of the learner."""

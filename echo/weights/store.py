@@ -60,7 +60,8 @@ import abc
 import bisect
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
@@ -69,7 +70,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from echo.core.errors import LocalProtocolError, RemoteProtocolError, StorageError
+from echo.core.errors import ForgedError, LocalProtocolError, RemoteProtocolError, StorageError
 from echo.core.rollout import KEEP_VERSIONS, PolicyVersion
 from echo.weights.cipher import Encrypted, SentChunks, check_key, crypt
 from echo.weights.delta import BlockPatch, decode_block, fill, open_block
@@ -1219,6 +1220,15 @@ SavedChunk = tuple[int | None, bytes]
 """A record of a journal: a signed table (None, frame), or a chunk (its index, its bytes)."""
 
 
+@contextmanager
+def _taken_for_forged() -> Iterator[None]:
+    """Blame whoever passed on what cannot be verified: a node passes on nothing unverified."""
+    try:
+        yield
+    except RemoteProtocolError as error:
+        raise ForgedError(str(error)) from error
+
+
 class TrustedManifests:
     """The learner's key, and the manifests that it was found under."""
 
@@ -1249,17 +1259,18 @@ class TrustedManifests:
         """Return the verified manifest of a version that was announced.
 
         Raises:
-            RemoteProtocolError: if it is not what it says, or not the learner's.
+            ForgedError: if it is not what it says, or not the learner's.
         """
         if version not in self.manifests:
-            signed, manifest = verify(
-                frame,
-                public_key=self._key(),
-                run_id=self.run_id,
-                max_bytes=self._max_image_bytes,
-            )
+            with _taken_for_forged():
+                signed, manifest = verify(
+                    frame,
+                    public_key=self._key(),
+                    run_id=self.run_id,
+                    max_bytes=self._max_image_bytes,
+                )
             if manifest.version != version:
-                raise RemoteProtocolError(
+                raise ForgedError(
                     f"an Announce of {version} with the manifest of {manifest.version}"
                 )
             self.manifests[version] = signed, manifest
@@ -1281,14 +1292,15 @@ class TrustedManifests:
         """Return the verified next table of an encoded version.
 
         Raises:
-            RemoteProtocolError: if it is not that, or not the learner's.
+            ForgedError: if it is not that, or not the learner's.
         """
-        return encoded.verify(
-            frame,
-            public_key=self._key(),
-            run_id=self.run_id,
-            max_bytes=self._max_image_bytes,
-        )
+        with _taken_for_forged():
+            return encoded.verify(
+                frame,
+                public_key=self._key(),
+                run_id=self.run_id,
+                max_bytes=self._max_image_bytes,
+            )
 
     def rebuild(self, version: PolicyVersion, records: Iterable[SavedChunk]) -> EncodedVersion:
         """Return what is right of a journal; it is read up to the first table that is not.

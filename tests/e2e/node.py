@@ -1,6 +1,6 @@
 """A node of these tests: the ordinary command, after what a test needs done to the process.
 
-    python -m tests.e2e.node [--crash-at POINT] [--protocol NUMBER] LINE
+    python -m tests.e2e.node [--crash-at POINT] [--lie LIE] [--protocol NUMBER] LINE
 
 LINE is that of `echo-node`. Forked by fork_server.py in most tests.
 """
@@ -19,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a node; return its exit code."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--crash-at", default="", help="a point of crash_points.py to die at")
+    parser.add_argument("--lie", default="", help="one of lying_relay.py that a relay tells")
     parser.add_argument("--protocol", type=int, help="version of the protocol to speak")
     own, line = parser.parse_known_args(arguments)
     interrupts.install()
@@ -26,6 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from tests.e2e import crash_points
 
         crash_points.install(own.crash_at)
+    if own.lie:
+        from tests.e2e import lying_relay
+
+        lying_relay.install(own.lie)
     if own.protocol is not None:
         from echo.wire import codec
 

@@ -6,7 +6,13 @@ import pytest
 
 from echo.core.rollout import PolicyVersion
 from echo.weights.link import Connection, ParentFailed
-from echo.weights.parents import QUARANTINE_S, REDIVIDE_AFTER_S, Parents, StripeParents
+from echo.weights.parents import (
+    ALONE_S,
+    QUARANTINE_S,
+    REDIVIDE_AFTER_S,
+    Parents,
+    StripeParents,
+)
 from echo.wire.actions import Dial, HangUp, Note
 from echo.wire.messages import FULL, TopologyPlan
 from tests.roles.harness import PUBLIC_KEY, make_broadcast
@@ -277,10 +283,56 @@ def test_who_sent_wrong_chunks_is_passed_over_for_a_while_but_not_the_learner(
     fail(link, "r1", now=1.0, is_corrupt=True)
     assert link.suspects(now=1.0) == ("r1",)
     answer(link, "learner")
-    fail(link, "learner", now=20.0, is_corrupt=True)
+    fail(link, "learner", now=9.0, is_corrupt=True)
     assert link.first.next is None
-    assert dialled(link.expire(now=21.0)) == ["tcp://l:1"]
+    assert dialled(link.expire(now=10.0)) == ["tcp://l:1"]
     assert link.suspects(now=1.0 + QUARANTINE_S) == ("learner",)
+
+
+# --- the last resort ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("planned", [(R1, ("learner", "")), (R1,)])
+@pytest.mark.parametrize("is_corrupt", [True, False])
+def test_who_has_lost_all_planned_parents_asks_the_learner_itself(
+    planned: tuple[tuple[str, str], ...], is_corrupt: bool
+) -> None:
+    """It knows where: the plan does not, or a relay on the way has struck the learner out."""
+    link = make_links(addresses=["tcp://r1:1", "tcp://l:1"])
+    link.control = Connection("tcp://r1:1", peer="out0", node_id="r1")
+    follow(link, *planned)
+    answer(link, "r1")
+    assert dialled(fail(link, "r1", now=5.0, is_corrupt=is_corrupt)) == ["tcp://l:1"]
+    answer(link, "learner", now=5.1)
+    assert link.parent == "learner"
+    # The plan is repeated, as long as the parent is another: the learner is kept.
+    assert dialled(follow(link, *planned, now=14.9)) == []
+    again = dialled(follow(link, *planned, now=15.0))
+    assert again == ([] if is_corrupt else ["tcp://r1:1"])
+    assert link.parent == "learner"
+
+
+def test_weights_of_the_last_resort_are_the_learners_alone() -> None:
+    link = make_links(addresses=["tcp://x:1", "tcp://l:1"])
+    follow(link, R1)
+    answer(link, "r1")
+    assert dialled(fail(link, "r1", now=5.0)) == ["tcp://x:1"]
+    assert dialled(answer(link, "r9", now=5.1)) == ["tcp://l:1"]
+    assert link.receiver.links[0].peer is None
+
+
+def test_where_nobody_else_can_be_asked_a_quarantine_is_short() -> None:
+    link = make_links(addresses=["tcp://r1:1"])
+    link.control = Connection("tcp://r1:1", peer="out0", node_id="r1")
+    follow(link, R1, ("learner", ""))
+    answer(link, "r1")
+    assert dialled(fail(link, "r1", now=5.0, is_corrupt=True)) == []
+    now = 5.0
+    while not (again := dialled(link.expire(now=now))):
+        assert link.deadline is not None
+        now = link.deadline
+    assert again == ["tcp://r1:1"]
+    assert ALONE_S <= now - 5.0 <= ALONE_S + 1.0
 
 
 # --- links ---------------------------------------------------------------------------------------

@@ -596,6 +596,21 @@ def test_where_nobody_is_told_the_learners_address_relays_come_first() -> None:
     assert first_parents(plans) == {"r1": {LEARNER_ID}, "w1": {"r1"}}
 
 
+def test_behind_relays_a_suspect_serves_only_who_has_nobody_else() -> None:
+    planning = Planner(learner=Site(LEARNER_ID, "learner", ""), chunk_bytes=1 << 20)
+    relays = [member("r1", role="relay"), member("r2", role="relay"), member("r3", role="relay")]
+    workers = [member(f"w{number}", is_listening=False) for number in range(3)]
+    workers[0] = member("w0", is_listening=False, suspects=("r2",))
+    plans = plans_of(planning, *relays, *workers)
+    names = {name: [node for node, _ in plan.stripes[0]] for name, plan in plans.items()}
+    assert names["r3"] == ["r1", "learner"]
+    for number in range(3):
+        assert names[f"w{number}"][0] in ("r1", "r3")
+        assert names[f"w{number}"][-2:] == ["r2", "learner"]
+    alone = plans_of(planning, relays[1], workers[0])
+    assert [node for node, _ in alone["w0"].stripes[0]] == ["r2", "learner"]
+
+
 NODES = [site(f"n{i}", 200) for i in range(1, 8)]
 #        1 .. 7 in a line, two of them as leaves of n5
 TREE = [-1, 0, 1, 2, 3, 4, 5, 5]

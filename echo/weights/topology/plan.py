@@ -486,20 +486,24 @@ class _Planner:
 def plan_parents(sites: Sequence[Site]) -> dict[str, tuple[Hop, ...]]:
     """Return each node's parents, most wanted first, in one chain: relays, workers, then leaves.
 
-    The learner tells nobody its address: it is where a node has reached it.
+    The learner tells nobody its address: it is where a node has reached it. Suspects serve leaves
+    alone, as the last before the learner, which those may be unable to reach.
 
     Args:
         sites: every live node except the learner, in a stable order (that of joining).
     """
     learner = (LEARNER_ID, "")
-    line = [site for site in sites if site.address is not None and site.role == "relay"]
-    line += [site for site in sites if site.address is not None and site.role != "relay"]
+    hosts = [site for site in sites if site.address is not None]
+    hosts.sort(key=lambda site: site.role != "relay")
+    line = [site for site in hosts if not site.is_suspect]
+    suspects = [(site.node_id, site.address or "") for site in hosts if site.is_suspect]
     hops = [(site.node_id, site.address or "") for site in line]
     parents = {site.node_id: (*reversed(hops[:index]), learner) for index, site in enumerate(line)}
+    parents |= {node_id: (*reversed(hops), learner) for node_id, _ in suspects}
     leaves = [site for site in sites if site.address is None]
     for number, site in enumerate(leaves):
         last = len(hops) - number % len(hops) if hops else 0
-        parents[site.node_id] = (*reversed(hops[:last]), learner)
+        parents[site.node_id] = (*reversed(hops[:last]), *suspects, learner)
     return parents
 
 
