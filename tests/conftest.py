@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -82,7 +83,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     No limit of a test holds after the last one, and Python joins the threads of every pool. Those
     of pytest-xdist have to wait for the slowest, which then ends them.
     """
-    if hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput") or sys.__stderr__ is None:
         return
     faulthandler.dump_traceback_later(EXIT_TIMEOUT_S, exit=True, file=sys.__stderr__)
 
@@ -99,7 +100,7 @@ def make_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     def make(*, seed: int = 0, **overrides: object) -> Path:
-        settings: dict[str, object] = {
+        settings: dict[str, Any] = {
             "vocab_size": 32,
             "hidden_size": 64,
             "intermediate_size": 192,

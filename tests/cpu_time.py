@@ -28,8 +28,8 @@ import os
 import statistics
 import time
 import tomllib
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -112,7 +112,7 @@ class CpuTime:
         is_whole = config.args == config.getini("testpaths")
         self._has_limits = is_whole and not is_all and config.getoption("--plant", None) is None
         self._is_binding = os.environ.get("CI") == "true"
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._tests: defaultdict[str, set[str]] = defaultdict(set)
         self._slowness: list[float] = []
         self._last, self._measure_at = 1.0, 0.0
@@ -151,7 +151,7 @@ class CpuTime:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> Iterator[None]:
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         if call.when == "teardown":
             now = self._used_s()
@@ -162,7 +162,8 @@ class CpuTime:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "teardown":
-            package, told = package_of(report.nodeid), dict(report.user_properties)
+            package = package_of(report.nodeid)
+            told = {name: one for name, one in report.user_properties if isinstance(one, float)}
             self._tests[package].add(report.nodeid)
             self._seconds[package] += told.get(PROPERTY, 0.0)
             self._slowness.append(told.get(SLOWNESS, 1.0))
@@ -194,11 +195,11 @@ class CpuTime:
             return
         terminalreporter.section("CPU seconds by package")
         width = max(map(len, self._seconds))
-        for package, seconds in self._seconds.most_common():
+        for package, seconds in sorted(self._seconds.items(), key=lambda each: -each[1]):
             of = f" of {limit:g}," if (limit := self._limits_s.get(package)) else ""
             tests = f"{len(self._tests[package])} tests"
             terminalreporter.write_line(f"{package:{width}} = {seconds:7.1f}  #{of} {tests}")
-        inside, everything = self._seconds.total(), self._used_s()
+        inside, everything = sum(self._seconds.values()), self._used_s()
         terminalreporter.write_line(
             f"# {everything:.1f} in all, {max(everything - inside, 0.0):.1f} outside tests, "
             f"on a machine {statistics.fmean(self._slowness):.2f} times as slow as the budgets'"

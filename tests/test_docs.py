@@ -14,6 +14,7 @@ from pathlib import Path
 
 import metrics_page
 import pytest
+from pydantic import BaseModel
 from reference_pages import configuration_page, fleet_page
 
 from echo.cli import parsers
@@ -23,7 +24,7 @@ from echo.config.load import load_config
 from echo.config.other_names import ELSEWHERE, names_table, translations
 from echo.config.schema import find_leaf, sections
 from echo.core.extras import ROLES
-from echo.records.ledger import Record
+from echo.core.records import Record
 from echo.tasks.environment import Environment
 from echo.tasks.task import Example, load_task
 from echo.wire.messages import REASONS
@@ -112,7 +113,7 @@ def test_every_page_is_in_the_navigation_the_readme_and_the_index() -> None:
 def is_key(dotted: str) -> bool:
     """Say whether this is a key of a configuration, a fleet file or a scenario."""
     section, _, name = dotted.partition(".")
-    tables = {"job": JobRow, "sim": SimRow}
+    tables: dict[str, type[BaseModel]] = {"job": JobRow, "sim": SimRow}
     if section in tables:
         return name in tables[section].model_fields
     return find_leaf(tuple(dotted.split("."))) is not None

@@ -130,7 +130,14 @@ def test_a_wheel_in_a_clean_environment_trains(tmp_path: Path) -> None:
     }
     (tmp_path / "versions.txt").write_text("".join(versions))
     run(sys.executable, "-m", "venv", "clean")
-    pip = [tmp_path / "clean/bin/python", "-m", "pip", "install", "--constraint", "versions.txt"]
+    pip: list[str | Path] = [
+        tmp_path / "clean/bin/python",
+        "-m",
+        "pip",
+        "install",
+        "--constraint",
+        "versions.txt",
+    ]
     run(*pip, f"{wheel}[learner]")
     settings = ("--set", "run.max_steps=3", "--set", "eval.num_prompts=8")
     run(tmp_path / "clean/bin/echo-rl", "quickstart", *settings)

@@ -97,7 +97,7 @@ class FakePolicy(Policy):
 
     def _score_all(self, ids: Tensor) -> tuple[Tensor]:
         states = self._states(ids, None, self.compute.dtype).flatten(0, 1)
-        return (Head.apply(states, self._head),)
+        return (Head.apply(states, self._head),)  # type: ignore[no-untyped-call] # torch's
 
     def peak_bytes(self, tokens: int, state: OptimizerState) -> int:
         """Return the most bytes that there are in a step of two micro-batches."""

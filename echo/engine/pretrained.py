@@ -180,7 +180,7 @@ def _convert(source: Path, target: Path) -> None:
     Raises:
         EngineError: if this release of transformers cannot read it.
     """
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     what = {"gguf_file": GGUF_FILE, "local_files_only": True}
     try:
         with redirect_stderr(io.StringIO()):  # which has a bar of its own while it reads GGUF

@@ -310,7 +310,7 @@ def _on_its_device(launch: _Launcher) -> _Launcher:
     def launch_there(first: Tensor | LiveRows, *rest: Any, **options: Any) -> Any:
         tensor = first if isinstance(first, Tensor) else first.states
         # Nothing for a tensor on the CPU.
-        with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
+        with torch.cuda.device_of(tensor):
             return launch(first, *rest, **options)
 
     return cast("_Launcher", launch_there)

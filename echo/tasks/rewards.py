@@ -38,7 +38,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -146,7 +146,9 @@ class TaskHost(abc.ABC):
 
     # --- calls -----------------------------------------------------------------------------------
 
-    def score_all(self, example: Example, completions: Sequence[str]) -> Iterator[float | None]:
+    def score_all(
+        self, example: Example, completions: Sequence[str]
+    ) -> Generator[float | None, None, None]:
         """Yield what each answer is worth, in their order; who stops early cancels the rest.
 
         All are judged in one call where the task asks for it. None is no opinion.

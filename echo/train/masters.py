@@ -32,7 +32,7 @@ class Masters:
                 master = self._masters[parameter] = nn.Parameter(parameter.detach())
                 # Of the master alone: hooks are out of sight of Python's collector, and one that
                 # knew of all masters would keep them, and itself, for ever.
-                parameter.register_post_accumulate_grad_hook(partial(_add_up, master))  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(partial(_add_up, master))
             parameter.data = parameter.data.to(dtype)
 
     def of(self, tensor: Tensor) -> Tensor:

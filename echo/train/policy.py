@@ -197,7 +197,7 @@ class Policy:
         _check_types(compute)
         lora = source.lora
         # Its bars would be drawn across the live view.
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        transformers_logging.disable_progress_bar()
         self.compute = compute
         self.device = compute.device
         model_dir = source.model_dir if lora is None else lora.base_dir

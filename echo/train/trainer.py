@@ -446,7 +446,7 @@ class Trainer:
             raise ValueError(f"temperature = {temperature}: must be positive and finite")
         self.device = compute.device
         is_on_gpu = self.device.type == "cuda"
-        self.copy_stream = torch.cuda.Stream(self.device) if is_on_gpu else None  # type: ignore[no-untyped-call]
+        self.copy_stream = torch.cuda.Stream(self.device) if is_on_gpu else None
         """On which others copy the weights beside the next gradient: what changes them waits for
         it. None on a CPU, where a copy is over when it has been made."""
         torch.manual_seed(compute.seed)
@@ -1198,7 +1198,7 @@ class Trainer:
                         raise
                     has_failed, failure = True, error
             objective = scored.no_loss if objective is None else objective
-            objective.backward()  # type: ignore[no-untyped-call]
+            objective.backward()
             rows = [batch.samples[index] for index in indices]
             passed.append((micro.spans(rows), sum(row.num_trained for row in rows)))
             return failure

@@ -231,7 +231,7 @@ def _train(
         ids, labels = _demonstrations(task, tokenizer, rng, recipe.batch_size)
         logits = model(input_ids=ids[:, :-1]).logits
         loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate_at(step, num_steps)

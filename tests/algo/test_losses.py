@@ -165,11 +165,12 @@ def test_where_a_gradient_stops_it_is_that_of_the_rest(name: str, spread: float)
     inputs = random_inputs(5, spread=spread)
     still = slow.rollouts_of(inputs)
     # A partial of the case's slow function, whatever options it is bound to.
-    held = {
+    slow_losses: dict[str, Callable[..., float]] = {
         "cispo": slow.cispo,
         "decoupled_ppo loglinear": partial(slow.decoupled_ppo, loglinear=True),
         "grpo pulled by k2": slow_loss,
-    }[name]
+    }
+    held = slow_losses[name]
     grad = gradient(loss, inputs)
     for row, token in inputs.completion_mask.nonzero().tolist():
         values = []
@@ -196,6 +197,7 @@ def test_padding_changes_nothing_whatever_it_holds(name: str) -> None:
         assert tensor is not None
         return torch.where(inputs.completion_mask, tensor.detach(), math.nan)
 
+    assert inputs.staleness is not None
     padded = replace(
         inputs,
         learner_logprobs=pad(spoil(inputs.learner_logprobs), math.nan),
@@ -378,7 +380,8 @@ def test_so_does_one_of_what_stands_around_a_loss(part: Callable[..., object]) -
     ],
 )
 def test_a_missing_input_is_named(kind: str, options: dict[str, Any], missing: str) -> None:
-    inputs = replace(random_inputs(), **{missing: None})
+    taken_away: dict[str, Any] = {missing: None}
+    inputs = replace(random_inputs(), **taken_away)
     with pytest.raises(
         ValueError, match=rf"LossInputs\.{missing} is missing, and \w+Loss needs it"
     ):

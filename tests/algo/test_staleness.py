@@ -19,7 +19,7 @@ def make_controller(**changes: Any) -> StalenessController:
 
 
 def drive(
-    controller: StalenessController, num_steps: int, start: int = 1, **signals: float | None
+    controller: StalenessController, num_steps: int, start: int = 1, /, **signals: float | None
 ) -> list[BoundDecision]:
     """Feed the same signals; rollouts as old as the bound lets them be."""
     found = []
@@ -58,7 +58,7 @@ def test_far_past_a_limit_it_is_halved() -> None:
 def test_room_in_all_signals_raises_it_by_one_after_a_while() -> None:
     controller = make_controller()
     drive(controller, 1, ess=0.75)
-    decisions = drive(controller, 12, start=2)
+    decisions = drive(controller, 12, 2)
     assert [(d.before, d.bound) for d in decisions] == [(7, 8)]
     assert decisions[0].cause == "room: ess 0.99, mismatch_kl 0.001, clip_ratio 0.01"
     assert controller.bound == 8
@@ -70,22 +70,22 @@ def test_room_in_all_signals_raises_it_by_one_after_a_while() -> None:
 def test_no_room_in_one_or_a_bound_that_is_not_used_leaves_it(signals: dict[str, float]) -> None:
     controller = make_controller()
     drive(controller, 1, ess=0.75)
-    assert drive(controller, 12, start=2, **signals) == []
+    assert drive(controller, 12, 2, **signals) == []
 
 
 def test_one_bad_step_is_smoothed_away() -> None:
     controller = make_controller(smoothing=0.9)
     drive(controller, 5)
-    assert drive(controller, 1, start=6, mismatch_kl=0.3) == []
-    assert drive(controller, 20, start=7, mismatch_kl=0.3) != []
+    assert drive(controller, 1, 6, mismatch_kl=0.3) == []
+    assert drive(controller, 20, 7, mismatch_kl=0.3) != []
 
 
 def test_missing_signals_say_nothing() -> None:
     controller = make_controller()
     nothing = {"ess": None, "mismatch_kl": None, "clip_ratio": None}
     assert drive(controller, 10, **nothing) == []
-    assert drive(controller, 1, start=11, ess=math.nan, mismatch_kl=None, clip_ratio=None) == []
-    assert len(drive(controller, 1, start=12, **(nothing | {"ess": 0.5}))) == 1
+    assert drive(controller, 1, 11, ess=math.nan, mismatch_kl=None, clip_ratio=None) == []
+    assert len(drive(controller, 1, 12, **(nothing | {"ess": 0.5}))) == 1
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -185,7 +186,7 @@ SAMPLER_GEPO = doubles([[-0.10], [-0.25], [-0.40], [-0.80]])
 LEARNER_GEPO = doubles([[-0.12], [-0.20], [-0.60], [-0.50]])
 VECTOR_GEPO = make_inputs(LEARNER_GEPO, SAMPLER_GEPO, doubles([0.5, -0.5, -0.5, 0.5]))
 WEIGHTS = [1.1973553620, 1.1052983071, 0.7409036121, 0.8188251252]
-NO_CLIP = {"clip_low": None, "clip_high": None}
+NO_CLIP: dict[str, Any] = {"clip_low": None, "clip_high": None}
 
 
 def weights_of(loss: GepoLoss) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nodes import processes
@@ -21,7 +22,7 @@ def test_a_learner_that_says_nothing_and_hears_nothing_is_killed(
     (tmp_path / "deaf.py").write_text(DEAF)
     monkeypatch.setattr(processes, "END_S", 0.1)
     names = ("steps", "tokens", "max_staleness", "group_size", "groups_per_step")
-    settings = dict.fromkeys((*names, "max_concurrent_rollouts", "dead_after_s"), 1)
+    settings: dict[str, Any] = dict.fromkeys((*names, "max_concurrent_rollouts", "dead_after_s"), 1)
     with pytest.raises(SystemExit, match="no learner that workers can join: it is silent"):
         processes.run_nodes(
             "deaf", tmp_path, [], lambda _: [], within_s=0.5, tree=tmp_path, **settings

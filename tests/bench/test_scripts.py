@@ -30,7 +30,8 @@ def start_each() -> None:
     """Ask every script how it is used."""
     warnings.simplefilter("ignore")  # theirs are no faults here
     for name in SCRIPTS:
-        sys.argv, out, code = [name, "--help"], io.StringIO(), "no exit"
+        sys.argv, out = [name, "--help"], io.StringIO()
+        code: str | int | None = "no exit"
         try:
             with contextlib.redirect_stdout(out):
                 runpy.run_module(name, run_name="__main__", alter_sys=True)

@@ -56,7 +56,7 @@ def packet(num_payload_bytes: int, seed: int = 0) -> bytes:
 
 
 def sum16(data: bytes) -> int:
-    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
     while total >> 16:
         total = (total & 0xFFFF) + (total >> 16)
     return total
@@ -108,12 +108,19 @@ def test_every_run_of_segments_is_a_valid_packet(library: Any) -> None:
 @contextlib.contextmanager
 def started(*options: str) -> Iterator[tuple[subprocess.Popen[str], list[list[str]]]]:
     command = [sys.executable, str(BENCH / "wan.py"), *options]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as process:
-        yield process, json.loads(process.stdout.readline())["nodes"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process, json.loads(line_of(process))["nodes"]
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
 
 
 def say(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
     process.stdin.write(line + "\n")
     process.stdin.flush()
 
@@ -138,11 +145,8 @@ def wait_until_gone(names: list[str]) -> bool:
 
 def seconds_for(num_bytes: int, nodes: list[list[str]]) -> float:
     """Send bytes from the first node to the second and return how long it took."""
-    with (
-        inside(nodes[0][0], GIVE, str(num_bytes)) as source,
-        contextlib.closing(source.stdout),
-    ):
-        source.stdout.readline()
+    with inside(nodes[0][0], GIVE, str(num_bytes)) as source:
+        line_of(source)
         with inside(nodes[1][0], TAKE, nodes[0][1]) as sink:
             return float(sink.communicate(timeout=100)[0])
 
@@ -163,7 +167,7 @@ def test_a_link_has_the_rate_that_it_was_given(way: str, loss: str) -> None:
             if rate > least * 20e6:
                 break
         say(process, "status")
-        status = json.loads(process.stdout.readline())
+        status = json.loads(line_of(process))
     assert least * 20e6 < rate < 1.02 * 20e6
     assert status["bytes"] > num_bytes
     assert (status["lost"] > 0) == (loss != "0")

@@ -130,10 +130,10 @@ def hub_error(kind: str) -> Exception:
     """Return an error as the hub's library raises it, with a text of its own of several lines."""
     errors = huggingface_hub.errors
     kinds = {"unreachable": errors.HfHubHTTPError.__bases__[0]}
-    found: Any = kinds.get(kind) or getattr(errors, kind)
+    found: type[Exception] = kinds.get(kind) or getattr(errors, kind)
     if not issubclass(found, errors.HfHubHTTPError):
         return found("[Errno -2] Name or service not known\nMore of it")
-    response = SimpleNamespace(headers={}, request=None, status_code=404)
+    response: Any = SimpleNamespace(headers={}, request=None, status_code=404)
     return found("404 Client Error.\nMore of it", response=response)
 
 
@@ -340,7 +340,7 @@ def test_what_the_trainer_refuses_of_a_model_is_found_by_its_configuration(
 def test_a_model_that_cannot_be_trained_is_found_by_its_configuration(
     tmp_path: Path, model_type: str, settings: dict[str, Any], complaint: str
 ) -> None:
-    sizes = {} if model_type == "t5" else SMALL | settings
+    sizes = {} if model_type == "t5" else {**SMALL, **settings}
     text = json.dumps({"model_type": model_type, **sizes})
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(text)

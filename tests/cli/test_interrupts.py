@@ -69,7 +69,7 @@ def test_while_modules_are_imported_a_signal_ends_with_one_line(
 
 def test_unwinding_undoes_what_was_begun(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    undone = []
+    undone: list[int] = []
 
     def work() -> None:
         with interrupts.unwinding(), ExitStack() as stack:

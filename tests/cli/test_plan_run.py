@@ -89,7 +89,7 @@ def test_a_plan_takes_the_rates_of_the_workers_that_carry_an_offers_name(tmp_pat
     rates = read_rates(write_run(tmp_path / "run", LEDGER))
     request = calibrate(parse_fleet(changed()), rates)
     [offer] = request.fleet.offers
-    assert (offer.tokens_per_s, offer.concurrency) == (pytest.approx(150), 6)
+    assert (offer.tokens_per_s, offer.concurrency) == pytest.approx((150, 6))
     # 8 s for 8 rollouts there, 64 rollouts of the same length here.
     assert request.job.train_s == pytest.approx(64)
     assert request.job.version_bytes == 1e8

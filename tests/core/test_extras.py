@@ -22,7 +22,7 @@ def test_a_missing_package_names_the_extra_that_brings_it() -> None:
         import_extra("no_such_package.part", extra="wandb", wanted_by="metrics.wandb")
 
 
-def test_a_broken_package_shows_its_cause(tmp_path, monkeypatch) -> None:
+def test_a_broken_package_shows_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "half_installed.py").write_text("import no_such_dependency")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "half_installed", raising=False)
@@ -30,7 +30,9 @@ def test_a_broken_package_shows_its_cause(tmp_path, monkeypatch) -> None:
         import_extra("half_installed", extra="wandb", wanted_by="metrics.wandb")
 
 
-def test_a_program_is_named_as_it_can_be_called_from_here(tmp_path, monkeypatch) -> None:
+def test_a_program_is_named_as_it_can_be_called_from_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(extras.CHECKOUT)
     assert extras.program("echo-rl") == "bin/echo-rl"
     monkeypatch.chdir(tmp_path)
@@ -39,7 +41,9 @@ def test_a_program_is_named_as_it_can_be_called_from_here(tmp_path, monkeypatch)
     assert extras.program("echo-rl") == "echo-rl"
 
 
-def test_a_command_is_called_as_the_one_that_was_started(tmp_path, monkeypatch) -> None:
+def test_a_command_is_called_as_the_one_that_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(extras.CHECKOUT)
     monkeypatch.setattr(sys, "argv", ["main.py"])
     assert extras.command("node") == "bin/echo-node"

@@ -120,7 +120,8 @@ def test_a_group_needs_a_prompt_and_rollouts() -> None:
     group = make_group(make_rollout([(1, 0)]), group_id=7)
     with pytest.raises(ValueError, match="Group 7 has no rollouts"):
         dataclasses.replace(group, rollouts=())
-    for prompt in (np.array([], dtype=np.int32), np.array([1], dtype=np.int64)):
+    prompts: list[Any] = [np.array([], dtype=np.int32), np.array([1], dtype=np.int64)]
+    for prompt in prompts:
         with pytest.raises(ValueError, match="Group 7: prompt_ids"):
             dataclasses.replace(group, prompt_ids=prompt)
 

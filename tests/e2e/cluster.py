@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from echo.runtime.identity import ECHO_JOIN, load_or_create_keys, write_join
 from tests.e2e.audit import Audit, Record, audit, read_jsonl, read_ledger
@@ -187,7 +187,7 @@ class Cluster:
         self.run_dir = directory / "runs" / "run"
         self.nodes: list[NodeProcess] = []
         self._ledger = GrowingLedger(self.run_dir)
-        self.settings: dict[str, object] = {}
+        self.settings: dict[str, Any] = {}
         """Settings of every node, besides those in the file."""
         self.config_path = directory / "config.toml"
         directory.mkdir(parents=True, exist_ok=True)
@@ -288,7 +288,9 @@ class Cluster:
     def wait_for_end(self, node: NodeProcess, *, within_s: float = WITHIN_S) -> int:
         """Wait until a process has ended and return its exit code."""
         self.wait_for(lambda: not node.is_running, f"{node.name} ends", within_s=within_s)
-        return int(node.process.returncode)
+        code = node.process.returncode
+        assert code is not None
+        return int(code)
 
     def wait_for_step(self, step: int, learner: NodeProcess) -> None:
         """Wait until the learner, which must not end before, has made a step."""

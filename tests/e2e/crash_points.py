@@ -22,10 +22,11 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from echo.core.rollout import Group
 from echo.net.zmq import ZmqTransport
-from echo.records.ledger import Ledger
+from echo.records.ledger import Ledger, LedgerQueue
 from echo.train.trainer import Trainer
-from echo.wire.codec import decode_envelope, decode_message
+from echo.wire.codec import Frame, decode_envelope, decode_message
 from echo.wire.messages import Announce
 
 Test = Callable[..., object]
@@ -42,10 +43,9 @@ def stored(group: int) -> None:
     written: set[int] = set()
     store = Ledger.store
 
-    @wraps(store)
-    def remember(self: Ledger, stored: Any, *frames: Any) -> None:
-        store(self, stored, *frames)
-        written.add(stored.group_id)
+    def remember(self: LedgerQueue, group: Group, header: Frame, arrays: Frame) -> None:
+        store(self, group, header, arrays)
+        written.add(group.group_id)
 
     Ledger.store = remember  # type: ignore[method-assign]
     # What is written while a sync runs may not be on the disk after it.

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if own.protocol is not None:
         from echo.wire import codec
 
-        codec.PROTOCOL_VERSION = own.protocol
+        vars(codec).update(PROTOCOL_VERSION=own.protocol)
     return node(line)
 
 

@@ -134,7 +134,10 @@ def test_an_unfinished_run_may_have_groups_without_an_end() -> None:
 
 
 def delete(kind: str, **fields: Any) -> Callable[[Ledger], None]:
-    return lambda records: records.pop(index_of(records, kind, **fields)) and None
+    def apply(records: Ledger) -> None:
+        del records[index_of(records, kind, **fields)]
+
+    return apply
 
 
 def change(kind: str, fields: Record, **new: Any) -> Callable[[Ledger], None]:

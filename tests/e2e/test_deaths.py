@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -49,7 +50,7 @@ def deaths(make_cluster: Callable[[], Cluster]) -> Deaths:
     cluster.wait_for_step(3, learner)
     for node in workers:  # one that has nothing yet, and a dead parent, asks the learner for all
         cluster.wait_for(
-            lambda name=node.name: cluster.has_newest(name), f"{node.name} samples", alive=learner
+            partial(cluster.has_newest, node.name), f"{node.name} samples", alive=learner
         )
     lost = cluster.open_groups("killed")
     killed.kill()
@@ -60,12 +61,12 @@ def deaths(make_cluster: Callable[[], Cluster]) -> Deaths:
     relay.kill()
 
     direct = f"through {cluster.learner_address} (learner)"
+
+    def is_back(name: str) -> bool:
+        return direct in cluster.log(name)
+
     for node in workers:  # one alone could end the run before the other is back
-        cluster.wait_for(
-            lambda name=node.name: direct in cluster.log(name),
-            f"{node.name} is back",
-            alive=learner,
-        )
+        cluster.wait_for(partial(is_back, node.name), f"{node.name} is back", alive=learner)
     cluster.let_go()
     cluster.finish(learner, *workers)
     return Deaths(cluster, cluster.audit(), lost)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import REPOSITORY, Cluster, NodeProcess, reserve_port
+from tests.e2e.cluster import Cluster, NodeProcess, reserve_port
+from tests.e2e.fork_server import REPOSITORY
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

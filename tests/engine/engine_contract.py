@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -437,9 +438,7 @@ class EngineContract(PatchContract):
             assert_the_learners(completion, models[0], request([1, 5, 6]))
 
     def test_versions_are_honoured_or_refused(self, engine: Engine) -> None:
-        def ask(**bounds: PolicyVersion) -> list[Completion]:
-            return engine.generate([request([1])], PLAIN, **bounds)
-
+        ask = partial(engine.generate, [request([1])], PLAIN)
         assert set(versions_of(ask(min_version=V1, exact_version=V1)[0])) == {V1}
         with pytest.raises(VersionError, match="at least v2 is wanted, v1 is installed"):
             ask(min_version=V2)
@@ -526,8 +525,8 @@ class EngineLifeContract(Models):
             num_old = versions_of(completion).count(V1)
             assert 40 <= num_old < LONG
             assert_the_learners(completion, models[0], prompt, ENDLESS, slice(num_old))
-            new = reference_logprobs(models[1], prompt, completion, ENDLESS)
-            assert np.abs(completion.logprobs - new)[num_old:].mean() > 0.01
+            expected = reference_logprobs(models[1], prompt, completion, ENDLESS)
+            assert np.abs(completion.logprobs - expected)[num_old:].mean() > 0.01
             # A request that begins afterwards sees nothing of the old version.
             [fresh] = run(engine, [prompt])
             assert_the_learners(fresh, models[1], prompt, PLAIN)

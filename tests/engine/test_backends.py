@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -78,6 +79,7 @@ class StandIn(Backend):
         return future
 
     def answer_probe(self, future: Future[BackendOutput]) -> None:
+        assert isinstance(self.weights, Mapping)
         expected = self.engine._probe.expected(self.weights).logprobs
         future.set_result(BackendOutput(np.empty(0, np.int32), NOTHING, "length", (), expected))
 
@@ -366,7 +368,7 @@ def test_weights_go_through_memory_or_where_that_has_no_space_through_the_disk(
     monkeypatch.setattr(tempfile, "tempdir", str(disk))
     for free, place in ((1 << 30, tmp_path), (1 << 20, disk)):
         usage = SimpleNamespace(free=free)
-        monkeypatch.setattr(vllm_backend.shutil, "disk_usage", lambda _, usage=usage: usage)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
         process.update(weights, "1", clears_cache=True)
         [(path, found)] = process._engine.files.items()
         assert Path(path).parents[1] == place

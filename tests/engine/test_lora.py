@@ -48,7 +48,7 @@ def make_trainer(base_dir: Path, **options: object) -> Trainer:
         loss=GrpoLoss(),
         optimizer=OptimizerSettings(learning_rate=1e-2, warmup_steps=0),
         lora=Lora(base_dir=base_dir, rank=4, alpha=8),
-        **options,  # type: ignore[arg-type]
+        **options,
     )
 
 

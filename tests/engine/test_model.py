@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -125,7 +127,7 @@ def test_a_cpu_computes_in_the_type_that_it_multiplies_faster(
         now += seconds[rows.dtype]
 
     monkeypatch.setattr(torch.nn.functional, "linear", linear)
-    monkeypatch.setattr(model.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     num_threads = torch.get_num_threads()
     dtype, note = choose_cpu_dtype(tmp_path)
     assert dtype == expected
@@ -137,12 +139,13 @@ def test_a_type_that_is_set_or_a_gpu_is_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model, "choose_cpu_dtype", None)
+    roles: tuple[Literal["learner", "worker"], ...] = ("learner", "worker")
     config = parse_config({"learner": {"dtype": "float32"}, "worker": {"dtype": "bfloat16"}})
-    for role in ("learner", "worker"):
+    for role in roles:
         assert with_cpu_dtype(config, role, tmp_path) == (config, "")
     monkeypatch.setattr(model, "pick_device", lambda name: "cuda")
     config = parse_config({})
-    for role in ("learner", "worker"):
+    for role in roles:
         assert with_cpu_dtype(config, role, tmp_path) == (config, "")
 
 

@@ -29,7 +29,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
             raise metadata.PackageNotFoundError(name)
         return versions[name.replace("-", "_")]
 
-    monkeypatch.setattr(vllm_arguments.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
 
 
 @pytest.mark.parametrize(

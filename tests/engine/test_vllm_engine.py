@@ -26,7 +26,7 @@ from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Sampling
 from echo.engine.model import load_directory
-from echo.engine.vllm.backend import BackendOutput, BackendRequest
+from echo.engine.vllm.backend import BackendOutput, BackendRequest, InlineBackend
 from echo.engine.vllm.engine import MAX_RESTARTS, VllmEngine
 from echo.engine.vllm.probe import Expectation
 from echo.engine.weights import TensorChange, tensors_from_image
@@ -150,6 +150,7 @@ class TestContract(EngineContract):
     ) -> None:
         watched = self.start(engine)
         backend = engine.current()[0]
+        assert isinstance(backend, InlineBackend)
         vllm, has_failed = backend._engine, threading.Event()
 
         def fail() -> None:

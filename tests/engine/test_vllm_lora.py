@@ -15,9 +15,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extr
 from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import Completion, Request, VersionError, VersionSlot
-from echo.engine.lora import Lora
+from echo.engine.lora import Lora, write_adapter
 from echo.engine.vllm import backend
-from echo.engine.vllm.backend import adapter_request
+from echo.engine.vllm.backend import InlineBackend, adapter_request
 from echo.engine.vllm.engine import VllmEngine
 from echo.train.policy import Policy
 from tests.engine.engine_contract import (
@@ -118,6 +118,7 @@ def test_more_versions_than_slots_take_the_place_of_the_oldest(adapted: Adapted)
         else:
             found = engine.generate(requests, PLAIN, exact_version=version)
             adapted.check(number % 3, requests, found)
+    assert watched is not None
     watched.stop.set()
     adapted.check(0, requests, watched.result())
     assert len(loaded_by(engine)) == engine.num_versions + 1 == 4
@@ -148,7 +149,7 @@ def test_an_adapter_that_is_wrong_is_sampled_by_nobody(
     good = adapted.load(0)
     before = loaded_by(engine)
     other = published(adapted.policies[1])
-    write = backend.write_adapter
+    write = write_adapter
     monkeypatch.setattr(
         backend, "write_adapter", lambda path, _, *rest, **more: write(path, other, *rest, **more)
     )
@@ -226,7 +227,9 @@ def test_adapters_in_a_process_of_their_own(make_tiny_model: MakeTinyModel) -> N
 
 def loaded_by(engine: VllmEngine) -> set[int]:
     """The numbers under which vLLM has adapters."""
-    found: set[int] = engine.current()[0]._engine.list_loras()
+    running = engine.current()[0]
+    assert isinstance(running, InlineBackend)
+    found: set[int] = running._engine.list_loras()
     return found
 
 

@@ -101,7 +101,8 @@ def test_16_bits_are_compared_in_float32_as_far_as_rounding_was_measured(
 def test_large_layers_are_made_wider_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_probe, "MAX_WIDENED", 1000)
     layer, values = torch.nn.Linear(64, 48).bfloat16(), torch.ones(3, 64).bfloat16()
-    pieces, split = [], Tensor.split
+    pieces: list[int] = []
+    split: Callable[..., tuple[Tensor, ...]] = Tensor.split
 
     def note(tensor: Tensor, size: int) -> Any:
         found = split(tensor, size)
@@ -129,7 +130,7 @@ def test_where_float32_is_dear_only_what_deviates_is_looked_at_in_it(
     other = probe.expected(scaled(weights, 0.5))
     assert probe.complaint(found.logprobs, found, weights) is None
     assert probe.complaint(exact, found, weights) is None
-    assert probe.complaint(exact + 1e-3, found, weights) is not None
+    assert probe.complaint(exact + np.float32(1e-3), found, weights) is not None
     assert probe.complaint(exact, other, scaled(weights, 0.5)) is not None
 
 

@@ -7,6 +7,7 @@ import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 from echo.core.errors import EngineError
 from echo.engine.engine import Sampling, is_out_of_memory
 from echo.engine.model import load_directory
+from echo.engine.vllm.backend import ProcessBackend
 from echo.engine.vllm.engine import VllmEngine
 from echo.engine.weights import tensors_from_image
 from tests.engine.engine_contract import (
@@ -49,6 +51,16 @@ def switch_off():
         utils.check_cpu_sgl_kernel = lambda *_: False
 """
 """A plugin of vLLM's: in its own process it computes with its parameters as they are."""
+
+
+def process_of(engine: VllmEngine) -> tuple[BaseProcess, int]:
+    """vLLM's own, and its id."""
+    running = engine.current()[0]
+    assert isinstance(running, ProcessBackend)
+    [process] = running._engine.engine_core.resources.engine_manager.processes
+    assert isinstance(process, BaseProcess)
+    assert process.pid is not None
+    return process, process.pid
 
 
 @contextmanager
@@ -112,13 +124,13 @@ class TestProcess(Models):
 
         watched = Watched(engine, requests, LONGER)
         watched.wait_for(40)
-        [process] = engine.current()[0]._engine.engine_core.resources.engine_manager.processes
-        os.kill(process.pid, signal.SIGINT)  # Ctrl-C reaches it too, and is not for it
+        process, pid = process_of(engine)
+        os.kill(pid, signal.SIGINT)  # Ctrl-C reaches it too, and is not for it
         num_tokens = watched.num_tokens
         watched.wait_for(num_tokens + 100)
         assert process.is_alive()
         engine._process = "inline"
-        os.kill(process.pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         for completion in watched.result():
             assert set(versions_of(completion)) == {V2}
             assert len(completion.token_ids) == 400
@@ -146,11 +158,11 @@ def test_a_process_whose_memory_runs_out_is_started_anew_for_half_as_many(
         how = Sampling(1.0, 1.0, 0, 24, ())  # long enough for all 32 to meet
         expected = run(engine, requests, how)
         backend = engine.current()[0]
-        [process] = backend._engine.engine_core.resources.engine_manager.processes
-        pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0])
+        process, pid = process_of(engine)
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
         # Enough for the logits and for kernels of new shapes, but not for the softmax, too.
         limit = pages * resource.getpagesize() + (24 << 20)
-        resource.prlimit(process.pid, resource.RLIMIT_AS, (limit, limit))
+        resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
         try:
             completions = run(engine, requests, how)
         except EngineError as error:

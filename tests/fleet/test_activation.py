@@ -184,7 +184,7 @@ ALL = frozenset(w.name for w in WORKERS)
 
 def ask(**changes: Any) -> Question:
     """Return a question about six workers of which two are enough, all active and long so."""
-    given = {
+    given: dict[str, Any] = {
         "workers": WORKERS,
         "job": JOB,
         "links": Links(broadcast_s=instant),
@@ -315,8 +315,8 @@ def test_equal_workers_are_not_exchanged_for_each_other() -> None:
     active = frozenset({"w0", "w1", "w2"})
     for _ in range(20):
         workers = tuple(worker(f"w{n}", 1.5 * rng.uniform(0.97, 1.03), 1.0) for n in range(5))
-        answer = ask(job=job, workers=workers, active=active, steady=active, idle_share=0.3)
-        assert answer.solve().active == active
+        review = ask(job=job, workers=workers, active=active, steady=active, idle_share=0.3)
+        assert review.solve().active == active
     # One that is really better is taken in another's place.
     workers = (*(worker(f"w{n}", 1.5, 1.0) for n in range(3)), worker("fast", 2.5, 1.0))
     answer = ask(job=job, workers=workers, active=active, steady=active, idle_share=0.3).solve()

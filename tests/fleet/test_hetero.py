@@ -82,9 +82,9 @@ def test_56_gpus_take_few_tries(model: str) -> None:
     scheduler = HexScheduler(cluster(H800=24, H20=32), job)
     tried, price = [], scheduler.price
 
-    def note(counts: tuple[int, ...]) -> Schedule:
-        tried.append(counts)
-        return price(counts)
+    def note(train_counts: tuple[int, ...]) -> Schedule:
+        tried.append(train_counts)
+        return price(train_counts)
 
     scheduler.price = note  # type: ignore[method-assign]
     schedule = scheduler.find()

@@ -204,7 +204,7 @@ def test_every_entry_compiles_for_hopper(name: str, *, with_entropy: bool, tmp_p
     assert code.shared_bytes <= HOPPER_SHARED_BYTES
     # What spills is a matter of the compiler: an entry answers for its own versions.
     if config == launch_config(
-        kernel,  # type: ignore[arg-type]
+        kernel,
         triton_version=triton.__version__,
         capability=(9, 0),
         element_bytes=2,

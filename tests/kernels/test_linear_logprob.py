@@ -147,11 +147,16 @@ def test_uniform_logits_have_the_entropy_log_v() -> None:
 @pytest.mark.parametrize("inv_temperature", [0.7, torch.tensor([0.5, 1.0, 2.0, 0.9, 1.3])])
 def test_gradcheck_in_float64(inv_temperature: float | Tensor) -> None:
     case = make_case(rows=5, width=3, vocab=11, dtype=torch.float64)
-    assert torch.autograd.gradcheck(
-        lambda hidden, weight: linear_logprob(
+
+    def of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs, entropies = linear_logprob(
             hidden, weight, case.ids, inv_temperature, entropy="grad", vocab_chunk=4
-        ),
-        (case.hidden.requires_grad_(), case.weight.requires_grad_()),
+        )
+        assert entropies is not None
+        return logprobs, entropies
+
+    assert torch.autograd.gradcheck(
+        of, (case.hidden.requires_grad_(), case.weight.requires_grad_())
     )
 
 
@@ -238,7 +243,7 @@ class LargestTensor(TorchDispatchMode):
     """Remembers how many elements the largest tensor has that any operation made."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call] # torch's
         self.num_elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from echo.kernels import triton_kernels
-from echo.kernels.contract import RatioClip
+from echo.kernels.contract import BackendName, RatioClip
 from echo.kernels.logprob import linear_logprob, linear_policy_loss
 from echo.kernels.triton_kernels import LaunchConfig
 from tests.kernels.test_linear_logprob import (
@@ -179,9 +179,10 @@ def test_rows_without_gradient_contribute_nothing() -> None:
         states, weight = leaf(hidden), leaf(case.weight)
         logprobs, _ = linear_logprob(states, weight, case.ids.to(DEVICE), backend="triton")
         (logprobs * coefficients.to(DEVICE)).sum().backward()
+        assert states.grad is not None
+        assert weight.grad is not None
         gradients.append((states.grad, weight.grad))
     (grad_states, grad_weight), (spoilt_states, spoilt_weight) = gradients
-    assert grad_states is not None
     assert not grad_states[dead].any()
     assert torch.equal(grad_states, spoilt_states)
     assert torch.equal(grad_weight, spoilt_weight)
@@ -249,7 +250,7 @@ def test_frozen_and_tied_heads() -> None:
 def test_outputs_can_be_changed_in_place() -> None:
     case = make_case()
     hidden, ids = leaf(case.hidden), case.ids.to(DEVICE)
-    gradients = []
+    gradients: list[torch.Tensor] = []
     for factor in (1.0, 2.0):
         hidden.grad = None
         logprobs, _ = linear_logprob(hidden, case.weight.to(DEVICE), ids, backend="triton")
@@ -303,7 +304,8 @@ def test_the_fused_loss_is_that_of_its_parts(dual_clip: float | None) -> None:
     log_ratio[6:8] = 0.0
     sampler = linear_logprob(*case)[0] - log_ratio
     results = []
-    for backend, device in (("triton", DEVICE), ("torch", "cpu")):
+    places: dict[BackendName, str] = {"triton": DEVICE, "torch": "cpu"}
+    for backend, device in places.items():
         hidden = case.hidden.to(device, copy=True).requires_grad_()
         weight = case.weight.to(device, copy=True).requires_grad_()
         tokens = linear_policy_loss(
@@ -362,4 +364,5 @@ def test_a_step_of_the_learner_has_the_gradient_of_the_other_backend(
         )
         parts = gradients(trainer, make_groups()).values()
         found.append(torch.cat([part.flatten().cpu() for part in parts]))
-    assert float(torch.nn.functional.cosine_similarity(*found, dim=0)) > least
+    one, other = found
+    assert float(torch.nn.functional.cosine_similarity(one, other, dim=0)) > least

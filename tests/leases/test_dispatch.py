@@ -442,10 +442,10 @@ def test_copies_pay_and_fit(
 def test_a_group_that_is_old_is_copied_whatever_its_holders_say() -> None:
     group = running(0, done_at=1e6)  # granted at 0
     soon = RunningGroup(group.record, 80.0, 10.0)
-    helper = {"group_s": 10.0, "num_places": 1}
+    helper = partial(Helper, group_s=10.0, num_places=1)
 
     def copied(now: float, **how: Any) -> bool:
-        return bool(chosen([soon], Helper("fast", 1.0, **helper), now=now, **how))
+        return bool(chosen([soon], helper("fast", 1.0), now=now, **how))
 
     assert not copied(80.0)  # 4 x 2 x 10 s
     assert copied(80.1)
@@ -454,7 +454,7 @@ def test_a_group_that_is_old_is_copied_whatever_its_holders_say() -> None:
     assert copied(80.1, factor=None), "with hedging switched off, too"
     assert copied(80.1, also="accomplice"), "whoever else has it"
     assert not copied(80.1, also="fast")
-    unmeasured = Helper("new", None, **helper)
+    unmeasured = helper("new", None)
     assert chosen([soon], unmeasured, now=80.1) == [(0, "new")]
     assert chosen([group], unmeasured, now=79.0) == [], "late alone is not enough for it"
 

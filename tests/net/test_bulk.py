@@ -20,6 +20,7 @@ from echo.net.curve import CurveKeys
 from echo.net.transport import (
     Connected,
     Disconnected,
+    Frame,
     Received,
     TransportEvent,
     TransportOptions,
@@ -31,7 +32,7 @@ from tests.net.test_zmq import resident_bytes
 from tests.net.test_zmq_curve import ANY_PORT, LEARNER, OPTIONS, SERVER, opened, worker
 
 CHUNK = random.Random(1).randbytes(1 << 20)
-SMALL = [b"x" * 200]
+SMALL: list[Frame] = [b"x" * 200]
 
 
 class Pair:
@@ -68,7 +69,7 @@ class Pair:
     def received(self) -> list[Received]:
         return [event for event in self.heard if isinstance(event, Received)]
 
-    async def send(self, frames: list[bytes], *, is_public: bool) -> Received:
+    async def send(self, frames: list[Frame], *, is_public: bool) -> Received:
         """Send from parent to child; return how it came."""
         before = len(self.received())
         assert self.parent.send(self.inbound.peer, frames, is_public=is_public)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import pytest
 import uvloop
@@ -41,6 +42,7 @@ OPTIONS = TransportOptions(
     max_redial_s=0.1,
     linger_s=30.0,
 )
+Event = TypeVar("Event", bound=TransportEvent)
 HASTY = dataclasses.replace(OPTIONS, linger_s=0.1)
 """For who leaves with something unsaid."""
 
@@ -69,7 +71,7 @@ class Node:
             assert self._events
         return self._events.pop(0)
 
-    async def expect(self, kind: type) -> TransportEvent:
+    async def expect(self, kind: type[Event]) -> Event:
         event = await self.event()
         assert isinstance(event, kind), event
         return event

@@ -23,7 +23,15 @@ import pytest
 
 from echo.core.errors import TransportError
 from echo.net import zmq
-from echo.net.transport import Connected, DialFailed, Disconnected, Received, TransportOptions
+from echo.net.transport import (
+    Connected,
+    DialFailed,
+    Disconnected,
+    Frame,
+    Received,
+    TransportEvent,
+    TransportOptions,
+)
 from echo.net.zmq import KernelFacts, ZmqTransport, costly_settings, most_sockets
 from echo.runtime.node import read_kernel
 from tests.net import conftest
@@ -90,7 +98,7 @@ def child_process(transport: ZmqTransport, then: str) -> subprocess.Popen[bytes]
 
 async def hello(transport: ZmqTransport) -> str:
     """Wait for the hello of a new inbound peer and return its id."""
-    events = []
+    events: list[TransportEvent] = []
     while len(events) < 2:
         events += await transport.receive()
     connected, received = events
@@ -279,7 +287,9 @@ def test_a_peer_that_never_reads_costs_no_memory_beyond_its_bound(run: Run) -> N
                         else:
                             refused += 1
                             await asyncio.sleep(0.01)
-                    waiting = listener._peers[stuck].outbox.unsent_bytes
+                    peer = listener._peers[stuck]
+                    assert isinstance(peer, zmq.Inbound)
+                    waiting = peer.outbox.unsent_bytes
                     assert 0 <= OPTIONS.max_unsent_bytes - waiting < (1 << 18) + 1024
                     # Its own queue and unread messages, plus what the two kernels buffer.
                     assert accepted_bytes < 64 << 20
@@ -453,7 +463,7 @@ def test_large_frames_are_not_copied_and_arrive_intact(run: Run) -> None:
             taken: list[memoryview] = []
             for index in range(64):
                 # Refused while the thread that hears what libzmq has sent did not get its turn.
-                message = [index.to_bytes(2, "big"), chunks[index % 16]]
+                message: list[Frame] = [index.to_bytes(2, "big"), chunks[index % 16]]
                 while not listener.send(child, message):  # noqa: ASYNC110, nothing tells of it
                     await asyncio.sleep(0.001)
                 if index % 4 == 3:

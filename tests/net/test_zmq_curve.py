@@ -68,7 +68,7 @@ async def greet(listener: ZmqTransport, dialler: ZmqTransport, address: str) -> 
     try:
         await connected(dialler, peer, address)
         assert dialler.send(peer, [b"hello"])
-        events = []
+        events: list[TransportEvent] = []
         while len(events) < 2:
             events += await listener.receive()
         assert isinstance(events[1], Received)

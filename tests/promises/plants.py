@@ -119,7 +119,7 @@ def sample_with_what_is_there(patch: pytest.MonkeyPatch) -> None:
 def take_rollouts_of_an_abandoned_lineage(patch: pytest.MonkeyPatch) -> None:
     """Forget that a resume has undone steps."""
     for module in (scheduler, buffer):
-        find = module.find_fault  # type: ignore[attr-defined]
+        find = module.find_fault
 
         def blind(*arguments: Any, find: Any = find, **named: Any) -> str | None:
             fault: str | None = find(*arguments, **named)
@@ -250,7 +250,7 @@ def say_installed(patch: pytest.MonkeyPatch) -> None:
 
     install = WorkerParts.install
 
-    def careless(*arguments: Any) -> str:
+    def careless(*arguments: Any) -> str | None:
         try:
             return install(*arguments)
         except EngineError:
@@ -510,7 +510,7 @@ def plan_for_those_on_standby(patch: pytest.MonkeyPatch) -> None:
     def everybody(self: Roster, role: str | None = None) -> list[Member]:
         found = self.members(role)
         for member in found:
-            member.is_standby = False
+            member.node.is_standby = False
         return found
 
     patch.setattr(Roster, "active", everybody)

@@ -31,14 +31,12 @@ def test_a_plant_is_caught(number: str, tmp_path: Path) -> None:
         assert f"E   {mistake}" not in done.stdout, "the plant itself is broken"
 
 
-class Recorder(pytest.MonkeyPatch):
-    """Notes the functions that cannot be called as those whose place they take."""
+def recording(patch: pytest.MonkeyPatch) -> list[str]:
+    """Have it note the functions that cannot be called as those whose place they take."""
+    misfits: list[str] = []
+    replace = patch.setattr
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.misfits: list[str] = []
-
-    def setattr(self, target: Any, name: Any, *rest: Any, **named: Any) -> None:
+    def note(target: Any, name: str, *rest: Any, **named: Any) -> None:
         old, [new] = inspect.getattr_static(target, name), rest
         if inspect.isfunction(old) and callable(new):
             known = inspect.signature(old).parameters.values()
@@ -47,18 +45,22 @@ class Recorder(pytest.MonkeyPatch):
             try:
                 inspect.signature(new).bind(*given, **by_name)
             except TypeError as error:
-                self.misfits.append(f"{target.__name__}.{name}: {error}")
-        super().setattr(target, name, *rest, **named)
+                misfits.append(f"{target.__name__}.{name}: {error}")
+        replace(target, name, *rest, **named)
+
+    vars(patch).update(setattr=note)
+    return misfits
 
 
 def test_what_a_plant_puts_in_place_can_be_called_as_what_was_there() -> None:
     """Else a node fails by an internal error, which a test takes for the fault it is after."""
     found = []
     for number, plant in PLANTS.items():
-        patch = Recorder()
+        patch = pytest.MonkeyPatch()
+        misfits = recording(patch)
         try:
             plant(patch)
         finally:
             patch.undo()
-        found += [f"plant {number}: {misfit}" for misfit in patch.misfits]
+        found += [f"plant {number}: {misfit}" for misfit in misfits]
     assert found == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 
@@ -153,10 +154,14 @@ def test_04_no_two_versions_are_further_apart_than_a_moving_bound_allows(
     world.metrics_of = lambda step: {"mismatch_kl": 10.0 if step // 25 % 2 else 0.0}
     world.learner()
     world.worker("w1")
+
+    def has_reached(step: int) -> bool:
+        return world.step >= step
+
     for bytes_per_s in (1e6, 6e4, 1.5e5, 4e4, 1e6):
         world.link("learner", "w1", bytes_per_s=bytes_per_s)
         until = world.step + num_steps // 5
-        world.run_until(lambda until=until: world.step >= until, within_s=600.0)
+        world.run_until(partial(has_reached, until), within_s=600.0)
     decisions = world.records("bound")
     assert {record["bound"] > record["before"] for record in decisions} == {True, False}
     told = {row["staleness/bound"] for row in world.rows}

@@ -373,7 +373,8 @@ class WatchedLedger(Ledger):
         self.process.check_alive()
         if self.process.full_disk == "records":
             self._next_file()
-            self._file = FullDisk(self._file)
+            file: Any = FullDisk(self._file)
+            self._file = file
             [num_pages] = self._database.execute("PRAGMA page_count").fetchone()
             self._database.execute(f"PRAGMA max_page_count = {num_pages}")
         super()._write_queue(durably=durably)
@@ -883,7 +884,7 @@ class World:
             if isinstance(action, Recall) and process.sample_s != math.inf:
                 process.look()
 
-        node.on_action = on_action
+        node.on_action = on_action  # type: ignore[method-assign]
         return node
 
     @staticmethod

@@ -818,12 +818,12 @@ def test_groups_are_finished_waiting_or_granted() -> None:
 
 
 def test_a_discard_is_never_void() -> None:
-    found = [lineage(1, 0), accepted(0), discard(0), lineage(2, 0)]
+    found: list[AnyRecord] = [lineage(1, 0), accepted(0), discard(0), lineage(2, 0)]
     assert read_state(found, lineage=2, step=0).waiting == {}
 
 
 def test_a_group_trained_again_after_a_fork_has_one_end() -> None:
-    found = [
+    found: list[AnyRecord] = [
         lineage(1, 0),
         *(accepted(group) for group in range(4)),
         trained(1, 1, 0),
@@ -844,7 +844,11 @@ def test_a_group_trained_again_after_a_fork_has_one_end() -> None:
 
 
 def test_a_checkpoint_that_a_later_lineage_left_is_refused() -> None:
-    found = [lineage(1, 0), *(trained(1, step, step) for step in range(1, 9)), lineage(2, 5)]
+    found: list[AnyRecord] = [
+        lineage(1, 0),
+        *(trained(1, step, step) for step in range(1, 9)),
+        lineage(2, 5),
+    ]
     found += [trained(2, step, step) for step in range(6, 10)]
     assert read_state(found, lineage=1, step=5)
     assert read_state(found, lineage=2, step=9)
@@ -855,7 +859,7 @@ def test_a_checkpoint_that_a_later_lineage_left_is_refused() -> None:
 
 
 def test_a_ledger_whose_end_is_lost_does_not_let_groups_be_trained_twice() -> None:
-    found = [lineage(1, 0), accepted(0), accepted(1), trained(1, 1, 0)]
+    found: list[AnyRecord] = [lineage(1, 0), accepted(0), accepted(1), trained(1, 1, 0)]
     with pytest.raises(
         StorageError, match="step 2 in lineage 1 is ahead of the ledger, whose last"
     ):
@@ -888,7 +892,7 @@ def test_totals_count_what_became_of_groups_and_the_newest_bill() -> None:
 
 def test_deliveries_go_from_grant_to_acceptance() -> None:
     grants = [Granted(group=0, attempt=0, worker="w1", at=5.0), grant(1)]
-    found = [*grants, accepted(0, at=9.0), accepted(2)]
+    found: list[AnyRecord] = [*grants, accepted(0, at=9.0), accepted(2)]
     assert deliveries_of(found) == [
         Delivery(worker="w1", granted_at=5.0, accepted_at=9.0, num_tokens=10)
     ]

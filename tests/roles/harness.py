@@ -17,7 +17,7 @@ from echo.roles.learner import Learner
 from echo.weights.broadcast import Broadcast
 from echo.weights.manifest import Manifest, SignedManifest, TensorSpec, build_manifest, sign
 from echo.wire.actions import Action
-from echo.wire.codec import decode_envelope, decode_message
+from echo.wire.codec import Frame, decode_envelope, decode_message
 from echo.wire.messages import Hello, Lease
 from tests.core.groups import make_rollout
 
@@ -123,7 +123,7 @@ def make_broadcast(node_id: str, **overrides: Any) -> Broadcast:
     return Broadcast(node_id=node_id, **(settings | overrides))
 
 
-def message_of(frames: Sequence[bytes]) -> Any:
+def message_of(frames: Sequence[Frame]) -> Any:
     """Return the message inside the frames of one of our nodes."""
     return decode_message(decode_envelope(list(frames)))
 

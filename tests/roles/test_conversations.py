@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from echo.wire.actions import Action, Stop
 from echo.wire.codec import encode
 from echo.wire.messages import (
     FULL,
+    PROTOCOL_VERSION,
     Finish,
     Probe,
     ProbeAck,
@@ -55,7 +57,12 @@ def test_the_learner_dies_while_an_engine_is_built_and_it_is_not_built_twice(
     world.worker("w1", build_s=8.0)
     node, built = world.node("w1"), list[Any]()
     build = node._build
-    node._build = lambda *arguments: built.append(arguments) or build(*arguments)
+
+    def build_and_note(*arguments: Any) -> Any:
+        built.append(arguments)
+        return build(*arguments)
+
+    node._build = build_and_note
     world.run(3.0)
     world.kill("learner")
     world.run(1.0)
@@ -70,7 +77,7 @@ def test_another_protocol_version_is_refused_with_both(
 ) -> None:
     world = fleet(make_world)
     world.worker("w1", via=[first])
-    role, ours = world.node("w1").role, codec.PROTOCOL_VERSION
+    role, ours = world.node("w1").role, PROTOCOL_VERSION
 
     def as_of_another_release(call: Any) -> Any:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -116,8 +123,12 @@ def test_a_node_that_every_address_refuses_gives_up_after_three_tries(
     fail, role.dial_failed = role.dial_failed, lambda *_, **__: []  # here others fail
     faults = {RELAY: (True, True, False, True, True, True), LEARNER: (True, True, True)}
     stops: list[Action] = []
+
+    def asks(address: str) -> bool:
+        return role._control is not None and role._control.address == address
+
     for address in (RELAY, LEARNER):
-        world.run_until(lambda a=address: role._control and role._control.address == a)
+        world.run_until(partial(asks, address))
         peer = role._control.peer
         assert fail("another", "a parent's key", is_refused=True, now=0.0) == []
         for is_refused in faults[address]:
@@ -259,9 +270,13 @@ def test_who_can_serve_shows_its_uplink_before_it_is_given_a_place_and_then_the_
     world.learner()
     world.worker("w1", build_s=5.0)
     world.relay("r1")
+
+    def is_trusting(name: str) -> bool:
+        return bool(world.node(name).role.broadcast.trust.has_key)
+
     for name, num_probes in (("r1", 1), ("w1", 0)):  # whoever cannot be dialled serves nobody
+        world.run_until(partial(is_trusting, name), within_s=5.0)
         node = world.node(name)
-        world.run_until(lambda node=node: node.role.broadcast.trust.has_key, within_s=5.0)
         assert node.role._probing._num_probes == num_probes, name
     learner = world.node("learner").role
     world.run_until(lambda: learner.uplinks().get("r1"), within_s=5.0)

@@ -169,9 +169,16 @@ def said_in(actions: list[Action]) -> list[Message]:
     return [message_of(action.frames) for action in actions if isinstance(action, Send)]
 
 
+def welcome_in(actions: list[Action]) -> Welcome:
+    """Return the one message that is sent."""
+    [message] = said_in(actions)
+    assert isinstance(message, Welcome)
+    return message
+
+
 HELLO = make_hello(digests=DIGESTS)
 READY = Ready(incarnation="i1", digests=DIGESTS)
-[WELCOME] = said_in(LearnerEnd().hear(HELLO))
+WELCOME = welcome_in(LearnerEnd().hear(HELLO))
 OF_LEARNER: dict[type[Message], Message] = {
     type(message): message
     for message in (
@@ -203,7 +210,7 @@ OF_NODE: dict[type[Message], Message] = {
 }
 
 ALIVE = [state for state in NodeState if state is not NodeState.STOPPED]
-TABLES: list[Mapping[StrEnum, Mapping[type, Any]]] = [Joining.TABLE, Admission.TABLE]
+TABLES: list[Mapping[Any, Mapping[type, Any]]] = [Joining.TABLE, Admission.TABLE]
 
 
 def messages_of(table: Mapping[Any, Mapping[type, Any]]) -> set[type]:
@@ -435,11 +442,12 @@ FILES = {"config.json": b"{}", "tokenizer.json": b"[1, 2]"}
 def test_files_are_hashed_once_and_not_for_each_hello(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each node that configures repeats its Hello; a tokenizer may have tens of MB."""
     end = LearnerEnd()
-    monkeypatch.setattr(joining, "blake3", mock.Mock(wraps=blake3))
+    hashing = mock.Mock(wraps=blake3)
+    monkeypatch.setattr(joining, "blake3", hashing)
     for _ in range(2):
-        [welcome] = said_in(end.hear(HELLO))
+        welcome = welcome_in(end.hear(HELLO))
     assert welcome.assets == WELCOME.assets
-    assert all(call.args != (FILE,) for call in joining.blake3.call_args_list)
+    assert all(call.args != (FILE,) for call in hashing.call_args_list)
 
 
 def test_equal_or_missing_hashes_agree() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ class Role(Worker):
     """A worker that the learner has admitted."""
 
     is_admitted = True
-    lineages = (Lineage(1, 0),)
+    lineages: tuple[Lineage, ...] = (Lineage(1, 0),)
     broadcast: Weights
 
 
@@ -70,7 +71,7 @@ class Paper:
 
     def __init__(
         self,
-        lengths: dict[int, tuple[int, ...]] | None = None,
+        lengths: Mapping[int, tuple[int, ...]] | None = None,
         *,
         groups_per_batch: int = 4,
         is_continuous: bool = False,
@@ -236,16 +237,16 @@ def test_without_over_submission_a_batch_is_waited_for() -> None:
     assert paper.role.partial_counts["interrupted"] == 0
 
 
-def test_a_batch_is_not_recalled_for_nothing() -> None:
+@pytest.mark.parametrize("latecomer", [None, 5])
+def test_a_batch_is_not_recalled_for_nothing(latecomer: int | None) -> None:
     """The target is reached, but no other group waits for the room: until one comes."""
-    for latecomer in (None, 5):
-        paper = Paper(LENGTHS, over_submission=2.0)
-        paper.grant(*map(make_lease, range(4)))
-        paper.run(until=lambda paper=paper: len(paper.delivered()) == 2)
-        if latecomer is not None:
-            paper.grant(make_lease(latecomer))
-        paper.run(until=lambda paper=paper: not paper.engine or len(paper.sampled) > 1)
-        assert len(paper.sampled) == (1 if latecomer is None else 2)
+    paper = Paper(LENGTHS, over_submission=2.0)
+    paper.grant(*map(make_lease, range(4)))
+    paper.run(until=lambda: len(paper.delivered()) == 2)
+    if latecomer is not None:
+        paper.grant(make_lease(latecomer))
+    paper.run(until=lambda: not paper.engine or len(paper.sampled) > 1)
+    assert len(paper.sampled) == (1 if latecomer is None else 2)
 
 
 def test_an_engine_that_takes_requests_at_any_time_gets_more_than_it_holds() -> None:
@@ -374,9 +375,8 @@ def test_a_worker_says_what_it_does_or_waits_for() -> None:
     assert paper.role.activity == "waiting for leases"
     paper.grant()
     assert paper.role.activity == "sampling"
-    paper.do, do = paper.others.extend, paper.do  # type: ignore[method-assign]
-    paper.turn()
-    paper.do = do  # type: ignore[method-assign]
+    with mock.patch.object(paper, "do", paper.others.extend):
+        paper.turn()
     [score] = paper.take(Score)
     assert paper.role.activity == "scoring"
     paper.do(paper.role.scored(score.group, [0.0, 1.0], now=1.0))
@@ -398,10 +398,9 @@ def test_a_group_that_another_has_finished_is_recalled_and_not_delivered(is_whol
     paper.grant()
     [first, _] = paper.engine
     if is_whole:
-        paper.do, do = paper.others.extend, paper.do  # type: ignore[method-assign]
-        paper.turn()
+        with mock.patch.object(paper, "do", paper.others.extend):
+            paper.turn()
         [score] = paper.take(Score)
-        paper.do = do  # type: ignore[method-assign]
     paper.acknowledge(0)
     paper.acknowledge(0)
     assert first.is_recalled != is_whole
@@ -537,7 +536,8 @@ def test_a_group_is_sampled_to_its_end_by_the_version_that_began_it(stale_tokens
 def test_what_is_too_old_to_be_trained_on_begins_anew_as_a_whole() -> None:
     paper = several({0: (30, 2)})
     paper.grant()
-    paper.turn(), paper.turn()
+    paper.turn()
+    paper.turn()
     install(paper, V1)
     assert wanted(paper) == {0: V0}
     install(paper, V2)
@@ -556,7 +556,7 @@ def test_a_version_of_a_lineage_that_was_left_goes_on_with_nothing() -> None:
     install(paper, V1)
     paper.grant(make_lease(1))
     assert wanted(paper) == {0: V0, 1: V1}
-    paper.role.lineages = (Lineage(1, 0), Lineage(2, 0))  # type: ignore[misc]
+    paper.role.lineages = (Lineage(1, 0), Lineage(2, 0))
     install(paper, PolicyVersion(2, 0))
     assert wanted(paper) == {0: V0, 1: PolicyVersion(2, 0)}
 
@@ -604,7 +604,8 @@ def test_what_the_engine_has_lost_begins_anew() -> None:
 
 def test_what_came_whole_needs_no_version() -> None:
     paper = several({0: (3, 3)})
-    install(paper, V1), install(paper, V2)
+    install(paper, V1)
+    install(paper, V2)
     paper.grant(make_lease(0), members=members(1, 1, reason="stop"))
     paper.role._versions = (V2,)
     assert not paper.sampled
@@ -693,6 +694,7 @@ def test_a_worker_that_leaves_hands_over_what_is_unfinished_and_waits_for_the_re
     assert paper.take(Drained)
     again = make_role()
     [note] = again.restore(save.data)
+    assert isinstance(note, Note)
     assert note.text == "found 1 unfinished groups of 4 tokens"
     assert (1, 0) in again.partials
 
@@ -715,15 +717,18 @@ def test_a_worker_whose_engine_hangs_leaves_without_it() -> None:
     paper.do(paper.role.expire(now=1.0 + 2 * DRAIN_S))
     assert paper.take(Drained)
     [note] = make_role().restore(save.data)
+    assert isinstance(note, Note)
     assert note.text == "found 1 unfinished groups of 1 tokens"
 
 
 def test_a_damaged_file_is_dropped_and_a_full_disk_survived() -> None:
     paper = Paper()
     [note] = paper.role.restore(b"not a file of partial groups")
+    assert isinstance(note, Note)
     assert "dropped the unfinished groups" in note.text
     paper.role._num_saving = 1
     [note] = paper.role.saved("/run/partials.bin: no space left", now=0.0)
+    assert isinstance(note, Note)
     assert "cannot keep unfinished rollouts: /run/partials.bin: no space left" in note.text
     assert paper.role.counters["partials_unsaved"] == 1
 

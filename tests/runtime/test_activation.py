@@ -221,7 +221,7 @@ def test_what_a_broadcast_took_beyond_its_forecast_is_added_to_the_next(
     links = world.node("learner")._costs._activation._links
 
     def forecast_s(took_s: float | None) -> float:
-        return links(role, members, took_s).broadcast_s(["w1", "w2"])
+        return float(links(role, members, took_s).broadcast_s(["w1", "w2"]))
 
     assert forecast_s(planned.predicted_s + 7.0) == pytest.approx(forecast_s(None) + 7.0)
     assert forecast_s(planned.predicted_s / 2) == forecast_s(None)

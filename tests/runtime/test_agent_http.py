@@ -225,10 +225,14 @@ def test_streams_logprobs_and_texts(play: Play, template: str) -> None:
             # Without a session: as the caller likes, and not recorded.
             plain: Json = {"model": "m", "prompt": "12+34=", "temperature": 0, "max_tokens": 20}
             whole = await here.openai.completions.create(**plain, logprobs=1)
-            assert whole.choices[0].logprobs.text_offset[0] == 0
+            logprobs, usage = whole.choices[0].logprobs, whole.usage
+            assert logprobs is not None
+            assert logprobs.text_offset is not None
+            assert logprobs.text_offset[0] == 0
             pieces = [p async for p in await here.openai.completions.create(**plain, stream=True)]
             assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
-            assert len(pieces) > 2 or whole.usage.completion_tokens <= 16
+            assert usage is not None
+            assert len(pieces) > 2 or usage.completion_tokens <= 16
             again = await here.openai.completions.create(**{**plain, "prompt": [1, 5, 6]})
             assert again.usage.prompt_tokens == 3
 

@@ -232,7 +232,9 @@ def lease_of(group_id: int, attempt: int = 0) -> Lease:
     return Lease(group_id=group_id, attempt=attempt, prompt_ids=(1, 5), seed=7, example={})
 
 
-def turn_of(context: list[int], sampled: list[int], *, parent: Turn | None = None, step: int = 0):
+def turn_of(
+    context: list[int], sampled: list[int], *, parent: Turn | None = None, step: int = 0
+) -> Turn:
     return Turn(np.array(context, np.int32), completion_of(sampled, step=step), "", parent)
 
 
@@ -296,10 +298,11 @@ def test_silence_frees_episodes_and_then_gives_the_lease_up(episodes: Episodes) 
 
 def test_episodes_that_fall_silent_together_give_their_lease_up_once(episodes: Episodes) -> None:
     episodes.add(lease_of(3), now=0)
-    now, given_up, sessions = 0.0, [], ()
+    now, sessions = 0.0, list[Session]()
+    given_up: list[tuple[Lease, str]] = []
     for _ in range(MAX_EPISODE_ATTEMPTS):
         assert given_up == []
-        sessions = begin(episodes, now), begin(episodes, now)
+        sessions = [begin(episodes, now), begin(episodes, now)]
         now += 11
         given_up = episodes.expire(now=now)
     [(lease, why)] = given_up
@@ -393,7 +396,8 @@ def read(fields: dict[str, object], kind: type[ChatBody] | type[TextBody] = Text
 
 def answer_of(body: Body, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the choice that a call is answered with, and the end of its stream, of a text."""
-    answer = ChatAnswer(body, Dialogue(TextCodec(Letters(), [], {})), model="m", call_id="1")
+    letters: Any = Letters()
+    answer = ChatAnswer(body, Dialogue(TextCodec(letters, [], {})), model="m", call_id="1")
     turn = turn_of([1], [*map(ord, text)], step=3)
     [choice], [last] = answer.whole(turn)["choices"], answer.last(turn)
     return choice, last

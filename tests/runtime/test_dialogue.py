@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -109,11 +111,12 @@ def test_tokens_that_the_model_does_not_know_are_refused(
     """An engine that was given them would end its worker."""
     dialogue = Dialogue(TextCodec(tokenizer, [0], {}, vocab_size=8))
     known = call_of("3", ids_of("3"))
-    for ask in (
+    ways: list[Callable[[], object]] = [
         lambda: dialogue.continue_text("12", [], is_rendered=False),
         lambda: dialogue.continue_text("312", [known], is_rendered=False),
         lambda: dialogue.continue_ids([4, 8], []),
-    ):
+    ]
+    for ask in ways:
         with pytest.raises(DataError, match="the token '12' has the id 8, the model knows 8"):
             ask()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import itertools
 import logging
@@ -34,7 +35,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from echo.config.memory import Machine
 from echo.core.errors import LocalProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
-from echo.records import files
 from echo.runtime import disk_store
 from echo.runtime.disk_store import (
     MAX_SPARES,
@@ -128,7 +128,7 @@ def test_the_next_process_finds_what_was_written_newest_first(
     assert names(tmp_path / "version_store") == sorted(
         ["echo-store-2.lock", "v1-L2.image", "v1-L2.manifest", "v3-L1.image", "v3-L1.manifest"]
     )
-    assert opened(run=None).recover("r")[1].storage[:2] == b"v!"
+    assert bytes(opened(run=None).recover("r")[1].storage[:2]) == b"v!"
 
 
 def test_a_manifest_may_come_later_and_without_one_nothing_is_recovered(
@@ -366,7 +366,7 @@ def test_neither_disk_nor_memory_names_both(
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     exhausted = OSError(errno.ENOMEM, "Cannot allocate memory")
     store = opened()
-    monkeypatch.setattr(disk_store.os, "posix_fallocate", mock.Mock(side_effect=full))
+    monkeypatch.setattr(os, "posix_fallocate", mock.Mock(side_effect=full))
     monkeypatch.setattr(disk_store, "map_memory", mock.Mock(side_effect=exhausted))
     with pytest.raises(StorageError, match=r"neither there \(No space .* memory \(Cannot allocate"):
         store.create(version(1), None, SIZE)
@@ -411,7 +411,7 @@ def test_a_directory_that_cannot_be_used_is_an_error(
     with pytest.raises(StorageError, match=r"version_store cannot be used: Not a dir.*; choose"):
         DiskStore(tmp_path / "file" / "version_store", LIMIT)
     no_locks = OSError(errno.ENOLCK, "No locks available")
-    monkeypatch.setattr(files.fcntl, "flock", mock.Mock(side_effect=no_locks))
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=no_locks))
     with pytest.raises(StorageError, match="cannot be locked: No locks available; choose a"):
         DiskStore(tmp_path / "version_store", LIMIT)
 

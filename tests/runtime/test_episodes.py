@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from echo.core.rollout import PolicyVersion, Rollout
-from echo.engine.engine import Completion, Request, Sampling
+from echo.engine.engine import Completion, FinishReason, Request, Sampling
 from echo.runtime.episodes import EpisodeRunner, Opening
 from echo.tasks.environment import Environment
 from echo.tasks.rewards import InlineHost, Limits, RewardError
@@ -46,7 +46,7 @@ class Script(StubEngine):
             ids = np.array([*map(ord, line), STOP][:room], np.int32)
             versions = np.tile(np.array([1, turn], np.int32), (len(ids), 1))
             logprobs = np.full(len(ids), -0.5, np.float32)
-            reason = "stop" if ids[-1] == STOP else "length"
+            reason: FinishReason = "stop" if ids[-1] == STOP else "length"
             if line == "NaN":
                 reason, logprobs[-1] = "nonfinite", np.nan
             found.append(Completion(request.request_id, ids, logprobs, reason, versions))

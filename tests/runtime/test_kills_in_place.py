@@ -87,7 +87,7 @@ def patch_between(old: bytes, new: bytes, step: int) -> Patch:
 # --- the child ------------------------------------------------------------------------------------
 
 
-def update(directory: Path, tell: Callable[[], None], num_versions: int) -> None:
+def update(directory: Path, tell: Callable[[], object], num_versions: int) -> None:
     """Recover what is there, and turn it into the next version, and the next ..."""
     store = DiskStore(directory, LIMIT)
     [saved] = store.recover(RUN)
@@ -124,7 +124,7 @@ def forked(directory: Path, prepare: Callable[[], None], num_versions: int) -> t
     code = 1
     try:
         prepare()
-        update(directory, lambda: os.write(writing, b".") and None, num_versions)
+        update(directory, lambda: os.write(writing, b"."), num_versions)
         code = 0
     except BaseException:  # noqa: BLE001 -- a fork never goes back into pytest
         traceback.print_exc(file=sys.__stderr__)

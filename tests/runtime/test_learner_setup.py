@@ -31,6 +31,7 @@ from echo.core.rollout import Lineage
 from echo.engine import model
 from echo.engine.engine import Request
 from echo.engine.lora import (
+    Lora,
     base_settings,
     export_adapter,
     initial_adapter,
@@ -63,6 +64,15 @@ def make_config(model_dir: Path, **sections: dict[str, Any]) -> Config:
 
 
 EQUAL = make_group([1, 1], 1)
+
+
+def trainer_for(
+    config: Config, model_dir: Path, start: StartingPoint, lora: Lora | None = None
+) -> Trainer:
+    """The trainer of one process."""
+    trainer = build_trainer(config, model_dir, start, lora)
+    assert isinstance(trainer, Trainer)
+    return trainer
 
 
 def pull(trainer: Trainer) -> float:
@@ -142,7 +152,7 @@ def test_offloading_needs_a_gpu(model_dir: Path) -> None:
 def test_there_is_no_reference_and_one_update_unless_more_is_asked_for(model_dir: Path) -> None:
     config = make_config(model_dir, batch={"minibatches_per_step": 2})
     assert not isinstance(build_loss(config), ReferenceKlLoss)
-    trainer = build_trainer(config, model_dir, START)
+    trainer = trainer_for(config, model_dir, START)
     assert trainer._reference is None
     groups = [make_group([1, 0], 2), make_group([0, 1], 1)]
     updates = trainer._minibatches(groups, trainer._prepare(groups))
@@ -156,7 +166,7 @@ def test_the_reference_is_frozen_at_the_start_also_after_a_resume(
     model_dir: Path, tmp_path: Path
 ) -> None:
     config = make_config(model_dir, reference={"kl_coef": 0.1})
-    trainer = build_trainer(config, model_dir, START)
+    trainer = trainer_for(config, model_dir, START)
     assert trainer.refusal(EQUAL) is None, "there is a pull without an advantage, too"
     assert trainer._reference is not None
     assert trainer._reference.parameters() == {}
@@ -167,7 +177,7 @@ def test_the_reference_is_frozen_at_the_start_also_after_a_resume(
     trainer.save_state(tmp_path)
     expected = pull(trainer)
     resumed = StartingPoint(lineages=(Lineage(1, 0),), step=2, checkpoint=tmp_path)
-    assert pull(build_trainer(config, model_dir, resumed)) == expected
+    assert pull(trainer_for(config, model_dir, resumed)) == expected
 
 
 @pytest.mark.slow
@@ -176,10 +186,10 @@ def test_another_start_is_another_reference(model_dir: Path, tmp_path: Path) -> 
     save_tiny_model(other, build_model(seed=3))
     # From the other weights, pulled to those of the start: nothing yet.
     config = make_config(model_dir, reference={"kl_coef": 0.1}, learner={"init_from": str(other)})
-    assert pull(build_trainer(config, model_dir, START)) == pytest.approx(0.0, abs=1e-9)
+    assert pull(trainer_for(config, model_dir, START)) == pytest.approx(0.0, abs=1e-9)
     # From the model's own weights, pulled to the others.
     config = make_config(model_dir, reference={"kl_coef": 0.1, "name": str(other)})
-    assert pull(build_trainer(config, model_dir, START)) > 1e-3
+    assert pull(trainer_for(config, model_dir, START)) > 1e-3
 
 
 def test_a_reference_with_another_vocabulary_is_refused(
@@ -199,7 +209,7 @@ MakeTinyModel = Callable[..., Path]
 
 def learner_config(model_dir: Path, run_dir: Path, **learner: str) -> Config:
     (run_dir / "run").mkdir(parents=True, exist_ok=True)
-    sections = {"run": {"dir": str(run_dir)}, "lora": {"rank": 4}}
+    sections: dict[str, dict[str, Any]] = {"run": {"dir": str(run_dir)}, "lora": {"rank": 4}}
     return make_config(
         model_dir, learner={"device": "cpu", "num_threads": 1, **learner}, **sections
     )
@@ -267,7 +277,7 @@ def test_an_adapter_to_start_from_is_trained_on(
     config = learner_config(model, tmp_path, init_from=str(adapter))
     kept = config.sync.max_staleness + 1
     assert learner_lora(config, model) == dataclasses.replace(lora, num_versions=kept)
-    trainer = build_trainer(config, model, START, lora)
+    trainer = trainer_for(config, model, START, lora)
     expected = published(policy)
     assert all(torch.equal(t, expected[name]) for name, t in trainer.snapshot().items())
 
@@ -296,7 +306,7 @@ def test_a_resumed_run_refuses_another_base_and_says_how_to_mend_a_record_that_i
 @pytest.mark.slow
 def test_the_reference_of_an_adapter_is_the_base(tiny_model_dir: Path) -> None:
     config = make_config(tiny_model_dir, lora={"rank": 4}, reference={"kl_coef": 0.1})
-    trainer = build_trainer(config, tiny_model_dir, START, learner_lora(config, tiny_model_dir))
+    trainer = trainer_for(config, tiny_model_dir, START, learner_lora(config, tiny_model_dir))
     pulls = [pull(trainer) for _ in range(3)]
     assert pulls[0] == pytest.approx(0.0, abs=1e-7)
     assert pulls[2] > 1e-6
@@ -308,7 +318,12 @@ def test_ranks_with_other_settings_are_told_which(model_dir: Path) -> None:
         for size in (512, 512, 256)
     ]
     told: list[bytes] = []
-    ranks: Any = SimpleNamespace(gather=lambda own: told.append(own) or told)
+
+    def gather(own: bytes) -> list[bytes]:
+        told.append(own)
+        return told
+
+    ranks: Any = SimpleNamespace(gather=gather)
     for config in configs[:2]:
         setup.check_alike(config, ranks)
     said = "rank 2 was .* than rank 0: learner.micro_batch_tokens = 256 and not 512; all processes"

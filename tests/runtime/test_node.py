@@ -185,7 +185,7 @@ def test_what_came_unencrypted_is_dropped_unless_it_is_a_chunk_of_a_neighbour(
 ) -> None:
     """Somebody on the way may have made it."""
     chunk = Chunk(version=PolicyVersion(1, 1), index=0)
-    forged = [
+    forged: list[Any] = [
         encode(Gone(version=PolicyVersion(1, 1)), source="a"),
         encode(chunk, [b"data"], source="a", target="learner"),  # a relay would pass it on
         [b"nonsense"],
@@ -218,7 +218,9 @@ def test_what_came_unencrypted_is_dropped_unless_it_is_a_chunk_of_a_neighbour(
 class HandleLoop(asyncio.SelectorEventLoop):
     """Answers `call_at` with a plain Handle, as uvloop does for an instant that has just passed."""
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
+    def call_at(  # type: ignore[override] # no TimerHandle
+        self, when: float, callback: Any, *args: Any, context: Any = None
+    ) -> Any:
         return self.call_soon(callback, *args, context=context)
 
 
@@ -425,8 +427,13 @@ def test_the_timer_is_armed_anew_only_for_an_earlier_deadline() -> None:
 
 def test_a_loop_that_is_held_up_again_and_again_comes_to_what_is_due() -> None:
     async def scenario(node: Node, script: Script, network: Network) -> None:
-        running, fired = await begun(node), []
-        script.on_expire = lambda: fired.append(1) or []
+        running, fired = await begun(node), list[int]()
+
+        def fire() -> list[Action]:
+            fired.append(1)
+            return []
+
+        script.on_expire = fire
         for num_fired in (0, 1, 1, 2):
             node._set_timer(node.now - 2 * STALL_S)
             node._on_timer()

@@ -312,7 +312,12 @@ def odd_example(prompt: str = "x 40", **info: object) -> Example:
 
 ENDLESS: dict[str, object] = {}
 ENDLESS["itself"] = ENDLESS
-CANNOT_BE_SENT = [{"id": 1 << 64}, {"text": "\ud800"}, {"lock": threading.Lock()}, ENDLESS]
+CANNOT_BE_SENT: list[dict[str, Any]] = [
+    {"id": 1 << 64},
+    {"text": "\ud800"},
+    {"lock": threading.Lock()},
+    ENDLESS,
+]
 NO_EXAMPLE = r"Odd\.example\(40, split='train'\) returned .{1,100}; it must return an echo"
 
 
@@ -322,7 +327,10 @@ NO_EXAMPLE = r"Odd\.example\(40, split='train'\) returned .{1,100}; it must retu
         (lambda: None, NO_EXAMPLE),
         (lambda: {"prompt": "x 1"}, NO_EXAMPLE),
         (lambda: "x " + "1" * 10**6, NO_EXAMPLE),
-        (lambda: {}[2], r"Odd\.example\(40, split='train'\) raised KeyError: 2 \(test_prompts.py:"),
+        (
+            lambda: {1: ""}[2],
+            r"Odd\.example\(40, split='train'\) raised KeyError: 2 \(test_prompts.py:",
+        ),
         (
             lambda: odd_example("no number"),
             r"example 40: what its prompt passes through raised ValueError: .*test_prompts\.py:\d",

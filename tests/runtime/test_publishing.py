@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import msgspec
@@ -19,11 +19,13 @@ from torch import Tensor
 from echo.config.load import parse_config
 from echo.core.rollout import PolicyVersion
 from echo.engine.weights import (
+    CodedDelta,
     DeviceDelta,
     VersionImages,
     Weights,
     host_bytes,
 )
+from echo.records.ledger import LedgerQueue
 from echo.runtime.learner import publish as encoded_versions
 from echo.runtime.learner.publish import (
     CodedSegment,
@@ -46,7 +48,14 @@ from echo.weights.manifest import (
 )
 from echo.weights.receiver import VersionArrived
 from echo.weights.schedule import MAX_PENDING, PublishPace
-from echo.weights.store import ApplyPatch, DecodeBlock, OpenBlock, PatchMode, Transfer
+from echo.weights.store import (
+    ApplyPatch,
+    DecodeBlock,
+    EncodedVersion,
+    OpenBlock,
+    PatchMode,
+    Transfer,
+)
 from echo.wire.actions import Send
 from echo.wire.messages import Announce, Segment
 from tests.roles.harness import message_of
@@ -63,8 +72,8 @@ def image_at(step: int, share: float) -> bytes:
     """Return an image of bf16 weights, with a share of the weights of the one before moved."""
     chance = np.random.default_rng(step)
     if step == 0:
-        words = (chance.standard_normal(NUM_BYTES // 2) * 100).astype(np.float16)
-        return words.tobytes()
+        weights = (chance.standard_normal(NUM_BYTES // 2) * 100).astype(np.float16)
+        return weights.tobytes()
     words = np.frombuffer(image_at(step - 1, share), np.uint16).copy()
     where = chance.random(len(words)) < share
     words[where] += chance.integers(1, 3, size=int(where.sum()), dtype=np.uint16)
@@ -128,7 +137,11 @@ class Pair:
         self.ledger = Noted()
         self.coder = Coder(KEY, encrypts=True, num_threads=2)
         self.encoded_versions = VersionEncoder(
-            self.learner, self.coder, codec=codec, node=LearnerEnd(self), ledger=self.ledger
+            self.learner,
+            self.coder,
+            codec=codec,
+            node=LearnerEnd(self),
+            ledger=cast("LedgerQueue", self.ledger),
         )
 
     def perform(self, name: str, actions: Any) -> None:
@@ -344,11 +357,16 @@ def test_no_key_encrypts_two_forms_and_no_nonce_two_texts() -> None:
             pair.coder.close()
         return pairs
 
-    keys, under_keys = [], set()
+    keys, under_keys = list[bytes](), set()
     for pair in asyncio.run(main()):
         items = [*pair.learner.encoded_versions.values(), *pair.learner.store.values()]
         for item in items:
-            frames = getattr(item, "frames", None) or [encode_signed(item.signed)]
+            if isinstance(item, Transfer):
+                assert item.signed is not None
+                frames = [encode_signed(item.signed)]
+            else:
+                assert isinstance(item, EncodedVersion)
+                frames = [*item.frames]
             own = {msgspec.msgpack.decode(frame, type=SignedManifest).key for frame in frames}
             assert item.is_encrypted
             assert len(own) == 1, "segments of one form count their chunks on under one key"
@@ -534,6 +552,7 @@ def assert_same(one: Publication, other: Publication) -> None:
 
 def transfer_of(publication: Publication) -> Transfer:
     broadcast = Broadcast(node_id="x", window_bytes=8 << 20, stall_s=5.0)
+    assert publication.signed is not None
     broadcast.publish(publication.signed, publication.manifest, publication.image, now=0.0)
     return broadcast.store[publication.manifest.version]
 
@@ -687,7 +706,7 @@ def test_weights_may_change_while_a_version_on_the_device_is_looked_at(begun: Be
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("is_on_device", [None, False])
 def test_a_version_comes_down_from_a_gpu_beside_the_training(is_on_device: bool | None) -> None:
-    learner, stream = Learner("cuda"), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    learner, stream = Learner("cuda"), torch.cuda.Stream()
     images = VersionImages(
         "bfloat16", block_bytes=BLOCK_BYTES, is_on_device=is_on_device, copy_stream=stream
     )
@@ -702,10 +721,10 @@ def test_a_version_comes_down_from_a_gpu_beside_the_training(is_on_device: bool 
 
 
 def test_the_loop_waits_for_no_version() -> None:
-    class OfThreads(Future[None]):
-        def result(self, timeout: float | None = None) -> None:
+    class OfThreads(Future[CodedDelta | None]):
+        def result(self, timeout: float | None = None) -> CodedDelta | None:
             assert self.done() or threading.current_thread() is not threading.main_thread()
-            super().result(timeout)
+            return super().result(timeout)
 
     images = moving_images(2, share=0.01)
     first, second = publication_of(0, images[0]), unsealed_of(1, images[1])

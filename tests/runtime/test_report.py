@@ -72,10 +72,10 @@ def test_groups_that_did_not_count_are_part_of_the_rewards_of_their_step() -> No
     for expected in ((0.625, 0.5, 0.25), (0.5, 0.0, 1.0)):
         progress.stepped([rewarded(9, 1, 0)], waited_s=0.0, trained_s=1.0, staleness={})
         row = progress.step_metrics({"reward/mean": 0.5}, {}, step=1, bytes_sent=0, now=2.0)
-        rewards = row["reward/mean"], row["groups/all_right"], row["groups/useful"]
+        told = row["reward/mean"], row["groups/all_right"], row["groups/useful"]
         assert row["groups/dropped/zero_variance"] == (0.75 if expected[2] < 1 else 0.0)
         # Told with the first step that follows, and never again.
-        assert rewards == expected
+        assert told == expected
 
 
 def test_a_useful_group_ends_a_zero_signal_stretch() -> None:
@@ -348,7 +348,10 @@ def test_an_evaluation_whose_rewards_all_fail_has_no_figure() -> None:
 
 class NoProbabilities(EchoEngine):
     def generate(self, requests: Sequence[Request], *rest: Any, **named: Any) -> list[Completion]:
-        spoilt = {"finish_reason": "nonfinite", "logprobs": np.array([np.nan], np.float32)}
+        spoilt: dict[str, Any] = {
+            "finish_reason": "nonfinite",
+            "logprobs": np.array([np.nan], np.float32),
+        }
         return [replace(each, **spoilt) for each in super().generate(requests, *rest, **named)]
 
 

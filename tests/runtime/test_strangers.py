@@ -287,7 +287,13 @@ def test_newcomers_wait_where_many_have_come_within_a_second(
         crowd = [socket.create_connection(parse_address(address)) for _ in range(20)]
         gate = listener._listener._gate  # type: ignore[union-attr]
         shut, let_in = asyncio.Event(), gate.open
-        monkeypatch.setattr(gate, "shut", lambda shut_it=gate.shut: (shut_it(), shut.set()))
+        shut_it = gate.shut
+
+        def shut_and_tell() -> None:
+            shut_it()
+            shut.set()
+
+        monkeypatch.setattr(gate, "shut", shut_and_tell)
         monkeypatch.setattr(gate, "open", lambda: None)  # the second takes as long as is wanted
         async with asyncio.timeout(30):
             while not shut.is_set():  # the count may begin anew between two of them

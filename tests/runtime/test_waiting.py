@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from echo.algo.staleness import ControlSettings
+from echo.core.buffer import StalenessBuffer
 from echo.core.errors import TransportError
 from echo.roles.learner import Learner
 from echo.runtime.learner.node import FIRST_WORKER_S, BatchWait, LearnerNode
@@ -192,7 +193,7 @@ def test_a_learner_without_workers_saves_and_ends(make_world: MakeWorld) -> None
 GOOD = {"ess": 0.99, "mismatch_kl": 0.0, "clip_ratio/mean": 0.0}
 
 
-def quick(patch: pytest.MonkeyPatch, **limits: float) -> None:
+def quick(patch: pytest.MonkeyPatch, **limits: Any) -> None:
     """Let the controller decide within the steps of a test."""
     settings = partial(ControlSettings, **limits)
     patch.setattr("echo.runtime.learner.node.ControlSettings", settings)
@@ -237,6 +238,7 @@ def test_it_gates_leases_and_publishes_at_once_and_more_often(
     buffer, pace = node.role.buffer, node.pace
     assert adapt(node, 1, ess=0.1)
     assert (buffer.admission_staleness, pace.period) == (3, 4)
+    assert isinstance(buffer, StalenessBuffer)
     assert buffer.max_staleness == 6
     published = [step for step in range(2, 40) if adapt(node, step)]
     # Smoothed signals take a while to recover; then the bound rises, and the period with it. Only

@@ -76,7 +76,12 @@ def test_a_model_of_the_shared_file_is_the_learners_unless_it_is_here_or_set_her
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(model, "resolve_model", lambda name, *_: asked.append(name) or Path(name))
+
+    def resolve(name: str, *_: object) -> Path:
+        asked.append(name)
+        return Path(name)
+
+    monkeypatch.setattr(model, "resolve_model", resolve)
     hub_id = {"model": {"name": "Qwen/Qwen3-0.6B"}}
     for table in (hub_id, {"model": {"name": "/no/such/model"}}, {}):
         assert own_model(parse_config(table, source="two-machines.toml")) is None

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -307,7 +308,7 @@ def test_deltas_travel_where_they_can_and_images_where_they_must() -> None:
     assert more == pytest.approx((80 - 8) * MB, rel=0.3)
 
 
-def crowded(**rule: float):
+def crowded(**rule: Any) -> Scenario:
     """A fleet of five times what is needed, of a cheap and a dear kind."""
     scenario = make_scenario(
         make_offer("cheap", count=2, tokens_per_s=200.0, price_per_h=1.0, can_listen=True),

@@ -36,6 +36,7 @@ def test_a_delta_has_so_many_chunks_and_the_image_its_own_size(ratio: int) -> No
     broadcast = Broadcast(node_id="learner", window_bytes=1, stall_s=1.0)
     for step in range(2):
         made = versions.seal(versions.make({}, PolicyVersion(1, step)))
+        assert made.signed is not None
         broadcast.publish(made.signed, made.manifest, made.image, now=float(step))
     made = versions.make({}, PolicyVersion(1, 2))
     assert made.manifest.num_bytes * versions.scale == pytest.approx(ratio * 80 * MB, rel=0.01)

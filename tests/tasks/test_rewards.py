@@ -101,7 +101,9 @@ def test_what_it_raises_is_reported_with_its_cause(
 class Ranking(Grader):
     """Judges all answers to a prompt together."""
 
-    async def rewards(self, example: Example, completions: Sequence[str]) -> list[float | None]:
+    async def rewards(  # type: ignore[override] # which may be async
+        self, example: Example, completions: Sequence[str]
+    ) -> list[float | None]:
         longest = max(map(len, completions))
         return [None if not text else float(len(text) == longest) for text in completions]
 
@@ -138,9 +140,12 @@ def test_calls_that_hang_are_abandoned_and_their_number_is_bounded(gate: threadi
 
 def test_a_task_in_this_process_is_scored_in_order_by_a_thread_that_ends_with_its_host() -> None:
     threads: set[threading.Thread] = set()
-    host = InlineHost(
-        Grader(lambda text: threads.add(threading.current_thread()) or len(text)), LIMITS
-    )
+
+    def grade(text: str) -> int:
+        threads.add(threading.current_thread())
+        return len(text)
+
+    host = InlineHost(Grader(grade), LIMITS)
     assert list(host.score_all(EXAMPLE, ["", "a", "bc"])) == [0, 1, 2]
     assert host.take_counts()["env/calls"] == 3
     [thread] = threads
@@ -182,7 +187,7 @@ def own_pool() -> Iterator[PoolHost]:
 
 
 @contextmanager
-def hurried(pool: PoolHost, **limits: float) -> Iterator[None]:
+def hurried(pool: PoolHost, **limits: Any) -> Iterator[None]:
     """Have calls of the block end soon; those before and after it may start processes."""
     before = pool.limits
     pool.limits = replace(before, **limits)
@@ -190,6 +195,13 @@ def hurried(pool: PoolHost, **limits: float) -> Iterator[None]:
         yield
     finally:
         pool.limits = before
+
+
+def pid_of(pool: PoolHost) -> int:
+    """The id of its process."""
+    pid = pool.score(EXAMPLE, "pid")
+    assert pid is not None
+    return int(pid)
 
 
 def is_running(pid: int) -> bool:
@@ -304,7 +316,7 @@ def test_a_call_that_asks_for_it_is_tried_again_and_counted(
 def test_who_stops_early_cancels_the_rest_and_who_waits_is_told_of_the_end(
     own_pool: PoolHost,
 ) -> None:
-    pid = int(own_pool.score(EXAMPLE, "pid"))
+    pid = pid_of(own_pool)
     rewards = own_pool.score_all(EXAMPLE, ["calls", *["sleep 600"] * 9])
     assert next(rewards) == 2.0
     rewards.close()
@@ -318,8 +330,11 @@ def test_who_stops_early_cancels_the_rest_and_who_waits_is_told_of_the_end(
             waiting.result(timeout=120)
     assert caught.value.reason == "reward_lost"
     assert not is_running(pid), "what runs is killed"
-    for ask in (lambda: next(own_pool.score_all(EXAMPLE, ["number 1"])),
-                lambda: own_pool.score(EXAMPLE, "number 1")):  # fmt: skip
+    ways: list[Callable[[], object]] = [
+        lambda: next(own_pool.score_all(EXAMPLE, ["number 1"])),
+        lambda: own_pool.score(EXAMPLE, "number 1"),
+    ]
+    for ask in ways:
         with pytest.raises(RewardError, match="is being closed"):
             ask()
 
@@ -339,7 +354,7 @@ def test_a_process_that_cannot_be_started_fails_its_group_alone(
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_while_it_is_idle_costs_no_reward(pool: PoolHost) -> None:
-    pid = int(pool.score(EXAMPLE, "pid"))
+    pid = pid_of(pool)
     os.kill(pid, signal.SIGKILL)
     assert wait_until(lambda: not is_running(pid))
     assert pool.score(EXAMPLE, "number 1") == 1.0

@@ -112,7 +112,10 @@ def user_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         del sys.modules[name]
 
 
-NEEDED = {"mixture": {"tasks": [{"kind": "addition"}]}, "verifiers": {"env": "my_env"}}
+NEEDED: dict[str, dict[str, Any]] = {
+    "mixture": {"tasks": [{"kind": "addition"}]},
+    "verifiers": {"env": "my_env"},
+}
 
 
 @pytest.mark.parametrize("kind", BUILT_IN_TASKS)

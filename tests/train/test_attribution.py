@@ -79,12 +79,9 @@ def measure(tiny_model_dir: Path, tmp_path: Path) -> Measure:
             *split(tiny_model_dir, {"micro_batch_tokens": 40, "vocab_chunk": 16}),
             Rescoring(sampling=sampling(**changes), published_dtype=dtype),
         )
-        probe = MismatchProbe(
-            SimpleNamespace(find=paths.get, forget=paths.pop),
-            SimpleNamespace(keeps=keeps),
-            num_rollouts=num_rollouts,
-            seed=0,
-        )
+        retention: Any = SimpleNamespace(find=paths.get, forget=paths.pop)
+        round_trip: Any = SimpleNamespace(keeps=keeps)
+        probe = MismatchProbe(retention, round_trip, num_rollouts=num_rollouts, seed=0)
         found = probe.measure(groups, trainer)
         return {name.removeprefix("attribution/"): value for name, value in found.items()}
 
@@ -243,7 +240,8 @@ def test_a_step_is_made_without_a_measurement_that_fails() -> None:
     result = StepResult(metrics={"lr": 1.0}, notices=("slow",))
     trainer: Any = SimpleNamespace(step_count=4, step=lambda _: result)
     probe: Any = SimpleNamespace(measure=measure)
-    found = Attribution(trainer, probe, SimpleNamespace(), interval_steps=2).step([])
+    retention: Any = SimpleNamespace()
+    found = Attribution(trainer, probe, retention, interval_steps=2).step([])
     assert found.metrics == {"lr": 1.0}
     assert found.notices == ("no attribution at step 5: too long", "slow")
 
@@ -254,7 +252,8 @@ def test_a_version_that_cannot_be_kept_is_told_and_costs_no_step() -> None:
 
     trainer: Any = SimpleNamespace(step_count=1, step=lambda _: StepResult(metrics={}))
     retention: Any = SimpleNamespace(keep=keep)
-    attribution = Attribution(trainer, SimpleNamespace(), retention, interval_steps=2)
-    attribution.keep(SimpleNamespace(), b"")
+    unused: Any = SimpleNamespace()
+    attribution = Attribution(trainer, unused, retention, interval_steps=2)
+    attribution.keep(unused, bytearray())
     assert attribution.step([]).notices == ("the disk is full",)
     assert attribution.step([]).notices == ()

@@ -74,7 +74,10 @@ def test_overlong_completions_are_penalised() -> None:
     group = make_group([1, 1, 1], 0)
     sizes = [rollout.num_tokens for rollout in group.rollouts]
     assert len(set(sizes)) > 1
-    limits = {"max_completion_tokens": max(sizes), "overlong_buffer_tokens": max(sizes)}
+    limits: dict[str, Any] = {
+        "max_completion_tokens": max(sizes),
+        "overlong_buffer_tokens": max(sizes),
+    }
     shaped = make_group([1 - size / max(sizes) for size in sizes], 0)
     assert advantages(prepare([group], **limits)) == pytest.approx(advantages(prepare([shaped])))
     assert refusal(group, **limits) is None

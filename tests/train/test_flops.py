@@ -58,7 +58,7 @@ def test_frozen_weights_have_no_gradient_to_compute(tiny_model_dir: Path) -> Non
 
 def test_heads_of_each_layer_are_its_own() -> None:
     """Gemma 4 has wider ones where a layer attends to everything."""
-    settings = SMALL | {"layer_types": BOTH, "sliding_window": 5, "global_head_dim": 64}
+    settings = {**SMALL, "layer_types": BOTH, "sliding_window": 5, "global_head_dim": 64}
     sizes = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 32}
     config = AutoConfig.for_model("gemma4_text", **{**settings, **sizes})
     with torch.device("meta"):
@@ -76,7 +76,8 @@ def test_a_configuration_that_says_it_otherwise_costs_a_metric_and_no_run(
     tiny_model_dir: Path, caplog: pytest.LogCaptureFixture, field: str, value: Any
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**{field: value}))
+    config: Any = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**{field: value}))
+    model.config = config
     head = model.get_output_embeddings().weight
     flops = model_flops(model, head)
     assert flops.row(8, 4) > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,11 @@ def peak_of_a_step(trainer: Trainer) -> int:
     tracker.track_external(
         policy.model, *policy.parameters().values(), *optimizer._tensors().values()
     )
-    compute = policy._compute
+    compute_as_ever = policy._compute
 
-    def one_after_the_other(*arguments: Any) -> Any:
+    def one_after_the_other(compute: Callable[..., Any], *arguments: Any) -> Any:
         tracker.reset_mod_stats()  # it takes each module for called once
-        return compute(*arguments)
+        return compute_as_ever(compute, *arguments)
 
     policy._compute = one_after_the_other  # type: ignore[method-assign]
     with tracker, warnings.catch_warnings():

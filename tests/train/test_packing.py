@@ -126,8 +126,8 @@ def test_packed_rows_give_the_padded_rows_loss_gradient_and_metrics(
         for name, value in expected_metrics.items():
             if not name.startswith(("perf/", "time/")):
                 assert metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
-        expected = expected_metrics["loss/policy"]
-        assert metrics["loss/policy"] == pytest.approx(expected, abs=1e-6)
+        expected_loss = expected_metrics["loss/policy"]
+        assert metrics["loss/policy"] == pytest.approx(expected_loss, abs=1e-6)
         for name, tensor in expected_gradient.items():
             scale = max(float(tensor.abs().max()), 1e-3)
             assert float((gradient[name] - tensor).abs().max()) < 3e-6 * scale, name
@@ -227,12 +227,11 @@ def test_the_kernel_is_told_of_the_same_segments(
     groups = stale_groups()
     expected = make_trainer(tiny_model_dir, "padded").forward(groups)
     monkeypatch.setattr(packing, "varlen_attn", varlen_on_a_cpu)
-    monkeypatch.setattr(packing, "arguments", partial(packing.arguments, uses_kernel=True))
+    arguments = partial(packing.arguments, uses_kernel=True)
+    monkeypatch.setattr(packing, "arguments", arguments)
     for shares in (False, True):
         trainer = make_trainer(tiny_model_dir, "packed", share_prompts=shares)
-        monkeypatch.setattr(
-            trainer._policy, "_row_arguments", lambda rows, _: packing.arguments(rows)
-        )
+        monkeypatch.setattr(trainer._policy, "_row_arguments", lambda rows, _: arguments(rows))
         for one, two in zip(trainer.forward(groups), expected, strict=True):
             for row, other in zip(one, two, strict=True):
                 assert abs(row - other).max() < 2e-6

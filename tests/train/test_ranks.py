@@ -26,6 +26,7 @@ from tests.runtime.families import SMALL, save_family
 from tests.train import rank_cases
 from tests.train.forked_ranks import run_on_ranks
 from tests.train.rank_cases import make_trainer
+from tests.train.test_trainer_losses import LOSSES
 
 TOLD = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 CASES = "tests.train.rank_cases"
@@ -88,9 +89,12 @@ def answers(
     for how in DEATHS:
         asked[how] = ("lose_one", size, {"model_dir": tiny, "how": how})
     answers: Answers = {"led to": led}
-    for kind, options in (("all", {}), ("adapter", {"has_adapter": True})):
+    kinds: dict[str, dict[str, Any]] = {
+        "all": {"model_dir": tiny},
+        "adapter": {"model_dir": tiny, "has_adapter": True},
+    }
+    for kind, options in kinds.items():
         directory = tmp_path_factory.mktemp(f"state_{kind}")
-        options |= {"model_dir": tiny}
         for name in ("first", "second"):
             (directory / name).mkdir()
         first, second = str(directory / "first"), str(directory / "second")
@@ -165,7 +169,8 @@ def test_a_rank_without_a_gpu_is_told_how_many_there_are(monkeypatch: pytest.Mon
 
 def test_a_rank_that_is_busy_before_all_stand_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crew, "BEAT_S", 0.001)
-    store, silent = torch.distributed.HashStore(), threading.Event()
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined] # a star brings it there
+    silent = threading.Event()
     beats = Beats(store, 0, 2, silent_s=0.0)  # and rank 1 has none
     give_up_at = time.monotonic() + 10
     while store.add("beat of 0", 0) < 10:
@@ -193,7 +198,7 @@ def assert_near(off: dict[str, float], weights: float = 0.01) -> None:
     assert far.keys() <= {"weights"}, far
 
 
-@pytest.mark.parametrize("loss", [*rank_cases.LOSSES, *rank_cases.MORE_LOSSES, "reference"])
+@pytest.mark.parametrize("loss", [*LOSSES, *rank_cases.MORE_LOSSES, "reference"])
 def test_ranks_make_the_step_of_one_process(loss: str, answers: Answers) -> None:
     assert_near(answers["losses"][loss])
 

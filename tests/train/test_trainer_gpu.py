@@ -20,8 +20,8 @@ from echo.engine.hf.engine import TransformersEngine
 from echo.engine.model import load_directory
 from echo.engine.weights import VersionImages, host_bytes, publish_image
 from echo.train.trainer import Trainer
-from tests.engine.engine_contract import request
-from tests.engine.test_transformers_engine import run, sampling
+from tests.engine.engine_contract import request, run
+from tests.engine.test_transformers_engine import sampling
 from tests.train.test_mixed_precision import cosine, make_trainer
 from tests.train.test_trainer import gradients, make_groups
 from tests.train.trainers import TWO_UPDATES
@@ -79,10 +79,10 @@ def test_a_gpu_has_the_gradient_and_the_scores_of_a_cpu(
         near = cosine(gradients(trainer_on("cpu", tiny_model_dir, way, **exact), groups), found)
         assert near > (0.99999 if way == "float32" else 0.99)
     for _ in range(2):
-        expected = alone.step(groups).metrics
+        wanted = alone.step(groups).metrics
         metrics = there.step(groups).metrics
-        assert metrics.keys() == expected.keys()
-        assert metrics["loss/policy"] == pytest.approx(expected["loss/policy"], abs=0.02)
+        assert metrics.keys() == wanted.keys()
+        assert metrics["loss/policy"] == pytest.approx(wanted["loss/policy"], abs=0.02)
     there.save_state(tmp_path)
     resumed = trainer_on(device, tiny_model_dir, way)
     resumed.load_state(tmp_path)

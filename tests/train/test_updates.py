@@ -29,6 +29,7 @@ from tests.train.test_trainer import (
     gradients,
     make_group,
     on_policy,
+    own_gradients,
 )
 from tests.train.trainers import FAST, TWO_UPDATES, fast_trainer
 
@@ -230,7 +231,7 @@ def test_the_bonus_is_the_mean_entropy_of_every_rollout(tiny_model_dir: Path) ->
     assert needs_of(loss) == LossNeeds(every_rollout=True, entropies=True)
     trainer = fast_trainer(tiny_model_dir, loss=loss, micro_batch_tokens=30)
     assert trainer.refusal(groups[1]) is None
-    expected = {name: tensor.grad for name, tensor in model.named_parameters()}
+    expected = own_gradients(model)
     found = gradients(trainer, groups)
     for name, tensor in expected.items():
         assert float((found[name] - tensor).abs().max()) < 3e-7, name

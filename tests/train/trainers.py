@@ -8,6 +8,7 @@ import torch
 
 from echo.algo.losses import GrpoLoss
 from echo.train.batch import AdvantageSettings
+from echo.train.optimizer import AdamW
 from echo.train.policy import Compute, ModelSource, Policy
 from echo.train.trainer import OptimizerSettings, Trainer
 
@@ -44,7 +45,7 @@ def policy_of(model_dir: Path, **options: Any) -> Policy:
     return Policy(source, compute, **options)
 
 
-class Descent:
+class Descent(AdamW):
     """In AdamW's place: each weight less its gradient, whatever the settings."""
 
     def __init__(self, trainer: Trainer) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from echo.core.metrics import NodeView, Snapshot, StepView
-from echo.ui.sinks import MetricsWriter
+from echo.ui.sinks import Metric, MetricsWriter
 from tests.records.rows import write_ledger
 
 MakeSnapshot = Callable[..., Snapshot]
@@ -92,7 +92,7 @@ def make_run(tmp_path: Path) -> MakeRun:
         with MetricsWriter(run_dir) as writer:
             writer.write(0, evaluation(0, 0.36, 0.30), at=1000.0)
             for step in range(1, num_steps + 1):
-                row = {
+                row: dict[str, Metric] = {
                     "reward/mean": reward(step),
                     "staleness/hist": {"0": 30, "1": 10},
                     "broadcast/bytes": 1024,

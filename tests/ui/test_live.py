@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from rich.segment import Segment
+from rich.text import Text
 
-from echo.core.metrics import CostView, NodeView, Snapshot, SpeedView, WorkerView
+from echo.core.metrics import CostView, NodeView, Snapshot, SpeedView, StepView, WorkerView
 from echo.ui import live
 from echo.ui.live import (
     Curve,
@@ -29,33 +30,41 @@ from echo.ui.live import (
     to_ascii,
     value_range,
 )
+from tests.ui.conftest import MakeSnapshot
 
 
 def lines_of(view: object, width: int) -> list[str]:
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(view)
-    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    file = io.StringIO()
+    Console(file=file, width=width, color_system=None).print(view)
+    return file.getvalue().splitlines()
+
+
+def plain(row: object) -> str:
+    """The text of a row, without its colours."""
+    assert isinstance(row, Text)
+    return row.plain
 
 
 class Terminal(io.TextIOWrapper):
     """A terminal in memory."""
 
     def __init__(self, encoding: str = "utf-8") -> None:
-        super().__init__(io.BytesIO(), encoding=encoding, write_through=True)
+        self._shown = io.BytesIO()
+        super().__init__(self._shown, encoding=encoding, write_through=True)
 
     def isatty(self) -> bool:
         return True
 
     def text(self) -> str:
-        return self.buffer.getvalue().decode(self.encoding)  # type: ignore[attr-defined]
+        return self._shown.getvalue().decode(self.encoding)
 
 
 def terminal_console(terminal: Terminal) -> Console:
-    size = {"width": 80, "height": 24}
-    return Console(file=terminal, **size, force_terminal=True, _environ={"TERM": "xterm"})
+    environ = {"TERM": "xterm"}
+    return Console(file=terminal, width=80, height=24, force_terminal=True, _environ=environ)
 
 
-def test_everything_worth_knowing_is_on_the_screen(make_snapshot) -> None:
+def test_everything_worth_knowing_is_on_the_screen(make_snapshot: MakeSnapshot) -> None:
     snapshot = make_snapshot(waiting_for="5 groups; 5 on w2")
     text = "\n".join(lines_of(render_live(snapshot, 100, height=30, eta_s=30.0), 100))
     for expected in (
@@ -81,7 +90,7 @@ def test_everything_worth_knowing_is_on_the_screen(make_snapshot) -> None:
     assert {"echo", "reward", "groups", "weights", "learner", "node", "refused", "·"} <= starts
 
 
-def test_names_from_the_network_cannot_steer_the_terminal(make_snapshot) -> None:
+def test_names_from_the_network_cannot_steer_the_terminal(make_snapshot: MakeSnapshot) -> None:
     evil = NodeView(node_id="w\x1b[2J", role="worker", state="gen\x1b]0;x\x07", parent="[bold]")
     snapshot = make_snapshot(nodes=(evil,), notices=("\x1b[31mred",), waiting_for="\x1bc")
     text = "\n".join(lines_of(render_live(snapshot, 120), 120))
@@ -91,7 +100,9 @@ def test_names_from_the_network_cannot_steer_the_terminal(make_snapshot) -> None
 
 
 @pytest.mark.parametrize(("width", "height"), [(60, 30), (80, 24), (120, 40)])
-def test_a_command_in_a_notice_is_shown_whole(make_snapshot, width: int, height: int) -> None:
+def test_a_command_in_a_notice_is_shown_whole(
+    make_snapshot: MakeSnapshot, width: int, height: int
+) -> None:
     command = "ECHO_JOIN=THAT_LINE bin/echo-rl node --role worker"
     path = f"/home/somebody/echo/runs/two-machines{'-with-a-long-name' * 3}/keys/join"
     notice = f"12:00:01 others join with the line in {path}: {command}"
@@ -116,7 +127,14 @@ def test_a_command_in_a_notice_is_shown_whole(make_snapshot, width: int, height:
 )
 @pytest.mark.slow
 def test_any_size_and_content_can_be_drawn(
-    make_snapshot, width, height, num_nodes, step, max_staleness, rewards, name
+    make_snapshot: MakeSnapshot,
+    width: int,
+    height: int,
+    num_nodes: int,
+    step: int,
+    max_staleness: int,
+    rewards: list[float],
+    name: str,
 ) -> None:
     nodes = [NodeView(node_id=name + str(i), role="worker", state=name) for i in range(num_nodes)]
     snapshot = make_snapshot(
@@ -136,7 +154,7 @@ def test_any_size_and_content_can_be_drawn(
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp437"])
-def test_live_view_falls_back_to_ascii(make_snapshot, encoding: str) -> None:
+def test_live_view_falls_back_to_ascii(make_snapshot: MakeSnapshot, encoding: str) -> None:
     terminal = Terminal(encoding)
     with LiveView(terminal_console(terminal)) as view:
         view.update(make_snapshot(run_name="naïve ✓"))
@@ -156,7 +174,9 @@ class Pipe(io.StringIO):
 
 
 @pytest.mark.parametrize("kind", [Terminal, Pipe])
-def test_live_view_outlives_output_that_goes_away(make_snapshot, caplog, kind: type) -> None:
+def test_live_view_outlives_output_that_goes_away(
+    make_snapshot: MakeSnapshot, caplog: pytest.LogCaptureFixture, kind: type
+) -> None:
     output = kind()
     console = terminal_console(output) if kind is Terminal else Console(file=output)
     if kind is Terminal:
@@ -168,7 +188,7 @@ def test_live_view_outlives_output_that_goes_away(make_snapshot, caplog, kind: t
     view.update(make_snapshot())
 
 
-def test_update_never_waits_for_a_paused_terminal(make_snapshot) -> None:
+def test_update_never_waits_for_a_paused_terminal(make_snapshot: MakeSnapshot) -> None:
     resumed, is_writing = threading.Event(), threading.Event()
 
     class Paused(Terminal):
@@ -188,7 +208,9 @@ def test_update_never_waits_for_a_paused_terminal(make_snapshot) -> None:
     assert view.failure is None
 
 
-def test_mode_decides_between_a_screen_that_is_given_back_and_lines(make_snapshot) -> None:
+def test_mode_decides_between_a_screen_that_is_given_back_and_lines(
+    make_snapshot: MakeSnapshot,
+) -> None:
     screen, terminal, file = Terminal(), Terminal(), io.StringIO()
     with LiveView(terminal_console(screen)) as view:
         view.update(make_snapshot())
@@ -285,7 +307,7 @@ def test_numbers_and_times_are_short(short: Any, value: float, text: str) -> Non
     assert short(value) == text
 
 
-def test_node_table_shows_every_column_where_there_is_room(make_snapshot) -> None:
+def test_node_table_shows_every_column_where_there_is_room(make_snapshot: MakeSnapshot) -> None:
     rows = [row.plain for row in live.node_table(make_snapshot().nodes, 100, 9)]
     assert rows[0].split() == [
         "node", "role", "version", "stale", "tok/s", "bytes/s", "leases", "state", "parent", "seen",
@@ -305,15 +327,15 @@ def test_node_table_keeps_nodes_in_trouble_and_sums_up_the_rest() -> None:
     assert rows[4] == "and 27 more: 27 generating"
 
 
-def test_long_waits_wrap_and_end_visibly_cut(make_snapshot) -> None:
+def test_long_waits_wrap_and_end_visibly_cut(make_snapshot: MakeSnapshot) -> None:
     snapshot = make_snapshot(waiting_for="12 groups; " + "9 on w3, which waits for v17 " * 9)
     rows = live.status(snapshot, 60, num_wait_rows=2)
     assert len(rows) == 4
-    assert rows[2].plain.startswith("learner  idle 12% recently, 25% in all   waits for 12")
-    assert rows[3].plain.rstrip().endswith("...")
+    assert plain(rows[2]).startswith("learner  idle 12% recently, 25% in all   waits for 12")
+    assert plain(rows[3]).rstrip().endswith("...")
 
 
-def test_costs_and_the_learners_speed_have_rows_of_their_own(make_snapshot) -> None:
+def test_costs_and_the_learners_speed_have_rows_of_their_own(make_snapshot: MakeSnapshot) -> None:
     cost = CostView(
         per_h=16.2,
         total=3.456,
@@ -330,7 +352,7 @@ def test_costs_and_the_learners_speed_have_rows_of_their_own(make_snapshot) -> N
     without = live.status(make_snapshot(), 140, num_wait_rows=1)
     rows = live.status(make_snapshot(cost=cost, speed=speed), 140, num_wait_rows=1)
     assert len(rows) == len(without) + 3
-    assert [row.plain.rstrip() for row in (rows[1], *rows[-2:])] == [
+    assert [plain(row).rstrip() for row in (rows[1], *rows[-2:])] == [
         "trainer  43.2k tokens/s   40% MFU   peak 61.5 GiB   1.2 s passes, 0.1 s update",
         "cost     $16.20/h   $3.46 so far of $20.00   $1.25 per million tokens   "
         "1 active, 2 on standby   $14.00/h for machines on standby",
@@ -359,7 +381,10 @@ STEADY = ((80, 0.0), (81, 900.0), (82, 910.0), (83, 920.0), (84, 930.0))
     ],
 )
 def test_remaining_time(
-    make_snapshot, seen: tuple[tuple[int, float], ...], now: float, eta_s: float | None
+    make_snapshot: MakeSnapshot,
+    seen: tuple[tuple[int, float], ...],
+    now: float,
+    eta_s: float | None,
 ) -> None:
     """What is left of 100 steps, after each of (step, instant) was seen."""
     pace = RemainingTime()
@@ -391,32 +416,38 @@ def log() -> Log:
 QUIET = {"notices": (), "eval_history": ()}
 
 
-def test_step_line_says_it_all(log: Log, make_snapshot) -> None:
+def test_step_line_says_it_all(log: Log, make_snapshot: MakeSnapshot) -> None:
     assert log.lines_for(make_snapshot(**QUIET)) == [
         "[1:10] step 7/10  reward 0.700  staleness 0.40 (max 1 of 3)  1.23k tokens/s  2.5 s  | "
         "1 worker (1 lost)  idle 12% recently, 25% in all  refused stale 4"
     ]
 
 
-def test_a_step_is_told_when_its_row_is_written(log: Log, make_snapshot) -> None:
+def test_a_step_is_told_when_its_row_is_written(log: Log, make_snapshot: MakeSnapshot) -> None:
     log.lines_for(make_snapshot(**QUIET))
     log.at = 10.0
     # The counter has moved, the row of the step has not been written.
     assert log.lines_for(make_snapshot(step=8, **QUIET)) == []
-    row = replace(make_snapshot().last_step, step=8, reward=0.25, mean_staleness=2.0)
+    row = row_of(make_snapshot, step=8, reward=0.25, mean_staleness=2.0)
     [line] = log.lines_for(make_snapshot(step=8, last_step=row, **QUIET))
     assert "step 8/10  reward 0.250  staleness 2.00" in line
     assert log.lines_for(make_snapshot(step=8, last_step=row, **QUIET)) == []
 
 
-def at_step(make_snapshot, step: int, **changes: Any) -> Snapshot:
+def row_of(make_snapshot: MakeSnapshot, **changes: Any) -> StepView:
+    """Return the row of a step."""
+    row = make_snapshot().last_step
+    assert row is not None
+    return replace(row, **changes)
+
+
+def at_step(make_snapshot: MakeSnapshot, step: int, **changes: Any) -> Snapshot:
     """Return a snapshot at a step whose row was written."""
-    row = replace(make_snapshot().last_step, step=step)
-    return make_snapshot(step=step, last_step=row, **changes)
+    return make_snapshot(step=step, last_step=row_of(make_snapshot, step=step), **changes)
 
 
 def test_a_step_is_told_once_and_fast_steps_are_skipped_but_the_last(
-    log: Log, make_snapshot
+    log: Log, make_snapshot: MakeSnapshot
 ) -> None:
     told = []
     for tick in range(1000):  # 100 s, two steps a second, ten snapshots a second
@@ -428,7 +459,9 @@ def test_a_step_is_told_once_and_fast_steps_are_skipped_but_the_last(
     assert log.lines_for(at_step(make_snapshot, 200, max_steps=200, **QUIET)) == []
 
 
-def test_what_was_evaluated_before_a_resume_is_no_news(log: Log, make_snapshot) -> None:
+def test_what_was_evaluated_before_a_resume_is_no_news(
+    log: Log, make_snapshot: MakeSnapshot
+) -> None:
     quiet = {"notices": (), "resumed_at": 5, "step": 5, "last_step": None}
     assert not any("eval" in line for line in log.lines_for(make_snapshot(**quiet)))
     again = make_snapshot(**quiet, eval_history=((0, 0.36, 0.30), (5, 0.62, 0.71)))
@@ -441,7 +474,7 @@ def test_what_was_evaluated_before_a_resume_is_no_news(log: Log, make_snapshot) 
     assert "eval at step 6: held-out reward 1.200 sampled" in line
 
 
-def test_waits_are_told_less_and_less_often(log: Log, make_snapshot) -> None:
+def test_waits_are_told_less_and_less_often(log: Log, make_snapshot: MakeSnapshot) -> None:
     told = []
     for second in range(200):
         log.at = float(second)
@@ -451,7 +484,7 @@ def test_waits_are_told_less_and_less_often(log: Log, make_snapshot) -> None:
     assert "no step for 0:10, the learner waits for 12 groups; 9 on w3" in told[1][1]
 
 
-def test_evaluations_and_notices_are_told_once(log: Log, make_snapshot) -> None:
+def test_evaluations_and_notices_are_told_once(log: Log, make_snapshot: MakeSnapshot) -> None:
     first = log.lines_for(make_snapshot(notices=("a", "b")))
     assert [line.split("] ")[1] for line in first[:2]] == ["a", "b"]
     assert "eval at step 5: held-out pass rate 0.610 sampled, 0.720 greedy" in first[3]
@@ -464,7 +497,7 @@ def test_evaluations_and_notices_are_told_once(log: Log, make_snapshot) -> None:
     assert len(lines) == 6
 
 
-def test_finish_tells_the_step_reached(log: Log, make_snapshot) -> None:
+def test_finish_tells_the_step_reached(log: Log, make_snapshot: MakeSnapshot) -> None:
     log.paint(at_step(make_snapshot, 5, **QUIET))
     log.finish(at_step(make_snapshot, 6, **QUIET))
     log.finish(at_step(make_snapshot, 6, **QUIET))

@@ -14,7 +14,7 @@ from echo.records.run_files import read_metrics
 from echo.ui import plots
 from echo.ui.sinks import MetricsWriter
 from tests.fleet.fleets import JOB, make_fleet, make_offer
-from tests.ui.conftest import evaluation
+from tests.ui.conftest import MakeRun, evaluation
 
 Figure = pytest.importorskip("matplotlib.figure").Figure
 
@@ -22,12 +22,13 @@ Figure = pytest.importorskip("matplotlib.figure").Figure
 def png_size(path: Path) -> tuple[int, int]:
     head = path.read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
-    return struct.unpack(">II", head[16:24])  # type: ignore[return-value]
+    width, height = struct.unpack(">II", head[16:24])
+    return width, height
 
 
 @pytest.mark.slow
 def test_runs_make_a_png_and_leave_matplotlibs_global_state_alone(
-    make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)  # of somebody else
     out = tmp_path / "figures" / "curve.png"
@@ -50,7 +51,7 @@ def test_runs_make_a_png_and_leave_matplotlibs_global_state_alone(
     [(0.5, 0.5, [(0, 1)]), (-3.0, 0.5, [None]), (1.2, 0.8, [None]), (-3.0, 2.5, [None])],
 )
 def test_every_reward_is_within_the_plot(
-    make_run, train: float, heldout: float, limits: list[tuple[int, int] | None]
+    make_run: MakeRun, train: float, heldout: float, limits: list[tuple[int, int] | None]
 ) -> None:
     run_dir = make_run(rewards=lambda step: train)
     with MetricsWriter(run_dir) as writer:
@@ -71,7 +72,9 @@ def test_the_reward_is_smoothed_over_the_last_steps_only() -> None:
 
 
 @pytest.mark.slow
-def test_bad_input_is_named(make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_named(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, run_dir = tmp_path / "curve.png", make_run()
     with pytest.raises(DataError, match=r"nowhere/metrics.jsonl: no such file"):
         plots.learning_curve(tmp_path / "nowhere", out)

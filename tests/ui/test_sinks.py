@@ -19,17 +19,18 @@ from echo.core.errors import ConfigError, StorageError
 from echo.core.extras import install_command
 from echo.records.run_files import read_metrics
 from echo.ui import sinks
-from echo.ui.sinks import MetricsWriter, drop_torn_line
+from echo.ui.sinks import Metric, MetricsWriter, drop_torn_line
 
 
-def rows(path: Path) -> list[dict]:
+def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_row_holds_step_time_and_numbers(tmp_path: Path) -> None:
-    row = {"reward/mean": np.float32(0.5), "grad_norm": math.nan}
+    row: dict[str, Any] = {"reward/mean": np.float32(0.5), "grad_norm": math.nan}
+    row["staleness/hist"] = {0: np.int64(7), "1": 2}
     with MetricsWriter(tmp_path / "run") as writer:
-        writer.write(3, {**row, "staleness/hist": {0: np.int64(7), "1": 2}}, at=12.5)
+        writer.write(3, row, at=12.5)
     row = {"reward/mean": 0.5, "grad_norm": None, "staleness/hist": {"0": 7, "1": 2}}
     assert rows(writer.path) == [{"step": 3, "time": 12.5, **row}]
 
@@ -49,7 +50,9 @@ def test_rows_are_on_disk_at_once_and_survive_a_resume(tmp_path: Path) -> None:
 
 @given(whole=st.lists(st.binary(max_size=40).filter(lambda b: b"\n" not in b)), torn=st.binary())
 @example(whole=[b"{}"], torn=b"x" * 200_000)  # longer than a read
-def test_only_the_torn_line_is_dropped(tmp_path_factory, whole: list[bytes], torn: bytes) -> None:
+def test_only_the_torn_line_is_dropped(
+    tmp_path_factory: pytest.TempPathFactory, whole: list[bytes], torn: bytes
+) -> None:
     path = tmp_path_factory.mktemp("torn") / "metrics.jsonl"
     kept = b"".join(line + b"\n" for line in whole)
     path.write_bytes(kept + torn.replace(b"\n", b""))
@@ -169,7 +172,7 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
 
     with MetricsWriter(tmp_path, sinks=["tensorboard"]) as writer:
         for step in (1, 2):
-            row = {"reward/mean": step / 4, "staleness/hist": {"0": 1}}
+            row: dict[str, Metric] = {"reward/mean": step / 4, "staleness/hist": {"0": 1}}
             writer.write(step, row, at=float(step))
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["tensors"] == ["reward/mean"]

@@ -12,9 +12,10 @@ from echo.core.errors import DataError, StorageError
 from echo.ui.sinks import MetricsWriter
 from echo.ui.summary import as_text, learning_facts, summarise_run
 from tests.records.rows import write_ledger
+from tests.ui.conftest import MakeRun
 
 
-def test_a_run_is_summed_up_in_text_that_says_what_a_user_asks(make_run) -> None:
+def test_a_run_is_summed_up_in_text_that_says_what_a_user_asks(make_run: MakeRun) -> None:
     run_dir = make_run()
     (run_dir / "final").mkdir()
     summary = summarise_run(run_dir)
@@ -39,7 +40,7 @@ def test_a_run_is_summed_up_in_text_that_says_what_a_user_asks(make_run) -> None
         assert expected in text
 
 
-def test_three_commands_follow_and_can_be_copied(make_run) -> None:
+def test_three_commands_follow_and_can_be_copied(make_run: MakeRun) -> None:
     run_dir = make_run("my run")
     summary = summarise_run(run_dir)
     assert len(summary.commands) == 3
@@ -49,13 +50,17 @@ def test_three_commands_follow_and_can_be_copied(make_run) -> None:
     assert summarise_run(run_dir, commands=["ls"]).commands == ("ls",)
     # A model that reads images is loaded as one.
     (run_dir / "final").mkdir()
-    for fields, name in (({}, "CausalLM"), ({"vision_config": {}}, "ImageTextToText")):
+    models: list[tuple[dict[str, Any], str]] = [
+        ({}, "CausalLM"),
+        ({"vision_config": {}}, "ImageTextToText"),
+    ]
+    for fields, name in models:
         (run_dir / "final" / "config.json").write_text(json.dumps(fields))
         assert f"AutoModelFor{name}.from_pretrained" in summarise_run(run_dir).commands[-1]
 
 
 @pytest.mark.parametrize("override", ["sync.mode=pull", "sync.max_staleness=2"])
-def test_another_bound_is_one_that_the_run_had_not(make_run, override: str) -> None:
+def test_another_bound_is_one_that_the_run_had_not(make_run: MakeRun, override: str) -> None:
     path = make_run() / "config.json"
     save_resolved(parse_config({}, [override]), path)
     words = shlex.split(summarise_run(path.parent).commands[1].replace("\\\n", " "))
@@ -64,7 +69,7 @@ def test_another_bound_is_one_that_the_run_had_not(make_run, override: str) -> N
     assert bounds[0] < bounds[1]
 
 
-def test_time_between_a_crash_and_its_resume_does_not_count(make_run) -> None:
+def test_time_between_a_crash_and_its_resume_does_not_count(make_run: MakeRun) -> None:
     run_dir = make_run(num_steps=4)  # 1000 to 1004
     write_ledger(run_dir, [{"kind": "lineage", "lineage": 2, "fork_step": 4, "at": 5000.0}])
     with MetricsWriter(run_dir) as writer:
@@ -84,7 +89,7 @@ def test_time_between_a_crash_and_its_resume_does_not_count(make_run) -> None:
         ("ledger.sqlite", "file is not a database"),
     ],
 )
-def test_missing_and_damaged_files_are_named(make_run, name: str, damage: str) -> None:
+def test_missing_and_damaged_files_are_named(make_run: MakeRun, name: str, damage: str) -> None:
     path: Path = make_run() / name
     path.write_text("{broken\n{}\n" * 100)
     with pytest.raises(StorageError, match=f"{name}.*{damage}"):

@@ -91,7 +91,7 @@ def published(
 
 def signed_frame(table: SegmentTable) -> bytes:
     """Return a table as it travels."""
-    key = key_of(table.version.step, form_on(table.base and table.base.step))
+    key = key_of(table.version.step, form_on(None if table.base is None else table.base.step))
     return encode_signed(sign(table, KEY, key if table.key_hash else b""))
 
 

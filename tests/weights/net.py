@@ -16,8 +16,9 @@ from echo.core.rollout import PolicyVersion
 from echo.weights.broadcast import Broadcast
 from echo.weights.link import ParentFailed
 from echo.weights.receiver import VersionArrived, VersionAudited, VersionDamaged, WriteChunk
-from echo.weights.store import ApplyPatch, Patch, Transfer
+from echo.weights.store import ApplyPatch, Patch, Transfer, VersionStore
 from echo.wire.actions import Note, Send, Work
+from echo.wire.codec import Frame
 from echo.wire.messages import FULL, Chunk, Fetch, Form
 from tests.roles.harness import CHUNK_BYTES, PUBLIC_KEY, make_broadcast, message_of
 from tests.weights.encoded_versions import Piece, coded, published, sent_chunks, v, weights
@@ -46,7 +47,7 @@ class Pages:
         self.is_removed = True
 
 
-class Rooms:
+class Rooms(VersionStore):
     """Version stores that refuse to be asked twice, as those that survive a process do."""
 
     def __init__(self) -> None:
@@ -104,7 +105,7 @@ class Rooms:
                 self.version_store[base] = self.version_store.pop(version)
                 del self.live[version]
 
-    def write(self, place: memoryview, data: bytes | bytearray | memoryview) -> None:
+    def write(self, place: memoryview, data: Frame) -> None:
         place[:] = data
 
     def drop(self, version: PolicyVersion) -> None:

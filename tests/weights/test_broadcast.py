@@ -13,8 +13,18 @@ from echo.weights.manifest import encode_signed, hash_image
 from echo.weights.receiver import VersionArrived
 from echo.weights.store import DecodeBlock
 from echo.wire.actions import Note, Send
-from echo.wire.codec import decode_envelope, decode_message, encode
-from echo.wire.messages import Announce, Chunk, Credit, Fetch, Finish, Gone, Subscribe, Waiting
+from echo.wire.codec import Frame, decode_envelope, decode_message, encode
+from echo.wire.messages import (
+    Announce,
+    Chunk,
+    Credit,
+    Fetch,
+    Finish,
+    Gone,
+    Message,
+    Subscribe,
+    Waiting,
+)
 from tests.roles.harness import (
     CHUNK_BYTES,
     PUBLIC_KEY,
@@ -284,8 +294,11 @@ def test_an_answer_clears_the_first_silence() -> None:
     mesh = chain("a", "b")
     mesh.publish(1, 1)
     mesh.settle()
-    announcement = Announce(version=V1), [encode_signed(make_version(1, 1)[0])]
-    for answer in (announcement, (Waiting(version=None), [])):
+    answers: list[tuple[Message, list[bytes]]] = [
+        (Announce(version=V1), [encode_signed(make_version(1, 1)[0])]),
+        (Waiting(version=None), []),
+    ]
+    for answer in answers:
         mesh.perform("b", mesh.nodes["b"].receiver.resubscribe(now=mesh.now))
         mesh.cut("a", "b")
         mesh.wait(0.5)
@@ -356,7 +369,7 @@ def test_what_was_not_asked_for_is_ignored() -> None:
         (Finish(reason=""), [], "Finish does not belong to the weights plane"),
     ],
 )
-def test_a_parents_mistake_is_named(message: Any, payload: list[bytes], match: str) -> None:
+def test_a_parents_mistake_is_named(message: Any, payload: list[Frame], match: str) -> None:
     mesh = chain("a", "b")
     mesh.publish(1, 1)
     partial(mesh, "b", "a", 1)

@@ -263,6 +263,7 @@ def test_a_block_of_an_encoded_that_was_dropped_counts_for_no_other() -> None:
     while not net.works:
         net.deliver(net.busy()[0])
     _, stale = net.works[0]
+    assert isinstance(stale, DecodeBlock)
     item = (stale.version, stale.form)
     link = net.link("b", 0) or ""
     net.deliver((link, "b"), (Gone(version=stale.version, form=stale.form), []))
@@ -293,6 +294,7 @@ def test_a_block_that_does_not_decode_has_the_version_fetched_in_another_form() 
     while not net.works:
         net.deliver(net.busy()[0])
     _, work = net.works.pop(0)
+    assert isinstance(work, DecodeBlock)
     net.perform("b", net.nodes["b"].worked(work, "it is wrong", now=0.0))
     net.settle()
     assert net.holds("b", 1)

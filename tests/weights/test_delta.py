@@ -29,7 +29,7 @@ from echo.weights.delta import (
 )
 from echo.weights.manifest import TensorSpec
 
-WORD_BYTES = st.sampled_from([1, 2, 4])
+WORD_BYTES: st.SearchStrategy[WordBytes] = st.sampled_from((1, 2, 4))
 
 
 def decoded(coded: bytes, base: bytes | None, size: int) -> bytes:

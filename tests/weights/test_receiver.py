@@ -24,6 +24,7 @@ from echo.weights.receiver import (
 )
 from echo.weights.store import ItemStore, SavedChunk, Transfer, TrustedManifests
 from echo.wire.actions import Note, Send
+from echo.wire.codec import Frame
 from echo.wire.messages import (
     FULL,
     Announce,
@@ -417,7 +418,7 @@ def test_a_parent_is_not_blamed_for_the_disk() -> None:
 def test_a_disk_that_refuses_is_as_good_as_full(monkeypatch: pytest.MonkeyPatch) -> None:
     net = fetching()
 
-    def refuse(place: memoryview, data: bytes) -> None:
+    def refuse(place: memoryview, data: Frame) -> None:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(net.rooms["b"], "write", refuse)

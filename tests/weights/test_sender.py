@@ -77,8 +77,10 @@ def hold(serving: Sender, index: int, now: float = 0.0) -> list[Action]:
 
 def acknowledge(serving: Sender, peer: str, num_chunks: int, now: float, *, more: int = 0) -> None:
     """Have a child say that so many chunks have come, and that so many more may."""
-    given = {"credit_bytes": more * CHUNK_BYTES, "taken_bytes": num_chunks * CHUNK_BYTES}
-    serving.receive(peer, Credit(version=v(1), **given), now)
+    credit = Credit(
+        version=v(1), credit_bytes=more * CHUNK_BYTES, taken_bytes=num_chunks * CHUNK_BYTES
+    )
+    serving.receive(peer, credit, now)
 
 
 # --- what children show of the uplink ------------------------------------------------------------
@@ -454,8 +456,7 @@ def grown(serving: Sender, pieces: slice) -> tuple[EncodedVersion, list[Action]]
 def test_an_open_fetch_takes_each_segment_as_it_comes() -> None:
     serving = make()
     encoded, _ = grown(serving, slice(0, 1))
-    fields = {"version": v(2), "form": form_on(1), "ranges": ((0, OPEN_END),)}
-    actions = fetch(serving, "c", **fields)
+    actions = fetch(serving, "c", version=v(2), form=form_on(1), ranges=((0, OPEN_END),))
     _, more = grown(serving, slice(1, None))
     actions += more
     assert sorted(chunks(actions, "c")) == list(range(encoded.num_chunks))
@@ -477,7 +478,7 @@ def test_a_child_that_knows_more_of_an_encoded_gets_only_what_it_asked_for(num_l
     ):
         serving = make()
         grown(serving, slice(0, 1))
-        fields = {"version": v(2), "form": form_on(1), "num_links": num_links}
+        fields: dict[str, Any] = {"version": v(2), "form": form_on(1), "num_links": num_links}
         actions = fetch(serving, "c", ranges=asked, num_segments=known, **fields)
         _, more = grown(serving, slice(1, None))
         actions += more

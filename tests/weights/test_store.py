@@ -342,7 +342,7 @@ def put(
 def test_each_block_is_decoded_once_in_any_order_of_chunks(base: int | None, seed: int) -> None:
     chance = random.Random(seed)
     encoded = receiver(0, base)
-    waiting, seen = [], []
+    waiting, seen = list[DecodeBlock | OpenBlock](), list[int]()
     found: Transfer | None = None
     chunks = payloads(encoded, base)
     order: list[int] = []

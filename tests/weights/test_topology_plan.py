@@ -513,9 +513,9 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
     calls: list[int] = []
     made, grants = role.planning.plan, role.grant
 
-    def noting(members: Sequence[PlannedNode], **kwargs: Any) -> dict[str, TopologyPlan]:
-        calls.append(len(members))
-        return made(members, **kwargs)
+    def noting(nodes: Sequence[PlannedNode], **kwargs: Any) -> dict[str, TopologyPlan]:
+        calls.append(len(nodes))
+        return made(nodes, **kwargs)
 
     num_grants = 0
 
@@ -591,8 +591,8 @@ def test_a_new_host_has_a_small_fleet_planned_afresh() -> None:
 def test_where_nobody_is_told_the_learners_address_relays_come_first() -> None:
     """Who reaches the learner through a relay cannot take weights from it."""
     planning = Planner(learner=Site(LEARNER_ID, "learner", ""), chunk_bytes=1 << 20)
-    slow = {"uplink_bytes_per_s": MB}
-    plans = plans_of(planning, member("w1"), member("r1", role="relay", **slow))
+    relay = member("r1", role="relay", uplink_bytes_per_s=MB)
+    plans = plans_of(planning, member("w1"), relay)
     assert first_parents(plans) == {"r1": {LEARNER_ID}, "w1": {"r1"}}
 
 

@@ -10,12 +10,13 @@ import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect
 
+T = TypeVar("T")
 KEY = object()
 """In a path: the key of a mapping, not its value."""
 MAX_BUILT = 1 << 17
@@ -61,6 +62,12 @@ def leaves(kind: Any, path: tuple[Any, ...] = ()) -> Iterator[Leaf]:  # noqa: C9
             yield Leaf(path, kind)
 
 
+def given(value: T | None) -> T:
+    """Return what a type says: of a limit `is_bounded` has shown that it is there."""
+    assert value is not None
+    return value
+
+
 def is_bounded(kind: Any) -> bool:
     """Return whether a leaf has a range that is not open on either side."""
     match kind:
@@ -92,7 +99,7 @@ def smallest(kind: Any) -> Any:  # noqa: C901, PLR0912
         case inspect.LiteralType():
             return kind.values[0]
         case inspect.IntType() | inspect.FloatType():
-            return max(kind.ge, min(kind.le, 1))
+            return max(given(kind.ge), min(given(kind.le), 1))
         case inspect.StrType():
             return "x"
         case inspect.BytesType():
@@ -106,20 +113,20 @@ def wrong_values(kind: Any) -> Iterator[Any]:
     """Yield values that a leaf must not have."""
     match kind:
         case inspect.IntType():
-            yield from (kind.ge - 1, kind.le + 1, -(2**63), 2**64 - 1)
+            yield from (given(kind.ge) - 1, given(kind.le) + 1, -(2**63), 2**64 - 1)
         case inspect.FloatType():
             yield from (math.nan, math.inf, -math.inf)
-            if kind.le < 1e308:
-                yield from (-1.0, 1e308, 2 * kind.le)
+            if given(kind.le) < 1e308:
+                yield from (-1.0, 1e308, 2 * given(kind.le))
         case inspect.StrType():
-            yield "x" * (kind.max_length + 1)
+            yield "x" * (given(kind.max_length) + 1)
         case inspect.BytesType():
-            yield bytes(kind.max_length + 1)
-        case inspect.ListType() | inspect.VarTupleType() if kind.max_length < MAX_BUILT:
-            yield [smallest(kind.item_type)] * (kind.max_length + 1)
+            yield bytes(given(kind.max_length) + 1)
+        case inspect.ListType() | inspect.VarTupleType() if given(kind.max_length) < MAX_BUILT:
+            yield [smallest(kind.item_type)] * (given(kind.max_length) + 1)
         case inspect.DictType():
             value = smallest(kind.value_type)
-            yield {f"x{index}": value for index in range(kind.max_length + 1)}
+            yield {f"x{index}": value for index in range(given(kind.max_length) + 1)}
 
 
 def with_value(message: Any, path: tuple[Any, ...], value: Any) -> Any:
@@ -153,7 +160,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:  # noqa: C901, PLR0912
             if kind.array_like:
                 return st.tuples(*fields.values())
             if kind.tag is not None:
-                fields[kind.tag_field] = st.just(kind.tag)
+                fields[given(kind.tag_field)] = st.just(kind.tag)
             return st.fixed_dictionaries(fields)
         case inspect.UnionType():
             return st.one_of([values(each) for each in kind.types])
@@ -202,7 +209,7 @@ def extreme_values(kind: Any) -> Iterator[Any]:
         case inspect.IntType() | inspect.FloatType():
             yield from (kind.ge, kind.le)
         case inspect.StrType():
-            yield from ("", "x" * kind.max_length)
+            yield from ("", "x" * given(kind.max_length))
         case inspect.ListType() | inspect.VarTupleType():
             yield []
         case inspect.DictType():

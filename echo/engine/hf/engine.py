@@ -183,7 +183,7 @@ class TransformersEngine(Engine):
         self._stream: torch.cuda.Stream | None = None
         if is_beside and self._device.type == "cuda":
             # Its work is short, and goes first.
-            self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(self._device, priority=-1)
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._least_rollouts = 0 if rollout_bytes is None else 1
         self._budget_bytes = (

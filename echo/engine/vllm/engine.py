@@ -820,7 +820,7 @@ class VllmEngine(Engine):
             blocks = f"{facts.num_blocks} blocks of {facts.block_size} tokens"
             parts.append(f"the KV cache has {blocks}")
         # A look at a GPU that only other processes use would take some of it.
-        if self._device == "cpu" or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if self._device == "cpu" or torch.cuda.is_initialized():
             free = free_bytes(torch.device(self._device))
             parts.append(f"free are {format_bytes(free)}")
         return ", ".join(parts)

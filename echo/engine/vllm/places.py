@@ -30,7 +30,7 @@ class UnplacedError(Exception):
     """An element of the checkpoint has no place of its own; the message says why."""
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(TorchDispatchMode):
     """Notes copies from tensors without memory; meanwhile nothing that has memory is written."""
 
     def __init__(self) -> None:
