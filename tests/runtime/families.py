@@ -84,6 +84,15 @@ MAMBA = {
 }
 
 
+GEMMA4 = {
+    "sliding_window": 5,
+    "layer_types": BOTH,
+    "global_head_dim": 64,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 32,
+}
+
+
 TOWER = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -145,6 +154,7 @@ NO_KERNEL = "module 'triton.language' has no attribute"
 UNCACHED = {"enable_prefix_caching": False}
 NO_TORCHVISION = "failed to be inspected"
 TEXT_ALONE = "on text alone"
+UNCAPPED = "only without `final_logit_softcapping`"
 LINEAR = "its layers of linear_attention carry one rollout into the next"
 
 FAMILIES: Mapping[str, Family] = {
@@ -169,6 +179,11 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3_text": Family(
         label="Gemma 3, text",
         settings={"sliding_window": 5, "layer_types": BOTH, "query_pre_attn_scalar": 32},
+    ),
+    "gemma4_text": Family(
+        label="Gemma 4, text",
+        settings=GEMMA4,
+        notes=UNCAPPED,
     ),
     "olmo3": Family(label="OLMo 3", settings={"sliding_window": 5, "layer_types": BOTH}),
     "qwen3_moe": Family(label="Qwen3-MoE", settings=EXPERTS, vllm_lora=FUSED),
@@ -279,6 +294,16 @@ FAMILIES: Mapping[str, Family] = {
         images={"vision_config": TOWER, "mm_tokens_per_image": 4, "image_token_index": 28},
         vllm=NO_TORCHVISION,
         notes=TEXT_ALONE,
+    ),
+    "gemma4": Family(
+        label="Gemma 4",
+        settings=GEMMA4,
+        images={
+            "vision_config": {**TOWER, "num_key_value_heads": 2, "head_dim": 16},
+            "image_token_id": 28,
+        },
+        vllm=NO_TORCHVISION,
+        notes=f"{TEXT_ALONE}; {UNCAPPED}",
     ),
     "mistral3": Family(
         label="Mistral Small 3",
