@@ -136,7 +136,7 @@ def best_by_brute_force(
         for chosen in itertools.combinations(names, size):
             best = min(
                 (_least_step(roll, replace(job, publish_period=period), chosen), period)
-                for period in periods
+                for period in [each for each in periods if each <= job.max_staleness] or periods
             )
             step, period = best
             if math.isinf(step):
@@ -162,6 +162,8 @@ def _least_step(roll: Roll, job: Job, names: Collection[str]) -> float:
             latency_s=assessed.latency_s,
         )
 
+    if job.publish_period > job.max_staleness:
+        return _turns(roll, job, names) / job.train_s
     low, high = 1.0, 1.0
     if is_kept(low):
         return 1.0
@@ -173,6 +175,46 @@ def _least_step(roll: Roll, job: Job, names: Collection[str]) -> float:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if is_kept(middle) else (middle, high)
     return high
+
+
+def _turns(roll: Roll, job: Job, names: Collection[str]) -> float:
+    """Return the seconds of a step, where all batches of a period wait for the version before."""
+    assessed = roll.assess(job, names)
+    if assessed.rate <= 0:
+        return math.inf
+    batch_s = job.rollouts_per_step / assessed.rate
+    whole_at, trained_at = assessed.broadcast_s + assessed.latency_s, 0.0
+    for _ in range(job.publish_period):
+        whole_at += batch_s
+        trained_at = max(trained_at, whole_at) + job.train_s
+    return trained_at / job.publish_period
+
+
+def judge(question: Question, active: Collection[str]) -> Verdict:
+    """Compare a set with every set of a question's workers, by the rule with what was measured.
+
+    What is active counts as enough with half the margin, as in a review.
+    """
+    roll = Roll(question.workers, question.links, periods=question.periods)
+    job = question.job
+    own = roll.assess(replace(job, margin=job.margin / 2), active)
+    best = best_of_all(question.workers, job, question.links, question.periods)
+    return Verdict.of((own.slowdown, own.cost_per_h), best)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """By how much a set is worse than the best one."""
+
+    step_gap: float
+    """Of the longer step, as a share of the best set's."""
+    cost_gap: float
+    """Of the cost per hour; below 0 where the set is cheaper at a step that is hardly longer."""
+
+    @classmethod
+    def of(cls, own: tuple[float, float], best: tuple[float, float]) -> Verdict:
+        """Compare (slowdown, cost) with the best set's."""
+        return cls(own[0] / best[0] - 1, own[1] / best[1] - 1 if best[1] else 0.0)
 
 
 def choose_greedily(case: tuple[Any, ...]) -> Choice:
@@ -215,6 +257,8 @@ def least_of_plan(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> float
     least = math.inf
     for counts in _all_counts(fleet):
         for period in periods:
+            if period > job.max_staleness:
+                continue  # no plan is made of it
             own = replace(job, publish_period=period)
             step = least_slowdown(
                 own,

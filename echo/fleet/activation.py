@@ -166,7 +166,12 @@ class Roll:
         latency_s = max((offer.group_latency_s(job) for offer in offers), default=0.0)
         broadcast_s = self.links.broadcast_s(names) if offers else 0.0
         times = {"rate": rate, "broadcast_s": broadcast_s, "latency_s": latency_s}
-        jobs = [replace(job, publish_period=period) for period in self.periods] or [job]
+        # A period of S + 1 never satisfies the rule: it counts where no shorter one may be had.
+        periods = self.periods or (job.publish_period,)
+        jobs = [
+            replace(job, publish_period=period)
+            for period in [each for each in periods if each <= job.max_staleness] or periods
+        ]
         # Of periods that are as good the shortest, which is what the pace of publications takes.
         job = min(jobs, key=lambda each: least_slowdown(each, **times))
         slowdown = least_slowdown(job, **times)

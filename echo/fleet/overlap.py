@@ -116,8 +116,12 @@ def is_enough(job: Job, *, rate: float, broadcast_s: float, latency_s: float) ->
 def least_slowdown(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> float:
     """Return the least factor by which steps must be longer for a fleet to satisfy the rule.
 
+    A period of S + 1 leaves nothing of the bound, and no longer step satisfies the rule: workers
+    and learner take turns. The factor is then by how much longer steps are, always above 1.
+
     Example: S = 1, kappa = 1, T_train = 10 s, R = 64, 16 rollouts per second, T_bcast = 7 s and no
     other time: a version, and the batch made with it, take 7 + 4 s; steps of 11 s suffice, 1.1.
+    With kappa = 2 two steps take 7 + 4 + 20 s: 15.5 s each, 1.55.
 
     Returns:
         1 where the rule is kept as it is, margin included; infinity where no step is long enough.
@@ -129,9 +133,13 @@ def least_slowdown(job: Job, *, rate: float, broadcast_s: float, latency_s: floa
         least_s = batch * (1 + job.margin) / rate + broadcast_s / period
     else:
         num_steps = job.max_staleness - period + 1
-        if num_steps <= 0:
-            return math.inf
-        needed_s = (broadcast_s + latency_s + batch / rate) / num_steps
+        needed_s = broadcast_s + latency_s + batch / rate
+        if num_steps > 0:
+            needed_s /= num_steps
+        else:
+            # All batches of a period wait for its version, and the learner for the first of them.
+            later_s = max(period * job.train_s, (period - 1) * batch / rate + job.train_s)
+            needed_s = (needed_s + later_s) / period
         least_s = max(batch * (1 + job.margin) / rate, broadcast_s / period, needed_s)
     if is_enough(job, rate=rate, broadcast_s=broadcast_s, latency_s=latency_s):
         return 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -118,8 +117,27 @@ def test_behind_a_thin_uplink_one_worker_is_better_than_all(num: int) -> None:
     assert choice.outlook.idle_share < 0.15
     everybody = Roll(workers, links, periods=(1, 2)).assess(job, [w.name for w in workers])
     assert everybody.slowdown > 3 * choice.slowdown
-    # At the longest period alone no step is long enough: nothing is left of the bound.
-    assert math.isinf(choose(workers, job, links).slowdown)
+    # At the longest period alone they take turns: 7 + 4 s before two steps of 10 s.
+    assert choose(workers, job, links).slowdown == pytest.approx(1.553, abs=0.001)
+    assert len(choose(workers, job, links).active) == 1
+
+
+@pytest.mark.parametrize(("bound", "period"), [(0, 1), (1, 2), (6, 7)])
+def test_where_nothing_is_left_of_the_bound_somebody_generates_all_the_same(
+    bound: int, period: int
+) -> None:
+    """On-policy training, and a fixed period of S + 1: no longer step satisfies the rule."""
+    job = replace(JOB, max_staleness=bound, publish_period=period)
+    choice = choose(WORKERS, job, LINKS)
+    assert 1 < choice.slowdown < 2
+    assert choice.active
+    for active in (ALL, choice.active, frozenset({"w0"})):
+        question = ask(job=job, active=active, steady=active, ready=active, idle_share=0.4)
+        answer = question.solve()
+        assert answer.active >= choice.active
+        assert answer.after.rate > 0
+    within = choose(WORKERS, replace(job, budget_per_h=2.15), LINKS)
+    assert within.active == {"w0", "w1"}
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from echo.fleet.overlap import (
     binding_resource,
     fits_window,
     is_enough,
+    least_slowdown,
     predict,
     required_rate,
     staleness_range,
@@ -112,6 +113,19 @@ def test_on_policy_training_does_everything_in_turn() -> None:
     assert late.step_s == pytest.approx(22.0 + 0.2 * 3.0)
     wild = replace(job, completion_spread=2.0)
     assert predict(wild, rate=6.4, broadcast_s=2.0, latency_s=3.0).step_s == pytest.approx(23.5)
+
+
+@pytest.mark.parametrize(("bound", "slowdown"), [(0, 2.1), (1, 1.55)])
+def test_at_the_longest_period_learner_and_workers_take_turns(bound: int, slowdown: float) -> None:
+    # A broadcast of 7 s and a batch of 4 s before each period's steps of 10 s.
+    job = replace(JOB, max_staleness=bound, publish_period=bound + 1)
+    times = {"rate": 16.0, "broadcast_s": 7.0, "latency_s": 0.0}
+    assert least_slowdown(job, **times) == pytest.approx(slowdown)
+    assert predict(job, **times).step_s == pytest.approx(10 * slowdown)
+    # Slow workers decide: with S = 1 two batches of 32 s and one step after the second.
+    slow = least_slowdown(replace(JOB, max_staleness=1), rate=2.0, broadcast_s=7.0, latency_s=0.0)
+    assert slow == pytest.approx((7 + 2 * 32 + 10) / 20)
+    assert not is_enough(job, **times)
 
 
 def test_leases_make_no_waste_and_their_absence_does() -> None:
