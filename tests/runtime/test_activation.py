@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from echo.core.price import Price
+from echo.leases.dispatch import Throughput
 from echo.records.ledger import read_records
 from echo.roles.members import Member, Presence, Roster
 from echo.runtime.learner import cost
 from echo.runtime.learner.cost import (
     Activation,
     CostMeter,
+    StepTimes,
     spent_before,
 )
 from echo.wire.messages import NodeStats
@@ -225,6 +227,47 @@ def test_what_a_broadcast_took_beyond_its_forecast_is_added_to_the_next(
 
     assert forecast_s(planned.predicted_s + 7.0) == pytest.approx(forecast_s(None) + 7.0)
     assert forecast_s(planned.predicted_s / 2) == forecast_s(None)
+
+
+def test_a_wait_that_broadcasts_explain_says_nothing_of_the_workers(
+    make_world: MakeWorld,
+) -> None:
+    world = crowd(make_world, 0.3, 0.1)
+    world.run_until(lambda: world.step >= 4)
+    node = world.node("learner")
+    control, role = node._costs._activation, node.role
+    half = StepTimes(step_s=10.0, waited_s=5.0, completion_tokens=4.0, useful_share=1.0)
+    for _ in range(8):
+        control.stepped(half)
+
+    def rates(broadcast_s: float, *, later_s: float) -> list[float]:
+        pace: Any = SimpleNamespace(period=1, broadcast_s=broadcast_s, choices=range(1, 2))
+        question = control.question(role, pace, waiting_s=0.0, now=world.now + later_s)
+        assert question is not None
+        return [worker.tokens_per_s for worker in question.workers]
+
+    # A version that arrives every 10 s holds up steps of 5 s; one that takes no time does not.
+    as_measured = rates(10.0, later_s=100.0)
+    assert rates(10.0, later_s=200.0) == as_measured
+    assert max(rates(0.1, later_s=300.0)) < 0.9 * min(as_measured)
+
+
+def test_the_first_decision_waits_for_the_rate_of_each_worker_or_its_dwell(
+    make_world: MakeWorld,
+) -> None:
+    world = crowd(make_world, 0.3, 0.1)
+    world.run_until(lambda: world.step >= 2)
+    node = world.node("learner")
+    control, role = node._costs._activation, node.role
+    control.stepped(StepTimes(step_s=5.0, waited_s=0.0, completion_tokens=4.0, useful_share=1.0))
+    begun = Throughput(tokens_sampled=0, now=world.now)
+    control._states["w1"] = replace(control._states["w1"], throughput=begun, since=world.now)
+    assert control.outlook is None
+    asked = [
+        control.question(role, node.pace, waiting_s=0.0, now=world.now + later_s) is not None
+        for later_s in (10.0, 19.0, 21.0)
+    ]
+    assert asked == [False, False, True]
 
 
 # --- the cost meter -------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ import logging
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from statistics import fmean, median
 from typing import Any
 
@@ -36,6 +37,7 @@ from echo.fleet.activation import (
 )
 from echo.fleet.job import Job
 from echo.fleet.market import UNLIMITED, Offer
+from echo.fleet.overlap import predict
 from echo.leases.dispatch import Throughput
 from echo.records.ledger import ActivationChanged, AnyRecord, Cost, LedgerQueue, totals_of
 from echo.roles.learner import Learner
@@ -51,6 +53,10 @@ SURPRISE = 0.05
 """By how much the learner may wait more than predicted before the rates count as too high."""
 RECOVERY = 0.2
 """By how much of the difference to 1 the correction of the rates returns with each question."""
+LEAST_TRUST = 0.1
+"""Least correction of the rates."""
+TRUST_HALVINGS = 8
+"""Of the interval in which the correction is searched for: to half a percent."""
 CORRECTED = 0.9
 """Below this correction the rates are asked about again once the learner waits no more."""
 RESTART_S = 300.0
@@ -206,6 +212,8 @@ class Activation:
         is_too_soon = now < self._asked_at + self.settings.review_s
         if is_too_soon or not train_s or not any(member.price.per_h for member in members):
             return None
+        if self.outlook is None and any(self._is_unknown(member, now) for member in members):
+            return None
         rates = self._rates(members)
         if not rates or not self._is_due(members, rates, train_s, waiting_s, now):
             return None
@@ -213,12 +221,14 @@ class Activation:
         max_staleness = role.settings.leases.max_staleness
         idle_share = self.idle_share(waiting_s)
         job = self._job(role, train_s, pace.period)
-        self._learn(job, rates, members)
+        offers = [self._worker(role, member, rates[member.node_id]) for member in members]
+        active = frozenset(m.node_id for m in members if not m.is_standby)
+        self._learn(job, [o for o in offers if o.name in active], pace.broadcast_s or 0.0)
         return Question(
-            workers=tuple(self._worker(role, m, rates[m.node_id]) for m in members),
+            workers=tuple(replace(o, tokens_per_s=o.tokens_per_s * self._trust) for o in offers),
             job=job,
             links=self._links(role, members, pace.broadcast_s),
-            active=frozenset(m.node_id for m in members if not m.is_standby),
+            active=active,
             steady=frozenset(m.node_id for m in members if self._is_steady(m, now)),
             ready=frozenset(
                 m.node_id
@@ -252,6 +262,11 @@ class Activation:
         has_cause = self._is_pending or is_waiting or self._trust < CORRECTED
         return has_cause and now >= self._asked_at + pause_s
 
+    def _is_unknown(self, member: Member, now: float) -> bool:
+        """Return whether a worker may yet show its rate before anything is decided."""
+        is_active = not member.is_standby and not self._is_steady(member, now)
+        return is_active and self._states[member.node_id].throughput.tokens_per_s is None
+
     def _rates(self, members: Iterable[Member]) -> dict[str, float]:
         """Return tokens per second by worker; empty if nothing is known of any."""
         found = {m.node_id: self._states[m.node_id].throughput.tokens_per_s for m in members}
@@ -261,18 +276,37 @@ class Activation:
         mean = fmean(known)
         return {name: mean if rate is None else rate for name, rate in found.items()}
 
-    def _learn(self, job: Job, rates: dict[str, float], members: Iterable[Member]) -> None:
-        """Correct the rates by what the learner got in steps in which it had to wait for it."""
-        active = [rates[m.node_id] for m in members if not m.is_standby]
-        estimated = sum(active) / job.completion_tokens
+    def _learn(self, job: Job, active: Collection[Offer], broadcast_s: float) -> None:
+        """Correct the rates by what the learner has waited beyond what they predict.
+
+        A wait that the broadcasts or the groups' own time explain says nothing about the rates.
+
+        Args:
+            job: of the question.
+            active: workers with their rates as measured.
+            broadcast_s: of the last version, as measured.
+        """
+        rate = sum(offer.rollouts_per_s(job) for offer in active)
+        latency_s = max((offer.group_latency_s(job) for offer in active), default=0.0)
         recent = list(self._steps)[-MIN_STEPS:]
         step_s, waited_s = sum(t.step_s for t in recent), sum(t.waited_s for t in recent)
-        is_short = waited_s > (IDLE_TOLERANCE + SURPRISE) * step_s
-        if is_short and estimated > 0 and self._steps_since_change >= MIN_STEPS:
-            made = job.rollouts_per_step * len(recent) / step_s
-            self._trust = min(1.0, max(0.1, made / estimated))
-        else:
+        unexplained = waited_s / step_s - IDLE_TOLERANCE - SURPRISE if step_s > 0 else 0.0
+
+        def is_explained(trust: float, share: float) -> bool:
+            slower = predict(
+                job, rate=trust * rate, broadcast_s=broadcast_s, latency_s=latency_s / trust
+            )
+            return slower.idle_share >= share
+
+        has_seen_enough = self._steps_since_change >= MIN_STEPS and rate > 0
+        if not has_seen_enough or unexplained <= 0 or is_explained(1.0, unexplained):
             self._trust += RECOVERY * (1 - self._trust)
+            return
+        low, high = LEAST_TRUST, 1.0
+        for _ in range(TRUST_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if is_explained(middle, waited_s / step_s) else (low, middle)
+        self._trust = low
 
     def _job(self, role: Learner, train_s: float, publish_period: int) -> Job:
         settings, steps = self.settings, self._steps
@@ -299,7 +333,7 @@ class Activation:
         down = role.planning.downlink_limits.get(member.node_id)
         return Offer(
             name=member.node_id,
-            tokens_per_s=rate * self._trust,
+            tokens_per_s=rate,
             concurrency=max(1, member.worker.capacity // 2) * self.settings.group_size,
             price_per_h=price.per_h or 0.0,
             price_per_gb=price.per_gb,
@@ -316,12 +350,16 @@ class Activation:
         relays = role.roster.members("relay")
         nodes = [member.node for member in (*relays, *members)]
         forecast = role.planning.forecast(nodes, uplink_bytes_per_s=uplink)
-        planned = role.planning.topology
-        # What coding, decoding and installing add to the forecast.
-        overhead_s = max(0.0, took_s - planned.predicted_s) if planned and took_s else 0.0
+        active = [member.node_id for member in members if not member.is_standby]
+
+        @cache
+        def overhead_s() -> float:
+            # What coding, decoding and installing add to the forecast for those that hold weights.
+            everybody = [*(relay.node_id for relay in relays), *active]
+            return max(0.0, took_s - forecast(everybody)) if took_s else 0.0
 
         def broadcast_s(names: Collection[str]) -> float:
-            return forecast([*(relay.node_id for relay in relays), *names]) + overhead_s
+            return forecast([*(relay.node_id for relay in relays), *names]) + overhead_s()
 
         return Links(
             broadcast_s=broadcast_s,
