@@ -357,11 +357,12 @@ class _Search:
 
     def best(self, *, is_exact: bool) -> Choice:
         """Return the cheapest of the sets that are hardly slower than the fastest."""
-        limit, budget = self._limit(), self._job.budget_per_h * (1 + 1e-9)
+        # One of them is within the budget, and so is the cheapest.
+        limit = self._limit()
         _, counts = min(
             (assessed.cost_per_h, counts)
             for counts, assessed in self.assessed.items()
-            if assessed.slowdown <= limit and assessed.cost_per_h <= budget
+            if assessed.slowdown <= limit
         )
         names = self._roll.names(counts, self._preferred)
         outlook = self._roll.outlook(self._job, names)
@@ -499,7 +500,9 @@ class Question:
             wanted = self._within_budget(roll, (self.active - spared) | choice.active, choice)
             if roll.assess(self.job, wanted).slowdown > choice.slowdown * HARDLY_SLOWER:
                 # Each of the others makes the broadcast longer.
-                cause, wanted = "the active workers are too many for the links", choice.active
+                cause, wanted = "other workers alone make shorter steps", choice.active
+                if wanted <= self.active:
+                    cause = "the active workers are too many for the links"
         elif pays:
             cause = "fewer or cheaper workers are enough"
             wanted = self._shrunk(roll, calm, choice)
@@ -527,6 +530,8 @@ class Question:
         own = choose(members, self.job, self.links, periods=self.periods)
         if own.slowdown > 1 >= choice.slowdown:
             return choice
+        if choice.slowdown > 1 and own.active and not self.active - choice.active <= self.steady:
+            return own  # an exchange waits for the dwell of those that others would replace
         less = 1 - self.min_saving
         is_faster = choice.slowdown < less * own.slowdown
         is_cheaper = choice.outlook.cost_per_h < less * own.outlook.cost_per_h

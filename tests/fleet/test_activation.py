@@ -92,6 +92,15 @@ def test_beyond_the_budget_the_set_is_that_of_the_least_longer_step() -> None:
     assert 0.0 < choice.outlook.idle_share < 0.2
 
 
+def test_a_hardly_longer_step_is_taken_for_its_price_only_where_no_set_suffices() -> None:
+    near, enough = worker("near", 7.0, 0.5), worker("enough", 7.1, 1.0)
+    assert choose([near, enough], JOB, LINKS).active == {"enough"}
+    best, cheaper = worker("best", 6.0, 1.0), worker("cheaper", 5.95, 0.5)
+    assert choose([best, cheaper], replace(JOB, budget_per_h=1.2), LINKS).active == {"cheaper"}
+    slower = worker("slower", 5.9, 0.5)
+    assert choose([best, slower], replace(JOB, budget_per_h=1.2), LINKS).active == {"best"}
+
+
 def test_where_a_step_takes_ever_so_long_the_budget_is_kept() -> None:
     workers = [worker("good", 1e-3, 0.5), worker("bad", 1e-3, 3.0), worker("fair", 1e-3, 0.8)]
     choice = choose(workers, replace(JOB, budget_per_h=1.5), LINKS)
@@ -323,6 +332,26 @@ def test_at_the_budget_the_best_of_it_is_made_and_the_slowdown_told() -> None:
     again = ask(job=job, active=frozenset({"w0"}), idle_share=0.4).solve()
     assert again.active == {"w0"}
     assert not again.cause
+
+
+def test_where_nothing_suffices_a_worker_that_hardly_helps_is_spared_after_its_dwell() -> None:
+    workers = (worker("most", 6.0, 1.0), worker("least", 0.03, 0.5))
+    both = frozenset({"most", "least"})
+    job = replace(JOB, max_staleness=60)  # the least one's groups take half a minute
+    question = ask(workers=workers, job=job, active=both, steady=both, idle_share=0.2)
+    assert question.solve().active == {"most"}
+    assert replace(question, steady=frozenset({"most"})).solve().active == both
+
+
+def test_an_exchange_waits_for_the_dwell_of_those_that_it_drops() -> None:
+    # Rates of workers that have just begun are estimates of a few groups.
+    workers = tuple(worker(name, 2.4 if name in "cd" else 2.0, 1.0) for name in "abcd")
+    active = frozenset("ab")
+    question = ask(
+        workers=workers, active=active, job=replace(JOB, budget_per_h=2.1), idle_share=0.4
+    )
+    assert replace(question, steady=frozenset("a")).solve().active == active
+    assert replace(question, steady=active).solve().active == frozenset("cd")
 
 
 @pytest.mark.slow
