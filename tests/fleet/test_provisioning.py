@@ -31,6 +31,14 @@ def test_traffic_is_paid_at_the_pace_that_is_reached() -> None:
     assert outcome.traffic_per_h == pytest.approx(225 * 0.4 * 0.5)
 
 
+def test_traffic_is_paid_once_for_each_publication() -> None:
+    # One for two steps of 10 s: 180 per hour.
+    fleet = make_fleet(make_offer("any"), price_per_gb=0.5)
+    outcome = outcome_of(fleet, replace(JOB, publish_period=2), [8])
+    assert outcome.prediction.step_s == pytest.approx(10)
+    assert outcome.traffic_per_h == pytest.approx(180 * 0.8 * 0.5)
+
+
 def test_rollouts_are_sent_at_the_pace_that_is_needed() -> None:
     # Eight nodes could make 8 rollouts/s; a step of 10 s takes 64 of 100 tokens, 1 kB each.
     fleet = make_fleet(make_offer("any", price_per_gb=1000.0))
@@ -71,6 +79,17 @@ def test_one_node_fewer_costs_less_and_waits_more() -> None:
     assert "one more any in here" not in changes  # there is no eighth
     assert "S = 4" in changes
     assert "S = 2" in changes
+
+
+def test_where_the_uplink_is_waited_for_half_the_bytes_and_twice_its_rate_help() -> None:
+    # Seven copies take 14 s, and a version is published every 10 s.
+    fleet = make_fleet(make_offer("any", count=7), uplink=5e7)
+    changes = {item.change: item.idle_change for item in sensitivities(fleet, JOB, [7])}
+    assert outcome_of(fleet, JOB, [7]).prediction.idle_share == pytest.approx(1 - 10 / 14, abs=0.01)
+    for change in ("versions of half the size", "twice the learner's uplink"):
+        assert changes[change] == pytest.approx(10 / 14 - 1, abs=0.01)
+    # One that is faster waits more.
+    assert changes["a learner faster by a tenth"] == pytest.approx(1 / 14, abs=0.01)
 
 
 @pytest.mark.parametrize(
