@@ -1,12 +1,17 @@
 """Compare the choice of workers with that of trying every set.
 
-    python bench/bench_activation.py [--cases 300] [--most 10]
+    python bench/bench_activation.py [--cases 300] [--most 10] [--simulate | --real]
 
 Small fleets, about half of them without a sufficient set, are compared with brute force: by how
 much is the step longer, or the set dearer, than the best? Asked are the learner's choice as it is,
 the climb that takes its place beyond MAX_TRIED sets, and the plan, by its own model of broadcasts.
 Larger fleets, up to hundreds of workers, are where the exact choice (HiGHS) is replaced by a greedy
 one; there the gap between the two is measured as long as HiGHS answers, and the time of both.
+
+`--simulate` has the small fleets run by the learner in the simulator, and `--real` by a learner
+with relay and workers as processes behind emulated links (wan.py, which needs root). Both compare
+the set that generates in the end, and the learner's last choice, with every set, by the rates and
+links that it has measured; the simulator also by those that are true.
 """
 
 from __future__ import annotations
@@ -17,14 +22,14 @@ import random
 import statistics
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import harness
 
 from echo.fleet import activation, selection
-from echo.fleet.activation import Choice, Links, Roll, choose
+from echo.fleet.activation import Choice, Links, Question, Roll, choose
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, RentedFleet
 from echo.fleet.overlap import is_enough, least_slowdown
@@ -34,6 +39,8 @@ from echo.fleet.selection import OutOfTimeError
 SIZES = (10, 30, 100, 300)
 PER_SIZE = 5
 UPLINK = 1e9
+REAL = ("thin", "enough", "mixed")
+"""Fleets of real processes."""
 
 
 def random_workers(
@@ -373,7 +380,24 @@ def main() -> None:
     parser = harness.new_parser(__doc__)
     parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--most", type=int, default=10, help="workers of a small fleet at most")
-    arguments = harness.parse(parser, cases=20, most=5)
+    parser.add_argument("--simulate", action="store_true", help="run the fleets in the simulator")
+    parser.add_argument("--real", action="store_true", help="run fleets of real processes")
+    parser.add_argument("--fleets", nargs="+", choices=REAL, default=REAL)
+    parser.add_argument("--steps", type=int, default=40, help="of a simulated or real run")
+    parser.add_argument("--step-s", type=float, default=6.0, help="of the real learner's step")
+    arguments = harness.parse(parser, cases=20, most=5, fleets=["thin"], steps=20)
+    if arguments.simulate:
+        from activation.simulated import measure_simulated  # the simulator, which others do without
+
+        result = measure_simulated(arguments.cases, most=arguments.most, num_steps=arguments.steps)
+        print(f"wrote {harness.save('activation_simulated', result)}")
+        return
+    if arguments.real:
+        from activation.real import measure_real  # torch, which others do without
+
+        result = measure_real(arguments.fleets, num_steps=arguments.steps, step_s=arguments.step_s)
+        print(f"wrote {harness.save('activation_real', result)}")
+        return
     small = compare(arguments.cases, arguments.most)
     print(small, flush=True)
     large: list[dict[str, Any]] = []

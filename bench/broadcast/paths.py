@@ -149,14 +149,17 @@ class Wan(Loopback):
         """Return the address of node `index`."""
         return str(self._nodes[index][1])
 
+    def inside(self, index: int) -> list[str]:
+        """Return what a command of node `index` stands behind."""
+        return ["ip", "netns", "exec", self._nodes[index][0]]
+
     def listen(self, index: int) -> str:
         """Return where node `index` shall listen."""
         return f"tcp://{self.host(index)}:0"
 
     def start(self, index: int, module: str, *arguments: str, python: str = "") -> Process:
         """Start a module of bench/ on node `index`."""
-        inside = ["ip", "netns", "exec", self._nodes[index][0]]
-        return Process([*inside, python or sys.executable, "-m", module, *arguments])
+        return Process([*self.inside(index), python or sys.executable, "-m", module, *arguments])
 
     def set(self, index: int, what: str, value: float) -> None:
         """Change a node's link: up, down (Mbit/s), delay (ms), loss, dead."""

@@ -59,6 +59,7 @@ def run_nodes(
     within_s: float,
     tree: Path | None = None,
     more: str = "",
+    inside: Callable[[str], Sequence[str]] = lambda _: (),
     **settings: float,
 ) -> Path:
     """Run a learner and workers to the learner's end; return the run's directory.
@@ -71,6 +72,7 @@ def run_nodes(
         within_s: for the whole run.
         tree: the checkout whose product they run; None for this one.
         more: sections of the configuration besides.
+        inside: what a node's command stands behind, such as that of a network namespace.
         settings: what CONFIG leaves open.
     """
     config = where / "run.toml"
@@ -82,11 +84,10 @@ def run_nodes(
     with output_path.open("wb") as output:
 
         def start(role: str, name: str, *own: str) -> None:
-            command = [sys.executable, "-m", module, role, "--config", str(config), *options(name)]
+            command = [*inside(name), sys.executable, "-m", module, role, "--config", str(config)]
+            command += [*own, *options(name)]
             processes.append(
-                subprocess.Popen(
-                    [*command, *own], stdout=output, stderr=output, env=environment, cwd=BENCH
-                )
+                subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=BENCH)
             )
 
         try:

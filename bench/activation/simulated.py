@@ -1,0 +1,145 @@
+"""The random fleets of bench_activation.py, run by the learner in the simulator."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from bench_activation import Broadcast, Verdict, best_of_all, judge, random_case
+
+from echo.config.fleet_file import SimRow
+from echo.config.schema import ActivationSection, preset_publish_period
+from echo.fleet.activation import Links, Question, ReviewAnswer, choose
+from echo.fleet.job import Job
+from echo.fleet.market import UNLIMITED, Offer, Region, RentedFleet
+from echo.sim.scenario import Scenario
+from echo.sim.simulation import Simulation
+from echo.sim.summary import Summary, summarise
+
+STEP_S = 20.0
+"""Of the step of the best set: times of a fleet are scaled to it, which changes nothing else."""
+
+
+def scenario(
+    workers: Sequence[Offer], job: Job, links: Links, periods: Sequence[int], *, num_steps: int
+) -> Scenario | None:
+    """Return a simulation of a random fleet; None where no set of it makes a step."""
+    step, _ = best_of_all(workers, job, links, periods)
+    if math.isinf(step):
+        return None
+    # Lengths instead of rates: what a fleet costs per hour stays as it is.
+    part = STEP_S / (job.train_s * step)
+    job = replace(
+        job, train_s=part * job.train_s, version_bytes=part * job.version_bytes,
+        completion_tokens=part * job.completion_tokens,
+        max_completion_tokens=part * job.max_completion_tokens,
+        publish_period=preset_publish_period(job.max_staleness) if len(periods) > 1 else periods[0],
+    )  # fmt: skip
+    site = Region(name="site", bytes_per_s=UNLIMITED, price_per_gb=links.price_per_gb)
+    budget = None if math.isinf(job.budget_per_h) else job.budget_per_h
+    return Scenario(
+        name="activation",
+        fleet=RentedFleet(
+            offers=tuple(replace(worker, region=site.name) for worker in workers),
+            regions={site.name: site},
+            uplink_bytes_per_s=links.uplink_bytes_per_s,
+        ),
+        job=job,
+        counts=[1] * len(workers),
+        settings=SimRow(
+            num_steps=num_steps, chunks_per_version=8, setup_s=1.0, join_within_s=1.0, swap_s=0.0,
+            alone_speedup=1.0,
+        ),
+        is_auto_period=len(periods) > 1,
+        activation=ActivationSection(margin=job.margin, budget_per_h=budget),
+        min_dwell_s=3 * STEP_S,
+    )  # fmt: skip
+
+
+def watch(
+    scenario: Scenario,
+) -> tuple[Summary, list[tuple[Question, ReviewAnswer]], frozenset[str]]:
+    """Return what a simulation comes to, what its learner asked itself, and who is active."""
+    asked: list[tuple[Question, ReviewAnswer]] = []
+    solve = Question.solve
+
+    def kept(question: Question) -> ReviewAnswer:
+        answer = solve(question)
+        asked.append((question, answer))
+        return answer
+
+    with mock.patch.object(Question, "solve", kept):
+        simulation = Simulation(scenario)
+        summary = summarise(scenario, simulation.run())
+    members = simulation.learner.role.roster.members("worker")
+    active = frozenset(member.node_id for member in members if not member.is_standby)
+    return summary, asked, active
+
+
+def simulate(seed: int, *, most: int, num_steps: int) -> dict[str, Any] | None:
+    """Return how good the set is that a simulated run ends with; None if there is nothing to say.
+
+    Its gaps are to the best set by what the learner has measured, and by the true rates and links.
+    """
+    workers, job, links, periods = random_case(seed, most=most)
+    # No machine is lost in these minutes: what is compared is the choice.
+    workers = [replace(worker, losses_per_h=0.0) for worker in workers]
+    built = scenario(workers, job, links, periods, num_steps=num_steps)
+    if built is None:
+        return None
+    summary, asked, active = watch(built)
+    if not asked:
+        return {"seed": seed, "workers": len(workers), "end": summary.end}
+    question, answer = asked[-1]
+    named = [replace(each, name=f"{each.name}-1") for each in workers]
+    true_links = replace(links, broadcast_s=Broadcast(named, job))
+    true = Question(
+        workers=tuple(named), job=job, links=true_links, active=active, steady=active,
+        ready=active, idle_share=0.0, min_saving=0.0, periods=tuple(periods),
+    )  # fmt: skip
+    own, truth = judge(question, active), judge(true, active)
+    choice = choose(
+        question.workers, question.job, question.links, preferred=active, periods=question.periods
+    )
+    best = best_of_all(question.workers, question.job, question.links, question.periods)
+    chosen = Verdict.of((choice.slowdown, choice.outlook.cost_per_h), best)
+    row = {
+        "seed": seed, "workers": len(workers), "active": len(active),
+        "questions": len(asked), "changes": len(summary.decisions), "slowdown": best[0],
+        "choice_step": chosen.step_gap, "choice_cost": chosen.cost_gap,
+        "active_step": own.step_gap, "active_cost": own.cost_gap,
+        "true_step": truth.step_gap, "true_cost": truth.cost_gap,
+        "idle": summary.idle_share, "idle_predicted": answer.after.idle_share,
+    }  # fmt: skip
+    return {name: round(each, 4) if isinstance(each, float) else each for name, each in row.items()}
+
+
+def summarise_simulated(rows: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+    """Return how often simulated runs are within 2 and within 5 percent of the best set."""
+    known = [row for row in rows if row is not None and "active" in row]
+    result: dict[str, Any] = {"fleets": len(rows), "compared": len(known)}
+    for name in ("choice", "active", "true"):
+        for what in ("step", "cost"):
+            gaps = [row[f"{name}_{what}"] for row in known]
+            result[f"{name}_{what}_worst"] = max(gaps, default=None)
+            for percent in (2, 5):
+                share = sum(gap <= percent / 100 for gap in gaps) / max(1, len(gaps))
+                result[f"{name}_{what}_within_{percent}_percent"] = round(share, 4)
+    errors = [abs(row["idle"] - row["idle_predicted"]) for row in known]
+    result["idle_error_median"] = round(statistics.median(errors), 4) if errors else None
+    return result
+
+
+def measure_simulated(num_cases: int, *, most: int, num_steps: int) -> dict[str, Any]:
+    """Simulate each fleet; return how good the sets are."""
+    rows = []
+    for seed in range(num_cases):
+        rows.append(simulate(seed, most=most, num_steps=num_steps))
+        print(rows[-1], flush=True)
+    result = summarise_simulated(rows)
+    print(result, flush=True)
+    return {"steps": num_steps, "simulated": result, "rows": rows}
