@@ -55,6 +55,11 @@ def test_far_past_a_limit_it_is_halved() -> None:
     assert [d.bound for d in decisions] == [4, 2, 1]
 
 
+def test_at_a_limit_it_stays_and_at_twice_that_it_is_lowered_by_one() -> None:
+    assert drive(make_controller(kl_high=0.25), 10, mismatch_kl=0.25) == []
+    assert [d.bound for d in drive(make_controller(kl_high=0.25), 1, mismatch_kl=0.5)] == [7]
+
+
 def test_room_in_all_signals_raises_it_by_one_after_a_while() -> None:
     controller = make_controller()
     drive(controller, 1, ess=0.75)

@@ -115,6 +115,19 @@ def test_on_policy_training_does_everything_in_turn() -> None:
     assert predict(wild, rate=6.4, broadcast_s=2.0, latency_s=3.0).step_s == pytest.approx(23.5)
 
 
+def test_by_how_much_longer_steps_satisfy_the_rule_by_hand() -> None:
+    job = replace(JOB, max_staleness=6, margin=0.1)
+    # A broadcast of 30 s has two steps; 64 rollouts and a tenth more take 17.6 s.
+    assert least_slowdown(job, rate=1e6, broadcast_s=30.0, latency_s=0.0) == pytest.approx(1.5)
+    assert least_slowdown(job, rate=4.0, broadcast_s=0.0, latency_s=0.0) == pytest.approx(1.76)
+    # Broadcast, group and batch have 6 - 2 + 1 steps.
+    late = least_slowdown(job, rate=8.0, broadcast_s=10.0, latency_s=42.0)
+    assert late == pytest.approx((10 + 42 + 8) / 5 / 10)
+    # Pausing workers have what two steps and a broadcast leave: 8.8 s a step, and 2 of 4 s.
+    pausing = replace(job, has_pausing_workers=True)
+    assert least_slowdown(pausing, rate=8.0, broadcast_s=4.0, latency_s=0.0) == pytest.approx(1.08)
+
+
 @pytest.mark.parametrize(("bound", "slowdown"), [(0, 2.1), (1, 1.55)])
 def test_at_the_longest_period_learner_and_workers_take_turns(bound: int, slowdown: float) -> None:
     # A broadcast of 7 s and a batch of 4 s before each period's steps of 10 s.

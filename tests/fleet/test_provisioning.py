@@ -139,6 +139,9 @@ def test_a_broadcast_too_long_for_the_bound() -> None:
         "(publish_period 1 x 10 s)"
     )
     assert any(text.startswith("versions of ") for text in (r.text for r in refusal.remedies))
+    # It is the longest of several periods that is too short.
+    reason = refuse(fleet, JOB, [1, 2]).reasons[0]
+    assert reason.endswith("than the 20 s between publications (publish_period 2 x 10 s)")
     # At S = 7 a period of 3 holds it.
     other = refuse(fleet, replace(JOB, max_staleness=7), [1])
     assert "publish_period 3 in place of 1" in [r.text for r in other.remedies]
@@ -151,6 +154,22 @@ def test_a_bound_too_tight_for_the_group() -> None:
     refusal = refuse(fleet, replace(JOB, max_staleness=1), [1])
     assert "S = 1 with publish_period 1 allows 10 s" in refusal.reasons[0]
     assert "max_staleness 3 in place of 1" in [r.text for r in refusal.remedies]
+
+
+@pytest.mark.slow
+def test_a_period_too_long_for_the_bound() -> None:
+    # 1 s + 4 s + 8 s against S = 3: a period of 3 allows 10 s.
+    refusal = refuse(make_fleet(make_offer("any")), JOB, [3])
+    [shorter] = [r for r in refusal.remedies if r.text == "publish_period 1 in place of 3"]
+    assert shorter.factor == 3
+
+
+@pytest.mark.slow
+def test_a_margin_is_rollouts_and_no_time() -> None:
+    # Half as much again makes a batch in 6.7 s: with 1 s and 2 s less than the 10 s of S = 1.
+    fleet = make_fleet(make_offer("few", count=2, concurrency=2))
+    [reason] = refuse(fleet, replace(JOB, max_staleness=1, margin=0.5), [1]).reasons
+    assert reason.startswith("all 2 nodes on offer make 2 rollouts/s, 9.6 are needed")
 
 
 @pytest.mark.slow
