@@ -29,12 +29,20 @@ from echo.cli.node import read_run_file, show_summary, tell_finished
 from echo.cli.output import fail
 from echo.cli.parsers import CONFIGS, MODEL_CONFIG, quickstart_parser
 from echo.config.fields import override_of
-from echo.config.load import OVERRIDE, load_config
+from echo.config.load import (
+    OVERRIDE,
+    diff_configs,
+    load_config,
+    load_resolved,
+    save_resolved,
+)
 from echo.config.memory import find_model
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, EchoError, nearest
 from echo.core.extras import command, find_config, models_directory
 from echo.core.units import one_line
+from echo.net.transport import is_loopback
+from echo.records.ledger import lock_run
 from echo.runtime.identity import ECHO_JOIN, join_address, load_or_create_keys, write_join
 from echo.tasks.builtin import AdditionTask, CountdownTask
 from echo.tasks.task import GeneratedTask
@@ -80,7 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_addresses(config)
             if tell_finished(config):
                 return 0
-            return run_nodes(config_path, config, arguments.set, arguments, console)
+            with ExitStack() as held:
+                free_ports_of(config_path, held)
+                config = read_run_file(config_path, arguments.set, "learner")
+                return run_nodes(config_path, config, arguments.set, arguments, console)
         if arguments.model is not None and arguments.task is not None:
             raise ConfigError(
                 f"--task {arguments.task} is what the small model learns, and --model names "
@@ -134,7 +145,7 @@ def make_model(name: str, console: Console, *, for_vllm: bool) -> str:
     from echo.train.warmup import make_warm_model
 
     columns = (
-        TextColumn("[bold]making the small model[/] (once)"),
+        TextColumn("[bold]making the small model[/]"),
         BarColumn(),
         TextColumn("{task.completed}/{task.total} steps, {task.description}"),
         TimeRemainingColumn(),
@@ -213,13 +224,41 @@ def free_settings(config: Config, held: ExitStack) -> list[str]:
     while not _claim(Path(config.run.dir) / name):
         number += 1
         name = f"{config.run.name}-{number}"
+    return [override_of("run.name", name), *_free_addresses(config, held)]
+
+
+def free_ports_of(path: Path, held: ExitStack) -> None:
+    """Give a run that is to be resumed other ports, in its config.json, where its own are taken.
+
+    There and not by overrides: to its learner a new address is an unsafe change, since nodes that
+    were not restarted would dial the old one. The quickstart restarts all of them.
+
+    Args:
+        path: of the run's config.json.
+        held: keeps the ports from other programs until it is closed.
+
+    Raises:
+        StorageError: if the run is under way.
+    """
+    os.close(lock_run(path.parent))
+    config = load_resolved(path)
+    up, down = config.learner.listen, config.relay.listen
+    is_joined_here = {*config.relay.connect} <= {up} and {*config.worker.connect} <= {down}
+    if not (is_joined_here and is_loopback(up) and is_loopback(down)):
+        return  # begun by hand, perhaps with nodes on other machines
+    changed = load_resolved(path, _free_addresses(config, held))
+    if diff_configs(config, changed):
+        save_resolved(changed, path)
+
+
+def _free_addresses(config: Config, held: ExitStack) -> list[str]:
+    """Return overrides for addresses at free ports, and hold these."""
     learner, relay = (
         held.enter_context(_held_port(_port_of(address)))
         for address in (config.learner.listen, config.relay.listen)
     )
     up, down = f"tcp://127.0.0.1:{learner}", f"tcp://127.0.0.1:{relay}"
     return [
-        override_of("run.name", name),
         f"learner.listen={up}",
         f'relay.connect=["{up}"]',
         f"relay.listen={down}",

@@ -392,12 +392,7 @@ class Ledger(LedgerQueue):
         try:
             self._groups_dir.mkdir(parents=True, exist_ok=True)
             with ExitStack() as undo:
-                self._lock_file = lock_directory(
-                    run_dir,
-                    "ledger.lock",
-                    called=str(run_dir),
-                    in_use="is in use by another learner; stop it first (process {})",
-                )
+                self._lock_file = lock_run(run_dir)
                 undo.callback(os.close, self._lock_file)
                 self._database = self._open_database()
                 undo.callback(self._database.close)
@@ -833,6 +828,20 @@ def read_records(run_dir: Path) -> Iterator[AnyRecord]:
             yield _decoder.decode(body)
         except msgspec.DecodeError as error:
             raise _damaged(run_dir / FILE, f"record {seq}: {error}") from error
+
+
+def lock_run(run_dir: Path) -> int:
+    """Make a run this process's own until the descriptor is closed.
+
+    Raises:
+        StorageError: if another learner has it.
+    """
+    return lock_directory(
+        run_dir,
+        "ledger.lock",
+        called=str(run_dir),
+        in_use="is in use by another learner; stop it first (process {})",
+    )
 
 
 def has_begun(run_dir: Path) -> bool:

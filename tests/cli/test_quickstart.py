@@ -17,10 +17,13 @@ import pytest
 from rich.console import Console
 
 from echo.cli import interrupts
-from echo.cli.parsers import CONFIGS, MODEL_CONFIG
+from echo.cli.node import configuration_of
+from echo.cli.parsers import CONFIGS, MODEL_CONFIG, node_parser
 from echo.cli.quickstart import (
+    OWN_ADDRESSES,
     TASKS,
     NodeProcess,
+    free_ports_of,
     free_settings,
     join_environment,
     main,
@@ -30,9 +33,16 @@ from echo.cli.quickstart import (
     thread_settings,
     wait_for,
 )
-from echo.config.load import load_config, parse_config, save_resolved
+from echo.config.load import (
+    diff_configs,
+    load_config,
+    load_resolved,
+    parse_config,
+    save_resolved,
+)
 from echo.core.extras import find_config
 from echo.net.zmq import bound_socket, listen_on
+from echo.records.ledger import lock_run
 from echo.runtime.identity import Join
 
 PATIENT = """
@@ -100,6 +110,7 @@ def test_every_task_has_its_configuration_and_other_things_to_try(task: str, bou
     path = find_config(CONFIGS[task])
     config = load_config(path, ["model.name=x", f"sync.max_staleness={bound}"], "learner")
     assert config.task.kind == task
+    assert config.network.reconnect_for_s >= 300  # a slow machine's learner imports for minutes
     first, second, third = next_commands(config)
     *_, override = shlex.split(first, comments=True)
     assert f"--task {task} " in first
@@ -132,6 +143,73 @@ def test_two_quickstarts_started_at_once_share_neither_name_nor_ports(tmp_path: 
         listen_on(bound)
         with socket.create_connection(bound.getsockname(), timeout=5):
             bound.close()
+
+
+def begun_run(run_dir: Path, *, listen: str) -> Path:
+    """Return the config.json of a run that a quickstart has begun at two neighbouring ports."""
+    host, _, port = listen.rpartition(":")
+    down = f"{host}:{int(port) + 1}"
+    table = {
+        "run": {"dir": str(run_dir.parent), "name": run_dir.name},
+        "model": {"name": "x"},
+        "learner": {"listen": listen, "dtype": "bfloat16"},
+        "relay": {"connect": [listen], "listen": down},
+        "worker": {"connect": [down]},
+    }
+    run_dir.mkdir()
+    save_resolved(parse_config(table, role="learner"), run_dir / "config.json")
+    return run_dir / "config.json"
+
+
+def test_a_resumed_run_takes_other_ports_where_its_own_are_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken, ExitStack() as held:
+        taken.bind(("127.0.0.1", 0))
+        path = begun_run(tmp_path / "run", listen=f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+        before = load_resolved(path)
+        free_ports_of(path, held)
+        after = load_resolved(path)
+        assert after.learner.listen != before.learner.listen
+        assert after.relay.connect == (after.learner.listen,)
+        assert after.worker.connect == (after.relay.listen,)
+        assert {change.key for change in diff_configs(before, after)} <= {*OWN_ADDRESSES}
+        # The learner accepts it as the run's own.
+        configuration_of(
+            node_parser().parse_args(["--role", "learner", "--config", str(path), "--resume"])
+        )
+        assert capsys.readouterr().err == ""
+        free_ports_of(path, held)  # by now all four are held
+        assert load_resolved(path).learner.listen != after.learner.listen
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1"])
+def test_a_resumed_run_keeps_ports_that_are_free_and_addresses_of_a_fleet(
+    tmp_path: Path, host: str
+) -> None:
+    with socket.socket() as one, ExitStack() as held:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+        if host == "127.0.0.1":
+            one.close()
+        path = begun_run(tmp_path / "run", listen=f"tcp://{host}:{port}")
+        before = load_resolved(path)
+        free_ports_of(path, held)
+        assert load_resolved(path).learner == before.learner
+
+
+def test_a_run_under_way_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = begun_run(tmp_path / "run", listen="tcp://127.0.0.1:7700")
+    before = path.read_bytes()
+    lock = lock_run(path.parent)
+    try:
+        assert main(["--resume", str(path.parent)]) == 1
+    finally:
+        os.close(lock)
+    assert f"is in use by another learner; stop it first (process {os.getpid()})" in (
+        capsys.readouterr().err
+    )
+    assert path.read_bytes() == before
 
 
 def test_a_run_whose_name_is_a_number_keeps_it(tmp_path: Path) -> None:
