@@ -71,6 +71,15 @@ def use_scratch() -> None:
     atexit.register(shutil.rmtree, RESULTS, ignore_errors=True)
 
 
+def tiny_model(seed: int = 0) -> Path:
+    """Make a model with random weights where a quick run's results are; return its directory."""
+    from echo.engine.model import build_model, save_tiny_model
+
+    directory = RESULTS / f"model-{seed}"
+    save_tiny_model(directory, build_model(seed=seed))
+    return directory
+
+
 @contextlib.contextmanager
 def trees(before: str | None) -> Iterator[dict[str, Path]]:
     """Yield the trees that are measured in turns: "now", and "before" of a commit if one is given.

@@ -1,0 +1,130 @@
+"""Count which of two equal workers makes the first groups, and time the first step.
+
+    python bench/bench_shares.py [--runs 5] [--before COMMIT]
+    python bench/bench_shares.py --quick                 one run, writes nothing
+
+A learner and two workers talk over loopback (nodes/timed_node.py): only the groups of the workers
+take a given time. The first leases are those of all batches that the bound on staleness allows.
+The worker that joins first is given them all, and the other joins before its first group is done.
+A run in which it came later says so (`is_late`), and its shares count for nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import harness
+from nodes.processes import run_nodes
+
+from echo.core.records import Granted
+from echo.engine.model import build_model, save_tiny_model
+from echo.records.ledger import Accepted, Trained, read_records
+
+GROUPS, SIZE, TOKENS, SLOTS = 4, 4, 16, 2
+"""Groups of a step, rollouts of a group, and groups that each worker runs side by side."""
+MAX_STALENESS = 2
+FIRST = range((MAX_STALENESS + 1) * GROUPS)
+"""The groups that are leased before anything is accepted."""
+WORKERS = ("w1", "w2")
+
+
+def main() -> None:
+    parser = harness.new_parser(__doc__)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--group-s", type=float, default=10.0, help="that a worker needs for one")
+    parser.add_argument("--before", metavar="COMMIT", help="measure this one beside ours, in turns")
+    arguments = harness.parse(parser, runs=1, group_s=3.0)
+    runs: dict[str, list[dict[str, Any]]] = {}
+    with harness.trees(arguments.before) as sides:
+        for _ in range(arguments.runs):
+            for side, tree in sides.items():
+                with tempfile.TemporaryDirectory() as scratch:
+                    runs.setdefault(side, []).append(run(tree, Path(scratch), arguments))
+                print(side, json.dumps(runs[side][-1]), flush=True)
+    rows = [{"side": side, **summary(found)} for side, found in runs.items()]
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    options = {"groups_per_step": GROUPS, "max_staleness": MAX_STALENESS, "slots": SLOTS}
+    result = {"options": options | vars(arguments), "rows": rows, "settings": runs}
+    print(f"wrote {harness.save('shares', result)}")
+
+
+def run(tree: Path, where: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what the records of one run say."""
+    save_tiny_model(where / "model", build_model(seed=0))
+    timed = ["--step-s=0", f"--group-s={arguments.group_s}", "--spread=0.1"]
+    run_dir = run_nodes(
+        "nodes.timed_node",
+        where,
+        WORKERS,
+        lambda _: timed,
+        within_s=300 + 4 * len(FIRST) * arguments.group_s,
+        tree=tree,
+        steps=MAX_STALENESS + 1,
+        tokens=TOKENS,
+        max_staleness=MAX_STALENESS,
+        group_size=SIZE,
+        groups_per_step=GROUPS,
+        max_concurrent_rollouts=SLOTS * SIZE,
+        dead_after_s=20,
+    )
+    return shares(run_dir)
+
+
+def shares(run_dir: Path) -> dict[str, Any]:
+    """Return how many of the first groups each worker was given first, and how many it made.
+
+    Seconds count from the first grant.
+    """
+    granted, made = Counter[str](), dict[int, str]()
+    began_at, joined_at = 0.0, dict[str, float]()
+    first_accepted_at = first_step_at = float("inf")
+    first_step: tuple[int, ...] = ()
+    for record in read_records(run_dir):
+        match record:
+            case Granted():
+                began_at = began_at or record.at
+                joined_at.setdefault(record.worker, record.at)
+                if record.group in FIRST and record.attempt == 0:
+                    granted[record.worker] += 1
+            case Accepted():
+                made[record.group] = record.worker
+                first_accepted_at = min(first_accepted_at, record.at)
+            case Trained(step=1):
+                first_step, first_step_at = record.groups, record.at
+    by_first = Counter(made[group] for group in FIRST if group in made)
+    by_step = Counter(made[group] for group in first_step)
+    last_joined_at = max(joined_at.get(name, float("inf")) for name in WORKERS)
+    return {
+        "granted": sorted((granted[name] for name in WORKERS), reverse=True),
+        "first_leases": sorted((by_first[name] for name in WORKERS), reverse=True),
+        "first_step": sorted((by_step[name] for name in WORKERS), reverse=True),
+        "first_step_s": round(first_step_at - began_at, 2),
+        "second_granted_s": round(last_joined_at - began_at, 2),
+        "is_late": last_joined_at > first_accepted_at,
+    }
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the median time to the first step, and the largest difference of the shares."""
+    counted = [each for each in runs if not each["is_late"]]
+    return {
+        "runs": len(counted),
+        "late": len(runs) - len(counted),
+        "first_step_s": statistics.median(each["first_step_s"] for each in counted or runs),
+        **{
+            f"{name}_difference": max(high - low for high, low in (run[name] for run in counted))
+            for name in ("granted", "first_leases", "first_step")
+            if counted
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()
