@@ -31,6 +31,7 @@ from echo.roles.node import DialingRole
 from echo.weights import receiver, store
 from echo.weights.delta import BlockPatch, decode_block
 from echo.weights.manifest import SignedManifest
+from echo.weights.parents import Parents
 from echo.weights.receiver import StripeLinks, Watchdog
 from echo.weights.store import Patch, Transfer
 from echo.wire.actions import Stop
@@ -493,8 +494,8 @@ def grant_to_everybody_known(patch: pytest.MonkeyPatch) -> None:
 @plant(35)
 def know_one_address(patch: pytest.MonkeyPatch) -> None:
     """Try the first address only."""
-    addresses = DialingRole._addresses
-    patch.setattr(DialingRole, "_addresses", lambda self: addresses(self)[:1])
+    addresses = vars(Parents)["learner_addresses"].fget
+    patch.setattr(Parents, "learner_addresses", property(lambda self: addresses(self)[:1]))
 
 
 @plant(36)
