@@ -65,7 +65,7 @@ def test_a_set_is_judged_beside_every_other() -> None:
 
 @pytest.mark.slow
 def test_a_simulated_learner_ends_with_as_many_as_its_uplink_serves_best() -> None:
-    built = scenario(EQUAL, JOB, make_question(set()).links, (1, 2), num_steps=24)
+    built = scenario(EQUAL, JOB, make_question(set()).links, (1, 2), num_steps=14)
     assert built is not None
     summary, asked, active = watch(built)
     assert summary.is_complete
