@@ -62,6 +62,9 @@ import json
 import logging
 import math
 import random
+import re
+import unicodedata
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,6 +102,7 @@ _READ = (
     "a dataset is JSON Lines (UTF-8, one object a line), Parquet (.parquet), a directory of such "
     "files, or what datasets.save_to_disk wrote"
 )
+_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "heldout")
 _BOM = b"\xef\xbb\xbf"
 _FOREIGN = {
     b"\x1f\x8b": "compressed with gzip: unpack it",
@@ -145,7 +149,7 @@ def read_rows(path: str, leave_out: Collection[str] = ()) -> Rows:
     """Of all columns so far, and what those of a table hold that cannot travel."""
     for file in dataset_files(path):
         if file.suffix in (".parquet", ".arrow"):
-            yield from _read_columns(file, leave_out, names)
+            yield from _read_columns(file, path, leave_out, names)
             continue
         for row in _read_jsonl(file):
             if isinstance(row, DatasetRow):
@@ -153,10 +157,6 @@ def read_rows(path: str, leave_out: Collection[str] = ()) -> Rows:
                 for name in leave_out:
                     row.columns.pop(name, None)
             yield row
-    unable = {name: what for name, what in names.items() if what and name not in leave_out}
-    if unable:
-        columns = ", ".join(f"`{name}` ({what})" for name, what in unable.items())
-        _log.warning("%s: left out columns that cannot travel to a worker: %s", path, columns)
     if absent := [name for name in leave_out if name not in names]:
         raise ConfigError(
             f"task.options.leave_out: {path} has no column {absent[0]!r}"
@@ -202,9 +202,21 @@ def dataset_files(path: str) -> list[Path]:
                 f"{state}: is not as `datasets.Dataset.save_to_disk` writes it: {error!r}; save "
                 "the dataset again"
             ) from error
-    for ending in ("*.parquet", "*.jsonl"):
-        if files := sorted(place.glob(ending)):
-            return files
+    tables, lines = sorted(place.glob("*.parquet")), sorted(place.glob("*.jsonl"))
+    if tables and lines:
+        raise DataError(
+            f"{place}: holds {tables[0].name} and {lines[0].name}; leave files of one kind there, "
+            "or name one file"
+        )
+    if files := tables or lines:
+        named = {split: file.name for file in files if (split := _split_of(file))}
+        if len(named) > 1:
+            raise DataError(
+                f"{place}: holds several splits: {', '.join(named.values())}; name the files of "
+                "one (or a directory with these alone) in task.options.path, those of another in "
+                "task.options.heldout_path"
+            )
+        return files
     splits = sorted(child.name for child in place.iterdir() if (child / "state.json").is_file())
     remedy = (
         f"name one of its splits: {', '.join(str(place / split) for split in splits)}"
@@ -212,6 +224,12 @@ def dataset_files(path: str) -> list[Path]:
         else _READ
     )
     raise DataError(f"{place}: no dataset files in this directory; {remedy}")
+
+
+def _split_of(file: Path) -> str:
+    """Return which split a file is by its name, such as test-00000-of-00001; empty for none."""
+    word = re.split(r"[-_.]", file.name.lower())[0]
+    return {"val": "validation", "valid": "validation"}.get(word, word) if word in _SPLITS else ""
 
 
 def _read_jsonl(path: Path) -> Rows:
@@ -266,13 +284,27 @@ def _is_list_without_objects(line: bytes) -> bool:
 
 def _parse_object(line: str) -> dict[str, Any]:
     # Python writes NaN where a table had nothing.
-    row = json.loads(line, parse_constant=lambda name: None if name == "NaN" else float(name))
+    row = json.loads(
+        line,
+        parse_constant=lambda name: None if name == "NaN" else float(name),
+        object_pairs_hook=_table_of,
+    )
     if not isinstance(row, dict):
         raise TypeError(f"must be a JSON object, not {type(row).__name__}")
     return row
 
 
-def _read_columns(path: Path, leave_out: Collection[str], names: dict[str, str]) -> Rows:
+def _table_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        name = next(name for number, (name, _) in enumerate(pairs) if name in dict(pairs[:number]))
+        raise ValueError(f"{name!r} stands in it twice; which value counts?")
+    return table
+
+
+def _read_columns(
+    path: Path, dataset: str, leave_out: Collection[str], names: dict[str, str]
+) -> Rows:
     pyarrow = _import_pyarrow(path)
     is_stream = path.suffix == ".arrow"
     # Opened by hand: pyarrow's own error for a missing file names neither path nor remedy.
@@ -284,7 +316,14 @@ def _read_columns(path: Path, leave_out: Collection[str], names: dict[str, str])
             else:
                 parquet = pyarrow.parquet.ParquetFile(file)
                 schema = parquet.schema_arrow
-            names |= {field.name: _what_cannot_travel(pyarrow, field.type) for field in schema}
+            if twice := sorted(name for name, n in Counter(schema.names).items() if n > 1):
+                raise DataError(
+                    f"{path}: has two columns `{twice[0]}`; rename one of them, or drop it"
+                )
+            own = {field.name: _what_cannot_travel(pyarrow, field.type) for field in schema}
+            new = {name: own[name] for name in own if name not in {*names, *leave_out}}
+            _tell_unable(dataset, new)
+            names |= own
             kept = [name for name in schema.names if not names[name] and name not in leave_out]
             if not is_stream:
                 batches = parquet.iter_batches(NUM_BATCH_ROWS, columns=kept)
@@ -292,6 +331,11 @@ def _read_columns(path: Path, leave_out: Collection[str], names: dict[str, str])
         except (pyarrow.ArrowException, OSError) as error:
             kind = "an Arrow stream" if is_stream else "Parquet"
             raise DataError(f"{path}: not readable as {kind}: {error}") from error
+
+
+def _tell_unable(path: str, columns: Mapping[str, str]) -> None:
+    if unable := ", ".join(f"`{name}` ({what})" for name, what in columns.items() if what):
+        _log.warning("%s: left out columns that cannot travel to a worker: %s", path, unable)
 
 
 def _what_cannot_travel(pyarrow: Any, kind: Any) -> str:
@@ -467,17 +511,32 @@ class RowsTask(Task):
         skip_bad: bool = False,
         assistant_last: str = "",
     ) -> None:
+        for name, value, kind, what in (
+            ("path", path, str, "a text"),
+            ("heldout_path", heldout_path, str, "a text"),
+            ("skip_bad", skip_bad, bool, "true or false"),
+            ("columns", columns or {}, Mapping, 'a table such as { prompt = "question" }'),
+            ("leave_out", leave_out, list | tuple, 'a list such as ["picture"]'),
+        ):
+            if not isinstance(value, kind):
+                raise ConfigError(f"task.options.{name} = {value!r}: must be {what}")
         self.path = path
         self.heldout_path = heldout_path
         self.skip_bad = skip_bad
         self.columns = dict(columns or {})
         self.leave_out = tuple(leave_out)
         self.assistant_last = assistant_last
+        self._prompt_columns = [self.columns.get(name, name) for name in ("prompt", "messages")]
         for name in self.columns:
             if name not in READ_COLUMNS:
                 raise ConfigError(
                     f"task.options.columns.{name}: no such column is read"
                     f"{did_you_mean(name, READ_COLUMNS)}; there are {', '.join(READ_COLUMNS)}"
+                )
+            if not isinstance(self.columns[name], str):
+                raise ConfigError(
+                    f"task.options.columns.{name} = {self.columns[name]!r}: must be the name of a "
+                    "column"
                 )
         if assistant_last not in ASSISTANT_LAST:
             raise ConfigError(
@@ -493,8 +552,8 @@ class RowsTask(Task):
         """
         own_names = {name: self.columns.get(name, name) for name in READ_COLUMNS}
         values = {name: row.get(own) for name, own in own_names.items()}
-        prompt = self._prompt_of(row, own_names)
-        info = values["info"] if values["info"] is not None else {}
+        prompt = self._prompt_of(row)
+        info = {} if values["info"] is None else _parse_json(values["info"], "{")
         if not isinstance(info, dict):
             raise TypeError(f"`{own_names['info']}` must be an object, not {type(info).__name__}")
         self._tools_of(values["tools"])
@@ -502,8 +561,9 @@ class RowsTask(Task):
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
             prompt, said = self._without_last(prompt)
             answer = said if answer is None else answer
-        # `tools` stays a column, which `tools` reads.
-        read = {own for name, own in own_names.items() if name != "tools"}
+        # `tools` stays a column, which `tools` reads; so does what is not taken for the prompt.
+        read = {own_names["answer"], own_names["info"], self._prompt_column(row)}
+        read |= {name for name in self._prompt_columns if not row.get(name)}
         rest = {name: value for name, value in row.items() if name not in read}
         return Example(
             index=0, split="train", prompt=prompt, answer=answer, info=info, columns=rest
@@ -569,16 +629,13 @@ class RowsTask(Task):
                 problems.append(str(error))
         return problems
 
-    def _prompt_of(
-        self, row: Mapping[str, Any], own_names: Mapping[str, str]
-    ) -> str | list[Message]:
+    def _prompt_of(self, row: Mapping[str, Any]) -> str | list[Message]:
         """Return a row's prompt, from whichever of its two columns has one.
 
         Raises:
             ValueError: naming the column and what is wrong with it.
         """
-        names = [own_names["prompt"], own_names["messages"]]
-        name = next((name for name in names if row.get(name)), None)
+        names, name = self._prompt_columns, self._prompt_column(row)
         if name is None:
             here = next((name for name in names if name in row), None)
             if here is not None:
@@ -593,6 +650,12 @@ class RowsTask(Task):
         if isinstance(value, str):
             if not value.strip():
                 raise ValueError(f"needs `{name}`, whose text is empty in this row")
+            if name == names[1] or _MESSAGES_AS_TEXT.match(value):
+                raise ValueError(
+                    f"needs `{name}` as chat messages; in this row it is text, and no list of "
+                    "messages in JSON; plain text belongs in the column `prompt`, or another that "
+                    "task.options.columns calls so"
+                )
             return value
         if not isinstance(value, list):
             raise TypeError(
@@ -600,9 +663,14 @@ class RowsTask(Task):
             )
         if fault := fault_of_messages(value):
             raise ValueError(f"`{name}`: {fault}")
-        if not any(part.get("tool_calls") or plain_message(part)["content"] for part in value):
+        said = (part.get("tool_calls") or plain_message(part)["content"].strip() for part in value)
+        if not any(said):
             raise ValueError(f"needs `{name}`, whose messages are empty in this row")
         return [_without_nulls(part) for part in value]
+
+    def _prompt_column(self, row: Mapping[str, Any]) -> str | None:
+        """Return the column that is a row's prompt; None if it has none."""
+        return next((name for name in self._prompt_columns if row.get(name)), None)
 
     def _without_last(self, messages: list[Message]) -> tuple[list[Message], str | None]:
         """Return messages whose last is the assistant's as they are asked, and what was dropped."""
@@ -687,10 +755,27 @@ class RowsTask(Task):
                 else ("the dataset is empty; write one JSON object per line")
             )
             raise DataError(f"{path}: {why}")
+        self._look_at_columns(path, names)
+        return found
+
+    def _look_at_columns(self, path: str, names: Collection[str]) -> None:
+        """Refuse names of columns that no row has, and tell of columns that are not used."""
+        for name, own in self.columns.items():
+            if own not in names and path == self.path:
+                raise ConfigError(
+                    f"task.options.columns.{name} = {own!r}: {path} has no such column"
+                    f"{did_you_mean(own, names)}; it has {', '.join(sorted(names))}"
+                )
+        prompts = self._prompt_columns
+        if all(name in names for name in prompts):
+            _log.warning(
+                "%s: has the columns `%s` and `%s`: the first is the prompt; "
+                'task.options.leave_out = ["%s"] takes the other',
+                path, *prompts, prompts[0],
+            )  # fmt: skip
         for name in TEMPLATE_COLUMNS:
             if name in names and name not in self.columns.values():
                 _log.warning("%s: the column `%s` is not given to the chat template", path, name)
-        return found
 
     def _example_of(self, row: DatasetRow) -> Example:
         try:
@@ -722,24 +807,41 @@ def _without_nulls(part: dict[str, Any]) -> Message:
     return {key: value for key, value in part.items() if value is not None}
 
 
+_MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content|from)['"]\s*:""")
+"""What messages begin with as Python prints them, or as JSON that was cut."""
+
+
 def _parse_json(value: Any, start: str) -> Any:
-    """Return a value that is JSON as text parsed; anything else as it is."""
-    if isinstance(value, str) and value.lstrip().startswith(start[:1]):
-        try:
-            parsed = json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-        is_objects = isinstance(parsed, list) and all(isinstance(part, dict) for part in parsed)
-        return parsed if is_objects and (parsed or start == "[") else value
-    return value
+    """Return a value that is JSON as text parsed; anything else as it is.
+
+    Args:
+        value: of a column.
+        start: what is parsed: "{" an object, "[" a list of objects, "[{" a list of messages.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith(start[:1]):
+        return value
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    if start == "{":
+        return parsed
+    is_objects = isinstance(parsed, list) and all(isinstance(part, dict) for part in parsed)
+    is_meant = start == "[" or any(part.keys() & {"role", "from"} for part in parsed)
+    return parsed if is_objects and is_meant else value
 
 
 def _key_of(example: Example) -> str:
-    """Return what decides an example's side: its prompt, without what does not make it another."""
-    if isinstance(example.prompt, str):
-        return " ".join(example.prompt.split())
-    parts = [(part["role"], plain_message(part)["content"]) for part in example.prompt]
-    return " ".join(f"{role}: {content}" for role, content in parts)
+    """Return what decides an example's side: its prompt, without what does not make it another.
+
+    White space, case and the form of Unicode do not, nor whether the only message is plain text.
+    """
+    text = example.prompt
+    if not isinstance(text, str):
+        said = [(part["role"], plain_message(part)["content"]) for part in text]
+        is_alone = [role for role, _ in said] == ["user"]
+        text = said[0][1] if is_alone else " ".join(f"{role}: {content}" for role, content in said)
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def _has_large_integer(value: Any) -> bool:
@@ -785,12 +887,12 @@ class DatasetTask(RowsTask):
             skip_bad=skip_bad,
             assistant_last=assistant_last,
         )
-        self._reward = RewardFunction(reward)
+        self._reward = RewardFunction(reward, self.columns)
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
         """Read a row, and check that it has what the reward function asks for."""
         example = super().read_row(row)
-        self._reward.check(example, row, self.columns.get("answer", "answer"))
+        self._reward.check(example, row)
         return example
 
     def reward(self, example: Example, completion: str) -> float:

@@ -16,6 +16,13 @@ Message = dict[str, Any]
 
 _SAYS_WITHOUT_CONTENT = ("tool_calls", "reasoning_content")
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles that chat templates know."""
+_OTHER_NAMES = {"human": "user", "prompter": "user"} | dict.fromkeys(
+    ("ai", "bot", "chatbot", "gpt", "model"), "assistant"
+)
+"""What datasets call them: a template would write such a role as it stands."""
+
 
 def fault_of_message(part: object) -> str:
     """Return why something is no chat message that can be tokenised; empty if it is one."""
@@ -25,6 +32,12 @@ def fault_of_message(part: object) -> str:
         if "from" in part and "value" in part:
             return "has `from` and `value`; write them as `role` and `content`"
         return "has no text `role`"
+    role = part["role"].strip().lower()
+    meant = role if role in ROLES else _OTHER_NAMES.get(role, "")
+    if not role:
+        return "has an empty `role`"
+    if meant and part["role"] != meant:
+        return f"has the role {part['role']!r}: write {meant!r}, which chat templates know"
     content = part.get("content")
     if content is None:
         says = any(part.get(key) for key in _SAYS_WITHOUT_CONTENT)

@@ -47,13 +47,19 @@ _ONE, _MANY = ("prompt", "completion"), ("prompts", "completions")
 class RewardFunction:
     """A built-in reward, or a user's function."""
 
-    def __init__(self, spec: str) -> None:
+    def __init__(self, spec: str, columns: Mapping[str, str]) -> None:
         """Find the function that `spec` names.
+
+        Args:
+            spec: task.options.reward.
+            columns: what the dataset calls the columns that are read, where it calls them
+                otherwise; a function may name them by either name.
 
         Raises:
             ConfigError: if there is none, or it cannot be called as a reward.
         """
         self.where = f"{OPTION} = {spec!r}"
+        self._columns = columns
         if not isinstance(spec, str):
             raise ConfigError(
                 f"{self.where}: takes one function; call several in it, and return their sum"
@@ -76,7 +82,7 @@ class RewardFunction:
         self.is_of_groups = not set(_MANY).isdisjoint(parameters)
         self._own = _MANY if self.is_of_groups else _ONE
         if set(self._own).isdisjoint(parameters):
-            raise ConfigError(f"{self.where}: {self._refusal(list(parameters))}")
+            raise ConfigError(f"{self.where}: {self._refusal(parameters)}")
         named = {
             name: parameter
             for name, parameter in parameters.items()
@@ -114,11 +120,12 @@ class RewardFunction:
                 "of your own"
             ) from error
 
-    def _refusal(self, names: list[str]) -> str:
+    def _refusal(self, parameters: Mapping[str, inspect.Parameter]) -> str:
+        names = list(parameters)
         text = f"it takes {', '.join(names) or 'nothing'}; {_FORMS}"
         if {"solution_str", "ground_truth"} & set(names):
             return f"{text}; verl's solution_str is completion here, and its ground_truth is answer"
-        if set(names) <= {"args", "kwargs"}:
+        if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values()):
             return f"{text}: name one of them (a decorator keeps names with functools.wraps)"
         return text
 
@@ -128,6 +135,11 @@ class RewardFunction:
             raise ConfigError(
                 f"{self.where}: takes {', '.join(by_place)} by position only, and everything is "
                 "given by name; remove the `/`"
+            )
+        if "self" in self._required and next(iter(parameters)) == "self":
+            raise ConfigError(
+                f"{self.where}: is a method without its instance; name a method of an instance: "
+                f"reward = TheClass().{getattr(self._function, '__name__', 'method')}"
             )
         absent = [name for name in self._required if name in NEVER_GIVEN]
         if absent:
@@ -141,24 +153,27 @@ class RewardFunction:
                 "that it needs in place of **"
             )
 
-    def check(self, example: Example, row: Mapping[str, Any], answer_column: str) -> None:
+    def check(self, example: Example, row: Mapping[str, Any]) -> None:
         """Refuse a row without what the function needs.
 
         Args:
             example: that was made of the row.
             row: its values by column.
-            answer_column: what the dataset calls `answer`.
 
         Raises:
             ValueError: naming the columns.
         """
-        known = _arguments(example)
-        if example.answer is None:
-            del known["answer"]
-        missing = [name for name in self._required if name not in known]
-        if "answer" in missing and answer_column in row:
+        known, answer_column = self._arguments(example), self._columns.get("answer", "answer")
+        answers = {"answer", answer_column} if example.answer is None else set()
+        missing = [name for name in self._required if name not in known or name in answers]
+        if answers & {*missing} and answer_column in row:
             raise ValueError(
                 f"{self.where} needs `{answer_column}`, whose value is null in this row"
+            )
+        if mixed := [name for name in missing if name in (*_ONE, *_MANY)]:
+            raise ValueError(
+                f"{self.where} takes {' and '.join(self._own)}, one of which it calls {mixed[0]}: "
+                f"{_FORMS}"
             )
         if missing:
             remedy = (
@@ -173,7 +188,9 @@ class RewardFunction:
 
     def one(self, example: Example, completion: str) -> Any:
         """Return what the function returns for one answer; it may be awaitable."""
-        return self._call(_arguments(example), {"prompt": example.prompt, "completion": completion})
+        return self._call(
+            self._arguments(example), {"prompt": example.prompt, "completion": completion}
+        )
 
     def all(self, example: Example, completions: Sequence[str]) -> Any:
         """Return what the function returns for the answers to a prompt; it may be awaitable."""
@@ -181,7 +198,7 @@ class RewardFunction:
         answers: list[Any] = list(completions)
         if not isinstance(example.prompt, str):
             answers = [[{"role": "assistant", "content": text}] for text in completions]
-        columns = {name: [value] * number for name, value in _arguments(example).items()}
+        columns = {name: [value] * number for name, value in self._arguments(example).items()}
         return self._call(columns, {"prompts": [example.prompt] * number, "completions": answers})
 
     def _call(self, columns: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
@@ -194,6 +211,15 @@ class RewardFunction:
             }
         )
 
-
-def _arguments(example: Example) -> dict[str, Any]:
-    return {**example.columns, "answer": example.answer, "info": example.info}
+    def _arguments(self, example: Example) -> dict[str, Any]:
+        """Return a row's values, where a function names them also by the dataset's own names."""
+        own = {"answer": example.answer, "info": example.info}
+        read = {**own, "prompt": example.prompt}
+        if not isinstance(example.prompt, str):
+            read["messages"] = example.prompt
+        if (tools := self._columns.get("tools")) in example.columns:
+            read["tools"] = example.columns[tools]
+        renamed = {self._columns[name]: read[name] for name in self._columns.keys() & read}
+        named = {**read, **renamed}
+        also = {name: value for name, value in named.items() if name in self._names}
+        return {**also, **example.columns, **own}

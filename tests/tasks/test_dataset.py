@@ -110,6 +110,39 @@ def test_what_is_not_there_is_named(tmp_path: Path, path: str, message: str) -> 
         list(read_rows(path if path[:1] in ("/", "~") else str(tmp_path / path)))
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a.jsonl", "b.parquet"], r"holds b\.parquet and a\.jsonl; leave files of one kind"),
+        (["train-00000-of-1.jsonl", "Test.jsonl"], r"several splits: Test\.jsonl, train-00000-of"),
+        (["val.jsonl", "validation_2.jsonl"], None),
+        (["training.jsonl", "tests.jsonl", "b.txt"], None),
+    ],
+)
+def test_a_directory_of_several_datasets_is_refused(
+    tmp_path: Path, names: list[str], message: str | None
+) -> None:
+    for name in names:
+        write_jsonl(tmp_path / name, ROWS)
+    if message is None:
+        assert len(list(rows_of(str(tmp_path)))) == 2 * len(ROWS)
+        return
+    with pytest.raises(DataError, match=message):
+        list(read_rows(str(tmp_path)))
+
+
+def test_a_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "twice.parquet"
+    texts = [pyarrow.array(["x"])] * 3
+    table = pyarrow.Table.from_arrays(texts, names=["prompt", "answer", "answer"])
+    parquet.write_table(table, path)
+    with pytest.raises(DataError, match=r"twice\.parquet: has two columns `answer`; rename one"):
+        list(read_rows(str(path)))
+
+
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     write_parquet(path, ROWS)
@@ -160,6 +193,12 @@ def test_columns_that_cannot_travel_are_left_out_and_named_once(
         }
         for number in range(2)
     ]
+    [write, name], *_ = TABLES
+    with pytest.raises(DataError, match=r"needs `raw` .*the columns prompt, answer"):
+        Contains(path=write(tmp_path / f"a-{name}", rows), columns={"prompt": "raw"}).example(
+            0, split="train"
+        )
+    assert "cannot travel to a worker: `picture`" in caplog.text, "also where it is the prompt"
     for write, name in TABLES:
         caplog.clear()
         path = write(tmp_path / name, rows)
@@ -359,7 +398,7 @@ def test_rows_are_served_in_order_and_wrap_around(tmp_path: Path) -> None:
 
 def test_one_file_is_split_by_the_hash_of_its_prompts(tmp_path: Path) -> None:
     rows = numbered(100) + [{"id": 1, "prompt": f" q{index} "} for index in range(100)]
-    rows += [{"messages": [{"role": "user", "content": f"q{index}"}]} for index in range(100)]
+    rows += [{"messages": [{"role": "user", "content": f"\uff31{index}"}]} for index in range(100)]
     part = {"type": "text", "text": "q"}
     rows += [
         {"messages": [{"content": [{**part, "text": f"q{index}"}], "role": "user"}], "id": index}
@@ -371,7 +410,7 @@ def test_one_file_is_split_by_the_hash_of_its_prompts(tmp_path: Path) -> None:
     assert 20 <= numbers["heldout"] <= 60
     sides = [
         {
-            (type(example.prompt), "".join(re.findall(r"q\d+", str(example.prompt))))
+            "".join(re.findall(r"[q\uff31](\d+)", str(example.prompt)))
             for example in (task.example(index, split=split) for index in range(number))
         }
         for split, number in numbers.items()
@@ -388,7 +427,7 @@ def test_heldout_prompts_that_are_trained_on_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_jsonl(tmp_path / "train.jsonl", numbered(9))
-    heldout = write_jsonl(tmp_path / "held.jsonl", [{"prompt": "q3 "}, {"prompt": "q10"}])
+    heldout = write_jsonl(tmp_path / "held.jsonl", [{"prompt": "Q3 "}, {"prompt": "q10"}])
     assert Contains(path=path, heldout_path=heldout).num_examples(split="heldout") == 2
     assert f"{heldout}: 1 of its 2 prompts are on both sides, also in {path}" in caplog.text
 
@@ -534,6 +573,20 @@ def test_the_constructor_reads_nothing(tmp_path: Path) -> None:
             'its last message is the assistant\'s: .* Set task.options.assistant_last = "drop"',
         ),
         (b'{"prompt": "x", "info": 3}', "`info` must be an object, not int"),
+        (b'{"prompt": "x", "info": "[1]"}', "`info` must be an object, not str"),
+        (b'{"messages": "x"}', "needs `messages` as chat messages; in this row it is text, and"),
+        (
+            b"{\"prompt\": \"[{'content': 'x', 'role': 'user'}]\"}",
+            "needs `prompt` as chat messages; in this row it is text",
+        ),
+        (b'{"prompt": [{"role": "user", "content": " \\n"}]}', "whose messages are empty"),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}, '
+            b'{"role": "Assistant", "content": "an answer"}]}',
+            "message 2 has the role 'Assistant': write 'assistant', which chat templates know",
+        ),
+        (b'{"prompt": "x", "prompt": "y"}', "'prompt' stands in it twice"),
+        (b'{"prompt": "x", "info": {"a": 1, "a": 2}}', "'a' stands in it twice"),
         (b'{"prompt": "\xff"}', "can't decode byte 0xff"),
         # No lease could carry these.
         (rb'{"prompt": "\ud800"}', "surrogates not allowed"),
@@ -585,6 +638,40 @@ def test_columns_of_other_names_are_mapped(tmp_path: Path) -> None:
     assert (example.prompt, example.answer, example.columns) == ("q", "42", {"level": 1})
 
 
+def test_a_column_that_no_row_has_is_no_other_name(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p", "solution": "1"}])
+    what = r"columns\.answer = 'solutoin': .* no such column \(did you mean 'solution'\?\); it has"
+    with pytest.raises(ConfigError, match=what):
+        Contains(path=path, columns={"answer": "solutoin"}).example(0, split="train")
+
+
+def test_of_two_prompts_in_a_row_one_is_taken_and_the_other_stays_a_column(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = [{"role": "user", "content": "chat"}]
+    rows = [{"prompt": "text", "messages": turns, "info": '{"a": 1}'}]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    example = Contains(path=path, heldout_path=path).example(0, split="train")
+    assert (example.prompt, example.columns, example.info) == (
+        "text",
+        {"messages": turns},
+        {"a": 1},
+    )
+    assert (
+        f"{path}: has the columns `prompt` and `messages`: the first is the prompt" in caplog.text
+    )
+    caplog.clear()
+    example = Contains(path=path, heldout_path=path, leave_out=["prompt"]).example(0, split="train")
+    assert (example.prompt, example.columns) == (turns, {})
+    assert "has the columns" not in caplog.text
+
+
+def test_a_prompt_that_is_json_of_other_objects_is_text(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": '[{"a": 1}]'}])
+    example = Contains(path=path, heldout_path=path).example(0, split="train")
+    assert example.prompt == '[{"a": 1}]'
+
+
 @pytest.mark.parametrize("value", [2**64, -(2**63) - 1, [1, {"x": 10**30}]])
 def test_an_integer_beyond_64_bits_is_named_by_its_column(tmp_path: Path, value: object) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p", "answer": 2**63, "size": value}])
@@ -598,6 +685,12 @@ def test_an_integer_beyond_64_bits_is_named_by_its_column(tmp_path: Path, value:
     [
         ({"columns": {"promt": "q"}}, r"promt: no such column is read \(did you me"),
         ({"columns": {"prompt": "q"}}, r"rows\.jsonl:1: .*needs `q`.*columns prompt"),
+        ({"columns": {"info": "promt"}, "reward": "math"}, r"rows\.jsonl:1: .*needs the columns"),
+        ({"columns": ["q"]}, r"task\.options\.columns = \['q'\]: must be a table such as"),
+        ({"columns": {"info": 3}}, r"task\.options\.columns\.info = 3: must be the name of"),
+        ({"leave_out": "id"}, r"task\.options\.leave_out = 'id': must be a list such as"),
+        ({"skip_bad": "false"}, r"task\.options\.skip_bad = 'false': must be true or false"),
+        ({"heldout_path": ["a"]}, r"task\.options\.heldout_path = \['a'\]: must be a text"),
         ({"reward": "exact"}, r"rows\.jsonl:1: .*needs the columns answer; it has pro"),
     ],
 )

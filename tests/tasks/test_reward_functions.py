@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from echo.core.errors import ConfigError
+from echo.core.errors import ConfigError, DataError
 from echo.tasks.dataset import DatasetTask
 from echo.tasks.rewards import InlineHost, Limits, RewardError, describe_example_call
 from echo.tasks.task import Example, load_function, load_task, task_digests
@@ -61,8 +61,16 @@ method = judge.method
 cached = functools.lru_cache(judge.__call__)
 whole = functools.wraps(judge.__call__)(unnamed(judge))
 hidden = unnamed(judge)
+hidden_too = lambda *a, **k: 0.0
+without = Judge.__call__
 cached_row = functools.lru_cache(all_columns)
 
+def own_names(completion, question, target, tools, messages): return (
+    len(completion), question[0]["content"], target, tools[0]["name"], messages is question)
+def own_lists(completions, prompt, target):
+    seen.append((prompt, target))
+    return [0.0] * len(completions)
+def mixed(prompts, completion): return 0.0
 def behind(**kwargs): return 0.0
 def neither(text): return 0.0
 def nothing(): return 0.0
@@ -163,6 +171,8 @@ def test_any_callable_will_do(tmp_path: Path, function: str, rewards: list[float
         ("nothing", r"takes nothing; a reward is"),
         ("behind", r"takes kwargs; .*: name one of them"),
         ("hidden", r"takes args, kwargs; .*functools\.wraps"),
+        ("hidden_too", r"takes a, k; .*functools\.wraps"),
+        ("without", r"is a method without its instance; name a method of an instance"),
         ("by_place", r"takes completion by position only.*remove the `/`"),
         ("ids", r"needs completion_ids, which Echo never gives.*default"),
         ("verl", r"verl's solution_str is completion here, and its ground_truth is answer"),
@@ -236,6 +246,24 @@ def test_a_row_without_a_named_column_is_refused(tmp_path: Path) -> None:
     what = r"rows\.jsonl:1: .*needs the columns answer, level; it has prompt; .*answer = \"ITS"
     with pytest.raises(Exception, match=what):
         task.example(0, split="train")
+
+
+def test_columns_are_known_by_the_datasets_own_names_too(tmp_path: Path) -> None:
+    row = {"question": CHAT, "target": "a", "functions": [{"name": "f"}], "level": 1}
+    path = write_jsonl(tmp_path / "rows.jsonl", [row])
+    columns = {"prompt": "question", "answer": "target", "tools": "functions"}
+    options = {"path": path, "heldout_path": path, "columns": columns}
+    task = DatasetTask(**options, reward="rewards.py:own_names")
+    assert task.reward(task.example(0, split="train"), "xy") == (2, "p", "a", "f", True)
+    task = DatasetTask(**options, reward="rewards.py:own_lists")
+    assert task.rewards(task.example(0, split="train"), ["x", "y"]) == [0.0, 0.0]
+    module = sys.modules[load_function("x", "rewards.py:own_lists").__module__]
+    assert module.seen == [([CHAT, CHAT], ["a", "a"])]
+    write_jsonl(tmp_path / "rows.jsonl", [{**row, "target": None}])
+    with pytest.raises(DataError, match="needs `target`, whose value is null in this row"):
+        DatasetTask(**options, reward="rewards.py:own_names").example(0, split="train")
+    with pytest.raises(DataError, match="takes prompts and completions, one of which it calls com"):
+        DatasetTask(path=path, reward="rewards.py:mixed", columns=columns).example(0, split="train")
 
 
 def test_the_digest_follows_the_functions_file(functions: Path) -> None:
