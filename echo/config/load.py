@@ -779,13 +779,16 @@ def _template_text(config: Config) -> str | None:
     if config.model.chat_template == NO_TEMPLATE:
         return ""
     path = Path(config.model.chat_template)
+    where = f"{config.sources.get(_TEMPLATE, 'configuration')}: {_TEMPLATE} = {show(str(path))}"
     try:
-        return read_text(path)
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{config.sources.get(_TEMPLATE, 'configuration')}: {_TEMPLATE} = "
-            f"{show(str(path))}: cannot be read: {error}; give an existing Jinja file in UTF-8"
+            f"{where}: cannot be read: {error}; give an existing Jinja file in UTF-8"
         ) from error
+    if not text.strip():
+        raise ConfigError(f'{where}: is empty; "{NO_TEMPLATE}" leaves prompts without a template')
+    return text
 
 
 def _brief(value: object) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from echo.core.errors import DataError
-from echo.tasks.messages import fault_of_messages, plain_message
+from echo.tasks.messages import ROLES, fault_of_messages, plain_message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,7 +89,9 @@ UNUSABLE = (ValueError, TypeError, AttributeError, LookupError, OverflowError, R
 """What tokenizers and chat templates raise on messages that they were not made for."""
 
 
-_TIME_DIRECTIVES = [f"%{flag}{letter}" for flag in ("", "-") for letter in "aAbBcdHIjmMpSxXyYZz"]
+_TIME_DIRECTIVES = [
+    f"%{flag}{letter}" for flag in ("", "-") for letter in "aAbBcCdDeFGgHhIjmMnpRrSsTtUuVWwXxYyZz"
+]
 # transformers gives templates a clock of its own, and from 5.24 on takes no function in its place.
 _CLOCK = (
     "{%- macro strftime_now(format) -%}{%- set made = namespace(text=format) -%}"
@@ -149,7 +151,8 @@ TURN = "echo-turn-7f3a91"
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, closing: str, stop_ids: Iterable[int]) -> int:
     """Return how many characters of a turn's closing the sampled stop token stands for."""
-    stops = [str(tokenizer.decode([token], skip_special_tokens=False)) for token in stop_ids]
+    known = [token for token in stop_ids if token >= 0]
+    stops = [str(tokenizer.decode([token], skip_special_tokens=False)) for token in known]
     ends = [closing.index(stop) + len(stop) for stop in stops if stop and stop in closing]
     return min(ends, default=0)
 
@@ -181,6 +184,13 @@ def control_tokens(tokenizer: Any) -> dict[str, int]:
     }
 
 
+def _called(message: Mapping[str, Any]) -> str:
+    """Return the name of the first function that a message calls; empty for none."""
+    call: Any = next(iter(message.get("tool_calls", ())), {})
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
+    return str(function.get("name", "")) if isinstance(function, Mapping) else ""
+
+
 def unmarked(text: str) -> str:
     """Return rendered text as it is read, its control tokens in messages whole."""
     return text.replace(MARK, "")
@@ -200,7 +210,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[
     if (ending := _template_stop(tokenizer, found)) is not None:
         found.add(ending)
     limit = _vocab_size(directory)
-    return sorted(token for token in found if token < limit)
+    return sorted(token for token in found if 0 <= token < limit)
 
 
 def describe_stops(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[str]:
@@ -209,20 +219,22 @@ def describe_stops(tokenizer: PreTrainedTokenizerBase, directory: str | Path) ->
     ending = _template_stop(tokenizer, declared)
     lines, limit = [], _vocab_size(directory)
     closing = _closing(tokenizer)
-    if ending is None and closing and not _end_of_turn(tokenizer, closing, declared):
+    if ending is None and closing is not None and not _end_of_turn(tokenizer, closing, declared):
+        ends = f"{closing!r}, which is no control token" if closing else "nothing but white space"
         lines.append(
-            f"the chat template ends turns with {closing!r}, which is no control token: only the "
-            "model's own stop tokens end an answer"
+            f"the chat template ends turns with {ends}: only the model's own stop tokens end an "
+            "answer"
         )
     if ending is not None:
-        own = ", ".join(repr(tokenizer.decode([token])) for token in sorted(declared)) or "none"
+        known = sorted(token for token in declared if token >= 0)
+        own = ", ".join(repr(tokenizer.decode([token])) for token in known) or "none"
         lines.append(
             f"the chat template ends turns with {tokenizer.decode([ending])!r}, which is now a "
             f"stop token, too (of the model: {own})"
         )
-    if unknown := sorted(token for token in declared if token >= limit):
+    if unknown := sorted(token for token in declared if not 0 <= token < limit):
         lines.append(
-            f"the stop tokens {unknown} are beyond the model's {limit} ids and end nothing; see "
+            f"the stop tokens {unknown} are not among the model's {limit} ids, so end nothing; see "
             "eos_token_id in generation_config.json and eos_token in tokenizer_config.json"
         )
     if not stop_ids(tokenizer, directory):
@@ -235,12 +247,22 @@ def describe_stops(tokenizer: PreTrainedTokenizerBase, directory: str | Path) ->
 
 def _declared_stop_ids(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> set[int]:
     found = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-    path = Path(directory) / "generation_config.json"
-    if path.is_file():
-        listed = _read_json(path).get("eos_token_id")
-        if listed is not None:
-            found.update(int(token) for token in (listed if isinstance(listed, list) else [listed]))
-    return found
+    paths = [Path(directory) / name for name in ("generation_config.json", "config.json")]
+    if paths[0].is_file():
+        return found | _listed_stop_ids(paths[0])
+    # As transformers does without that file; config.json may have the default of its model type.
+    return found or (_listed_stop_ids(paths[1]) if paths[1].is_file() else set())
+
+
+def _listed_stop_ids(path: Path) -> set[int]:
+    listed = _read_json(path).get("eos_token_id")
+    tokens = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+        raise DataError(
+            f"{path}: eos_token_id = {json.dumps(listed)}: must be the id of a token, or a list of "
+            "ids"
+        )
+    return set(tokens)
 
 
 def _template_stop(tokenizer: PreTrainedTokenizerBase, declared: Iterable[int]) -> int | None:
@@ -248,23 +270,26 @@ def _template_stop(tokenizer: PreTrainedTokenizerBase, declared: Iterable[int]) 
 
     None where one of those that are declared stands there: it ends the turn, whatever is before it.
     """
-    closing, known = _closing(tokenizer), control_tokens(tokenizer)
+    closing, known = _closing(tokenizer) or "", control_tokens(tokenizer)
     if _end_of_turn(tokenizer, closing, declared):
         return None
     found = max((token for token in known if closing.startswith(token)), key=len, default=None)
     return None if found is None else known[found]
 
 
-def _closing(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return what the chat template writes behind what the assistant says, without white space."""
+def _closing(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return what the chat template writes behind what the assistant says, without white space.
+
+    None where there is no template, or it leaves out what is said.
+    """
     if tokenizer.chat_template is None:
-        return ""
+        return None
     turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": TURN}]
     try:
         text = render_messages(tokenizer, turns, {}, opens_turn=False)
     except (DataError, *UNUSABLE):
-        return ""  # it wants other messages, or arguments
-    return text.rpartition(TURN)[2].strip() if TURN in text else ""
+        return None  # it wants other messages, or arguments
+    return text.rpartition(TURN)[2].strip() if TURN in text else None
 
 
 def _vocab_size(directory: str | Path) -> int:
@@ -443,6 +468,59 @@ class TextCodec:
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return self.render(turns, tools) != self.render(turns)
 
+    def oddities(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Iterator[str]:
+        """Yield what the chat template does with a prompt that its user may not expect."""
+        if self.tokenizer.chat_template is None:
+            return
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        text = unmarked(self.render(turns, tools))
+        stops = [str(self.tokenizer.decode([token])) for token in self.stop_ids]
+        ended = next((stop for stop in stops if stop and text.rstrip().endswith(stop)), "")
+        if ended and turns[-1]["role"] != "assistant":
+            yield (
+                "the chat template does not open the assistant's turn: the prompt ends with "
+                f"{ended!r}, a stop token; set model.chat_template to one with "
+                "add_generation_prompt"
+            )
+        for number, turn in enumerate(turns, 1):
+            plain = plain_message(turn)
+            said = plain["content"].rpartition("</think>")[2].strip()
+            for what, part in (("content", said), ("`tool_calls`", _called(plain))):
+                if part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text:
+                    yield (
+                        f"the chat template leaves out the {what} of message {number} "
+                        f"({turn['role']}): the policy does not see it; set model.chat_template to "
+                        "one that writes it"
+                    )
+            if turn["role"] not in ROLES:
+                yield (
+                    f"message {number} has the role {turn['role']!r}, which the chat template may "
+                    f"not know; common are {', '.join(ROLES)}"
+                )
+
+    def unused_arguments(self) -> list[str]:
+        """Return the arguments of the chat template that it does not mention.
+
+        Raises:
+            DataError: for one that Echo gives to it itself.
+        """
+        for name in ("messages", "add_generation_prompt", "continue_final_message"):
+            if name in self.chat_template_kwargs:
+                raise DataError(
+                    f"model.chat_template_kwargs.{name}: Echo gives this to the template itself; "
+                    "remove it"
+                )
+        template = str(self.tokenizer.chat_template)
+        return [
+            name
+            for name in self.chat_template_kwargs
+            if not re.search(rf"\b{re.escape(name)}\b", template)
+        ]
+
     def reads_clock(self) -> bool:
         """Return whether the chat template writes the time."""
         return "strftime_now" in str(self.tokenizer.chat_template)
@@ -529,10 +607,10 @@ class TextCodec:
         """Raise for text that ends where the model would stop."""
         for token in self.stop_ids:
             stop = str(self.tokenizer.decode([token]))
-            if stop.strip() and text.endswith(stop):
+            if stop.strip() and text.rstrip().endswith(stop):
                 raise DataError(
                     f"the text ends with the stop token {stop!r}, behind which nothing is to be "
-                    "said; remove it"
+                    "said; remove it, or open the turn of the assistant behind it"
                 )
 
     @cached_property

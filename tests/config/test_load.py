@@ -442,6 +442,16 @@ def test_a_contradiction_names_both_values() -> None:
     assert check_inherited(worker, inherited_settings(worker)) == [], "one file for both roles"
 
 
+def test_an_empty_chat_template_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "empty.jinja"
+    path.write_text(" \n")
+    config = parse_config({"model": {"chat_template": str(path)}})
+    with pytest.raises(
+        ConfigError, match=r'empty\.jinja": is empty; "none" leaves prompts without'
+    ):
+        inherited_settings(config)
+
+
 def test_no_chat_template_travels_as_no_text() -> None:
     config = parse_config({"model": {"chat_template": "none"}})
     assert inherited_settings(config)["model.chat_template"] == ""

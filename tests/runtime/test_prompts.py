@@ -230,6 +230,12 @@ IGNORES_TOOLS = "the chat template does not mention the tools: the policy is not
             "{{ messages[0].content }}",
             ["train example 0: its prompt holds '<eos>', a control token of the tokenizer"],
         ),
+        (
+            ["1", "1"],
+            [],
+            "{{ range(90000) | random }}{{ messages[0].content }}",
+            ["train example 0: asked for again, the chat template makes another prompt"],
+        ),
     ],
 )
 def test_what_is_not_as_expected_of_the_first_prompts_is_told(
@@ -239,11 +245,26 @@ def test_what_is_not_as_expected_of_the_first_prompts_is_told(
     template: str | None,
     told: Sequence[str],
 ) -> None:
+    random.seed(0)
     tokenizer = build_tokenizer()
     tokenizer.chat_template = template
     PromptSource(Told(prompts, tools), TextCodec(tokenizer, [], {}), seed=0).check()
     assert len(caplog.messages) == len(told)
     assert all(part in line for part, line in zip(told, caplog.messages, strict=True))
+
+
+def test_what_many_prompts_have_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Silent(Counting):
+        def example(self, index: int, *, split: str) -> Example:
+            return Example(index=index, split=split, prompt=f"{index}<eos>")
+
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "1"
+    PromptSource(Silent(9), TextCodec(tokenizer, [], {}), seed=0).check()
+    [control, content] = [line for line in caplog.messages if "more of the first 9" in line]
+    assert "its prompt holds '<eos>'" in control
+    assert "leaves out the content of message 1 (user)" in content
+    assert "(so it is with 8 more of the first 9 prompts)" in content
 
 
 def test_rows_that_are_longest_through_the_template_or_tools_are_found(tmp_path: Path) -> None:

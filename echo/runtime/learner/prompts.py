@@ -194,32 +194,46 @@ class PromptSource:
 
     def _notices(self, made: Sequence[Prompt]) -> Iterator[str]:
         """Yield what a user should know of these prompts."""
-        has_template = self._text.tokenizer.chat_template is not None
         for prompt in made[:MADE_TWICE]:
             again = self.make(prompt.lease.group_id)
-            if again.lease.prompt_ids != prompt.lease.prompt_ids or again.example != prompt.example:
-                yield (
-                    f"{prompt.example}: asked for again, the task makes another example; it has to "
-                    "make the same from the same index, or work under way is refused after a resume"
-                )
-        for prompt in made:
-            example = prompt.example
-            if isinstance(example.prompt, str):
-                texts = [example.prompt] if has_template else []
-            else:
-                texts = [str(part) for part in example.prompt if part["role"] != "assistant"]
-            if found := next(filter(None, map(self._text.control_token_in, texts)), ""):
-                yield (
-                    f"{example}: its prompt holds {found!r}, a control token of the tokenizer; "
-                    "only the chat template writes those: in a prompt they are encoded as text"
-                )
-            if (tools := self._task.tools(example)) and not self._text.tells_of(
-                tools, example.prompt
+            if (
+                again.lease.prompt_ids == prompt.lease.prompt_ids
+                and again.example == prompt.example
             ):
-                yield (
-                    "the chat template does not mention the tools: the policy is not told of them; "
-                    "describe them in a message, or set model.chat_template to one that does"
-                )
+                continue
+            who = "chat template" if again.example == prompt.example else "task"
+            yield (
+                f"{prompt.example}: asked for again, the {who} makes another prompt; it has to "
+                "make the same of the same, or work under way is refused after a resume"
+            )
+            break
+        found: dict[str, list[Example]] = {}
+        for prompt in made:
+            for what in self._oddities(prompt.example):
+                found.setdefault(what, []).append(prompt.example)
+        for what, examples in found.items():
+            more = f" (so it is with {len(examples) - 1} more of the first {len(made)} prompts)"
+            yield f"{examples[0]}: {what}{more if len(examples) > 1 else ''}"
+
+    def _oddities(self, example: Example) -> Iterator[str]:
+        """Yield what a user should know of one example's prompt."""
+        has_template = self._text.tokenizer.chat_template is not None
+        if isinstance(example.prompt, str):
+            texts = [example.prompt] if has_template else []
+        else:
+            texts = [str(part) for part in example.prompt if part["role"] != "assistant"]
+        if control := next(filter(None, map(self._text.control_token_in, texts)), ""):
+            yield (
+                f"its prompt holds {control!r}, a control token of the tokenizer; only the chat "
+                "template writes those: in a prompt they are encoded as text"
+            )
+        tools = self._task.tools(example)
+        if tools and not self._text.tells_of(tools, example.prompt):
+            yield (
+                "the chat template does not mention the tools: the policy is not told of them; "
+                "describe them in a message, or set model.chat_template to one that does"
+            )
+        yield from self._text.oddities(example.prompt, tools)
 
     def _most_tokens(self, example: Example) -> int:
         """Return a number of tokens that an example's prompt surely does not exceed."""

@@ -181,6 +181,11 @@ def load_prompts(
     )
     for line in tokenization.describe_stops(tokenizer, model_dir):
         _log.warning("%s", line)
+    if unused := text.unused_arguments():
+        _log.warning(
+            "model.chat_template_kwargs: the chat template does not mention %s: without effect",
+            ", ".join(unused),
+        )
     if text.reads_clock():
         _log.warning(
             "the chat template reads the clock; in all prompts of this run it is %s",
@@ -202,6 +207,11 @@ def load_prompts(
             f"{max_new} of them; shorten the prompt or lower it",
         )
     prompts.check()
+    if config.eval.interval_steps and prompts.sizes()["heldout"] == 0:
+        raise DataError(
+            f"the task {config.task.kind} has no held-out prompt to evaluate on: give it some "
+            "(task.options.heldout_path of a dataset), or set eval.interval_steps = 0"
+        )
     first = prompts.make(0)
     num_prompt_tokens = len(first.lease.prompt_ids)
     if num_prompt_tokens > longest:
