@@ -632,6 +632,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if check.problems:
                     raise ConfigError(in_one("start", check.problems))
             return 0
+        if arguments.role == "worker":  # a learner's rows have few lengths, and more shapes at once
+            allocator.bound_onednn(os.environ)
         code = run_role(
             config,
             arguments.role,

@@ -1,4 +1,4 @@
-"""Settings of the C library's allocator, and the memory that it gives back.
+"""Settings of the C library's allocator and of oneDNN, and the memory that they give back.
 
 Chunks of weights and a step's activations come and go all the time. By default glibc maps each
 large block and returns it when it is freed, and its page faults cost more than the work on it. So
@@ -6,12 +6,16 @@ it is told to keep such blocks, and after a step or a call of an engine it is to
 blocks of ever-new sizes leave holes that fit nothing, gigabytes of them.
 
 Does nothing with other C libraries.
+
+oneDNN, which multiplies 16-bit matrices on a CPU, keeps what it has prepared for each shape: code,
+and weights in an order of its own, for 1 024 shapes. A call that samples has shapes that no earlier
+call had, so without a bound a worker grows call by call.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 _KEPT_BYTES = 64 << 20
@@ -43,6 +47,22 @@ def tune(environment: Mapping[str, str]) -> tuple[str, ...]:
         and f"glibc.malloc.{name}=" not in tunables
         and libc.mallopt(option, value)
     )
+
+
+ONEDNN_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Environment variables of oneDNN and of PyTorch's layer above it; each keeps as much by itself."""
+ONEDNN_SHAPES = 64
+"""A decoding step has some 7, which repeat at the next one."""
+
+
+def bound_onednn(environment: MutableMapping[str, str]) -> None:
+    """Have oneDNN keep few shapes; it reads the environment at its first product.
+
+    Args:
+        environment: of the process; what it sets by itself stays as it is.
+    """
+    for name in ONEDNN_CACHES:
+        environment.setdefault(name, str(ONEDNN_SHAPES))
 
 
 def give_back() -> None:

@@ -84,3 +84,41 @@ def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
     assert allocator.tune({}) == ()
     allocator.give_back()
+
+
+SHAPES = """
+import os, torch
+from echo.config.memory import psutil
+from echo.engine import allocator
+if {is_bounded}:
+    allocator.bound_onednn(os.environ)  # PyTorch is there, and nothing was multiplied
+layer = torch.nn.Linear(576, 1536, dtype=torch.bfloat16)
+resident = lambda: psutil.Process().memory_info().rss >> 20
+with torch.inference_mode():
+    for rows in range(3, 67):
+        layer(torch.zeros(rows, 576, dtype=torch.bfloat16))
+    before = resident()
+    for rows in range(67, 195):
+        layer(torch.zeros(rows, 576, dtype=torch.bfloat16))
+print(resident() - before)
+"""
+
+
+def test_ever_new_shapes_take_no_more_memory_than_64() -> None:
+    grown = {}
+    for is_bounded in (True, False):
+        command = [sys.executable, "-c", SHAPES.format(is_bounded=is_bounded)]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=True, text=True)
+        grown[is_bounded] = int(done.stdout)
+    if grown[False] < 40:
+        pytest.skip("this CPU multiplies 16-bit matrices without oneDNN, or keeps nothing")
+    assert grown[True] < grown[False] / 2
+
+
+def test_bounds_of_the_environment_stay() -> None:
+    environment = {"LRU_CACHE_CAPACITY": "8"}
+    allocator.bound_onednn(environment)
+    assert environment == {
+        "LRU_CACHE_CAPACITY": "8",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(allocator.ONEDNN_SHAPES),
+    }
