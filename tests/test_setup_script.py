@@ -38,6 +38,7 @@ INSTALLED = {
 PYTHON = r"""#!/bin/bash
 case "$*" in
     --version) cat "$MACHINE/version" ;;
+    *'print("%d.%d"'*) sed 's/Python \(3.[0-9]*\).*/\1/' "$MACHINE/version" ;;
     *"sys.exit(sys.version_info"*) [ ! -e "$MACHINE/is_old" ] ;;
     "-m venv "*)
         rm -rf "${@: -1}"/*
@@ -590,6 +591,33 @@ def test_help_needs_neither_environment_nor_network(machine: Machine, option: st
     assert done.stderr == ""
     assert machine.installed() == []
     assert not machine.venv.exists()
+
+
+def test_the_tests_explain_themselves_without_an_environment(machine: Machine) -> None:
+    done = machine.run("echo-test", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Run every check")
+    for option in ("--fast", "--pythons", "--newest"):
+        assert f"bin/echo-test {option}" in done.stdout
+    assert not machine.venv.exists()
+
+
+def test_the_tests_run_with_each_python_that_is_named(machine: Machine) -> None:
+    done = machine.run("echo-test", "--pythons=")
+    assert (done.returncode, "no Python from 3.11 to 3.13" in done.stderr) == (1, True)
+    machine.knows(is_offline="")
+    done = machine.run("echo-test", "--pythons=/nowhere,python3", "--newest")
+    assert done.returncode == 1
+    assert done.stdout == "== /nowhere: does not start\n== python3 (3.11): FAILED\n"
+    assert f"making {machine.venv}-3.11 with" in done.stderr
+
+
+def test_each_python_is_tested_with_the_newest_versions_if_asked(machine: Machine) -> None:
+    machine.run("echo-test", "--pythons=python3", "--newest", "tests")
+    newest = machine.venv.with_name(f"{machine.venv.name}-3.11-newest")
+    calls = (machine.tools / "calls").read_text().splitlines()
+    [call] = [call for call in calls if f"--python {newest}/" in call and "--editable" in call]
+    assert "--upgrade" in call
 
 
 def test_a_program_does_not_start_where_the_installation_failed(machine: Machine) -> None:
