@@ -28,7 +28,7 @@ from echo.cli.node import read_run_file, run_learner, run_role
 from echo.config.schema import Config
 from echo.fleet.activation import Question, ReviewAnswer, choose
 from echo.runtime.learner import setup
-from echo.runtime.learner.cost import ActivationSettings
+from echo.runtime.learner.cost import ActivationSettings, activation_settings
 from echo.runtime.worker import setup as worker_setup
 from echo.train.trainer import Trainer
 from nodes.timed_node import TimedEngine, make_timed_step
@@ -61,7 +61,7 @@ def verdict(question: Question, answer: ReviewAnswer) -> dict[str, Any]:
 
 def watch_choices(path: Path, *, dwell_s: float, review_s: float) -> None:
     """Have each answer judged, and decisions made sooner: these runs are short."""
-    solve, settings = Question.solve, setup.activation_settings
+    solve, settings = Question.solve, activation_settings
 
     def judged(question: Question) -> ReviewAnswer:
         answer = solve(question)
@@ -75,8 +75,8 @@ def watch_choices(path: Path, *, dwell_s: float, review_s: float) -> None:
             return None
         return replace(found, min_dwell_s=dwell_s, review_s=review_s)
 
-    Question.solve = judged  # type: ignore[method-assign]
-    setup.activation_settings = shortened
+    Question.solve = judged  # type: ignore[method-assign,assignment]
+    setup.activation_settings = shortened  # type: ignore[attr-defined]
 
 
 def run_site(config: Path, common: Sequence[str], nodes: Sequence[dict[str, Any]]) -> int:
