@@ -184,13 +184,6 @@ def control_tokens(tokenizer: Any) -> dict[str, int]:
     }
 
 
-def _called(message: Mapping[str, Any]) -> str:
-    """Return the name of the first function that a message calls; empty for none."""
-    call: Any = next(iter(message.get("tool_calls", ())), {})
-    function = call.get("function", call) if isinstance(call, Mapping) else {}
-    return str(function.get("name", "")) if isinstance(function, Mapping) else ""
-
-
 def unmarked(text: str) -> str:
     """Return rendered text as it is read, its control tokens in messages whole."""
     return text.replace(MARK, "")
@@ -489,13 +482,20 @@ class TextCodec:
         for number, turn in enumerate(turns, 1):
             plain = plain_message(turn)
             said = plain["content"].rpartition("</think>")[2].strip()
-            for what, part in (("content", said), ("`tool_calls`", _called(plain))):
-                if part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text:
-                    yield (
-                        f"the chat template leaves out the {what} of message {number} "
-                        f"({turn['role']}): the policy does not see it; set model.chat_template to "
-                        "one that writes it"
-                    )
+            forms = (said, json.dumps(said, ensure_ascii=False)[1:-1])
+            lost = [] if any(form in text for form in forms) else ["content"]
+            if plain.pop("tool_calls", None):
+                try:
+                    bare = self.render([*turns[: number - 1], plain, *turns[number:]], tools)
+                    lost += ["`tool_calls`"] if text == unmarked(bare) else []
+                except (DataError, *UNUSABLE):  # it wants a call before its result
+                    pass
+            for what in lost:
+                yield (
+                    f"the chat template leaves out the {what} of message {number} "
+                    f"({turn['role']}): the policy does not see it; set model.chat_template to "
+                    "one that writes it"
+                )
             if turn["role"] not in ROLES:
                 yield (
                     f"message {number} has the role {turn['role']!r}, which the chat template may "

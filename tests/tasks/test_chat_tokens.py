@@ -235,7 +235,7 @@ def test_a_template_that_leaves_tools_out_is_noticed() -> None:
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
-CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": {}}}]}
 NO_SYSTEM = CHATML.replace("in messages", "in messages if turn.role != 'system'")
 NO_CALLS = CHATML.replace("in turn.tool_calls or []", "in []")
 UNOPENED = CHATML.partition("{% if add_")[0]
@@ -251,6 +251,12 @@ UNOPENED = CHATML.partition("{% if add_")[0]
         (CHATML, [ASK, {"role": "observation", "content": "5"}], "2 has the role 'observation'"),
         (NO_SYSTEM, [SYSTEM, ASK], r"leaves out the content of message 1 \(system\): the policy"),
         ("<|im_start|>assistant\n", "text", r"the content of message 1 \(user\)"),
+        (
+            CHATML
+            + "{% if not messages[1].tool_calls %}{{ raise_exception('no call') }}{% endif %}",
+            [ASK, CALL, {"role": "tool", "content": "5"}],
+            "",
+        ),
         (NO_CALLS, [ASK, CALL, ASK], r"leaves out the `tool_calls` of message 2 \(assistant\)"),
         (UNOPENED, [ASK], r"does not open the assistant's turn: .* '<\|im_end\|>', a stop token"),
     ],
