@@ -53,7 +53,7 @@ from echo.records.files import lock_directory, sync_path, write_file
 from echo.wire.codec import Frame, decode_group
 
 FORMAT = 2
-"""Rises with every new kind of record. Format 1 was a file of JSON lines, `ledger.jsonl`."""
+"""Rises with every new kind of record."""
 FILE = "ledger.sqlite"
 HEAD = "ledger.head"
 HEAD_FORMAT = b"%020d\n"
@@ -372,7 +372,6 @@ class Ledger(LedgerQueue):
             StorageError: if it cannot be opened, is damaged, has another format, or another process
                 writes it.
         """
-        refuse_other_format(run_dir)
         super().__init__(run_dir, spool_bytes=spool_bytes)
         self.path = run_dir / FILE
         self._groups_dir = run_dir / GROUPS
@@ -650,20 +649,6 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
 # --- reading -------------------------------------------------------------------------------------
 
 
-def refuse_other_format(run_dir: Path) -> None:
-    """Refuse a directory in which a run was begun with another format.
-
-    Raises:
-        StorageError: with both formats and the remedy.
-    """
-    older = run_dir / "ledger.jsonl"
-    if older.exists() and older.stat().st_size:
-        raise StorageError(
-            f"{run_dir} was begun with ledger format 1 ({older.name}), this release has format "
-            f"{FORMAT}; --init-from {run_dir / 'final'} starts a new run from its weights"
-        )
-
-
 def _connect(path: Path, *, is_read_only: bool = False) -> sqlite3.Connection:
     return sqlite3.connect(
         f"{path.absolute().as_uri()}?mode={'ro' if is_read_only else 'rwc'}",
@@ -733,7 +718,6 @@ def _read_rows(run_dir: Path) -> Iterator[tuple[int, bytes]]:
         DataError: if there is no ledger.
         StorageError: if it cannot be read, has another format or is damaged.
     """
-    refuse_other_format(run_dir)
     path = run_dir / FILE
     if not path.exists():
         raise DataError(

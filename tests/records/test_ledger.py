@@ -721,19 +721,6 @@ def test_space_for_groups_is_bounded_and_comes_back(
 # --- who may write, and where --------------------------------------------------------------------
 
 
-def test_a_directory_of_format_1_is_refused_with_both_numbers_and_the_remedy(
-    tmp_path: Path,
-) -> None:
-    old = '{"kind":"lineage","lineage":1,"fork_step":0,"at":1795406355.382}\n'
-    (tmp_path / "ledger.jsonl").write_text(old)
-    for read in (open_ledger, records):
-        with pytest.raises(
-            StorageError, match=r"format 1 \(ledger.jsonl\), .* format 2; --init-from .*/final"
-        ):
-            read(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"]
-
-
 def test_a_directory_of_a_later_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
     begin(tmp_path).close()
     edit(tmp_path, "PRAGMA user_version = 3")
