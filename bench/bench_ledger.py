@@ -1,4 +1,4 @@
-"""Cost of accepting a group: the ledger before (JSON lines) and now (SQLite), in turns.
+"""Cost of accepting a group: the ledger of this checkout and of another one, in turns.
 
 A learner's loop and its disk thread, without network and model: groups are granted, come, are
 stored and acknowledged once they are on the disk; every 32 of them are a step, every 10 steps a
@@ -8,15 +8,13 @@ come -> it may be acknowledged) and of a grant (decided -> it may be sent).
 
 Each turn is a process of its own. The ledger before comes from a checkout of that commit:
 
-    git worktree add ../before df9bb44
+    git worktree add ../before COMMIT
     python bench/bench_ledger.py --before ../before
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import json
 import os
 import random
@@ -29,7 +27,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import harness
@@ -46,20 +43,9 @@ STEP_GROUPS = 32
 CHECKPOINT_STEPS = 10
 
 
-def find(*names: str) -> ModuleType:
-    """Return the first module that this checkout has: rooms have moved since the ledger before."""
-    return importlib.import_module(next(name for name in names if find_spec(name)))
-
-
-def find_spec(name: str) -> object:
-    try:
-        return importlib.util.find_spec(name)
-    except ModuleNotFoundError:
-        return None
-
-
 def make_group(num_rollouts: int, num_tokens: int) -> Any:
-    rollout = find("echo.core.rollout", "echo.rollout")
+    from echo.core import rollout
+
     chance = np.random.default_rng(0)
     rollouts = tuple(
         rollout.Rollout(
@@ -81,28 +67,8 @@ def make_group(num_rollouts: int, num_tokens: int) -> Any:
     )
 
 
-class Before:
-    """The ledger as it was: records are appended in the loop, and synced in the thread."""
-
-    def __init__(self, run_dir: Path, disk: Callable[..., Any]) -> None:
-        ledger: Any = importlib.import_module("echo.runtime.ledger")
-        self.ledger = ledger.Ledger(run_dir, spool_bytes=1 << 40)
-        self.ledger.append("lineage", lineage=1, fork_step=0)
-        self.disk = disk
-
-    async def grant(self, group_id: int) -> None:
-        self.ledger.append("granted", group=group_id, attempt=0, worker="worker-1", version=[1, 0])
-
-    async def step(self, groups: list[Any], step: int) -> None:
-        self.ledger.trained(groups, lineage=1, consumed_at=step)
-
-    async def checkpoint(self, step: int) -> None:
-        await self.disk(self.ledger.sync)
-        self.ledger.checkpointed(lineage=1, step=step, oldest_step=step)
-
-
-class Now(Before):
-    """The ledger as it is: the thread writes everything, and what waits for it is told."""
+class Records:
+    """The ledger of a checkout; its thread writes everything, and what waits for it goes on."""
 
     def __init__(self, run_dir: Path, disk: Callable[..., Any]) -> None:
         from echo.core.records import Granted
@@ -131,11 +97,13 @@ class Now(Before):
 class Learner:
     """The way of groups from their grant to their step, and how long it takes."""
 
-    def __init__(self, ledger: Before, size: str, load: str) -> None:
+    def __init__(self, ledger: Records, size: str, load: str) -> None:
         self.ledger = ledger
         self.num_groups, self.rate = NUM_GROUPS[size], LOADS[load][size]
         self.pattern = make_group(*SIZES[size])
-        self.encode = find("echo.wire.codec", "echo.protocol.codec").encode_group
+        from echo.wire.codec import encode_group
+
+        self.encode = encode_group
         _, self.arrays = self.encode(self.pattern)
         self.chance = random.Random(0)
         self.accept_s: list[float] = []
@@ -191,10 +159,10 @@ class Learner:
             await self.ledger.checkpoint(self.num_steps)
 
 
-async def take_turn(kind: type[Before], size: str, load: str, run_dir: Path) -> dict[str, Any]:
+async def take_turn(size: str, load: str, run_dir: Path) -> dict[str, Any]:
     """Return the seconds of each acceptance and grant, groups per second and bytes written."""
     disk = partial(asyncio.get_running_loop().run_in_executor, ThreadPoolExecutor(1))
-    learner = Learner(kind(run_dir, disk), size, load)
+    learner = Learner(Records(run_dir, disk), size, load)
     bytes_before, began_at = written_bytes(), time.perf_counter()
     await learner.run()
     elapsed_s = time.perf_counter() - began_at
@@ -213,13 +181,12 @@ def written_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes"))
 
 
-def run_turn(kind: str, size: str, load: str, directory: Path, checkout: Path) -> dict[str, Any]:
+def run_turn(size: str, load: str, directory: Path, checkout: Path) -> dict[str, Any]:
     """Take a turn in a process of its own."""
     with tempfile.TemporaryDirectory(dir=directory) as run_dir:
         code = "import sys; sys.path[:0] = sys.argv[1:3]; import bench_ledger as b; b.turn()"
         done = subprocess.run(
-            [sys.executable, "-c", code, str(checkout), str(ROOT / "bench"), kind, size, load,
-             run_dir],
+            [sys.executable, "-c", code, str(checkout), str(ROOT / "bench"), size, load, run_dir],
             stdout=subprocess.PIPE, check=True, text=True, env={**os.environ, "PYTHONPATH": ""},
         )  # fmt: skip
     result: dict[str, Any] = json.loads(done.stdout)
@@ -228,9 +195,8 @@ def run_turn(kind: str, size: str, load: str, directory: Path, checkout: Path) -
 
 def turn() -> None:
     """What the process of a turn does."""
-    kind, size, load, run_dir = sys.argv[3:]
-    ledger = Before if kind == "before" else Now
-    print(json.dumps(asyncio.run(take_turn(ledger, size, load, Path(run_dir)))))
+    size, load, run_dir = sys.argv[3:]
+    print(json.dumps(asyncio.run(take_turn(size, load, Path(run_dir)))))
 
 
 def summarise(turns: list[dict[str, Any]]) -> dict[str, float]:
@@ -249,7 +215,7 @@ def summarise(turns: list[dict[str, Any]]) -> dict[str, float]:
 
 def main() -> None:
     parser = harness.new_parser(__doc__)
-    parser.add_argument("--before", type=Path, help="checkout with ledger.jsonl, to compare with")
+    parser.add_argument("--before", type=Path, help="another checkout, to compare with")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=ROOT, help="on the disk in question")
@@ -263,7 +229,7 @@ def main() -> None:
             for _ in range(arguments.rounds):
                 for kind, done in turns.items():
                     checkout = ROOT if kind == "now" else arguments.before.resolve()
-                    done.append(run_turn(kind, size, load, arguments.directory, checkout))
+                    done.append(run_turn(size, load, arguments.directory, checkout))
             for kind, done in turns.items():
                 rounds = [summarise([each]) for each in done]
                 row = {"size": size, "load": load, "ledger": kind, **summarise(done)}

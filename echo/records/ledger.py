@@ -5,9 +5,10 @@ In the run's directory, format 2:
 * `ledger.sqlite`, small and kept for good. Table `records` has a row for each thing that happened:
   `seq` (1, 2, 3, ... without a gap), `body` (a JSON object: `kind`, `at` in Unix seconds, and the
   fields of the record below that has this kind) and `hash` (BLAKE3 of seq as 8 bytes,
-  little-endian, followed by body); `kind` and `at` are columns, too. Table `head` has counted the
-  rows (`num_records`) that the file held when the write-ahead log was last moved into it: so its
-  last ones cannot be lost in silence. `PRAGMA user_version` is the format.
+  little-endian, followed by body); `kind` and `at` are columns, too. `PRAGMA user_version` is the
+  format.
+* `ledger.head`: the number of rows that the disk had after the last `sync`, in decimal digits. It
+  lies outside the database, so that a damaged log or an older database cannot lose rows in silence.
 * `groups/NNNNNN.bin`: the accepted groups, appended. Each `accepted` record says where its group
   lies and has the hash of these bytes. A file is unlinked when all its groups have ended for good.
 * `ledger.lock`: locked by the learner that writes, whose process id it has.
@@ -23,9 +24,9 @@ thread, one at a time, writes the queue in its order (`commit`), all of it or no
 `commit` the records survive the process (write-ahead log, synchronous = NORMAL), after `sync` the
 machine, too (FULL). So what others are told of is committed first; before somebody forgets what he
 has (the worker of a group that is acknowledged, the checkpoint that a newer one replaces) it is
-synced. A kill or a power cut leaves a prefix of what was committed. On a network volume SQLite's
-write-ahead log cannot be relied on, and a rollback journal takes its place: the promises are the
-same, but each commit waits for the disk.
+synced. A kill or a power cut leaves a prefix of what was committed, with all that was synced. The
+write-ahead log needs memory that all processes with the ledger open share: on a network volume
+they have to be on the learner's machine.
 """
 
 from __future__ import annotations
@@ -48,12 +49,15 @@ from blake3 import blake3
 from echo.core.errors import DataError, RemoteProtocolError, StorageError
 from echo.core.records import Cancelled, Discarded, Granted, Record, Refused
 from echo.core.rollout import Group, Lineage, PolicyVersion, is_surviving
-from echo.records.files import lock_directory, sync_path
+from echo.records.files import lock_directory, sync_path, write_file
 from echo.wire.codec import Frame, decode_group
 
 FORMAT = 2
-"""Rises with every new kind of record. Format 1 was a file of JSON lines, `ledger.jsonl`."""
+"""Rises with every new kind of record."""
 FILE = "ledger.sqlite"
+HEAD = "ledger.head"
+HEAD_FORMAT = b"%020d\n"
+"""Of one size, so that a number is overwritten in place."""
 GROUPS = "groups"
 GROUP_FILE_BYTES = 64 << 20
 """Size at which a new group file is begun; small enough to be freed soon."""
@@ -61,8 +65,6 @@ BUSY_S = 30.0
 """Seconds to wait for a lock of SQLite; readers hold theirs for milliseconds."""
 LOG_RECORDS = 2000
 """Records after which the write-ahead log, of some MB by then, is moved into the database."""
-PAGE_BYTES = 4096
-"""A page of the database: what a commit writes at least."""
 READ_ROWS = 2000
 """Rows per query: no reader holds a lock for longer than that takes, whatever becomes of them."""
 
@@ -76,14 +78,7 @@ CREATE TABLE records (
     kind TEXT GENERATED ALWAYS AS (json_extract(body, '$.kind')) VIRTUAL,
     at REAL GENERATED ALWAYS AS (json_extract(body, '$.at')) VIRTUAL
 );
-CREATE TABLE head (num_records INTEGER NOT NULL);
-INSERT INTO head VALUES (0);
 """
-_NETWORK = {
-    "9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4",
-    "ocfs2", "orangefs", "pvfs2", "smb3", "smbfs", "vboxsf", "virtiofs",
-}  # fmt: skip
-"""File systems that other machines may use at the same time; those of FUSE count, too."""
 
 
 # --- records -------------------------------------------------------------------------------------
@@ -244,8 +239,6 @@ class LedgerQueue(ABC):
         self.run_dir = run_dir
         self.spool_bytes = spool_bytes
         self.num_records = 0
-        self.notices: list[str] = []
-        """What the operator should know: what a disk has damaged, a journal in place of the log."""
         self._queue: list[tuple[Any, Sequence[Frame]]] = []
         self._queue_lock = threading.Lock()  # of the queue and the count of bytes
         self._write_lock = threading.Lock()  # of all that `_write_queue` touches
@@ -379,7 +372,6 @@ class Ledger(LedgerQueue):
             StorageError: if it cannot be opened, is damaged, has another format, or another process
                 writes it.
         """
-        refuse_other_format(run_dir)
         super().__init__(run_dir, spool_bytes=spool_bytes)
         self.path = run_dir / FILE
         self._groups_dir = run_dir / GROUPS
@@ -396,7 +388,11 @@ class Ledger(LedgerQueue):
                 undo.callback(os.close, self._lock_file)
                 self._database = self._open_database()
                 undo.callback(self._database.close)
-                self.num_records = _count_records(self._database, self.path)
+                self.num_records = _count_records(self._database, run_dir)
+                if not (run_dir / HEAD).exists():
+                    write_file(run_dir / HEAD, HEAD_FORMAT % 0)
+                self._head = os.open(run_dir / HEAD, os.O_WRONLY)
+                undo.callback(os.close, self._head)
                 self._empty_log()
                 undo.pop_all()
         except (OSError, *_SQLITE_ERRORS) as error:
@@ -411,30 +407,20 @@ class Ledger(LedgerQueue):
         return {p for p in found if p.stem.isdecimal() and p.stem == f"{int(p.stem):06d}"}
 
     def _open_database(self) -> sqlite3.Connection:
-        """Connect with a write-ahead log, or where that cannot work with a rollback journal."""
-        last_commit = _last_commit(self.path.with_name(f"{FILE}-wal"))
-        why_not = "other machines may use it" if _is_on_network(self.run_dir) else ""
-        if not why_not:
-            try:
-                database = _connect_to_write(self.path, "wal")
-            except sqlite3.OperationalError as error:
-                why_not = str(error)
-        if why_not:
-            database = _connect_to_write(self.path, "delete")
-            self.notices.append(
-                f"the volume of {self.path} is no place for SQLite's write-ahead log ({why_not}): "
-                "a rollback journal takes its place, and every record waits for the disk"
-            )
-        self._is_wal = not why_not
-        if self._is_wal:
-            _, num_pages, _ = database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-            if last_commit > num_pages:
-                self.notices.append(
-                    f"{self.path}-wal is damaged after {num_pages} of {last_commit} pages, as a "
-                    "power cut may leave it: what the ledger noted last is lost"
-                )
+        """Connect with a write-ahead log, and begin an empty ledger.
+
+        Raises:
+            StorageError: if the volume cannot have a write-ahead log.
+        """
+        try:
+            database = _connect_to_write(self.path)
+        except sqlite3.OperationalError as error:
+            raise StorageError(
+                f"cannot open {self.path}: SQLite's write-ahead log does not work there ({error}); "
+                "set run.dir to a directory on a disk of this machine"
+            ) from error
         if not database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            # In one transaction, or a kill could leave a ledger without a head.
+            # In one transaction, or a kill could leave a ledger without its format.
             database.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version = {FORMAT};COMMIT;")
             sync_path(self.run_dir)
         return database
@@ -523,32 +509,29 @@ class Ledger(LedgerQueue):
         for seq, record in enumerate(records, self.num_records + 1):
             body = _encode(record)
             rows.append((seq, body.decode(), _hash(seq, body)))
-        with self._transaction(durably=durably):
-            self._database.executemany(
-                "INSERT INTO records (seq, body, hash) VALUES (?, ?, ?)", rows
-            )
-            if not rows or not self._is_wal:
-                # Without a row, too, a transaction brings those before it onto the disk.
-                self._count(self.num_records + len(rows))
+        if rows:
+            with self._transaction(durably=durably):
+                self._database.executemany(
+                    "INSERT INTO records (seq, body, hash) VALUES (?, ?, ?)", rows
+                )
+        else:
+            sync_path(self.path.with_name(f"{FILE}-wal"))
         self.num_records += len(rows)
         self._num_logged += len(rows)
-
-    def _count(self, num_records: int) -> None:
-        self._database.execute("UPDATE head SET num_records = ?", (num_records,))
+        if durably:
+            # Only now: a number that is there before its rows would name a loss that is none.
+            os.pwrite(self._head, HEAD_FORMAT % self.num_records, 0)
 
     def _empty_log(self) -> None:
         """Move the write-ahead log into the database, unless somebody reads just now."""
-        if self._is_wal:
-            with self._transaction(durably=True):
-                self._count(self.num_records)
-            self._database.execute("PRAGMA busy_timeout = 100")
-            self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            self._database.execute(f"PRAGMA busy_timeout = {int(BUSY_S * 1000)}")
+        self._database.execute("PRAGMA busy_timeout = 100")
+        self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._database.execute(f"PRAGMA busy_timeout = {int(BUSY_S * 1000)}")
         self._num_logged = 0
 
     @contextmanager
     def _transaction(self, *, durably: bool) -> Iterator[None]:
-        level = "FULL" if durably or not self._is_wal else "NORMAL"
+        level = "FULL" if durably else "NORMAL"
         if level != self._level:
             self._database.execute(f"PRAGMA synchronous = {level}")
             self._level = level
@@ -629,6 +612,7 @@ class Ledger(LedgerQueue):
                 return
             self._leave_file()
             self._database.close()
+            os.close(self._head)
             os.close(self._lock_file)
             self._lock_file = -1
 
@@ -657,53 +641,7 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _is_on_network(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
-    """Return whether other machines may use a directory at the same time, as far as Linux tells."""
-    device = path.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    with suppress(OSError):
-        for line in mounts.read_text("utf-8", "replace").splitlines():
-            mount, _, volume = line.partition(" - ")
-            if mount.split()[2] == number:
-                kind = volume.split()[0]
-                return kind in _NETWORK or kind.startswith("fuse.")
-    return False
-
-
-def _last_commit(log: Path) -> int:
-    """Return the number of the last page of a write-ahead log that ends a commit, sound or not.
-
-    SQLite reads a log up to its first damaged page, and takes what follows for the remains of an
-    earlier log. Pages of the same log have the same salt.
-    """
-    last = 0
-    with suppress(FileNotFoundError), log.open("rb") as file:
-        salts = {file.read(32)[16:24]}
-        num_pages = (log.stat().st_size - 32) // (24 + PAGE_BYTES)  # a kill leaves half a page
-        for number in range(1, num_pages + 1):
-            header = file.read(24)
-            salts |= {header[8:16]} if number == 1 else set()
-            if header[8:16] in salts and any(header[4:8]):
-                last = number
-            file.seek(PAGE_BYTES, os.SEEK_CUR)
-    return last
-
-
 # --- reading -------------------------------------------------------------------------------------
-
-
-def refuse_other_format(run_dir: Path) -> None:
-    """Refuse a directory in which a run was begun with another format.
-
-    Raises:
-        StorageError: with both formats and the remedy.
-    """
-    older = run_dir / "ledger.jsonl"
-    if older.exists() and older.stat().st_size:
-        raise StorageError(
-            f"{run_dir} was begun with ledger format 1 ({older.name}), this release has format "
-            f"{FORMAT}; --init-from {run_dir / 'final'} starts a new run from its weights"
-        )
 
 
 def _connect(path: Path, *, is_read_only: bool = False) -> sqlite3.Connection:
@@ -716,22 +654,17 @@ def _connect(path: Path, *, is_read_only: bool = False) -> sqlite3.Connection:
     )
 
 
-def _connect_to_write(path: Path, journal: str) -> sqlite3.Connection:
-    """Connect with "wal" for a write-ahead log, or "delete" for a rollback journal.
+def _connect_to_write(path: Path) -> sqlite3.Connection:
+    """Connect with a write-ahead log.
 
     Raises:
         sqlite3.OperationalError: if the volume cannot have it.
     """
     with ExitStack() as undo:
         database = undo.enter_context(closing(_connect(path)))
-        database.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-        if journal == "delete":
-            # A log that was left here is taken in without the memory that processes share.
-            database.execute("PRAGMA locking_mode = EXCLUSIVE")
-        mode = database.execute(f"PRAGMA journal_mode = {journal}").fetchone()[0]
-        database.execute("PRAGMA locking_mode = NORMAL")
+        mode = database.execute("PRAGMA journal_mode = wal").fetchone()[0]
         database.execute("PRAGMA wal_autocheckpoint = 0")  # see _empty_log
-        if mode != journal:
+        if mode != "wal":
             raise sqlite3.OperationalError(f"its journal_mode stays {mode!r}")
         with _transaction(database):
             pass  # touches locks and shared memory
@@ -739,12 +672,17 @@ def _connect_to_write(path: Path, journal: str) -> sqlite3.Connection:
     return database
 
 
-def _count_records(database: sqlite3.Connection, path: Path) -> int:
+def _count_records(database: sqlite3.Connection, run_dir: Path) -> int:
     """Return the number of records, after a look at the format.
 
     Raises:
         StorageError: if it is of another format, or records at the end are missing.
     """
+    path, head = run_dir / FILE, run_dir / HEAD
+    # Before the rows are counted: a learner that goes on raises both.
+    least = head.read_bytes() if head.exists() else b"0"
+    if not least.strip().isdigit():
+        raise _damaged(head, "it holds no number")
     try:
         found = database.execute("PRAGMA user_version").fetchone()[0]
         if found != FORMAT:
@@ -753,20 +691,18 @@ def _count_records(database: sqlite3.Connection, path: Path) -> int:
                 "run with the release that began it, or start a new one from its weights with "
                 "--init-from"
             )
-        least, last = database.execute(
-            "SELECT (SELECT num_records FROM head), (SELECT coalesce(max(seq), 0) FROM records)"
-        ).fetchone()
+        [last] = database.execute("SELECT coalesce(max(seq), 0) FROM records").fetchone()
     except _SQLITE_ERRORS as error:
         raise _damaged(path, str(error)) from error
-    if not isinstance(least, int) or last < least:
-        raise _damaged(path, f"it has {last} records where it had {least}")
+    if last < int(least):
+        raise _damaged(path, f"it has {last} records where it had {int(least)}")
     return int(last)
 
 
 def _damaged(path: Path, what: str) -> StorageError:
     return StorageError(
-        f"{path} is damaged: {what}; restore it from a copy, or start a new run from weights of "
-        "this one with --init-from"
+        f"{path} is damaged: {what}; restore {FILE} and {HEAD} from a copy, or start a new run "
+        "from weights of this one with --init-from"
     )
 
 
@@ -777,7 +713,6 @@ def _read_rows(run_dir: Path) -> Iterator[tuple[int, bytes]]:
         DataError: if there is no ledger.
         StorageError: if it cannot be read, has another format or is damaged.
     """
-    refuse_other_format(run_dir)
     path = run_dir / FILE
     if not path.exists():
         raise DataError(
@@ -786,7 +721,7 @@ def _read_rows(run_dir: Path) -> Iterator[tuple[int, bytes]]:
     seq = 0
     try:
         with closing(_connect(path, is_read_only=True)) as database:
-            num_records = _count_records(database, path)
+            num_records = _count_records(database, run_dir)
             database.text_factory = bytes
             while seq < num_records:
                 rows = database.execute(

@@ -698,10 +698,9 @@ def _names(versions: Sequence[PolicyVersion]) -> str:
 DEFAULT_SHARE = 0.9
 """Share of the free memory or disk that versions may take, where network.store_bytes is unset."""
 FORMAT = 2
-"""Of names and files in the directory, told by the lock; format 1 had `.arena` files."""
+"""Of names and files in the directory, told by the lock."""
 _LOCK = f"echo-store-{FORMAT}.lock"
 _LOCKS = re.compile(r"echo-store-(\d+)\.lock")
-_LOCK_1 = "echo-arena.lock"
 _OWN = re.compile(
     r"v(?P<step>\d{1,18})-L(?P<lineage>\d{1,18})-(?P<run>[0-9a-f]{16})\.(?P<kind>image|manifest|undo)"
     r"|echo-image-\d+\.tmp"
@@ -728,8 +727,6 @@ def _refuse_other_format(directory: Path) -> None:
         StorageError: with both formats and the remedy.
     """
     formats = {match[1] for path in directory.glob("*.lock") if (match := _LOCKS.match(path.name))}
-    if (directory / _LOCK_1).exists():
-        formats.add("1")
     if other := ", ".join(sorted(formats - {str(FORMAT)})):
         raise StorageError(
             f"network.store_dir = {directory} holds versions in format {other}, this release has "

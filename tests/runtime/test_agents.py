@@ -17,7 +17,7 @@ import pytest
 from echo.core.errors import EngineError
 from echo.core.metrics import Counters
 from echo.core.rollout import Group, PolicyVersion
-from echo.engine.engine import NOBODY, Completion, Request, Sampling, VersionError
+from echo.engine.engine import NOBODY, Completion, Request, Sampling
 from echo.runtime.agents.endpoint import (
     Body,
     BodyError,
@@ -28,12 +28,9 @@ from echo.runtime.agents.endpoint import (
     read_body,
 )
 from echo.runtime.agents.sessions import (
-    ANY_VERSION,
     MAX_EPISODE_ATTEMPTS,
     MAX_SESSION_CALLS,
-    SEGMENT_TOKENS,
     Agents,
-    CallBounds,
     CallOptions,
     CallSampler,
     Dialogue,
@@ -70,52 +67,19 @@ def make_agents() -> Agents:
     return Agents(parts, role, Mock(), node=Mock(now=0.0), pool=Mock())
 
 
-@pytest.mark.parametrize("num_held", [0, 1, 2])
-def test_the_pieces_of_an_answer_are_of_one_version_while_the_engine_holds_it(
-    num_held: int,
-) -> None:
-    """A newer version comes between any two pieces of three."""
-    agents, loaded, read_so_far = make_agents(), [V1], list[int]()
-
-    async def sample(request: Request, how: Sampling, bounds: CallBounds) -> Completion:
-        if bounds.exact_version not in (None, *loaded):
-            raise VersionError("gone")
-        version = bounds.exact_version or loaded[-1]
-        number = how.max_completion_tokens - len(request.prefix_ids)
-        loaded.append(PolicyVersion(1, loaded[-1].step + 1))
-        del loaded[: max(0, len(loaded) - 1 - num_held)]
-        return completion_of([0] * number, step=version.step, reason="length")
-
-    async def read(ids: Sequence[int]) -> None:
-        read_so_far.append(len(ids))
-
-    agents._sampler = Mock(sample=sample, has_several_versions=num_held > 0)
-    reader = Mock(read=read)
-    how = Sampling(1.0, 1.0, 0, 3 * SEGMENT_TOKENS, ())
-    ids = np.array([5], np.int32)
-    whole = asyncio.run(agents._sample(ids, how, "", ANY_VERSION, reader))
-    steps = [int(step) for step in whole.policy_versions[::SEGMENT_TOKENS, 1]]
-    assert steps == {0: [1, 2, 3], 1: [1, 1, 3], 2: [1, 1, 1]}[num_held]
-    assert read_so_far == [SEGMENT_TOKENS, 2 * SEGMENT_TOKENS, 3 * SEGMENT_TOKENS]
-    # Of a version that is asked for by name there is one piece.
-    newest = CallBounds(exact_version=loaded[-1])
-    asyncio.run(agents._sample(ids, how, "", newest, reader))
-    assert read_so_far[3:] == [3 * SEGMENT_TOKENS]
-
-
 HOW = Sampling(1.0, 1.0, 0, 4, ())
 PROMPT = np.array([5], np.int32)
 
 
-def sample_all(engine: Any, calls: dict[str, CallBounds], *, gone: str = "") -> dict[str, Any]:
+def sample_all(engine: Any, calls: dict[str, Sampling], *, gone: str = "") -> dict[str, Any]:
     """Return what calls are answered that are there before the first batch; of one nobody waits."""
 
     async def main() -> dict[str, Any]:
         threads = ThreadPools()
         sampler = CallSampler(engine, NOBODY, threads=threads)
         answers = {
-            name: asyncio.create_task(sampler.sample(Request(name, PROMPT, 0), HOW, bounds))
-            for name, bounds in calls.items()
+            name: asyncio.create_task(sampler.sample(Request(name, PROMPT, 0), how))
+            for name, how in calls.items()
         }
         await asyncio.sleep(0)
         if gone:
@@ -139,30 +103,11 @@ def test_a_call_for_which_the_model_gives_no_probabilities_fails_alone(is_contin
     def generate(requests: list[Request], *_: object, **__: object) -> list[Completion]:
         return [spoilt if each.request_id == "bad" else completion_of([0]) for each in requests]
 
-    engine = SimpleNamespace(is_continuous=is_continuous, num_versions=1, generate=generate)
-    found = sample_all(engine, dict.fromkeys(("good", "bad"), ANY_VERSION))
+    engine = SimpleNamespace(is_continuous=is_continuous, generate=generate)
+    found = sample_all(engine, dict.fromkeys(("good", "bad"), HOW))
     assert isinstance(found["good"], Completion)
     assert isinstance(found["bad"], EngineError)
     assert "log-probability of nan at token 0 of request r under v1" in str(found["bad"])
-
-
-@pytest.mark.parametrize("bounds", [CallBounds(min_version=V2), CallBounds(exact_version=V2)])
-def test_a_call_that_waits_for_a_version_is_refused_once_the_worker_stops(
-    bounds: CallBounds,
-) -> None:
-    async def main() -> None:
-        agents = make_agents()  # its patience never ends
-        options = CallOptions(bounds=bounds, version_wait_s=60.0)
-        call = asyncio.create_task(agents.call(None, "1+1=", options))
-        await asyncio.sleep(0.01)
-        assert not call.done()
-        agents.close()
-        async with asyncio.timeout(60):
-            with pytest.raises(VersionError, match="v2 is wanted, v1 is installed"):
-                await call
-        assert agents.role.counters["engine/version_refused"] == 1
-
-    asyncio.run(main())
 
 
 def test_a_context_becomes_tokens_in_a_thread_and_its_session_may_end_meanwhile() -> None:
@@ -187,37 +132,34 @@ def test_a_context_becomes_tokens_in_a_thread_and_its_session_may_end_meanwhile(
 def test_a_call_is_sampled_whatever_others_ask_for_and_not_once_its_caller_has_gone(
     error: Exception,
 ) -> None:
-    asked: list[tuple[list[str], CallBounds]] = []
+    asked: list[tuple[list[str], Sampling]] = []
 
-    def generate(
-        requests: list[Request], *_: object, min_version: Any, exact_version: Any
-    ) -> list[Completion]:
+    def generate(requests: list[Request], how: Sampling, *_: object) -> list[Completion]:
         names = [request.request_id for request in requests]
-        asked.append((names, CallBounds(min_version, exact_version)))
+        asked.append((names, how))
         if "bad" in names:
             raise error
         return [replace(completion_of([]), request_id=name) for name in names]
 
-    engine = SimpleNamespace(
-        is_continuous=False, num_versions=1, generate=generate, can_sample=lambda: True
-    )
-    calls = dict.fromkeys(("good", "newer", "bad", "gone", "exact", "fine"), ANY_VERSION)
-    calls |= {"newer": CallBounds(V2), "exact": CallBounds(V1, V2)}
+    engine = SimpleNamespace(is_continuous=False, generate=generate, can_sample=lambda: True)
+    calls = dict.fromkeys(("good", "longer", "bad", "gone", "hotter", "fine"), HOW)
+    calls["longer"] = replace(HOW, max_completion_tokens=9)
+    calls["hotter"] = replace(HOW, temperature=2.0)
     found = sample_all(engine, calls, gone="gone")
     alike, *others = asked
-    assert alike == (["good", "bad", "fine"], ANY_VERSION)
-    assert others == [([name], calls[name]) for name in ("good", "bad", "fine", "newer", "exact")]
+    assert alike == (["good", "bad", "fine"], HOW)
+    assert others == [([name], calls[name]) for name in ("good", "bad", "fine", "longer", "hotter")]
     assert isinstance(found.pop("bad"), EngineError)
-    assert [answer.request_id for answer in found.values()] == ["good", "newer", "exact", "fine"]
+    assert [answer.request_id for answer in found.values()] == ["good", "longer", "hotter", "fine"]
 
 
 def test_an_engine_that_samples_nothing_any_more_ends_whoever_lends_it() -> None:
-    engine: Any = SimpleNamespace(is_continuous=False, num_versions=1, can_sample=lambda: False)
+    engine: Any = SimpleNamespace(is_continuous=False, can_sample=lambda: False)
     engine.generate = lambda *_, **__: 1 / 0
 
     async def main() -> None:
         sampler = CallSampler(engine, NOBODY, threads=ThreadPools())
-        call = asyncio.create_task(sampler.sample(Request("r", PROMPT, 0), HOW, ANY_VERSION))
+        call = asyncio.create_task(sampler.sample(Request("r", PROMPT, 0), HOW))
         with pytest.raises(ZeroDivisionError):
             await sampler.run()
         call.cancel()
@@ -395,12 +337,12 @@ def read(fields: dict[str, object], kind: type[ChatBody] | type[TextBody] = Text
 
 
 def answer_of(body: Body, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the choice that a call is answered with, and the end of its stream, of a text."""
+    """Return the choice that a call is answered with, and its first event, of a text."""
     letters: Any = Letters()
     answer = ChatAnswer(body, Dialogue(TextCodec(letters, [], {})), model="m", call_id="1")
     turn = turn_of([1], [*map(ord, text)], step=3)
-    [choice], [last] = answer.whole(turn)["choices"], answer.last(turn)
-    return choice, last
+    [choice], [first, _] = answer.whole(turn)["choices"], answer.events(turn)
+    return choice, first
 
 
 @pytest.mark.parametrize(
@@ -417,24 +359,21 @@ def test_calls_of_tools_come_back_as_openai_writes_them_and_all_else_is_text(
     fields: dict[str, object], text: str, content: str | None, num_calls: int
 ) -> None:
     messages = [{"role": "user", "content": "?"}]
-    choice, last = answer_of(read({"messages": messages, **fields}, ChatBody), text)
+    choice, first = answer_of(read({"messages": messages, **fields}, ChatBody), text)
     message = choice["message"]
     assert choice["finish_reason"] == ("tool_calls" if num_calls else "stop")
     assert message["content"] == (text if content is None else content)
     assert len(message.get("tool_calls", [])) == num_calls
     for call in message.get("tool_calls", []):
         assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
-        assert call in last["choices"][0]["delta"]["tool_calls"]
-    assert last["system_fingerprint"] == "v3"
+        assert call in first["choices"][0]["delta"]["tool_calls"]
+    assert first["system_fingerprint"] == "v3"
 
 
 def test_logprobs_of_text_have_offsets() -> None:
     choice, _ = answer_of(read({"prompt": "1", "logprobs": 0}), "abc")
     assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
     assert choice["logprobs"]["text_offset"] == [0, 1, 2]
-
-
-NO_VERSIONS = ["12", "v", "v1.5", "v12 ", "v1/L", "v1/2", "v99999999999"]
 
 
 @pytest.mark.parametrize(
@@ -454,9 +393,6 @@ NO_VERSIONS = ["12", "v", "v1.5", "v12 ", "v1/L", "v1/2", "v99999999999"]
         ({"prompt": [-1]}, "cannot be read: "),
         ({"prompt": [1 << 32]}, "cannot be read: "),
         ({"prompt": 3}, "cannot be read: Expected"),
-        ({"version_wait_s": -0.1}, "version_wait_s = -0.1: 0 to 60"),
-        ({"version_wait_s": 60.1}, "version_wait_s = 60.1: 0 to 60"),
-        *(({"exact_version": text}, "is no version; write it as") for text in NO_VERSIONS),
     ],
 )
 def test_a_body_that_cannot_be_served_is_refused_by_its_field(
@@ -473,11 +409,3 @@ def test_bytes_that_are_no_call_are_refused(data: bytes) -> None:
     for kind in (TextBody, ChatBody):
         with pytest.raises(BodyError):
             read_body(data, kind)
-
-
-def test_versions_are_read_as_they_are_told() -> None:
-    asked = {"prompt": "1", "min_version": "v12", "exact_version": "v7/L2", "version_wait_s": 3}
-    options = options_of(read(asked))
-    assert options.bounds == CallBounds(PolicyVersion(1, 12), PolicyVersion(2, 7))
-    assert str(options.bounds.exact_version) == "v7/L2"
-    assert options.version_wait_s == 3

@@ -910,3 +910,9 @@ def test_a_directory_that_is_gone_costs_only_the_recovery(
     store.directory = store._encoded_versions.directory = tmp_path / "gone"
     write(begin(store, 1), b"a")
     assert "cannot be written: No such file" in caplog.text
+
+
+def test_a_directory_of_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "echo-store-3.lock").touch()
+    with pytest.raises(StorageError, match="holds versions in format 3, this release has format 2"):
+        DiskStore(tmp_path)

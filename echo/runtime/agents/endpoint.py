@@ -2,9 +2,8 @@
 
     GET  /health                         no token needed
     GET  /v1/models
-    POST /v1/chat/completions            stream, logprobs; session: header X-Echo-Session, or
-    POST /v1/completions                 /sessions/ID/v1/... for agents that know only a base URL;
-                                         min_version, exact_version: honoured, or 409
+    POST /v1/chat/completions            logprobs; session: header X-Echo-Session, or
+    POST /v1/completions                 /sessions/ID/v1/... for agents that know only a base URL
     POST /v1/echo/sessions               {"wait_s": 30}    an episode; 204 none yet, 410 no more
     POST /v1/echo/sessions/ID/reward     {"reward": 1.0}   without a reward the task judges
     DELETE /v1/echo/sessions/ID          give an episode up
@@ -12,6 +11,8 @@
 All but /health want `Authorization: Bearer TOKEN`, which OpenAI's clients make of their API key.
 The token is asked for before a body is read. A connection over which none has come within TOKEN_S
 is closed, and so is the oldest of more than MAX_UNKNOWN of them.
+
+With `stream` a call is answered in the events that OpenAI's clients read, once all is sampled.
 """
 
 from __future__ import annotations
@@ -23,16 +24,13 @@ import itertools
 import json
 import logging
 import os
-import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from aiohttp import web
 from msgspec import Meta
 
@@ -40,12 +38,11 @@ from echo.core.bounds import MAX_TOKENS, TokenId
 from echo.core.errors import DataError, EchoError, StorageError, TransportError
 from echo.core.rollout import PolicyVersion
 from echo.core.units import one_line
-from echo.engine.engine import MIN_TEMPERATURE, VersionError
+from echo.engine.engine import MIN_TEMPERATURE
 from echo.net.transport import format_address, is_loopback, parse_address
 from echo.records.files import write_file
 from echo.runtime.agents.sessions import (
     Agents,
-    CallBounds,
     CallOptions,
     Dialogue,
     Prompt,
@@ -61,14 +58,10 @@ from echo.wire.codec import DECODE_ERRORS
 # --- OpenAI's JSON, in and out: what a call may ask for, and what it is answered ---
 
 
-MAX_VERSION_WAIT_S = 60.0
 MAX_TEMPERATURE = 1e3
 """Beyond, logits divided by it are all the same."""
 
 Int = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-
-VERSION = re.compile(r"v(?P<step>\d{1,9})(?:/L(?P<lineage>\d{1,9}))?")
-"""How `PolicyVersion` is written."""
 
 
 class BodyError(EchoError):
@@ -100,12 +93,6 @@ class _Body(msgspec.Struct):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None
-    min_version: str | None = None
-    """As in `system_fingerprint`: only this version or newer ones may sample."""
-    exact_version: str | None = None
-    """Only this one may."""
-    version_wait_s: float = 0.0
-    """How long to wait for a version that is not installed yet."""
 
 
 class ChatBody(_Body, kw_only=True):
@@ -168,8 +155,6 @@ def _check_numbers(body: Body) -> None:
         value = getattr(body, name)
         if value is not None and value < 1:
             raise BodyError(f"{name} = {value}: at least 1")
-    if not 0 <= body.version_wait_s <= MAX_VERSION_WAIT_S:
-        raise BodyError(f"version_wait_s = {body.version_wait_s:g}: 0 to {MAX_VERSION_WAIT_S:g}")
     if (body.temperature or 0) < 0 or not 0 < (1 if body.top_p is None else body.top_p) <= 1:
         raise BodyError("temperature must be at least 0, top_p above 0 and at most 1")
     if body.temperature and not MIN_TEMPERATURE <= body.temperature <= MAX_TEMPERATURE:
@@ -193,35 +178,16 @@ def options_of(body: Body) -> CallOptions:
         top_k=body.top_k,
         seed=body.seed,
         tools=[] if body.tool_choice == "none" else body.tools or [],
-        bounds=CallBounds(
-            _version_of("min_version", body.min_version),
-            _version_of("exact_version", body.exact_version),
-        ),
-        version_wait_s=body.version_wait_s,
     )
 
 
-def _version_of(name: str, text: str | None) -> PolicyVersion | None:
-    """Read a version as it stands in `system_fingerprint`."""
-    if text is None:
-        return None
-    found = VERSION.fullmatch(text)
-    if found is None:
-        raise BodyError(
-            f'{name} = "{text}" is no version; write it as system_fingerprint does, such as "v12", '
-            'or "v12/L2" after the learner was resumed once'
-        )
-    return PolicyVersion(int(found["lineage"] or 1), int(found["step"]))
-
-
 class ChatAnswer:
-    """The JSON of one call's answer, whole or in pieces."""
+    """The JSON of one call's answer, as one object or as events."""
 
     def __init__(self, body: Body, dialogue: Dialogue, *, model: str, call_id: str) -> None:
         self._body = body
         self._is_chat = isinstance(body, ChatBody)
-        self.has_tools = self._is_chat and bool(options_of(body).tools)
-        """Whether the answer may hold calls of tools, so that no part of it is told before."""
+        self._has_tools = self._is_chat and bool(options_of(body).tools)
         self._dialogue = dialogue
         self._head: dict[str, Any] = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{call_id}",
@@ -250,24 +216,21 @@ class ChatAnswer:
             "system_fingerprint": fingerprint_of(turn),
         }
 
-    def piece(self, text: str, *, is_first: bool = False) -> dict[str, Any]:
-        """Return a piece of a streamed answer."""
-        if not self._is_chat:
-            return self._chunk({"text": text}, None)
-        role = {"role": "assistant"} if is_first else {}
-        return self._chunk({"delta": {**role, "content": text}}, None)
+    def events(self, turn: Turn) -> list[dict[str, Any]]:
+        """Return the answer to a call with `stream`: its text, its end, and usage if asked for.
 
-    def last(self, turn: Turn) -> list[dict[str, Any]]:
-        """Return what ends a streamed answer."""
-        fields: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
-        if self.has_tools:
-            fields["delta"] = self._message(turn)
-        fields["logprobs"] = self._logprobs(turn)
-        chunk = self._chunk(fields, self._reason(turn))
-        chunk["system_fingerprint"] = fingerprint_of(turn)
-        if not (self._body.stream_options or {}).get("include_usage"):
-            return [chunk]
-        return [chunk, {**self._chunk({}, None), "choices": [], "usage": usage_of(turn)}]
+        Text and end are two events, as OpenAI sends them: some clients read no text in the last.
+        """
+        text: dict[str, Any] = {"delta": self._message(turn)}
+        end: dict[str, Any] = {"delta": {}}
+        if not self._is_chat:
+            text = {"text": self._dialogue.answer_of(turn.completion.token_ids)}
+            end = {"text": ""}
+        end["logprobs"] = self._logprobs(turn)
+        chunks = [self._chunk(text, None), self._chunk(end, self._reason(turn))]
+        if (self._body.stream_options or {}).get("include_usage"):
+            chunks.append({**self._chunk({}, None), "choices": [], "usage": usage_of(turn)})
+        return [{**chunk, "system_fingerprint": fingerprint_of(turn)} for chunk in chunks]
 
     def _message(self, turn: Turn) -> dict[str, Any]:
         """Return the assistant's message, with the tools that it calls where there are tools.
@@ -276,7 +239,7 @@ class ChatAnswer:
         """
         text = self._dialogue.answer_of(turn.completion.token_ids)
         message: dict[str, Any] = {"role": "assistant", "content": text}
-        calls = find_calls(text) if self.has_tools else []
+        calls = find_calls(text) if self._has_tools else []
         if calls and not any(call.fault for call in calls):
             message["content"] = without_calls(text) or None
             message["tool_calls"] = [
@@ -294,7 +257,7 @@ class ChatAnswer:
         return message
 
     def _reason(self, turn: Turn) -> str:
-        if self.has_tools and "tool_calls" in self._message(turn):
+        if self._has_tools and "tool_calls" in self._message(turn):
             return "tool_calls"
         return turn.completion.finish_reason
 
@@ -367,44 +330,6 @@ class _Begin(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Reward(msgspec.Struct, forbid_unknown_fields=True):
     reward: float | None = None
-
-
-class EventStream:
-    """An answer on its way to a client, piece by piece."""
-
-    def __init__(self, request: web.Request, answer: ChatAnswer, dialogue: Dialogue) -> None:
-        """Send nothing yet: until the first piece an error still has a status of its own."""
-        self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        self._request = request
-        self._answer = answer
-        self._dialogue = dialogue
-        self._sent = ""
-
-    async def send(self, event: dict[str, Any]) -> None:
-        """Send one event."""
-        if not self.response.prepared:
-            await self.response.prepare(self._request)
-        await self.response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
-
-    async def read(self, ids: npt.NDArray[np.int32]) -> None:
-        """Send what is new of the answer."""
-        text = self._dialogue.answer_of(ids.tolist())
-        # What ends in half a character waits for the other half.
-        is_whole = text.startswith(self._sent) and not text.endswith("\ufffd")
-        if is_whole and not self._answer.has_tools:
-            piece = text[len(self._sent) :]
-            await self.send(self._answer.piece(piece, is_first=not self.response.prepared))
-            self._sent = text
-
-    async def finish(self, turn: Turn) -> None:
-        """Send the rest of the answer, and that it is over."""
-        text = self._dialogue.answer_of(turn.completion.token_ids.tolist())
-        if text != self._sent and not self._answer.has_tools:
-            rest = text.removeprefix(self._sent)
-            await self.send(self._answer.piece(rest, is_first=not self.response.prepared))
-        for event in self._answer.last(turn):
-            await self.send(event)
-        await self.response.write(b"data: [DONE]\n\n")
 
 
 class Endpoint:
@@ -515,8 +440,6 @@ class Endpoint:
             return refusal
         except (BodyError, DataError) as error:
             return _error(400, str(error))
-        except VersionError as error:
-            return _error(409, str(error), code="version_not_installed")
         except EchoError as error:
             self._log.warning("a call of an agent failed: %s", error)
             return _error(500, str(error))
@@ -574,25 +497,8 @@ class Endpoint:
         answer = ChatAnswer(
             body, parts.dialogue, model=parts.model_name, call_id=str(next(self._numbers))
         )
-        if body.stream:
-            return await self._stream(request, session, body, answer)
         turn = await self._agents.call(session, prompt_of(body), options_of(body))
-        return _json(answer.whole(turn))
-
-    async def _stream(
-        self, request: web.Request, session: str | None, body: Body, answer: ChatAnswer
-    ) -> web.StreamResponse:
-        stream = EventStream(request, answer, self._agents.parts.dialogue)
-        try:
-            turn = await self._agents.call(session, prompt_of(body), options_of(body), stream)
-        except EchoError as error:
-            if not stream.response.prepared:
-                raise
-            # Its status is out already: OpenAI's clients find the error in the stream.
-            await stream.send(_describe_error(str(error), "server_error"))
-        else:
-            await stream.finish(turn)
-        return stream.response
+        return _events(answer.events(turn)) if body.stream else _json(answer.whole(turn))
 
     # --- ours ------------------------------------------------------------------------------------
 
@@ -656,12 +562,15 @@ def _json(body: object, *, status: int = 200) -> web.Response:
     )
 
 
-def _error(status: int, message: str, *, code: str | None = None) -> web.Response:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return _json(_describe_error(message, kind, code), status=status)
+def _events(events: Iterable[object]) -> web.Response:
+    lines = [msgspec.json.encode(event) for event in events] + [b"[DONE]"]
+    body = b"".join(b"data: " + line + b"\n\n" for line in lines)
+    return web.Response(body=body, content_type="text/event-stream")
 
 
-def _describe_error(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
+def _error(status: int, message: str) -> web.Response:
     """Return an error as OpenAI's clients read it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
     # It may repeat what the caller has sent, and not all of that can be written as UTF-8.
-    return {"error": {"message": one_line(message), "type": kind, "code": code}}
+    error = {"message": one_line(message), "type": kind, "code": None}
+    return _json({"error": error}, status=status)

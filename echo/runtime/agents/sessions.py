@@ -13,20 +13,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
 from echo.core.errors import DataError, EchoError, EngineError
-from echo.core.rollout import NO_OPINION, Group, PolicyVersion, Rollout
+from echo.core.rollout import NO_OPINION, Group, Rollout
 from echo.engine.engine import (
     Completion,
     Engine,
     Request,
     Sampling,
-    VersionError,
     Watcher,
     describe_error,
     describe_nonfinite,
@@ -49,22 +48,10 @@ MAX_CALLS = 64
 """Threads that wait for an engine that takes requests at any time."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallBounds:
-    """Which versions may sample; see `Engine.generate`."""
-
-    min_version: PolicyVersion | None = None
-    exact_version: PolicyVersion | None = None
-
-
-ANY_VERSION = CallBounds()
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
     request: Request
     sampling: Sampling
-    bounds: CallBounds
     answer: asyncio.Future[Completion]
 
 
@@ -76,23 +63,20 @@ class CallSampler:
         self._engine = engine
         self._watcher = watcher
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
-        self.has_several_versions = engine.num_versions > 1
-        """Whether one that was sampled from may still be, though a newer one has come."""
         num_threads = MAX_CALLS if engine.is_continuous else 1
         self._pool = threads.pool("agent-call", num_threads)
 
-    async def sample(self, request: Request, sampling: Sampling, bounds: CallBounds) -> Completion:
+    async def sample(self, request: Request, sampling: Sampling) -> Completion:
         """Return what is sampled for a request.
 
         Raises:
-            VersionError: if the version that is installed is not within the bounds.
             EchoError: if the engine fails, or cannot sample such a request.
         """
         if self._engine.is_continuous:
-            [completion] = await self._generate([request], sampling, bounds)
+            [completion] = await self._generate([request], sampling)
         else:
             answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-            self._queue.put_nowait(_Waiting(request, sampling, bounds, answer))
+            self._queue.put_nowait(_Waiting(request, sampling, answer))
             completion = await answer
         if completion.finish_reason == "nonfinite":
             raise EngineError(describe_nonfinite(completion))
@@ -109,21 +93,19 @@ class CallSampler:
             waiting = [one for one in waiting if not one.answer.done()]  # its caller has hung up
             if not waiting:
                 continue
-            how = waiting[0].sampling, waiting[0].bounds
-            batch = [one for one in waiting if (one.sampling, one.bounds) == how]
-            waiting = [one for one in waiting if (one.sampling, one.bounds) != how]
-            await self._answer(batch, *how)
+            how = waiting[0].sampling
+            batch = [one for one in waiting if one.sampling == how]
+            waiting = [one for one in waiting if one.sampling != how]
+            await self._answer(batch, how)
 
-    async def _answer(
-        self, batch: Sequence[_Waiting], sampling: Sampling, bounds: CallBounds
-    ) -> None:
+    async def _answer(self, batch: Sequence[_Waiting], sampling: Sampling) -> None:
         try:
-            completions = await self._generate([one.request for one in batch], sampling, bounds)
+            completions = await self._generate([one.request for one in batch], sampling)
         except EchoError as error:
-            if len(batch) > 1 and not isinstance(error, VersionError):
+            if len(batch) > 1:
                 # It may be the fault of one of them.
                 for one in batch:
-                    await self._answer([one], sampling, bounds)
+                    await self._answer([one], sampling)
                 return
             for one in batch:
                 if not one.answer.done():
@@ -133,18 +115,8 @@ class CallSampler:
             if not one.answer.done():  # it is where its caller has hung up
                 one.answer.set_result(completion)
 
-    async def _generate(
-        self, requests: Sequence[Request], sampling: Sampling, bounds: CallBounds
-    ) -> list[Completion]:
-        generated = self._pool.run(
-            lambda: self._engine.generate(
-                requests,
-                sampling,
-                self._watcher,
-                min_version=bounds.min_version,
-                exact_version=bounds.exact_version,
-            ),
-        )
+    async def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        generated = self._pool.run(lambda: self._engine.generate(requests, sampling, self._watcher))
         try:
             return await generated
         except EchoError:
@@ -570,12 +542,6 @@ def _behind(text: str, length: int) -> str:
     return text[end:]
 
 
-SEGMENT_TOKENS = 16
-"""Tokens between two pieces of a streamed answer."""
-
-VERSION_POLL_S = 0.05
-"""Seconds between two looks at which version is installed."""
-
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids or messages."""
 
@@ -614,21 +580,10 @@ class CallOptions:
     seed: int | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     """For the chat template."""
-    bounds: CallBounds = ANY_VERSION
-    """Which versions may sample."""
-    version_wait_s: float = 0.0
-    """How long to wait for a version that is not installed yet."""
 
 
 class StoppingError(SessionError):
     """The worker stops, or has no weights yet."""
-
-
-class AnswerReader(Protocol):
-    """A reader of an answer that is still being sampled."""
-
-    async def read(self, ids: npt.NDArray[np.int32]) -> None:
-        """Take all tokens that were sampled so far."""
 
 
 class Agents:
@@ -777,7 +732,6 @@ class Agents:
         session_id: str | None,
         prompt: Prompt,
         options: CallOptions,
-        reader: AnswerReader | None = None,
     ) -> Turn:
         """Sample one answer, recorded where it belongs to a session.
 
@@ -785,18 +739,14 @@ class Agents:
             session_id: None for a call that is not trained on.
             prompt: the whole context.
             options: see there.
-            reader: is given what was sampled so far, every few tokens.
 
         Raises:
             SessionError: if the session is over or has made its calls, there is no space, or
                 nothing can be sampled now.
-            VersionError: if another version is installed than is asked for.
             EchoError: if the prompt or the engine fails.
         """
         if self._is_over or self.role.installed_version is None:
             raise StoppingError("no weights to sample from: this worker starts or stops; try again")
-        if options.bounds != ANY_VERSION:
-            await self._await_version(options.bounds, options.version_wait_s)
         session = self._session_of(session_id)
         known = [] if session is None else list(session.turns)
         try:
@@ -810,10 +760,8 @@ class Agents:
         if session is not None:
             self._episodes.begin_call(session, now=self._node.now)
         try:
-            completion = await self._sample(ids, sampling, seed, options.bounds, reader)
-        except VersionError:
-            self.role.count("engine/version_refused")
-            raise
+            number = int.from_bytes(blake3(seed.encode()).digest(8))
+            completion = await self._sampler.sample(Request(seed, ids, number), sampling)
         finally:
             if session is not None:
                 session.num_running -= 1
@@ -834,23 +782,6 @@ class Agents:
             SessionError: if there is no such session, or it has made its calls.
         """
         return None if session_id is None else self._episodes.find_for_call(session_id)
-
-    async def _await_version(self, bounds: CallBounds, wait_s: float) -> None:
-        """Return once a version within the bounds may be installed.
-
-        Raises:
-            VersionError: if there is none in time, or it has been replaced.
-        """
-        wanted, give_up_at = bounds.exact_version or bounds.min_version, self._node.now + wait_s
-        assert wanted is not None
-        while (installed := self.role.installed_version) is None or installed < wanted:
-            if self._node.now >= give_up_at or self._is_over:
-                self.role.count("engine/version_refused")
-                raise VersionError(
-                    f"{wanted} is wanted, {installed} is installed, and no newer one has come "
-                    f"within version_wait_s = {wait_s:g} s"
-                )
-            await asyncio.sleep(VERSION_POLL_S)
 
     def _tokens(
         self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], known: Sequence[Turn]
@@ -896,52 +827,3 @@ class Agents:
             return f"{session.lease.seed} {session.session_id} {session.num_calls}"
         self._num_plain += 1
         return str(self._num_plain if options.seed is None else options.seed)
-
-    async def _sample(
-        self,
-        ids: npt.NDArray[np.int32],
-        sampling: Sampling,
-        seed: str,
-        bounds: CallBounds,
-        reader: AnswerReader | None,
-    ) -> Completion:
-        """Sample in one go, or piece by piece where somebody watches."""
-        limit = sampling.max_completion_tokens
-        # Between two pieces another version could take over, unless each is asked for by name.
-        is_whole = reader is None or bounds.exact_version is not None
-        own = bounds
-        step = limit if is_whole else SEGMENT_TOKENS
-        whole: Completion | None = None
-        while True:
-            prefix = np.empty(0, np.int32) if whole is None else whole.token_ids
-            name = f"{seed} {len(prefix)}"
-            request = Request(
-                name, ids, int.from_bytes(blake3(name.encode()).digest(8)), prefix_ids=prefix
-            )
-            until = min(limit, len(prefix) + step)
-            try:
-                piece = await self._sampler.sample(
-                    request, replace(sampling, max_completion_tokens=until), own
-                )
-            except VersionError:
-                if own == bounds:
-                    raise
-                own = bounds  # its version has left the engine meanwhile: another goes on
-                continue
-            if self._sampler.has_several_versions and len(piece.policy_versions):
-                own = CallBounds(exact_version=PolicyVersion(*piece.policy_versions[-1].tolist()))
-            whole = piece if whole is None else _join(whole, piece)
-            if reader is not None:
-                await reader.read(whole.token_ids)
-            if whole.finish_reason != "length" or len(whole.token_ids) >= limit:
-                return whole
-
-
-def _join(first: Completion, second: Completion) -> Completion:
-    return Completion(
-        second.request_id,
-        np.concatenate([first.token_ids, second.token_ids]),
-        np.concatenate([first.logprobs, second.logprobs]),
-        second.finish_reason,
-        np.concatenate([first.policy_versions, second.policy_versions]),
-    )

@@ -187,8 +187,6 @@ class SavedRun:
         self, config: Config, identity: Identity, *, resume: bool, log: logging.Logger
     ) -> StartingPoint:
         """Return where the learner starts: a new run, or where a killed one can go on."""
-        for notice in self.ledger.notices:
-            log.warning("%s", notice)
         if not resume:
             return self.begin()
         start = self.recover(
