@@ -170,12 +170,6 @@ def sim_parser() -> argparse.ArgumentParser:
         help="rent what this plan.json of `echo-rl plan` says, at its publish period",
     )
     parser.add_argument(
-        "--replay",
-        type=_path,
-        metavar="RUN",
-        help="simulate this recorded run from its inputs, and compare",
-    )
-    parser.add_argument(
         "--sweep",
         type=_text,
         action="append",

@@ -10,7 +10,7 @@ from echo.config.fleet_file import FaultRow, PriceRow, SimRow
 from echo.config.schema import ActivationSection
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
-from echo.sim.lengths import Lengths, LogNormalLengths
+from echo.sim.lengths import LogNormalLengths
 from echo.sim.network import Route
 
 LEARNER_REGION = "learner"
@@ -37,15 +37,11 @@ class Scenario:
     min_dwell_s: float = 120.0
     """How long activation leaves a worker active at least, as in a run; shorter where a run is."""
     prices: Sequence[PriceRow] = ()
-    lengths: Lengths | None = None
-    """Of groups; None for those of the job."""
-    train_times: Sequence[float] = ()
-    """Recorded seconds of each step, in place of the job's; empty for none."""
 
-    def group_lengths(self) -> Lengths:
+    def group_lengths(self) -> LogNormalLengths:
         """Return where lengths come from."""
         job = self.job
-        return self.lengths or LogNormalLengths(
+        return LogNormalLengths(
             mean=job.completion_tokens,
             spread=job.completion_spread,
             limit=job.max_completion_tokens,

@@ -166,8 +166,6 @@ class TimedTrainer:
     def step_s(self) -> float:
         """Return the seconds of the next step."""
         scenario, number = self._scenario, self.step_count
-        if scenario.train_times:
-            return scenario.train_times[number % len(scenario.train_times)]
         chance = random.Random(f"{scenario.settings.seed}/step/{number}")
         return scenario.job.train_s * max(0.1, chance.gauss(1.0, scenario.settings.train_spread))
 

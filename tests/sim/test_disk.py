@@ -7,7 +7,7 @@ from pathlib import Path
 from echo.core.records import Discarded, Granted
 from echo.core.rollout import Group, Lineage, PolicyVersion
 from echo.runtime.learner.resume import SavedRun, StartingPoint
-from echo.sim.lengths import Groups, RecordedLengths
+from echo.sim.lengths import Groups, LogNormalLengths
 from echo.sim.summary import History
 from echo.sim.timing import Disk, MemoryCheckpoints, MemoryLedger
 from echo.wire.codec import encode_group
@@ -22,7 +22,9 @@ class Trainer:
 
 
 RUN = "r"
-LENGTHS = RecordedLengths([100], group_size=2, useful_share=1.0)
+LENGTHS = LogNormalLengths(
+    mean=50.0, spread=0.0, limit=50.0, group_size=2, useful_share=1.0, seed=0
+)
 
 
 def group_of(group_id: int, step: int) -> Group:
