@@ -65,9 +65,13 @@ def _check_names(
     for where, row in rows.good["faults"]:
         known: dict[str, Any] = {"*": None, **offers, **nodes}
         if row.kind == "cut":
-            known = {**request.regions, **nodes}
-        if row.kind != "slow":
-            known[LEARNER_REGION] = None
+            known = {**request.regions, **nodes, LEARNER_REGION: None}
+        elif row.target == LEARNER_REGION:
+            rows.problems.append(
+                f'{where}: target = "{LEARNER_REGION}": the simulated learner neither dies nor '
+                'slows down; give the fault a worker or an offer, or write kind = "cut"'
+            )
+            continue
         rows.check_name(f"{where}: target", row.target, known)
     for where, row in rows.good["prices"]:
         rows.check_name(f"{where}: offer", row.offer, offers)

@@ -232,13 +232,8 @@ def waits(summary: Summary) -> str:
 
 
 def _events_text(summary: Summary) -> list[str]:
-    """Return what happened to the learner, and whom it sent on standby."""
+    """Return what the activation counted, and its last changes."""
     lines = []
-    if summary.num_restarts:
-        lines.append(
-            f"  the learner died {_times(summary.num_restarts)}, was away for "
-            f"{format_duration(summary.down_s)} and made {summary.num_steps_undone} steps again"
-        )
     if summary.cost_as_counted is not None:
         lines.append(
             f"  activation: {len(summary.decisions)} changes, {summary.num_standby} workers on "

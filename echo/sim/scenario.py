@@ -60,11 +60,6 @@ class Scenario:
             loss=loss,
         )
 
-    @property
-    def can_learner_die(self) -> bool:
-        """Whether a fault takes the learner."""
-        return any(f.target == LEARNER_REGION and f.kind != "cut" for f in self.faults)
-
     def price_per_h(self, offer: Offer, at_s: float) -> float:
         """Return $ per hour for a node at an instant."""
         changes = [c for c in self.prices if c.offer == offer.name and c.at_s <= at_s]
