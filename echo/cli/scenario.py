@@ -75,8 +75,6 @@ def _check_names(
         rows.check_name(f"{where}: target", row.target, known)
     for where, row in rows.good["prices"]:
         rows.check_name(f"{where}: offer", row.offer, offers)
-    for where, row in rows.good["paths"]:
-        rows.check_name(f"{where}: region", row.region, request.regions)
     if sim.dead_after_s <= sim.heartbeat_s:
         rows.problems.append(
             f"{source}: [sim]: dead_after_s = {sim.dead_after_s:g} must be longer than "
@@ -151,7 +149,6 @@ def load_scenario(
         settings=sim,
         is_auto_period=is_auto and plan is None,
         activation=None if activation.mode == "off" else activation,
-        weather={row.region: (row.jitter_s, row.loss) for _, row in rows.good["paths"]},
         faults=[row for _, row in rows.good["faults"]],
         prices=[row for _, row in rows.good["prices"]],
     ), request

@@ -286,18 +286,7 @@ class PriceRow(Strict):
     """$ per hour for one node."""
 
 
-class PathRow(Strict):
-    """What the path from the learner to a region does besides its rate and latency."""
-
-    region: Name
-    """One of [[regions]]."""
-    jitter_s: Instant = 0.0
-    """Added to the latency, evenly distributed up to this."""
-    loss: Share = 0.0
-    """Probability that a packet is lost."""
-
-
-SIM_LISTS: dict[str, type[Strict]] = {"faults": FaultRow, "prices": PriceRow, "paths": PathRow}
+SIM_LISTS: dict[str, type[Strict]] = {"faults": FaultRow, "prices": PriceRow}
 """Tables of a scenario that repeat."""
 
 

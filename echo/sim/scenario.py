@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from echo.config.fleet_file import FaultRow, PriceRow, SimRow
 from echo.config.schema import ActivationSection
 from echo.fleet.job import Job
-from echo.fleet.market import Offer, Region, RentedFleet
+from echo.fleet.market import Offer, RentedFleet
 from echo.sim.lengths import LogNormalLengths
-from echo.sim.network import Route
 
 LEARNER_REGION = "learner"
 """Where the learner stands: routes of regions lead from here."""
@@ -29,8 +28,6 @@ class Scenario:
     """Nodes of each offer."""
     settings: SimRow = field(default_factory=SimRow)
     is_auto_period: bool = False
-    weather: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Region -> (jitter in seconds, loss)."""
     faults: Sequence[FaultRow] = ()
     activation: ActivationSection | None = None
     """None where every worker generates, whatever it costs."""
@@ -48,16 +45,6 @@ class Scenario:
             group_size=job.group_size,
             useful_share=job.useful_share,
             seed=self.settings.seed,
-        )
-
-    def route(self, region: Region) -> Route:
-        """Return the way from the learner to a region."""
-        jitter_s, loss = self.weather.get(region.name, (0.0, 0.0))
-        return Route(
-            bytes_per_s=region.bytes_per_s,
-            latency_s=region.latency_s,
-            jitter_s=jitter_s,
-            loss=loss,
         )
 
     def price_per_h(self, offer: Offer, at_s: float) -> float:

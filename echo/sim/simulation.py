@@ -36,7 +36,7 @@ from echo.sim.clock import InlineThreads, VirtualLoop
 from echo.sim.faults import Faults, SimulatedSite
 from echo.sim.learner import GIVE_UP_S, GIVE_UP_STEPS, LEARNER_ADDRESS, RUN_ID, SimLearner
 from echo.sim.lengths import Groups
-from echo.sim.network import Network, Port
+from echo.sim.network import Network, Port, Route
 from echo.sim.scenario import LEARNER_REGION, Scenario
 from echo.sim.summary import History, Rental
 from echo.sim.timing import EngineModel
@@ -75,7 +75,8 @@ class Simulation:
         )
         self.history.traffic = self.network.traffic
         for region in scenario.fleet.regions.values():
-            self.network.add_region(region.name, scenario.route(region))
+            route = Route(bytes_per_s=region.bytes_per_s, latency_s=region.latency_s)
+            self.network.add_region(region.name, route)
         self.version_store = SharedStore()
         self._options = TransportOptions(dead_after_s=settings.dead_after_s)
         self._num_starts = 0

@@ -82,7 +82,6 @@ def troubled(seed: int = 1) -> Scenario:
     )
     return replace(
         scenario,
-        weather={"far": (0.02, 0.01)},
         faults=[
             FaultRow(at_s=40.0, kind="cut", target="far", for_s=15.0),
             FaultRow(at_s=60.0, kind="kill", target="spot-2", for_s=10.0),
