@@ -212,8 +212,6 @@ class SimRow(Strict):
     """Fixes everything that is drawn."""
     chunks_per_version: Annotated[int, Field(ge=1, le=4096)] = 64
     """Grain of a version: few chunks are fast to simulate, many are closer to the truth."""
-    image_bytes: Annotated[Bytes, Field(gt=0)] | None = None
-    """Of a version in full, where job.version_bytes is a delta's; unset: all are sent in full."""
     release_after_s: Annotated[Seconds, Field(gt=0)] | None = None
     """As worker.release_after_s, with a command that gives the machine back."""
     rent: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)

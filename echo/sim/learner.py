@@ -171,7 +171,7 @@ def make_config(scenario: Scenario, *, scale: float) -> Config:
             "heartbeat_s": settings.heartbeat_s,
             "reconnect_for_s": settings.reconnect_for_s,
             "price_per_gb": _egress_per_gb(scenario) * scale,
-            "codec": "full" if settings.image_bytes is None else "delta",
+            "codec": "full",
         },
         "learner": {"price_per_h": job.learner_price_per_h},
         "activation": {"budget_per_run": None if rule is None else rule.budget_per_run},

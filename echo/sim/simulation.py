@@ -41,7 +41,7 @@ from echo.sim.scenario import LEARNER_REGION, Scenario
 from echo.sim.summary import History, Rental
 from echo.sim.timing import EngineModel
 from echo.sim.transport import SimTransport
-from echo.sim.versions import SharedStore, Versions
+from echo.sim.versions import CHUNK_BYTES, SharedStore, Versions
 from echo.sim.worker import SimWorker, WorkerTimes
 from echo.weights.broadcast import Broadcast
 
@@ -97,12 +97,11 @@ class Simulation:
             identity=self._identity,
             num_chunks=settings.chunks_per_version,
             version_bytes=job.version_bytes,
-            image_bytes=settings.image_bytes,
         )
 
     def _broadcast(self, node_id: str) -> Broadcast:
         settings, scale = self.scenario.settings, self._versions.scale
-        chunk_bytes = self._versions.chunk_bytes * scale
+        chunk_bytes = CHUNK_BYTES * scale
         return Broadcast(
             node_id=node_id,
             window_bytes=max(1, math.ceil(max(WINDOW_BYTES, chunk_bytes) / scale)),

@@ -78,7 +78,6 @@ def troubled(seed: int = 1) -> Scenario:
         lease_timeout_s=30.0,
         speed_spread=0.2,
         train_spread=0.1,
-        image_bytes="400MB",
     )
     return replace(
         scenario,
@@ -256,22 +255,6 @@ def test_weights_take_their_true_size_on_the_links_whatever_the_grain() -> None:
         assert sent == pytest.approx(5 * 80 * MB, rel=0.02)
         assert summary.broadcast_s == pytest.approx(80 * MB / (50 * MB), abs=1.5)
         assert history.steps[-1].broadcast_s is not None
-
-
-@pytest.mark.slow
-def test_deltas_travel_where_they_can_and_images_where_they_must() -> None:
-    job = make_job(version_bytes=8 * MB)
-    offer = make_offer(count=2)
-    scenario = make_scenario(offer, job=job, num_steps=12, image_bytes="80MB")
-    summary, _ = simulate(scenario)
-    sent = summary.gigabytes["weights learner > near"] * 1e9
-    # The first version in full and eleven as deltas, once to each of the two.
-    assert sent == pytest.approx(2 * (80 + 11 * 8) * MB, rel=0.05)
-    # One that comes back has nothing, and fetches the image.
-    death = FaultRow(at_s=60.0, kind="kill", target="gpu-1", for_s=5.0)
-    hurt, _ = simulate(replace(scenario, faults=[death]))
-    more = hurt.gigabytes["weights learner > near"] * 1e9 - sent
-    assert more == pytest.approx((80 - 8) * MB, rel=0.3)
 
 
 def crowded(**rule: Any) -> Scenario:
