@@ -14,9 +14,10 @@ import time
 from typing import Any
 
 import harness
+from hex_search import HexScheduler
 
 from echo.fleet.gpus import GPUS, MODELS
-from echo.fleet.hetero import Cluster, HexJob, HexScheduler
+from echo.fleet.hetero import Cluster, SiteJob
 
 PUBLISHED = {  # model: (over H800 only, over H20 only) at equal budget
     "Qwen2.5-1.5B": (1.36, 2.80),
@@ -74,7 +75,7 @@ def most_over_h20() -> float:
 def throughput(model: str, length: int, h800: int, h20: int, update_s: float | None) -> float:
     """Return optimizer steps per second."""
     counts = {name: n for name, n in (("H800", h800), ("H20", h20)) if n}
-    job = HexJob(
+    job = SiteJob(
         model=MODELS[model],
         rollouts_per_step=ROLLOUTS,
         prompt_tokens=PROMPT_TOKENS,

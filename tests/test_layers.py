@@ -495,7 +495,7 @@ def test_a_relay_imports_with_the_base_installation_alone(tree: SourceTree) -> N
 @pytest.mark.slow
 def test_planning_and_simulating_need_no_torch() -> None:
     others = [name for name in NOT_FOR_RELAYS if name not in ("scipy", "matplotlib")]
-    modules = ["echo.cli.plan", "echo.cli.sim", "echo.cli.sim_replay", "echo.sim.simulation"]
+    modules = ["echo.cli.plan", "echo.cli.sim", "echo.sim.simulation"]
     assert import_without(others, modules, REPOSITORY) == ""
 
 

@@ -41,7 +41,6 @@ COMMANDS = {
         "learner",
     ),
     "ledger": Command("print what happened to every group of a run", parsers.ledger_parser),
-    "debug": Command("replay what a node recorded with --log-events", parsers.debug_parser),
 }
 """By name. `main` of the module of that name in echo.cli takes the rest of the line."""
 

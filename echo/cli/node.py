@@ -346,13 +346,18 @@ class NodeSignals:
             os._exit(code)
 
 
-async def run_node(node: Node) -> str:
+async def run_node(node: Node, event_log: EventLog | None = None) -> str:
     """Run a node until it ends by itself or by signals, see NodeSignals.
+
+    Its events are written to `event_log`, which is closed at the end.
 
     Raises:
         EchoError: if the node cannot go on.
         Interrupted: if a signal has ended it.
     """
+    node.event_log = event_log
+    if event_log is not None:
+        node.at_release.append(event_log.close)
     signals = NodeSignals(node)
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in interrupts.SIGNALS}
@@ -492,7 +497,7 @@ def run_learner(
             "sampling.top_p or top_k truncates what workers sample: their log-probabilities are of "
             "the truncated distribution, the learner's of the whole one, so ratios start below 1"
         )
-    events = EventLog(log_events, log=log)
+    event_log = open_event_log(log_events, log)
     console = Console(stderr=True)
     sinks, project = config.metrics.sinks, config.metrics.wandb_project
     shown = resolved(config)
@@ -502,7 +507,9 @@ def run_learner(
         LiveView(console, mode=config.ui.live) as view,
     ):
         operator = Operator(metrics, view, board)
-        main = _run(config, resume=resume, operator=operator, events=events, log=log, crew=crew)
+        main = _run(
+            config, resume=resume, operator=operator, event_log=event_log, log=log, crew=crew
+        )
         code = run_loop(main, log)
     if code and not interrupts.is_interruption(code):
         print(f"error: {board.last or 'see the log'}", file=sys.stderr)
@@ -555,7 +562,7 @@ async def _run(
     *,
     resume: bool,
     operator: Operator,
-    events: EventLog,
+    event_log: EventLog | None,
     log: logging.Logger,
     crew: Crew | None,
 ) -> str:
@@ -567,13 +574,12 @@ async def _run(
         log=log,
         resume=resume,
         earlier=read_curve(config.run_dir, log) if resume else None,
-        events=events,
         crew=crew,
     )
     node = await build_learner(config, options)
     if config.security.curve and sys.stderr.isatty():
         show_join(config.run_dir / "keys" / "join")
-    return await run_node(node)
+    return await run_node(node, event_log)
 
 
 def read_curve(run_dir: Path, log: logging.Logger) -> LearningCurve | None:
@@ -812,7 +818,17 @@ def run_role(
     config = config.model_copy(update={role: section.model_copy(update={"name": name})})
     log = make_log(name, to_file=config.run_dir / "logs" / f"{name}.log", to_terminal=True)
     with others_in_log(log):
-        return run_loop(_run_dialing(config, role, EventLog(log_events, log=log), log), log)
+        event_log = open_event_log(log_events, log)
+        return run_loop(_run_dialing(config, role, event_log, log), log)
+
+
+def open_event_log(path: Path | None, log: logging.Logger) -> EventLog | None:
+    """Return the event log that --log-events asks for, if any.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    return None if path is None else EventLog(path, log=log)
 
 
 def _is_first_rank() -> bool:
@@ -828,19 +844,21 @@ def _num_ranks() -> int:
     return int(text)
 
 
-async def _run_dialing(config: Config, role: str, events: EventLog, log: logging.Logger) -> str:
+async def _run_dialing(
+    config: Config, role: str, event_log: EventLog | None, log: logging.Logger
+) -> str:
     node: Node
     if role == "relay":
         from echo.runtime.relay import build_relay
 
-        node = await build_relay(config, log=log, events=events)
+        node = await build_relay(config, log=log)
     else:
         from echo.runtime.worker.setup import build_worker
 
-        node = worker = await build_worker(config, log=log, events=events)
+        node = worker = await build_worker(config, log=log)
         for line in (line for line in log.handlers if isinstance(line, StatusLine)):
             node.spawn(show_status(worker, line, log), name="status")
-    return await run_node(node)
+    return await run_node(node, event_log)
 
 
 async def show_status(worker: WorkerNode, line: StatusLine, log: logging.Logger) -> None:

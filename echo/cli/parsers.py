@@ -112,21 +112,9 @@ def node_parser() -> argparse.ArgumentParser:
         "--log-events",
         type=_path,
         metavar="FILE",
-        help="record what this node's role is fed in a new file, for `echo-rl debug`",
+        help="append what this node's role receives and returns to this file, as JSON lines",
     )
     parser.add_argument("--help-config", action="store_true", help="print every configuration key")
-    return parser
-
-
-def debug_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = _parser(
-        "debug",
-        "Replay what a node recorded with --log-events, up to the first action that differs.",
-        "Exit codes: 0 all actions are the same; 1 one differs, and which; 2 wrong command "
-        "line; 3 the file is damaged, or of another version of Echo.",
-    )
-    parser.add_argument("file", type=_path, metavar="FILE", help="what the node wrote")
     return parser
 
 
@@ -180,12 +168,6 @@ def sim_parser() -> argparse.ArgumentParser:
         type=_path,
         metavar="PLAN",
         help="rent what this plan.json of `echo-rl plan` says, at its publish period",
-    )
-    parser.add_argument(
-        "--replay",
-        type=_path,
-        metavar="RUN",
-        help="simulate this recorded run from its inputs, and compare",
     )
     parser.add_argument(
         "--sweep",

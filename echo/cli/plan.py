@@ -31,7 +31,7 @@ from echo.core.extras import command, import_extra
 from echo.core.rollout import KEEP_VERSIONS
 from echo.core.units import format_bytes, format_duration
 from echo.fleet.gpus import BYTES_PER_WEIGHT, RESERVED_BYTES, USABLE_MEMORY
-from echo.fleet.hetero import Cluster, HexJob, HexScheduler, Schedule
+from echo.fleet.hetero import Cluster, Division, SiteJob, find_division
 from echo.fleet.job import Job
 from echo.fleet.overlap import predict, required_rate
 from echo.fleet.provisioning import Forecast, Provisioning, Refusal, provision, refuse
@@ -355,7 +355,7 @@ def _used(request: FleetRequest, plan: Provisioning) -> list[tuple[OfferRow, str
 # --- division of one site -------------------------------------------------------------------------
 
 
-def assign_gpus(request: FleetRequest) -> Schedule:
+def divide_site(request: FleetRequest) -> Division:
     """Return the best division of the learner's GPUs and all offers' between the two jobs.
 
     Raises:
@@ -365,9 +365,9 @@ def assign_gpus(request: FleetRequest) -> Schedule:
     counts: dict[str, int] = {request.learner.gpu: request.learner.num_gpus}
     for row in request.offers:
         counts[row.gpu] = counts.get(row.gpu, 0) + row.count * row.num_gpus
-    scheduler = HexScheduler(
+    division = find_division(
         Cluster(gpus={name: request.gpus[name] for name in counts}, counts=counts),
-        HexJob(
+        SiteJob(
             model=request.model,
             rollouts_per_step=math.ceil(request.job.rollouts_per_step),
             prompt_tokens=job.prompt_tokens,
@@ -375,32 +375,28 @@ def assign_gpus(request: FleetRequest) -> Schedule:
             max_tokens=job.prompt_tokens + request.job.max_completion_tokens,
         ),
     )
-    schedule = scheduler.find()
-    if math.isinf(schedule.step_s):
+    if division is None:
         listed = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
         raise PlanError(
             f"{request.model.name} cannot be trained and sampled on {listed}: no division leaves "
-            "enough memory on both sides; add GPUs, or larger ones, or choose a smaller model"
+            "enough memory on both sides, with training on GPUs of one type; add GPUs, or larger "
+            "ones, or choose a smaller model"
         )
-    return schedule
+    return division
 
 
-def assignment_text(request: FleetRequest, schedule: Schedule) -> str:
-    """Return the division, and the commands for those parts of it that Echo can start."""
+def division_text(request: FleetRequest, division: Division) -> str:
+    """Return the division, and the commands that start it."""
     lines = [
-        f"{request.model.name}: {format_duration(schedule.step_s)} per step "
-        f"(training {format_duration(schedule.train_s)}, generation "
-        f"{format_duration(schedule.rollout_s)} with {format_duration(schedule.update_s)} for new "
+        f"{request.model.name}: {format_duration(division.step_s)} per step "
+        f"(training {format_duration(division.train_s)}, generation "
+        f"{format_duration(division.rollout_s)} with {format_duration(division.update_s)} for new "
         "weights); every rate is an estimate",
-        "training:",
+        f"training: {division.num_train_gpus} x {division.train_gpu}",
+        *(f"  {line}" for line in _learner_commands(request, division)),
+        "generation:",
     ]
-    lines += [
-        f"  {stage.num_gpus} x {stage.gpu}: {stage.num_layers} layers, dp "
-        f"{stage.data_parallel}, tp {stage.tensor_parallel}, pp {stage.pipeline_parallel}"
-        for stage in schedule.training.stages
-    ]
-    lines += [f"  {_learner_command(request, schedule)}", "generation:"]
-    shares = zip(schedule.rollouts.replicas, schedule.rollouts.rollouts, strict=True)
+    shares = zip(division.rollouts.replicas, division.rollouts.rollouts, strict=True)
     for (replica, count), rollouts in shares:
         [(gpu, size)] = replica.gpus
         lines.append(
@@ -411,20 +407,22 @@ def assignment_text(request: FleetRequest, schedule: Schedule) -> str:
     return "\n".join(lines)
 
 
-def _learner_command(request: FleetRequest, schedule: Schedule) -> str:
-    """Return how to start the training, as far as there is a learner that can do it.
-
-    Echo's shards weights over all GPUs, whatever the division has for tensors and pipelines.
-    """
+def _learner_commands(request: FleetRequest, division: Division) -> list[str]:
+    """Return how to start the training: in one process, one machine, or the same on several."""
     command = node_command("learner", [f"learner.advertise={request.learner.address}"])
-    stage, *others = schedule.training.stages
-    if others:
-        return "(no command: Echo's learner shards weights evenly, over GPUs of one kind)"
-    if stage.num_gpus > request.gpus[stage.gpu].num_per_node:
-        return "(no command of one line, for GPUs in several machines: see docs/several-gpus.md)"
-    if stage.num_gpus == 1:
-        return command
-    return f"torchrun --nproc-per-node {stage.num_gpus} --no-python {command}"
+    number = division.num_train_gpus
+    per_machine = min(number, request.gpus[division.train_gpu].num_per_node)
+    if number == 1:
+        return [command]
+    launch = f"--nproc-per-node {per_machine}"
+    if number == per_machine:
+        return [f"torchrun {launch} --no-python {command}"]
+    num_machines = number // per_machine
+    return [
+        f"on each of {num_machines} machines (docs/several-gpus.md)",
+        f"  TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes {num_machines} {launch} "
+        f"--rdzv-backend c10d --rdzv-endpoint FIRST_MACHINE:29500 --no-python {command}",
+    ]
 
 
 def _worker_command(request: FleetRequest, num_gpus: int) -> str:
@@ -546,9 +544,9 @@ def rollouts_text(job: Job) -> str:
 
 def plan_hetero(request: FleetRequest, out: Path, console: Console) -> int:
     """Print and write the division of all GPUs of a request between training and generation."""
-    schedule = assign_gpus(request)
-    print(assignment_text(request, schedule), file=console.file)
-    write_json(out / "hetero.json", to_json(schedule))
+    division = divide_site(request)
+    print(division_text(request, division), file=console.file)
+    write_json(out / "hetero.json", to_json(division))
     print(f"\nwrote {out / 'hetero.json'}", file=console.file)
     return 0
 

@@ -25,9 +25,7 @@ from echo.config.fleet_file import (
 )
 from echo.config.schema import ActivationSection, preset_publish_period
 from echo.core.errors import ConfigError, in_one
-from echo.core.units import format_bytes
 from echo.sim.scenario import LEARNER_REGION, Scenario
-from echo.sim.versions import CHUNK_BYTES
 
 SIM_TABLES: dict[str, type[BaseModel]] = {
     "sim": SimRow,
@@ -35,10 +33,6 @@ SIM_TABLES: dict[str, type[BaseModel]] = {
     **SIM_LISTS,
 }
 """What a fleet file has not."""
-MAX_IMAGE_BYTES = 16 << 20
-"""Of a simulated version in memory, and the most that one chunk may have."""
-MIN_DELTA_GAIN = 1.25
-"""Image to delta below which a run would send the image: `weights/schedule.py`."""
 
 
 def _check_names(
@@ -65,38 +59,20 @@ def _check_names(
     for where, row in rows.good["faults"]:
         known: dict[str, Any] = {"*": None, **offers, **nodes}
         if row.kind == "cut":
-            known = {**request.regions, **nodes}
-        if row.kind != "slow":
-            known[LEARNER_REGION] = None
+            known = {**request.regions, **nodes, LEARNER_REGION: None}
+        elif row.target == LEARNER_REGION:
+            rows.problems.append(
+                f'{where}: target = "{LEARNER_REGION}": the simulated learner neither dies nor '
+                'slows down; give the fault a worker or an offer, or write kind = "cut"'
+            )
+            continue
         rows.check_name(f"{where}: target", row.target, known)
     for where, row in rows.good["prices"]:
         rows.check_name(f"{where}: offer", row.offer, offers)
-    for where, row in rows.good["paths"]:
-        rows.check_name(f"{where}: region", row.region, request.regions)
     if sim.dead_after_s <= sim.heartbeat_s:
         rows.problems.append(
             f"{source}: [sim]: dead_after_s = {sim.dead_after_s:g} must be longer than "
             f"heartbeat_s = {sim.heartbeat_s:g}, or every node counts as dead"
-        )
-
-
-def _check_sizes(rows: Rows, sim: SimRow, request: FleetRequest, source: str) -> None:
-    """Note an image that is hardly larger than a delta, or too large for memory."""
-    delta_bytes = request.job.version_bytes
-    if sim.image_bytes is None:
-        return
-    start = f"{source}: [sim]: image_bytes = {sim.image_bytes:g} must be at"
-    times = f"times job.version_bytes = {delta_bytes:g}, the size of a delta"
-    if sim.image_bytes < MIN_DELTA_GAIN * delta_bytes:
-        rows.problems.append(
-            f"{start} least {MIN_DELTA_GAIN:g} {times}; leave it out where versions are sent "
-            "in full"
-        )
-    most = MAX_IMAGE_BYTES // (sim.chunks_per_version * CHUNK_BYTES)
-    if sim.image_bytes > most * delta_bytes:
-        rows.problems.append(
-            f"{start} most {most} {times}, with chunks_per_version = {sim.chunks_per_version}: "
-            f"an image takes {format_bytes(MAX_IMAGE_BYTES)} here; lower one of the two"
         )
 
 
@@ -135,7 +111,6 @@ def load_scenario(
         # What is more than is offered is a problem, and may be more than memory holds.
         counts |= {name: n for name, n in sim.rent.items() if n <= offered.get(name, -1)}
         _check_names(rows, sim, counts, request, source)
-        _check_sizes(rows, sim, request, source)
     if rows.problems:
         raise ConfigError(in_one("fleet", rows.problems))
     [(_, activation)] = rows.good["activation"]
@@ -147,7 +122,6 @@ def load_scenario(
         settings=sim,
         is_auto_period=is_auto and plan is None,
         activation=None if activation.mode == "off" else activation,
-        weather={row.region: (row.jitter_s, row.loss) for _, row in rows.good["paths"]},
         faults=[row for _, row in rows.good["faults"]],
         prices=[row for _, row in rows.good["prices"]],
     ), request

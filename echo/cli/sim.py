@@ -28,7 +28,6 @@ from echo.cli.output import run_command
 from echo.cli.parsers import sim_parser
 from echo.cli.plan import to_json, write_json
 from echo.cli.scenario import load_scenario
-from echo.cli.sim_replay import comparison, recorded_scenario
 from echo.config.fleet_file import override, read_tables, split_override
 from echo.core.errors import ConfigError, StorageError
 from echo.core.units import format_duration
@@ -233,13 +232,8 @@ def waits(summary: Summary) -> str:
 
 
 def _events_text(summary: Summary) -> list[str]:
-    """Return what happened to the learner, and whom it sent on standby."""
+    """Return what the activation counted, and its last changes."""
     lines = []
-    if summary.num_restarts:
-        lines.append(
-            f"  the learner died {_times(summary.num_restarts)}, was away for "
-            f"{format_duration(summary.down_s)} and made {summary.num_steps_undone} steps again"
-        )
     if summary.cost_as_counted is not None:
         lines.append(
             f"  activation: {len(summary.decisions)} changes, {summary.num_standby} workers on "
@@ -356,8 +350,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Do what the arguments say."""
-    if arguments.replay is not None:
-        return replay(arguments, console)
     if not arguments.files:
         remedy = "configs/scenario-example.toml is one to start from"
         raise ConfigError(f"no SCENARIO given: name a scenario or a fleet file ({remedy})")
@@ -375,18 +367,6 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         console.print(f"note: {notice}", style="dim")
     summary, history = simulate(scenario, console)
     return write(scenario, summary, history, to_json(summary), arguments.out)
-
-
-def replay(arguments: argparse.Namespace, console: Console) -> int:
-    """Simulate a recorded run from its inputs, and print both."""
-    if arguments.files or arguments.set or arguments.sweep or arguments.plan is not None:
-        raise ConfigError("--replay RUN takes everything from the run; leave the rest out")
-    scenario = recorded_scenario(arguments.replay)
-    summary, history = simulate(scenario, console)
-    text, figures = comparison(arguments.replay, summary)
-    console.print(text, highlight=False)
-    record = to_json(summary) | {"replay": figures}
-    return write(scenario, summary, history, record, arguments.out)
 
 
 def simulate(scenario: Scenario, console: Console) -> tuple[Summary, History]:

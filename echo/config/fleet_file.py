@@ -212,10 +212,6 @@ class SimRow(Strict):
     """Fixes everything that is drawn."""
     chunks_per_version: Annotated[int, Field(ge=1, le=4096)] = 64
     """Grain of a version: few chunks are fast to simulate, many are closer to the truth."""
-    image_bytes: Annotated[Bytes, Field(gt=0)] | None = None
-    """Of a version in full, where job.version_bytes is a delta's; unset: all are sent in full."""
-    checkpoint_steps: Count = 10
-    """As checkpoint.interval_steps: where a learner that died goes on."""
     release_after_s: Annotated[Seconds, Field(gt=0)] | None = None
     """As worker.release_after_s, with a command that gives the machine back."""
     rent: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
@@ -270,7 +266,7 @@ class FaultRow(Strict):
     kind: Literal["kill", "preempt", "cut", "slow"]
     """kill: a process dies; preempt: a machine vanishes; cut: nothing passes; slow: a straggler."""
     target: Name
-    """A node (OFFER-1, learner), an offer, "*" for all workers; of a cut: a node or a region."""
+    """A node (OFFER-1), an offer, "*" for all workers; of a cut: a node, "learner" or a region."""
     for_s: Annotated[Seconds, Field(gt=0)] | None = None
     """After that it is over; never if left out."""
     factor: Annotated[float, Field(gt=0, le=1)] = 0.5
@@ -288,18 +284,7 @@ class PriceRow(Strict):
     """$ per hour for one node."""
 
 
-class PathRow(Strict):
-    """What the path from the learner to a region does besides its rate and latency."""
-
-    region: Name
-    """One of [[regions]]."""
-    jitter_s: Instant = 0.0
-    """Added to the latency, evenly distributed up to this."""
-    loss: Share = 0.0
-    """Probability that a packet is lost."""
-
-
-SIM_LISTS: dict[str, type[Strict]] = {"faults": FaultRow, "prices": PriceRow, "paths": PathRow}
+SIM_LISTS: dict[str, type[Strict]] = {"faults": FaultRow, "prices": PriceRow}
 """Tables of a scenario that repeat."""
 
 

@@ -867,12 +867,8 @@ class LedgerTotals:
 
     num_tokens: int = 0
     """Completion tokens of the accepted groups."""
-    num_accepted: int = 0
-    """Groups accepted."""
     num_trained: int = 0
     """Groups trained on."""
-    num_without_signal: int = 0
-    """Groups that were delivered and ended at once, since their rewards were all equal."""
     discarded: dict[str, int] = field(default_factory=dict)
     """Groups discarded, by reason."""
     staleness_tokens: dict[int, int] = field(default_factory=dict)
@@ -888,7 +884,6 @@ def totals_of(records: Iterable[AnyRecord]) -> LedgerTotals:
     totals = LedgerTotals()
     lineages: list[Lineage] = []
     steps: list[Trained] = []
-    accepted: set[int] = set()
     for record in records:
         match record:
             case Began():
@@ -896,17 +891,13 @@ def totals_of(records: Iterable[AnyRecord]) -> LedgerTotals:
                 lineages.append(Lineage(record.lineage, record.fork_step))
             case Accepted():
                 totals.num_tokens += record.tokens
-                accepted.add(record.group)
             case Trained():
                 steps.append(record)
             case Discarded():
                 totals.discarded[record.reason] = totals.discarded.get(record.reason, 0) + 1
-                is_useless = record.reason == "zero_variance" and record.group not in accepted
-                totals.num_without_signal += is_useless
             case Cost():
                 totals.cost = record
     surviving = _surviving(steps, lineages)
-    totals.num_accepted = len(accepted)
     totals.num_trained = sum(len(record.groups) for record in surviving)
     _add_staleness(surviving, totals.staleness_tokens)
     return totals

@@ -176,8 +176,6 @@ class WorkerRate:
     """Most rollouts that it held side by side."""
     group_s: float
     """Median seconds from grant to acceptance of a group."""
-    pace: float
-    """Completion tokens per second of one group, from grant to acceptance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +221,6 @@ def _rate(deliveries: list[Delivery], group_size: int) -> WorkerRate:
         tokens_per_s=num_tokens / max(busy_s, 1e-9),
         concurrency=most * group_size,
         group_s=median(end - begin for begin, end in spans),
-        pace=num_tokens / max(sum(end - begin for begin, end in spans), 1e-9),
     )
 
 

@@ -149,6 +149,8 @@ class Node:
         self._tasks: set[asyncio.Task[None]] = set()
         self.at_release: list[Callable[[], None]] = []
         """What else is called at the end, whatever ended the node."""
+        self.event_log: EventLog | None = None
+        """Where all that the role receives and returns is written; None for nowhere."""
 
     # --- what roles fill in ----------------------------------------------------------------------
 
@@ -259,6 +261,8 @@ class Node:
             events = await self.transport.receive()
             self._is_reading = True
             for event in events:
+                if self.event_log is not None:
+                    self.event_log.write("received", event, now=self.now)
                 match event:
                     case Received() if event.is_public and not is_public(event.frames):
                         self._refuse_public(event)
@@ -300,6 +304,8 @@ class Node:
     def perform(self, actions: Iterable[Action]) -> None:
         """Carry out actions in order, then arm the timer anew; of a burst of messages once."""
         for action in actions:
+            if self.event_log is not None:
+                self.event_log.write("returned", action, now=self.now)
             match action:
                 case Send():
                     self.transport.send(action.peer, action.frames, is_public=action.is_public)
@@ -342,7 +348,10 @@ class Node:
         if self.has_ended or future.cancelled():
             return
         with self._ending_at_failure():
-            self.perform(self._role.worked(work, future.result(), now=self.now))
+            fault = future.result()
+            if self.event_log is not None:
+                self.event_log.write("worked", work, now=self.now, result=fault)
+            self.perform(self._role.worked(work, fault, now=self.now))
 
     def _arm(self) -> None:
         deadline = self._role.deadline
@@ -587,23 +596,19 @@ def make_broadcast(
     version_store: VersionStore | None = None,
     *,
     keep_versions: int = KEEP_VERSIONS,
-    events: EventLog | None = None,
 ) -> Broadcast:
     """Return a node's part of the weights plane with the configuration's bounds.
 
     The learner receives no versions and has no store. `keep_versions` whole images are kept,
     besides those that somebody takes.
     """
-    events = events or EventLog()
-    return events.build(
-        "broadcast",
-        Broadcast,
+    return Broadcast(
         node_id=node_id,
         window_bytes=min(FIRST_WINDOW_CHUNKS * network.chunk_bytes, MAX_FIRST_WINDOW_BYTES),
         # A healthy parent sends a chunk or says that it waits within a heartbeat or two.
         stall_s=max(0.5, network.heartbeat_s),
         keep_versions=keep_versions,
-        version_store=events.outside(version_store),
+        version_store=version_store,
     )
 
 

@@ -12,7 +12,6 @@ from echo.roles.joining import Configure
 from echo.roles.relay import Relay
 from echo.runtime import node
 from echo.runtime.disk_store import open_store
-from echo.runtime.event_log import EventLog
 from echo.runtime.identity import dial_addresses, node_keys
 from echo.runtime.node import DialingNode
 from echo.runtime.threads import Threads
@@ -41,9 +40,7 @@ class RelayNode(DialingNode):
         self.perform(self.role.configured({}, now=self.now))
 
 
-async def build_relay(
-    config: Config, *, log: logging.Logger, events: EventLog | None = None
-) -> RelayNode:
+async def build_relay(config: Config, *, log: logging.Logger) -> RelayNode:
     """Return a relay that is ready to run, listening already.
 
     Raises:
@@ -53,7 +50,7 @@ async def build_relay(
     transport = await node.start_transport(config.network, config.relay.listen, keys)
     node.tell_of_kernel(config, config.relay.listen, *dial_addresses(config, "relay"), log=log)
     try:
-        return assemble_relay(config, transport, log=log, events=events)
+        return assemble_relay(config, transport, log=log)
     except BaseException:
         await transport.close()
         raise
@@ -65,19 +62,13 @@ def assemble_relay(
     *,
     threads: Threads | None = None,
     log: logging.Logger,
-    events: EventLog | None = None,
 ) -> RelayNode:
     """Join a relay on a transport that has been started; otherwise as `build_relay`."""
-    events = events or EventLog()
     settings = node.node_settings(config, "relay", transport.listen_address, log=log)
     version_store = open_store(config.network.store_dir, config.network.store_bytes)
-    role = events.build(
-        "role",
-        Relay,
+    role = Relay(
         settings,
-        node.make_broadcast(settings.node_id, config.network, version_store, events=events),
+        node.make_broadcast(settings.node_id, config.network, version_store),
         now=asyncio.get_running_loop().time(),
     )
-    relay = RelayNode(role, transport, version_store=version_store, threads=threads, log=log)
-    relay.at_release.append(events.close)
-    return relay
+    return RelayNode(role, transport, version_store=version_store, threads=threads, log=log)

@@ -1,7 +1,4 @@
-"""Faults: those of the scenario, and machines taken away at random.
-
-A learner that dies comes back with what it has on its disk; one that does not ends the run.
-"""
+"""Faults: those of the scenario, and machines taken away at random."""
 
 from __future__ import annotations
 
@@ -12,9 +9,8 @@ from typing import Protocol
 from echo.config.fleet_file import FaultRow
 from echo.fleet.market import Offer
 from echo.sim.clock import VirtualLoop
-from echo.sim.learner import SimLearner
 from echo.sim.network import Network, Port
-from echo.sim.scenario import LEARNER_REGION, Scenario
+from echo.sim.scenario import Scenario
 from echo.sim.summary import History, Rental
 from echo.sim.worker import SimWorker
 
@@ -48,19 +44,12 @@ class Stage(Protocol):
     network: Network
     history: History
     sites: list[SimulatedSite]
-    learner: SimLearner
 
     def start_worker(self, site: SimulatedSite) -> None:
         """Start a process at a site."""
 
-    def kill(self, node: SimLearner | SimWorker, *, is_silent: bool) -> None:
+    def kill(self, worker: SimWorker, *, is_silent: bool) -> None:
         """End a process."""
-
-    def resume_learner(self, *, away_s: float) -> None:
-        """Start it again after so long."""
-
-    def end(self, reason: str) -> None:
-        """End the run before its last step."""
 
 
 class Faults:
@@ -69,8 +58,6 @@ class Faults:
     def __init__(self, stage: Stage) -> None:
         """Know the stage; `begin` sets the clock."""
         self._stage = stage
-        self._learner_died_at: float | None = None
-        """None while it is there."""
 
     def begin(self) -> None:
         """Have everything happen at its time."""
@@ -89,9 +76,6 @@ class Faults:
             if fault.for_s is not None:
                 loop.call_later(fault.for_s, network.mend, fault.target)
             return
-        if fault.target == LEARNER_REGION:
-            self._take_learner(fault)
-            return
         for site in self._targets(fault.target):
             if fault.kind == "slow":
                 self._slow(site, fault)
@@ -100,26 +84,6 @@ class Faults:
 
     def _targets(self, name: str) -> list[SimulatedSite]:
         return [site for site in self._stage.sites if name in (site.name, site.offer.name, "*")]
-
-    # --- the learner -----------------------------------------------------------------------------
-
-    def _take_learner(self, fault: FaultRow) -> None:
-        """End the learner; one that is dead already stays so until it comes back."""
-        stage = self._stage
-        if self._learner_died_at is None:
-            self._learner_died_at = stage.loop.time()
-            stage.kill(stage.learner, is_silent=fault.kind == "preempt")
-            if fault.for_s is not None:
-                stage.loop.call_later(fault.for_s, self._resume_learner)
-                return
-        if fault.for_s is None:
-            stage.end("the learner died and did not come back")
-
-    def _resume_learner(self) -> None:
-        assert self._learner_died_at is not None
-        away_s = self._stage.loop.time() - self._learner_died_at
-        self._learner_died_at = None
-        self._stage.resume_learner(away_s=away_s)
 
     # --- loss and return -------------------------------------------------------------------------
 

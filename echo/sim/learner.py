@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from echo.config.load import parse_config
 from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
 from echo.core.metrics import Snapshot
+from echo.core.rollout import Lineage
 from echo.leases.book import LeaseBook
 from echo.leases.scheduler import LeaseSettings, RunState
 from echo.roles.joining import AdmissionSettings
@@ -21,14 +23,13 @@ from echo.roles.learner import Learner, LearnerSettings
 from echo.runtime.identity import Identity
 from echo.runtime.learner.cost import ActivationSettings
 from echo.runtime.learner.node import LearnerNode, OpenedRun, Row
-from echo.runtime.learner.resume import SavedRun, StartingPoint
+from echo.sim.lengths import Groups
 from echo.sim.scenario import LEARNER_REGION, Scenario
-from echo.sim.summary import BillRecord, StepRecord
+from echo.sim.summary import BillRecord, History, StepRecord
 from echo.sim.timing import (
-    Disk,
     LearnerThreads,
-    MemoryCheckpoints,
     MemoryLedger,
+    NoCheckpoints,
     TimedProgress,
     TimedTrainer,
 )
@@ -47,6 +48,7 @@ LEARNER_ADDRESS = "tcp://learner:7700"
 GIVE_UP_S = 3600.0
 GIVE_UP_STEPS = 30
 """A run in which nothing was trained for so long, and for the time of so many steps, is over."""
+LINEAGES = (Lineage(1, 0),)
 UNBOUNDED = 1 << 30
 """A bound on staleness that never holds a lease back."""
 
@@ -54,14 +56,15 @@ _log = logging.getLogger("echo.sim")
 
 
 class SimLearner(LearnerNode):
-    """One start of the learner, of whose steps the history is told."""
+    """The learner, of whose steps the history is told."""
 
     is_watching = False
 
     def __init__(
         self,
         scenario: Scenario,
-        disk: Disk,
+        groups: Groups,
+        history: History,
         transport: SimTransport,
         *,
         identity: Identity,
@@ -69,32 +72,25 @@ class SimLearner(LearnerNode):
         broadcast: Broadcast,
         end: Callable[[str], None],
     ) -> None:
-        """Go on from the disk; `end` is told why the run is over, "" after its last step."""
+        """Begin a run; `end` is told why it is over, "" after its last step."""
         self.link, self._num_broadcasts = transport, 0
-        self._scenario, self._disk, self._end_run = scenario, disk, end
+        self._scenario, self._groups, self._history, self._end_run = scenario, groups, history, end
         config = make_config(scenario, scale=versions.scale)
-        now = disk.now()
-        ledger = MemoryLedger(disk)
-        saved = SavedRun(ledger, MemoryCheckpoints(disk, scenario, run_id=RUN_ID, now=now))
-        is_new, max_staleness = not ledger.num_records, scenario.job.max_staleness
-        start = (
-            saved.begin() if is_new else saved.recover(run_id=RUN_ID, max_staleness=max_staleness)
-        )
-        self.start = start
-        buffer = make_buffer(scenario, start)
+        now = asyncio.get_running_loop().time()
+        self._memory = MemoryLedger(groups, history)
+        buffer = make_buffer(scenario)
         role = make_role(
-            scenario, start, identity=identity, broadcast=broadcast, buffer=buffer,
-            scale=versions.scale, now=now,
+            scenario, identity=identity, broadcast=broadcast, buffer=buffer, scale=versions.scale,
+            now=now,
         )  # fmt: skip
-        saved.enter(start)
-        trainer: Any = TimedTrainer(scenario, disk.groups, step=start.step)
+        trainer: Any = TimedTrainer(scenario, groups)
         self.trainer: TimedTrainer = trainer
         publisher: Any = versions
         opened = OpenedRun(
-            ledger=ledger,
-            checkpoints=saved.checkpoints,
+            ledger=self._memory,
+            checkpoints=NoCheckpoints(now=now),
             activation=_activation_settings(scenario, scale=versions.scale),
-            progress=TimedProgress(self.trainer, start, now=now),
+            progress=TimedProgress(self.trainer, now=now),
             trainer=trainer,
             attribution=None,
             publisher=publisher,
@@ -109,13 +105,12 @@ class SimLearner(LearnerNode):
 
     def waiting(self) -> dict[int, float]:
         """Return the groups that wait to be trained, and how many tokens they have."""
-        disk = self._disk
-        return {i: disk.groups.length(i).num_tokens for i in disk.waiting()}
+        return {i: self._groups.length(i).num_tokens for i in self._memory.waiting}
 
     def write_metrics(self, step: int, row: Row) -> None:
         """Take down a step."""
         figures: Mapping[str, Any] = row
-        history, trainer = self._disk.history, self.trainer
+        history, trainer = self._history, self.trainer
         if self.pace.num_broadcasts > self._num_broadcasts:
             self._num_broadcasts = self.pace.num_broadcasts
             history.broadcasts.append(figures["broadcast/seconds"])
@@ -176,7 +171,7 @@ def make_config(scenario: Scenario, *, scale: float) -> Config:
             "heartbeat_s": settings.heartbeat_s,
             "reconnect_for_s": settings.reconnect_for_s,
             "price_per_gb": _egress_per_gb(scenario) * scale,
-            "codec": "full" if settings.image_bytes is None else "delta",
+            "codec": "full",
         },
         "learner": {"price_per_h": job.learner_price_per_h},
         "activation": {"budget_per_run": None if rule is None else rule.budget_per_run},
@@ -190,21 +185,18 @@ def make_config(scenario: Scenario, *, scale: float) -> Config:
     )
 
 
-def make_buffer(scenario: Scenario, start: StartingPoint) -> StalenessBuffer:
-    """Return the buffer with what waited on the disk."""
+def make_buffer(scenario: Scenario) -> StalenessBuffer:
+    """Return the empty buffer."""
     job = scenario.job
-    buffer = StalenessBuffer(max_staleness=job.max_staleness, lineages=start.lineages)
+    buffer = StalenessBuffer(max_staleness=job.max_staleness, lineages=LINEAGES)
     if not scenario.settings.is_paced:
         # Without pacing the role knows no bound; the buffer keeps the real one all the same.
         buffer.admission_staleness = UNBOUNDED
-    for group in start.buffered:
-        buffer.put(group)
     return buffer
 
 
 def make_role(
     scenario: Scenario,
-    start: StartingPoint,
     *,
     identity: Identity,
     broadcast: Broadcast,
@@ -212,10 +204,8 @@ def make_role(
     scale: float,
     now: float,
 ) -> Learner:
-    """Return the learner's role with its leases as they were."""
+    """Return the learner's role."""
     job, settings = scenario.job, scenario.settings
-    leases = LeaseBook(timeout_s=settings.lease_timeout_s)
-    start.enter_leases(leases, now=now)
     return Learner(
         LearnerSettings(
             admission=AdmissionSettings(
@@ -247,13 +237,7 @@ def make_role(
             ),
             chunk_bytes=CHUNK_BYTES,
         ),
-        RunState(
-            leases=leases,
-            lineages=start.lineages,
-            step=start.step,
-            next_group_id=start.next_group_id,
-            finished=start.finished,
-        ),
+        RunState(leases=LeaseBook(timeout_s=settings.lease_timeout_s), lineages=LINEAGES),
         broadcast=broadcast,
         buffer=buffer,
         prompts=NoPrompts(),

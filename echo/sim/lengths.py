@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import msgspec
 
@@ -35,13 +33,6 @@ class GroupLength:
     """Whether its rewards differ, so that something can be learned from it."""
 
 
-class Lengths(Protocol):
-    """Where lengths come from."""
-
-    def of(self, group_id: int) -> GroupLength:
-        """Return the length of a group; the same for the same id."""
-
-
 class LogNormalLengths:
     """Completions of log-normal length, independent of each other, cut off at a limit."""
 
@@ -63,6 +54,7 @@ class LogNormalLengths:
         self._useful_share = useful_share
         self._seed = seed
         self.of = lru_cache(maxsize=REMEMBERED)(self._draw)
+        """Return the length of a group; the same for the same id."""
 
     def _draw(self, group_id: int) -> GroupLength:
         chance = random.Random(f"{self._seed}/group/{group_id}")
@@ -71,24 +63,6 @@ class LogNormalLengths:
             for _ in range(self._group_size)
         ]
         return GroupLength(sum(drawn), max(drawn), chance.random() < self._useful_share)
-
-
-class RecordedLengths:
-    """Groups as a run recorded them, drawn again and again."""
-
-    def __init__(self, groups: Sequence[int], *, group_size: int, useful_share: float) -> None:
-        """Take the recorded totals of groups, tokens."""
-        self._groups = sorted(groups)
-        self._group_size = group_size
-        self._useful_share = useful_share
-        self.of = lru_cache(maxsize=REMEMBERED)(self._draw)
-
-    def _draw(self, group_id: int) -> GroupLength:
-        chance = random.Random(f"recorded group {group_id}")
-        total = chance.choice(self._groups)
-        # Nothing is known of the longest: the recorded pace of groups contains what it costs.
-        longest = max(1, total // self._group_size)
-        return GroupLength(total, longest, chance.random() < self._useful_share)
 
 
 # --- groups ---------------------------------------------------------------------------------------
@@ -110,7 +84,7 @@ _decoder = msgspec.msgpack.Decoder(_Named)
 class Groups:
     """All groups, by id."""
 
-    def __init__(self, lengths: Lengths, *, upload_bytes_per_token: float) -> None:
+    def __init__(self, lengths: LogNormalLengths, *, upload_bytes_per_token: float) -> None:
         self._lengths = lengths
         self._bytes_per_token = upload_bytes_per_token
         self._shares: dict[int, dict[int, Shares]] = {}

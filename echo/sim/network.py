@@ -1,4 +1,4 @@
-"""A network on paper: connections with rates, latency, jitter, loss and cuts.
+"""A network on paper: connections with rates, latency, jitter and cuts.
 
     sender's uplink  ->  route between two regions  ->  receiver's downlink
     (shared by all)      (one stream's rate, delay)      (shared by all)
@@ -7,9 +7,8 @@
   at the rate of one stream, and queues again at the downlink; each stage begins with the first
   byte, so that an idle stage adds nothing. **Small** messages slip in between, as packets of other
   connections do, and take the latency only. Within one connection nothing is overtaken.
-* A connection is a stream, as over TCP: a lost packet is sent again and costs time, not messages.
-  Small messages are then held up for a retransmission; bulk has the route's rate less what is
-  lost (that rate is what one stream was measured to reach, with whatever TCP makes of the loss).
+* A connection is a stream, as over TCP: a lost packet costs time, not messages. The route's rate is
+  what one stream was measured to reach, with whatever TCP makes of the packets that are lost.
 * Where a cut begins, what is in flight is lost and the connection stalls; each end is told its
   `dead_after_s` later, as unanswered heartbeats would tell it. A machine that vanishes is noticed
   in the same way, a process that dies at once.
@@ -42,8 +41,6 @@ FRAMING_BYTES = 60
 """What TCP, ZMTP and IP add to a message, roughly."""
 HANDSHAKE_TRIPS = 4
 """Trips before a connection stands: two of TCP, two of CURVE."""
-LEAST_RTO_S = 0.2
-"""Until TCP sends a lost packet again, at least."""
 FIRST_FREE_PORT = 49152
 
 
@@ -57,23 +54,14 @@ class Route:
     """One way."""
     jitter_s: float = 0.0
     """Added to the latency, evenly distributed in [0, jitter_s]."""
-    loss: float = 0.0
-    """Probability that a packet is lost."""
 
     def __post_init__(self) -> None:
         if min(self.latency_s, self.jitter_s) < 0 or not math.isfinite(
             self.latency_s + self.jitter_s
         ):
             raise ValueError(f"latency_s and jitter_s must be finite and >= 0, got {self}")
-        if not 0.0 <= self.loss < 1.0:
-            raise ValueError(f"loss is a probability below 1, got {self.loss}; to lose all, cut")
         if not self.bytes_per_s > 0:
             raise ValueError(f"bytes_per_s must be > 0, got {self.bytes_per_s}; to stop it, cut")
-
-    @property
-    def stream_bytes_per_s(self) -> float:
-        """Rate at which one stream brings something new."""
-        return self.bytes_per_s * (1 - self.loss)
 
     def joined(self, other: Route) -> Route:
         """Return this route and then another as one."""
@@ -81,7 +69,6 @@ class Route:
             bytes_per_s=min(self.bytes_per_s, other.bytes_per_s),
             latency_s=self.latency_s + other.latency_s,
             jitter_s=self.jitter_s + other.jitter_s,
-            loss=1 - (1 - self.loss) * (1 - other.loss),
         )
 
 
@@ -146,7 +133,7 @@ class LinkEnd:
     route: Route = field(init=False)
     stream_bytes_per_s: float = field(init=False)
     chance: random.Random | None = None
-    """Of jitter and loss, the same at both ends; None where there are none."""
+    """Of jitter, the same at both ends; None where there is none."""
     idle_at: float = 0.0
     """When the route will have taken the last bulk."""
     arrived_at: float = 0.0
@@ -174,7 +161,7 @@ class Network:
         """Start without nodes.
 
         Args:
-            seed: of jitter and loss.
+            seed: of jitter.
             between: the route between regions of which nothing else is said; None for no distance.
             weight_scale: bytes that one byte of an image stands for.
             groups: the true sizes of groups; None for those of the messages.
@@ -293,8 +280,8 @@ class Network:
         """Find the way from an end to the other."""
         port = end.client.port
         end.route = route = self.route(port.region, end.far.client.port.region)
-        end.stream_bytes_per_s = min(route.stream_bytes_per_s, port.up_bytes_per_s)
-        if route.jitter_s > 0 or route.loss > 0:
+        end.stream_bytes_per_s = min(route.bytes_per_s, port.up_bytes_per_s)
+        if route.jitter_s > 0:
             end.chance = end.far.chance or random.Random(f"{self._seed}/o{end.number}")
 
     def hang_up(
@@ -374,7 +361,7 @@ class Network:
             leaves_at = max(here.up_idle_at, end.idle_at)
         arrives_at = leaves_at + end.route.latency_s
         if end.chance is not None:
-            arrives_at += self._luck(end, end.chance, is_bulk=num_bytes >= self._bulk_bytes)
+            arrives_at += end.chance.uniform(0.0, end.route.jitter_s)
         if arrives_at > end.arrived_at:
             end.arrived_at = arrives_at
         self.at(end.arrived_at, self._arrive, end, num_bytes, frames)
@@ -392,14 +379,6 @@ class Network:
                 return "rollouts", num_bytes + self._groups.num_bytes(frames[1])
             return "rollouts", num_bytes + len(frames[1]) + len(frames[2])
         return "control", num_bytes + sum(map(len, frames[1:]))
-
-    def _luck(self, end: LinkEnd, chance: random.Random, *, is_bulk: bool) -> float:
-        """Return by how much jitter and loss delay a message; bulk pays for loss by its rate."""
-        route = end.route
-        delay_s = chance.uniform(0.0, route.jitter_s)
-        if chance.random() < route.loss and not is_bulk:
-            delay_s += max(LEAST_RTO_S, 4 * route.latency_s)
-        return delay_s
 
     def _arrive(self, end: LinkEnd, num_bytes: float, frames: list[Frame]) -> None:
         """Take a message from an end through the receiver's downlink."""

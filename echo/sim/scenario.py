@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from echo.config.fleet_file import FaultRow, PriceRow, SimRow
 from echo.config.schema import ActivationSection
 from echo.fleet.job import Job
-from echo.fleet.market import Offer, Region, RentedFleet
-from echo.sim.lengths import Lengths, LogNormalLengths
-from echo.sim.network import Route
+from echo.fleet.market import Offer, RentedFleet
+from echo.sim.lengths import LogNormalLengths
 
 LEARNER_REGION = "learner"
 """Where the learner stands: routes of regions lead from here."""
@@ -29,23 +28,17 @@ class Scenario:
     """Nodes of each offer."""
     settings: SimRow = field(default_factory=SimRow)
     is_auto_period: bool = False
-    weather: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Region -> (jitter in seconds, loss)."""
     faults: Sequence[FaultRow] = ()
     activation: ActivationSection | None = None
     """None where every worker generates, whatever it costs."""
     min_dwell_s: float = 120.0
     """How long activation leaves a worker active at least, as in a run; shorter where a run is."""
     prices: Sequence[PriceRow] = ()
-    lengths: Lengths | None = None
-    """Of groups; None for those of the job."""
-    train_times: Sequence[float] = ()
-    """Recorded seconds of each step, in place of the job's; empty for none."""
 
-    def group_lengths(self) -> Lengths:
+    def group_lengths(self) -> LogNormalLengths:
         """Return where lengths come from."""
         job = self.job
-        return self.lengths or LogNormalLengths(
+        return LogNormalLengths(
             mean=job.completion_tokens,
             spread=job.completion_spread,
             limit=job.max_completion_tokens,
@@ -53,21 +46,6 @@ class Scenario:
             useful_share=job.useful_share,
             seed=self.settings.seed,
         )
-
-    def route(self, region: Region) -> Route:
-        """Return the way from the learner to a region."""
-        jitter_s, loss = self.weather.get(region.name, (0.0, 0.0))
-        return Route(
-            bytes_per_s=region.bytes_per_s,
-            latency_s=region.latency_s,
-            jitter_s=jitter_s,
-            loss=loss,
-        )
-
-    @property
-    def can_learner_die(self) -> bool:
-        """Whether a fault takes the learner."""
-        return any(f.target == LEARNER_REGION and f.kind != "cut" for f in self.faults)
 
     def price_per_h(self, offer: Offer, at_s: float) -> float:
         """Return $ per hour for a node at an instant."""

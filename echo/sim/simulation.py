@@ -36,12 +36,12 @@ from echo.sim.clock import InlineThreads, VirtualLoop
 from echo.sim.faults import Faults, SimulatedSite
 from echo.sim.learner import GIVE_UP_S, GIVE_UP_STEPS, LEARNER_ADDRESS, RUN_ID, SimLearner
 from echo.sim.lengths import Groups
-from echo.sim.network import Network, Port
+from echo.sim.network import Network, Port, Route
 from echo.sim.scenario import LEARNER_REGION, Scenario
 from echo.sim.summary import History, Rental
-from echo.sim.timing import Disk, EngineModel
+from echo.sim.timing import EngineModel
 from echo.sim.transport import SimTransport
-from echo.sim.versions import SharedStore, Versions
+from echo.sim.versions import CHUNK_BYTES, SharedStore, Versions
 from echo.sim.worker import SimWorker, WorkerTimes
 from echo.weights.broadcast import Broadcast
 
@@ -75,12 +75,11 @@ class Simulation:
         )
         self.history.traffic = self.network.traffic
         for region in scenario.fleet.regions.values():
-            self.network.add_region(region.name, scenario.route(region))
+            route = Route(bytes_per_s=region.bytes_per_s, latency_s=region.latency_s)
+            self.network.add_region(region.name, route)
         self.version_store = SharedStore()
         self._options = TransportOptions(dead_after_s=settings.dead_after_s)
         self._num_starts = 0
-        # Where no crash can bring anything back, nothing is kept for it.
-        self.disk = Disk(self.groups, self.history, is_kept=scenario.can_learner_die)
         uplink = scenario.fleet.uplink_bytes_per_s
         self._learner_port = Port("learner", LEARNER_REGION, uplink, uplink, LEARNER_ADDRESS)
         self.sites = [self._make_site(name, offer) for name, offer in scenario.nodes()]
@@ -98,12 +97,11 @@ class Simulation:
             identity=self._identity,
             num_chunks=settings.chunks_per_version,
             version_bytes=job.version_bytes,
-            image_bytes=settings.image_bytes,
         )
 
     def _broadcast(self, node_id: str) -> Broadcast:
         settings, scale = self.scenario.settings, self._versions.scale
-        chunk_bytes = self._versions.chunk_bytes * scale
+        chunk_bytes = CHUNK_BYTES * scale
         return Broadcast(
             node_id=node_id,
             window_bytes=max(1, math.ceil(max(WINDOW_BYTES, chunk_bytes) / scale)),
@@ -155,10 +153,11 @@ class Simulation:
     def _start_learner(self) -> None:
         self.learner = SimLearner(
             self.scenario,
-            self.disk,
+            self.groups,
+            self.history,
             self._transport(self._learner_port),
             identity=self._identity,
-            versions=self._make_versions(),
+            versions=self._versions,
             broadcast=self._broadcast("learner"),
             end=self.end,
         )
@@ -265,15 +264,10 @@ class Simulation:
             site.give_back(self.loop.time())
             site.is_given_up = True
 
-    def kill(self, node: SimLearner | SimWorker, *, is_silent: bool) -> None:
-        """End a process; what it has not sent, or written down, is lost."""
-        node.stop("killed")
-        node.link.kill(is_silent=is_silent)
-
-    def resume_learner(self, *, away_s: float) -> None:
-        """Start the learner again, from its newest checkpoint and in a new lineage."""
-        self._start_learner()
-        self.history.resumed(self.learner.start.step, down_s=away_s)
+    def kill(self, worker: SimWorker, *, is_silent: bool) -> None:
+        """End a process; what it has not sent is lost."""
+        worker.stop("killed")
+        worker.link.kill(is_silent=is_silent)
 
     def end(self, reason: str) -> None:
         """Let no more time pass; the reason is empty after the last step."""

@@ -85,12 +85,6 @@ class History:
     """(when, what) of each change of the active workers."""
     num_deaths: int = 0
     """Of workers."""
-    num_restarts: int = 0
-    """Of the learner."""
-    num_steps_undone: int = 0
-    """Steps after a checkpoint that the learner lost in its deaths."""
-    down_s: float = 0.0
-    """Seconds without a learner."""
     end: str = ""
     """Why the run ended before its last step."""
     traffic: Traffic = field(default_factory=dict)
@@ -108,15 +102,6 @@ class History:
         """Take down a step."""
         self.steps.append(record)
         self.traffic_at_steps.append(dict(self.traffic))
-
-    def resumed(self, step: int, *, down_s: float) -> None:
-        """Take down that the learner goes on after a step: those that follow it are void."""
-        kept = [each for each in self.steps if each.step <= step]
-        self.num_restarts += 1
-        self.num_steps_undone += len(self.steps) - len(kept)
-        self.down_s += down_s
-        self.steps, self.traffic_at_steps = kept, self.traffic_at_steps[: len(kept)]
-        self.bills = self.bills[: len(kept)]
 
     def recorded(self, record: AnyRecord, groups: Groups) -> None:
         """Take down what concerns groups and workers of a record of the learner."""
@@ -217,12 +202,6 @@ class Summary:
     """10^9 bytes by what and where: "weights learner > oregon"."""
     num_deaths: int
     """Of workers."""
-    num_restarts: int
-    """Of the learner."""
-    num_steps_undone: int
-    """Steps that it lost in its deaths and made again."""
-    down_s: float
-    """Seconds without a learner."""
     end: str
     """Why the run ended before its last step."""
     decisions: Sequence[Mapping[str, object]]
@@ -293,9 +272,6 @@ def summarise(scenario: Scenario, history: History) -> Summary:
             for (source, target, what), num_bytes in sorted(history.traffic.items())
         },
         num_deaths=history.num_deaths,
-        num_restarts=history.num_restarts,
-        num_steps_undone=history.num_steps_undone,
-        down_s=history.down_s,
         end=history.end,
         decisions=[{"time_s": at, "text": str(made)} for at, made in history.decisions],
         num_standby=history.bills[-1].num_standby if history.bills else 0,

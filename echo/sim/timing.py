@@ -6,7 +6,7 @@ less than its longest completion at that pace. New weights are taken in flight: 
 then on is theirs. A pausing engine makes nothing until it goes on.
 
 The learner is the real one (`runtime/learner/node.py`). Its trainer makes steps that take their
-time and teach nothing; its disk is in memory, and survives its death.
+time and teach nothing; its ledger is in memory, and it saves no checkpoints.
 """
 
 from __future__ import annotations
@@ -19,17 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from echo.core.errors import LocalProtocolError
 from echo.core.records import Discarded
 from echo.core.rollout import Group, PolicyVersion
 from echo.records.ledger import Accepted, AnyRecord, LedgerQueue, Place, Trained
-from echo.runtime.learner.checkpoint import (
-    CheckpointInfo,
-    Checkpoints,
-    FoundCheckpoint,
-)
+from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.node import LearnerNode
 from echo.runtime.learner.report import Progress
-from echo.runtime.learner.resume import StartingPoint
 from echo.sim.clock import InlineThreads
 from echo.sim.lengths import GroupLength, Groups
 from echo.sim.scenario import Scenario
@@ -153,10 +149,10 @@ class EngineModel:
 class TimedTrainer:
     """A trainer whose steps take time and teach nothing."""
 
-    def __init__(self, scenario: Scenario, groups: Groups, *, step: int) -> None:
+    def __init__(self, scenario: Scenario, groups: Groups) -> None:
         self._scenario = scenario
         self._groups = groups
-        self.step_count = step
+        self.step_count = 0
         self.staleness: dict[int, float] = {}
         """Tokens of the last step by staleness."""
         self.stepped_at = 0.0
@@ -166,8 +162,6 @@ class TimedTrainer:
     def step_s(self) -> float:
         """Return the seconds of the next step."""
         scenario, number = self._scenario, self.step_count
-        if scenario.train_times:
-            return scenario.train_times[number % len(scenario.train_times)]
         chance = random.Random(f"{scenario.settings.seed}/step/{number}")
         return scenario.job.train_s * max(0.1, chance.gauss(1.0, scenario.settings.train_spread))
 
@@ -206,8 +200,8 @@ class TimedTrainer:
 class TimedProgress(Progress):
     """The learner's totals, with the true lengths: groups have one token for each version."""
 
-    def __init__(self, trainer: TimedTrainer, start: StartingPoint, *, now: float) -> None:
-        super().__init__(staleness_tokens=start.staleness_tokens, now=now, step=start.step)
+    def __init__(self, trainer: TimedTrainer, *, now: float) -> None:
+        super().__init__(staleness_tokens={}, now=now)
         self._trainer = trainer
 
     def step_metrics(
@@ -231,91 +225,50 @@ class TimedProgress(Progress):
 RUN_DIR = Path("simulation")
 
 
-class Disk:
-    """What survives a simulated learner: records, groups and the newest checkpoint."""
+class MemoryLedger(LedgerQueue):
+    """The ledger of a simulated run: it keeps the groups that wait to be trained."""
 
-    def __init__(self, groups: Groups, history: History, *, is_kept: bool) -> None:
-        self.groups = groups
-        self.history = history
-        self.is_kept = is_kept
-        self.num_records = 0
-        self.records: list[AnyRecord] = []
-        self.accepted: dict[int, Group] = {}
-        self.ended_at: dict[int, int] = {}
-        """Group -> the step that trained it, until it is kept by a checkpoint."""
-        self.checkpoint: CheckpointInfo | None = None
+    def __init__(self, groups: Groups, history: History) -> None:
+        super().__init__(RUN_DIR, spool_bytes=float("inf"))
+        self._groups = groups
+        self._history = history
+        self.waiting: set[int] = set()
+        """Groups that are accepted and neither trained nor ended."""
 
     def now(self) -> float:
         """Return what records are stamped with: virtual seconds."""
         return asyncio.get_running_loop().time()
 
-    def waiting(self) -> list[int]:
-        """Return the groups that are neither trained nor ended."""
-        return [group_id for group_id in self.accepted if group_id not in self.ended_at]
-
-    def forget(self, group_id: int) -> None:
-        """Let go of a group for good."""
-        self.accepted.pop(group_id, None)
-        self.groups.forget(group_id)
-
-
-class MemoryLedger(LedgerQueue):
-    """The ledger of a simulated run."""
-
-    def __init__(self, disk: Disk) -> None:
-        super().__init__(RUN_DIR, spool_bytes=float("inf"))
-        self._disk = disk
-        self._stored: dict[int, Group] = {}
-        """In the queue."""
-        self.num_records = disk.num_records
-
-    def now(self) -> float:
-        """Return what records are stamped with: virtual seconds."""
-        return self._disk.now()
-
-    def store(self, group: Group, header: Any, arrays: Any) -> None:
-        """Put an accepted group into the queue."""
-        super().store(group, header, arrays)
-        self._stored[group.group_id] = group
-
     def records(self) -> Iterator[AnyRecord]:
-        """Yield what is on record."""
-        return iter(self._disk.records)
+        """Yield nothing: no run goes on from here."""
+        return iter(())
 
     def _write_queue(self, *, durably: bool) -> None:
         queue, self._queue = self._queue, []
-        disk = self._disk
-        disk.num_records += len(queue)
-        self.num_records = disk.num_records
+        self.num_records += len(queue)
         for record, _ in queue:
-            if disk.is_kept:
-                disk.records.append(record)
             match record:
                 case Accepted():
-                    disk.accepted[record.group] = self._stored.pop(record.group)
+                    self.waiting.add(record.group)
                 case Trained():
                     for group_id in record.groups:
-                        if disk.is_kept:
-                            disk.ended_at[group_id] = record.step
-                        else:
-                            disk.forget(group_id)
+                        self._forget(group_id)
                 case Discarded():
-                    disk.history.recorded(record, disk.groups)
-                    disk.forget(record.group)
+                    self._history.recorded(record, self._groups)
+                    self._forget(record.group)
                 case _:
-                    disk.history.recorded(record, disk.groups)
+                    self._history.recorded(record, self._groups)
+
+    def _forget(self, group_id: int) -> None:
+        self.waiting.discard(group_id)
+        self._groups.forget(group_id)
 
     def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
-        """Let go of the groups that no crash can bring back."""
-        for group_id, at in list(self._disk.ended_at.items()):
-            if at <= oldest_step:
-                del self._disk.ended_at[group_id]
-                self._disk.forget(group_id)
+        """Need nothing."""
 
     def load(self, group_id: int, place: Place) -> Group:
-        """Read a group back."""
-        self._disk.ended_at.pop(group_id, None)
-        return self._disk.accepted[group_id]
+        """Never be asked: no run goes on from here."""
+        raise LocalProtocolError(f"group {group_id} is not kept")
 
     def free_unused(self) -> None:
         """Need nothing."""
@@ -329,37 +282,30 @@ class MemoryLedger(LedgerQueue):
         self._queue = []
 
 
-class MemoryCheckpoints(Checkpoints):
-    """The newest checkpoint of a simulated run."""
+class NoCheckpoints(Checkpoints):
+    """The checkpoints of a run that is never resumed."""
 
-    def __init__(self, disk: Disk, scenario: Scenario, *, run_id: str, now: float) -> None:
+    def __init__(self, *, now: float) -> None:
         super().__init__(
             RUN_DIR,
-            run_id=run_id,
-            interval_steps=scenario.settings.checkpoint_steps,
+            run_id="",
+            interval_steps=1,
             interval_s=None,
             keep_last=1,
             min_free_bytes=0,
             now=now,
         )
-        self._disk = disk
+
+    def is_due(self, step: int, *, now: float) -> bool:
+        """Return that none is."""
+        return False
 
     def save(
         self, save_state: Callable[[Path], None], *, lineage: int, step: int, now: float
     ) -> int:
-        """Save; return the step of the oldest checkpoint kept."""
-        save_state(RUN_DIR)
-        self._disk.checkpoint = CheckpointInfo(run_id=self._run_id, lineage=lineage, step=step)
+        """Write nothing; return the step of the oldest checkpoint kept."""
         self.saved_step = step
         return step
-
-    def find_whole(self) -> FoundCheckpoint | None:
-        """Return the newest checkpoint."""
-        info = self._disk.checkpoint
-        return None if info is None else FoundCheckpoint(path=RUN_DIR, info=info)
-
-    def drop_later(self, step: int) -> None:
-        """Need nothing: there is one."""
 
 
 class LearnerThreads(InlineThreads):

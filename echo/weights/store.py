@@ -172,8 +172,6 @@ class VersionStore:
 
     may_block = False
     """Whether `write` may take long, so that it belongs into a thread."""
-    may_patch = True
-    """Whether images may be changed in place: nobody else uses them."""
 
     def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
         """Return room for an image.
@@ -942,7 +940,7 @@ class ItemStore:
     @property
     def is_in_place(self) -> bool:
         """Whether a delta on its base is written over it."""
-        return self.patch_mode != "copy" and self.version_store.may_patch
+        return self.patch_mode != "copy"
 
     def add(self, image: Transfer) -> None:
         """Hold an image; what has been lent of it by then is lent."""

@@ -584,7 +584,7 @@ class World:
             sample_s, train_s: seconds of a call of an engine, and of an optimizer step.
             noise: standard deviation of these, as a share.
             image_bytes: size of a version.
-            log_events: whether each process records what its role is fed (`event_logs`).
+            log_events: whether each node writes NAME.jsonl into the directory.
             sections: the configuration of all nodes, by section.
         """
         self.directory = directory
@@ -604,8 +604,6 @@ class World:
         self.rows: list[dict[str, Any]] = []
         """Of metrics, as they were written."""
         self.snapshots: list[Snapshot] = []
-        self.event_logs: list[tuple[str, Path]] = []
-        """(name of the node, its event log), in the order of their starts."""
         self.durable: set[int] = set()
         """Groups that were forced onto the disk."""
         self._log_events = log_events
@@ -734,6 +732,10 @@ class World:
     def _start(self, process: Process, build: Callable[..., Any], sections: Any) -> None:
         async def start() -> None:
             process.node = node = await build(process, **sections)
+            if self._log_events:
+                path = self.directory / f"{process.name}.jsonl"
+                node.event_log = EventLog(path, log=process.log)
+                node.at_release.append(node.event_log.close)
             stop = node.stop
 
             def stopping(reason: str, error: BaseException | None = None) -> None:
@@ -745,13 +747,6 @@ class World:
 
         self._loop.run_until_complete(self._loop.create_task(start(), context=process.context))
         self._processes.append(process)
-
-    def _events(self, process: Process) -> EventLog:
-        if not self._log_events:
-            return EventLog()
-        path = self.directory / f"{len(self.event_logs)}.events"
-        self.event_logs.append((process.name, path))
-        return EventLog(path, log=process.log)
 
     def _config(self, role: str, sections: dict[str, Any], **own: Any) -> Config:
         table = {name: dict(section) for name, section in SETTINGS.items()}
@@ -805,7 +800,6 @@ class World:
                     log=process.log,
                     resume=(config.run_dir / "ledger.sqlite").exists(),
                     threads=process.threads,
-                    events=self._events(process),
                 )
                 return setup.assemble_learner(config, data, transport, options)
             except BaseException:
@@ -822,7 +816,6 @@ class World:
             transport,
             threads=process.threads,
             log=process.log,
-            events=self._events(process),
         )
         self._prepare_store(process, node)
         return node
@@ -872,7 +865,6 @@ class World:
                 transport,
                 threads=process.threads,
                 log=process.log,
-                events=self._events(process),
             )
         self._prepare_store(process, node)
         act = node.on_action

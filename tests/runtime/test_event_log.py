@@ -1,389 +1,254 @@
-"""Recorded nodes replay: real nodes, files and messages in virtual time."""
+"""`--log-events`: what a role received and returned, as JSON lines without secrets and weights."""
 
 from __future__ import annotations
 
+import base64
+import datetime
 import errno
-import re
-from collections.abc import Callable, Iterator
+import json
+import logging
+import os
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import msgspec
 import numpy as np
 import pytest
 
-from echo.cli.debug import main
-from echo.core.errors import DataError
-from echo.core.rollout import Group, PartialRollout, PolicyVersion, Rollout
-from echo.leases.book import LeaseBook
-from echo.leases.partials import PartialGroup, decode_groups, encode_groups
-from echo.records.event_log import HEAD, EventFile, read_frames
-from echo.roles.learner import Learner
-from echo.roles.relay import Relay
-from echo.roles.worker import Worker
+from echo.core.errors import StorageError
+from echo.core.rollout import PolicyVersion
+from echo.net.transport import Disconnected, Received
+from echo.roles.joining import Configure
+from echo.roles.worker import Score
 from echo.runtime import event_log
-from echo.runtime.event_log import replay_log
-from echo.runtime.event_values import UnseenFrame, Values, class_at, thin_frames
+from echo.runtime.event_log import EventLog
 from echo.runtime.identity import load_or_create_identity
-from echo.weights.topology.sites import Site
-from echo.wire.codec import decode_group, encode, encode_group
-from echo.wire.messages import Chunk, Deliver, Form
-from tests.promises.world import CHUNK_BYTES, StubEngine, World
+from echo.weights.receiver import VersionAudited
+from echo.wire.actions import Dial, Send
+from echo.wire.codec import encode
+from echo.wire.messages import Announce, Grant, Welcome
+from tests.promises.world import CHUNK_BYTES, World
 from tests.roles.harness import make_lease
 
-pytestmark = pytest.mark.slow
-
-MakeWorld = Callable[..., World]
-
-
-@pytest.fixture(scope="module")
-def make_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeWorld]:
-    worlds: list[World] = []
-
-    def make(**numbers: Any) -> World:
-        directory = tmp_path_factory.mktemp("world")
-        worlds.append(World(directory, log_events=True, **numbers))
-        return worlds[-1]
-
-    yield make
-    for world in worlds:
-        world.close()
+LOG = logging.getLogger("test.event_log")
+KEY = bytes(range(160, 192))
 
 
-@pytest.fixture(scope="module")
-def world(make_world: MakeWorld) -> World:
-    """Return a whole run with deltas, in which a learner and a relay die and come back."""
-    world = make_world(network={"codec": "delta"}, image_bytes=40 * CHUNK_BYTES, jitter_s=0.01)
-    with mock.patch.object(StubEngine, "take_counts", return_value={"engine/looks": 1}):
-        world.learner(kill_at="trained", times=4)
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def line_for(path: Path, kind: str, what: Any) -> dict[str, Any]:
+    """Return what is written of one event."""
+    log = EventLog(path, log=LOG)
+    log.write(kind, what, now=1.5)
+    log.close()
+    return lines_of(path)[-1]
+
+
+def received(frames: Any) -> Received:
+    return Received("p", frames)
+
+
+def assert_hidden(secret: bytes, written: bytes) -> None:
+    for form in (secret, secret.hex().encode(), *map(base64.b64encode, (secret, secret[1:]))):
+        assert form[:20] not in written
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_writes_what_each_role_received_and_returned(tmp_path: Path) -> None:
+    world = World(tmp_path, log_events=True, network={"codec": "delta"})
+    try:
+        world.learner(run={"max_steps": 6})
         world.relay("r1")
-        world.worker("w1", via=["r1"], in_place=True)
-        world.worker("w2", serves=True, in_place=True)
-        world.worker("w3")
-        world.run(6.0)
-        world.learner(run={"max_steps": 40})
-        world.refuse_group(20)
-        world.poison(24)
-        world.refuse_version("w2", 6)
-        world.run(3.0)
-        world.interrupt("w3")
-        world.run(3.0)
+        world.worker("w1", via=["r1"])
+        world.run_until(lambda: world.installed("w1") == (1, 1))
         world.kill("r1")
-        world.run(2.0)
         world.relay("r1")
         world.run_until(lambda: not world.is_alive("learner"))
-    assert world.end("learner") == ("finished", "")
-    assert world.end("w3") == ("interrupted", "")
-    return world
+    finally:
+        world.close()
+    lines = {name: lines_of(tmp_path / f"{name}.jsonl") for name in ("learner", "r1", "w1")}
+
+    def first(name: str, kind: str, what: str) -> dict[str, Any]:
+        return next(line for line in lines[name] if line.get(kind) == what)
+
+    assert [sum("started" in line for line in each) for each in lines.values()] == [1, 2, 1]
+    assert first("w1", "received", "Grant")["fields"]["leases"][0]["group_id"] == 0
+    sampled = first("w1", "returned", "Sample")["call"]["groups"]
+    assert sampled[0]["lease"]["group_id"] == 0
+    delivered = first("w1", "returned", "Deliver")
+    arrived = first("learner", "received", "Deliver")
+    assert delivered["payload"] == arrived["payload"]
+    assert arrived["now"] > delivered["now"]
+    for what in ("AppendRecord", "StoreGroup", "Ack"):
+        assert first("learner", "returned", what)
+    chunk = first("r1", "received", "Chunk")["payload"][0]
+    assert set(chunk) == {"bytes", "blake3"}
+    assert first("r1", "worked", "DecodeBlock")["result"] == ""
+    assert first("w1", "returned", "Install")["version"] == [1, 0]
+    assert first("w1", "received", "Disconnected")["reason"]
+
+    written = b"".join((tmp_path / f"{name}.jsonl").read_bytes() for name in lines)
+    identity = load_or_create_identity(world.run_dir, run_name="run")
+    assert_hidden(identity.key.private_bytes_raw(), written)
+    assert_hidden(world.weights.tobytes()[:CHUNK_BYTES], written)
 
 
-def log_of(world: World, name: str) -> Path:
-    return next(path for node, path in world.event_logs if node == name)
+def test_a_node_whose_log_cannot_be_written_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, log_events=True)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    write, paths = os.write, []
 
+    def fail(fd: int, data: bytes) -> int:
+        if b'"now"' in data:
+            paths.append(fd)
+            raise full
+        return write(fd, data)
 
-def calls_of(path: Path, method: str) -> list[tuple[int, float]]:
-    """Return (number, time) of the calls of a role's method."""
-    entries = [msgspec.msgpack.decode(frame) for frame in read_frames(path)]
-    return [
-        (number, entry[2]["now"])
-        for number, entry in enumerate(entries, start=1)
-        if entry[:2] == ["role", method]
+    monkeypatch.setattr(os, "write", fail)
+    try:
+        world.learner(run={"max_steps": 2})
+        world.worker("w1")
+        world.run_until(lambda: not world.is_alive("learner"))
+        assert world.end("learner") == ("finished", "")
+    finally:
+        world.close()
+    assert len(paths) == 2, "each node has tried once"
+    assert [text for text in world.notes("w1") if "event log" in text] == [
+        f"the event log {tmp_path / 'w1.jsonl'} ends here: [Errno 28] No space left on device"
     ]
-
-
-# --- the same -------------------------------------------------------------------------------------
-
-
-def test_every_process_of_a_run_replays_to_the_same_actions(world: World) -> None:
-    assert [name for name, _ in world.event_logs] == [
-        "learner", "r1", "w1", "w2", "w3", "learner", "r1",
-    ]  # fmt: skip
-    for name, path in world.event_logs:
-        played = replay_log(path)
-        assert played.difference == "", name
-        assert not played.is_bounded
-        assert played.num_calls > 100
-        assert played.num_actions > 100
-    assert not [text for _, text in world.told if "event log" in text]
-
-
-def test_a_replay_starts_from_what_a_learner_was_resumed_with(world: World) -> None:
-    [resumed] = [path for name, path in world.event_logs if name == "learner"][1:]
-    entries = [msgspec.msgpack.decode(frame) for frame in read_frames(resumed)]
-    before = [entry[:2] for entry in entries]
-    before = before[: before.index(["role", "Learner"])]
-    assert ["leases", "restore"] in before
-    assert ["buffer", "put"] in before
-
-
-def test_a_version_store_that_survives_and_has_no_space_left_replays(
-    make_world: MakeWorld, tmp_path: Path
-) -> None:
-    store = {"store_dir": str(tmp_path / "versions"), "store_bytes": 90 * CHUNK_BYTES}
-    world = make_world(image_bytes=60 * CHUNK_BYTES, network={"codec": "delta"})
-    world.learner()
-    world.run_until(world.published)
-    world.link("learner", "r1", bytes_per_s=50_000)
-    world.relay("r1", network=store)
-    world.run_until(lambda: world.chunks_held("r1")[0] >= 15)
-    world.kill("r1")
-    world.relay("r1", network=store)
-    world.run_until(lambda: world.installed("r1") == (1, 0))
-    world.worker("w1", via=["r1"])
-    world.run_until(lambda: (world.installed("w1") or (0, 0)) >= (1, 4))
-    world.kill("r1")
-    world.relay("r1", network=store | {"store_bytes": 40 * CHUNK_BYTES})
-    world.run_until(lambda: any("trying again later" in text for text in world.notes("r1")))
-    world.run(5.0)
-    logs = [path for name, path in world.event_logs if name == "r1"]
-    assert [replay_log(path).difference for path in logs] == ["", "", ""]
-
-
-def test_a_damaged_chunk_is_refused_in_the_replay_as_it_was(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.learner()
-    world.damage_chunks("learner", number=2)
-    world.relay("r1")
-    world.run_until(lambda: world.installed("r1"))
-    assert any("does not match its hash" in text for text in world.notes("r1"))
-    assert replay_log(log_of(world, "r1")).difference == ""
-
-
-# --- another --------------------------------------------------------------------------------------
-
-
-def no_acknowledgement(learner: Learner, group_id: int, *, now: float) -> list[Any]:
-    return learner.grant(now=now)
-
-
-FAULTS = {
-    "learner": (Learner, "stored", no_acknowledgement, "Send Ack"),
-    "r1": (Relay, "connected", lambda *args, **kwargs: [], "Send Greet"),
-    "w1": (Worker, "connected", lambda *args, **kwargs: [], "Send Greet"),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_found_at_the_call_where_it_shows(
-    world: World, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    role, method, fault, was = FAULTS[name]
-    path = log_of(world, name)
-    number, now = calls_of(path, method)[0]
-    with mock.patch.object(role, method, fault):
-        assert main([str(path)]) == 1
-    told = capsys.readouterr().out
-    where = f"call {number}, role.{method} at {now:.6f} s: action 1 was {was} "
-    assert where in told
-    assert re.search(r"was Send \w+ [0-9a-f]{12} and is now \w+", told)
-    assert main([str(path)]) == 0
-    assert re.fullmatch(r"\d+ calls, \d+ actions: the same\n", capsys.readouterr().out)
-
-
-def test_an_attribute_that_a_shell_sets_is_set_in_the_replay(tmp_path: Path) -> None:
-    log = event_log.EventLog(tmp_path / "log")
-    leases = log.build("leases", LeaseBook, timeout_s=1.0)
-    leases.timeout_s = 100.0
-    leases.adopt(0, 0, "w1", now=0.0)
-    assert leases.expire(now=50.0) == []
-    log.close()
-    assert replay_log(tmp_path / "log").difference == ""
-
-
-def test_an_exception_that_was_not_there_before_is_a_difference(world: World) -> None:
-    path = log_of(world, "r1")
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise ValueError("planted")
-
-    with mock.patch.object(Relay, "start", fail):
-        difference = replay_log(path).difference
-    assert "role.start" in difference
-    assert "is now ValueError" in difference
-    assert "planted" in difference
 
 
 # --- the file -------------------------------------------------------------------------------------
 
 
-def test_a_log_that_is_cut_off_is_replayed_up_to_there(world: World, tmp_path: Path) -> None:
-    cut = tmp_path / "cut"
-    cut.write_bytes(log_of(world, "r1").read_bytes()[:-3])
-    with pytest.raises(DataError, match=r"is cut off; the \d+ calls before it came out the same"):
-        replay_log(cut)
-    assert main([str(cut)]) == 3
+def test_a_file_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"^--log-events: .*/x cannot be written: No such file"):
+        EventLog(tmp_path / "nowhere" / "x", log=LOG)
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        ["leases", "_changed", {"worker_id": "w1"}],
-        ["leases._changes", "clear", {}],
-        ["leases", "adopt"],
-        ["leases", "adopt", "w1"],
-        ["x", "EventFile", {"path": "x"}],
-    ],
-    ids=["private", "part", "short", "untyped", "class"],
-)
-def test_a_log_calls_nothing_but_a_role(tmp_path: Path, entry: list[Any]) -> None:
-    log = event_log.EventLog(tmp_path / "log")
-    log.build("leases", LeaseBook, timeout_s=1.0)
+def test_the_newest_lines_stay_within_twice_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "MAX_FILE_BYTES", 1000)
+    log, path = EventLog(tmp_path / "log", log=LOG), tmp_path / "log"
+    for number in range(100):
+        log.write("received", Disconnected(f"in-{number}", "closed"), now=float(number))
     log.close()
-    with (tmp_path / "log").open("ab") as file:
-        other = EventFile(tmp_path / "other")
-        other.write(msgspec.msgpack.encode(entry))
-        other.close()
-        file.write((tmp_path / "other").read_bytes()[len(HEAD) :])
-    with pytest.raises(DataError, match=r"entry 2 cannot be called: .*; the 1 calls before it"):
-        replay_log(tmp_path / "log")
+    old = tmp_path / "log.1"
+    assert sorted(tmp_path.iterdir()) == [path, old]
+    numbers = [line["now"] for line in lines_of(old) + lines_of(path)]
+    assert numbers == [float(number) for number in range(int(numbers[0]), 100)]
+    assert 1000 <= old.stat().st_size < 1100
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("end", ["bound", "disk"])
-def test_a_log_that_ends_early_says_so_and_the_node_goes_on(
-    tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    log = event_log.EventLog(tmp_path / "log")
-    leases = log.build("leases", LeaseBook, timeout_s=1.0)
-    leases.adopt(0, 0, "w1", now=0.0)
-    if end == "bound":
-        monkeypatch.setattr(log._file, "_left", 10)
-        why = "it has reached its bound"
-    else:
-        full = OSError(errno.ENOSPC, "No space left on device")
-        monkeypatch.setattr(EventFile, "write", mock.Mock(side_effect=full))
-        why = "No space left on device"
-    for group in range(1, 4):
-        leases.adopt(group, 0, "w1", now=0.0)
-    assert leases.num_running == 4
-    assert caplog.messages == [f"the event log {tmp_path / 'log'} ends here: {why}"]
-    played = replay_log(tmp_path / "log")
-    assert (played.num_calls, played.difference) == (2, "")
-    assert played.is_bounded == (end == "bound")
+# --- what is not written --------------------------------------------------------------------------
 
 
-def test_no_private_key_and_no_weights_are_written(world: World) -> None:
-    identity = load_or_create_identity(world.run_dir, run_name="run")
-    written = b"".join(b"".join(read_frames(path)) for _, path in world.event_logs)
-    assert identity.key.private_bytes_raw() not in written
-    assert identity.key.public_key().public_bytes_raw() in written
-    assert world.weights.tobytes()[:1000] not in written
-
-
-# --- what is thinned out --------------------------------------------------------------------------
-
-
-def group_with(logprobs: list[float]) -> Group:
-    num_tokens = len(logprobs)
-    rollout = Rollout(
-        token_ids=np.arange(num_tokens, dtype=np.int32) + 7,
-        sampler_logprobs=np.array(logprobs, np.float32),
-        policy_versions=np.ones((num_tokens, 2), np.int32),
-        completion_mask=np.ones(num_tokens, np.bool_),
-        reward=0.5,
-        finish_reason="stop",
+def test_bytes_are_their_number_and_the_start_of_their_hash(tmp_path: Path) -> None:
+    announce = encode(Announce(version=PolicyVersion(1, 0)), [b"manifest" + KEY], source="learner")
+    line = line_for(tmp_path / "log", "returned", Send("out-1", announce))
+    [frame] = line.pop("payload")
+    assert (frame["bytes"], len(frame["blake3"])) == (40, 12)
+    fields = {"version": [1, 0], "offers": []}
+    message = {"source": "learner", "target": "", "fields": fields}
+    assert line == {"now": 1.5, "returned": "Announce", "peer": "out-1", **message}
+    assert "image_hash" in line_for(
+        tmp_path / "log", "returned", VersionAudited(PolicyVersion(1, 0), KEY)
     )
-    prompt_ids = np.array([1, 2, 3], np.int32)
-    return Group(group_id=4, attempt=0, worker_id="w1", prompt_ids=prompt_ids, rollouts=(rollout,))
+    assert_hidden(KEY, (tmp_path / "log").read_bytes())
+
+
+def test_neither_settings_nor_the_secret_of_a_join_string_are_written(tmp_path: Path) -> None:
+    settings = {"task.options": {"api_key": "do-not-tell"}, "sampling.top_p": 1.0}
+    welcome = Welcome(
+        run_id="run", incarnation="i", public_key=KEY, lineages=(), settings=settings, assets={},
+        digests={}, heartbeat_s=1.0, dead_after_s=5.0, signature=KEY,
+    )  # fmt: skip
+    path, names = tmp_path / "log", ["sampling.top_p", "task.options"]
+    frames = encode(welcome, source="learner", target="w1")
+    assert line_for(path, "received", received(frames))["fields"]["settings"] == names
+    configure = Configure(settings, {"tokenizer.json": KEY})
+    assert line_for(path, "returned", configure)["settings"] == names
+    join = f"tcp://host:1#{'k' * 43}.{'s' * 22}.{'f' * 22}"
+    dialled = line_for(path, "returned", Dial(join, "control"))["address"]
+    assert dialled == f"tcp://host:1#{'k' * 43}.***"
+    written = path.read_bytes()
+    assert b"do-not-tell" not in written
+    assert b"s" * 22 not in written
+    assert_hidden(KEY, written)
+
+
+def test_long_texts_and_lists_are_shortened(tmp_path: Path) -> None:
+    lease = msgspec.structs.replace(
+        make_lease(4), prompt_ids=tuple(range(1000)), example={"prompt": "x" * 5000}
+    )
+    grant = encode(Grant(leases=(lease,)), source="learner", target="w1")
+    [written] = line_for(tmp_path / "log", "returned", Send("p", grant))["fields"]["leases"]
+    assert written["prompt_ids"] == [*range(16), "... 1000 in all"]
+    assert written["example"]["prompt"] == "x" * 200 + "... 5000 characters"
 
 
 @pytest.mark.parametrize(
-    "logprobs", [[-1.0], [-1.0, -2.0, -3.0, -0.5], [-1.0, float("nan"), -2.0], [-1.0, 9.0, -1.0]]
+    "frames", [[], [b""], [b"nothing"], [b"\xc1" * 9, b"payload"], [b"\x91" * 5000]]
 )
-def test_a_delivered_group_keeps_its_size_and_the_range_of_what_was_sampled(
-    logprobs: list[float],
-) -> None:
-    group = group_with(logprobs)
-    frames = encode(Deliver(group_id=4, attempt=0), encode_group(group), source="w1")
-    thinned = thin_frames(frames)
-    assert [len(frame) for frame in thinned] == [len(frame) for frame in frames]
-    assert thinned[:2] == frames[:2]
-    before, [after] = group.rollouts[0], decode_group(*thinned[1:]).rollouts
-    for name in ("token_ids", "sampler_logprobs"):
-        for bound in (np.min, np.max):
-            was, is_now = bound(getattr(before, name)), bound(getattr(after, name))
-            assert np.array_equal(was, is_now, equal_nan=True)
-    assert np.array_equal(before.policy_versions, after.policy_versions)
-
-
-def test_what_a_worker_has_saved_keeps_its_size_and_the_range_of_what_was_sampled() -> None:
-    ids, logprobs = np.array([7, 9, 8], np.int32), np.array([-1.0, -3.0, -2.0], np.float32)
-    begun = PartialRollout().extended(
-        ids, logprobs, np.ones((3, 2), np.int32), finish_reason="abort"
-    )
-    data = encode_groups("run", [PartialGroup(make_lease(4), [begun, PartialRollout()])])
-    thinned = Values().pack(data, "saved")
-    assert len(thinned) == len(data)
-    [group] = decode_groups(thinned, run_id="run")
-    assert group.lease == make_lease(4)
-    assert group.members[0].token_ids.tolist() == [7, 7, 9]
-    assert group.members[0].sampler_logprobs.tolist() == [-3.0, -3.0, -1.0]
-    assert Values().pack(b"not a file", "saved") == b"not a file"
-
-
-def test_a_chunk_is_its_length_and_hash_and_what_is_malformed_stays() -> None:
-    chunk = encode(Chunk(version=PolicyVersion(1, 0), index=0), [b"x" * 5000], source="r1")
-    frame = thin_frames(chunk)[1]
-    assert isinstance(frame, UnseenFrame)
-    assert len(frame) == 5000
-    assert len(msgspec.msgpack.encode(Values().pack(frame))) < 100
-    odd = encode(Deliver(group_id=4, attempt=0), [b"header", b"arrays"], source="w1")
-    assert thin_frames(odd) == odd
-    assert thin_frames([b"nothing"]) == [b"nothing"]
-
-
-def pack_and_unpack(value: Any) -> Any:
-    return Values().decoder.decode(msgspec.msgpack.encode(Values().pack(value)))
+def test_a_malformed_message_is_its_size(tmp_path: Path, frames: list[bytes]) -> None:
+    line = line_for(tmp_path / "log", "received", received(frames))
+    size = sum(map(len, frames))
+    assert line == {"now": 1.5, "received": "malformed", "peer": "p", "bytes": size}
 
 
 @pytest.mark.parametrize(
-    "value",
+    "odd",
     [
-        {1: [{3, 4}], "x": (None, True), "y": {"a": b"b"}},
-        Site("w1", "worker", "tcp://w1:1", price_per_gb=0.5),
-        [Form("delta", PolicyVersion(1, 2)), bytearray(b"ab"), 1.5],
+        {b"key": {(1, 2): 3}},
+        {"settings": {1: "api_key", "b": 2}},
+        [msgspec.msgpack.Ext(5, b"x" * 40), 1 << 63],
+        datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC),
     ],
-    ids=["containers", "record", "list"],
 )
-def test_values_come_back_with_their_types(value: Any) -> None:
-    unpacked = pack_and_unpack(value)
-    assert repr(unpacked) == repr(value)
-    assert type(unpacked) is type(value)
+def test_no_message_of_a_peer_ends_the_log(tmp_path: Path, odd: Any) -> None:
+    deep: Any = odd
+    for _ in range(400):
+        deep = [deep]
+    log = EventLog(tmp_path / "log", log=LOG)
+    for body in (odd, {"type": odd, "a": odd}, {"type": "Chunk", "a": [odd, deep]}):
+        header = msgspec.msgpack.encode([10, "w1", "learner", body])
+        log.write("received", received([header]), now=1.5)
+    log.write("returned", Dial("tcp://host:1", "control"), now=2.5)
+    log.close()
+    assert lines_of(tmp_path / "log")[-1]["address"] == "tcp://host:1"
+    assert "api_key" not in (tmp_path / "log").read_text()
 
 
-def test_sampled_arrays_keep_their_shapes_and_ranges_and_the_others_all() -> None:
-    [rollout] = group_with([-1.0, -2.0, -4.0, -3.0]).rollouts
-    unpacked = pack_and_unpack(rollout)
-    assert unpacked.token_ids.tolist() == [7, 7, 7, 10]
-    assert unpacked.sampler_logprobs.tolist() == [-4.0, -4.0, -4.0, -1.0]
-    assert unpacked.policy_versions.tolist() == [[1, 1]] * 4
-    assert (unpacked.reward, unpacked.finish_reason) == (0.5, "stop")
+def test_values_that_json_lacks_are_written(tmp_path: Path) -> None:
+    odd = [
+        float("nan"), np.float64(2.5), np.zeros((2, 3)), memoryview(bytes(9)), bytearray(3),
+        {4: {5}}, "\ud800", object(), ValueError("why"),
+    ]  # fmt: skip
+    line = line_for(tmp_path / "log", "returned", Score(odd))  # type: ignore[arg-type]
+    expected = [
+        None, 2.5, {"shape": [2, 3]}, {"bytes": 9}, {"bytes": 3}, {"4": [5]}, "?", "object", "why",
+    ]  # fmt: skip
+    assert line["group"] == expected
 
 
-def test_a_value_that_cannot_be_recorded_ends_the_log_and_not_the_node(
+def test_a_value_that_cannot_be_written_ends_the_log_and_not_the_node(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = event_log.EventLog(tmp_path / "log")
-    leases = log.build("leases", LeaseBook, timeout_s=1.0)
-    for worker in ("w1", object(), "w3"):
-        leases.adopt(0, 0, worker, now=0.0)  # type: ignore[arg-type]
-    assert len(leases.leases_of(0)) == 3
-    assert "leases.adopt cannot be recorded" in caplog.text
-    assert (replay_log(tmp_path / "log").num_calls, len(caplog.messages)) == (2, 1)
-
-
-def test_what_is_not_recorded_is_a_method_of_one_class_only() -> None:
-    for name in event_log.READS:
-        assert sum(hasattr(kind, name) for kind in event_log.BUILT.values()) == 1, name
-
-
-class Foreign(msgspec.Struct):
-    """A record, but none of Echo's."""
-
-
-def test_only_records_of_echo_are_made() -> None:
-    assert class_at("echo.wire.messages:Chunk") is Chunk
-    others = ("os:system", "echo.records.event_log:EventFile", "echo.core.units:one_line")
-    for path in (*others, f"{__name__}:Foreign"):
-        with pytest.raises(DataError, match="unknown class"):
-            class_at(path)
+    endless: list[Any] = []
+    endless.append(endless)
+    for value in (endless, {(1, 2): 3}):
+        log = EventLog(tmp_path / "log", log=LOG)
+        for group in (value, "ignored"):
+            log.write("returned", Score(group), now=1.5)  # type: ignore[arg-type]
+    assert len(caplog.messages) == 2
+    assert all("ends here" in text for text in caplog.messages)
+    assert all("started" in line for line in lines_of(tmp_path / "log"))

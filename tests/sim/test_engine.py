@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echo.core.rollout import PolicyVersion
-from echo.sim.lengths import GroupLength, LogNormalLengths, RecordedLengths
+from echo.sim.lengths import GroupLength, LogNormalLengths
 from echo.sim.timing import EngineModel
 from echo.wire.messages import Lease
 
@@ -77,8 +77,3 @@ def test_lengths_are_a_matter_of_the_group_alone_and_have_their_mean() -> None:
     assert max(g.longest for g in drawn) <= 1000
     assert sum(g.is_useful for g in drawn) / 2000 == pytest.approx(0.75, abs=0.04)
     assert all(g.num_tokens / 8 <= g.longest <= g.num_tokens for g in drawn)
-
-
-def test_recorded_lengths_are_drawn_from_what_was_recorded() -> None:
-    lengths = RecordedLengths([10, 20, 30], group_size=2, useful_share=1.0)
-    assert {lengths.of(number).num_tokens for number in range(100)} == {10, 20, 30}

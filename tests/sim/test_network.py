@@ -164,8 +164,8 @@ def test_true_sizes_are_counted_by_kind_and_link() -> None:
     assert net.network.traffic["far", "home", "rollouts"] == 5e6 + overhead
 
 
-def test_loss_and_jitter_cost_time_but_no_message_and_no_order() -> None:
-    net = Net(jitter_s=0.05, loss=0.3)
+def test_jitter_costs_time_but_no_message_and_no_order() -> None:
+    net = Net(jitter_s=0.05)
     node = net.node("a")
     end = net.link(node)
     for number in range(50):
@@ -174,7 +174,7 @@ def test_loss_and_jitter_cost_time_but_no_message_and_no_order() -> None:
     assert [what[0] for _, what in net.learner.messages()] == list(range(50))
     at = [at for at, _ in net.learner.messages()]
     assert at[0] >= 1.1
-    assert at[-1] > 1.1 + 0.2
+    assert 1.1 + 0.04 < at[-1] <= 1.1 + 0.05
 
 
 def test_a_cut_loses_what_is_in_flight_and_both_ends_learn_of_it_late() -> None:
@@ -283,7 +283,6 @@ def test_a_route_has_a_direction_and_changes_under_a_connection_that_stands() ->
     [
         ({"latency_s": -1.0}, "latency_s"),
         ({"jitter_s": math.inf}, "jitter_s"),
-        ({"loss": 1.0}, "probability"),
         ({"bytes_per_s": 0.0}, "cut"),
         ({"bytes_per_s": math.nan}, "cut"),
     ],

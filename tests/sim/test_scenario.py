@@ -1,13 +1,12 @@
-"""Scenarios: prices at an instant, and whether the learner dies."""
+"""Scenarios: prices at an instant."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from echo.config.fleet_file import FaultRow, PriceRow
+from echo.config.fleet_file import PriceRow
 from tests.sim.scenarios import make_offer, make_scenario
 
 
@@ -20,17 +19,3 @@ def test_the_newest_price_counts(at_s: float, price_per_h: float) -> None:
     other = PriceRow(offer="other", at_s=0.0, price_per_h=9.0)
     scenario = replace(make_scenario(), prices=[later, sooner, other])
     assert scenario.price_per_h(make_offer(), at_s) == price_per_h
-
-
-@pytest.mark.parametrize(
-    ("kind", "target", "expected"),
-    [
-        ("kill", "learner", True),
-        ("preempt", "learner", True),
-        ("cut", "learner", False),
-        ("kill", "gpu", False),
-    ],
-)
-def test_it_is_known_whether_the_learner_dies(kind: Any, target: str, expected: bool) -> None:
-    fault = FaultRow(at_s=1.0, kind=kind, target=target)
-    assert replace(make_scenario(), faults=[fault]).can_learner_die is expected

@@ -60,7 +60,6 @@ class Rooms(VersionStore):
         self.journals: dict[PolicyVersion, Pages] = {}
         self.is_full = False
         self.may_block = False
-        self.may_patch = True
 
     def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
         if self.is_full:

@@ -369,12 +369,10 @@ class LearnerNode(Node):
         """Carry out actions in order; a batch that has records waits until they are committed."""
         batch = list(actions)
         if self._takes_groups and any(isinstance(each, AppendRecord) for each in batch):
-            for each in batch:
-                if isinstance(each, AppendRecord | StoreGroup):
-                    self.on_action(each)
+            super().perform(e for e in batch if isinstance(e, AppendRecord | StoreGroup))
             self._held.append([e for e in batch if not isinstance(e, AppendRecord | StoreGroup)])
-            batch = []
-        super().perform(batch)
+        else:
+            super().perform(batch)
 
     def _settle(self) -> None:
         """Have committed, too, what has been recorded meanwhile."""

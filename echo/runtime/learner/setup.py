@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -67,7 +67,6 @@ from echo.roles.joining import EXPECTED, AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.runtime import node as wiring
 from echo.runtime.episodes import code_settings, make_local_host, make_runner, turns_of
-from echo.runtime.event_log import EventLog
 from echo.runtime.identity import (
     Identity,
     join_address,
@@ -472,7 +471,6 @@ class Options:
     earlier: LearningCurve | None = None
     """What the run had learned before it is resumed, for the display."""
     threads: Threads | None = None
-    events: EventLog = field(default_factory=EventLog)
     crew: Crew | None = None
     """All processes of a learner that are several; this is the first of them."""
 
@@ -576,9 +574,7 @@ class RunParts:
 
     def _buffer(self, start: StartingPoint, trainer: AnyTrainer) -> StalenessBuffer:
         """Return the buffer with what waited on the disk, and note in `start` what is of no use."""
-        buffer = self.options.events.build(
-            "buffer",
-            StalenessBuffer,
+        buffer = StalenessBuffer(
             max_staleness=self.config.sync.max_staleness,
             lineages=start.lineages,
             trims_stale=self.config.trims_stale,
@@ -597,16 +593,13 @@ class RunParts:
     ) -> Learner:
         """Return the learner's role with its leases as they were."""
         config, data, network = self.config, self.data, self.config.network
-        events = self.options.events
-        leases = events.build("leases", LeaseBook, timeout_s=network.lease_timeout_s)
+        leases = LeaseBook(timeout_s=network.lease_timeout_s)
         start.enter_leases(leases, now=now)
-        return events.build(
-            "role",
-            Learner,
+        return Learner(
             LearnerSettings(
                 admission=AdmissionSettings(
                     run_id=self.identity.run_id,
-                    key=events.outside(self.identity.key),
+                    key=self.identity.key,
                     settings=inherited_settings(config)
                     | base_settings(config, data.lora, is_resumed=len(start.lineages) > 1)
                     | code_settings(config)
@@ -635,9 +628,9 @@ class RunParts:
                 finished=start.finished,
             ),
             # Each is made in the memory of the one before the last.
-            broadcast=wiring.make_broadcast(LEARNER_ID, network, keep_versions=1, events=events),
+            broadcast=wiring.make_broadcast(LEARNER_ID, network, keep_versions=1),
             buffer=buffer,
-            prompts=events.outside(prompts),
+            prompts=prompts,
         )
 
 
@@ -739,7 +732,7 @@ def assemble_learner(
         parts.open(evaluations), transport, config, options.follower,
         threads=options.threads, log=log,
     )  # fmt: skip
-    node.at_release += [data.host.close, data.prompts.close, options.events.close]
+    node.at_release += [data.host.close, data.prompts.close]
     return node
 
 

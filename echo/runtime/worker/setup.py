@@ -45,7 +45,6 @@ from echo.runtime import node as wiring
 from echo.runtime.agents.sessions import AgentParts, Dialogue
 from echo.runtime.disk_store import open_store
 from echo.runtime.episodes import check_inherited_code, make_local_host, make_runner, turns_of
-from echo.runtime.event_log import EventLog
 from echo.runtime.identity import dial_addresses, node_keys
 from echo.runtime.threads import Threads
 from echo.runtime.worker.node import WorkerNode, WorkerParts
@@ -83,9 +82,7 @@ DEFAULT_MAX_CONCURRENT_ROLLOUTS = 256
 """Rollouts sampled at once where memory would hold more: beyond, a CPU or GPU gains little."""
 
 
-async def build_worker(
-    config: Config, *, log: logging.Logger, events: EventLog | None = None
-) -> WorkerNode:
+async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
     """Return a worker that is ready to run, listening already if it listens at all.
 
     Raises:
@@ -96,7 +93,7 @@ async def build_worker(
     transport = await wiring.start_transport(config.network, config.worker.listen, keys)
     wiring.tell_of_kernel(config, config.worker.listen, *dial_addresses(config, "worker"), log=log)
     try:
-        return assemble_worker(config, transport, log=log, events=events)
+        return assemble_worker(config, transport, log=log)
     except BaseException:
         await transport.close()
         raise
@@ -108,10 +105,9 @@ def assemble_worker(
     *,
     threads: Threads | None = None,
     log: logging.Logger,
-    events: EventLog | None = None,
 ) -> WorkerNode:
     """Join a worker on a transport that has been started; otherwise as `build_worker`."""
-    network, events = config.network, events or EventLog()
+    network = config.network
     if config.model.name is not None and not has_own_model(config):
         log.info(
             "model.name = %r is the learner's, from whom this worker takes configuration, "
@@ -122,12 +118,10 @@ def assemble_worker(
     version_store = open_store(network.store_dir, network.store_bytes)
     now = asyncio.get_running_loop().time()
     retry_s = max(2.0, 2 * network.heartbeat_s)
-    role = events.build(
-        "role",
-        Worker,
+    role = Worker(
         settings,
-        wiring.make_broadcast(settings.node_id, network, version_store, events=events),
-        events.build("outbox", Outbox, max_deliveries=MAX_UNACKED_GROUPS, retry_s=retry_s),
+        wiring.make_broadcast(settings.node_id, network, version_store),
+        Outbox(max_deliveries=MAX_UNACKED_GROUPS, retry_s=retry_s),
         terms=terms_of(config),
         version_wait_s=config.engine.version_wait_s,
         now=now,
@@ -137,7 +131,7 @@ def assemble_worker(
         node_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"cannot make {node_dir}: {error}; set run.dir elsewhere") from error
-    node = WorkerNode(
+    return WorkerNode(
         role,
         transport,
         build=partial(build_parts, config, node_dir),
@@ -146,8 +140,6 @@ def assemble_worker(
         threads=threads,
         log=log,
     )
-    node.at_release.append(events.close)
-    return node
 
 
 def build_parts(
