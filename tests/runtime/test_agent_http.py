@@ -446,7 +446,7 @@ def test_a_client_that_streams_gets_the_whole_answer_in_events_or_the_status_of_
             ) as client,
         ):
             ask = client.chat.completions.create
-            stream = await ask(**hello, stream_options={"include_usage": True})
+            stream: Any = await ask(**hello, stream_options={"include_usage": True})
             text, end, usage = [chunk async for chunk in stream]
             delta = text.choices[0].delta
             assert (delta.role, delta.content) == ("assistant", "11")
