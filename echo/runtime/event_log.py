@@ -49,7 +49,7 @@ SET = "__setattr__"
 """What is called where a shell gives an attribute another value."""
 READS = {"views", "obstacle", "broadcast_progress", "describe_wait", "deadline_of"}
 """Methods that change nothing and are called often."""
-ASKED = {"create", "sign", "public_key", "lease"}
+ASKED = {"create", "sign", "public_key", "lease", "seal_key", "nonce", "code"}
 """Methods of what lies outside that answer the role with something."""
 MAX_SHOWN = 500
 """Characters of an action that a difference shows."""

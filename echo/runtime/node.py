@@ -68,6 +68,7 @@ from echo.weights.broadcast import Broadcast
 from echo.weights.store import VersionStore
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
 from echo.wire.codec import Frame, describe, is_public
+from echo.wire.seals import SealKeys
 
 REPEAT_S = 60.0
 """Seconds between two lines of one topic."""
@@ -629,8 +630,18 @@ def advertised(listen: str | None, advertise: str | None) -> str | None:
     return listen
 
 
+def new_seal_keys(events: EventLog | None = None) -> SealKeys:
+    """Return a key pair for the seals of this process; an event log has what it answers, no key."""
+    return (events or EventLog()).outside(SealKeys(secrets.token_bytes(32)))
+
+
 def node_settings(
-    config: Config, role: str, listen: str | None, *, log: logging.Logger
+    config: Config,
+    role: str,
+    listen: str | None,
+    *,
+    log: logging.Logger,
+    events: EventLog | None = None,
 ) -> NodeSettings:
     """Return what a relay's or worker's role is told; warn where nobody can be told to dial it."""
     network, section = config.network, config.relay if role == "relay" else config.worker
@@ -652,6 +663,7 @@ def node_settings(
         reconnect_for_s=network.reconnect_for_s,
         max_image_bytes=int(MAX_IMAGE_SHARE * read_machine().host_bytes),
         digests={},
+        seal_keys=new_seal_keys(events),
         heartbeat_s=network.heartbeat_s,
         dead_after_s=network.dead_after_s,
         fingerprint=signing_fingerprint(config, role),

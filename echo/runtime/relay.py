@@ -69,7 +69,7 @@ def assemble_relay(
 ) -> RelayNode:
     """Join a relay on a transport that has been started; otherwise as `build_relay`."""
     events = events or EventLog()
-    settings = node.node_settings(config, "relay", transport.listen_address, log=log)
+    settings = node.node_settings(config, "relay", transport.listen_address, log=log, events=events)
     version_store = open_store(config.network.store_dir, config.network.store_bytes)
     role = events.build(
         "role",

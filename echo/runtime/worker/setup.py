@@ -118,7 +118,9 @@ def assemble_worker(
             "tokenizer and weights; --set model.name=... names a copy of its own",
             config.model.name,
         )
-    settings = wiring.node_settings(config, "worker", transport.listen_address, log=log)
+    settings = wiring.node_settings(
+        config, "worker", transport.listen_address, log=log, events=events
+    )
     version_store = open_store(network.store_dir, network.store_bytes)
     now = asyncio.get_running_loop().time()
     retry_s = max(2.0, 2 * network.heartbeat_s)
