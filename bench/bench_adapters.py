@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=3.0, help="between two versions, at least")
     parser.add_argument("--before", metavar="COMMIT", help="measure this one beside ours")
     parser.add_argument("--rounds", type=int, default=1)
-    arguments = harness.parse(parser, versions=6)
+    arguments = harness.parse(parser, workers=1, versions=3, step_s=1.0)
     rounds: dict[str, list[Run]] = {}
     with harness.trees(arguments.before) as sides:
         for _ in range(arguments.rounds):

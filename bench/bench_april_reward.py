@@ -6,7 +6,8 @@ bench_april.py. All three runs of a seed see the same prompts and lengths.
 
     python bench/bench_april_reward.py MODEL [--seeds 0 1 2] [--steps 60] [--median 6000]
 
-MODEL is the directory that the quickstart has made, build/models/addition-*.
+MODEL is the directory that the quickstart has made, build/models/addition-*; a quick run without
+one takes random weights.
 """
 
 from __future__ import annotations
@@ -31,14 +32,20 @@ SHOWN = ("synchronous", "f = 1", "f = 2")
 
 def main() -> None:
     parser = harness.new_parser(__doc__)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--eval-steps", type=int, default=5)
     parser.add_argument("--median", type=float, default=6000.0, help="tokens of a rollout")
+    parser.add_argument("--workers", type=int, default=8, help="a step has 4 groups of each")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    arguments = parser.parse_args()
+    quick = {"seeds": [0], "steps": 4, "eval_steps": 4, "workers": 1, "jobs": 1}
+    arguments = harness.parse(parser, **quick, set=["eval.num_prompts=16"])
+    if arguments.model is None:
+        if not arguments.quick:
+            parser.error("name MODEL, the directory that the quickstart has made")
+        arguments.model = harness.tiny_model()
     tasks = [(mode, seed) for mode in SHOWN for seed in arguments.seeds]
     with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as pool:
         jobs = [pool.submit(run, mode, seed, arguments) for mode, seed in tasks]
@@ -68,7 +75,12 @@ def report(runs: dict[str, list[dict[str, Any]]]) -> None:
 def run(mode: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Train once; return the curve, the held-out pass rates against minutes first."""
     setting = Setting(
-        seed=seed, num_steps=arguments.steps, median_tokens=arguments.median, **MODES[mode]
+        seed=seed,
+        num_steps=arguments.steps,
+        num_workers=arguments.workers,
+        groups_per_step=4 * arguments.workers,
+        median_tokens=arguments.median,
+        **MODES[mode],
     )
     contents: list[Addition] = []
 

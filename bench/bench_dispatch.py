@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="after five to warm up")
     parser.add_argument("--tail", type=float, default=1.0, help="sigma of the log of the lengths")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 3])
-    options = harness.parse(parser, seeds=1, steps=8, staleness=[1])
+    options = harness.parse(parser, seeds=1, steps=3, staleness=[1])
     rows = []
     for max_staleness in options.staleness:
         for fleet in FLEETS:

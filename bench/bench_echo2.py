@@ -25,6 +25,7 @@ from echo.fleet.provisioning import outcome_of
 from echo.fleet.selection import select
 
 PUBLISHED = (0.333, 0.363)
+SUBJECTS = ("Qwen3-4B", "Qwen3-8B")
 BASELINE_STEP_S = 1508.0
 GROUPS, SIZE, MAX_TOKENS, PROMPT_TOKENS, STALENESS = 128, 16, 8192, 500, 6
 LEARNER, NUM_GPUS = "A100-80GB", 8
@@ -154,10 +155,12 @@ def study(model: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    harness.new_parser(__doc__).parse_args()
+    parser = harness.new_parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=SUBJECTS)
+    arguments = harness.parse(parser, models=SUBJECTS[:1])
     result: dict[str, Any] = {"published": PUBLISHED, "baseline_step_s": BASELINE_STEP_S}
     result |= {"ranges": RANGES, "models": {}}
-    for model in ("Qwen3-4B", "Qwen3-8B"):
+    for model in arguments.models:
         result["models"][model] = row = study(model)
         print(f"{model}: saves {row['low']:.0%} to {row['high']:.0%}, middle {row['middle']}")
         for name, moved in row["by_input"].items():

@@ -77,11 +77,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--path", type=Path, nargs="+", default=[], help="packages not installed")
     parser.add_argument("--verl", type=Path, help="a checkout of verl, of which two files are run")
     parser.add_argument("--out", type=Path, help="file for the result, instead of bench/results")
-    parser.add_argument("--quick", action="store_true", help="a tiny shape on the CPU")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.tokens, arguments.width, arguments.vocab, arguments.repeats = 40, 64, 500, 2
-    elif not torch.cuda.is_available():
+    # A tiny shape on the CPU.
+    arguments = harness.parse(parser, tokens=40, width=64, vocab=500, repeats=2)
+    if not arguments.quick and not torch.cuda.is_available():
         parser.error("there is no GPU; --quick tries this program on the CPU")
     sys.path[:0] = map(str, arguments.path)
     return arguments
@@ -327,7 +325,7 @@ def report(
     }
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    elif not arguments.quick:
+    else:
         slug = device.lower().replace(" ", "-")
         print(harness.save(f"kernel_{slug}_{arguments.tokens}x{arguments.width}", result))
 

@@ -142,7 +142,7 @@ def compare_steps(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return reckoned and measured bytes of a step by vocabulary."""
     rows = []
     for vocab_size in arguments.vocab:
-        command = [sys.executable, __file__, "one", *sys.argv[2:], "--of", str(vocab_size)]
+        command = [sys.executable, __file__, *sys.argv[1:], "--of", str(vocab_size)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         print(json.dumps(rows[-1]), flush=True)
@@ -151,7 +151,7 @@ def compare_steps(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = harness.new_parser(__doc__)
-    parser.add_argument("what", choices=["run", "step", "one"], nargs="?", default="step")
+    parser.add_argument("what", choices=["run", "step"], nargs="?", default="step")
     parser.add_argument("--model", type=Path, help="directory of the model that a run trains")
     parser.add_argument("--steps", type=int, default=300, help="of a run")
     parser.add_argument(
@@ -165,8 +165,10 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--of", type=int, help=argparse.SUPPRESS)
-    arguments = harness.parse(parser, layers=2, groups=1, steps=8)
-    if arguments.what == "one":
+    arguments = harness.parse(parser, layers=2, groups=1, steps=8, vocab=[49152])
+    if arguments.what == "run" and arguments.quick and arguments.model is None:
+        arguments.model = harness.tiny_model()
+    if arguments.of is not None:  # as `compare_steps` starts it
         print(json.dumps(measure(arguments)))
     elif arguments.what == "step":
         name = f"memory_step_{arguments.dtype}"

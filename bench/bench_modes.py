@@ -42,10 +42,12 @@ def main() -> None:
     parser.add_argument("--task", default="addition", choices=("addition", "countdown"))
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--timeout-s", type=float, default=600, help="for one run")
-    parser.add_argument("--rows", type=Path, default=harness.RESULTS / "modes_rows.jsonl")
+    parser.add_argument("--rows", type=Path, help="results/modes_rows.jsonl if left out")
     parser.add_argument("--resume", action="store_true", help="skip runs whose rows are there")
     parser.add_argument("--report", action="store_true", help="run nothing; compare what is there")
-    arguments = parser.parse_args()
+    quick = {"seeds": [0], "set": ["run.max_steps=4", "eval.num_prompts=32"]}
+    arguments = harness.parse(parser, **quick)
+    arguments.rows = arguments.rows or harness.RESULTS / "modes_rows.jsonl"
     if arguments.rows.exists() and not (arguments.resume or arguments.report):
         sys.exit(f"{arguments.rows} exists; --resume goes on with it, --rows names another")
     same = {"task": arguments.task, "set": arguments.set}

@@ -241,6 +241,8 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=200)
     parser.add_argument("--learning-rate", type=float, help="2e-5, with --lora 2e-4")
     arguments = harness.parse(parser, versions=2)
+    if arguments.quick and arguments.model is None and arguments.families is None:
+        arguments.families = ["qwen3"]
     if (arguments.families is None) == (arguments.model is None):
         parser.error("name either MODEL or --families")
     arguments.learning_rate = arguments.learning_rate or (2e-4 if arguments.lora else 2e-5)
@@ -264,3 +266,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    harness.end_at_once()

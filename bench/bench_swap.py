@@ -9,6 +9,7 @@ that the learner would see before it has moved at all.
 
 OLD and NEW are directories with weights of one model, such as two exports of a run; the swaps are
 to OLD + part * (NEW - OLD), a part of 0.01 standing for a single optimizer step among a hundred.
+A quick run without them swaps random weights of transformers'.
 """
 
 from __future__ import annotations
@@ -102,14 +103,18 @@ def log_ratios(
 
 def main() -> None:
     parser = harness.new_parser(__doc__)
-    parser.add_argument("old", type=Path)
-    parser.add_argument("new", type=Path)
+    parser.add_argument("old", type=Path, nargs="?")
+    parser.add_argument("new", type=Path, nargs="?")
     parser.add_argument("--engine", choices=["vllm", "transformers"], default="vllm")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", default="float32", help="that the engine computes in")
     parser.add_argument("--process", choices=["inline", "engine"], default="inline")
     parser.add_argument("--parts", type=float, nargs="+", default=[0.01, 0.1, 1.0])
-    arguments = parser.parse_args()
+    arguments = harness.parse(parser, engine="transformers", parts=[0.1])
+    if arguments.new is None:
+        if not arguments.quick:
+            parser.error("name OLD and NEW, two directories with weights")
+        arguments.old, arguments.new = harness.tiny_model(0), harness.tiny_model(1)
     torch.set_num_threads(1)
     old = load_directory(arguments.old, "float32")
     target = load_directory(arguments.new, "float32")

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = KEPT = ROOT / "bench" / "results"
@@ -78,6 +78,14 @@ def tiny_model(seed: int = 0) -> Path:
     directory = RESULTS / f"model-{seed}"
     save_tiny_model(directory, build_model(seed=seed))
     return directory
+
+
+def end_at_once() -> NoReturn:
+    """End this process without the ends of its libraries: threads of vLLM's abort it there."""
+    if is_quick():
+        shutil.rmtree(RESULTS, ignore_errors=True)
+    sys.stdout.flush()
+    os._exit(0)
 
 
 @contextlib.contextmanager

@@ -168,7 +168,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "count/partials/*": "What became of unfinished rollouts: `resumed`, `handed_over`, "
         "`shipped`, `late`, and tokens `resumed_tokens`, `masked_tokens`, `trimmed_tokens`, "
         "`wasted_tokens`.",
-        "count/dropped/*": "Messages and copies dropped at a bound: `no_route`, `partials_full`.",
+        "count/dropped/*": "Messages and copies dropped at a bound (`no_route`, `partials_full`), "
+        "or late, of a node that has joined again since (`other_channel`).",
         "count/protocol_errors": "Malformed messages.",
         "count/internal_errors": "Errors of Echo itself; please report them.",
         "net/*": "The learner's connections: `messages_in`, `messages_out`, `bytes_in`, "

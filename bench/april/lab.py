@@ -182,6 +182,7 @@ def make_role(content: Content, config: Config, key: Ed25519PrivateKey) -> Learn
         LearnerSettings(
             admission=AdmissionSettings(
                 run_id="bench", key=key, settings={}, assets={}, digests={},
+                seal_keys=node.new_seal_keys(),
                 heartbeat_s=network.heartbeat_s, dead_after_s=network.dead_after_s,
             ),
             leases=LeaseSettings(

@@ -28,6 +28,7 @@ def publishing_role(config: Config, identity: Identity, advertise: str) -> Learn
             admission=AdmissionSettings(
                 run_id=identity.run_id,
                 key=identity.key,
+                seal_keys=node.new_seal_keys(),
                 settings={},
                 assets={},
                 digests={},

@@ -5,15 +5,16 @@ that is scored. Padded rows have one rollout each, padded on the right: under ca
 real token sees the padding, so no attention mask is needed and the positions are the plain ones. A
 packed row has all of them in a line, and the model must keep them apart (train/packing.py). There
 rollouts of one prompt can share it: it stands in the row once, before their completions. A packed
-row may be filled to one of a few sizes, with tokens that see nothing but themselves. Only the
-model's input differs; what a loss sees is the same [B, T].
+row may be filled to one of a few sizes, with tokens that see nothing but themselves; padded
+rows to one of a few lengths, as many of them as a power of two. Only the model's input differs;
+what a loss sees is the same [B, T].
 
 Shapes: B rollouts of a micro-batch, P prompt tokens, T completion tokens, L input tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any
@@ -120,7 +121,8 @@ class MicroBatch:
     """Rollouts that go through the model together."""
 
     input_ids: Tensor
-    """[B, L] int64, padded on the right; [1, L] where it is packed."""
+    """[B, L] int64, padded on the right, with further rows of padding where it is filled; [1, L]
+    where it is packed."""
     token_ids: Tensor
     """[B, T] int64 completion tokens."""
     predictors: Tensor
@@ -187,7 +189,11 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def pack_micro_batches(
-    lengths: Sequence[int], *, max_tokens: int, group_index: Sequence[int] | None = None
+    lengths: Sequence[int],
+    *,
+    max_tokens: int,
+    group_index: Sequence[int] | None = None,
+    fills: bool = False,
 ) -> list[list[int]]:
     """Divide rows into micro-batches of at most `max_tokens` tokens, padding counted.
 
@@ -199,12 +205,16 @@ def pack_micro_batches(
         lengths: tokens of each row, >= 1.
         max_tokens: bound on rows times longest row of a micro-batch, inclusive.
         group_index: group of each row, to keep groups whole; None lets rows go anywhere.
+        fills: whether rows are to be filled (`collate`): so many go together as a power of two,
+            unless groups are kept whole.
 
     Returns:
         Indices of `lengths`, each exactly once. The same for the same arguments.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens = {max_tokens}: must be at least 1")
+    if fills:
+        lengths = [filled_size(length, max_tokens=max_tokens) for length in lengths]
     units: dict[int, list[int]] = {}
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         units.setdefault(index if group_index is None else group_index[index], []).append(index)
@@ -215,7 +225,17 @@ def pack_micro_batches(
             batches[-1] += unit
         else:
             batches.append(unit)
+    if fills and group_index is None:
+        return [part for batch in batches for part in _powers_of_two(batch)]
     return batches
+
+
+def _powers_of_two(indices: list[int]) -> Iterator[list[int]]:
+    """Cut a micro-batch into such that have a power of two of rows each, the largest first."""
+    while indices:
+        number = 1 << len(indices).bit_length() - 1
+        yield indices[:number]
+        indices = indices[number:]
 
 
 def share_prompts(
@@ -277,7 +297,7 @@ class _Row:
 
 
 def filled_size(num_tokens: int, *, max_tokens: int) -> int:
-    """Return the size that a packed row of so many tokens is filled to.
+    """Return the size that a row of so many tokens is filled to.
 
     A step's row has ever another number of tokens, and in 16 bits a CPU keeps code and buffers for
     each that it has met.
@@ -292,7 +312,12 @@ def filled_size(num_tokens: int, *, max_tokens: int) -> int:
 
 
 def _lay_out(
-    samples: Sequence[TrainingRow], *, is_packed: bool, units: Sequence[int]
+    samples: Sequence[TrainingRow],
+    *,
+    is_packed: bool,
+    units: Sequence[int],
+    fills_up_to: int,
+    window: int | None,
 ) -> tuple[_Row, list[tuple[int, int]]]:
     """Return one row of all samples, and where prompt and completion of each begin in it.
 
@@ -301,7 +326,13 @@ def _lay_out(
     row, places = _Row(), []
     if not is_packed:
         width = max(sample.num_inputs for sample in samples)
-        starts = [row.add(width) for _ in samples]
+        number = len(samples)
+        if fills_up_to:
+            size = filled_size(width, max_tokens=fills_up_to)
+            width = size if window is None else max(width, min(size, window))
+            filled = 1 << (number - 1).bit_length()
+            number = filled if filled * width <= fills_up_to else number
+        starts = [row.add(width) for _ in range(number)][: len(samples)]
         places = [
             (start, start + len(sample.prompt_ids))
             for start, sample in zip(starts, samples, strict=True)
@@ -349,6 +380,7 @@ def collate(
     is_packed: bool = False,
     units: Sequence[int] | None = None,
     fills_up_to: int = 0,
+    window: int | None = None,
 ) -> MicroBatch:
     """Return the samples as one micro-batch on the CPU.
 
@@ -358,10 +390,14 @@ def collate(
         is_packed: in one row, in place of padded ones.
         units: of the samples, in a packed row: those beside each other with the same number share
             their prompt; None where none do.
-        fills_up_to: fill a packed row to one of a few sizes, up to so many tokens; 0 for none.
+        fills_up_to: fill a packed row, or padded ones, to one of a few sizes, up to so many tokens;
+            0 for none.
+        window: tokens that padded rows are filled to at most: the model's positions.
     """
     units = range(len(samples)) if units is None else units
-    row, places = _lay_out(samples, is_packed=is_packed, units=units)
+    row, places = _lay_out(
+        samples, is_packed=is_packed, units=units, fills_up_to=fills_up_to, window=window
+    )
     num_filled = 0
     if is_packed and fills_up_to:
         num_filled = filled_size(row.size, max_tokens=fills_up_to) - row.size
@@ -389,7 +425,7 @@ def collate(
         sample.proximal_logprobs for sample in samples if sample.proximal_logprobs is not None
     ]
     return MicroBatch(
-        input_ids=torch.from_numpy(input_ids).view(1 if is_packed else len(samples), -1),
+        input_ids=torch.from_numpy(input_ids).view(-1, row.size if is_packed else row.lengths[0]),
         token_ids=torch.from_numpy(padded([each.token_ids for each in rollouts], np.int64)),
         predictors=torch.from_numpy(_predictors(samples, places, is_token)),
         sampler_logprobs=torch.from_numpy(

@@ -8,8 +8,8 @@ The node's end (`Joining.TABLE`):
 
 From any of these states `Lost` leads back to dialling; Refuse, Finish and `GaveUp` end the node.
 A node that has built its engine before passes from Welcome to readying at once. A Welcome that
-comes later may be of a learner that was restarted: its lineages count, and other settings end the
-node.
+comes later with other keys is of a learner that was restarted: the node says hello to it anew, and
+other settings end the node.
 
 The learner's end (`Admission.TABLE`), for each node:
 
@@ -36,7 +36,7 @@ signed everything it sees. Files have a name out of a fixed table.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -46,7 +46,7 @@ from blake3 import blake3
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from echo.core.errors import EchoError, RefusedError, RemoteProtocolError
+from echo.core.errors import EchoError, ForgedError, RefusedError, RemoteProtocolError
 from echo.core.metrics import Counters
 from echo.core.price import Price
 from echo.core.rollout import Lineage
@@ -54,9 +54,10 @@ from echo.core.units import one_line
 from echo.roles.members import Member, Presence, Roster
 from echo.weights.broadcast import Broadcast
 from echo.wire.actions import Action, Complaints, Note, Routes, Stop
-from echo.wire.codec import Frame
+from echo.wire.codec import Envelope, Frame, open_seal
 from echo.wire.messages import (
     LEARNER_ID,
+    UNSEALED,
     Ack,
     Admitted,
     Asset,
@@ -78,6 +79,7 @@ from echo.wire.messages import (
     TopologyPlan,
     Welcome,
 )
+from echo.wire.seals import Channel, SealKeys, Seals, channel_of
 
 WORK_OF_LEARNER = (TopologyPlan, Pulse, Grant, Reclaim, Ack)
 """What the learner says to nodes beside joining; the role itself handles it."""
@@ -117,9 +119,11 @@ FINGERPRINT_BYTES = 16
 
 # Neither hash can be taken for a manifest's root, which the same key signs.
 _FINGERPRINT = "echo-rl 2026-11 fingerprint of a learner's signing key"
-_WELCOME = "echo-rl 2026-11 welcome"
+_ANSWER = "echo-rl 2026-11 answer to a hello"
+_HELLO = "echo-rl 2026-11 hello"
 
-_welcome_decoder = msgspec.msgpack.Decoder(Welcome)
+Answer = TypeVar("Answer", Welcome, Refuse, Finish)
+"""What the learner may say to a Hello, signed."""
 
 
 def fingerprint(public_key: bytes) -> bytes:
@@ -132,24 +136,36 @@ def show_fingerprint(value: bytes) -> str:
     return base64.urlsafe_b64encode(value).decode().rstrip("=")
 
 
-def sign_welcome(welcome: Welcome, key: Ed25519PrivateKey) -> Welcome:
+def sign_answer(answer: Answer, key: Ed25519PrivateKey) -> Answer:
     """Return the message with the signature of everything else in it.
 
-    It names the incarnation of the node that it answers, so it is of no use to any other process.
+    It names the Hello that it answers, so it is of no use to another process or at another time.
     """
-    # As it arrives: a whole number in the place of a fraction would be encoded otherwise there.
-    arriving = _welcome_decoder.decode(msgspec.msgpack.encode(welcome))
+    arriving: Answer = _arriving(answer)
     return msgspec.structs.replace(arriving, signature=key.sign(_hash(arriving)))
 
 
-def welcome_fault(welcome: Welcome, *, known: bytes | None) -> tuple[str, str] | None:
-    """Return why a Welcome is not the learner's, as (reason, detail), or None if it is.
+def hash_hello(hello: Hello) -> bytes:
+    """Return the hash by which answers name a Hello."""
+    body = msgspec.msgpack.encode(_arriving(hello))
+    return blake3(body, derive_key_context=_HELLO).digest()
+
+
+def _arriving(message: Any) -> Any:
+    """Return a message as it arrives: with fractions where whole numbers stand for them."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
+
+
+def answer_fault(
+    answer: Welcome | Refuse | Finish, *, known: bytes | None
+) -> tuple[str, str] | None:
+    """Return why an answer is not the learner's, as (reason, detail), or None if it is.
 
     Args:
-        welcome: as it arrived.
+        answer: as it arrived.
         known: the fingerprint of the learner's key; None where nothing has told it.
     """
-    found = fingerprint(welcome.public_key)
+    found = fingerprint(answer.public_key)
     if known is not None and found != known:
         return "wrong_signing_key", (
             f"the signing key has the fingerprint {show_fingerprint(found)}, this node's join "
@@ -158,19 +174,20 @@ def welcome_fault(welcome: Welcome, *, known: bytes | None) -> tuple[str, str] |
             "machine is another one by now: copy it again; or somebody between poses as the learner"
         )
     try:
-        key = Ed25519PublicKey.from_public_bytes(welcome.public_key)
-        key.verify(welcome.signature, _hash(welcome))
+        key = Ed25519PublicKey.from_public_bytes(answer.public_key)
+        key.verify(answer.signature, _hash(answer))
     except (InvalidSignature, ValueError):
+        what = "settings and files that this node is to take over"
         return "wrong_signature", (
-            "the learner's key has not signed the settings and files that this node is to take "
-            "over: somebody on the way has changed them"
+            f"the learner's key has not signed {what if isinstance(answer, Welcome) else 'it'}: "
+            "somebody on the way has changed or made them"
         )
     return None
 
 
-def _hash(welcome: Welcome) -> bytes:
-    body = msgspec.msgpack.encode(msgspec.structs.replace(welcome, signature=b""))
-    return blake3(body, derive_key_context=_WELCOME).digest()
+def _hash(answer: Welcome | Refuse | Finish) -> bytes:
+    body = msgspec.msgpack.encode(msgspec.structs.replace(answer, signature=b""))
+    return blake3(body, derive_key_context=_ANSWER).digest()
 
 
 # --- The node's end ---
@@ -285,6 +302,7 @@ class NodeSettings:
     max_image_bytes: int
     digests: dict[str, str]
     """Hashes of what the node has before it hears from the learner; empty if it inherits all."""
+    seal_keys: SealKeys = field(repr=False)
     retry_s: float = 1.0
     heartbeat_s: float = 5.0
     """Until Welcome says otherwise."""
@@ -333,12 +351,16 @@ class Built:
 
 
 class AnswerToAnother:
-    """A Welcome or Admitted for another process of this name."""
+    """A Welcome for another Hello, or an Admitted for another process of this name."""
+
+
+class AnotherChannel:
+    """A Welcome for a Hello that was welcomed already, with other keys: the learner is another."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnfitWelcome:
-    """A Welcome that the learner has not signed, or of a run that this node cannot join."""
+    """A Welcome of a run that this node cannot join."""
 
     reason: str
     error: EchoError
@@ -382,6 +404,9 @@ class Joining:
         self.lineages: tuple[Lineage, ...] = ()
         self.heartbeat_s = settings.heartbeat_s
         self.dead_after_s = settings.dead_after_s
+        self.seals = Seals()
+        self._hello = self._make_hello(b"")
+        self._hello_hash = b""
         self._role = role
         self._learner_key = b""
         self._assets = Assets()
@@ -400,6 +425,41 @@ class Joining:
         if type(message) not in self.TABLE[self.state]:
             raise RemoteProtocolError(f"{type(message).__name__} is not for a {self.settings.role}")
         return self._take(self._classify(message), payload, now)
+
+    def forgery(self, message: Message) -> tuple[str, str] | None:
+        """Return why a Welcome is not the learner's, as (reason, detail), or None.
+
+        Nothing in it may be believed before.
+        """
+        fault = None
+        if isinstance(message, Welcome):
+            fault = answer_fault(message, known=self.settings.fingerprint)
+        return fault and (fault[0], f"the Welcome that came over {self.via}: {fault[1]}")
+
+    def is_genuine(self, envelope: Envelope, message: Message, payload: list[Frame]) -> bool:
+        """Return whether a message is the learner's, to this node, and now: else it is late.
+
+        Raises:
+            ForgedError: if somebody between has made, changed or replayed it.
+        """
+        match message:
+            case Asset() | Rehello():
+                return True
+            case Welcome():
+                return message.answers == self._hello_hash
+            case Refuse() | Finish() if message.signature or isinstance(message, Refuse):
+                return self._is_own_answer(message)
+        return open_seal(self.seals, envelope, payload)
+
+    def _is_own_answer(self, message: Refuse | Finish) -> bool:
+        fault = answer_fault(message, known=self.settings.fingerprint)
+        if fault is None and self._learner_key not in (b"", message.public_key):
+            fault = "", "it is signed with another key than that of this node's run"
+        if fault is not None:
+            raise ForgedError(fault[1])
+        is_joined = self.state in (NodeState.READYING, NodeState.ADMITTED)
+        is_late = isinstance(message, Finish) and is_joined  # then it is sealed
+        return message.answers == self._hello_hash and not is_late
 
     def linked(self, *, now: float) -> list[Action]:
         """Say hello: the control link stands."""
@@ -423,8 +483,20 @@ class Joining:
             case Welcome() | Admitted() if message.incarnation != self.settings.incarnation:
                 return AnswerToAnother()
             case Welcome():
-                fault = self._find_fault(message)
-                return message if fault is None else UnfitWelcome(*fault)
+                return self._classify_welcome(message)
+        return message
+
+    def _classify_welcome(self, message: Welcome) -> object:
+        if message.answers != self._hello_hash:
+            return AnswerToAnother()
+        mismatch = self._find_mismatch(message)
+        if mismatch is not None:
+            self._agree(message)  # so that the learner believes the goodbye
+            return UnfitWelcome(mismatch[0], RefusedError(mismatch[1]))
+        newest = self.seals.newest
+        is_welcomed = self.state in (NodeState.CONFIGURING, NodeState.READYING)
+        if is_welcomed and newest is not None and newest.channel != self._channel_of(message):
+            return AnotherChannel()
         return message
 
     def _take(self, event: object, payload: list[Frame], now: float) -> list[Action]:
@@ -441,14 +513,14 @@ class Joining:
         self.retry_at = now + self.settings.retry_s
         match self.state:
             case NodeState.JOINING:
-                return self._role.to_learner(self._hello())
+                return self._role.to_learner(self._hello)
             case NodeState.CONFIGURING if self._assets.missing:
                 # One at a time, and not again soon: over a thin link a file takes a while.
                 self.retry_at = now + self.dead_after_s / 2
                 return self._role.to_learner(AssetRequest(name=self._assets.missing[0]))
             case NodeState.CONFIGURING:
                 self.retry_at = now + self.heartbeat_s
-                return self._role.to_learner(self._hello())
+                return self._role.to_learner(self._hello)
             case NodeState.READYING:
                 incarnation = self.settings.incarnation
                 return self._role.to_learner(
@@ -456,7 +528,7 @@ class Joining:
                 )
         return []
 
-    def _hello(self) -> Hello:
+    def _make_hello(self, nonce: bytes) -> Hello:
         settings = self.settings
         return Hello(
             node_id=settings.node_id,
@@ -465,6 +537,8 @@ class Joining:
             echo_version=settings.echo_version,
             advertise=settings.advertise,
             digests=settings.digests,
+            seal_key=settings.seal_keys.seal_key(),
+            nonce=nonce,
             region=settings.region,
             price_per_gb=settings.price_per_gb,
             price=settings.price,
@@ -473,7 +547,24 @@ class Joining:
     # --- the steps of the table ------------------------------------------------------------------
 
     def _begin(self, event: object, payload: list[Frame], now: float) -> list[Action]:
+        self._hello = self._make_hello(self.settings.seal_keys.nonce())
+        self._hello_hash = hash_hello(self._hello)
         return self.repeat(now)
+
+    def _channel_of(self, message: Welcome) -> bytes:
+        return channel_of(
+            hello=message.answers,
+            nonce=message.nonce,
+            learner_key=message.seal_key,
+            run_id=message.run_id,
+        )
+
+    def _agree(self, message: Welcome) -> None:
+        """Seal what follows with the keys that a signed Welcome has agreed on."""
+        theirs, channel = message.seal_key, self._channel_of(message)
+        made = Channel(self.settings.seal_keys, theirs, channel, is_learner=False)
+        if made.is_possible:
+            self.seals.offered = made
 
     def _on_lost(self, event: Lost, payload: list[Frame], now: float) -> list[Action]:
         self.retry_at = event.retry_at
@@ -481,7 +572,9 @@ class Joining:
 
     def _on_welcome(self, message: Welcome, payload: list[Frame], now: float) -> list[Action]:
         self.run_id, self._learner_key = message.run_id, message.public_key
-        self._on_welcome_again(message, payload, now)
+        self._agree(message)
+        self.lineages = message.lineages
+        self.heartbeat_s, self.dead_after_s = message.heartbeat_s, message.dead_after_s
         if message.uplink_bytes_per_s:
             self.broadcast.uplink.show(message.uplink_bytes_per_s)
         self.broadcast.trust.set(
@@ -494,12 +587,6 @@ class Joining:
             *self._role.on_welcome(message.version_bytes, now=now),
         ]
 
-    def _on_welcome_again(self, message: Welcome, payload: list[Frame], now: float) -> list[Action]:
-        """Keep up with a learner that was restarted: of that no link tells behind a relay."""
-        self.lineages = message.lineages
-        self.heartbeat_s, self.dead_after_s = message.heartbeat_s, message.dead_after_s
-        return []
-
     def _prepare(self, message: Welcome, now: float) -> list[Action]:
         """Fetch what is missing, then have task and engine built; they may be already."""
         if self._digests is not None:
@@ -509,16 +596,6 @@ class Joining:
             former, self._assets = self._assets, Assets(wanted, settings=message.settings)
             self._assets.keep(former)
         return self.repeat(now) if self._assets.missing else self._configure(now)
-
-    def _find_fault(self, message: Welcome) -> tuple[str, RefusedError] | None:
-        """Return why this node cannot join this learner, as (reason, error), or None."""
-        # First of all: nothing in it may be believed before.
-        unsigned = welcome_fault(message, known=self.settings.fingerprint)
-        if unsigned is not None:
-            reason, detail = unsigned
-            return reason, RefusedError(f"the Welcome that came over {self.via}: {detail}")
-        mismatch = self._find_mismatch(message)
-        return None if mismatch is None else (mismatch[0], RefusedError(mismatch[1]))
 
     def _find_mismatch(self, message: Welcome) -> tuple[str, str] | None:
         """Return what does not fit in a Welcome that the learner has signed, or None."""
@@ -615,41 +692,43 @@ class Joining:
             Linked: Step(_begin, NodeState.JOINING),
             # An engine that was begun before the link was lost.
             Built: Step(_on_built),
-            **_each((Welcome, UnfitWelcome, Asset, Admitted, Rehello), IGNORED),
+            **_each((Welcome, AnotherChannel, UnfitWelcome, Asset, Admitted, Rehello), IGNORED),
         },
         NodeState.JOINING: {
             **_ALWAYS,
             Welcome: Step(_on_welcome, NodeState.CONFIGURING),
             UnfitWelcome: Step(_on_unfit_welcome, NodeState.STOPPED),
             Built: Step(_on_built),
-            **_each((Linked, Asset, Admitted, Rehello), IGNORED),
+            **_each((AnotherChannel, Linked, Asset, Admitted, Rehello), IGNORED),
         },
         NodeState.CONFIGURING: {
             **_ALWAYS,
             Asset: Step(_on_asset),
             Built: Step(_on_built, NodeState.READYING),
             # Hello goes on being said here, so that both sides know of each other.
-            Welcome: Step(_on_welcome_again),
+            AnotherChannel: Step(_begin, NodeState.JOINING),
             UnfitWelcome: Step(_on_unfit_welcome, NodeState.STOPPED),
-            **_each((Linked, Admitted, Rehello), IGNORED),
+            **_each((Linked, Welcome, Admitted, Rehello), IGNORED),
         },
         NodeState.READYING: {
             **_ALWAYS,
             Admitted: Step(_on_admitted, NodeState.ADMITTED),
             Rehello: Step(_begin, NodeState.JOINING),
             # The answer to a Hello that was said before.
-            Welcome: Step(_on_welcome_again),
+            AnotherChannel: Step(_begin, NodeState.JOINING),
             UnfitWelcome: Step(_on_unfit_welcome, NodeState.STOPPED),
-            **_each((Linked, Built, Asset), IGNORED),
+            **_each((Linked, Welcome, Built, Asset), IGNORED),
         },
         NodeState.ADMITTED: {
             **_ALWAYS,
             Rehello: Step(_begin, NodeState.JOINING),
-            **_each((Linked, Built, Welcome, UnfitWelcome, Asset, Admitted), IGNORED),
+            **_each((Linked, Built, Welcome, AnotherChannel, UnfitWelcome), IGNORED),
+            **_each((Asset, Admitted), IGNORED),
         },
         NodeState.STOPPED: {
             **_each(_ALWAYS, IGNORED),
-            **_each((Linked, Built, Welcome, UnfitWelcome, Asset, Admitted, Rehello), IGNORED),
+            **_each((Linked, Built, Welcome, AnotherChannel, UnfitWelcome), IGNORED),
+            **_each((Asset, Admitted, Rehello), IGNORED),
         },
     }
     """What each event means to a node, by state."""
@@ -665,6 +744,7 @@ class AdmissionSettings:
     run_id: str
     key: Ed25519PrivateKey = field(repr=False)
     """Signs what nodes inherit."""
+    seal_keys: SealKeys = field(repr=False)
     settings: dict[str, Any]
     """What workers inherit."""
     assets: dict[str, bytes]
@@ -691,6 +771,7 @@ class HelloRefused:
 
     reason: str
     detail: str
+    hello_hash: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -699,6 +780,7 @@ class ReadyRefused:
 
     reason: str
     detail: str
+    hello_hash: bytes
 
 
 class ReadyOfAnother:
@@ -777,12 +859,37 @@ class Admission:
         return source in self.roster.nodes and not is_joining
 
     def bears_name(self, source: str, message: Message) -> bool:
-        """Return whether a message shows that it is of the process that has its name, if any."""
+        """Return whether a message shows that it is of the process that has its name, if any.
+
+        It is sealed in a channel of that process, or there is none yet.
+        """
         member = self.roster.nodes.get(source)
         match message:
-            case Hello() | Ready() if member is not None:
+            case Hello() if member is not None:
+                is_joined = member.seals.confirmed is not None
+                return message.incarnation == member.incarnation and not is_joined
+            case Ready() if member is not None:
                 return message.incarnation == member.incarnation
         return member is None
+
+    def is_genuine(self, envelope: Envelope, message: Message, payload: Sequence[Frame]) -> bool:
+        """Return whether a message is of the process that has its name, and counts.
+
+        What is of another channel is late, as a rule; a node that has not shown the present one is
+        told to say hello again by its caller.
+
+        Raises:
+            ForgedError: if somebody between has made, changed or replayed it.
+        """
+        member = self.roster.nodes.get(envelope.source)
+        if member is None or isinstance(message, UNSEALED):
+            return True
+        return open_seal(member.seals, envelope, payload)
+
+    def has_joined(self, source: str) -> bool:
+        """Return whether a message of a node's present channel was opened."""
+        member = self.roster.nodes.get(source)
+        return member is not None and member.seals.confirmed is not None
 
     def take_silent(self, *, now: float) -> list[Member]:
         """Forget the nodes that have been silent for too long, and return them."""
@@ -812,13 +919,15 @@ class Admission:
 
     def _classify_hello(self, source: str, message: Hello, now: float) -> object:
         is_theirs = message.node_id == source and source != LEARNER_ID
+        if not self.settings.seal_keys.code(message.seal_key, b"", True, ()):
+            raise RemoteProtocolError(f"a Hello of {source!r} without a public key for seals")
         if not is_theirs or message.role not in ("worker", "relay"):
             raise RemoteProtocolError(
                 f"a Hello of {message.role} {message.node_id!r} from {source!r}"
             )
         fault = digest_mismatch(ours=message.digests, theirs=self.settings.digests)
         if fault is not None:
-            return HelloRefused("digest_mismatch", fault)
+            return HelloRefused("digest_mismatch", fault, hash_hello(message))
         match self.roster.claim(message, now=now):
             case "restarted":
                 return Restarted(message, self.roster.nodes[source])
@@ -829,7 +938,7 @@ class Admission:
                     f"another process is already called {source!r}; give this one a name of its "
                     f"own with --set {message.role}.name=..."
                 )
-                return HelloRefused("name_taken", detail)
+                return HelloRefused("name_taken", detail, hash_hello(message))
         return message
 
     def _classify_ready(self, source: str, message: Ready) -> object:
@@ -839,7 +948,9 @@ class Admission:
         if member.incarnation != message.incarnation:
             return ReadyOfAnother()
         fault = digest_mismatch(ours=message.digests, theirs=self.settings.digests)
-        return message if fault is None else ReadyRefused("digest_mismatch", fault)
+        if fault is None:
+            return message
+        return ReadyRefused("digest_mismatch", fault, member.hello_hash)
 
     def _take(self, source: str, event: object, payload: list[Frame], now: float) -> list[Action]:
         """Do what the table says of an event: the one place where a presence changes."""
@@ -860,19 +971,31 @@ class Admission:
         self, source: str, member: Member, message: Hello, payload: list[Frame], now: float
     ) -> list[Action]:
         member.heard_at, member.node.advertise = now, message.advertise
-        return self._routes.to(source, self._welcome(message))
+        return self._routes.to(source, self._welcome(member, message))
 
     def _on_restarted(
         self, source: str, member: Member, event: Restarted, payload: list[Frame], now: float
     ) -> list[Action]:
         return [
             Note("warning", f"{source} was restarted; its leases are granted again"),
-            *self._routes.to(source, self._welcome(event.hello)),
+            *self._routes.to(source, self._welcome(member, event.hello)),
             *self._role.drop(event.old, now=now),
         ]
 
-    def _welcome(self, message: Hello) -> Welcome:
-        settings = self.settings
+    def _welcome(self, member: Member, message: Hello) -> Welcome:
+        """Answer a Hello, with a channel of its own if it is a new one."""
+        settings, answers = self.settings, hash_hello(message)
+        seal_key = settings.seal_keys.seal_key()
+        if answers != member.hello_hash:
+            member.hello_hash, member.nonce = answers, settings.seal_keys.nonce()
+            channel = channel_of(
+                hello=answers,
+                nonce=member.nonce,
+                learner_key=seal_key,
+                run_id=settings.run_id,
+            )
+            theirs = message.seal_key
+            member.seals.offered = Channel(settings.seal_keys, theirs, channel, is_learner=True)
         welcome = Welcome(
             run_id=settings.run_id,
             incarnation=message.incarnation,
@@ -885,8 +1008,11 @@ class Admission:
             dead_after_s=settings.dead_after_s,
             uplink_bytes_per_s=self.roster.uplinks.get(message.node_id),
             version_bytes=self._role.version_bytes,
+            answers=answers,
+            seal_key=seal_key,
+            nonce=member.nonce,
         )
-        return sign_welcome(welcome, settings.key)
+        return sign_answer(welcome, settings.key)
 
     def _on_refused(
         self,
@@ -901,7 +1027,22 @@ class Admission:
         notes = self._complaints.note(
             source, reason, f"refused node {source} ({reason}): {detail}", now=now
         )
-        return [*notes, *self._routes.to(source, Refuse(reason=reason, detail=detail))]
+        refuse = Refuse(
+            reason=reason,
+            detail=detail,
+            answers=event.hello_hash,
+            public_key=self.settings.key.public_key().public_bytes_raw(),
+        )
+        return [*notes, *self._routes.to(source, sign_answer(refuse, self.settings.key))]
+
+    def finish(self, message: Hello, reason: str) -> list[Action]:
+        """Tell a node that says hello that the run is over."""
+        finish = Finish(
+            reason=reason,
+            answers=hash_hello(message),
+            public_key=self.settings.key.public_key().public_bytes_raw(),
+        )
+        return self._routes.to(message.node_id, sign_answer(finish, self.settings.key))
 
     def _on_dismissed(
         self,

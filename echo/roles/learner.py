@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from echo.core.bounds import clamped_rate
-from echo.core.errors import DataError, LocalProtocolError, RemoteProtocolError
+from echo.core.errors import DataError, ForgedError, LocalProtocolError, RemoteProtocolError
 from echo.core.metrics import Counters, NodeView
-from echo.core.timers import Paced, earliest
+from echo.core.timers import Paced, RecentMap, earliest
 from echo.core.units import one_line
 from echo.leases.book import LeaseBook, LeasedWorker
 from echo.leases.mismatch import Sampled
@@ -36,7 +36,7 @@ from echo.leases.scheduler import (
 )
 from echo.roles.joining import Admission, AdmissionSettings
 from echo.roles.members import Member, Roster, Shutdown
-from echo.roles.node import Role
+from echo.roles.node import MAX_PEER_NAMES, Role
 from echo.weights.broadcast import Broadcast
 from echo.weights.link import ParentFailed, UplinkProbe, acknowledge
 from echo.weights.topology.plan import PLAN_S, Planner
@@ -120,7 +120,8 @@ class Learner(Role):
         """Why nothing can be granted any more, where no prompt can be had."""
         self._plans, self._grants = Paced(PLAN_S), Paced(GRANT_S)
         self._decided: list[Action] = []
-        self._routes = Routes(self.counters)
+        self._routes = Routes(self.counters, self.roster.channel_of)
+        self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
         self._complaints = Complaints()
         self._admission = Admission(
             admission,
@@ -170,6 +171,7 @@ class Learner(Role):
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
         """Forget a link; the nodes behind it are given up only by their silence."""
         self._routes.forget(peer)
+        self._peer_names.discard(peer)
         return self.broadcast.remove_child(peer, now=now)
 
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
@@ -217,12 +219,13 @@ class Learner(Role):
         message = decode_message(envelope)
         if not envelope.target:
             return self._on_link_message(peer, message, payload, now)
-        return self._on_routed(peer, envelope.source, message, payload, now)
+        return self._on_routed(peer, envelope, message, payload, now)
 
     def _on_link_message(
         self, peer: str, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
         if isinstance(message, Greet):
+            self._peer_names[peer] = message.node_id
             answer = Greeted(node_id=LEARNER_ID, role="learner")
             return [Send(peer, encode(answer, source=LEARNER_ID))]
         if isinstance(message, Probe):
@@ -233,30 +236,54 @@ class Learner(Role):
         return [action for action in results if not isinstance(action, ParentFailed)]
 
     def _on_routed(
-        self, peer: str, source: str, message: Message, payload: list[Frame], now: float
+        self, peer: str, envelope: Envelope, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
         """Handle what comes under the name of a node.
 
-        A node is heard over the link on which its process has said hello, and answered there.
-        What comes under its name over another link is answered on that one, and changes nothing
-        unless it shows the process's incarnation, which nobody knows who is not on its way here.
+        A node is heard over the link on which its process has joined, and answered there. What
+        comes under its name over another link is answered on that one, and changes nothing unless
+        it is sealed by that process.
         """
+        source = envelope.source
+        try:
+            is_genuine = self._admission.is_genuine(envelope, message, payload)
+        except ForgedError as error:
+            return self._refuse_forged(peer, source, message, error, now)
+        if not is_genuine and self._admission.has_joined(source):
+            self.counters.add("dropped/other_channel")
+            return []
         former = self._routes.peer_of(source)
         self._routes.learn(source, peer)
         try:
-            if peer != former and self._admission.is_missing_hello(source, message):
+            is_new_way = peer != former and self._admission.is_missing_hello(source, message)
+            if is_new_way or not is_genuine:
                 return self._routes.to(source, Rehello())
             return self._on_heard(source, message, payload, now)
         finally:
             if peer != former and not self._admission.bears_name(source, message):
                 self._routes.restore(source, former)
 
+    def _refuse_forged(
+        self, peer: str, source: str, message: Message, error: ForgedError, now: float
+    ) -> list[Action]:
+        """Drop what somebody between has made or changed, and name the link that it came over."""
+        self.counters.add("refused/forged")
+        name = self._peer_names.get(peer) or peer
+        over = f"it came over the link of {name}"
+        if name == source:
+            over += " itself"
+        text = f"refused a {type(message).__name__} under the name of {source}: {error}; {over}"
+        return self._complaints.note(name, "forged", text, now=now)
+
     def _on_heard(
         self, source: str, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        is_joining = isinstance(message, Hello | AssetRequest | Ready)
-        if is_joining and self.finish_reason is not None:
-            return self._routes.to(source, Finish(reason=self.finish_reason))
+        reason = self.finish_reason
+        if isinstance(message, Hello) and message.node_id == source and reason is not None:
+            return self._admission.finish(message, reason)
+        is_known = source in self.roster.nodes
+        if isinstance(message, AssetRequest | Ready) and is_known and reason is not None:
+            return self._routes.to(source, Finish(reason=reason))
         return self._admission.receive(source, message, payload, now=now)
 
     def on_work(

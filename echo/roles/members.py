@@ -24,6 +24,7 @@ from echo.leases.book import LeasedWorker
 from echo.weights.topology.sites import PlannedNode
 from echo.wire.actions import Action, Routes
 from echo.wire.messages import Finish, Heartbeat, Hello, NodeStats
+from echo.wire.seals import Channel, Seals
 
 NODE_RATE_WINDOW_S = 10.0
 """Seconds over which a node's rates are averaged for the display."""
@@ -59,6 +60,11 @@ class Member:
     """What the scheduler of leases knows of it."""
     price: Price = field(default_factory=Price)
     presence: Presence = Presence.UNKNOWN
+    seals: Seals = field(default_factory=Seals)
+    hello_hash: bytes = b""
+    """Of the Hello that was welcomed last."""
+    nonce: bytes = b""
+    """Of the learner's, in that Welcome."""
     tokens_sampled: int | None = None
     """Counter at the last heartbeat, which began with its process: its growth renews waiting
     leases. None before a heartbeat."""
@@ -199,6 +205,11 @@ class Roster:
         """Return when a node counts as gone; None if it is."""
         is_here = self.nodes.get(member.node_id) is member
         return member.heard_at + self.dead_after_s if is_here else None
+
+    def channel_of(self, node_id: str) -> Channel | None:
+        """Return the channel in which a node's messages are sealed."""
+        member = self.nodes.get(node_id)
+        return None if member is None else member.seals.proven
 
     def members(self, role: str | None = None) -> list[Member]:
         """Return the admitted nodes, all or those of one role."""

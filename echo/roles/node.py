@@ -15,11 +15,13 @@ it:
   is dialled: the configured ones in turn, and the learner's own where a plan told it. So the
   workers of a dead relay find the learner without help.
 * After `reconnect_for_s` without the learner the node stops with an error that says what to do,
-  and once every address has refused its keys three times in a row: that does not mend itself.
-* Welcome of another run or with other settings, another protocol version, or hashes that differ end
-  the node: retrying cannot help.
-* So does a Welcome that the learner has not signed: whatever came with it is not used
-  (`roles/joining.py`).
+  and once every address was of no use three times in a row, since that does not mend itself: its
+  keys are refused there, another protocol version is spoken, or a Welcome comes that the learner
+  has not signed (`roles/joining.py`). One such address alone may be that of a relay that lies.
+* Welcome of another run or with other settings, or hashes that differ, end the node: retrying
+  cannot help.
+* All else that the learner has not sealed (`wire/seals.py`) is refused and counted, with the name
+  of the node that has passed it on.
 * The weights link follows the newest plan (`weights/parents.py`).
 """
 
@@ -64,6 +66,7 @@ from echo.wire.messages import (
     ProbeAck,
     Pulse,
     Refuse,
+    Rehello,
     TopologyPlan,
 )
 
@@ -200,14 +203,28 @@ class DialingRole:
         if link is None or link.peer != peer:
             return []
         self._faults[link.address] = reason
-        self._num_refusals[link.address] += 1
-        if not is_refused:
-            self._num_refusals[link.address] = 0
+        if is_refused:
+            return self._refused(link.address, "refused", reason, now)
+        self._num_refusals[link.address] = 0
+        return []
+
+    def _refused(self, address: str, reason: str, text: str, now: float) -> list[Action]:
+        """Count that an address is of no use to this node; stop where none is."""
+        self._num_refusals[address] += 1
         addresses = self._weights.learner_addresses
-        if any(self._num_refusals[address] < MAX_REFUSALS for address in addresses):
+        if any(self._num_refusals[each] < MAX_REFUSALS for each in addresses):
             return []
-        text = f"{reason} (tried {MAX_REFUSALS} times)"
-        return self._joining.give_up("refused", RefusedError(text), now=now)
+        error = RefusedError(f"{text} (tried {MAX_REFUSALS} times)")
+        return self._joining.give_up(reason, error, now=now)
+
+    def _leave_address(self, reason: str, text: str, now: float) -> list[Action]:
+        """Try another address: whoever answers at this one may not be honest."""
+        if self._control is None or self.state is NodeState.STOPPED:
+            return []
+        address = self._control.address
+        self._faults[address] = text
+        stop = self._refused(address, reason, text, now)
+        return stop or [Note("warning", text, reason), *self._next_address(now)]
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
         """Handle that a link is gone, inbound or outbound."""
@@ -278,6 +295,18 @@ class DialingRole:
             raise RemoteProtocolError(
                 f"a {type(message).__name__} that did not come from the learner's side"
             )
+        forgery = self._joining.forgery(message)
+        if forgery is not None:
+            self.counters.add("refused/forged")
+            return self._leave_address(*forgery, now)
+        try:
+            is_genuine = self._joining.is_genuine(envelope, message, frames[1:])
+        except ForgedError as error:
+            self.counters.add("refused/forged")
+            raise ForgedError(f"a {type(message).__name__} of the learner's: {error}") from error
+        if not is_genuine:
+            self.counters.add("dropped/other_channel")
+            return []
         return self._on_learner_message(message, frames[1:], now)
 
     def is_from_learner(self, peer: str) -> bool:
@@ -287,8 +316,7 @@ class DialingRole:
     def _on_other_protocol(self, peer: str, source: str, fault: str, now: float) -> list[Action]:
         """Stop if it is whom we dialled; answer in our version if it is who dialled us."""
         if self.is_from_learner(peer):
-            error = RefusedError(one_line(fault))
-            return self._joining.give_up("protocol_version", error, now=now)
+            return self._leave_address("protocol_version", one_line(fault), now)
         self.counters.add("refused/protocol_version")
         if self._weights.has(peer):
             return []
@@ -340,7 +368,6 @@ class DialingRole:
                 return []
             self._control.node_id = message.node_id
             self._faults.pop(self._control.address, None)
-            self._num_refusals.pop(self._control.address, None)
             self._weights.reached(now - self._control.greeted_at)
             self._heard_at = now
             self._joining.via = f"{self._control.address.partition('#')[0]} ({message.node_id})"
@@ -350,7 +377,8 @@ class DialingRole:
     def _on_learner_message(
         self, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        self._heard_at = self._lost_at = now
+        if not isinstance(message, Rehello):  # that anybody between may say for ever
+            self._heard_at = self._lost_at = now
         return self._joining.receive(message, payload, now=now)
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
@@ -369,7 +397,13 @@ class DialingRole:
         """Return the Send of a routed message, or nothing while there is no link."""
         if self._control is None or not self._control.node_id:
             return []
-        frames = encode(message, payload, source=self.settings.node_id, target=LEARNER_ID)
+        frames = encode(
+            message,
+            payload,
+            source=self.settings.node_id,
+            target=LEARNER_ID,
+            channel=self._joining.seals.newest,
+        )
         return [Send(self._control.peer, frames)]
 
     def configured(self, digests: dict[str, str], *, now: float) -> list[Action]:
@@ -378,6 +412,7 @@ class DialingRole:
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
         """Show the uplink already while task and engine are built: a plan comes with admission."""
+        self._num_refusals.clear()
         is_known = self.broadcast.uplink.bytes_per_s is not None
         return [] if is_known else self._probe(version_bytes, now)
 

@@ -68,6 +68,7 @@ from echo.weights.broadcast import Broadcast
 from echo.weights.store import VersionStore
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
 from echo.wire.codec import Frame, describe, is_public
+from echo.wire.seals import SealKeys
 
 REPEAT_S = 60.0
 """Seconds between two lines of one topic."""
@@ -634,8 +635,17 @@ def advertised(listen: str | None, advertise: str | None) -> str | None:
     return listen
 
 
+def new_seal_keys() -> SealKeys:
+    """Return a key pair for the seals of this process."""
+    return SealKeys(secrets.token_bytes(32))
+
+
 def node_settings(
-    config: Config, role: str, listen: str | None, *, log: logging.Logger
+    config: Config,
+    role: str,
+    listen: str | None,
+    *,
+    log: logging.Logger,
 ) -> NodeSettings:
     """Return what a relay's or worker's role is told; warn where nobody can be told to dial it."""
     network, section = config.network, config.relay if role == "relay" else config.worker
@@ -657,6 +667,7 @@ def node_settings(
         reconnect_for_s=network.reconnect_for_s,
         max_image_bytes=int(MAX_IMAGE_SHARE * read_machine().host_bytes),
         digests={},
+        seal_keys=new_seal_keys(),
         heartbeat_s=network.heartbeat_s,
         dead_after_s=network.dead_after_s,
         fingerprint=signing_fingerprint(config, role),

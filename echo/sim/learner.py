@@ -38,6 +38,7 @@ from echo.sim.versions import CHUNK_BYTES, Versions
 from echo.weights.broadcast import Broadcast
 from echo.weights.topology.sites import ASSUMED_BYTES_PER_S, Site
 from echo.wire.messages import LEARNER_ID, Lease
+from echo.wire.seals import SealKeys
 
 if TYPE_CHECKING:
     from echo.runtime.learner.publish import Publication
@@ -211,6 +212,7 @@ def make_role(
             admission=AdmissionSettings(
                 run_id=identity.run_id,
                 key=identity.key,
+                seal_keys=SealKeys(b"learner"),
                 settings={},
                 assets={},
                 digests={},

@@ -44,6 +44,7 @@ from echo.sim.transport import SimTransport
 from echo.sim.versions import CHUNK_BYTES, SharedStore, Versions
 from echo.sim.worker import SimWorker, WorkerTimes
 from echo.weights.broadcast import Broadcast
+from echo.wire.seals import SealKeys
 
 WINDOW_BYTES = 8 << 20
 """What a child asks for ahead at first: chunks are coarse here."""
@@ -185,6 +186,7 @@ class Simulation:
             reconnect_for_s=settings.reconnect_for_s,
             max_image_bytes=1 << 40,
             digests={},
+            seal_keys=SealKeys(f"{port.name}/{self._num_starts}".encode()),
             heartbeat_s=settings.heartbeat_s,
             dead_after_s=settings.dead_after_s,
             region=port.region,

@@ -313,6 +313,7 @@ class Policy:
             score_all: let the mask through for every completion token.
         """
         bins, units = self._bins(rows, whole_groups=whole_groups)
+        window = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         for indices in bins:
             batch = collate(
                 [rows[index] for index in indices] or [NO_ROW],
@@ -320,6 +321,7 @@ class Policy:
                 is_packed=self.is_packed,
                 units=[units[index] for index in indices] or None,
                 fills_up_to=self.compute.micro_batch_tokens if self._fills_rows else 0,
+                window=window,
             )
             yield indices, batch
 
@@ -334,7 +336,7 @@ class Policy:
 
     @property
     def _fills_rows(self) -> bool:
-        """Whether packed rows are filled to a few sizes: only where each size takes memory."""
+        """Whether rows are filled to a few sizes: only where each size takes memory."""
         return self.device.type == "cpu" and self.compute.dtype != torch.float32
 
     def _bins(
@@ -349,7 +351,9 @@ class Policy:
         max_tokens = self.compute.micro_batch_tokens
         group_index = [row.group_index for row in rows] if whole_groups else None
         if not self.is_packed:
-            bins = pack_micro_batches(lengths, max_tokens=max_tokens, group_index=group_index)
+            bins = pack_micro_batches(
+                lengths, max_tokens=max_tokens, group_index=group_index, fills=self._fills_rows
+            )
             bins += [[] for _ in range(-len(bins) % ranks.size)]
             return bins[ranks.rank :: ranks.size], range(len(rows))
         work = [self.flops.row(row.num_inputs, row.rollout.num_tokens) for row in rows]

@@ -6,7 +6,7 @@ node (`runtime/node.py`) or a test carries them out in order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from echo.core.errors import EchoError
@@ -14,6 +14,7 @@ from echo.core.metrics import Counters
 from echo.core.timers import OncePerMinute, RecentMap
 from echo.wire.codec import Frame, encode
 from echo.wire.messages import LEARNER_ID, Message
+from echo.wire.seals import Channel
 
 
 class Action:
@@ -87,10 +88,18 @@ MAX_ROUTES = 100_000
 class Routes:
     """Over which link each node was last heard, which is how it is answered."""
 
-    def __init__(self, counters: Counters) -> None:
-        """Start without any; what cannot be sent is counted."""
+    def __init__(
+        self, counters: Counters, channel_of: Callable[[str], Channel | None] = lambda node_id: None
+    ) -> None:
+        """Start without any; what cannot be sent is counted.
+
+        Args:
+            counters: for that.
+            channel_of: node id -> the channel in which its messages are sealed.
+        """
         self._peers: RecentMap[str, str] = RecentMap(max_entries=MAX_ROUTES)
         self._counters = counters
+        self._channel_of = channel_of
 
     def learn(self, node_id: str, peer: str) -> None:
         """Note over which link a node has spoken."""
@@ -117,7 +126,9 @@ class Routes:
         if peer is None:
             self._counters.add("dropped/no_route")
             return []
-        return [Send(peer, encode(message, payload, source=LEARNER_ID, target=node_id))]
+        channel = self._channel_of(node_id)
+        frames = encode(message, payload, source=LEARNER_ID, target=node_id, channel=channel)
+        return [Send(peer, frames)]
 
 
 class Complaints:

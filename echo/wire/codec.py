@@ -3,10 +3,10 @@
 The bounds are those of `core/bounds.py`: sizes here, ranges of values by the decoder, which knows
 them from the fields' types. Whoever sends is held to the same sizes as whoever receives.
 
-The header frame is msgpack: [protocol version, source node, target node, message, hops]. A link
-message has an empty target. The message itself is decoded in a second step, so that a node of
-another protocol version is recognised and told so instead of failing to decode. Payload frames
-follow unchanged and uncopied.
+The header frame is msgpack: [protocol version, source node, target node, message, hops, seal]. A
+link message has an empty target and no seal (`seals.py`). The message itself is decoded in a second
+step, so that a node of another protocol version is recognised and told so instead of failing to
+decode. Payload frames follow unchanged and uncopied.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from echo.core.bounds import (
 )
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.rollout import NO_OPINION, Group, Rollout
-from echo.wire.messages import PROTOCOL_VERSION, AnyMessage, Chunk, Message
+from echo.wire.messages import PROTOCOL_VERSION, UNSEALED, AnyMessage, Chunk, Message
+from echo.wire.seals import Channel, Seal, Seals
 
 Frame = bytes | bytearray | memoryview
 
@@ -55,6 +56,8 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     body: msgspec.Raw
     num_hops: Annotated[int, Meta(ge=0, le=MAX_HOPS)] = 0
     """Relays that have forwarded it."""
+    seal: Seal | None = None
+    """Of the node or learner that sent it; a relay passes it on as it is."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -63,15 +66,25 @@ _message_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMess
 
 
 def encode(
-    message: Message, payload: Sequence[Frame] = (), *, source: str, target: str = ""
+    message: Message,
+    payload: Sequence[Frame] = (),
+    *,
+    source: str,
+    target: str = "",
+    channel: Channel | None = None,
 ) -> list[Frame]:
     """Return the frames of `message`: header first, then the payload frames as they are.
+
+    With a `channel` it is sealed, unless it is of a kind that is not.
 
     Raises:
         LocalProtocolError: if they are larger than any node would accept.
     """
-    body = msgspec.Raw(_encoder.encode(message))
-    frames = [_encoder.encode(Envelope(PROTOCOL_VERSION, source, target, body)), *payload]
+    body, seal = _encoder.encode(message), None
+    if channel is not None and not isinstance(message, UNSEALED):
+        seal = channel.seal(source, target, body, payload)
+    envelope = Envelope(PROTOCOL_VERSION, source, target, msgspec.Raw(body), seal=seal)
+    frames = [_encoder.encode(envelope), *payload]
     fault = _size_fault(frames)
     if fault is not None:
         raise LocalProtocolError(f"{type(message).__name__} to {target or 'a neighbour'}: {fault}")
@@ -109,6 +122,12 @@ def decode_envelope(frames: Sequence[Frame]) -> Envelope:
         return _envelope_decoder.decode(frames[0])
     except DECODE_ERRORS as error:
         raise RemoteProtocolError(f"a header that is not an envelope: {error}") from error
+
+
+def open_seal(seals: Seals, envelope: Envelope, payload: Sequence[Frame]) -> bool:
+    """Return whether a sealed message is of a channel that counts; see `Seals.open`."""
+    body = memoryview(envelope.body)
+    return seals.open(envelope.seal, envelope.source, envelope.target, body, payload)
 
 
 def forwarded(envelope: Envelope, payload: Sequence[Frame]) -> list[Frame]:

@@ -6,7 +6,11 @@ are two kinds:
 * **Link messages** concern the two ends of one connection only: greeting, and the weights plane,
   which is pulled hop by hop (`weights/broadcast.py`).
 * **Routed messages** go between one node and the learner, however many relays lie between; a relay
-  forwards them by the node id in the envelope and never looks inside.
+  forwards them by the node id in the envelope and never looks inside. They are sealed from end to
+  end (`wire/seals.py`), so that no relay can change, forge or replay one, but for the kinds in
+  UNSEALED: a Welcome, and a Refuse or Finish in answer to a Hello, are signed by the learner and
+  name the Hello that they answer; files are compared with hashes in the Welcome; and a forged
+  Hello, AssetRequest or Rehello makes a node join again at most.
 
 Who may send what:
 
@@ -224,7 +228,7 @@ Names = Annotated[dict[Word, Word], Meta(max_length=MAX_NAMES)]
 Counts = Annotated[dict[Word, Count], Meta(max_length=MAX_NAMES)]
 FileSize = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Raised by every change that an older node would misunderstand."""
 
 LEARNER_ID = "learner"
@@ -246,6 +250,10 @@ class Hello(Message, frozen=True):
     """Address at which this node serves weights to others; None if it cannot listen."""
     digests: Names
     """Hashes of what the node already has (model, tokenizer, ...); empty if it inherits all."""
+    seal_key: Key
+    """Public key of the process, for seals."""
+    nonce: Key
+    """New with each joining."""
     region: Word = ""
     price_per_gb: Money = 0.0
     """Of 1e9 bytes that leave the node's region."""
@@ -273,6 +281,12 @@ class Welcome(Message, frozen=True):
     """What the node could send in all when it was last heard in this run, before a restart."""
     version_bytes: Size = 0
     """What the newest version takes on the wire; 0 before the first."""
+    answers: Key = b""
+    """Hash of the Hello that is answered."""
+    seal_key: Key = b""
+    """Public key of the learner's process, for seals."""
+    nonce: Key = b""
+    """New with each channel."""
     signature: Key = b""
     """Of all other fields (`roles/joining.py`), so that no relay on the way can change one."""
 
@@ -309,6 +323,10 @@ class Refuse(Message, frozen=True):
     """Short name that is counted, for example "protocol_version", "digest_mismatch"."""
     detail: Line
     """Both values and the remedy, for the operator."""
+    answers: Key = b""
+    """As in Welcome; so are the next two."""
+    public_key: Key = b""
+    signature: Key = b""
 
 
 class Rehello(Message, frozen=True):
@@ -316,9 +334,13 @@ class Rehello(Message, frozen=True):
 
 
 class Finish(Message, frozen=True):
-    """The run is over: exit cleanly."""
+    """The run is over: exit cleanly. It is sealed, or signed where it answers a Hello."""
 
     reason: Line
+    answers: Key = b""
+    """As in Welcome; so are the next two. All are empty where it is sealed."""
+    public_key: Key = b""
+    signature: Key = b""
 
 
 class Goodbye(Message, frozen=True):
@@ -581,6 +603,8 @@ ROUTED_MESSAGES = (
     | Ack
 )
 AnyMessage = LINK_MESSAGES | ROUTED_MESSAGES
+UNSEALED = (Hello, Welcome, AssetRequest, Asset, Refuse, Rehello)
+"""Routed messages that are signed, or compared with what is, or harmless."""
 
 
 ItemId = tuple[PolicyVersion, Form]

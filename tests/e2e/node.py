@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a node; return its exit code."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--crash-at", default="", help="a point of crash_points.py to die at")
-    parser.add_argument("--lie", default="", help="one of lying_relay.py that a relay tells")
+    parser.add_argument("--lie", default="", help="one of lies.py, to tell from the start")
     parser.add_argument("--protocol", type=int, help="version of the protocol to speak")
     own, line = parser.parse_known_args(arguments)
     interrupts.install()
@@ -28,9 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         crash_points.install(own.crash_at)
     if own.lie:
-        from tests.e2e import lying_relay
+        from tests.e2e import lies
 
-        lying_relay.install(own.lie)
+        lies.install(own.lie)
     if own.protocol is not None:
         from echo.wire import codec
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -132,7 +133,7 @@ def test_by_how_much_longer_steps_satisfy_the_rule_by_hand() -> None:
 def test_at_the_longest_period_learner_and_workers_take_turns(bound: int, slowdown: float) -> None:
     # A broadcast of 7 s and a batch of 4 s before each period's steps of 10 s.
     job = replace(JOB, max_staleness=bound, publish_period=bound + 1)
-    times = {"rate": 16.0, "broadcast_s": 7.0, "latency_s": 0.0}
+    times: dict[str, Any] = {"rate": 16.0, "broadcast_s": 7.0, "latency_s": 0.0}
     assert least_slowdown(job, **times) == pytest.approx(slowdown)
     assert predict(job, **times).step_s == pytest.approx(10 * slowdown)
     # Slow workers decide: with S = 1 two batches of 32 s and one step after the second.

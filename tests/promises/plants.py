@@ -522,7 +522,7 @@ def compare_no_hashes(patch: pytest.MonkeyPatch) -> None:
     """Let every node in, whatever it has, and follow every run."""
 
     patch.setattr(joining, "digest_mismatch", lambda *, ours, theirs: None)
-    patch.setattr(Joining, "_find_fault", lambda self, message: None)
+    patch.setattr(Joining, "_find_mismatch", lambda self, message: None)
 
 
 @plant(39)
@@ -549,6 +549,7 @@ def believe_every_name(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LeaseBook, "was_granted", lambda self, group_id, attempt, worker_id: True)
     patch.setattr(Admission, "is_missing_hello", lambda self, source, message: False)
     patch.setattr(Admission, "bears_name", lambda self, source, message: True)
+    patch.setattr(Admission, "is_genuine", lambda self, envelope, message, payload: True)
 
 
 @plant(39, "d")

@@ -66,6 +66,7 @@ from echo.weights.store import Patch
 from echo.wire import codec
 from echo.wire.actions import Send
 from echo.wire.messages import FULL, Ack, Deliver, Fetch, Goodbye, Message
+from echo.wire.seals import Channel
 from tests.e2e.audit import audit, read_ledger
 from tests.roles.harness import make_group, make_hello, message_of
 
@@ -1049,7 +1050,13 @@ class World:
             first = dataclasses.replace(content.rollouts[0], **change)
             content = dataclasses.replace(content, rollouts=(first, *content.rollouts[1:]))
         message = Deliver(group_id=group, attempt=attempt)
-        frames = codec.encode(message, codec.encode_group(content), source=worker, target=LEARNER)
+        frames = codec.encode(
+            message,
+            codec.encode_group(content),
+            source=worker,
+            target=LEARNER,
+            channel=self.channel_of(over or worker),
+        )
         role = self.node(LEARNER).role
         actions = role.receive(self.peer_of(over or worker), frames, now=self.now)
         self.perform(LEARNER, actions)
@@ -1058,6 +1065,11 @@ class World:
                 return ack.outcome, ack.reason
         is_stored = any(type(action).__name__ == "StoreGroup" for action in actions)
         return ("stored", "") if is_stored else ("ignored", "")
+
+    def channel_of(self, node: str) -> Channel:
+        """Return the channel in which a node seals what it says to the learner."""
+        channel: Channel = self.node(node).role._joining.seals.newest
+        return channel
 
     def claim(self, name: str, *, over: str) -> None:
         """Say hello to the learner as another process of this name, over the link of a node."""
@@ -1068,7 +1080,8 @@ class World:
         self._say(Goodbye(reason="forged"), name, over)
 
     def _say(self, message: Message, name: str, over: str) -> None:
-        frames = codec.encode(message, source=name, target=LEARNER)
+        channel = self.channel_of(over)
+        frames = codec.encode(message, source=name, target=LEARNER, channel=channel)
         self.node(LEARNER).role.receive(self.peer_of(over), frames, now=self.now)
 
     def publish_forged(self, *, run: str | None = None, is_foreign: bool = False) -> None:

@@ -19,6 +19,7 @@ from echo.weights.manifest import Manifest, SignedManifest, TensorSpec, build_ma
 from echo.wire.actions import Action
 from echo.wire.codec import Frame, decode_envelope, decode_message
 from echo.wire.messages import Hello, Lease
+from echo.wire.seals import SealKeys
 from tests.core.groups import make_rollout
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
@@ -58,6 +59,8 @@ def make_hello(name: str = "w1", **fields: Any) -> Hello:
         echo_version="0",
         advertise=None,
         digests={},
+        seal_key=SealKeys(name.encode()).seal_key(),
+        nonce=b"1",
     )
     return msgspec.structs.replace(hello, **fields)
 
@@ -68,6 +71,7 @@ def make_node_settings(**fields: Any) -> NodeSettings:
         "node_id": "w1", "role": "worker", "incarnation": "i1",
         "addresses": ("tcp://learner:1",), "advertise": None, "echo_version": "0",
         "reconnect_for_s": 600.0, "max_image_bytes": 1 << 30, "digests": {},
+        "seal_keys": SealKeys(b"w1"),
     }  # fmt: skip
     return NodeSettings(**(settings | fields))
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from echo.wire.codec import (
     encode_group,
 )
 from echo.wire.messages import Deliver, Failed
+from echo.wire.seals import Channel
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
 from tests.roles.harness import make_group, make_lease
@@ -50,9 +52,11 @@ FREE = {("settings", "x"), ("example", "x"), ("leases", 0, "example", "x")}
 """What a run's configuration or a task's examples hold: bounded by the message's size alone."""
 
 
-def frames_of(built: Any, *, source: str, target: str) -> list[Any]:
+def frames_of(built: Any, *, source: str, target: str, channel: Channel | None = None) -> list[Any]:
     body = msgspec.Raw(msgspec.msgpack.encode(built))
-    return [msgspec.msgpack.encode(Envelope(messages.PROTOCOL_VERSION, source, target, body))]
+    seal = None if channel is None else channel.seal(source, target, bytes(body), ())
+    envelope = Envelope(messages.PROTOCOL_VERSION, source, target, body, seal=seal)
+    return [msgspec.msgpack.encode(envelope)]
 
 
 # --- ranges --------------------------------------------------------------------------------------
@@ -128,7 +132,8 @@ def test_the_ends_of_all_ranges_harm_no_session(fleet: World) -> None:
         role = fleet.node(name).role
         for kind in messages.AnyMessage.__args__:
             for built in extreme_messages(kind):
-                frames = frames_of(built, source=source, target=target)
+                channel = fleet.channel_of("w1") if target == "learner" else None
+                frames = frames_of(built, source=source, target=target, channel=channel)
                 role.receive("in1", frames, now=fleet.now)
                 role.expire(now=fleet.now)
 
@@ -194,6 +199,12 @@ def test_leases_with_long_prompts_travel_in_several_grants() -> None:
         encode(grant, source="learner", target="w1")
 
 
+def sealed(world: World, message: Any, payload: Sequence[bytes] = ()) -> list[Any]:
+    """Return a message of w1 as it comes to the learner."""
+    channel = world.channel_of("w1")
+    return encode(message, payload, source="w1", target="learner", channel=channel)
+
+
 # --- faults --------------------------------------------------------------------------------------
 
 
@@ -218,7 +229,7 @@ def test_a_member_that_is_ready_with_other_hashes_is_refused_and_loses_its_lease
     member = role.roster.nodes["w1"]
     ready = messages.Ready(incarnation=member.incarnation, digests={"model": "other"})
     assert role.leases.num_leases("w1") == 2
-    role.receive(hung_world.peer_of("w1"), encode(ready, source="w1", target="learner"), now=3.0)
+    role.receive(hung_world.peer_of("w1"), sealed(hung_world, ready), now=3.0)
     assert "w1" not in role.roster.nodes
     assert role.counters["refused/digest_mismatch"] == 1
     assert not role.leases.num_leases("w1"), "they are granted again, and not after a timeout"
@@ -242,7 +253,7 @@ def test_a_group_that_was_taken_is_stored_though_granting_fails(
     role = hung_world.node("learner").role
     group = make_group(0, PolicyVersion(1, 0))
     message = Deliver(group_id=0, attempt=0)
-    frames = encode(message, encode_group(group), source="w1", target="learner")
+    frames = sealed(hung_world, message, encode_group(group))
     peer = hung_world.peer_of("w1")
     monkeypatch.setattr(role, "grant", lambda *, now: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -275,13 +286,15 @@ def test_leases_of_a_round_that_fails_are_not_out(
 def test_no_word_of_a_peer_names_a_metric(hung_world: World) -> None:
     role = hung_world.node("learner").role
     failed = Failed(group_id=0, attempt=0, reason="loss_mean", detail="x")
-    role.receive(hung_world.peer_of("w1"), encode(failed, source="w1", target="learner"), now=3.0)
+    role.receive(hung_world.peer_of("w1"), sealed(hung_world, failed), now=3.0)
     assert role.counters["discarded/other"] == 1
     worker = hung_world.node("w1").role
     peer = worker._control.peer
     worker.outbox.put((1, 0), failed)
     ack = messages.Ack(group_id=1, attempt=0, outcome="refused", reason="x" * 99)
-    worker.receive(peer, encode(ack, source="learner", target="w1"), now=3.0)
+    channel = role.roster.channel_of("w1")
+    frames = encode(ack, source="learner", target="w1", channel=channel)
+    worker.receive(peer, frames, now=3.0)
     assert worker.counters["refused/other"] == 1
     assert not any("loss" in name or "xx" in name for name in role.counters.as_dict())
 

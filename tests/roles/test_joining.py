@@ -26,12 +26,12 @@ from echo.roles.joining import (
     Configure,
     Joining,
     NodeState,
+    answer_fault,
     describe_assets,
     digest_mismatch,
     fingerprint,
     show_fingerprint,
-    sign_welcome,
-    welcome_fault,
+    sign_answer,
 )
 from echo.roles.members import Member, Presence, Roster
 from echo.runtime.identity import Identity
@@ -50,6 +50,7 @@ from echo.wire.messages import (
     Goodbye,
     Grant,
     Heartbeat,
+    Hello,
     Message,
     NodeStats,
     Partial,
@@ -61,6 +62,7 @@ from echo.wire.messages import (
     TopologyPlan,
     Welcome,
 )
+from echo.wire.seals import SealKeys
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
 from tests.roles.harness import (
@@ -122,6 +124,7 @@ class LearnerEnd:
                 digests=DIGESTS,
                 heartbeat_s=2.0,
                 dead_after_s=10.0,
+                seal_keys=SealKeys(b"learner"),
             ),
             lineages=(),
             roster=self.roster,
@@ -265,6 +268,11 @@ def test_every_state_is_reached_and_leads_to_admission_or_to_an_end() -> None:
 # --- each end obeys its table --------------------------------------------------------------------
 
 
+def answering(node: Joining, welcome: Welcome = WELCOME, **changes: Any) -> Welcome:
+    """Return a Welcome in answer to what a node has said last."""
+    return sign_answer(replace(welcome, answers=node._hello_hash, **changes), KEY)
+
+
 def feed(node: Joining, event: type) -> list[Action]:
     """Let an event of the table happen to a node."""
     match event:
@@ -278,8 +286,12 @@ def feed(node: Joining, event: type) -> list[Action]:
             return node.give_up("refused", RefusedError("another key"), now=1.0)
         case joining.AnswerToAnother:
             return node.receive(replace(WELCOME, incarnation="i0"), [], now=1.0)
+        case joining.AnotherChannel:
+            return node._take(joining.AnotherChannel(), [], 1.0)
         case joining.UnfitWelcome:
-            return node.receive(replace(WELCOME, run_id="other"), [], now=1.0)
+            return node.receive(answering(node, digests={"model": "cccc"}), [], now=1.0)
+    if event is Welcome:
+        return node.receive(answering(node), [], now=1.0)
     return node.receive(OF_LEARNER[event], [FILE] if event is Asset else [], now=1.0)
 
 
@@ -413,15 +425,23 @@ def test_from_any_two_states_the_ends_come_to_agree(state: NodeState, presence: 
 def test_a_learner_that_is_restarted_meanwhile_is_heard(state: NodeState) -> None:
     """A relay keeps the link: only the answer to a Hello tells of the new learner."""
     node, lineages = node_in(state), (Lineage(1, 0), Lineage(2, 3))
-    again = sign_welcome(replace(WELCOME, lineages=lineages), KEY)
-    assert node.joining.receive(again, [], now=2.0) == []
-    assert (node.joining.lineages, node.joining.state) == (lineages, state)
+    old_hello = node.joining._hello_hash
+    assert node.joining.receive(answering(node.joining), [], now=1.5) == []
+    assert node.joining.state is state, "the same once more"
     # What it expects of rollouts is no setting: other prompts, or more groups a step, do no harm.
     longer = {**WELCOME.settings, joining.EXPECTED: {"rollouts": 9, "prompt_tokens": 9}}
-    assert (
-        node.joining.receive(sign_welcome(replace(again, settings=longer), KEY), [], now=2.5) == []
-    )
-    other = sign_welcome(replace(again, settings={"seed": 2}), KEY)
+    changes: dict[str, Any] = {"lineages": lineages, "nonce": b"another", "settings": longer}
+    node.said.clear()
+    assert node.joining.receive(answering(node.joining, **changes), [], now=2.0) == []
+    assert node.joining.state is NodeState.JOINING
+    assert [type(message) for message in node.said] == [Hello]
+    late = sign_answer(replace(WELCOME, answers=old_hello), KEY)
+    assert node.joining.receive(late, [], now=2.1) == []
+    assert node.joining.state is NodeState.JOINING, "no channel begins twice"
+    again = answering(node.joining, **changes)
+    assert node.joining.receive(again, [], now=2.5) == []
+    assert (node.joining.lineages, node.joining.state) == (lineages, state)
+    other = sign_answer(replace(again, settings={"seed": 2}), KEY)
     [stop] = node.joining.receive(other, [], now=3.0)
     assert isinstance(stop, Stop)
     assert stop.reason == "settings_changed"
@@ -476,8 +496,8 @@ def test_files_that_came_before_the_link_was_lost_are_not_asked_for_again() -> N
     changed = files | {"tokenizer.json": b"[3]"}
     for offered, now in ((files, 0.0), (changed, 1.0)):
         node.joining.linked(now=now)
-        welcome = replace(WELCOME, assets=describe_assets(offered))
-        node.joining.receive(sign_welcome(welcome, KEY), [], now=now)
+        welcome = answering(node.joining, assets=describe_assets(offered))
+        node.joining.receive(welcome, [], now=now)
         for name in ("config.json", "tokenizer.json"):
             if offered is files:
                 node.joining.receive(Asset(name=name), [files[name]], now=now)
@@ -498,7 +518,7 @@ def test_the_learner_sends_no_other_names_than_a_node_takes() -> None:
 def test_a_file_has_a_known_name_and_cannot_be_written_anywhere_else(name: str) -> None:
     node = Node()
     node.joining.linked(now=0.0)
-    offer = sign_welcome(replace(WELCOME, assets={name: ("00", 1)}), KEY)
+    offer = answering(node.joining, assets={name: ("00", 1)})
     [stop] = node.joining.receive(offer, [], now=0.0)
     assert isinstance(stop, Stop)
     assert stop.reason == "unknown_file"
@@ -522,6 +542,9 @@ UNSIGNED = Welcome(
     dead_after_s=45.0,
     uplink_bytes_per_s=1e6,
     version_bytes=1000,
+    answers=b"hash",
+    seal_key=b"key",
+    nonce=b"1",
 )
 
 OTHERWISE: dict[str, Any] = {
@@ -535,6 +558,9 @@ OTHERWISE: dict[str, Any] = {
     "dead_after_s": 1e9,
     "uplink_bytes_per_s": None,
     "version_bytes": 0,
+    "answers": b"hush",
+    "seal_key": b"another",
+    "nonce": b"2",
 }
 
 
@@ -546,26 +572,26 @@ def arrived(welcome: Welcome) -> Welcome:
 
 
 def test_what_the_learner_signed_is_believed_with_and_without_a_fingerprint() -> None:
-    signed = arrived(sign_welcome(UNSIGNED, KEY))
+    signed = arrived(sign_answer(UNSIGNED, KEY))
     assert signed.signature
     assert (signed.settings["sampling.temperature"], signed.heartbeat_s) == (1, 5.0)
     for known in (KNOWN, None):
-        assert welcome_fault(signed, known=known) is None
+        assert answer_fault(signed, known=known) is None
 
 
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_no_field_can_be_changed_on_the_way(name: str) -> None:
     assert OTHERWISE.keys() == {*Welcome.__struct_fields__} - {"public_key", "signature"}
-    changed = replace(sign_welcome(UNSIGNED, KEY), **{name: OTHERWISE[name]})
+    changed = replace(sign_answer(UNSIGNED, KEY), **{name: OTHERWISE[name]})
     for known in (KNOWN, None):
-        fault = welcome_fault(arrived(changed), known=known)
+        fault = answer_fault(arrived(changed), known=known)
         assert fault is not None
         assert fault[0] == "wrong_signature"
 
 
 def test_whoever_signs_with_another_key_is_told_from_the_learner_by_the_fingerprint() -> None:
     posing = replace(UNSIGNED, public_key=OTHER_PUBLIC_KEY)
-    fault = welcome_fault(arrived(sign_welcome(posing, OTHER_KEY)), known=KNOWN)
+    fault = answer_fault(arrived(sign_answer(posing, OTHER_KEY)), known=KNOWN)
     assert fault is not None
     assert fault[0] == "wrong_signing_key"
     for text in (show_fingerprint(KNOWN), show_fingerprint(fingerprint(OTHER_PUBLIC_KEY))):
@@ -576,7 +602,7 @@ def test_whoever_signs_with_another_key_is_told_from_the_learner_by_the_fingerpr
 @pytest.mark.parametrize("key", [b"", bytes(31), bytes(32)])
 def test_a_key_that_is_none_is_a_fault_and_no_error(key: bytes) -> None:
     welcome = replace(UNSIGNED, public_key=key)
-    assert welcome_fault(welcome, known=None) is not None
+    assert answer_fault(welcome, known=None) is not None
 
 
 # --- through a relay that is anybody -------------------------------------------------------------
@@ -592,7 +618,7 @@ def rewrite(world: World, **changes: Any) -> None:
         if isinstance(message, Welcome):
             message = replace(message, **changes)
             if message.public_key == OTHER_PUBLIC_KEY:
-                message = sign_welcome(message, OTHER_KEY)
+                message = sign_answer(message, OTHER_KEY)
             frames = encode(message, source=envelope.source, target=envelope.target)
             envelope = decode_envelope(frames)
         return forward(peer, envelope, frames)

@@ -189,7 +189,7 @@ def test_what_cannot_have_been_sampled_is_refused(
 ) -> None:
     learner = hung_world.node("learner").role
     for now in (3.0, 64.0):  # said once a minute
-        notes = learner.receive(hung_world.peer_of("w1"), frames_of(members), now=now)
+        notes = learner.receive(hung_world.peer_of("w1"), frames_of(hung_world, members), now=now)
         assert complaint in notes[0].text
     assert learner.counters["protocol_errors"] == 2
     assert 0 not in learner._scheduler.shipped
@@ -198,16 +198,23 @@ def test_what_cannot_have_been_sampled_is_refused(
 def test_partials_of_others_groups_are_not_believed(hung_world: World) -> None:
     learner = hung_world.node("learner").role
     learner.receive(
-        hung_world.peer_of("w1"), frames_of([partial(3), partial(3)], group_id=77), now=3.0
+        hung_world.peer_of("w1"),
+        frames_of(hung_world, [partial(3), partial(3)], group_id=77),
+        now=3.0,
     )
     assert learner.counters["partials/late"] == 1
-    learner.receive(hung_world.peer_of("w1"), frames_of([])[:1], now=3.0)
+    learner.receive(hung_world.peer_of("w1"), frames_of(hung_world), now=3.0)
     assert learner.counters["protocol_errors"] == 1
 
 
-def frames_of(members: list[PartialRollout], **fields: Any) -> list[Any]:
+def frames_of(
+    world: World, members: list[PartialRollout] | None = None, **fields: Any
+) -> list[Any]:
+    """Return a Partial of w1, without its frame where there are no members."""
     message = Partial(**({"group_id": 0, "attempt": 0} | fields))
-    return codec.encode(message, [encode_members(members)], source="w1", target="learner")
+    payload = [] if members is None else [encode_members(members)]
+    channel = world.channel_of("w1")
+    return codec.encode(message, payload, source="w1", target="learner", channel=channel)
 
 
 def test_what_the_learner_waits_for_is_one_line_however_many_workers_there_are(

@@ -353,7 +353,8 @@ def test_the_models_config_is_asked_where_nothing_else_names_a_stop(tmp_path: Pa
     assert stop_ids(make_tokenizer(None), tmp_path) == [2]
     generation.write_text('{"eos_token_id": 0}')
     assert stop_ids(make_tokenizer(None, eos=None), tmp_path) == [0]
-    for wrong in ("<|im_end|>", [0, "1"], True, 1.5, {}):
+    mistakes: list[Any] = ["<|im_end|>", [0, "1"], True, 1.5, {}]
+    for wrong in mistakes:
         generation.write_text(json.dumps({"eos_token_id": wrong}))
         with pytest.raises(DataError, match=r"generation_config\.json: eos_token_id = .*: must be"):
             stop_ids(make_tokenizer(None), tmp_path)

@@ -252,9 +252,10 @@ def test_columns_are_known_by_the_datasets_own_names_too(tmp_path: Path) -> None
     row = {"question": CHAT, "target": "a", "functions": [{"name": "f"}], "level": 1}
     path = write_jsonl(tmp_path / "rows.jsonl", [row])
     columns = {"prompt": "question", "answer": "target", "tools": "functions"}
-    options = {"path": path, "heldout_path": path, "columns": columns}
+    options: dict[str, Any] = {"path": path, "heldout_path": path, "columns": columns}
     task = DatasetTask(**options, reward="rewards.py:own_names")
-    assert task.reward(task.example(0, split="train"), "xy") == (2, "p", "a", "f", True)
+    seen: Any = task.reward(task.example(0, split="train"), "xy")
+    assert seen == (2, "p", "a", "f", True)
     task = DatasetTask(**options, reward="rewards.py:own_lists")
     assert task.rewards(task.example(0, split="train"), ["x", "y"]) == [0.0, 0.0]
     module = sys.modules[load_function("x", "rewards.py:own_lists").__module__]

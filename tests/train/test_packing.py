@@ -272,19 +272,21 @@ def test_each_group_shares_its_prompt_by_its_own_lengths(tiny_model_dir: Path) -
     assert micro.segments.prefixes == ((0, 0), *[(0, 20)] * 3, *[(0, 0)] * 4)
 
 
+@pytest.mark.parametrize("rows", ["packed", "padded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_filled_row_trains_the_same(
-    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+def test_filled_rows_train_the_same(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: str
 ) -> None:
-    """The tokens that fill it count in no metric."""
+    """The tokens that fill them count in no metric."""
     monkeypatch.setattr(batching, "SIZES_PER_OCTAVE", 1)  # to the next power of two
     groups = stale_groups()
-    filled, plain = (make_trainer(tiny_model_dir, "packed", dtype=dtype) for _ in range(2))
+    filled, plain = (make_trainer(tiny_model_dir, rows, dtype=dtype) for _ in range(2))
     monkeypatch.setattr(type(plain._policy), "_fills_rows", False)
     expected_gradient, expected = pass_of(plain, groups)
     monkeypatch.setattr(type(filled._policy), "_fills_rows", True)
-    [(_, micro)] = filled._policy.micro_batches(filled._prepare(groups).samples)
-    assert micro.num_filled > 10
+    samples = filled._prepare(groups).samples
+    [(_, micro)] = filled._policy.micro_batches(samples, whole_groups=True)
+    assert micro.num_filled > 10 or len(micro.input_ids) > len(samples)
     assert micro.input_ids.numel().bit_count() == 1
     gradient, metrics = pass_of(filled, groups)
     tolerance = 1e-6 if dtype == torch.float32 else 2e-2
@@ -295,6 +297,36 @@ def test_a_filled_row_trains_the_same(
     if dtype == torch.float32:
         for name, tensor in expected_gradient.items():
             assert torch.allclose(gradient[name], tensor, atol=1e-6), name
+
+
+@pytest.mark.parametrize("rows", ["packed", "padded"])
+@pytest.mark.parametrize("whole_groups", [True, False])
+def test_rows_of_ever_new_lengths_reach_the_model_in_few_shapes(
+    tiny_model_dir: Path, rows: str, *, whole_groups: bool
+) -> None:
+    """Each shape leaves code and buffers behind; the products see the tokens of all rows."""
+    trainer = make_trainer(tiny_model_dir, rows, dtype=torch.bfloat16, micro_batch_tokens=1000)
+    generator = np.random.default_rng(0)
+    shapes: set[torch.Size] = set()
+    lengths = set()
+    for _ in range(200):
+        samples = [
+            TrainingRow(
+                prompt_ids=np.full(generator.integers(1, 30), 3, np.int32),
+                rollout=make_rollout([3] * generator.integers(1, 60), 1.0),
+                advantage=1.0,
+                group_index=number // 4,
+            )
+            for number in range(generator.integers(1, 40))
+        ]
+        found = trainer._policy.micro_batches(samples, whole_groups=whole_groups)
+        for indices, micro in found:
+            shapes.add(micro.input_ids.shape)
+            lengths.add(sum(samples[index].num_inputs for index in indices))
+            assert rows == "packed" or micro.input_ids.shape[1] <= 128, "it has no more positions"
+    # 16 from each power of two to the next, up to the bound, and fewer below 16 tokens.
+    assert len({shape.numel() for shape in shapes}) <= 16 * 6 + 16
+    assert len(lengths) > 200
 
 
 def test_only_a_cpu_in_16_bits_fills_rows_and_attends_in_float32(

@@ -103,7 +103,7 @@ def smallest(kind: Any) -> Any:  # noqa: C901, PLR0912
         case inspect.StrType():
             return "x"
         case inspect.BytesType():
-            return b"x"
+            return b"x" * (kind.min_length or 1)
         case inspect.BoolType():
             return False
     return None

@@ -600,6 +600,7 @@ class RunParts:
                 admission=AdmissionSettings(
                     run_id=self.identity.run_id,
                     key=self.identity.key,
+                    seal_keys=wiring.new_seal_keys(),
                     settings=inherited_settings(config)
                     | base_settings(config, data.lora, is_resumed=len(start.lineages) > 1)
                     | code_settings(config)
