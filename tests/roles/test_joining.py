@@ -430,7 +430,7 @@ def test_a_learner_that_is_restarted_meanwhile_is_heard(state: NodeState) -> Non
     assert node.joining.state is state, "the same once more"
     # What it expects of rollouts is no setting: other prompts, or more groups a step, do no harm.
     longer = {**WELCOME.settings, joining.EXPECTED: {"rollouts": 9, "prompt_tokens": 9}}
-    changes = {"lineages": lineages, "nonce": b"another", "settings": longer}
+    changes: dict[str, Any] = {"lineages": lineages, "nonce": b"another", "settings": longer}
     node.said.clear()
     assert node.joining.receive(answering(node.joining, **changes), [], now=2.0) == []
     assert node.joining.state is NodeState.JOINING

@@ -127,9 +127,10 @@ def forged_ends(world: World) -> list[Message]:
     finish = Finish(reason="over", answers=joining._hello_hash)
     refuse = Refuse(reason="no", detail="no", answers=joining._hello_hash)
     public_key = FOREIGN_KEY.public_key().public_bytes_raw()
-    signed = [
-        sign_answer(replace(each, public_key=public_key), FOREIGN_KEY) for each in (finish, refuse)
-    ]
+    signed = (
+        sign_answer(replace(finish, public_key=public_key), FOREIGN_KEY),
+        sign_answer(replace(refuse, public_key=public_key), FOREIGN_KEY),
+    )
     return [Finish(reason="over"), finish, refuse, *signed]
 
 
@@ -261,7 +262,7 @@ def test_honest_ways_blame_nobody(make_world: MakeWorld) -> None:
     """Relays die, the learner is resumed, links are cut, messages are lost."""
     world = fleet(make_world, via=("r1", "learner"), loss=0.02, network={"dead_after_s": 2.0})
     world.worker("w2")
-    for event in (
+    events: list[Callable[[], object]] = [
         lambda: world.kill("r1"),
         lambda: world.relay(),
         lambda: world.kill("learner"),
@@ -270,7 +271,8 @@ def test_honest_ways_blame_nobody(make_world: MakeWorld) -> None:
         lambda: world.mend("w1", "learner"),
         lambda: world.kill("w2"),
         lambda: world.worker("w2"),
-    ):
+    ]
+    for event in events:
         event()
         world.run(3.0)
     step = world.step
