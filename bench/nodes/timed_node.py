@@ -1,7 +1,8 @@
 """Learner or worker whose model work takes a given time.
 
 The learner makes its real step (of a tiny model) and then waits until the step has taken `step_s`.
-The worker's engine makes up tokens; each of its groups takes `group_s`, give or take `spread`.
+The worker's engine makes up tokens; each of its groups takes `group_s`, give or take `spread`, and
+as much longer as there are more of them than `slots`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -33,8 +35,10 @@ class TimedEngine(Engine):
 
     is_continuous = True
 
-    def __init__(self, group_s: float, spread: float) -> None:
+    def __init__(self, group_s: float, spread: float, slots: int | None = None) -> None:
         self._group_s = group_s
+        self._slots = slots
+        self._running = Counter[str]()
         self._random = random.Random()
         self._spread = spread
         self._installed: PolicyVersion | None = None
@@ -55,24 +59,22 @@ class TimedEngine(Engine):
     ) -> list[Completion]:
         version = self._installed
         assert version is not None
-        until = time.monotonic() + self._group_s * self._random.uniform(
-            1 - self._spread, 1 + self._spread
-        )
-        while (left_s := until - time.monotonic()) > 0 and not watcher.should_stop():
-            time.sleep(min(left_s, 0.25))
+        left_s = self._group_s * self._random.uniform(1 - self._spread, 1 + self._spread)
+        call = requests[0].request_id
+        self._running[call] = 1
+        while left_s > 0 and not watcher.should_stop():
+            share = min(1.0, self._slots / len(self._running)) if self._slots else 1.0
+            pause_s = min(left_s / share, 0.25)
+            time.sleep(pause_s)
+            left_s -= pause_s * share
             watcher.on_tokens(1)
-        versions = np.array([[version.lineage, version.step]] * TOKENS, dtype=np.int32)
+        del self._running[call]
+        is_whole = left_s <= 0
         completions = [
-            Completion(
-                request_id=request.request_id,
-                token_ids=np.full(TOKENS, 5 + index % 3, dtype=np.int32),
-                logprobs=np.full(TOKENS, -2.5, dtype=np.float32),
-                policy_versions=versions,
-                finish_reason="length",
-            )
+            made_up(request, 5 + index % 3, version, is_whole=is_whole)
             for index, request in enumerate(requests)
         ]
-        for completion in completions if left_s <= 0 else ():
+        for completion in completions if is_whole else ():
             watcher.on_completion(completion)
         return completions
 
@@ -84,6 +86,21 @@ class TimedEngine(Engine):
 
     def close(self) -> None:
         pass
+
+
+def made_up(
+    request: Request, token_id: int, version: PolicyVersion, *, is_whole: bool
+) -> Completion:
+    """Return a completion of so many tokens, or one that was stopped before its first."""
+    num_tokens = TOKENS - len(request.prefix_ids) if is_whole else 0
+    versions = np.tile(np.array([version.lineage, version.step], np.int32), (num_tokens, 1))
+    return Completion(
+        request_id=request.request_id,
+        token_ids=np.full(num_tokens, token_id, dtype=np.int32),
+        logprobs=np.full(num_tokens, -2.5, dtype=np.float32),
+        policy_versions=versions,
+        finish_reason="length" if is_whole else "abort",
+    )
 
 
 def make_timed_step(step_s: float) -> Callable[[Trainer, Sequence[Group]], StepResult]:
@@ -107,12 +124,13 @@ def main() -> int:
     parser.add_argument("--step-s", type=float, default=1.0)
     parser.add_argument("--group-s", type=float, default=1.0)
     parser.add_argument("--spread", type=float, default=0.1)
+    parser.add_argument("--slots", type=int, help="groups that a worker samples at full speed")
     arguments = parser.parse_args()
     config = read_run_file(arguments.config, arguments.set, arguments.role)
     if arguments.role == "learner":
         Trainer.step = make_timed_step(arguments.step_s)  # type: ignore[method-assign,assignment]
         return run_learner(config, resume=False, has_report=False)
-    setup.make_engine = lambda *_: TimedEngine(arguments.group_s, arguments.spread)
+    setup.make_engine = lambda *_: TimedEngine(arguments.group_s, arguments.spread, arguments.slots)
     return run_role(config, "worker")
 
 

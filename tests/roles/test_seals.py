@@ -127,13 +127,11 @@ def forged_ends(world: World) -> list[Message]:
     finish = Finish(reason="over", answers=joining._hello_hash)
     refuse = Refuse(reason="no", detail="no", answers=joining._hello_hash)
     public_key = FOREIGN_KEY.public_key().public_bytes_raw()
-    return [
-        Finish(reason="over"),
-        finish,
-        refuse,
+    signed = (
         sign_answer(replace(finish, public_key=public_key), FOREIGN_KEY),
         sign_answer(replace(refuse, public_key=public_key), FOREIGN_KEY),
-    ]
+    )
+    return [Finish(reason="over"), finish, refuse, *signed]
 
 
 def test_no_order_of_the_learner_can_be_forged(make_world: MakeWorld) -> None:
