@@ -1,7 +1,7 @@
 """Lies that a node of these tests tells, as its operator could have it do.
 
-The product knows nothing of them: they are wrapped around a relay's transport, in a process that a
-test starts.
+The product knows nothing of them: they are wrapped around a relay's transport, and around the role
+of a worker, in a process that a test starts.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Any
 
 from echo.core.rollout import Group
 from echo.net.zmq import ZmqTransport
+from echo.roles.worker import Worker
 from echo.wire.codec import decode_envelope, decode_group, decode_message, encode_group
 from echo.wire.messages import LEARNER_ID, Chunk, Deliver
 
 Frames = list[Any]
+NATS = 3.0
 
 
 def install(lie: str) -> None:
@@ -38,16 +40,34 @@ def relay_lies() -> None:
         elif isinstance(message, Chunk):
             frames = [frames[0], *first.get(message.index, frames[1:])]
         elif isinstance(message, Deliver) and envelope.target == LEARNER_ID:
-            frames = [frames[0], *encode_group(best(decode_group(*frames[1:])))]
+            frames = [frames[0], *encode_group(changed(decode_group(*frames[1:]), reward=1.0))]
         return send(self, peer, frames, **how)
 
     ZmqTransport.send = sending  # type: ignore[method-assign]
 
 
-def best(group: Group) -> Group:
-    """Return a group with rewards of 1."""
-    rollouts = tuple(dataclasses.replace(each, reward=1.0) for each in group.rollouts)
+def state_less() -> None:
+    """Sample honestly, and state log-probabilities that are NATS less."""
+    finished = Worker.finished
+
+    @wraps(finished)
+    def lying(self: Worker, group: Group, *, now: float) -> Any:
+        return finished(self, changed(group, nats=NATS), now=now)
+
+    Worker.finished = lying  # type: ignore[method-assign]
+
+
+def changed(group: Group, *, nats: float = 0.0, reward: float | None = None) -> Group:
+    """Return a group with other log-probabilities or rewards."""
+    rollouts = tuple(
+        dataclasses.replace(
+            each,
+            sampler_logprobs=each.sampler_logprobs - nats,
+            reward=each.reward if reward is None else reward,
+        )
+        for each in group.rollouts
+    )
     return dataclasses.replace(group, rollouts=rollouts)
 
 
-LIES: dict[str, Callable[[], None]] = {"relay_lies": relay_lies}
+LIES: dict[str, Callable[[], None]] = {lie.__name__: lie for lie in (relay_lies, state_less)}
