@@ -41,6 +41,7 @@ key.
 from __future__ import annotations
 
 import functools
+import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -176,7 +177,8 @@ class Channel:
         age = self.newest - seal.number
         if age >= WINDOW or (age >= 0 and self._opened >> age & 1):
             raise ForgedError(f"it is number {seal.number}, which was here before: replayed")
-        if self._code(self.is_learner, seal.number, source, target, body, payload) != seal.code:
+        right = self._code(self.is_learner, seal.number, source, target, body, payload)
+        if not hmac.compare_digest(right, seal.code):  # in the same time wherever they differ
             raise ForgedError("its seal is wrong: changed or forged")
         if age < 0:
             former = 0 if -age >= WINDOW else self._opened << -age
