@@ -11,7 +11,8 @@ parameters end within an hour on two cores: what a process keeps follows from th
 and of lengths, which do not become fewer by that. Evaluations and checkpoints happen as in any run.
 
 `step` makes steps with the most tokens that the settings allow, in a process of its own for each
-vocabulary, and compares the peak with what the memory budget says.
+vocabulary and case, and compares the peak with what the memory budget says. Cases: prompts that are
+shared in a row and prompts that are not, gradient checkpointing, an adapter, a reference policy.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import harness
 import psutil
-from learner.peak import measure
+from learner.peak import CASES, measure
 from learner.uneven import UnevenTask
 
 from echo.cli.quickstart import NodeProcess, free_settings, join_environment, start_node, stop
@@ -139,10 +141,11 @@ def verdict(rows: list[dict[str, Any]], name: str, role: str) -> dict[str, Any]:
 
 
 def compare_steps(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return reckoned and measured bytes of a step by vocabulary."""
+    """Return reckoned and measured bytes of a step by vocabulary and case."""
     rows = []
-    for vocab_size in arguments.vocab:
-        command = [sys.executable, __file__, *sys.argv[1:], "--of", str(vocab_size)]
+    for vocab_size, case in product(arguments.vocab, arguments.cases):
+        own = ["--of", str(vocab_size), "--case", case]
+        command = [sys.executable, __file__, *sys.argv[1:], *own]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         print(json.dumps(rows[-1]), flush=True)
@@ -164,8 +167,12 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=4, help="of a step, of 8 rollouts each")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="of a step")
     parser.add_argument("--of", type=int, help=argparse.SUPPRESS)
-    arguments = harness.parse(parser, layers=2, groups=1, steps=8, vocab=[49152])
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    arguments = harness.parse(
+        parser, layers=2, groups=1, steps=8, vocab=[49152], cases=["shared", "lora"]
+    )
     if arguments.what == "run" and arguments.quick and arguments.model is None:
         arguments.model = harness.tiny_model()
     if arguments.of is not None:  # as `compare_steps` starts it

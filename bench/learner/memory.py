@@ -108,6 +108,7 @@ def budget_of(arguments: argparse.Namespace, config: Any, num_params: int, state
         ),
         prompt_tokens=PROMPT_TOKENS,
         num_ranks=arguments.ranks,
+        has_tensors_alone=True,
     )
 
     def beside_model(footprint: Footprint) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import tempfile
 from dataclasses import replace
@@ -13,10 +14,14 @@ import psutil
 import torch
 from transformers import AutoConfig
 
-from echo.algo.losses import GrpoLoss
 from echo.config.load import parse_config
 from echo.config.memory import Footprint, read_model_facts
+from echo.config.schema import Config
 from echo.core.rollout import Group
+from echo.engine import allocator
+from echo.engine.lora import Lora
+from echo.engine.weights import save_safetensors
+from echo.runtime.learner.setup import build_loss
 from echo.train.batch import AdvantageSettings
 from echo.train.policy import Compute, ModelSource
 from echo.train.trainer import OptimizerSettings, Trainer
@@ -24,12 +29,22 @@ from learner.groups import rollout
 from learner.models import RandomWeights
 
 PROMPT_TOKENS, COMPLETION_TOKENS, GROUP_SIZE = 58, 64, 8
-NUM_STEPS = 3
+NUM_STEPS = 2
+CASES = {
+    "shared": (),
+    "apart": (),
+    "checkpointed": ("learner.gradient_checkpointing=true",),
+    "lora": ("lora.rank=16",),
+    "kl": ("reference.kl_coef=0.1",),
+}
+"""Settings of a step, each of which is measured; all but "apart" share prompts in a row."""
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Make steps of SmolLM2's shape with a vocabulary; this process has made none before."""
     torch.set_num_threads(arguments.threads)
+    allocator.tune(os.environ)  # as every node does
+    shares = arguments.case != "apart"
     config = AutoConfig.for_model(
         "llama",
         vocab_size=arguments.of,
@@ -44,19 +59,29 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     weights = RandomWeights(config, "cpu")
     before = psutil.Process().memory_info().rss
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
         config.save_pretrained(directory)
-        items = budget_of(arguments, Path(directory), weights.num_params)
+        source = ModelSource(model_dir=directory, tensors=weights)
+        if arguments.case == "lora":  # a base is read from files
+            save_safetensors(directory, {key: weights[key].bfloat16() for key in weights})
+            source = ModelSource(
+                model_dir=directory, lora=Lora(base_dir=directory, rank=16, alpha=32)
+            )
+        settings = settings_of(arguments)
+        items = budget_of(settings, directory, weights.num_params, shares_prompts=shares)
         trainer = Trainer(
-            ModelSource(model_dir=Path(directory), tensors=weights),
+            source,
             Compute(
                 device=torch.device("cpu"),
                 dtype=getattr(torch, arguments.dtype),
-                share_prompts=False,  # the budget takes each prompt for another
+                share_prompts=shares,
+                gradient_checkpointing=arguments.case == "checkpointed",
             ),
-            loss=GrpoLoss(),
+            loss=build_loss(settings),
             optimizer=OptimizerSettings(learning_rate=1e-6, warmup_steps=0),
             advantages=AdvantageSettings(),
+            reference=source if settings.reference.kl_coef else None,
         )
     rng, peaks = random.Random(0), []
     for _ in range(NUM_STEPS):
@@ -66,6 +91,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     after = psutil.Process().memory_info().rss
     reckoned, peak = sum(items.values()), max(peaks)
     return {
+        "case": arguments.case,
         "vocab_size": arguments.of,
         "before_mb": round(before / 1e6),
         "peak_mb": round(peak / 1e6),
@@ -76,21 +102,31 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def budget_of(arguments: argparse.Namespace, model_dir: Path, num_params: int) -> dict[str, int]:
+def settings_of(arguments: argparse.Namespace) -> Config:
+    """Return the settings of a run that would make such steps."""
+    return parse_config(
+        {},
+        [
+            f"learner.dtype={arguments.dtype}",
+            "learner.gradient_checkpointing=false",
+            "eval.interval_steps=0",
+            f"batch.groups_per_step={arguments.groups}",
+            f"batch.group_size={GROUP_SIZE}",
+            f"sampling.max_completion_tokens={COMPLETION_TOKENS}",
+            *CASES[arguments.case],
+        ],
+    )
+
+
+def budget_of(
+    config: Config, model_dir: Path, num_params: int, *, shares_prompts: bool
+) -> dict[str, int]:
     """Return the bytes that the memory budget counts, by item; nothing is published here."""
+    facts = read_model_facts(model_dir)
+    shares_prompts = shares_prompts and facts.shares_prompts
     footprint = Footprint(
-        config=parse_config(
-            {},
-            [
-                f"learner.dtype={arguments.dtype}",
-                "learner.gradient_checkpointing=false",
-                "eval.interval_steps=0",
-                f"batch.groups_per_step={arguments.groups}",
-                f"batch.group_size={GROUP_SIZE}",
-                f"sampling.max_completion_tokens={COMPLETION_TOKENS}",
-            ],
-        ),
-        facts=replace(read_model_facts(model_dir), num_params=num_params),
+        config=config,
+        facts=replace(facts, num_params=num_params, shares_prompts=shares_prompts),
         prompt_tokens=PROMPT_TOKENS,
     )
     return {

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -27,9 +27,13 @@ from echo.core.units import format_bytes
 
 # --- footprint ------------------------------------------------------------------------------------
 #
-# Activations are an estimate for pre-norm decoders with gated MLPs whose attention never stores its
-# score matrix; buffers of a few MiB are left out. tests/train/test_footprint.py holds the sums
-# against the tensors of real steps.
+# Sums for pre-norm decoders with gated MLPs whose attention never stores its score matrix; buffers
+# of a few MiB are left out. tests/train/test_footprint.py holds them against the tensors of real
+# steps, and bench/bench_memory.py against the memory of real processes.
+#
+# What a step takes beside what is always there differs from moment to moment: the head's logits
+# come when all activations are there, and most gradients when these have gone. So a footprint has
+# several moments, and counts the fullest one.
 
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -54,16 +58,29 @@ PROCESS_BYTES: Mapping[Role, int] = {
 }
 """Of each role's interpreter and libraries, before it has loaded anything; measured on a CPU."""
 
-KEPT_BYTES: Mapping[int, tuple[int, int, int, int]] = {4: (24, 20, 16, 16), 2: (16, 12, 10, 8)}
-"""Bytes that autograd keeps per token and layer, by bytes per number: for each number of the hidden
-state, the queries, the keys, and the MLP's middle. Counted on a layer of Qwen3 by its saved
-tensors, packed rows on a CPU."""
+MIN_SAVED = 0.2
+"""Share of their tokens that rollouts must save to share a prompt; as in algo/batching.py."""
+SIZES_PER_OCTAVE = 16
+"""Sizes of filled rows between a number of tokens and its double; as there."""
+PACKED: Mapping[str, bool] = {
+    "llama": False, "qwen2": False, "qwen3": True, "mistral": False, "phi3": False,
+    "smollm3": False, "gemma3": True, "gemma3_text": True, "gemma4": True, "gemma4_text": True,
+    "olmo3": True, "qwen3_moe": True,
+    "mixtral": False, "deepseek_v3": True, "glm4_moe": True, "qwen2_5_vl": False, "qwen3_vl": True,
+    "mistral3": False, "smolvlm": False,
+}  # fmt: skip
+"""Families whose rollouts may share a row and a prompt (docs/models.md), by model_type; and whether
+they normalise the queries and keys of each head. Of others that is unknown: more is counted."""
 CHECKPOINTING: Mapping[bool | str, str] = {
     False: "",
     True: " and gradient checkpointing",
     "offload": " and gradient checkpointing with offloaded inputs",
 }
 """What learner.gradient_checkpointing may be once it is chosen, the quicker first, in words."""
+_HOLES: Mapping[bool, int] = {False: 8, True: 3}
+"""On a CPU that part of the activations more, by whether an adapter is trained, whose products come
+and go as well: what does so leaves holes between them in which glibc places nothing that is kept.
+Measured in bfloat16 and float32 on SmolLM2's shape."""
 _RESERVED_SHARE, _RESERVED_BYTES = 0.05, 1_500_000_000
 """Of a GPU: what lies between tensors, and libraries with their workspaces."""
 
@@ -83,6 +100,10 @@ class ModelFacts:
     head_dim: int
     is_tied: bool = True
     """Whether the head is the embedding."""
+    has_head_norms: bool = True
+    """Whether it normalises the queries and keys of each head; True where that is unknown."""
+    shares_prompts: bool = False
+    """Whether rollouts of one prompt share it in a packed row; False where that is unknown."""
 
     @property
     def num_outside_layers(self) -> int:
@@ -101,6 +122,22 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """The largest micro-batch."""
+
+    num_tokens: int
+    """That go through the model; at least one rollout, at most a whole step."""
+    num_keys: int
+    """That they attend to: those of a shared prompt count once for each of its completions."""
+    num_scored: int
+    """Of which the head is asked: completion tokens."""
+    mask_bytes: int
+    """Of which tokens see which keys, in each layer, where they share a prompt on a CPU."""
+    is_only: bool
+    """Whether it is the whole step, so that no gradient is there before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
     """Sizes in bytes, per role."""
 
@@ -114,6 +151,8 @@ class Footprint:
     """Processes that the learner is cut up over; the sizes are those of the first of them."""
     has_versions_on_gpu: bool = True
     """Whether a learner that may keep versions on its GPU does."""
+    has_tensors_alone: bool = False
+    """Whether what a process on a CPU keeps beside its tensors is left out."""
     tokens_in_a_pass: int | None = None
     """Of the micro-batch that is looked at; None for the largest that there can be."""
 
@@ -133,12 +172,51 @@ class Footprint:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Tokens really in one pass: at least one rollout, at most a whole step."""
-        if self.tokens_in_a_pass is not None:
-            return self.tokens_in_a_pass
-        batch = self.config.batch
-        whole_step = batch.groups_per_step * batch.group_size * self.rollout_tokens
-        return max(self.rollout_tokens, min(self.config.learner.micro_batch_tokens, whole_step))
+        """Tokens really in one pass."""
+        return self._pass.num_tokens
+
+    @property
+    def _pass(self) -> _Pass:
+        """Return the largest micro-batch, of rollouts that are all of full length."""
+        batch, limit = self.config.batch, self.config.learner.micro_batch_tokens
+        completion, size = self.config.sampling.max_completion_tokens, batch.group_size
+        num_together = self._num_together
+        copies = -(-size // num_together)  # of a group's prompt
+        tokens = copies * self.prompt_tokens + size * completion
+        keys = size * self.rollout_tokens + (copies * self.prompt_tokens if copies < size else 0)
+        num_groups = batch.groups_per_step
+        whole = num_groups * tokens
+        num_tokens = self.tokens_in_a_pass or max(self.rollout_tokens, min(limit, whole))
+        if not self.has_gpu and self._compute_bytes == 2 and num_tokens <= limit:
+            # Filled to one of a few sizes.
+            step = max(1, (1 << num_tokens.bit_length() - 1) // SIZES_PER_OCTAVE)
+            num_tokens = min(limit, -(-num_tokens // step) * step)
+        num_scored = min(num_tokens, num_groups * size * completion)
+        mask_bytes = 0
+        if copies < size and not self.has_gpu:  # every rollout has another length
+            mask_bytes = 4 * (num_scored // completion + 1) * completion * self.rollout_tokens
+        return _Pass(
+            num_tokens=num_tokens,
+            num_keys=-(-num_tokens * keys // tokens),
+            num_scored=num_scored,
+            mask_bytes=mask_bytes,
+            is_only=self._is_alone and whole <= limit and self.tokens_in_a_pass is None,
+        )
+
+    @property
+    def _num_together(self) -> int:
+        """Rollouts that share a prompt in a row: 1 where that is not done, or saves too little.
+
+        Half a micro-batch holds them. Shorter completions save more, so they share as well.
+        """
+        config, prompt = self.config, self.prompt_tokens
+        completion = config.sampling.max_completion_tokens
+        room = (config.learner.micro_batch_tokens // 2 - prompt) // completion
+        number = max(1, min(config.batch.group_size, room))
+        is_packed = config.model.attn_implementation in ("auto", "sdpa")
+        apart = number * self.rollout_tokens
+        saves = prompt + number * completion <= (1.0 - MIN_SAVED) * apart
+        return number if self.facts.shares_prompts and is_packed and saves else 1
 
     def learner_items(self) -> tuple[Item, ...]:
         """Return what training takes: the model, its optimizer, a micro-batch, the versions.
@@ -185,12 +263,11 @@ class Footprint:
     def _sizes_with_model(self) -> dict[str, int]:
         """Return what lies where the model is trained, 0 for what does not."""
         config, num_params, num_trained = self.config, self.facts.num_params, self._num_trained
-        frozen = num_params * (self._compute_bytes if self._is_alone else 4)
         is_rounded = self._compute_bytes == 2
+        frozen = num_params * (self._compute_bytes if self._is_alone else 4)
         divided = {
             "base": frozen if config.lora.rank else 0,
             "masters": 4 * num_trained,
-            "gradients": 4 * num_trained,
             "Adam moments": 0 if self._offloads_moments else self._moment_bytes,
             # Taken to be as large as the model that is trained.
             "reference": frozen if config.reference.kl_coef else 0,
@@ -203,8 +280,8 @@ class Footprint:
             if self.has_versions_on_gpu and self.may_keep_versions
             else 0,
             "evaluation": self._evaluation_bytes if self._is_alone else 0,
-            "activations": self._activation_bytes(),
-            "one layer or head": self._working_bytes(),
+            "products' code": self._code_bytes,
+            **self._fullest_moment(),
             "largest weight in an update": 0 if self._offloads_moments else self._staged_bytes,
         }
         if config.lora.rank and self._is_alone and is_rounded:
@@ -348,6 +425,75 @@ class Footprint:
         as_trained = self._is_alone and not self.has_gpu
         return self._compute_bytes if as_trained else DTYPE_BYTES[self.config.model.dtype]
 
+    def _fullest_moment(self) -> dict[str, int]:
+        """Return what there is beside the model when that is most."""
+        moments = list(self._moments())
+        totals = [sum(moment.values()) for moment in moments]
+        return moments[totals.index(max(totals))]
+
+    def _moments(self) -> Iterator[dict[str, int]]:
+        """Yield what there is beside the model at those moments of a step that may be the fullest.
+
+        A micro-batch after the first finds all gradients, the first one none. That of the head is
+        there when the last layer's backward begins; of a tied one it waits for the embedding's, in
+        the type of the products, and then both are added to the float32 one. On a CPU freed
+        activations stay with the process until the step ends, with holes between those that were
+        kept, and half of the first gradients of layers find a place there, if all were kept.
+        """
+        one = "one layer or head"
+        if not self._is_alone:
+            yield {
+                "gradients": self._gradient_bytes,
+                "activations": self._activation_bytes(),
+                one: self._working_bytes_of_a_rank(),
+            }
+            return
+        now, width, facts = self._pass, self._compute_bytes, self.facts
+        # Under an adapter neither head nor embedding has a gradient.
+        outside = 0 if self.config.lora.rank else facts.vocab_size * facts.hidden_size
+        all_of_them = self._gradient_bytes
+        before = 0 if now.is_only else all_of_them
+        kept, holes = self._activation_bytes(), "holes between activations"
+        left = kept // _HOLES[bool(self.config.lora.rank)] if self._keeps_freed else 0
+        forward, backward = self._head_bytes()
+        waiting = width * outside
+        made = 4 * outside if now.is_only else 0  # which then counts among the gradients
+        # In float32, to become the gradient or to be added to it; a GPU adds without.
+        cast = 4 * outside if width == 2 and (now.is_only or self._keeps_freed) else 0
+        final = (4 + width) * facts.hidden_size * now.num_tokens
+        for head in (forward, backward + waiting):
+            yield {"gradients": before, "activations": kept + final, holes: left, one: head}
+        if not facts.is_tied:
+            before += made
+            added = max(0, waiting + cast - made)
+            yield {"gradients": before, "activations": kept, holes: left, one: added}
+            waiting = 0
+        layer = self._layer_bytes(now) if self._has_checkpointing else 0
+        layer += self._passing_bytes
+        yield {"gradients": before, "activations": kept, holes: left, one: layer + waiting}
+        if self.config.reference.kl_coef:
+            unkept = width * (4 * facts.intermediate_size + 2 * facts.hidden_size) * now.num_tokens
+            yield {"gradients": before, "activations": kept, holes: left, one: unkept}
+        held = 0
+        if self._keeps_freed:
+            held = kept + layer
+            inner = all_of_them - 4 * (facts.num_outside_layers if outside else 0)
+            if now.is_only and not self._has_checkpointing:
+                held -= min(held, inner // 2)
+        both = width * outside * (2 if facts.is_tied else 1)
+        added = max(both, width * outside + cast) - made
+        added = max(0, added)
+        yield {"gradients": all_of_them, "activations": held, holes: left, one: added}
+
+    @property
+    def _keeps_freed(self) -> bool:
+        """Whether what has been freed is counted: a CPU's process keeps it, for a while."""
+        return not (self.has_gpu or self.has_tensors_alone)
+
+    @property
+    def _gradient_bytes(self) -> int:
+        return -(-4 * self._num_trained // self.num_ranks)
+
     def _activation_bytes(self) -> int:
         """Return the bytes of the tensors kept for one micro-batch's backward pass.
 
@@ -358,43 +504,93 @@ class Footprint:
             return min(2, self.facts.num_layers) * self._input_bytes // self.facts.num_layers
         if self._has_checkpointing:
             return self._input_bytes
-        return self._bytes_per_layer * self.facts.num_layers * self.micro_batch_tokens
+        return self._layer_bytes(self._pass) * self.facts.num_layers
 
     @property
     def _input_bytes(self) -> int:
         """Bytes of what goes into all layers."""
         facts = self.facts
         per_token = self._compute_bytes * facts.hidden_size * facts.num_layers
-        return per_token * self.micro_batch_tokens
+        return per_token * self._pass.num_tokens
 
-    def _working_bytes(self) -> int:
+    def _layer_bytes(self, now: _Pass) -> int:
+        """Return what autograd keeps of a layer.
+
+        Of each number of the hidden state, two times: the input of a norm in float32, what it
+        normalises it to if its own weight is trained, and its output. Queries, keys, values and
+        what attention makes of them, in float32 on a CPU; that once more as the input of a product,
+        and on a GPU, where it is no other tensor, the rotated query. Norms of heads likewise. Four
+        of the MLP's middle. The small matrices of an adapter have inputs of their own.
+        """
+        facts, width = self.facts, self._compute_bytes
+        rank = self.config.lora.rank
+        normalised = 4 + (0 if rank else width)
+        attended = 2 if self.has_gpu and width == 2 else 4
+        queries = facts.num_heads * facts.head_dim
+        keys = facts.num_kv_heads * facts.head_dim
+        per_token = 2 * (normalised + width) * facts.hidden_size
+        per_token += (2 * attended + width) * queries
+        if facts.has_head_norms:
+            per_token += normalised * (queries + keys)
+        per_token += width * (4 * facts.intermediate_size + 7 * rank)
+        return per_token * now.num_tokens + 2 * attended * keys * now.num_keys + now.mask_bytes
+
+    @property
+    def _passing_bytes(self) -> int:
+        """Bytes of gradients inside of a layer: two of the MLP's middle, or those of a norm.
+
+        On a GPU they were not seen: they come to lie where the layer's activations have been.
+        """
+        if self.has_gpu:
+            return 0
+        facts, width = self.facts, self._compute_bytes
+        per_token = max(2 * width * facts.intermediate_size, 16 * facts.hidden_size)
+        return per_token * self._pass.num_tokens
+
+    @property
+    def _code_bytes(self) -> int:
+        """Bytes that a CPU keeps of bfloat16 products for row sizes, those of an octave.
+
+        They are a layer's weights once more for each size.
+        """
+        if not self._keeps_freed or self._compute_bytes != 2 or not self._is_alone:
+            return 0
+        return SIZES_PER_OCTAVE * 2 * self._params_per_layer
+
+    def _working_bytes_of_a_rank(self) -> int:
         """Return the most that is there for a moment only.
 
         A layer that is computed again, with its gradients; or the head; or what has come together
         of the gradients of embedding and head, which are no one layer's: by then no activation is
         there any more, and no layer is put together.
         """
-        facts, width, tokens = self.facts, self._compute_bytes, self.micro_batch_tokens
+        facts, width = self.facts, self._compute_bytes
         # Under an adapter neither of them has a gradient.
         num_outside = 0 if self.config.lora.rank else facts.num_outside_layers
         head = width * num_outside
-        layer = 0
+        layer = (width + 4) * self._params_per_layer
         if self._has_checkpointing:
-            layer = self._bytes_per_layer * tokens + head
-        if not self._is_alone:
-            layer += (width + 4) * self._params_per_layer
-        gathered = 2 * head
-        if not self._is_alone:
-            gathered = (width + 4) * num_outside - 2 * width * self._params_per_layer
+            layer += self._layer_bytes(self._pass) + head
+        gathered = (width + 4) * num_outside - 2 * width * self._params_per_layer
         gathered -= self._activation_bytes()
-        return max(layer, self._head_bytes() + head, gathered)
+        return max(layer, max(self._head_bytes()) + head, gathered)
 
-    def _head_bytes(self) -> int:
-        """Return what log-probabilities take (kernels/triton_kernels.py, torch_kernels.py)."""
-        chunk, hidden = min(VOCAB_CHUNK, self.facts.vocab_size), self.facts.hidden_size
+    def _head_bytes(self) -> tuple[int, int]:
+        """Return what log-probabilities take, forward and backward.
+
+        In kernels/torch_kernels.py: logits, their exponentials and the product of both; states and
+        their gradient in float32, and a chunk of the head's gradient. On a GPU in bfloat16,
+        kernels/triton_kernels.py takes as much both times.
+        """
+        facts, rows = self.facts, self._pass.num_scored
+        chunk, hidden = min(VOCAB_CHUNK, facts.vocab_size), facts.hidden_size
         if self.has_gpu and self._compute_bytes == 2:
-            return self.micro_batch_tokens * (2 * chunk + 6 * hidden) + 4 * chunk * hidden
-        return self.micro_batch_tokens * (4 * 3 * chunk + 8 * hidden)
+            taken = rows * (2 * chunk + 6 * hidden) + 4 * chunk * hidden
+            return taken, taken
+        states = (4 + self._compute_bytes) * hidden * rows
+        logits = 4 * chunk * rows
+        again = 2 * logits if self.config.loss.entropy_coef else logits
+        return 3 * logits + states, again + states + 4 * hidden * rows + 4 * chunk * hidden
 
     def _unsharded_bytes(self) -> int:
         """Return what is whole on a rank: embedding and head, one layer, and the next one."""
@@ -404,19 +600,6 @@ class Footprint:
     def _params_per_layer(self) -> int:
         facts = self.facts
         return max(0, facts.num_params - facts.num_outside_layers) // facts.num_layers
-
-    @property
-    def _bytes_per_layer(self) -> int:
-        """Bytes that a layer keeps of a token."""
-        facts = self.facts
-        sizes = (
-            facts.hidden_size,
-            facts.num_heads * facts.head_dim,
-            facts.num_kv_heads * facts.head_dim,
-            facts.intermediate_size,
-        )
-        kept = KEPT_BYTES[self._compute_bytes]
-        return sum(size * num_bytes for size, num_bytes in zip(sizes, kept, strict=True))
 
     @property
     def _is_alone(self) -> bool:
@@ -844,7 +1027,14 @@ def read_model_facts(directory: Path) -> ModelFacts:
     facts["intermediate_size"] = _dimension(dims, path, "intermediate_size", default=4 * hidden)
     is_tied = bool(dims.get("tie_word_embeddings", table.get("tie_word_embeddings", False)))
     num_params = _count_stored(directory) or _estimate_params(facts, is_tied=is_tied)
-    return ModelFacts(num_params=num_params, is_tied=is_tied, **facts)
+    model_type = table.get("model_type") if isinstance(table, dict) else None
+    return ModelFacts(
+        num_params=num_params,
+        is_tied=is_tied,
+        has_head_norms=PACKED.get(str(model_type), True),
+        shares_prompts=str(model_type) in PACKED,
+        **facts,
+    )
 
 
 def read_machine(gpu_bytes: int | None = None) -> Machine:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from echo.config.load import parse_config
+from echo.config.memory import PACKED, read_model_facts
 from echo.core.errors import ConfigError
 from echo.engine.engine import Engine
 from echo.engine.hf.engine import TransformersEngine
@@ -57,6 +58,10 @@ def assert_same_bits(engine: Engine, tensors: Mapping[str, Tensor]) -> None:
         assert torch.equal(own[name].view(torch.uint8), expected.view(torch.uint8)), name
 
 
+def test_the_memory_budget_knows_which_families_share_a_row() -> None:
+    assert set(PACKED) == {name for name, family in FAMILIES.items() if not family.padded}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", cases(IN_EVERY_RUN))
 def test_a_step_goes_to_the_transformers_engine_and_back(name: str, tmp_path: Path) -> None:
@@ -64,6 +69,9 @@ def test_a_step_goes_to_the_transformers_engine_and_back(name: str, tmp_path: Pa
     trainer = make_trainer(name, model_dir)
     rows = f"padded rows: {family.padded}" if family.padded else "packed rows"
     assert trainer.describe_rows().endswith(f"is trained on {rows}")
+    facts = read_model_facts(model_dir)  # for the memory budget, which has a table of its own
+    assert facts.shares_prompts is not bool(family.padded)
+    assert facts.has_head_norms or not any(".q_norm." in key for key in trainer.tensors())
     engine = TransformersEngine(model_dir)
     assert engine.takes_patches
     assert engine._model.config.get_text_config()._attn_implementation == family.attention

@@ -137,7 +137,10 @@ def test_the_budget_is_the_peak_of_a_real_step(
     )
     overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     footprint = Footprint(
-        config=parse_config({}, overrides), facts=facts, prompt_tokens=PROMPT_TOKENS
+        config=parse_config({}, overrides),
+        facts=facts,
+        prompt_tokens=PROMPT_TOKENS,
+        has_tensors_alone=True,
     )
     items = [item for item in footprint.learner_items() if item.is_on_gpu]
     budget = sum(item.num_bytes for item in items)
