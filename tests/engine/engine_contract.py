@@ -386,7 +386,7 @@ class EngineContract(PatchContract):
             for prompt, first in zip(requests, begun, strict=True)
         ]
         for prompt, first, second in zip(requests, begun, run(engine, resumed, how), strict=True):
-            joined = {
+            joined: dict[str, Any] = {
                 name: np.concatenate([getattr(first, name), getattr(second, name)])
                 for name in ("token_ids", "logprobs", "policy_versions")
             }

@@ -104,6 +104,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.slow
 def test_ever_new_shapes_take_no_more_memory_than_64() -> None:
     grown = {}
     for is_bounded in (True, False):
