@@ -129,11 +129,12 @@ def test_the_budget_is_the_peak_of_a_real_step(
     names = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
     names |= {"num_kv_heads": "num_key_value_heads"}
     own = ("hidden_size", "intermediate_size", "vocab_size", "head_dim")
+    sizes: dict[str, Any] = {name: SHAPE[name] for name in own}
+    sizes |= {name: SHAPE[theirs] for name, theirs in names.items()}
     facts = ModelFacts(
         num_params=sum(tensor.numel() for tensor in trainer._policy.parameters().values()),
         is_tied=is_tied,
-        **{name: SHAPE[name] for name in own},
-        **{name: SHAPE[theirs] for name, theirs in names.items()},
+        **sizes,
     )
     overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     footprint = Footprint(
