@@ -373,8 +373,8 @@ def test_gradients_of_a_large_vocabulary_are_the_fullest_moment(
         SHARED, vocab_size=200_000, num_params=20 * 10**6 + num_outside, is_tied=is_tied
     )
     facts = facts if is_tied else replace(facts, num_params=facts.num_params + num_outside)
-    settings = [f"learner.dtype={dtype}", f"learner.micro_batch_tokens={tokens}"]
-    settings += ["batch.groups_per_step=1", "batch.group_size=2"]
+    step = ("batch.groups_per_step=1", "batch.group_size=2")
+    settings = (f"learner.dtype={dtype}", f"learner.micro_batch_tokens={tokens}", *step)
     found = budget_of_a_pass(facts, *settings)
     assert found["gradients"] == 4 * facts.num_params
     expected = (tied if is_tied else untied) * num_outside

@@ -22,7 +22,7 @@ from echo.train.trainer import Trainer
 from tests.train.test_trainer import make_rollout
 from tests.train.trainers import FAST, trainer_of
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 128,
     "intermediate_size": 384,
