@@ -80,7 +80,8 @@ CHECKPOINTING: Mapping[bool | str, str] = {
 _HOLES: Mapping[bool, int] = {False: 8, True: 3}
 """On a CPU that part of the activations more, by whether an adapter is trained, whose products come
 and go as well: what does so leaves holes between them in which glibc places nothing that is kept.
-Measured in bfloat16 and float32 on SmolLM2's shape."""
+Fitted on SmolLM2's shape: full weights in bfloat16 and float32, an adapter in bfloat16 only. In
+float32 the peak with an adapter, or with checkpoints, lies above the sum."""
 _RESERVED_SHARE, _RESERVED_BYTES = 0.05, 1_500_000_000
 """Of a GPU: what lies between tensors, and libraries with their workspaces."""
 
