@@ -178,18 +178,7 @@ def load_prompts(
         vocab_size(model_dir),
         prompt_time(config.run_dir),
     )
-    for line in tokenization.describe_stops(tokenizer, model_dir):
-        _log.warning("%s", line)
-    if unused := text.unused_arguments():
-        _log.warning(
-            "model.chat_template_kwargs: the chat template does not mention %s: without effect",
-            ", ".join(unused),
-        )
-    if text.reads_clock():
-        _log.warning(
-            "the chat template reads the clock; in all prompts of this run it is %s",
-            f"{text.now:%c}",
-        )
+    _warn_of_template(text, model_dir)
     prompts = PromptSource(
         task,
         text,
@@ -230,6 +219,22 @@ def load_prompts(
             tokenizer.model_max_length, window,
         )  # fmt: skip
     return prompts, text
+
+
+def _warn_of_template(text: tokenization.TextCodec, model_dir: Path) -> None:
+    """Log what the tokenizer and the chat template leave out of a run, or decide in it."""
+    for line in tokenization.describe_stops(text.tokenizer, model_dir):
+        _log.warning("%s", line)
+    if unused := text.unused_arguments():
+        _log.warning(
+            "model.chat_template_kwargs: the chat template does not mention %s: without effect",
+            ", ".join(unused),
+        )
+    if text.reads_clock():
+        _log.warning(
+            "the chat template reads the clock; in all prompts of this run it is %s",
+            f"{text.now:%c}",
+        )
 
 
 def expected_rollouts(config: Config, prompts: PromptSource) -> dict[str, int]:
