@@ -433,7 +433,7 @@ def test_a_client_that_streams_gets_the_whole_answer_in_events_or_the_status_of_
         np.array([[1, 3], [1, 3]], np.int32),
     )  # fmt: skip
     turn = Turn(np.array([5], np.int32), completion, "", None)
-    agents = Mock(call=AsyncMock(side_effect=[turn, StoppingError("the worker stops")]))
+    agents = Mock(call=AsyncMock(side_effect=[turn, turn, StoppingError("the worker stops")]))
     agents.parts.model_name = "m"
     agents.parts.dialogue.answer_of = lambda ids: "1" * len(ids)
     hello: Json = {"model": "m", "messages": [{"role": "user", "content": "?"}], "stream": True}
@@ -453,6 +453,10 @@ def test_a_client_that_streams_gets_the_whole_answer_in_events_or_the_status_of_
             assert (text.choices[0].finish_reason, end.choices[0].finish_reason) == (None, "stop")
             assert end.system_fingerprint == "v3"
             assert usage.usage.total_tokens == 3
+            streaming = client.chat.completions.with_streaming_response
+            async with streaming.create(**hello) as answer:
+                # This client ends with the connection, too; others wait for the mark.
+                assert (await answer.text()).endswith("data: [DONE]\n\n")
             with pytest.raises(APIStatusError, match="the worker stops") as caught:
                 await ask(**hello)
             assert caught.value.status_code == 503
