@@ -238,7 +238,7 @@ class Sampler:
         # A task that is judged in this process needs no thread to watch over each call.
         is_inline = isinstance(data.host, InlineHost)
         self._reward = data.task.reward if is_inline else data.host.score
-        self._sampling: Sampling = make_sampling(config, data.text.stop_ids)
+        self._sampling: Sampling = make_sampling(config.sampling, data.text.stop_ids)
         self._engine = TransformersEngine(
             data.model_dir,
             device=pick_device(config.learner.device),

@@ -108,7 +108,9 @@ def dry_run(
             if role != "relay" and num_ranks == 1:
                 from echo.engine.model import with_cpu_dtype  # a relay's machine has no torch
 
-                chosen, note = with_cpu_dtype(config, role, directory)
+                own = config.learner if role == "learner" else config.worker
+                section, note = with_cpu_dtype(own, directory)
+                chosen = config.model_copy(update={role: section})
             budget = memory_budget(chosen, role, facts, machine, num_ranks=num_ranks)
             notices += [f"the {role} {note}"] if note else []
         except (ConfigError, DataError) as error:

@@ -43,6 +43,7 @@ from echo.config.schema import (
     show,
 )
 from echo.core.errors import ConfigError, in_one, nearest
+from echo.core.paths import local_path
 from echo.core.units import format_bytes, one_line, without_keys
 
 # --- layers ---------------------------------------------------------------------------------------
@@ -766,6 +767,18 @@ def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
     changed = parse_config(table, source="the learner's settings")
     inherited = {key: "learner" for key in inherited_keys() if key in settings and key != _TEMPLATE}
     return changed.with_sources({**config.sources, **inherited})
+
+
+def has_own_model(config: Config) -> bool:
+    """Return whether model.name is meant for this worker.
+
+    One file serves all machines, so the name in it is the learner's, unless that directory is here,
+    too. What --set says on this worker is its own, a hub id as well.
+    """
+    name = config.model.name
+    return name is not None and (
+        local_path(name).is_dir() or config.sources.get("model.name") == OVERRIDE
+    )
 
 
 def _inherited_values(config: Config) -> dict[str, Any]:

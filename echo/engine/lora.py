@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from echo.config.schema import Config
+from echo.config.schema import LoraSection, ModelSection
 from echo.core.errors import ConfigError, DataError
 from echo.core.extras import install_command
 from echo.core.paths import local_path
@@ -288,16 +288,14 @@ BASE_NAME, BASE_REVISION, BASE_DIGEST = "base.name", "base.revision", "base.dige
 """What the learner tells its workers beside the inherited settings."""
 
 
-def learner_lora(config: Config, model_dir: Path) -> Lora | None:
-    """Return the adapter that a learner trains; None if it trains all weights."""
-    start = _initial_directory(config)
-    base_dir = model_dir if start is None or is_adapter(start) else start
-    return make_lora(config, base_dir)
+def base_directory(model_dir: Path, init_from: str | None) -> Path:
+    """Return what a learner's adapter stands on: a whole model to start from, or `model_dir`."""
+    start = _initial_directory(init_from)
+    return model_dir if start is None or is_adapter(start) else start
 
 
-def make_lora(config: Config, base_dir: Path) -> Lora | None:
+def make_lora(section: LoraSection, base_dir: Path, *, num_versions: int) -> Lora | None:
     """Return the adapter of a configuration, its base in `base_dir`; None for none."""
-    section = config.lora
     if not section.rank:
         return None
     return Lora(
@@ -305,20 +303,20 @@ def make_lora(config: Config, base_dir: Path) -> Lora | None:
         rank=section.rank,
         alpha=2 * section.rank if section.alpha is None else section.alpha,
         target_modules=section.target_modules,
-        num_versions=config.sync.max_staleness + 1,
+        num_versions=num_versions,
     )
 
 
-def initial_adapter(config: Config) -> Path | None:
+def initial_adapter(section: LoraSection, init_from: str | None) -> Path | None:
     """Return the directory of the adapter that a run starts from, if it does from one.
 
     Raises:
         ConfigError: if there is one, and [lora] is off.
     """
-    start = _initial_directory(config)
+    start = _initial_directory(init_from)
     if start is None or not is_adapter(start):
         return None
-    if not config.lora.rank:
+    if not section.rank:
         raise ConfigError(
             f"learner.init_from = {str(start)!r} holds an adapter and no whole model: set "
             "lora.rank to its rank to train it on, or merge it into its base (peft's "
@@ -327,24 +325,24 @@ def initial_adapter(config: Config) -> Path | None:
     return start
 
 
-def base_name(config: Config, lora: Lora) -> str:
+def base_name(model: ModelSection, lora: Lora, init_from: str | None) -> str:
     """Return under which name others find the base: an absolute directory, or a hub id."""
-    name = str(config.model.name)
-    is_hub_id = not local_path(name).is_dir() and _is_models(config, lora)
+    name = str(model.name)
+    is_hub_id = not local_path(name).is_dir() and _is_models(lora, init_from)
     return name if is_hub_id else str(lora.base_dir.absolute())
 
 
-def base_settings(config: Config, lora: Lora | None, *, is_resumed: bool) -> dict[str, Any]:
-    """Return what workers are told of the base, which is hashed for it; nothing without adapter.
+def base_settings(
+    model: ModelSection, lora: Lora, init_from: str | None, run_dir: Path, *, is_resumed: bool
+) -> dict[str, Any]:
+    """Return what workers are told of the base, which is hashed for it.
 
     Raises:
         DataError: if its weights are missing or have changed since the run began, or nothing says
             which they were.
     """
-    if lora is None:
-        return {}
     digest = base_digest(lora.base_dir)
-    path = config.run_dir / "base.json"
+    path = run_dir / "base.json"
     note = json.dumps({"digest": digest})
     if not is_resumed:
         write_file(path, note.encode())
@@ -353,8 +351,9 @@ def base_settings(config: Config, lora: Lora | None, *, is_resumed: bool) -> dic
             f"the weights in {lora.base_dir} are not those that this run's adapter was trained on; "
             "put them back, or start a new run"
         )
-    revision = config.model.revision if _is_models(config, lora) else None
-    return {BASE_NAME: base_name(config, lora), BASE_REVISION: revision, BASE_DIGEST: digest}
+    revision = model.revision if _is_models(lora, init_from) else None
+    name = base_name(model, lora, init_from)
+    return {BASE_NAME: name, BASE_REVISION: revision, BASE_DIGEST: digest}
 
 
 def _noted_digest(path: Path, note: str, lora: Lora) -> str:
@@ -373,19 +372,16 @@ def _noted_digest(path: Path, note: str, lora: Lora) -> str:
         ) from error
 
 
-def worker_lora(config: Config, settings: Mapping[str, Any]) -> Lora | None:
-    """Return the adapter of a worker, over a base with the learner's hash.
+def find_base(model: ModelSection, settings: Mapping[str, Any]) -> Path:
+    """Return the directory of a worker's base, which has the learner's hash.
 
     Args:
-        config: the worker's, with what it inherits.
+        model: the worker's section.
         settings: what the learner sent.
 
     Raises:
         ConfigError: if no such base can be found here.
     """
-    if not config.lora.rank:
-        return None
-    model = config.model
     tried = []
     for name, revision in (
         (model.name, model.revision),
@@ -396,7 +392,7 @@ def worker_lora(config: Config, settings: Mapping[str, Any]) -> Lora | None:
         try:
             directory = resolve_model(name, revision)
             if base_digest(directory) == settings[BASE_DIGEST]:
-                return make_lora(config, directory)
+                return directory
         except DataError as error:
             tried.append(str(error))
         else:
@@ -412,12 +408,11 @@ def worker_lora(config: Config, settings: Mapping[str, Any]) -> Lora | None:
     )
 
 
-def _initial_directory(config: Config) -> Path | None:
-    start = config.learner.init_from
-    return None if start is None else local_path(start)
+def _initial_directory(init_from: str | None) -> Path | None:
+    return None if init_from is None else local_path(init_from)
 
 
-def _is_models(config: Config, lora: Lora) -> bool:
+def _is_models(lora: Lora, init_from: str | None) -> bool:
     """Return whether the base is what model.name names."""
-    start = _initial_directory(config)
+    start = _initial_directory(init_from)
     return start is None or lora.base_dir != start

@@ -33,11 +33,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING,
 )
 
-from echo.config.load import OVERRIDE
 from echo.config.memory import check_unquantised, find_model, read_model_facts
-from echo.config.schema import Config
+from echo.config.schema import LearnerSection, ModelSection, SamplingSection, WorkerSection
 from echo.core.errors import ConfigError, DataError, EngineError, StorageError
-from echo.core.paths import local_path
 from echo.engine.engine import Sampling
 from echo.engine.weights import INDEX_FILE, WEIGHTS_FILE, save_safetensors, torch_dtype
 from echo.tasks import tokenization
@@ -463,9 +461,8 @@ def weight_files(directory: Path) -> list[Path]:
 # --- what a configuration says of its model -------------------------------------------------------
 
 
-def make_sampling(config: Config, stop_ids: list[int]) -> Sampling:
+def make_sampling(sampling: SamplingSection, stop_ids: list[int]) -> Sampling:
     """Return how rollouts are sampled."""
-    sampling = config.sampling
     return Sampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -475,9 +472,11 @@ def make_sampling(config: Config, stop_ids: list[int]) -> Sampling:
     )
 
 
-def model_digests(config: Config, model_dir: Path, chat_template: str | None) -> dict[str, str]:
+def model_digests(
+    section: ModelSection, model_dir: Path, chat_template: str | None
+) -> dict[str, str]:
     """Return the hashes that must be equal on learner and worker."""
-    kwargs = config.model.chat_template_kwargs
+    kwargs = section.chat_template_kwargs
     digests = tokenization.tokenizer_digests(model_dir, kwargs, chat_template=chat_template)
     return {"model": model_digest(model_dir), **digests}
 
@@ -526,16 +525,13 @@ def vocab_size(model_dir: Path) -> int:
     return number
 
 
-def model_directory(config: Config, asset_dir: Path, assets: Mapping[str, bytes]) -> Path:
-    """Return the worker's own model directory, or one made of the inherited files.
+def write_model_files(asset_dir: Path, assets: Mapping[str, bytes]) -> Path:
+    """Return a model directory made of the files that a worker inherits.
 
     Raises:
-        DataError: if its own cannot be found, or an inherited one is not what its name says.
+        DataError: if a file is not what its name says.
         StorageError: if they cannot be written.
     """
-    own = own_model(config)
-    if own is not None:
-        return own
     try:
         asset_dir.mkdir(parents=True, exist_ok=True)
         for name, data in assets.items():
@@ -546,30 +542,6 @@ def model_directory(config: Config, asset_dir: Path, assets: Mapping[str, bytes]
             "elsewhere"
         ) from error
     return asset_dir
-
-
-def own_model(config: Config) -> Path | None:
-    """Return the directory of the worker's own copy of the model; None if it takes the learner's.
-
-    Raises:
-        DataError: if it cannot be found.
-    """
-    model = config.model
-    if model.name is None or not has_own_model(config):
-        return None
-    return resolve_model(model.name, model.revision)
-
-
-def has_own_model(config: Config) -> bool:
-    """Return whether model.name is meant for this worker.
-
-    One file serves all machines, so the name in it is the learner's, unless that directory is here,
-    too. What --set says on this worker is its own, a hub id as well.
-    """
-    name = config.model.name
-    return name is not None and (
-        local_path(name).is_dir() or config.sources.get("model.name") == OVERRIDE
-    )
 
 
 # --- device ---------------------------------------------------------------------------------------
@@ -679,17 +651,16 @@ def choose_cpu_dtype(directory: Path) -> tuple[Literal["float32", "bfloat16"], s
 
 
 def with_cpu_dtype(
-    config: Config, role: Literal["learner", "worker"], base_dir: Path
-) -> tuple[Config, str]:
-    """Return the configuration with what `dtype = "auto"` means on a CPU, and a line about it.
+    section: LearnerSection | WorkerSection, base_dir: Path
+) -> tuple[LearnerSection | WorkerSection, str]:
+    """Return a section with what `dtype = "auto"` means on a CPU, and a line about it.
 
     For a GPU it stays as it is. A learner's run keeps on resume what its first start has found.
     """
-    section = getattr(config, role)
     if section.dtype != "auto" or pick_device(section.device) != "cpu":
-        return config, ""
+        return section, ""
     dtype, note = choose_cpu_dtype(base_dir)
-    return config.model_copy(update={role: section.model_copy(update={"dtype": dtype})}), note
+    return section.model_copy(update={"dtype": dtype}), note
 
 
 # --- tiny model -----------------------------------------------------------------------------------

@@ -379,5 +379,5 @@ def make_rescoring(config: Config) -> Rescoring | None:
     if not config.metrics.attribution_steps:
         return None
     return Rescoring(
-        sampling=make_sampling(config, []), published_dtype=torch_dtype(config.model.dtype)
+        sampling=make_sampling(config.sampling, []), published_dtype=torch_dtype(config.model.dtype)
     )

@@ -3,14 +3,13 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from echo.config.load import parse_config
+from echo.config.schema import LearnerSection, WorkerSection
 from echo.core.errors import ConfigError
 from echo.engine import model
 from echo.engine.model import (
@@ -139,14 +138,12 @@ def test_a_type_that_is_set_or_a_gpu_is_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model, "choose_cpu_dtype", None)
-    roles: tuple[Literal["learner", "worker"], ...] = ("learner", "worker")
-    config = parse_config({"learner": {"dtype": "float32"}, "worker": {"dtype": "bfloat16"}})
-    for role in roles:
-        assert with_cpu_dtype(config, role, tmp_path) == (config, "")
+    learner, worker = LearnerSection(dtype="float32"), WorkerSection(dtype="bfloat16")
+    assert with_cpu_dtype(learner, tmp_path) == (learner, "")
+    assert with_cpu_dtype(worker, tmp_path) == (worker, "")
     monkeypatch.setattr(model, "pick_device", lambda name: "cuda")
-    config = parse_config({})
-    for role in roles:
-        assert with_cpu_dtype(config, role, tmp_path) == (config, "")
+    assert with_cpu_dtype(LearnerSection(), tmp_path) == (LearnerSection(), "")
+    assert with_cpu_dtype(WorkerSection(), tmp_path) == (WorkerSection(), "")
 
 
 def test_a_directory_without_dimensions_is_left_to_the_engine(tmp_path: Path) -> None:

@@ -30,19 +30,13 @@ from echo.core.errors import ConfigError, DataError
 from echo.core.rollout import Lineage
 from echo.engine import model
 from echo.engine.engine import Request
-from echo.engine.lora import (
-    Lora,
-    base_settings,
-    export_adapter,
-    initial_adapter,
-    learner_lora,
-    worker_lora,
-)
+from echo.engine.lora import Lora, base_settings, export_adapter, initial_adapter
 from echo.engine.model import build_model, make_sampling, save_tiny_model
 from echo.engine.weights import publish_image, tensors_from_image
 from echo.runtime.learner import setup
 from echo.runtime.learner.resume import StartingPoint
-from echo.runtime.learner.setup import build_loss, build_trainer, load_prompts
+from echo.runtime.learner.setup import build_loss, build_trainer, learner_lora, load_prompts
+from echo.runtime.worker.setup import worker_lora
 from echo.tasks.task import load_task
 from echo.train.trainer import Trainer
 from tests.engine.lora_models import adapted_policy, published
@@ -218,7 +212,10 @@ def learner_config(model_dir: Path, run_dir: Path, **learner: str) -> Config:
 def told(config: Config, *, is_resumed: bool = False) -> dict[str, Any]:
     """What the learner of this configuration tells its workers."""
     lora = learner_lora(config, Path(str(config.model.name)))
-    return inherited_settings(config) | base_settings(config, lora, is_resumed=is_resumed)
+    assert lora is not None
+    given = config.learner.init_from
+    base = base_settings(config.model, lora, given, config.run_dir, is_resumed=is_resumed)
+    return inherited_settings(config) | base
 
 
 def find(settings: dict[str, Any], *overrides: str) -> Path:
@@ -233,7 +230,6 @@ def find(settings: dict[str, Any], *overrides: str) -> Path:
 def test_without_a_rank_there_is_no_adapter(tiny_model_dir: Path) -> None:
     config = make_config(tiny_model_dir)
     assert learner_lora(config, tiny_model_dir) is None
-    assert base_settings(config, None, is_resumed=False) == {}
     assert worker_lora(config, {}) is None
 
 
@@ -283,7 +279,7 @@ def test_an_adapter_to_start_from_is_trained_on(
 
     plain = parse_config({}, [f"learner.init_from={adapter}", f"model.name={model}"], "learner")
     with pytest.raises(ConfigError, match="holds an adapter and no whole model: set lora"):
-        initial_adapter(plain)
+        initial_adapter(plain.lora, plain.learner.init_from)
 
 
 def test_a_resumed_run_refuses_another_base_and_says_how_to_mend_a_record_that_is_none(
@@ -446,7 +442,7 @@ def test_the_evaluation_of_several_ranks_has_no_weights_of_its_own(model_dir: Pa
     start = np.frombuffer(image, np.uint8).ctypes.data
     parameters = list(engine._model.parameters())
     assert all(start <= each.data_ptr() < start + len(image) for each in parameters)
-    sampling = make_sampling(config, [])
+    sampling = make_sampling(config.sampling, [])
     request = Request("eval.0", np.array([1, 4], np.int32), seed=0)
     [found] = engine.generate([request], dataclasses.replace(sampling, max_completion_tokens=2))
     assert len(found.token_ids) == 2

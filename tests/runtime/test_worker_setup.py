@@ -15,11 +15,11 @@ from echo.config.load import inherited_settings, parse_config
 from echo.core.errors import ConfigError, StorageError
 from echo.engine import model
 from echo.engine.hf.engine import SAMPLING_BYTES_PER_LOGIT
-from echo.engine.model import model_directory, own_model
+from echo.engine.model import write_model_files
 from echo.runtime.episodes import code_settings
 from echo.runtime.learner.setup import expected_rollouts
 from echo.runtime.worker import setup
-from echo.runtime.worker.setup import build_parts, make_demand
+from echo.runtime.worker.setup import build_parts, make_demand, own_model
 from echo.tasks.tokenization import asset_files
 from echo.weights.manifest import hash_image
 from tests.runtime.harness import Play, Run, running
@@ -81,7 +81,7 @@ def test_a_model_of_the_shared_file_is_the_learners_unless_it_is_here_or_set_her
         asked.append(name)
         return Path(name)
 
-    monkeypatch.setattr(model, "resolve_model", resolve)
+    monkeypatch.setattr(setup, "resolve_model", resolve)
     hub_id = {"model": {"name": "Qwen/Qwen3-0.6B"}}
     for table in (hub_id, {"model": {"name": "/no/such/model"}}, {}):
         assert own_model(parse_config(table, source="two-machines.toml")) is None
@@ -173,7 +173,7 @@ def test_inherited_files_cannot_ask_for_code(model_dir: Path, tmp_path: Path) ->
 def test_a_disk_that_takes_no_inherited_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"what this worker inherits: .*file.*; free disk space"):
-        model_directory(parse_config({}), tmp_path / "file" / "model", {"config.json": b"{}"})
+        write_model_files(tmp_path / "file" / "model", {"config.json": b"{}"})
 
 
 @pytest.mark.slow

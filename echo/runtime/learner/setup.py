@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss
@@ -33,12 +34,13 @@ from echo.core.units import format_bytes
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import (
     Lora,
+    base_directory,
     base_name,
     base_settings,
     export_adapter,
     initial_adapter,
-    learner_lora,
     load_adapter,
+    make_lora,
 )
 from echo.engine.model import (
     build_shapes,
@@ -154,9 +156,15 @@ def load_data(config: Config) -> Data:
         make_local_host(config, task),
         prompts,
         text,
-        model_digests(config, model_dir, template) | task_digests(task),
+        model_digests(config.model, model_dir, template) | task_digests(task),
         learner_lora(config, model_dir),
     )
+
+
+def learner_lora(config: Config, model_dir: Path) -> Lora | None:
+    """Return the adapter that a learner trains; None if it trains all weights."""
+    base_dir = base_directory(model_dir, config.learner.init_from)
+    return make_lora(config.lora, base_dir, num_versions=config.sync.max_staleness + 1)
 
 
 def load_prompts(
@@ -420,8 +428,8 @@ def check_models(config: Config, model_dir: Path) -> None:
 
 def initial_model(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource:
     """Return what the run starts from; an adapter may start as nothing on its base."""
-    adapter = initial_adapter(config)
     given = config.learner.init_from
+    adapter = initial_adapter(config.lora, given)
     return ModelSource(
         model_dir=model_dir,
         tensors=None if adapter is None else load_adapter(adapter),
@@ -593,6 +601,14 @@ class RunParts:
                 start.ends[group.group_id] = reason
         return buffer
 
+    def _base_settings(self, *, is_resumed: bool) -> dict[str, Any]:
+        """Return what workers are told of an adapter's base; nothing where all weights train."""
+        config, lora = self.config, self.data.lora
+        if lora is None:
+            return {}
+        init_from, run_dir = config.learner.init_from, config.run_dir
+        return base_settings(config.model, lora, init_from, run_dir, is_resumed=is_resumed)
+
     def _role(
         self, start: StartingPoint, buffer: StalenessBuffer, prompts: PromptsAhead, now: float
     ) -> Learner:
@@ -607,7 +623,7 @@ class RunParts:
                     key=self.identity.key,
                     seal_keys=wiring.new_seal_keys(),
                     settings=inherited_settings(config)
-                    | base_settings(config, data.lora, is_resumed=len(start.lineages) > 1)
+                    | self._base_settings(is_resumed=len(start.lineages) > 1)
                     | code_settings(config)
                     | {EXPECTED: expected_rollouts(config, data.prompts)},
                     assets=data.read_assets(),
@@ -719,7 +735,8 @@ def assemble_learner(
     budget = None
     if crew is None:  # of all that is free, before anything is built that takes of it
         base_dir = data.model_dir if data.lora is None else data.lora.base_dir
-        config, note = with_cpu_dtype(config, "learner", base_dir)
+        section, note = with_cpu_dtype(config.learner, base_dir)
+        config = config.model_copy(update={"learner": section})
         if note:
             log.info("%s", note)
         budget = budget_here(config, base_dir)
@@ -779,7 +796,7 @@ def build_evaluations(
         data.host,
         prompts=prompts,
         text=data.text,
-        sampling=make_sampling(config, data.text.stop_ids),
+        sampling=make_sampling(config.sampling, data.text.stop_ids),
         runner=make_runner(turns_of(config, data.task), data.host, engine, data.text),
     )
     return Evaluations(
@@ -827,7 +844,7 @@ def export_directory(config: Config, data: Data, directory: Path, publication: P
     """
     assets, weights = tokenization.asset_files(data.model_dir), publication.tensors()
     if data.lora is not None:
-        name = base_name(config, data.lora)
+        name = base_name(config.model, data.lora, config.learner.init_from)
         export_adapter(directory, assets, weights, data.lora, base_name=name)
         return
     start = local_path(config.learner.init_from or data.model_dir)

@@ -13,26 +13,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from echo.config.load import apply_inherited, check_inherited
+from echo.config.load import apply_inherited, check_inherited, has_own_model
 from echo.config.schema import Config, VllmSection
 from echo.core.errors import ConfigError, EngineError, StorageError
 from echo.core.rollout import MAX_UNACKED_GROUPS
 from echo.engine.engine import Demand, Engine
 from echo.engine.hf.engine import TransformersEngine
-from echo.engine.lora import Lora, worker_lora
+from echo.engine.lora import Lora, find_base, make_lora
 from echo.engine.model import (
     build_shapes,
     context_window,
-    has_own_model,
     import_architecture,
     load_directory,
     make_sampling,
     model_digests,
-    model_directory,
-    own_model,
     pick_device,
+    resolve_model,
     vocab_size,
     with_cpu_dtype,
+    write_model_files,
 )
 from echo.engine.vllm.arguments import Process
 from echo.engine.weights import publish_image
@@ -154,7 +153,7 @@ def build_parts(
         ConfigError: if the worker's own settings contradict the learner's.
     """
     config = inherit(config, settings, node_dir)
-    model_dir = model_directory(config, node_dir / "model", assets)
+    model_dir = own_model(config) or write_model_files(node_dir / "model", assets)
     template: str | None = settings.get("model.chat_template")
     tokenizer = tokenization.load_tokenizer(model_dir, chat_template=template)
     stop_ids = tokenization.stop_ids(tokenizer, model_dir)
@@ -164,7 +163,8 @@ def build_parts(
     )  # fmt: skip
     task = make_worker_task(config)
     lora = worker_lora(config, settings)
-    config, note = with_cpu_dtype(config, "worker", model_dir if lora is None else lora.base_dir)
+    section, note = with_cpu_dtype(config.worker, model_dir if lora is None else lora.base_dir)
+    config = config.model_copy(update={"worker": section})
     demand = make_demand(config, settings.get(EXPECTED, {}))
     engine = make_engine(config, model_dir, lora, demand)
     max_new = config.sampling.max_completion_tokens
@@ -183,7 +183,7 @@ def build_parts(
         host=task.host,
         runner=make_runner(task.turns, task.host, engine, text),
         decode=text.decode,
-        sampling=make_sampling(config, stop_ids),
+        sampling=make_sampling(config.sampling, stop_ids),
         group_size=config.batch.group_size,
         max_prompt_tokens=in_memory,
         prompt_bound="the model's window" if in_memory == in_window else "this worker's memory",
@@ -194,9 +194,33 @@ def build_parts(
         installed_path=node_dir / "installed.jsonl",
         read_local_image=lambda: read_local_image(config),
         agents=agents,
-        digests=model_digests(config, model_dir, template) | task.digests,
+        digests=model_digests(config.model, model_dir, template) | task.digests,
         engine_name=f"{config.engine.kind} {engine_dtype(config)}",
     )
+
+
+def own_model(config: Config) -> Path | None:
+    """Return the directory of the worker's own copy of the model; None if it takes the learner's.
+
+    Raises:
+        DataError: if it cannot be found.
+    """
+    name = config.model.name
+    if name is None or not has_own_model(config):
+        return None
+    return resolve_model(name, config.model.revision)
+
+
+def worker_lora(config: Config, settings: Mapping[str, Any]) -> Lora | None:
+    """Return the adapter of a worker, over a base with the learner's hash; None for none.
+
+    Raises:
+        ConfigError: if no such base can be found here.
+    """
+    if not config.lora.rank:
+        return None
+    base_dir = find_base(config.model, settings)
+    return make_lora(config.lora, base_dir, num_versions=config.sync.max_staleness + 1)
 
 
 def make_demand(config: Config, expected: Mapping[str, int]) -> Demand:
@@ -259,7 +283,7 @@ def _agent_parts(
     """Return what outside agents get to work with."""
     return AgentParts(
         dialogue=Dialogue(text),
-        sampling=make_sampling(config, text.stop_ids),
+        sampling=make_sampling(config.sampling, text.stop_ids),
         group_size=config.batch.group_size,
         window=window,
         max_session_tokens=config.agent.max_session_tokens,
