@@ -36,6 +36,7 @@ from echo.roles.joining import AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.roles.worker import Worker
 from echo.runtime import node
+from echo.runtime.identity import JoinSource
 from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.node import LearnerNode, OpenedRun, Row
 from echo.runtime.learner.publish import Coder, Publication
@@ -277,7 +278,9 @@ async def make_worker(
     config = parse_config(table)
     transport = SimTransport(network, Port(name), OPTIONS)
     await transport.start()
-    settings = node.node_settings(config, "worker", None, log=logging.getLogger("bench.worker"))
+    join = JoinSource("worker", config.worker.connect, config.security, config.run_dir)
+    log = logging.getLogger("bench.worker")
+    settings = node.node_settings(config.worker, config.network, join, None, log=log)
     role = Worker(
         settings, node.make_broadcast(name, config.network),
         Outbox(max_deliveries=64, retry_s=10.0), now=asyncio.get_running_loop().time(),

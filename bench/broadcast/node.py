@@ -39,7 +39,7 @@ from echo.roles.learner import Learner
 from echo.roles.relay import Relay
 from echo.runtime import node
 from echo.runtime.disk_store import open_store
-from echo.runtime.identity import Identity, Join, node_keys
+from echo.runtime.identity import Identity, Join, JoinSource
 from echo.runtime.learner.publish import Coder, Publication, VersionEncoder
 from echo.runtime.node import Node
 from echo.runtime.relay import RelayNode
@@ -237,10 +237,10 @@ async def run_learner(config: Config, arguments: argparse.Namespace) -> None:
 
 async def run_receiver(config: Config, arguments: argparse.Namespace) -> None:
     # Without an address of its own a node is a leaf.
-    keys = node_keys(config, "relay")
-    transport = await node.start_transport(config.network, arguments.listen, keys)
+    join = JoinSource("relay", config.relay.connect, config.security, config.run_dir)
+    transport = await node.start_transport(config.network, arguments.listen, join.keys())
     settings = dataclasses.replace(
-        node.node_settings(config, "relay", transport.listen_address, log=LOG),
+        node.node_settings(config.relay, config.network, join, transport.listen_address, log=LOG),
         node_id=arguments.name or f"receiver-{secrets.token_hex(2)}",
         advertise=node.advertised(transport.listen_address, arguments.advertise),
         max_image_bytes=1 << 40,

@@ -54,7 +54,7 @@ from echo.records.ledger import has_begun
 from echo.records.run_files import read_metrics
 from echo.runtime import node
 from echo.runtime.event_log import EventLog
-from echo.runtime.identity import ECHO_JOIN, Join, is_own_machine, join_address
+from echo.runtime.identity import ECHO_JOIN, Join, JoinSource, is_own_machine, join_address
 from echo.runtime.learner.resume import check_unused, finished_step
 from echo.runtime.node import INTERRUPTED, Node
 from echo.tasks.dataset import RowsTask, is_local
@@ -853,7 +853,9 @@ async def _run_dialing(
     if role == "relay":
         from echo.runtime.relay import build_relay
 
-        node = await build_relay(config, log=log)
+        relay, network = config.relay, config.network
+        join = JoinSource("relay", relay.connect, config.security, config.run_dir)
+        node = await build_relay(relay, network, join, profile=config.profile, log=log)
     else:
         from echo.runtime.worker.setup import build_worker
 

@@ -10,12 +10,13 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo.config.fields import has_secret, read_text
-from echo.config.schema import Config
+from echo.config.schema import SecuritySection
 from echo.core.errors import ConfigError, StorageError, TransportError
 from echo.core.paths import local_path
 from echo.net.curve import KEY_BYTES, SECRET_BYTES, CurveKeys, KeyPair
@@ -186,83 +187,86 @@ ECHO_JOIN = "ECHO_JOIN"
 """Environment variable with the join string, which the command line reads (echo/cli/node.py)."""
 
 
-def find_join(config: Config, role: str) -> Join | None:
-    """Return the first join string among the addresses, security.join and its file.
+@dataclass(frozen=True, slots=True)
+class JoinSource:
+    """Where a relay or worker finds the learner's address and the secret that admits it."""
 
-    Without any of them it is that of the run directory, for nodes on the learner's machine.
+    role: Literal["relay", "worker"]
+    connect: Sequence[str]
+    """The addresses of its own section."""
+    security: SecuritySection
+    run_dir: Path
 
-    Raises:
-        ConfigError: if the file cannot be read or holds something else.
-    """
-    for address in filter(has_secret, _connect(config, role)):
-        return Join.parse(address, source=f"{role}.connect")
-    given = config.security.join
-    if given is not None and has_secret(given):
-        return Join.parse(given, source="security.join")
-    if given is not None:
-        path, key = local_path(given), "security.join = "
-    else:
-        path, key = config.run_dir / "keys" / "join", ""
-        if not path.exists():
+    def find(self) -> Join | None:
+        """Return the first join string among the addresses, security.join and its file.
+
+        Without any of them it is that of the run directory, for nodes on the learner's machine.
+
+        Raises:
+            ConfigError: if the file cannot be read or holds something else.
+        """
+        for address in filter(has_secret, self.connect):
+            return Join.parse(address, source=f"{self.role}.connect")
+        given = self.security.join
+        if given is not None and has_secret(given):
+            return Join.parse(given, source="security.join")
+        if given is not None:
+            path, key = local_path(given), "security.join = "
+        else:
+            path, key = self.run_dir / "keys" / "join", ""
+            if not path.exists():
+                return None
+        try:
+            text = read_text(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{key}{str(path)!r}: cannot be read: {error}; copy the learner's "
+                "runs/NAME/keys/join there"
+            ) from error
+        return Join.parse(text, source=f"{key}{str(path)!r}")
+
+    def addresses(self) -> tuple[str, ...]:
+        """Return the addresses that the node dials first, in order; no secret is in them."""
+        if self.connect:
+            return tuple(_without_secret(address) for address in self.connect)
+        join = self.find()
+        return () if join is None else (join.address,)
+
+    def fingerprint(self) -> bytes | None:
+        """Return the fingerprint of the learner's signing key; None where nothing here tells it.
+
+        It stands in the join string. A run that is not encrypted has none: then it is that of the
+        run directory, if the learner is dialled on this machine, and otherwise nobody is known to
+        be the learner.
+        """
+        join = self.find() if self.security.curve else None
+        if join is not None:
+            return join.fingerprint
+        if not all(map(is_loopback, self.addresses())):
             return None
-    try:
-        text = read_text(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{key}{str(path)!r}: cannot be read: {error}; copy the learner's "
-            "runs/NAME/keys/join there"
-        ) from error
-    return Join.parse(text, source=f"{key}{str(path)!r}")
+        try:
+            key = load_signing_key(self.run_dir)
+        except (OSError, ValueError):
+            return None
+        return fingerprint(key.public_key().public_bytes_raw())
 
+    def keys(self) -> CurveKeys | None:
+        """Return the keys of the node; None where links are not encrypted.
 
-def _connect(config: Config, role: str) -> Sequence[str]:
-    return config.relay.connect if role == "relay" else config.worker.connect
-
-
-def dial_addresses(config: Config, role: str) -> tuple[str, ...]:
-    """Return the addresses that a relay or worker dials first, in order; no secret is in them."""
-    if connect := _connect(config, role):
-        return tuple(_without_secret(address) for address in connect)
-    join = find_join(config, role)
-    return () if join is None else (join.address,)
-
-
-def signing_fingerprint(config: Config, role: str) -> bytes | None:
-    """Return the fingerprint of the learner's signing key; None where nothing here tells it.
-
-    It stands in the join string. A run that is not encrypted has none: then it is that of the run
-    directory, if the learner is dialled on this machine, and otherwise nobody is known to be the
-    learner.
-    """
-    join = find_join(config, role) if config.security.curve else None
-    if join is not None:
-        return join.fingerprint
-    if not all(map(is_loopback, dial_addresses(config, role))):
-        return None
-    try:
-        key = load_signing_key(config.run_dir)
-    except (OSError, ValueError):
-        return None
-    return fingerprint(key.public_key().public_bytes_raw())
-
-
-def node_keys(config: Config, role: str) -> CurveKeys | None:
-    """Return the keys of a relay or worker; None where links are not encrypted.
-
-    Raises:
-        ConfigError: if there is no join string; it says where to get it.
-    """
-    if not config.security.curve:
-        return None
-    join = find_join(config, role)
-    if join is None:
-        raise ConfigError(
-            f"this {role} has no join string, and links are encrypted: copy the line in "
-            "runs/NAME/keys/join on the learner's machine and set the environment's ECHO_JOIN to "
-            "it, or name a file that holds it with security.join (a run that shall not be "
-            "encrypted: security.curve=false on all its nodes)"
-        )
-    return CurveKeys.of_node(role, join.secret, *dial_addresses(config, role), join.address)
+        Raises:
+            ConfigError: if there is no join string; it says where to get it.
+        """
+        if not self.security.curve:
+            return None
+        join = self.find()
+        if join is None:
+            raise ConfigError(
+                f"this {self.role} has no join string, and links are encrypted: copy the line in "
+                "runs/NAME/keys/join on the learner's machine and set the environment's ECHO_JOIN "
+                "to it, or name a file that holds it with security.join (a run that shall not be "
+                "encrypted: security.curve=false on all its nodes)"
+            )
+        return CurveKeys.of_node(self.role, join.secret, *self.addresses(), join.address)
 
 
 def join_address(address: str, advertise: str | None) -> str:

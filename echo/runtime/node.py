@@ -26,7 +26,13 @@ from typing import Any
 
 from echo import __version__
 from echo.config.memory import read_machine
-from echo.config.schema import Config, NetworkSection
+from echo.config.schema import (
+    NetworkSection,
+    PricedSection,
+    RelaySection,
+    RentedSection,
+    WorkerSection,
+)
 from echo.core.bounds import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES
 from echo.core.errors import (
     EchoError,
@@ -62,7 +68,7 @@ from echo.roles.joining import NodeSettings
 from echo.roles.node import DialingRole, Role
 from echo.runtime.disk_store import MemoryStore, SavedKeyframe
 from echo.runtime.event_log import EventLog
-from echo.runtime.identity import dial_addresses, signing_fingerprint
+from echo.runtime.identity import JoinSource
 from echo.runtime.threads import Pool, ThreadPools, Threads
 from echo.weights.broadcast import Broadcast
 from echo.weights.store import VersionStore
@@ -572,14 +578,14 @@ async def start_transport(
     return transport
 
 
-def tell_of_kernel(config: Config, *addresses: str | None, log: logging.Logger) -> None:
+def tell_of_kernel(*addresses: str | None, profile: str, log: logging.Logger) -> None:
     """Say which settings of the kernel cost speed, unless all links stay on this machine.
 
     In one building they cost nothing: there it is no warning.
     """
     if all(address is None or is_loopback(address) for address in addresses):
         return
-    level = logging.WARNING if config.profile == "wan" else logging.INFO
+    level = logging.WARNING if profile == "wan" else logging.INFO
     for line in costly_settings(read_kernel()):
         log.log(level, "%s", line)
 
@@ -641,14 +647,15 @@ def new_seal_keys() -> SealKeys:
 
 
 def node_settings(
-    config: Config,
-    role: str,
+    section: RelaySection | WorkerSection,
+    network: NetworkSection,
+    join: JoinSource,
     listen: str | None,
     *,
     log: logging.Logger,
 ) -> NodeSettings:
     """Return what a relay's or worker's role is told; warn where nobody can be told to dial it."""
-    network, section = config.network, config.relay if role == "relay" else config.worker
+    role = join.role
     advertise = advertised(listen, section.advertise)
     if listen is not None and advertise is None:
         log.warning(
@@ -656,7 +663,7 @@ def node_settings(
             "weights from here; set it to the address at which others reach this %s",
             *3 * (role,),
         )
-    addresses = dial_addresses(config, role)
+    addresses = join.addresses()
     return NodeSettings(
         node_id=node_name(role, section.name),
         role=role,
@@ -670,21 +677,18 @@ def node_settings(
         seal_keys=new_seal_keys(),
         heartbeat_s=network.heartbeat_s,
         dead_after_s=network.dead_after_s,
-        fingerprint=signing_fingerprint(config, role),
+        fingerprint=join.fingerprint(),
         sockets_per_link=sockets_per_link(next(iter(addresses), None)),
         region=network.region,
         price_per_gb=network.price_per_gb,
-        price=stated_price(config, role),
+        price=stated_price(section),
     )
 
 
-def stated_price(config: Config, role: str) -> Price:
-    """Return what the configuration says that a relay's or worker's machine costs."""
-    if role == "relay":
-        return Price(per_h=config.relay.price_per_h, per_gb=config.relay.price_per_gb)
-    worker = config.worker
+def stated_price(section: PricedSection) -> Price:
+    """Return what the configuration says that a machine costs."""
     return Price(
-        per_h=worker.price_per_h,
-        per_gb=worker.price_per_gb,
-        losses_per_h=worker.losses_per_h,
+        per_h=section.price_per_h,
+        per_gb=section.price_per_gb,
+        losses_per_h=section.losses_per_h if isinstance(section, RentedSection) else 0.0,
     )

@@ -1,18 +1,18 @@
-"""Set up a relay from its configuration."""
+"""Set up a relay from its sections of the configuration."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 
-from echo.config.schema import Config
+from echo.config.schema import NetworkSection, RelaySection
 from echo.core.errors import LocalProtocolError
 from echo.net.transport import Transport
 from echo.roles.joining import Configure
 from echo.roles.relay import Relay
 from echo.runtime import node
 from echo.runtime.disk_store import open_store
-from echo.runtime.identity import dial_addresses, node_keys
+from echo.runtime.identity import JoinSource
 from echo.runtime.node import DialingNode
 from echo.runtime.threads import Threads
 from echo.weights.receiver import VersionArrived, VersionAudited, VersionDamaged
@@ -40,35 +40,43 @@ class RelayNode(DialingNode):
         self.perform(self.role.configured({}, now=self.now))
 
 
-async def build_relay(config: Config, *, log: logging.Logger) -> RelayNode:
+async def build_relay(
+    section: RelaySection,
+    network: NetworkSection,
+    join: JoinSource,
+    *,
+    profile: str,
+    log: logging.Logger,
+) -> RelayNode:
     """Return a relay that is ready to run, listening already.
 
     Raises:
         EchoError: if something does not fit; the message is for the user.
     """
-    keys = node_keys(config, "relay")
-    transport = await node.start_transport(config.network, config.relay.listen, keys)
-    node.tell_of_kernel(config, config.relay.listen, *dial_addresses(config, "relay"), log=log)
+    transport = await node.start_transport(network, section.listen, join.keys())
+    node.tell_of_kernel(section.listen, *join.addresses(), profile=profile, log=log)
     try:
-        return assemble_relay(config, transport, log=log)
+        return assemble_relay(section, network, join, transport, log=log)
     except BaseException:
         await transport.close()
         raise
 
 
 def assemble_relay(
-    config: Config,
+    section: RelaySection,
+    network: NetworkSection,
+    join: JoinSource,
     transport: Transport,
     *,
     threads: Threads | None = None,
     log: logging.Logger,
 ) -> RelayNode:
     """Join a relay on a transport that has been started; otherwise as `build_relay`."""
-    settings = node.node_settings(config, "relay", transport.listen_address, log=log)
-    version_store = open_store(config.network.store_dir, config.network.store_bytes)
+    settings = node.node_settings(section, network, join, transport.listen_address, log=log)
+    version_store = open_store(network.store_dir, network.store_bytes)
     role = Relay(
         settings,
-        node.make_broadcast(settings.node_id, config.network, version_store),
+        node.make_broadcast(settings.node_id, network, version_store),
         now=asyncio.get_running_loop().time(),
     )
     return RelayNode(role, transport, version_store=version_store, threads=threads, log=log)

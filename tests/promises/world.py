@@ -50,6 +50,7 @@ from echo.records.ledger import AnyRecord, Ledger, Published
 from echo.roles.worker import EngineCall, Recall, Sample
 from echo.runtime import relay
 from echo.runtime.event_log import EventLog
+from echo.runtime.identity import JoinSource
 from echo.runtime.learner import setup
 from echo.runtime.learner.prompts import PromptSource
 from echo.runtime.node import Node
@@ -813,7 +814,9 @@ class World:
         config = self._config("relay", sections, **own)
         transport = await self._transport(process, config.relay.listen)
         node = relay.assemble_relay(
-            config,
+            config.relay,
+            config.network,
+            JoinSource("relay", config.relay.connect, config.security, config.run_dir),
             transport,
             threads=process.threads,
             log=process.log,

@@ -34,7 +34,7 @@ from echo.roles.joining import (
     sign_answer,
 )
 from echo.roles.members import Member, Presence, Roster
-from echo.runtime.identity import Identity
+from echo.runtime.identity import Identity, JoinSource
 from echo.tasks.tokenization import CONFIG_FILES, TEMPLATE_FILE, TOKENIZER_FILES
 from echo.wire.actions import Action, Complaints, Routes, Send, Stop
 from echo.wire.codec import Frame, decode_envelope, decode_message, encode
@@ -629,7 +629,7 @@ def rewrite(world: World, **changes: Any) -> None:
 def start(world: World, name: str, via: str) -> None:
     """Start a node that knows the learner's key from its operator."""
     key = world.node("learner").role.settings.admission.key.public_key().public_bytes_raw()
-    with mock.patch("echo.runtime.node.signing_fingerprint", return_value=fingerprint(key)):
+    with mock.patch.object(JoinSource, "fingerprint", return_value=fingerprint(key)):
         (world.worker if name.startswith("w") else world.relay)(name, via=[via])
 
 

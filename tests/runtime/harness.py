@@ -14,6 +14,7 @@ from echo.config.load import parse_config
 from echo.config.schema import Config
 from echo.core.metrics import Snapshot
 from echo.net.transport import TransportOptions
+from echo.runtime.identity import JoinSource
 from echo.runtime.learner.node import LearnerNode
 from echo.runtime.learner.setup import Options, assemble_learner, load_data
 from echo.runtime.node import Node
@@ -107,7 +108,9 @@ class Run:
     async def relay(self, **sections: dict[str, Any]) -> RelayNode:
         config = self.config("relay", **{"relay": {"name": "relay"}, **sections})
         transport = await self.transport("relay", config.relay.listen)
-        return assemble_relay(config, transport, log=logging.getLogger("test.relay"))
+        join = JoinSource("relay", config.relay.connect, config.security, config.run_dir)
+        log = logging.getLogger("test.relay")
+        return assemble_relay(config.relay, config.network, join, transport, log=log)
 
     async def worker(self, name: str, **sections: dict[str, Any]) -> WorkerNode:
         worker = {"name": name, **sections.pop("worker", {})}

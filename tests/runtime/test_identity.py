@@ -2,24 +2,21 @@ from __future__ import annotations
 
 import stat
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from echo.config.load import parse_config
-from echo.config.schema import Config
 from echo.core.errors import ConfigError, StorageError
 from echo.net.transport import with_key
 from echo.roles.joining import fingerprint
 from echo.runtime.identity import (
     Join,
-    dial_addresses,
-    find_join,
+    JoinSource,
     join_address,
     load_or_create_identity,
     load_or_create_keys,
     load_or_create_signing_key,
-    node_keys,
-    signing_fingerprint,
 )
 
 
@@ -80,31 +77,37 @@ LEARNER = Join(with_key("tcp://10.0.0.5:7700", b"k" * 32), b"a" * 16, b"f" * 16)
 OTHER = Join(with_key("tcp://10.0.0.6:7700", b"o" * 32), b"b" * 16, b"g" * 16)
 
 
-def make(*overrides: str, connect: list[str] | None = None) -> Config:
+def make(
+    *overrides: str,
+    connect: list[str] | None = None,
+    role: Literal["relay", "worker"] = "worker",
+) -> JoinSource:
     table = {"run": {"dir": "no/such/directory"}, "worker": {"connect": connect or []}}
-    return parse_config(table, overrides)
+    config = parse_config(table, overrides)
+    section = config.relay if role == "relay" else config.worker
+    return JoinSource(role, section.connect, config.security, config.run_dir)
 
 
 def test_an_address_goes_before_the_setting_and_that_before_the_file(tmp_path: Path) -> None:
     path = tmp_path / "join"
     path.write_text(f"{OTHER}\n")
-    assert find_join(make(), "worker") is None
-    assert find_join(make(f"security.join={path}"), "worker") == OTHER
+    assert make().find() is None
+    assert make(f"security.join={path}").find() == OTHER
     both = make(f"security.join={OTHER}", connect=["tcp://a:1", str(LEARNER)])
-    assert find_join(both, "worker") == LEARNER
-    assert find_join(both, "relay") == OTHER
+    assert both.find() == LEARNER
+    assert make(f"security.join={OTHER}", role="relay").find() == OTHER
 
 
 def test_nodes_on_the_learners_machine_find_the_run_directory(tmp_path: Path) -> None:
     own = f"run.dir={tmp_path}"
-    assert find_join(make(own), "worker") is None
+    assert make(own).find() is None
     (tmp_path / "run" / "keys").mkdir(parents=True)
     (tmp_path / "run" / "keys" / "join").write_text(f"{LEARNER}\n")
-    assert find_join(make(own), "worker") == LEARNER
-    assert find_join(make(own, f"security.join={OTHER}"), "worker") == OTHER
+    assert make(own).find() == LEARNER
+    assert make(own, f"security.join={OTHER}").find() == OTHER
     (tmp_path / "run" / "keys" / "join").write_text("torn")
     with pytest.raises(ConfigError, match=r"keys/join' is not a join string"):
-        find_join(make(own), "worker")
+        make(own).find()
 
 
 @pytest.mark.parametrize("text", [None, b"nonsense", b"\xff"])
@@ -113,37 +116,36 @@ def test_a_file_without_a_join_string_is_named(tmp_path: Path, text: bytes | Non
     if text is not None:
         path.write_bytes(text)
     with pytest.raises(ConfigError, match=f"security.join = '{path}'.*runs/NAME/keys/join"):
-        node_keys(make(f"security.join={path}"), "worker")
+        make(f"security.join={path}").keys()
 
 
 def test_who_names_no_address_dials_that_of_the_join_string() -> None:
-    assert dial_addresses(make(f"security.join={LEARNER}"), "worker") == (LEARNER.address,)
+    assert make(f"security.join={LEARNER}").addresses() == (LEARNER.address,)
     named = make(f"security.join={LEARNER}", connect=["tcp://relay:7701", str(LEARNER)])
-    assert dial_addresses(named, "worker") == ("tcp://relay:7701", LEARNER.address)
-    assert dial_addresses(make(), "worker") == ()
+    assert named.addresses() == ("tcp://relay:7701", LEARNER.address)
+    assert make().addresses() == ()
 
 
 def test_keys_follow_from_the_join_string() -> None:
-    config = make(f"security.join={LEARNER}", connect=["tcp://relay:7701"])
-    keys = node_keys(config, "worker")
+    keys = make(f"security.join={LEARNER}", connect=["tcp://relay:7701"]).keys()
     assert keys is not None
     assert keys.server_keys("tcp://10.0.0.5:7700") == (b"k" * 32,)
     assert keys.server_keys("tcp://relay:7701") == (keys.relay_key, b"k" * 32)
-    assert node_keys(make("security.curve=false"), "worker") is None
+    assert make("security.curve=false").keys() is None
     with pytest.raises(ConfigError, match="this relay has no join string"):
-        node_keys(make(), "relay")
+        make(role="relay").keys()
 
 
 def test_whose_signature_counts(tmp_path: Path) -> None:
     remote, local = ["tcp://10.0.0.5:7700"], ["tcp://127.0.0.1:7700"]
-    assert signing_fingerprint(make(f"security.join={LEARNER}"), "worker") == b"f" * 16
+    assert make(f"security.join={LEARNER}").fingerprint() == b"f" * 16
     plain = [f"run.dir={tmp_path}", "security.curve=false"]
-    assert signing_fingerprint(make(*plain, connect=local), "worker") is None
+    assert make(*plain, connect=local).fingerprint() is None
     key = load_or_create_signing_key(tmp_path / "run")
     expected = fingerprint(key.public_key().public_bytes_raw())
-    assert signing_fingerprint(make(*plain, connect=local), "worker") == expected
+    assert make(*plain, connect=local).fingerprint() == expected
     # The run directory of another machine says nothing of the learner there.
-    assert signing_fingerprint(make(*plain, connect=remote), "worker") is None
+    assert make(*plain, connect=remote).fingerprint() is None
 
 
 def test_where_others_reach_the_learner() -> None:

@@ -49,7 +49,9 @@ def test_a_command_that_hangs_is_killed_with_its_children(
 @pytest.mark.parametrize(("after_s", "gone_s"), [(60, 60), (1, 10), (7200, 300)])
 def test_a_short_silence_is_no_reason_and_giving_up_comes_later(after_s: int, gone_s: int) -> None:
     config = parse_config({}, [f"worker.release_after_s={after_s}"])
-    assert terms_of(config) == ReleaseTerms(standby_s=after_s, learner_gone_s=gone_s)
+    assert terms_of(config.worker, config.network) == ReleaseTerms(
+        standby_s=after_s, learner_gone_s=gone_s
+    )
 
 
 # --- on virtual time, with a command that takes half a second -------------------------------------

@@ -3,16 +3,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from echo.config.load import parse_config
+from echo.config.schema import RelaySection, SecuritySection, WorkerSection
 from echo.core.bounds import MAX_MESSAGE_BYTES
 from echo.core.errors import TransportError
 from echo.net.zmq import KernelFacts
+from echo.roles.joining import NodeSettings
 from echo.runtime import node
+from echo.runtime.identity import JoinSource
 
 KEY = "k" * 42 + "A"
+
+
+def joining(role: Literal["relay", "worker"], connect: Sequence[str] = ()) -> JoinSource:
+    return JoinSource(role, connect, SecuritySection(), Path("no/such/directory"))
+
+
+def settings_of(worker: WorkerSection) -> NodeSettings:
+    """What a worker's role is told."""
+    join = joining("worker", worker.connect)
+    log = logging.getLogger("test")
+    return node.node_settings(worker, parse_config({}).network, join, None, log=log)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +62,10 @@ def test_only_an_address_that_others_can_dial_is_told(
 def test_a_listener_that_nobody_can_be_told_of_is_said(
     listen: str | None, advertise: str | None, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = parse_config({"relay": {"advertise": advertise} if advertise else {}})
-    node.node_settings(config, "relay", listen, log=logging.getLogger("test.wildcard"))
+    config, log = parse_config({}), logging.getLogger("test.wildcard")
+    node.node_settings(
+        RelaySection(advertise=advertise), config.network, joining("relay"), listen, log=log
+    )
     assert ("relay.advertise is not set" in caplog.text) == is_told
 
 
@@ -57,13 +76,9 @@ def test_a_name_is_the_users_or_unique() -> None:
     assert all(re.fullmatch(r"worker-[A-Za-z0-9_.-]+-[0-9a-f]{4}", name) for name in names)
 
 
-@pytest.mark.parametrize(("role", "address"), [("relay", "tcp://a:1"), ("worker", "tcp://b:2")])
-def test_each_role_dials_its_own_addresses(role: str, address: str) -> None:
-    config = parse_config(
-        {"relay": {"connect": ["tcp://a:1"]}, "worker": {"connect": ["tcp://b:2"]}}
-    )
-    made = [node.node_settings(config, role, None, log=logging.getLogger()) for _ in range(2)]
-    assert made[0].addresses == (address,)
+def test_each_start_of_a_node_is_another_incarnation() -> None:
+    made = [settings_of(WorkerSection(connect=("tcp://b:2",))) for _ in range(2)]
+    assert made[0].addresses == made[1].addresses == ("tcp://b:2",)
     assert made[0].incarnation != made[1].incarnation
 
 
@@ -96,8 +111,7 @@ def test_a_plain_listener_on_a_network_is_warned_of(caplog: pytest.LogCaptureFix
 
 def test_no_address_of_a_node_bears_the_secret() -> None:
     join = f"tcp://a:1#{KEY}.{'s' * 22}.{'f' * 22}"
-    config = parse_config({"worker": {"connect": ["tcp://b:2", join]}})
-    settings = node.node_settings(config, "worker", None, log=logging.getLogger())
+    settings = settings_of(WorkerSection(connect=("tcp://b:2", join)))
     assert settings.addresses == ("tcp://b:2", f"tcp://a:1#{KEY}")
 
 
@@ -111,13 +125,14 @@ def test_the_kernel_matters_for_links_between_machines(
 ) -> None:
     facts = KernelFacts(can_use_bbr=False, max_send_buffer_bytes=4 << 20)
     monkeypatch.setattr(node, "read_kernel", lambda: facts)
-    log, wan = logging.getLogger("a node's"), parse_config({"profile": "wan"})
+    log = logging.getLogger("a node's")
     caplog.set_level(logging.INFO)
-    node.tell_of_kernel(wan, None, "tcp://127.0.0.1:1", f"tcp://localhost:1#{KEY}", log=log)
+    near = (None, "tcp://127.0.0.1:1", f"tcp://localhost:1#{KEY}")
+    node.tell_of_kernel(*near, profile="wan", log=log)
     assert caplog.text == ""
-    for config, level in ((wan, "WARNING"), (parse_config({}), "INFO")):
+    for profile, level in (("wan", "WARNING"), ("lan", "INFO")):
         caplog.clear()
-        node.tell_of_kernel(config, None, "tcp://10.0.0.5:1", log=log)
+        node.tell_of_kernel(None, "tcp://10.0.0.5:1", profile=profile, log=log)
         assert {record.levelname for record in caplog.records} == {level}
         assert "tcp_allowed_congestion_control" in caplog.text
         assert "1 Gbit/s up to 23 ms" in caplog.text

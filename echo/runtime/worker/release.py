@@ -18,7 +18,7 @@ import signal
 import tempfile
 from contextlib import suppress
 
-from echo.config.schema import Config
+from echo.config.schema import NetworkSection, WorkerSection
 from echo.roles.worker import ReleaseTerms
 
 RELEASE_TIMEOUT_S = 60.0
@@ -27,13 +27,13 @@ MAX_OUTPUT_BYTES, MAX_OUTPUT_LINES = 64 << 10, 20
 """Of the release command's output that are logged, the last ones."""
 
 
-def terms_of(config: Config) -> ReleaseTerms:
+def terms_of(section: WorkerSection, network: NetworkSection) -> ReleaseTerms:
     """Return the terms that a configuration states.
 
     A short silence of the learner is no reason to leave; and after `reconnect_for_s` a worker would
     give up with an error, and give nothing back.
     """
-    after_s, network = config.worker.release_after_s, config.network
+    after_s = section.release_after_s
     if after_s is None:
         return ReleaseTerms()
     gone_s = min(max(after_s, network.dead_after_s), network.reconnect_for_s)

@@ -44,7 +44,7 @@ from echo.runtime import node as wiring
 from echo.runtime.agents.sessions import AgentParts, Dialogue
 from echo.runtime.disk_store import open_store
 from echo.runtime.episodes import check_inherited_code, make_local_host, make_runner, turns_of
-from echo.runtime.identity import dial_addresses, node_keys
+from echo.runtime.identity import JoinSource
 from echo.runtime.threads import Threads
 from echo.runtime.worker.node import WorkerNode, WorkerParts
 from echo.runtime.worker.release import terms_of
@@ -81,16 +81,23 @@ DEFAULT_MAX_CONCURRENT_ROLLOUTS = 256
 """Rollouts sampled at once where memory would hold more: beyond, a CPU or GPU gains little."""
 
 
+def join_source(config: Config) -> JoinSource:
+    """Return where a worker finds the learner."""
+    return JoinSource("worker", config.worker.connect, config.security, config.run_dir)
+
+
 async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
     """Return a worker that is ready to run, listening already if it listens at all.
 
     Raises:
         EchoError: if something does not fit; the message is for the user.
     """
-    keys = node_keys(config, "worker")
+    join = join_source(config)
+    keys = join.keys()
     import_engine(config, log=log)  # before strangers can take the descriptors that it needs
     transport = await wiring.start_transport(config.network, config.worker.listen, keys)
-    wiring.tell_of_kernel(config, config.worker.listen, *dial_addresses(config, "worker"), log=log)
+    listen, profile = config.worker.listen, config.profile
+    wiring.tell_of_kernel(listen, *join.addresses(), profile=profile, log=log)
     try:
         return assemble_worker(config, transport, log=log)
     except BaseException:
@@ -113,7 +120,8 @@ def assemble_worker(
             "tokenizer and weights; --set model.name=... names a copy of its own",
             config.model.name,
         )
-    settings = wiring.node_settings(config, "worker", transport.listen_address, log=log)
+    listen, join = transport.listen_address, join_source(config)
+    settings = wiring.node_settings(config.worker, network, join, listen, log=log)
     version_store = open_store(network.store_dir, network.store_bytes)
     now = asyncio.get_running_loop().time()
     retry_s = max(2.0, 2 * network.heartbeat_s)
@@ -121,7 +129,7 @@ def assemble_worker(
         settings,
         wiring.make_broadcast(settings.node_id, network, version_store),
         Outbox(max_deliveries=MAX_UNACKED_GROUPS, retry_s=retry_s),
-        terms=terms_of(config),
+        terms=terms_of(config.worker, network),
         version_wait_s=config.engine.version_wait_s,
         now=now,
     )
