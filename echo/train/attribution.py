@@ -29,8 +29,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from echo.config.load import inherited_settings
-from echo.config.schema import Config
+from echo.config.schema import SamplingSection
 from echo.core.errors import StorageError
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.model import make_sampling
@@ -354,30 +353,32 @@ class Attribution:
             self._not_kept = [str(error)]
 
 
-def make_attribution(config: Config, model_dir: Path, trainer: AnyTrainer) -> Attribution | None:
-    """Return the measurement, or None if it is off; the trainer has `make_rescoring`'s.
+def make_attribution(
+    trainer: AnyTrainer,
+    text: RoundTrip,
+    versions_dir: Path,
+    *,
+    interval_steps: int,
+    max_staleness: int,
+    seed: int,
+) -> Attribution:
+    """Return the measurement; the trainer has `make_rescoring`'s.
 
     Raises:
         StorageError: if the directory for versions cannot be made.
     """
-    interval_steps = config.metrics.attribution_steps
-    if not interval_steps:
-        return None
     retention = VersionRetention(
-        config.run_dir / "versions",
+        versions_dir,
         max_bytes=MAX_KEPT_BYTES,
         # One more than may be trained on: the newest is published before the oldest is used up.
-        max_versions=config.sync.max_staleness + 2,
+        max_versions=max_staleness + 2,
     )
-    text = RoundTrip(model_dir, inherited_settings(config)["model.chat_template"])
-    probe = MismatchProbe(retention, text, num_rollouts=NUM_ROLLOUTS, seed=config.run.seed)
+    probe = MismatchProbe(retention, text, num_rollouts=NUM_ROLLOUTS, seed=seed)
     return Attribution(trainer, probe, retention, interval_steps=interval_steps)
 
 
-def make_rescoring(config: Config) -> Rescoring | None:
-    """Return what a trainer needs for the measurement, or None if it is off."""
-    if not config.metrics.attribution_steps:
-        return None
+def make_rescoring(sampling: SamplingSection, published_dtype: str) -> Rescoring:
+    """Return what a trainer needs for the measurement."""
     return Rescoring(
-        sampling=make_sampling(config.sampling, []), published_dtype=torch_dtype(config.model.dtype)
+        sampling=make_sampling(sampling, []), published_dtype=torch_dtype(published_dtype)
     )

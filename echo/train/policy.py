@@ -47,7 +47,7 @@ from echo.algo.batching import (
     pack_micro_batches,
     share_prompts,
 )
-from echo.config.schema import Config
+from echo.config.schema import LearnerSection, ModelSection, OptimizerSection
 from echo.core.errors import ConfigError, DataError, EngineError
 from echo.core.rollout import Rollout
 from echo.engine.lora import Lora, add_adapter
@@ -152,12 +152,13 @@ class Compute:
     """Those that the model is cut up over, if there are several."""
 
 
-def learner_compute(config: Config) -> Compute:
+def learner_compute(
+    section: LearnerSection, model: ModelSection, optimizer: OptimizerSection, *, seed: int
+) -> Compute:
     """Return where and how the learner's models compute, without checkpointing where it is "auto".
 
     Whoever knows the memory decides that before.
     """
-    section = config.learner
     device = pick_device(section.device)
     checkpointing = section.gradient_checkpointing
     if checkpointing == "auto":
@@ -170,12 +171,12 @@ def learner_compute(config: Config) -> Compute:
     return Compute(
         device=torch.device(device),
         dtype=pick_dtype(section.dtype, device),
-        attn_implementation=config.model.attn_implementation,
+        attn_implementation=model.attn_implementation,
         micro_batch_tokens=section.micro_batch_tokens,
         gradient_checkpointing=checkpointing,
         compile_layers=section.compile_layers,
-        optimizer_state=config.optimizer.state,
-        seed=config.run.seed,
+        optimizer_state=optimizer.state,
+        seed=seed,
     )
 
 

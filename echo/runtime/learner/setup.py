@@ -88,10 +88,11 @@ from echo.runtime.threads import Threads
 from echo.tasks import tokenization
 from echo.tasks.rewards import TaskHost
 from echo.tasks.task import Task, load_task, task_digests
-from echo.train.attribution import Attribution, make_attribution, make_rescoring
+from echo.train.attribution import Attribution, RoundTrip, make_attribution, make_rescoring
 from echo.train.batch import AdvantageSettings
 from echo.train.optimizer import check_kind
 from echo.train.policy import (
+    Compute,
     ModelSource,
     check_trainable,
     float32_attention,
@@ -318,7 +319,7 @@ def make_trainer(
     source = ModelSource(model_dir=model_dir, lora=lora)
     if checkpoint is None:
         source = initial_model(config, model_dir, lora)
-    compute = replace(learner_compute(config), recompute_above=recompute_above)
+    compute = replace(_compute(config), recompute_above=recompute_above)
     if crew is not None:
         compute = replace(compute, device=crew.device, ranks=crew.ranks)
     trainer = Trainer(
@@ -346,11 +347,21 @@ def make_trainer(
             max_abs_reward=config.task.max_reward,
         ),
         reference=find_reference(config, model_dir, lora),
-        rescoring=make_rescoring(config),
+        rescoring=(
+            make_rescoring(config.sampling, config.model.dtype)
+            if config.metrics.attribution_steps
+            else None
+        ),
     )
     if checkpoint is not None:
         trainer.load_state(checkpoint)
     return trainer
+
+
+def _compute(config: Config) -> Compute:
+    """Return where and how the learner's models compute."""
+    seed = config.run.seed
+    return learner_compute(config.learner, config.model, config.optimizer, seed=seed)
 
 
 def check_alike(config: Config, ranks: Ranks) -> None:
@@ -415,7 +426,7 @@ def check_models(config: Config, model_dir: Path) -> None:
         EchoError: what `make_trainer` would raise.
     """
     check_kind(config.optimizer.state)
-    lora, compute = learner_lora(config, model_dir), learner_compute(config)
+    lora, compute = learner_lora(config, model_dir), _compute(config)
     source = initial_model(config, model_dir, lora)
     if source.weights_dir is not None:
         weight_files(source.weights_dir)
@@ -518,7 +529,7 @@ class RunParts:
             own = config if self.budget is None else with_checkpointing(config, self.budget)
             trainer = build_trainer(own, data.model_dir, start, data.lora, options.crew)
             options.log.info("%s", trainer.describe_rows())
-            attribution = make_attribution(config, data.model_dir, trainer)
+            attribution = self._attribution(trainer)
             buffer = self._buffer(start, trainer)
             prompts = PromptsAhead(
                 data.prompts,
@@ -552,6 +563,21 @@ class RunParts:
             rewards=LearnerRewards(data.host, prompts, data.text) if scores_here else None,
             evaluations=evaluations,
             export=partial(export_directory, config, data),
+        )
+
+    def _attribution(self, trainer: AnyTrainer) -> Attribution | None:
+        """Return the measurement of where the mismatch with the sampler is from, if it is on."""
+        config = self.config
+        if not config.metrics.attribution_steps:
+            return None
+        template: str | None = inherited_settings(config)["model.chat_template"]
+        return make_attribution(
+            trainer,
+            RoundTrip(self.data.model_dir, template),
+            config.run_dir / "versions",
+            interval_steps=config.metrics.attribution_steps,
+            max_staleness=config.sync.max_staleness,
+            seed=config.run.seed,
         )
 
     def _publisher(self, trainer: AnyTrainer, attribution: Attribution | None) -> Publisher:
