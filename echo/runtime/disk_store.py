@@ -4,8 +4,6 @@ Layout of the directory (network.store_dir), all names this module's own:
 
     v12-L1-<run>.image       the bytes of version 12, lineage 1; <run> is a hash of the run's id
     v12-L1-<run>.manifest    the learner's signed manifest, as it travelled
-    v12-L1-<run>.undo        what became version 12 in place: the words that it overwrote
-    *.keyframe               what has come of keyframes
     echo-image-<n>.tmp       what is being made, and spares that wait for recycling
     echo-store-2.lock        flock held by the process that owns the directory, with its pid; 2 is
                              the format of all this, and a directory of another one is refused
@@ -16,10 +14,12 @@ What happens when
   synced to the disk on purpose: after a power failure a lost or torn page fails its hash and is
   fetched again, and a torn manifest fails its signature. A version store gets its name only with
   all its room, a version store without a manifest is worthless: both are removed.
-* **Killed while a version is written in place**: what it overwrites is on record before the first
-  word changes (`pack_undo`), and the image is named after the new version behind the last. The
-  next process takes back what has no manifest yet, newest first, and so comes to a version whose
-  every chunk it can verify. It fetches the deltas since then again.
+* **Killed while a version is written in place**: the image gets the name of the new version before
+  the first word changes, and that version has no manifest until its seal has come. So the name is
+  the mark of an image that is being written: the next process drops an image without a manifest,
+  and fetches a whole one.
+* **Killed while a keyframe or delta is fetched**: it is fetched again. Only an image lies in a file
+  while it comes.
 * **Disk full**: room is preallocated before the file is mapped, because a mapped file without room
   kills the process (SIGBUS) at some later write. Where the disk has too little, spares go first;
   then the version is kept in memory if that has room for it, with one warning: the node works as
@@ -33,7 +33,7 @@ What happens when
   to the disk's pace, and the node does everything else as before (`echo/weights/receiver.py`).
   Where that is too slow, point store_dir to a tmpfs such as /dev/shm/echo (survives the process,
   not the machine), or raise vm.dirty_ratio.
-  Manifests and journals are written, and files removed, in a thread of their own, in order. On the
+  Manifests are written, and files removed, in a thread of their own, in order. On the
   loop remain what an image needs before its first chunk: its file is made, given its room and
   renamed, once per version, mostly in milliseconds (a spare needs no more than a new name); and
   the pages of one that nobody reads any more are unmapped.
@@ -45,20 +45,16 @@ What happens when
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import logging
 import mmap
 import os
 import re
-import struct
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,9 +65,8 @@ from echo.core.errors import LocalProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.units import format_bytes
 from echo.records.files import lock_directory
-from echo.weights.delta import BlockPatch
-from echo.weights.manifest import HASH_BYTES, Manifest
-from echo.weights.store import Patch, SavedItem, VersionStore
+from echo.weights.manifest import Manifest
+from echo.weights.store import Patch, VersionStore
 
 # --- Verification of held chunks: hash every one ---
 
@@ -144,322 +139,6 @@ def _report(future: Future[None]) -> None:
     error = future.exception()
     if error is not None:
         _log.error("internal error; please report this", exc_info=error)
-
-
-# --- Journals of keyframes, which a restarted node reads again ---
-#
-# An image is fetched into a version store that is a file itself. A keyframe is not: its size is not
-# known before its last table, and what comes out of its chunks lies elsewhere. So each has a
-# journal, to which tables and chunks are appended as they have been verified:
-#
-#     v12-L1-<run>.keyframe             of version 12, lineage 1
-#
-#     record: magic (4 bytes), index of the chunk or 2^32 - 1 for a table, length, then the bytes
-#
-# * **Killed in mid-write**: the last record is torn, and cut off before more is appended. Nothing
-#   is synced; after a power failure a lost page fails its hash or its signature
-#   (`echo/weights/store.py`), and what follows a lost header is not read.
-# * **Limit and full disk**: a journal only spares a later process a transfer. So all of them
-#   together take what versions leave of network.store_bytes, the oldest give way first, and one
-#   that cannot be written is removed. Chunks are in memory besides, so nothing else changes.
-# * **Slow disk**: files are made, added to and removed in a thread of their own, and what is queued
-#   for it are views of chunks that are held in memory anyway. A journal that has MAX_BEHIND_BYTES
-#   queued is given up: what it would spare a later process, it costs this one.
-# * A journal is removed with its keyframe, which may long outlive the fetch: children take it.
-#
-# Deltas have none: one is some hundredth of an image, and is fetched again after a restart.
-
-
-_HEADER = struct.Struct("<4sII")
-_MAGIC = b"echo"
-_TABLE = 2**32 - 1
-MAX_BEHIND_BYTES = 256 << 20
-"""What may wait to be written to all journals; `close` waits for that."""
-_NAME = re.compile(r"v(?P<step>\d{1,18})-L(?P<lineage>\d{1,18})-(?P<run>[0-9a-f]{16})\.keyframe")
-
-
-def is_keyframe_file(name: str) -> bool:
-    """Return whether a file bears the name of a journal."""
-    return _NAME.fullmatch(name) is not None
-
-
-class KeyframeFile:
-    """The journal of one keyframe.
-
-    Its descriptor belongs to the thread; everything else to the loop.
-    """
-
-    def __init__(self, files: KeyframeFiles, path: Path, num_bytes: int = 0) -> None:
-        """Name a file; `open` makes or continues it."""
-        self.path = path
-        self.num_bytes = num_bytes
-        """Bytes on the disk, or queued for it."""
-        self._files = files
-        self._is_closed = True
-        self._is_removed = False
-        """Whether what is queued for it need not be written any more."""
-        self._descriptor: int | None = None
-        self._num_sound = 0
-        """Bytes up to the end of the last record that was read and accepted."""
-
-    def open(self) -> None:
-        """Add behind what `records` has accepted from now on; a torn end is cut off."""
-        self._is_closed = False
-        self.num_bytes = self._num_sound
-        self._files.thread.call(self._open)
-
-    def _open(self) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            self._descriptor = os.open(self.path, flags, 0o600)
-            os.ftruncate(self._descriptor, self._num_sound)
-        except OSError as error:
-            self._give_up(error.strerror or "unknown error")
-
-    def records(self) -> Iterator[tuple[int | None, bytes]]:
-        """Yield (index of a chunk, or None for a table; bytes), up to where the file is torn.
-
-        Whoever asks for the next record has accepted the one before.
-
-        Raises:
-            OSError: if the file cannot be read.
-        """
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        with os.fdopen(descriptor, "rb") as file:
-            size = os.fstat(descriptor).st_size
-            while len(header := file.read(_HEADER.size)) == _HEADER.size:
-                magic, index, length = _HEADER.unpack(header)
-                stop = self._num_sound + _HEADER.size + length
-                if magic != _MAGIC or stop > size:
-                    return
-                yield (None if index == _TABLE else index), file.read(length)
-                self._num_sound = stop
-
-    def table(self, frame: bytes) -> None:
-        """Add the signed table of the next segment."""
-        self._append(_TABLE, frame)
-
-    def chunk(self, index: int, data: memoryview) -> None:
-        """Add a chunk that has been verified."""
-        self._append(index, data)
-
-    def _append(self, index: int, data: bytes | memoryview) -> None:
-        if self._is_closed:
-            return
-        size = _HEADER.size + len(data)
-        fault = ""
-        if not self._files.make_space(size, keep=self):
-            fault = "no space under the limit"
-        elif self._files.behind_bytes + size > MAX_BEHIND_BYTES:
-            fault = "the disk is behind"
-        if fault:
-            _log.info("%s: %s; a restart would fetch it anew", self.path, fault)
-            self.remove()
-            return
-        self.num_bytes += size
-        self._files.add_behind(size)
-        self._files.thread.call(lambda: self._write(index, data))
-
-    def _write(self, index: int, data: bytes | memoryview) -> None:
-        size = _HEADER.size + len(data)
-        self._files.add_behind(-size)
-        if self._descriptor is None or self._is_removed:
-            return
-        try:
-            num_written = os.writev(
-                self._descriptor, [_HEADER.pack(_MAGIC, index, len(data)), data]
-            )
-            fault = "" if num_written == size else os.strerror(errno.ENOSPC)
-        except OSError as error:
-            fault = error.strerror or "unknown error"
-        if fault:
-            self._give_up(fault)
-
-    def _give_up(self, fault: str) -> None:
-        """Remove what cannot be written, in the thread; the loop goes on as if it were there."""
-        self._files.store.warn(f"{self.path.name} cannot be written: {fault}")
-        self._unlink()
-        self.num_bytes = 0
-        self._is_closed = True
-
-    def remove(self) -> None:
-        """Forget everything."""
-        self._files.forget(self)
-        self._is_closed = self._is_removed = True
-        self._files.thread.call(self._unlink)
-
-    def _unlink(self) -> None:
-        self._close()
-        try:
-            self.path.unlink(missing_ok=True)
-        except OSError as error:
-            self._files.store.warn(f"{self.path.name} cannot be removed: {error.strerror}")
-
-    def close(self) -> None:
-        """Write no more; what is there, or queued, stays."""
-        self._is_closed = True
-        self._files.thread.call(self._close)
-
-    def _close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-@dataclass(frozen=True, slots=True)
-class SavedKeyframe:
-    """What a former process has written down of a keyframe; nothing about it has been verified."""
-
-    version: PolicyVersion
-    journal: KeyframeFile
-
-
-class KeyframeFiles:
-    """All journals in a directory."""
-
-    def __init__(self, store: DiskStore) -> None:
-        self.store = store
-        self.directory = store.directory
-        self.thread = store.thread
-        self.behind_bytes = 0
-        """What is queued for all journals."""
-        self._guard = threading.Lock()
-        self._open: list[KeyframeFile] = []
-        """Oldest first."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all journals."""
-        return sum(file.num_bytes for file in self._open)
-
-    def add_behind(self, num_bytes: int) -> None:
-        """Count bytes that are queued, or no more."""
-        with self._guard:
-            self.behind_bytes += num_bytes
-
-    def begin(self, version: PolicyVersion, run: str) -> KeyframeFile:
-        """Return a new journal."""
-        path = self.directory / f"v{version.step}-L{version.lineage}-{run}.keyframe"
-        file = KeyframeFile(self, path)
-        file.open()
-        self._open.append(file)
-        return file
-
-    def forget(self, file: KeyframeFile) -> None:
-        """Count a journal no more."""
-        if file in self._open:
-            self._open.remove(file)
-
-    def make_space(self, num_bytes: int, *, keep: KeyframeFile | None = None) -> bool:
-        """Remove the oldest until `num_bytes` more fit; tell whether they do."""
-        while not self.store.has_space(num_bytes):
-            file = next((file for file in self._open if file is not keep), None)
-            if file is None:
-                return False
-            file.remove()
-        return True
-
-    def remove_all(self) -> None:
-        """Remove every journal: their room is wanted for a version."""
-        for file in self._open[:]:
-            file.remove()
-
-    def recover(self, run: str) -> list[SavedKeyframe]:
-        """Return what a former process left of a run, newest first, and remove the rest."""
-        known = {file.path for file in self._open}
-        saved = []
-        for entry in os.scandir(self.directory):
-            path, match = Path(entry.path), _NAME.fullmatch(entry.name)
-            if match is None or path in known or not entry.is_file(follow_symlinks=False):
-                continue
-            journal = KeyframeFile(self, path, entry.stat(follow_symlinks=False).st_size)
-            if match["run"] != run:
-                journal.remove()
-                continue
-            version = PolicyVersion(int(match["lineage"]), int(match["step"]))
-            saved.append(SavedKeyframe(version, journal))
-        saved.sort(key=lambda each: each.version, reverse=True)
-        for each in saved[:]:
-            if not self.store.has_space(each.journal.num_bytes):
-                each.journal.remove()
-                saved.remove(each)
-            else:
-                self._open.insert(0, each.journal)
-        return saved
-
-    def close(self) -> None:
-        """Write no more; what is there stays for a later process."""
-        for file in self._open:
-            file.close()
-        self._open.clear()
-
-
-# --- Undo records: what versions that were written in place have overwritten ---
-#
-#     v13-L1-<run>.undo        how to come from version 13 back to the one before
-#
-#     head: magic, step and lineage before, bytes of a block, number of blocks
-#     block: number, bytes of a word (0: the whole block), how many words, bytes of the tail;
-#            indices (u32), old words, old tail
-#     end: BLAKE3 of all that
-#
-# * It is written whole, beside, and renamed before the first word changes; words, not differences,
-#   so that taking back twice, or what was never written, changes nothing.
-# * Nothing is synced: what was renamed is the kernel's when the process is killed. After a power
-#   failure the chunks tell, as for everything here.
-# * Records are removed when a manifest of their version, or of a newer one, has been written.
-#
-# A version that was written in place and has no manifest yet is taken back at the next start.
-
-_UNDO_HEAD = struct.Struct("<4sQQII")
-_UNDO_BLOCK = struct.Struct("<IBII")
-_UNDO_MAGIC = b"undo"
-
-
-def pack_undo(patch: Patch) -> bytes:
-    """Return the record of what a patch overwrites."""
-    base = patch.base
-    parts: list[bytes] = [
-        _UNDO_HEAD.pack(_UNDO_MAGIC, base.step, base.lineage, patch.block_bytes, len(patch.blocks))
-    ]
-    for number, block in patch.blocks.items():
-        is_whole = block.where is None
-        word_bytes = 0 if is_whole else block.old.itemsize
-        tail = block.old_tail
-        parts.append(_UNDO_BLOCK.pack(number, word_bytes, block.old.size, len(tail)))
-        if block.where is not None:
-            parts.append(block.where.astype("<u4").tobytes())
-        parts += [block.old.tobytes(), tail]
-    record = b"".join(parts)
-    return record + blake3(record).digest()
-
-
-def unpack_undo(record: bytes, version: PolicyVersion) -> Patch:
-    """Return a patch that can be taken back, from its record.
-
-    Raises:
-        StorageError: if it is torn or damaged.
-    """
-    body, digest = memoryview(record)[:-HASH_BYTES], record[-HASH_BYTES:]
-    if len(record) < _UNDO_HEAD.size + HASH_BYTES or blake3(body).digest() != digest:
-        raise StorageError(f"the undo record of {version} is damaged")
-    _, step, lineage, block_bytes, num_blocks = _UNDO_HEAD.unpack_from(body)
-    patch, at = Patch(PolicyVersion(lineage, step), version, block_bytes), _UNDO_HEAD.size
-
-    def take(dtype: str, count: int) -> npt.NDArray[Any]:
-        nonlocal at
-        array: npt.NDArray[Any] = np.frombuffer(body, dtype, count, at)
-        at += array.nbytes
-        return array
-
-    for _ in range(num_blocks):
-        number, word_bytes, count, tail_bytes = _UNDO_BLOCK.unpack_from(body, at)
-        at += _UNDO_BLOCK.size
-        where = take("<u4", count).astype(np.int64) if word_bytes else None
-        old = take(f"<u{word_bytes or 1}", count)
-        tail = take("u1", tail_bytes).tobytes()
-        patch.blocks[number] = BlockPatch(where, old, old, tail, tail)
-    return patch
 
 
 # --- Version stores: in memory, or in files that outlive the process ---
@@ -592,7 +271,7 @@ class MemoryStore(VersionStore):
         pages = self._live.pop(version, None)
         if pages is None:
             return
-        if not self._leave(pages):
+        if not self._leave(version, pages):
             self._free(pages)
             return
         self._spares.append(pages)
@@ -617,10 +296,6 @@ class MemoryStore(VersionStore):
         pages = self._live.pop(base, None)
         if pages is not None:
             self._live[version] = pages
-
-    def recover_encoded(self) -> list[SavedKeyframe]:
-        """Return what a former process left of keyframes, newest first; needs `recover`."""
-        return []
 
     def verify_held(self, manifest: Manifest, storage: memoryview) -> bytearray:
         """Return one byte per chunk: 1 if its bytes in `storage` match their hash.
@@ -660,7 +335,7 @@ class MemoryStore(VersionStore):
     def _enter(self, version: PolicyVersion, pages: Pages) -> None:
         """Give pages the name of a version, or raise StorageError."""
 
-    def _leave(self, pages: Pages) -> bool:
+    def _leave(self, version: PolicyVersion, pages: Pages) -> bool:
         """Take the name from the pages of a dropped version; tell whether they may be recycled."""
         return True
 
@@ -702,7 +377,7 @@ FORMAT = 2
 _LOCK = f"echo-store-{FORMAT}.lock"
 _LOCKS = re.compile(r"echo-store-(\d+)\.lock")
 _OWN = re.compile(
-    r"v(?P<step>\d{1,18})-L(?P<lineage>\d{1,18})-(?P<run>[0-9a-f]{16})\.(?P<kind>image|manifest|undo)"
+    r"v(?P<step>\d{1,18})-L(?P<lineage>\d{1,18})-(?P<run>[0-9a-f]{16})\.(image|manifest)"
     r"|echo-image-\d+\.tmp"
 )
 
@@ -759,13 +434,9 @@ class DiskStore(MemoryStore):
             limit_bytes = max(1, int(DEFAULT_SHARE * self._available_bytes()))
         super().__init__(limit_bytes)
         self._run: str | None = None
-        self.thread = DiskThread()
-        """Where files are written and removed."""
-        self._encoded_versions = KeyframeFiles(self)
+        self._thread = DiskThread()
         self._ids = itertools.count(1)
         self._has_warned = False
-        self._patched: list[PolicyVersion] = []
-        """Versions with an undo record, or with a manifest whose image has become another."""
 
     @property
     def where(self) -> str:
@@ -774,11 +445,11 @@ class DiskStore(MemoryStore):
 
     def sealed(self, version: PolicyVersion, signed_manifest: bytes) -> None:
         """Write a manifest beside its image; if that fails the version is just not recovered."""
-        pages = self._live.get(version)  # None if it has become a newer one in place
-        if pages is not None and pages.path is None:
-            return
+        pages = self._live.get(version)
+        if pages is None or pages.path is None:
+            return  # it has become a newer version in place, or lies in memory
         temporary = self._temporary()
-        self.thread.call(lambda: self._write_manifest(version, temporary, signed_manifest))
+        self._thread.call(lambda: self._write_manifest(version, temporary, signed_manifest))
 
     def _write_manifest(
         self, version: PolicyVersion, temporary: Path, signed_manifest: bytes
@@ -788,80 +459,31 @@ class DiskStore(MemoryStore):
             _write(temporary, signed_manifest)  # with the key of its chunks
             temporary.rename(self._path(version, "manifest"))
         except OSError as error:
-            self.warn(f"the manifest of {version} cannot be written: {error.strerror}")
+            self._warn(f"the manifest of {version} cannot be written: {error.strerror}")
             _remove(temporary)
-            return
-        for older in [each for each in self._patched if each <= version]:
-            _remove(self._path(older, "undo"))
-            if older != version:
-                _remove(self._path(older, "manifest"))
-            self._patched.remove(older)
 
     # --- in place --------------------------------------------------------------------------------
 
     def begin_patch(self, patch: Patch) -> None:
-        """Write down what a patch is about to overwrite."""
-        pages = self._live.get(patch.base)
-        if pages is None or pages.path is None:
-            return  # in memory, and lost with it
-        temporary = self._temporary()
-        self._patched.append(patch.version)
-        try:
-            _write(temporary, pack_undo(patch))
-            temporary.rename(self._path(patch.version, "undo"))
-        except OSError:
-            _remove(temporary)
-            raise
-
-    def end_patch(self, patch: Patch) -> None:
-        """Rename an image that has become a newer version."""
-        pages = self._live.get(patch.base)
-        if pages is None or pages.path is None:
-            return
-        try:
-            pages.path = pages.path.rename(self._path(patch.version, "image"))
-        except OSError as error:
-            self.warn(f"{patch.version} cannot be named: {error.strerror}")
-        self._patched.append(patch.base)
+        """Give the image the name of the version that a patch is about to make of it."""
+        self._rename(patch.base, patch.base, patch.version)
 
     def cancel_patch(self, patch: Patch) -> None:
-        """Remove the record of a patch that was taken back."""
-        if patch.version in self._patched:
-            self._patched.remove(patch.version)
-        _remove(self._path(patch.version, "undo"))
-
-    def _take_back_patches(self) -> None:
-        """Take back what a former process wrote in place and has no manifest, newest first."""
-        found = {}
-        for entry in os.scandir(self.directory):
-            match = _OWN.fullmatch(entry.name)
-            if match is not None and match["kind"] == "undo" and match["run"] == self._run:
-                version = PolicyVersion(int(match["lineage"]), int(match["step"]))
-                if version not in self._patched:
-                    found[version] = Path(entry.path)
-        for version, path in sorted(found.items(), reverse=True):
-            image = self._path(version, "image")
-            if not (image.exists() and image.with_suffix(".manifest").exists()):
-                self._take_back(version, path)
-            _remove(path)
-
-    def _take_back(self, version: PolicyVersion, undo: Path) -> None:
-        image = self._path(version, "image")
+        """Give the image its name again: the patch was taken back."""
         try:
-            patch = unpack_undo(undo.read_bytes(), version)
-            base = self._path(patch.base, "image")
-            if not image.exists():
-                image = base  # killed before it was renamed
-            descriptor = os.open(image, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                mapping = _map_file(descriptor, os.fstat(descriptor).st_size)
-            finally:
-                os.close(descriptor)
-            patch.take_back(np.frombuffer(mapping, np.uint8).data)
-            image.rename(base)
-        except (OSError, ValueError, IndexError, StorageError) as error:
-            _log.warning("%s: removed what was left of %s: %s", self.where, version, error)
-            _remove(image)
+            self._rename(patch.base, patch.version, patch.base)
+        except OSError as error:
+            self._warn(f"{patch.base} cannot be named: {error.strerror}")
+
+    def _rename(self, held: PolicyVersion, old: PolicyVersion, new: PolicyVersion) -> None:
+        pages = self._live.get(held)
+        if pages is not None and pages.path is not None:  # else it is lost with this process
+            pages.path = self._path(old, "image").rename(self._path(new, "image"))
+
+    def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
+        """Count the file of a version as that of the one which it has become."""
+        super().advance(base, version)
+        self._remove_later(self._path(base, "manifest"))
 
     def recover(self, run_id: str) -> list[Saved]:
         """Return what a former process left of this run, newest first, and remove the rest.
@@ -875,7 +497,6 @@ class DiskStore(MemoryStore):
                 self.drop(version)
         self._run = run
         self.flush()
-        self._take_back_patches()
         saved = []
         known = {spare.path for spare in self._spares} | {p.path for p in self._live.values()}
         for version in self._sift(known):
@@ -884,15 +505,6 @@ class DiskStore(MemoryStore):
                 saved.append(found)
         return saved
 
-    def journal(self, version: PolicyVersion) -> SavedItem | None:
-        """Return a file for what comes of a keyframe."""
-        return self._encoded_versions.begin(version, self._run_hash)
-
-    def recover_encoded(self) -> list[SavedKeyframe]:
-        """Return what a former process left of keyframes, newest first; needs `recover`."""
-        self.flush()
-        return self._encoded_versions.recover(self._run_hash)
-
     def close(self) -> None:
         """Release the directory; the versions in it stay for a later process.
 
@@ -900,15 +512,14 @@ class DiskStore(MemoryStore):
         until then its threads may still write chunks, verified ones, into the version stores.
         """
         super().close()
-        self._encoded_versions.close()
-        self.thread.close()
+        self._thread.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def flush(self) -> None:
-        """Wait until manifests and journals are written, and dropped files removed."""
-        self.thread.flush()
+        """Wait until manifests are written, and dropped files removed."""
+        self._thread.flush()
 
     # --- making and taking back ------------------------------------------------------------------
 
@@ -920,7 +531,6 @@ class DiskStore(MemoryStore):
                 return self._map_new(num_bytes)
             except OSError:
                 self._drop_spares()
-                self._encoded_versions.remove_all()
                 self.flush()
                 return self._map_new(num_bytes)
         except OSError as error:
@@ -931,20 +541,8 @@ class DiskStore(MemoryStore):
             remedy = "free some, or point network.store_dir to a larger disk"
             if num_bytes > DEFAULT_SHARE * read_machine().host_bytes:
                 raise StorageError(f"{self.where}: {fault}; {remedy}") from error
-            self.warn(f"{fault}; it is kept in memory and lost with this process: {remedy}")
+            self._warn(f"{fault}; it is kept in memory and lost with this process: {remedy}")
             return self._map_memory(version, num_bytes, error)
-
-    def _make_space(self, version: PolicyVersion, num_bytes: int) -> None:
-        """Let spares go, and then journals, until `num_bytes` fit under the limit."""
-        super()._make_space(version, num_bytes)
-        self._encoded_versions.make_space(num_bytes)
-
-    def has_space(self, num_bytes: int) -> bool:
-        """Let spares go until so much fits beside versions and journals; tell whether it does."""
-        room = self.limit_bytes - self.bytes_held - self._encoded_versions.num_bytes - num_bytes
-        while self._spares and sum(map(len, self._spares)) > room:
-            self._free(self._spares.pop())
-        return room >= 0
 
     def _map_memory(self, version: PolicyVersion, num_bytes: int, cause: OSError) -> Pages:
         try:
@@ -981,14 +579,14 @@ class DiskStore(MemoryStore):
                 "directory still exist?"
             ) from error
 
-    def _leave(self, pages: Pages) -> bool:
+    def _leave(self, version: PolicyVersion, pages: Pages) -> bool:
         """Make a spare of a file, and remove its manifest, which says nothing without it.
 
         What had to be kept in memory is not recycled: the next version may fit on the disk again.
         """
         if pages.path is None:
             return False
-        self._remove_later(pages.path.with_suffix(".manifest"))
+        self._remove_later(self._path(version, "manifest"))
         try:
             pages.path = pages.path.rename(self._temporary())
         except OSError:
@@ -1001,31 +599,28 @@ class DiskStore(MemoryStore):
 
     def _remove_later(self, path: Path) -> None:
         """Remove a file behind everything that is still to be written to it."""
-        self.thread.call(lambda: _remove(path))
+        self._thread.call(lambda: _remove(path))
 
     # --- what a former process left --------------------------------------------------------------
 
     def _sift(self, known: set[Path | None]) -> list[PolicyVersion]:
         """Return the versions in the directory, newest first; remove what belongs to none."""
-        kinds: dict[PolicyVersion, set[str]] = {}
+        versions: set[PolicyVersion] = set()
         foreign = []
         for entry in os.scandir(self.directory):
             path, match = Path(entry.path), _OWN.fullmatch(entry.name)
             if entry.name == _LOCK or path in known or path.with_suffix(".image") in known:
-                continue
-            if is_keyframe_file(entry.name):
                 continue
             if match is None or not entry.is_file(follow_symlinks=False):
                 foreign.append(entry.name)
             elif match["run"] != self._run:
                 _remove(path)
             else:
-                version = PolicyVersion(int(match["lineage"]), int(match["step"]))
-                kinds.setdefault(version, set()).add(match["kind"])
+                versions.add(PolicyVersion(int(match["lineage"]), int(match["step"])))
         if foreign:
             names = ", ".join(sorted(foreign)[:3])
             _log.info("%s: left alone %d foreign files: %s", self.where, len(foreign), names)
-        return sorted(set(kinds).difference(self._patched), reverse=True)
+        return sorted(versions, reverse=True)
 
     def _reopen(self, version: PolicyVersion) -> Saved | None:
         """Map a version again, or remove its files if they are of no use."""
@@ -1040,8 +635,8 @@ class DiskStore(MemoryStore):
             finally:
                 os.close(descriptor)
         except (OSError, ValueError, StorageError) as error:
-            # Without one of the two it was being decoded (from what it comes, its journal tells),
-            # or had been dropped.
+            # An image without a manifest was being decoded, or written in place, or had no seal
+            # yet; a manifest without an image is of one that was dropped, or became a newer one.
             if not isinstance(error, FileNotFoundError):
                 _log.warning("%s: removed what was left of %s: %s", self.where, version, error)
             _remove(path)
@@ -1073,11 +668,11 @@ class DiskStore(MemoryStore):
         taken = (
             entry.stat(follow_symlinks=False).st_size
             for entry in os.scandir(self.directory)
-            if _OWN.fullmatch(entry.name) or is_keyframe_file(entry.name)
+            if _OWN.fullmatch(entry.name)
         )
         return self._free_bytes() + sum(taken)
 
-    def warn(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         """Warn once: whoever has read it need not read it again with every version."""
         if not self._has_warned:
             self._has_warned = True

@@ -66,10 +66,10 @@ from echo.net.zmq import (
 )
 from echo.roles.joining import NodeSettings
 from echo.roles.node import DialingRole, Role
-from echo.runtime.disk_store import MemoryStore, SavedKeyframe
+from echo.runtime.disk_store import MemoryStore
 from echo.runtime.event_log import EventLog
 from echo.runtime.identity import JoinSource
-from echo.runtime.threads import Pool, ThreadPools, Threads
+from echo.runtime.threads import ThreadPools, Threads
 from echo.weights.broadcast import Broadcast
 from echo.weights.store import VersionStore
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
@@ -491,23 +491,6 @@ class DialingNode(Node):
             self.log.info(text, saved.version, sum(has_chunk), manifest.num_chunks)
             frame, storage = saved.signed_manifest, saved.storage
             self.perform(broadcast.recover(saved.version, frame, storage, has_chunk, now=self.now))
-        for encoded in await files.run(version_store.recover_encoded):
-            await self._resume(encoded, files)
-
-    async def _resume(self, saved: SavedKeyframe, files: Pool) -> None:
-        """Go on with a keyframe that was on its way."""
-        broadcast, journal = self.role.broadcast, saved.journal
-        try:
-            encoded = await files.run(broadcast.trust.rebuild, saved.version, journal.records())
-            journal.open()
-        except OSError as error:
-            self.log.warning("dropped %s, which was left here: %s", journal.path, error)
-            journal.remove()
-            return
-        text = "found %s as keyframe: %d of %d chunks are right"
-        self.log.info(text, saved.version, encoded.num_held, encoded.num_chunks)
-        encoded.journal = journal
-        self.perform(broadcast.resume(encoded, now=self.now))
 
     def release(self) -> None:
         """Let go of the version stores; what they hold is found by the next process."""

@@ -229,10 +229,6 @@ class Broadcast:
         transfer = Transfer(signed, manifest, storage, has_chunk, sum(has_chunk))
         return self.receiver.adopt(transfer, now=now)
 
-    def resume(self, encoded: EncodedVersion, *, now: float) -> list[Action]:
-        """Go on with a keyframe that `trust` has rebuilt, newer ones first, after all images."""
-        return self.receiver.resume(encoded, now=now)
-
     # --- the learner's side ----------------------------------------------------------------------
 
     def publish(

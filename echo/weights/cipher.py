@@ -24,9 +24,8 @@ a disk the same pages lie in a file that only its owner reads. A second, encrypt
 as much memory as the model. A chunk that is asked for is encrypted again, to the very bytes that
 the learner has signed (same key, same nonce, same text), and for siblings what has just come or
 been made is kept for a while (`SentChunks`). Where memory may change, the hash is compared before
-anything leaves: a text that is not the signed one must not meet its nonce. Coded forms are kept as
-they came, in memory and in journals, with their tables and so their keys: after a restart they are
-passed on and decoded without anybody's help.
+anything leaves: a text that is not the signed one must not meet its nonce. Coded forms are kept in
+memory as they came, with their tables and so their keys.
 
 With `security.curve = false` nothing is encrypted, and hashes are of the plain chunks.
 """

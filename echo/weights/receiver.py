@@ -811,34 +811,6 @@ class Receiver:
             return self.arrived((version, FULL), now)
         return self.sender.announce(now=now)
 
-    def resume(self, encoded: EncodedVersion, *, now: float) -> list[Action]:
-        """Take what was rebuilt: to serve it if it is whole and done, else to go on fetching it.
-
-        Newer ones must come first, and images before keyframes. What is of no use is removed.
-        """
-        store, item = self.store, (encoded.version, encoded.form)
-        newest = store.newest_complete
-        is_past = newest is not None and encoded.version <= newest
-        if is_past and encoded.is_complete:
-            store.encoded_versions[item] = encoded
-            return self.sender.announce(now=now)
-        fault = ""
-        if is_past or not encoded.num_segments or encoded.version in store.images or self.item:
-            fault = "it is of no use any more"
-        else:
-            try:
-                store.resume(encoded)
-            except StorageError as error:
-                fault = str(error)
-        if fault:
-            if encoded.journal is not None:
-                encoded.journal.remove()
-            text = f"dropped what was left here of {encoded.version} as {encoded.form}: {fault}"
-            return [Note("info", text)]
-        held = [index for index in range(encoded.num_chunks) if encoded.has_chunk[index]]
-        decoding = [work for index in held for work in store.decodable(encoded, index)]
-        return [*self.begin(item, now), *decoding]
-
     # --- what to fetch ---------------------------------------------------------------------------
 
     def _consider(self, now: float) -> list[Action]:

@@ -46,12 +46,9 @@ children.
 manifests and segment tables here, and Welcome, from which it has the key (`roles/joining.py`).
 Chunks travel encrypted (`cipher.py`), and are verified as they travel.
 
-**Resume.** An image or keyframe that a killed process has left half done is resumed; a delta, some
-hundredth of that, is fetched again. The journal of a keyframe is a list of records, signed tables
-and chunks, in the order in which they came. Nothing of it is believed: each table must be the next
-one that the learner has signed, each chunk must match the hash in its table. What is right counts
-as held: it is decoded anew, since nobody can tell how much of the image had come out, and never
-asked for again.
+**Resume.** An image that a killed process has left half done is resumed: each chunk must match the
+hash in the manifest that the learner has signed, and the others are fetched. Encoded versions, and
+an image that was being written in place, are fetched again.
 """
 
 from __future__ import annotations
@@ -63,7 +60,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -151,19 +148,6 @@ Write: TypeAlias = Callable[[memoryview, Frame], None]
 """A version store's `write`."""
 
 
-class SavedItem(Protocol):
-    """What has come of one keyframe, written down so that a later process finds it."""
-
-    def table(self, frame: bytes) -> None:
-        """Add the signed table of the next segment."""
-
-    def chunk(self, index: int, data: memoryview) -> None:
-        """Add a chunk that has been verified."""
-
-    def remove(self) -> None:
-        """Forget everything: the encoded version was dropped."""
-
-
 class VersionStore:
     """Where images lie: in this process's memory, without a bound.
 
@@ -187,10 +171,6 @@ class VersionStore:
     def drop(self, version: PolicyVersion) -> None:
         """Let go of an image; who still reads it keeps it."""
 
-    def journal(self, version: PolicyVersion) -> SavedItem | None:
-        """Return where to write down what comes of a keyframe; None if nothing is to be kept."""
-        return None
-
     def write(self, place: memoryview, data: Frame) -> None:
         """Copy a chunk to its place in an image; from any thread, of which none does so twice.
 
@@ -200,17 +180,14 @@ class VersionStore:
         fill(place, data)
 
     def begin_patch(self, patch: Patch) -> None:
-        """Note what is about to be overwritten in place; from any thread.
+        """Mark an image that is about to be written in place; from any thread.
 
         Raises:
             OSError: if the disk refuses it.
         """
 
-    def end_patch(self, patch: Patch) -> None:
-        """Name an image after what it has become; from the thread of `begin_patch`."""
-
     def cancel_patch(self, patch: Patch) -> None:
-        """Forget a patch of which nothing is written any more; from the thread of `begin_patch`."""
+        """Take the mark back: the image is the base again; from the thread of `begin_patch`."""
 
     def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
         """Count the memory of a version as that of the one which it has become."""
@@ -227,8 +204,6 @@ class Chunked(abc.ABC):
     num_held: int
     writing: set[int]
     """Chunks that are being verified and written."""
-    journal: SavedItem | None = None
-    """Where chunks are written down as they come."""
 
     @property
     def num_chunks(self) -> int:
@@ -293,17 +268,10 @@ class Chunked(abc.ABC):
         """
         (write or fill)(self.place(index), data)
 
-    def hold(self, index: int, data: Frame) -> None:
-        """Keep a chunk whose hash is known to be right."""
-        self.put(index, data)
-        self.mark(index)
-
     def mark(self, index: int) -> None:
         """Count a chunk that has been written and verified as held."""
         self.has_chunk[index] = 1
         self.num_held += 1
-        if self.journal is not None:
-            self.journal.chunk(index, self.place(index).toreadonly())
 
     def _come(self, link: int, num_links: int) -> bytearray:
         """Return one byte per place of a link: 1 if its chunk is held or being written."""
@@ -533,7 +501,6 @@ class ApplyPatch(Work):
         except OSError as error:
             return error.strerror or str(error) or "unknown error"
         self.patch.write(self.image)
-        self.store.end_patch(self.patch)
         return ""
 
 
@@ -731,8 +698,6 @@ class EncodedVersion(Chunked):
         self.num_held += table.num_chunks if is_held else 0
         if payload is None:
             payload = allocate(table.num_bytes)
-            if self.journal is not None:
-                self.journal.table(frame)
         self._parts.append(_Part(table, payload, first_chunk, offsets))
         self.frames.append(frame)
 
@@ -948,16 +913,9 @@ class ItemStore:
         self.images[image.manifest.version] = image
 
     def begin_encoded(self, item: ItemId, *, expected_bytes: int) -> None:
-        """Begin to fetch an encoded version.
-
-        A keyframe is written down as it comes, so that a restart goes on with it as with an image;
-        a delta is some hundredth of that, and is fetched again.
-        """
+        """Begin to fetch an encoded version."""
         encoded = self.encoded_versions[item] = EncodedVersion(*item)
         encoded.expected_bytes = expected_bytes
-        version, form = item
-        if form.base is None:
-            encoded.journal = self.version_store.journal(version)
 
     def add_segment(self, encoded: EncodedVersion, table: SegmentTable, frame: bytes) -> str:
         """Add the next segment of an encoded version; the first one reserves space for its image.
@@ -991,15 +949,6 @@ class ItemStore:
         """Return the image that a delta is coded against, if it is here whole."""
         image = None if encoded.form.base is None else self.images.get(encoded.form.base)
         return image if image is not None and image.is_complete else None
-
-    def resume(self, encoded: EncodedVersion) -> None:
-        """Take a keyframe that a former process of this node has left, to go on decoding it.
-
-        Raises:
-            StorageError: if there is no space for what comes out of it.
-        """
-        encoded.storage = self.version_store.create(encoded.version, None, encoded.image_bytes)
-        self.encoded_versions[encoded.version, encoded.form] = encoded
 
     def may_block(self, item: ItemId) -> bool:
         """Return whether chunks of an item are to be written by a thread."""
@@ -1118,8 +1067,6 @@ class ItemStore:
             encoded = self.encoded_versions.pop(item, None)
             # An image that is only half decoded goes with its encoded version.
             is_lent = encoded is not None and encoded.storage is not None
-            if encoded is not None and encoded.journal is not None:
-                encoded.journal.remove()
         if is_lent:
             self.version_store.drop(version)
 
@@ -1214,9 +1161,6 @@ class ItemStore:
 
 # --- trust: what the learner of the run has signed ------------------------------------------------
 
-SavedChunk = tuple[int | None, bytes]
-"""A record of a journal: a signed table (None, frame), or a chunk (its index, its bytes)."""
-
 
 @contextmanager
 def _taken_for_forged() -> Iterator[None]:
@@ -1299,29 +1243,6 @@ class TrustedManifests:
                 run_id=self.run_id,
                 max_bytes=self._max_image_bytes,
             )
-
-    def rebuild(self, version: PolicyVersion, records: Iterable[SavedChunk]) -> EncodedVersion:
-        """Return what is right of a journal; it is read up to the first table that is not.
-
-        Args:
-            version: what the keyframe is said to be of.
-            records: the journal; not asked for more after a table that is refused.
-        """
-        encoded = EncodedVersion(version, Form("keyframe"))
-        for index, data in records:
-            if index is None:
-                try:
-                    encoded.add(self.segment(encoded, data), data)
-                except RemoteProtocolError:
-                    break
-            elif (
-                index < encoded.num_chunks
-                and not encoded.has_chunk[index]
-                and len(data) == encoded.chunk_size(index)
-                and blake3(data).digest() == encoded.chunk_hash(index)
-            ):
-                encoded.hold(index, data)
-        return encoded
 
     def retire(self, oldest: PolicyVersion | None, offered: Iterable[ItemId] = ()) -> None:
         """Forget the manifests of older versions, but for what may have to be fetched again."""

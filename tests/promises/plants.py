@@ -263,12 +263,24 @@ def say_installed(patch: pytest.MonkeyPatch) -> None:
 @plant(23)
 def begin_anew(patch: pytest.MonkeyPatch) -> None:
     """Find nothing right of what a killed process had fetched."""
-    from echo.runtime.disk_store import DiskStore, MemoryStore
+    from echo.runtime.disk_store import MemoryStore
 
     patch.setattr(
         MemoryStore, "verify_held", lambda self, manifest, storage: bytearray(manifest.num_chunks)
     )
-    patch.setattr(DiskStore, "recover_encoded", lambda self: [])
+
+
+@plant(23, "b")
+def believe_what_is_half_written(patch: pytest.MonkeyPatch) -> None:
+    """Leave no mark of an image that is being written, and hash nothing that is found."""
+    from echo.runtime.disk_store import DiskStore, MemoryStore
+
+    patch.setattr(DiskStore, "begin_patch", lambda self, patch: None)
+    patch.setattr(
+        MemoryStore,
+        "verify_held",
+        lambda self, manifest, storage: bytearray(b"\1") * manifest.num_chunks,
+    )
 
 
 @plant(19)

@@ -21,6 +21,7 @@ import json
 import logging
 import math
 import random
+import shutil
 import sqlite3
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -493,6 +494,7 @@ class StubEngine(Engine):
         self.num_patched = 0
         self._installed: PolicyVersion | None = None
         self.refuses: set[int] = set()
+        self.in_mid_patch: Callable[[Patch, memoryview], None] | None = None
 
     @property
     def installed(self) -> PolicyVersion | None:
@@ -504,6 +506,8 @@ class StubEngine(Engine):
         self._installed = version
 
     def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
+        if self.in_mid_patch is not None:
+            self.in_mid_patch(patch, image)
         patch.write(image)
         self.load(None, patch.version)
         self.num_patched += 1
@@ -1355,6 +1359,25 @@ class World:
         engine = self._process(name).engine
         assert engine is not None
         return engine.num_patched
+
+    def keep_half_written(self, name: str, directory: Path) -> None:
+        """Copy a worker's versions on the disk as a kill in the middle of a patch leaves them.
+
+        The first one that is written over a version whose manifest is there.
+        """
+        engine, store = self._process(name).engine, self.node(name).version_store
+        assert engine is not None
+
+        def copy(patch: Patch, image: memoryview) -> None:
+            is_sealed = any(store.directory.glob(f"v{patch.base.step}-*.manifest"))
+            if is_sealed and not directory.exists():
+                written, half = bytearray(image), len(image) // 2
+                patch.write(memoryview(written))
+                assert written[:half] != image[:half]
+                image[:half] = written[:half]
+                shutil.copytree(store.directory, directory)
+
+        engine.in_mid_patch = copy
 
     def audited(self, name: str) -> dict[Version, str]:
         """Return the hash of each version that a worker has installed and found to be right."""

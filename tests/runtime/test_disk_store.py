@@ -39,9 +39,7 @@ from echo.runtime import disk_store
 from echo.runtime.disk_store import (
     MAX_SPARES,
     DiskStore,
-    KeyframeFile,
     MemoryStore,
-    SavedKeyframe,
     held_chunks,
     open_store,
 )
@@ -114,9 +112,8 @@ def test_the_next_process_finds_what_was_written_newest_first(
         store.create(each, str(each).encode(), SIZE)[:2] = str(each).encode()[:2]
     store.drop(version(4))
     store = opened(run=None)
-    for call in (lambda: store.create(version(1), None, SIZE), lambda: store.journal(version(1))):
-        with pytest.raises(LocalProtocolError, match="`recover` names the run, and must come"):
-            call()
+    with pytest.raises(LocalProtocolError, match="`recover` names the run, and must come"):
+        store.create(version(1), None, SIZE)
     saved = store.recover("r")
     assert [item.version for item in saved] == [version(1, 2), version(3), version(2)]
     assert [item.signed_manifest for item in saved] == [b"v1/L2", b"v3", b"v2"]
@@ -156,8 +153,6 @@ def test_recovering_twice_gives_nothing_twice(opened: Opened) -> None:
     assert store.bytes_held == SIZE
     assert len(store._spares) == 1
     store.drop(version(2))  # what is not there
-    store.journal(version(3))
-    assert store.recover_encoded() == []
     assert [item.version for item in opened(run=None).recover("r")] == [version(1)]
 
 
@@ -167,7 +162,6 @@ def test_other_runs_and_leftovers_are_removed_and_foreign_files_left_alone(
     directory = tmp_path / "version_store"
     store = opened(run="other")
     store.create(version(1), b"manifest", SIZE)
-    write(begin(store, 1), b"a")
     store = opened()
     store.create(version(2), b"manifest", SIZE)
     store.close()
@@ -180,19 +174,14 @@ def test_other_runs_and_leftovers_are_removed_and_foreign_files_left_alone(
     (directory / f"v10-L1-{run}.image").mkdir()
     (directory / "notes.txt").write_text("mine")
     (directory / "v1-L1-zz.image").write_text("mine")
-    (directory / "v1-L1-zz.keyframe").write_text("mine")
-    (directory / f"v3-L1-{run}.keyframe").mkdir()
     caplog.set_level(logging.INFO)
     store = opened(run=None)
     assert [item.version for item in store.recover("r")] == [version(2)]
-    assert store.recover_encoded() == []
-    store.flush()
     foreign = ["notes.txt", "v1-L1-zz.image", "v10-L1.image", "v9-L1.image"]
-    foreign += ["v1-L1-zz.keyframe", "v3-L1.keyframe"]
     own = ["echo-store-2.lock", "v2-L1.image", "v2-L1.manifest"]
     assert names(directory) == sorted([*own, *foreign])
     assert "removed what was left of v7: " in caplog.text
-    assert "left alone 5 foreign files: notes.txt, v1-L1-zz.image, " in caplog.text
+    assert "left alone 4 foreign files: notes.txt, v1-L1-zz.image, " in caplog.text
 
 
 def test_what_exceeds_the_limit_is_removed_oldest_first(
@@ -201,16 +190,9 @@ def test_what_exceeds_the_limit_is_removed_oldest_first(
     store = opened()
     for step in (1, 2, 3):
         store.create(version(step), b"manifest", SIZE)
-    for step in (4, 5, 6):
-        write(begin(store, step), b"a" * (SIZE // 4))
-    store = opened(2 * SIZE + SIZE // 2 + 1000, run=None)
+    store = opened(2 * SIZE + SIZE // 2, run=None)
     assert [item.version for item in store.recover("r")] == [version(3), version(2)]
     assert "removed what was left of v1: " in caplog.text
-    assert [item.version for item in store.recover_encoded()] == [version(6), version(5)]
-    store.flush()
-    assert [name for name in names(store.directory) if "keyframe" in name] == [
-        "v5-L1.keyframe", "v6-L1.keyframe"
-    ]  # fmt: skip
 
 
 def test_a_recycled_file_bears_its_new_name_only(opened: Opened) -> None:
@@ -420,7 +402,8 @@ def test_nobody_else_may_read_the_weights(opened: Opened, tmp_path: Path) -> Non
     store = opened()
     store.create(version(1), None, SIZE)
     assert stat.S_IMODE((tmp_path / "version_store").stat().st_mode) == 0o700
-    begin(store, 2)
+    store.sealed(version(1), b"manifest")
+    store.flush()
     modes = [stat.S_IMODE(path.stat().st_mode) for path in store.directory.glob("v*")]
     assert modes == [0o600, 0o600]
 
@@ -432,9 +415,8 @@ def test_the_default_limit_counts_what_a_former_process_has_taken(
     store = opened(None)
     assert store.limit_bytes == int(disk_store.DEFAULT_SHARE * 10 * SIZE)
     store.create(version(1), b"manifest", SIZE)
-    write(begin(store, 2), b"a" * SIZE)
     limit_bytes = opened(None, run=None).limit_bytes
-    assert limit_bytes == pytest.approx(disk_store.DEFAULT_SHARE * 12 * SIZE, abs=SIZE / 10)
+    assert limit_bytes == pytest.approx(disk_store.DEFAULT_SHARE * 11 * SIZE, abs=SIZE / 10)
 
 
 # --- writes that end late ------------------------------------------------------------------------
@@ -687,8 +669,6 @@ def test_no_memory_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_configuration_chooses_the_store(tmp_path: Path) -> None:
     memory = open_store(None, None)
     assert isinstance(memory, MemoryStore)
-    assert memory.journal(version(1)) is None
-    assert memory.recover_encoded() == []
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < memory.limit_bytes <= pages
     assert open_store(None, 5).limit_bytes == 5
@@ -752,164 +732,7 @@ TestRecycling = Recycling.TestCase
 TestRecycling.settings = settings(stateful_step_count=30)
 
 
-# --- journals of keyframes ------------------------------------------------------------------------
-
-
-HEADER_BYTES = 12
-
-
-def begin(store: DiskStore, step: int) -> KeyframeFile:
-    journal = store.journal(version(step))
-    assert isinstance(journal, KeyframeFile)
-    store.flush()
-    return journal
-
-
-def write(journal: KeyframeFile, *chunks: bytes) -> None:
-    """Write a journal, and wait until that is on the disk."""
-    journal.table(b"table")
-    for index, chunk in enumerate(chunks):
-        journal.chunk(index, memoryview(chunk))
-    journal._files.thread.flush()
-
-
-def only(saved: list[SavedKeyframe]) -> SavedKeyframe:
-    (found,) = saved
-    return found
-
-
-def journals(tmp_path: Path) -> list[str]:
-    files = (tmp_path / "version_store").glob("*.keyframe")
-    return sorted(path.name.rsplit("-", 1)[0] for path in files)
-
-
-def test_the_next_process_reads_what_was_written_newest_first(opened: Opened) -> None:
-    store = opened()
-    write(begin(store, 3), b"a" * 100, b"")
-    write(begin(store, 4), b"d")
-    begin(store, 5)
-    saved = opened().recover_encoded()
-    assert [each.version for each in saved] == [version(5), version(4), version(3)]
-    assert list(saved[0].journal.records()) == []
-    assert list(saved[1].journal.records()) == [(None, b"table"), (0, b"d")]
-    assert list(saved[2].journal.records()) == [(None, b"table"), (0, b"a" * 100), (1, b"")]
-
-
-@pytest.mark.parametrize(
-    ("num_torn", "junk", "num_sound"),
-    [
-        (0, b"", 3),
-        (1, b"", 2),
-        (5, b"", 2),
-        (6, b"", 2),
-        (HEADER_BYTES + 5, b"", 2),
-        (0, b"\0" * 100, 3),
-        (0, b"echo\0\0\0\0\xff\xff\xff\xff" + b"x" * 50, 3),
-    ],
-    ids=["whole", "byte", "data", "header", "record", "zeros", "length"],
-)
-def test_a_torn_end_is_cut_off_before_more_is_added(
-    opened: Opened, num_torn: int, junk: bytes, num_sound: int
-) -> None:
-    journal = begin(opened(), 1)
-    write(journal, b"first", b"other")
-    path = journal.path
-    path.write_bytes(path.read_bytes()[: path.stat().st_size - num_torn] + junk)
-    journal = only(opened().recover_encoded()).journal
-    sound = [(None, b"table"), (0, b"first"), (1, b"other")][:num_sound]
-    assert list(journal.records()) == sound
-    journal.open()
-    journal.chunk(2, memoryview(b"third"))
-    again = only(opened().recover_encoded()).journal
-    assert list(again.records()) == [*sound, (2, b"third")]
-
-
-def test_what_was_not_accepted_is_cut_off_with_all_that_follows(opened: Opened) -> None:
-    write(begin(opened(), 1), b"first", b"second", b"third")
-    journal = only(opened().recover_encoded()).journal
-    for index, _ in journal.records():
-        if index == 1:
-            break
-    journal.open()
-    journal.chunk(5, memoryview(b"new"))
-    again = only(opened().recover_encoded()).journal
-    assert [index for index, _ in again.records()] == [None, 0, 5]
-
-
-def test_it_goes_with_its_keyframe(opened: Opened, tmp_path: Path) -> None:
-    store = opened()
-    journal = begin(store, 1)
-    write(journal, b"a" * 100)
-    kept = begin(store, 2)
-    write(kept, b"b" * 50)
-    journal.remove()
-    journal.chunk(1, memoryview(b"late"))  # and no more is written
-    store.flush()
-    assert journals(tmp_path) == ["v2-L1"]
-    # The same keyframe may be fetched anew.
-    write(begin(store, 1), b"a")
-    assert len(opened().recover_encoded()) == 2
-
-
-# --- room ----------------------------------------------------------------------------------------
-
-
-def test_journals_take_what_versions_leave_and_the_oldest_give_way(
-    opened: Opened, tmp_path: Path
-) -> None:
-    store = opened(2 * SIZE)
-    store.create(version(1), b"manifest", SIZE)
-    for step in (2, 3):
-        write(begin(store, step), b"d" * (SIZE // 3))
-    write(begin(store, 4), b"d" * (SIZE // 2))
-    assert journals(tmp_path) == ["v3-L1", "v4-L1"]
-    # A version takes the room of all of them, and is the only thing that may.
-    store.create(version(4), b"manifest", SIZE)
-    store.flush()
-    assert journals(tmp_path) == []
-
-
-def test_one_that_exceeds_the_limit_alone_is_given_up(opened: Opened, tmp_path: Path) -> None:
-    store = opened(SIZE)
-    journal = begin(store, 1)
-    write(journal, b"a" * (SIZE // 2), b"b" * (SIZE // 2), b"c")
-    assert journals(tmp_path) == []
-    assert store._encoded_versions.num_bytes == 0
-
-
-def test_spares_give_way_to_journals(opened: Opened, tmp_path: Path) -> None:
-    store = opened(2 * SIZE)
-    store.create(version(1), b"manifest", SIZE + SIZE // 2)
-    store.drop(version(1))
-    write(begin(store, 2), b"a" * SIZE)
-    assert journals(tmp_path) == ["v2-L1"]
-    assert store._spares == []
-
-
-def test_a_disk_that_cannot_be_written_costs_only_the_recovery(
-    opened: Opened,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    store = opened()
-    journals_of = [begin(store, step) for step in (1, 2)]
-    monkeypatch.setattr("echo.runtime.disk_store.os.writev", lambda *_: 3)
-    for journal in journals_of:
-        write(journal, b"a" * 100)
-    assert journals(tmp_path) == []
-    assert store._encoded_versions.num_bytes == store._encoded_versions.behind_bytes == 0
-    assert caplog.text.count("No space left on device") == 1
-    assert "v1-L1" in caplog.text
-
-
-def test_a_directory_that_is_gone_costs_only_the_recovery(
-    opened: Opened, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = opened()
-    store.directory = store._encoded_versions.directory = tmp_path / "gone"
-    write(begin(store, 1), b"a")
-    assert "cannot be written: No such file" in caplog.text
+# --- formats ------------------------------------------------------------------------------------
 
 
 def test_a_directory_of_another_format_is_refused(tmp_path: Path) -> None:

@@ -58,9 +58,6 @@ class Disk(VersionStore):
         if self._is_full:
             raise OSError(28, "No space left on device")
 
-    def end_patch(self, patch: Patch) -> None:
-        self.told.append("end")
-
     def cancel_patch(self, patch: Patch) -> None:
         self.told.append("cancel")
 
@@ -91,7 +88,7 @@ def test_what_changes_is_written_over_what_the_engine_has() -> None:
     engine = begun(image)
     install_patch(engine, work_on(image, store))
     assert (engine.installed, engine.content, engine.num_patched) == (V2, NEW, 1)
-    assert store.told == ["begin", "end"]
+    assert store.told == ["begin"]
 
 
 @pytest.mark.parametrize("version", [PolicyVersion(1, 0), PolicyVersion(1, 7)])
@@ -100,7 +97,7 @@ def test_an_engine_with_another_version_is_given_the_whole(version: PolicyVersio
     engine = begun(bytearray(8), version)
     install_patch(engine, work_on(image, store))
     assert (engine.installed, engine.content, engine.num_patched) == (V2, NEW, 0)
-    assert store.told == ["begin", "end"]
+    assert store.told == ["begin"]
 
 
 def test_an_engine_with_the_same_version_from_damaged_memory_is_given_the_whole() -> None:
@@ -136,4 +133,4 @@ def test_without_an_engine_a_thread_does_the_same() -> None:
     assert image == OLD
     store = Disk()
     assert not work_on(image, store).run()
-    assert (bytes(image), store.told) == (NEW, ["begin", "end"])
+    assert (bytes(image), store.told) == (NEW, ["begin"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
@@ -30,34 +29,14 @@ MAX_DELIVERIES = 100_000
 """Messages after which a mesh that should have come to rest is going round in circles."""
 
 
-class Pages:
-    """The journal of an encoded version, as a list of records."""
-
-    def __init__(self) -> None:
-        self.records: list[tuple[int | None, bytes]] = []
-        self.is_removed = False
-
-    def table(self, frame: bytes) -> None:
-        self.records.append((None, frame))
-
-    def chunk(self, index: int, data: memoryview) -> None:
-        self.records.append((index, bytes(data)))
-
-    def remove(self) -> None:
-        self.is_removed = True
-
-
 class Rooms(VersionStore):
     """Version stores that refuse to be asked twice, as those that survive a process do."""
 
     def __init__(self) -> None:
         self.live: dict[PolicyVersion, bytes | None] = {}
-        self.past: dict[PolicyVersion, bytes | None] = {}
-        """Manifests of versions whose memory has become a newer one's."""
-        self.undo: dict[PolicyVersion, Patch] = {}
-        """What versions that were written in place have overwritten."""
+        self.marked: set[PolicyVersion] = set()
+        """Versions whose memory is being written in place."""
         self.version_store: dict[PolicyVersion, memoryview] = {}
-        self.journals: dict[PolicyVersion, Pages] = {}
         self.is_full = False
         self.may_block = False
 
@@ -69,40 +48,22 @@ class Rooms(VersionStore):
         storage = self.version_store[version] = memoryview(bytearray(num_bytes))
         return storage
 
-    def journal(self, version: PolicyVersion) -> Pages:
-        assert version not in self.journals or self.journals[version].is_removed
-        self.journals[version] = Pages()
-        return self.journals[version]
-
     def sealed(self, version: PolicyVersion, signed: bytes) -> None:
-        versions = self.live if version in self.live else self.past
-        assert versions[version] is None
-        versions[version] = signed
+        if version in self.live:  # else it has become a newer version
+            assert self.live[version] is None
+            self.live[version] = signed
 
     def begin_patch(self, patch: Patch) -> None:
-        if patch.base in self.live:
-            self.undo[patch.version] = patch
-
-    def end_patch(self, patch: Patch) -> None:
-        assert patch.version in self.undo or patch.base not in self.live
+        self.marked.add(patch.base)
 
     def cancel_patch(self, patch: Patch) -> None:
-        del self.undo[patch.version]
+        self.marked.remove(patch.base)
 
     def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
-        self.past[base] = self.live.pop(base)
+        self.marked.remove(base)
+        del self.live[base]
         self.live[version] = None
         self.version_store[version] = self.version_store.pop(base)
-
-    def take_back(self) -> None:
-        """Do as a store that is opened anew: take back what has no manifest."""
-        for version in sorted(self.undo, reverse=True):
-            base = self.undo[version].base
-            if self.live.get(version, b"") is None:
-                self.undo[version].take_back(self.version_store[version])
-                self.live[base] = self.past.get(base)
-                self.version_store[base] = self.version_store.pop(version)
-                del self.live[version]
 
     def write(self, place: memoryview, data: Frame) -> None:
         place[:] = data
@@ -171,12 +132,11 @@ class Net:
         node.trust.set(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
         self.nodes[name] = node
 
-    def resume(self, name: str, left: Rooms, chance: random.Random) -> None:
-        """Let a node that was started anew find what its former process has left, torn a bit."""
+    def resume(self, name: str, left: Rooms) -> None:
+        """Let a node that was started again find what its former process has left."""
         node, rooms = self.nodes[name], self.rooms[name]
-        left.take_back()
-        whole = [version for version, signed in left.live.items() if signed is not None]
-        for version in sorted(whole, reverse=True)[:KEEP]:
+        found = [v for v, signed in left.live.items() if signed and v not in left.marked]
+        for version in sorted(found, reverse=True)[:KEEP]:
             signed = left.live[version]
             assert signed is not None
             manifest = node.trust.manifest(version, signed)
@@ -188,20 +148,6 @@ class Net:
             )
             rooms.live[version], rooms.version_store[version] = signed, storage
             self.perform(name, node.recover(version, signed, storage, has_chunk, now=self.now))
-        for version, journal in sorted(
-            left.journals.items(), reverse=True, key=lambda each: each[0]
-        ):
-            if journal.is_removed:
-                continue
-            records = journal.records
-            if chance.random() < 0.3:
-                del records[chance.randrange(len(records) + 1) :]
-            if records and chance.random() < 0.3:
-                place = chance.randrange(len(records))
-                records[place] = (records[place][0], bytes(reversed(records[place][1])))
-            encoded = node.trust.rebuild(version, records)
-            encoded.journal = rooms.journals[version] = journal
-            self.perform(name, node.resume(encoded, now=self.now))
 
     def stop(self, name: str) -> None:
         """End a node; its parents and children learn of it."""
@@ -403,12 +349,6 @@ class Net:
                     assert content(image) == image_of(version.step)
             live = set(self.rooms[name].live)
             assert live <= {*node.store, *(version for version, _ in halves)}
-            if name != LEARNER:
-                journals = self.rooms[name].journals
-                kept = {version for version, each in journals.items() if not each.is_removed}
-                assert kept == {
-                    version for version, form in node.encoded_versions if form.base is None
-                }
             item = node.receiver.item
             assert item is None or node.receiver.store.get(item) is not None
             writing = sum(link.writing_bytes for link in node.receiver.links)

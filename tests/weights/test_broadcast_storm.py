@@ -131,7 +131,7 @@ class Storm:
         self.net.start(name)
         self.net.nodes[name].patch_mode = self.chance.choice(self.modes)
         if self.chance.random() < 0.7:
-            self.net.resume(name, left, self.chance)
+            self.net.resume(name, left)
         self.divide(name)
 
     def trouble(self, kind: str, way: tuple[str, str]) -> None:

@@ -22,8 +22,8 @@ from echo.weights.receiver import (
     Offers,
     WriteChunk,
 )
-from echo.weights.store import ItemStore, SavedChunk, Transfer, TrustedManifests
-from echo.wire.actions import Note, Send
+from echo.weights.store import ItemStore, Transfer
+from echo.wire.actions import Send
 from echo.wire.codec import Frame
 from echo.wire.messages import (
     FULL,
@@ -36,13 +36,11 @@ from echo.wire.messages import (
     ItemId,
     Message,
     Segment,
-    Subscribe,
     Waiting,
 )
 from tests.roles.harness import CHUNK_BYTES, PUBLIC_KEY, make_broadcast, message_of
 from tests.weights.encoded_versions import (
     IMAGE_BYTES,
-    coded,
     described,
     encoded_of,
     form_on,
@@ -50,7 +48,7 @@ from tests.weights.encoded_versions import (
     v,
     weights,
 )
-from tests.weights.net import NET_BYTES, Net, Pages, Rooms, image_of, pieces_of, right_chunks, run
+from tests.weights.net import NET_BYTES, Net, Rooms, image_of, pieces_of, right_chunks, run
 
 ANCHOR = Form("keyframe")
 
@@ -631,30 +629,6 @@ def test_a_pause_before_an_item_does_not_count_for_it() -> None:
 # --- what a killed process has left ---------------------------------------------------------------
 
 
-def make_trust(run_id: str = "run") -> TrustedManifests:
-    made = TrustedManifests()
-    made.set(public_key=PUBLIC_KEY, run_id=run_id, max_image_bytes=1 << 20)
-    return made
-
-
-def records_of(step: int, base: int | None = None) -> list[SavedChunk]:
-    """Return the journal of an encoded version that came whole, segment by segment."""
-    records: list[SavedChunk] = []
-    num_chunks = 0
-    for table, frame, payload in coded(step, base):
-        records.append((None, frame))
-        for index in range(table.num_chunks):
-            start = index * table.chunk_bytes
-            chunk = bytes(payload[start : start + table.chunk_bytes])
-            records.append((num_chunks + index, chunk))
-        num_chunks += table.num_chunks
-    return records
-
-
-def held_chunks(encoded: Any) -> list[int]:
-    return [index for index, is_held in enumerate(encoded.has_chunk) if is_held]
-
-
 def resumed_node(*steps: int) -> tuple[Any, Rooms]:
     """Return a node that holds versions whole, and its version stores."""
     rooms = Rooms()
@@ -663,89 +637,6 @@ def resumed_node(*steps: int) -> tuple[Any, Rooms]:
     for step in steps:
         broadcast.publish(*published(step), now=0.0)
     return broadcast, rooms
-
-
-def left_behind(step: int, num_records: int | None = None) -> Any:
-    """Return what is rebuilt of the first records of a journal."""
-    encoded = make_trust().rebuild(v(step), records_of(step)[:num_records])
-    encoded.journal = Pages()
-    return encoded
-
-
-def test_wrong_chunks_are_not_held_and_right_ones_behind_them_are() -> None:
-    (table, first, second, third, *_) = records_of(1, None)
-    assert first[0] is not None
-    wrong: list[SavedChunk] = [
-        (first[0], bytes(reversed(first[1]))),
-        (second[0], second[1][:-1]),
-        (10_000, second[1]),
-        (third[0], first[1]),
-    ]
-    encoded = make_trust().rebuild(v(1), [table, *wrong, third, third, first])
-    assert held_chunks(encoded) == [0, 2]
-    assert encoded.num_held == 2
-    assert [bytes(encoded.chunk(index)) for index in (0, 2)] == [first[1], third[1]]
-
-
-def test_nothing_is_read_behind_a_table_that_the_learner_has_not_signed() -> None:
-    records = records_of(1, None)
-    where = [number for number, (index, _) in enumerate(records) if index is None]
-    bad = [*records]
-    bad[where[1]] = (None, bytes(reversed(records[where[1]][1])))
-    remaining = iter(bad)
-    encoded = make_trust().rebuild(v(1), remaining)
-    assert encoded.num_segments == 1
-    assert held_chunks(encoded) == list(range(where[1] - 1))
-    assert len(list(remaining)) == len(records) - where[1] - 1
-
-
-@pytest.mark.parametrize(
-    ("step", "base", "run_id"), [(2, None, "run"), (1, 0, "run"), (1, None, "another")]
-)
-def test_the_name_of_a_file_is_not_believed(step: int, base: int | None, run_id: str) -> None:
-    encoded = make_trust(run_id).rebuild(v(step), records_of(1, base))
-    assert encoded.num_segments == 0
-
-
-def test_whole_keyframes_of_versions_that_are_here_are_served_again() -> None:
-    broadcast, _ = resumed_node(1, 2)
-    for step in (2, 1):
-        assert broadcast.resume(left_behind(step), now=0.0) == []
-    assert set(broadcast.encoded_versions) == {(v(2), form_on(None)), (v(1), form_on(None))}
-    assert broadcast.receiver.item is None
-    answers = broadcast.receive("c", Subscribe(newest=None), [], now=0.0)
-    (announce,) = [message_of(action.frames) for action in answers]
-    assert isinstance(announce, Announce)
-    assert {offer.version for offer in announce.offers} == {v(1), v(2)}
-
-
-@pytest.mark.parametrize(
-    ("num_records", "here"),
-    [
-        (0, []),  # without a table
-        (8, [1]),  # the version came in another form
-        (8, [2]),  # or was passed
-    ],
-)
-def test_what_is_of_no_use_is_removed(num_records: int, here: list[int]) -> None:
-    broadcast, rooms = resumed_node(*here)
-    encoded = left_behind(1, num_records)
-    (note,) = broadcast.resume(encoded, now=0.0)
-    assert isinstance(note, Note)
-    assert encoded.journal.is_removed
-    assert broadcast.encoded_versions == {}
-    assert rooms.live == {}
-
-
-def test_without_room_for_the_image_it_is_removed() -> None:
-    broadcast, rooms = resumed_node(0)
-    rooms.is_full = True
-    encoded = left_behind(1, 8)
-    (note,) = broadcast.resume(encoded, now=0.0)
-    assert isinstance(note, Note)
-    assert "no space" in note.text
-    assert encoded.journal.is_removed
-    assert broadcast.receiver.item is None
 
 
 def test_an_image_is_taken_though_its_manifest_was_forgotten_while_it_was_hashed() -> None:

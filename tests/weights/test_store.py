@@ -152,7 +152,8 @@ def test_an_image_that_comes_out_of_an_encoded_outlives_it() -> None:
         assert store.add_segment(encoded, table, frame) == ""
         for index in range(first, encoded.num_chunks):
             start = (index - first) * table.chunk_bytes
-            encoded.hold(index, payload[start : start + encoded.chunk_size(index)])
+            encoded.put(index, payload[start : start + encoded.chunk_size(index)])
+            encoded.mark(index)
             for work in store.decodable(encoded, index):
                 assert work.run() == ""
                 is_whole = encoded.decoded(work)
@@ -333,7 +334,8 @@ def test_what_is_taken_for_a_table_is_bounded_by_the_image() -> None:
 def put(
     encoded: EncodedVersion, index: int, data: bytes | memoryview, base: int | None
 ) -> list[DecodeBlock | OpenBlock]:
-    encoded.hold(index, data)
+    encoded.put(index, data)
+    encoded.mark(index)
     return encoded.decodable(index, None if base is None else memoryview(weights(base)))
 
 
@@ -390,7 +392,8 @@ def test_a_wrong_base_is_found_out(base: int | None) -> None:
 def test_a_base_of_another_size_is_found_out() -> None:
     encoded = receiver(3)
     for index, data in enumerate(payloads(encoded)):
-        encoded.hold(index, data)
+        encoded.put(index, data)
+        encoded.mark(index)
     index = encoded.num_chunks - 1
     [*_, last] = encoded.decodable(index, memoryview(weights(0)[:-1]))
     assert "base of its own length" in last.run()

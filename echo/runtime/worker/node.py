@@ -176,7 +176,6 @@ class WorkerParts:
             patch.take_back(work.image)
             work.store.cancel_patch(patch)
             raise
-        work.store.end_patch(patch)
 
 
 def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> None:
