@@ -11,7 +11,6 @@ the learner has no parent and gets its versions from `publish`. A node keeps a *
                               <-  Segment   the tables of an encoded version, as they are signed
                               <-  Chunk     ascending, as soon as the parent holds it, or some
       Credit(bytes)           ->            every quarter of the window
-      Cancel(chunks)          ->            they have come over another link meanwhile
                               <-  Waiting   "I live, but wait for that chunk (or version) myself"
                               <-  Gone      the parent has that item no more
 
@@ -64,7 +63,6 @@ from echo.wire.actions import Action, Work
 from echo.wire.codec import Frame
 from echo.wire.messages import (
     Announce,
-    Cancel,
     Chunk,
     Credit,
     Fetch,
@@ -313,7 +311,7 @@ class Broadcast:
             RemoteProtocolError: if the peer broke a rule; the state is unchanged.
         """
         match message:
-            case Subscribe() | Fetch() | Credit() | Cancel():
+            case Subscribe() | Fetch() | Credit():
                 return [*self._sender.receive(peer, message, now)]
             case Chunk():
                 return self.receiver.take(peer, message, payload, now=now)

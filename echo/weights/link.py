@@ -293,8 +293,6 @@ class StripeLink:
     """Whether chunks are awaited."""
     is_fresh: bool = False
     """Whether nothing has been heard since they were asked for."""
-    helping: set[int] = field(default_factory=set)
-    """Chunks of a slower link that are awaited: this one has all of its own."""
     is_asking: bool = False
     """Whether an answer to Subscribe is awaited."""
     is_waiting: bool = False
@@ -320,7 +318,6 @@ class StripeLink:
         self.longest_gap_s = 0.0
         self.is_silent = self.is_asking = self.is_pulling = self.is_waiting = False
         self.is_denied, self.promised_s = False, 0.0
-        self.helping.clear()
 
     def begin(self, *, now: float) -> int:
         """Note that chunks are asked for; return the credit to give with it.
@@ -329,7 +326,6 @@ class StripeLink:
         """
         self.window = self.window or self.first_window_bytes
         self.unspent_bytes = 0
-        self.helping.clear()
         self.is_pulling, self.is_fresh, self.is_waiting = True, True, False
         self.progress_at, self.promised_s = now, 0.0
         self.rate.pause()
@@ -383,7 +379,6 @@ class StripeLink:
     def finish(self) -> None:
         """Note that nothing more is awaited of the item."""
         self.is_pulling = self.is_silent = self.is_waiting = False
-        self.helping.clear()
         self.rate.pause()
 
     def patience_s(self, chunk_bytes: int) -> float:

@@ -38,14 +38,6 @@ replaces; what lies beside them nobody has looked at since. So when the seal of 
 its chunks are hashed, some at a time and at most AUDIT_SHARE of the time. Memory that turns out to
 be damaged is given up with every version in it, and the newest is fetched whole.
 
-**Endgame.** A plan is made of estimates, so some stripes come later than others. A link that has
-all of its own chunks helps the slowest one: it asks its parent for the last of those chunks, so
-many that both links are done at the same time. They remain the slow link's as well, and the other
-of the two parents is told not to send what has come (`Cancel`): a chunk comes twice only where both
-have sent it by then. So a parent that cannot help, since it lacks these chunks itself, costs
-nothing and is not to blame. On links of paper, with uplinks that are 30 % off, unequal fleets came
-from .59, .67 and .57 of the fluid optimum to .73, .76 and .78 by it (bench/bench_uplink_errors.py).
-
 **Timeout.** A link that is silent for too long (`link.py` says how long) is left for its spare;
 without one its parent is asked once more, and left at the second silence. A parent that waits
 itself says so again and again, and is not silent: the fault may lie far above it. But offers are
@@ -91,7 +83,6 @@ from echo.wire.codec import Frame, encode
 from echo.wire.messages import (
     FULL,
     Announce,
-    Cancel,
     Chunk,
     Credit,
     Fetch,
@@ -277,11 +268,6 @@ class StripeLinks:
         """Return the link whose parent is `peer`."""
         return next((link for link in self.all if link.peer == peer), None)
 
-    def others(self, link: StripeLink) -> list[StripeLink]:
-        """Return the links that have other parents."""
-        stripe = link.index % self._num_stripes
-        return [each for each in self.all if each.index % self._num_stripes != stripe]
-
     def finish(self) -> None:
         """Note that nothing more is awaited of the item, in any link; another may follow."""
         for link in self.all:
@@ -320,17 +306,6 @@ class StripeLinks:
         """Return the links that have been silent for too long."""
         deadlines = [(link, self._deadline(link, chunk_bytes)) for link in self.all]
         return [link for link, at in deadlines if at is not None and now >= at]
-
-
-def runs_of(places: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Return the half-open runs of ascending numbers."""
-    runs: list[tuple[int, int]] = []
-    for place in places:
-        if runs and runs[-1][1] == place:
-            runs[-1] = runs[-1][0], place + 1
-        else:
-            runs.append((place, place + 1))
-    return tuple(runs)
 
 
 # --- writing chunks -------------------------------------------------------------------------------
@@ -459,7 +434,7 @@ class Watchdog:
     def lives(self, link: StripeLink, *, now: float) -> None:
         """Note that a parent lives, though it may have brought nothing new."""
         link.lives(now=now)
-        if link.peer is not None and not link.helping:
+        if link.peer is not None:
             self._waits.setdefault(link.peer, now)
 
     def came(self, link: StripeLink, *, now: float) -> None:
@@ -520,9 +495,6 @@ class Watchdog:
         again = []
         for link in self._links.silent(chunk_bytes, now=now):
             if link in left:
-                continue
-            if link.helping:  # its parent may lack them: they are another one's to bring
-                link.finish()
                 continue
             if not link.is_silent and not link.has_spare:
                 link.is_silent, link.progress_at = True, now
@@ -603,9 +575,6 @@ class Audit:
 # --- receiver -------------------------------------------------------------------------------------
 
 
-HELP_AFTER_S, HELP_SHARE = 0.5, 0.1
-"""A link helps one whose last chunks would take longer than this, and than this share of the time
-that the item has taken so far: by less the links of a good plan differ, too."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 """Between two tries to find space; it doubles each time."""
 RELEASE_PAUSE_S = 0.2
@@ -632,8 +601,6 @@ class Receiver:
         self.trust = TrustedManifests()
         self._early = EarlyChunks()
         """Of the item that is being fetched."""
-        self._began_at = 0.0
-        """When its fetch began."""
         self._node_id = node_id
         self._stall_s, self._retired_at = stall_s, 0.0
         self._retry_at: float | None = None
@@ -827,7 +794,7 @@ class Receiver:
         self._early.clear()
         self.links.finish()
         self.rate.pause()
-        self.item, self._began_at = item_id, now
+        self.item = item_id
         halves = self.store.begun_otherwise(item_id)
         actions = [action for half in halves for action in self.sender.drop(half, now=now)]
         try:
@@ -1081,8 +1048,6 @@ class Receiver:
             self.watchdog.came(link, now=now)
         held = [work.index for work in right]
         yield from self.sender.forward(item_id, held, now)
-        if item_id == self.item and any(each.helping for each in self.links):
-            yield from self._end_help(link, item, held, now)
         yield from self._give_credit(link, sum(len(work.data) for work in right), now)
         if isinstance(item, EncodedVersion):
             for index in held:
@@ -1100,70 +1065,12 @@ class Receiver:
             return []
         if not self._is_missing(link, item):
             link.finish()
-            return self._help(link, now)
+            return []
         if not taken or link.peer is None:
             return []
         version, form = self.item
         given = Credit(version=version, form=form, credit_bytes=credit, taken_bytes=taken)
         return [self._send(link.peer, given)]
-
-    # --- endgame ---------------------------------------------------------------------------------
-
-    def _help(self, link: StripeLink, now: float) -> list[Action]:
-        """Have a link that has all of its own chunks ask for the last ones of the slowest."""
-        item = self._present
-        if item is None or item.is_open or link.peer is None:
-            return []
-        chunk_bytes, own = self.store.chunk_bytes(self.item), link.rate.bytes_per_s
-        late_s = max(HELP_AFTER_S, HELP_SHARE * (now - self._began_at))
-        late, slow, share = list[int](), own, (0, 1)
-        for other in self.links.others(link):
-            chunks, rate = self._late(other, item, chunk_bytes), other.rate.bytes_per_s or own
-            if chunks and rate and len(chunks) * chunk_bytes > late_s * rate:
-                late_s, late, slow = len(chunks) * chunk_bytes / rate, chunks, rate
-                share = self.links.share(other) or share
-        if not late or not own or not slow:
-            return []
-        # So that both are done at the same time; and no more at once than the link carries.
-        count = min(round(len(late) * own / (own + slow)), link.window // chunk_bytes)
-        batch = late[-max(1, count) :]
-        credit = link.begin(now=now)
-        link.helping.update(batch)
-        ranges = runs_of(index // share[1] for index in batch)
-        return [self._fetch(link, item, ranges, share, credit_bytes=credit, is_help=True)]
-
-    def _late(self, link: StripeLink, item: Chunked, chunk_bytes: int) -> list[int]:
-        """Return the chunks of a link that are not on their way over any link yet, ascending."""
-        share = self.links.share(link)
-        if share is None or not link.is_pulling or link.helping:
-            return []
-        lacking = [
-            share[0] + place * share[1]
-            for start, stop in item.missing(*share)
-            for place in range(start, stop)
-        ]
-        helped = {index for other in self.links for index in other.helping}
-        num_asked = max(1, link.window // chunk_bytes)
-        return [index for index in lacking[num_asked:] if index not in helped]
-
-    def _end_help(
-        self, link: StripeLink | None, item: Chunked, held: Sequence[int], now: float
-    ) -> Iterator[Action]:
-        """Tell the other parent that was asked for chunks that have come over a link."""
-        assert self.item is not None
-        version, form = self.item
-        able = self.links.able
-        for helper in [each for each in self.links if each.helping]:
-            come = helper.helping.intersection(held)
-            helper.helping -= come
-            other = able[min(come, default=0) % len(able)] if helper is link else helper
-            if not come or other is link or other.peer is None or not other.is_pulling:
-                continue
-            cancel = Cancel(version=version, form=form, chunks=tuple(sorted(come)))
-            yield self._send(other.peer, cancel)
-            if not self._is_missing(other, item):
-                other.finish()
-                yield from self._help(other, now)
 
     def _refuse_chunk(self, work: WriteChunk, now: float) -> list[Action | ParentFailed]:
         """Ask again for a chunk that is wrong, or leave the parent that sends such."""
@@ -1303,7 +1210,6 @@ class Receiver:
         share: tuple[int, int],
         *,
         credit_bytes: int,
-        is_help: bool = False,
     ) -> Send:
         """Return the Fetch of some of the item's places."""
         assert self.item is not None
@@ -1317,7 +1223,6 @@ class Receiver:
             link=share[0],
             num_links=share[1],
             num_segments=item.num_segments if isinstance(item, EncodedVersion) else 0,
-            is_help=is_help,
         )
         return self._send(link.peer, fetch)
 
@@ -1326,7 +1231,7 @@ class Receiver:
         share = self.links.share(link)
         if share is None:
             return False
-        return item.is_missing(*share) or any(item.lacks(index) for index in link.helping)
+        return item.is_missing(*share)
 
     def _send(self, peer: str, message: Message) -> Send:
         return Send(peer, encode(message, [], source=self._node_id))

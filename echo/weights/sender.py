@@ -11,8 +11,6 @@ credit reaches and as soon as a chunk is held.
   slower than its link, is not waited for; nor is one that waits for a chunk which is not here. The
   time in which a child was held back does not count for its rate, or all siblings would seem to be
   as slow as the slowest.
-* **Help.** What a child wants only because another of its links is slow (`receiver.py`) is sent
-  when nobody wants anything that is here as its own: who is not waited for makes nobody wait.
 * **Together.** Chunks that take a child less than TOGETHER_S go in one message, each in a frame of
   its own: on a fast link what a message costs beside its bytes is most of what Python does. On a
   slow one each goes alone, so that the child can pass it on when it is there.
@@ -46,7 +44,6 @@ from echo.wire.messages import (
     FULL,
     OPEN_END,
     Announce,
-    Cancel,
     Chunk,
     Credit,
     Fetch,
@@ -144,8 +141,6 @@ class Child:
     fetching: ItemId | None = None
     awaiting: ItemId | None = None
     """What it asked for before it was known here."""
-    is_help: bool = False
-    """Whether another of its links is to bring the same, so that no sibling waits for it."""
     link: int = 0
     num_links: int = 1
     ranges: tuple[tuple[int, int], ...] = ()
@@ -182,14 +177,12 @@ class Child:
         """Return whether it fetches chunks of an item that another child fetches as well."""
         common = math.gcd(self.num_links, other.num_links)
         is_same_item = self.fetching is not None and self.fetching == other.fetching
-        are_own = not (self.is_help or other.is_help)
-        return is_same_item and are_own and (self.link - other.link) % common == 0
+        return is_same_item and (self.link - other.link) % common == 0
 
     def begin(self, message: Fetch, *, now: float) -> None:
         """Take down what it asks for, which is here or on its way."""
         self.fetching = (message.version, message.form)
         self.link, self.num_links, self.ranges = message.link, message.num_links, message.ranges
-        self.is_help = message.is_help
         self.num_segments, self.credit_bytes = message.num_segments, 0
         self.give(message.credit_bytes)
         self.acked_at = self.told_waiting_at = now
@@ -291,9 +284,7 @@ class Sender:
 
     # --- messages --------------------------------------------------------------------------------
 
-    def receive(
-        self, peer: str, message: Subscribe | Fetch | Credit | Cancel, now: float
-    ) -> list[Action]:
+    def receive(self, peer: str, message: Subscribe | Fetch | Credit, now: float) -> list[Action]:
         """Handle one message of a child.
 
         Raises:
@@ -302,8 +293,6 @@ class Sender:
         child = self.children.get(peer)
         if isinstance(message, Credit):
             return self._on_credit(peer, child, message, now)
-        if isinstance(message, Cancel):
-            return self._on_cancel(peer, child, message, now)
         child = self.children.setdefault(peer, Child()) if child is None else child
         child.heard_at, child.unanswered_since = now, None
         if isinstance(message, Fetch):
@@ -348,7 +337,7 @@ class Sender:
         child.lead = min((other.lead for _, other in self._siblings(peer, child)), default=0)
         child.grow(item)
         actions = self._segments(peer, child, item) if isinstance(item, EncodedVersion) else []
-        if sent := [*self._serve(peer, child, now), *self._help(now)]:
+        if sent := self._serve(peer, child, now):
             return actions + sent
         return [*actions, self._send(peer, Waiting(version=message.version, form=message.form))]
 
@@ -376,17 +365,7 @@ class Sender:
         child.acked_at = now
         sent = self._serve(peer, child, now)
         self._note_load(now)
-        return [*sent, *self._help(now)]
-
-    def _on_cancel(
-        self, peer: str, child: Child | None, message: Cancel, now: float
-    ) -> list[Action]:
-        if child is None or child.fetching != (message.version, message.form):
-            return []
-        child.wanted = deque(index for index in child.wanted if index not in message.chunks)
-        if not child.wanted and not child.is_open:
-            child.stop(now)
-        return [*self._serve(peer, child, now), *self._help(now)]
+        return sent
 
     def _note_load(self, now: float) -> None:
         """Tell the estimate how many children have been sent all that is here.
@@ -396,8 +375,6 @@ class Sender:
         if not self.children and self.rate.is_paused:
             return
         fetching = [child for child in self.children.values() if child.fetching is not None]
-        # What helps may wait for long, and says nothing of the uplink.
-        fetching = [child for child in fetching if not child.is_help] or fetching
         num_waiting = sum(map(self._lacks_next, fetching))
         share = num_waiting / len(fetching) if len(fetching) > 1 else 1.0
         self.rate.wait(share, now=now)
@@ -415,7 +392,7 @@ class Sender:
     def _serve(self, peer: str, child: Child, now: float) -> list[Action]:
         """Send what the child may have, and then what its siblings may have because of it."""
         actions: list[Action] = []
-        if child.fetching is None or child.is_help:
+        if child.fetching is None:
             return actions
         siblings = self._siblings(peer, child)
         if not siblings or len(siblings) > MAX_SIBLINGS:
@@ -457,21 +434,6 @@ class Sender:
         leads = [child.lead for child in members if rates.get(id(child), median) >= 0.5 * median]
         reach = MAX_LEAD_CHUNKS * max(child.num_links for child in members) if leads else 0
         return min(leads) + reach if leads else None
-
-    def _help(self, now: float) -> list[Action]:
-        """Send what is wanted as help, once nobody wants anything that is here as its own."""
-        helped = [each for each in self.children.items() if each[1].is_help and each[1].fetching]
-        if not helped or any(self._is_served(child) for child in self.children.values()):
-            return []
-        return [
-            action for peer, child in helped for action in self._send_chunks(peer, child, None, now)
-        ]
-
-    def _is_served(self, child: Child) -> bool:
-        """Return whether a child wants something as its own that is here."""
-        if child.fetching is None or child.is_help or not child.wanted:
-            return False
-        return not self._lacks_next(child)
 
     def _send_chunks(self, peer: str, child: Child, limit: int | None, now: float) -> list[Action]:
         """Send what one child wants, holds credit for, and this node has, in order."""
@@ -526,7 +488,7 @@ class Sender:
             for action in self._serve(peer, child, now)
         ]
         self._note_load(now)
-        return [*actions, *self._help(now)]
+        return actions
 
     def extend(self, item: ItemId, now: float) -> list[Action]:
         """Pass on a segment that has just been added, and with it what is held of its chunks."""

@@ -282,10 +282,6 @@ class Chunked(abc.ABC):
                 has_chunk[index] = 1
         return has_chunk[link::num_links] if num_links > 1 else has_chunk
 
-    def lacks(self, index: int) -> bool:
-        """Return whether a chunk has not come."""
-        return not self.has_chunk[index] and index not in self.writing
-
     def is_missing(self, link: int = 0, num_links: int = 1) -> bool:
         """Return whether a link lacks a chunk, or may be given more."""
         has_chunk = self._come(link, num_links)

@@ -14,7 +14,7 @@ are two kinds:
 
 Who may send what:
 
-    any node  -> its parent    Greet, Probe, ProbeAck, Subscribe, Fetch, Credit, Cancel
+    any node  -> its parent    Greet, Probe, ProbeAck, Subscribe, Fetch, Credit
     parent    -> its child     Greeted, Probe, ProbeAck, Announce, Segment, Chunk, Waiting, Gone
     node      -> learner       Hello, AssetRequest, Ready, Heartbeat, Deliver, Partial, Failed,
                                Goodbye
@@ -167,8 +167,6 @@ class Fetch(Message, frozen=True):
     num_links: StripeIndex = 1
     num_segments: Place = 0
     """Segments of the encoded version that the child has; it is sent those that follow."""
-    is_help: bool = False
-    """Whether another link of the child is to bring them as well, and nobody waits for this one."""
 
 
 class Credit(Message, frozen=True):
@@ -179,14 +177,6 @@ class Credit(Message, frozen=True):
     form: Form = FULL
     taken_bytes: Size = 0
     """Since the last Credit; they show the rate of the uplink."""
-
-
-class Cancel(Message, frozen=True):
-    """Child to parent: these chunks have come over another link; do not send them any more."""
-
-    version: PolicyVersion
-    chunks: Annotated[tuple[Place, ...], Meta(max_length=MAX_CHUNKS)]
-    form: Form = FULL
 
 
 class Segment(Message, frozen=True):
@@ -228,7 +218,7 @@ Names = Annotated[dict[Word, Word], Meta(max_length=MAX_NAMES)]
 Counts = Annotated[dict[Word, Count], Meta(max_length=MAX_NAMES)]
 FileSize = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """Raised by every change that an older node would misunderstand."""
 
 LEARNER_ID = "learner"
@@ -575,7 +565,6 @@ LINK_MESSAGES = (
     | Announce
     | Fetch
     | Credit
-    | Cancel
     | Segment
     | Chunk
     | Waiting

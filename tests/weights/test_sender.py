@@ -18,7 +18,6 @@ from echo.wire.messages import (
     FULL,
     OPEN_END,
     Announce,
-    Cancel,
     Chunk,
     Credit,
     Fetch,
@@ -486,59 +485,3 @@ def test_a_child_that_knows_more_of_an_encoded_gets_only_what_it_asked_for(num_l
         wanted = [p * num_links for p in places if p * num_links < end]
         assert chunks(actions, "c") == wanted
         assert [m.index for _, m in say(actions) if isinstance(m, Segment)] == [2][known - 2 :]
-
-
-# --- help: chunks that another link is to bring as well ------------------------------------------
-
-
-def test_nobody_waits_for_a_child_that_another_link_helps() -> None:
-    serving = make(num_held=NUM_CHUNKS)
-    fetch(serving, "helped", credit_bytes=CHUNK_BYTES, is_help=True)
-    sent = chunks(fetch(serving, "own"), "own")
-    serving_alone = make(num_held=NUM_CHUNKS)
-    assert sent == chunks(fetch(serving_alone, "own"), "own")
-
-
-def test_cancelled_chunks_are_not_sent_and_hold_up_no_others() -> None:
-    serving = make(num_held=4)
-    fetch(serving, "b", ranges=((4, 8),))  # none is here
-    hold(serving, 5)
-    cancel = Cancel(version=v(1), chunks=(4, 6))
-    assert chunks(serving.receive("b", cancel, 0.0), "b") == [5]
-    assert chunks(hold(serving, 6), "b") == []
-    assert chunks(hold(serving, 7), "b") == [7]
-    assert serving.children["b"].fetching is None
-    assert serving.receive("b", cancel, 0.0) == []
-    assert serving.receive("stranger", cancel, 0.0) == []
-
-
-def test_help_that_waits_for_what_is_not_here_says_nothing_of_the_uplink() -> None:
-    serving = make(num_held=NUM_CHUNKS - 1)
-    for peer in "bc":
-        fetch(serving, peer, credit_bytes=CHUNK_BYTES)
-    for peer in "def":
-        fetch(serving, peer, ranges=((NUM_CHUNKS - 1, NUM_CHUNKS),), is_help=True)
-    for second in range(8):
-        for peer in "bc":
-            acknowledge(serving, peer, 1, float(second), more=1)
-    assert serving.rate.is_measured
-
-
-def test_help_waits_until_all_have_what_is_theirs() -> None:
-    serving = make(num_held=NUM_CHUNKS)
-    assert chunks(fetch(serving, "own", credit_bytes=2 * CHUNK_BYTES), "own") == [0, 1]
-    helped = fetch(serving, "helped", ranges=((NUM_CHUNKS - 1, NUM_CHUNKS),), is_help=True)
-    assert chunks(helped, "helped") == []
-    told = credit(serving, "own", NUM_CHUNKS - 3, 0.1)
-    assert chunks(told, "helped") == []
-    told = credit(serving, "own", 1, 0.2)
-    assert (chunks(told, "own"), chunks(told, "helped")) == ([NUM_CHUNKS - 1], [NUM_CHUNKS - 1])
-
-
-def test_help_goes_on_where_others_wait_for_what_is_not_here() -> None:
-    serving = make(num_held=2)
-    fetch(serving, "own")
-    helped = fetch(serving, "helped", ranges=((0, 1), (2, 3)), is_help=True)
-    assert chunks(helped, "helped") == [0]
-    told = hold(serving, 2)
-    assert (chunks(told, "own"), chunks(told, "helped")) == ([2], [2])
