@@ -1,12 +1,13 @@
 """Count which of two equal workers makes the first groups, and time the first step.
 
-    python bench/bench_shares.py [--runs 5] [--before COMMIT]
+    python bench/bench_shares.py [--runs 5] [--before COMMIT] [--max-staleness 0]
     python bench/bench_shares.py --quick                 one run, writes nothing
 
 A learner and two workers talk over loopback (nodes/timed_node.py): only the groups of the workers
 take a given time. The first leases are those of all batches that the bound on staleness allows.
 The worker that joins first has places for them all. Both start together, so the other joins before
-the first group is done: all of them at once take a worker several times --group-s.
+the first group is done: all of them at once take a worker several times --group-s. With a bound of
+0 all of the first leases are the first batch.
 """
 
 from __future__ import annotations
@@ -26,11 +27,10 @@ from echo.core.records import Granted
 from echo.engine.model import build_model, save_tiny_model
 from echo.records.ledger import Accepted, Trained, read_records
 
-GROUPS, SIZE, TOKENS, SLOTS = 4, 4, 16, 2
-"""Groups of a step, rollouts of a group, and groups that a worker samples at full speed."""
-MAX_STALENESS = 2
-FIRST = range((MAX_STALENESS + 1) * GROUPS)
+FIRST = range(12)
 """The groups that are leased before anything is accepted."""
+SIZE, TOKENS, SLOTS = 4, 16, 2
+"""Rollouts of a group, tokens of each, and groups that a worker samples at full speed."""
 WORKERS = ("w1", "w2")
 
 
@@ -38,6 +38,7 @@ def main() -> None:
     parser = harness.new_parser(__doc__)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--group-s", type=float, default=10.0, help="that a worker needs for one")
+    parser.add_argument("--max-staleness", type=int, default=2, choices=[0, 1, 2, 3, 5])
     parser.add_argument("--before", metavar="COMMIT", help="measure this one beside ours, in turns")
     arguments = harness.parse(parser, runs=1, group_s=3.0)
     runs: dict[str, list[dict[str, Any]]] = {}
@@ -50,9 +51,10 @@ def main() -> None:
     rows = [{"side": side, **summary(found)} for side, found in runs.items()]
     for row in rows:
         print(json.dumps(row), flush=True)
-    options = {"groups_per_step": GROUPS, "max_staleness": MAX_STALENESS, "slots": SLOTS}
+    options = {"first_leases": len(FIRST), "group_size": SIZE, "slots": SLOTS}
     result = {"options": options | vars(arguments), "rows": rows, "settings": runs}
-    print(f"wrote {harness.save('shares', result)}")
+    name = f"shares_s{arguments.max_staleness}"
+    print(f"wrote {harness.save(name, result)}")
 
 
 def run(tree: Path, where: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -66,11 +68,11 @@ def run(tree: Path, where: Path, arguments: argparse.Namespace) -> dict[str, Any
         lambda _: timed,
         within_s=300 + 4 * len(FIRST) * arguments.group_s,
         tree=tree,
-        steps=MAX_STALENESS + 1,
+        steps=arguments.max_staleness + 1,
         tokens=TOKENS,
-        max_staleness=MAX_STALENESS,
+        max_staleness=arguments.max_staleness,
         group_size=SIZE,
-        groups_per_step=GROUPS,
+        groups_per_step=len(FIRST) // (arguments.max_staleness + 1),
         max_concurrent_rollouts=len(FIRST) * SIZE,
         dead_after_s=20,
     )
