@@ -18,7 +18,6 @@ import random
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -223,9 +222,6 @@ class TimedEngine(Engine):
         with self._lock:
             self._arrived = tensors, version
 
-    def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[None]:
-        raise NotImplementedError("no run asks for it")
-
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
         return self.setting.num_rows
 
@@ -238,8 +234,7 @@ class TimedEngine(Engine):
         sampling: Sampling,
         watcher: Watcher = NOBODY,
         *,
-        min_version: PolicyVersion | None = None,
-        exact_version: PolicyVersion | None = None,
+        version: PolicyVersion | None = None,
     ) -> list[Completion]:
         call = Call(watcher)
         call.rows = [Row(call, request) for request in requests]

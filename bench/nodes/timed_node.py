@@ -13,7 +13,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +76,6 @@ class TimedEngine(Engine):
         for completion in completions if is_whole else ():
             watcher.on_completion(completion)
         return completions
-
-    def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[None]:
-        raise NotImplementedError("no run asks for it")
 
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
         return 1 << 20

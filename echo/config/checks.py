@@ -119,8 +119,8 @@ def _check_exact_version(config: Config) -> Iterator[Problem]:
         text = f"must be 1 with {key}: what a stop leaves unfinished would begin anew each time"
         yield _problem(text, "rollout.over_submission", key)
     if config.agent.listen is not None:
-        text = "cannot be with agent.listen, newer weights would wait for as long as agents like"
-        yield _problem(f"{text}; they may ask for exact_version themselves", key, "agent.listen")
+        text = "cannot be with agent.listen: newer weights would wait for as long as agents like"
+        yield _problem(text, key, "agent.listen")
     if rollout.stale_tokens != "keep":
         text = f"has no use with {key}, where no group has tokens of several versions"
         yield _problem(text, "rollout.stale_tokens", key, is_idle=True)

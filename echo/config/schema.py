@@ -378,7 +378,7 @@ class RolloutSection(Section):
     stale_tokens: Inherited[Literal["keep", "mask", "drop"]] = "keep"
     """Tokens of older versions in a continued rollout: train on them, mask them, begin anew."""
     exact_version: Inherited[bool] = False
-    """Sample each group by one version alone: newer weights wait until what has begun is whole."""
+    """Sample each group by one version alone: newer weights wait until running groups are whole."""
     partial_ship_s: Inherited[OptionalSeconds] = Field(default=30.0, ge=1)
     """Seconds between copies of unfinished rollouts to disk and learner; false: when leaving."""
 

@@ -23,7 +23,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -264,8 +264,7 @@ class Engine(abc.ABC):
         sampling: Sampling,
         watcher: Watcher = NOBODY,
         *,
-        min_version: PolicyVersion | None = None,
-        exact_version: PolicyVersion | None = None,
+        version: PolicyVersion | None = None,
     ) -> list[Completion]:
         """Sample one completion for each request, in their order.
 
@@ -274,9 +273,9 @@ class Engine(abc.ABC):
                 it runs out all the same, the batches become smaller, and stay so.
             sampling: how.
             watcher: told what comes, and asked whether to stop.
-            min_version: sample from this version or newer ones.
-            exact_version: sample every token from this version; `load` waits meanwhile, unless
-                there is room for several.
+            version: the version that samples; None for the newest. An engine that holds several
+                keeps it loaded meanwhile. In one that holds a single version a `load` takes over
+                in flight: a caller that wants one version only loads nothing meanwhile.
 
         Raises:
             EngineError: before any work if a prompt does not fit the model; and if memory does
@@ -284,15 +283,13 @@ class Engine(abc.ABC):
             VersionError: before any work if the version is not installed.
         """
 
-    @abc.abstractmethod
-    def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[object]:
-        """Keep a version over several calls of `generate`, as one with `exact_version` does.
-
-        A single version stays the one that samples. Of several ones each call still has to name it.
+    def holding(self, version: PolicyVersion) -> AbstractContextManager[object]:
+        """Keep one of several versions loaded over several calls of `generate` that name it.
 
         Raises:
             VersionError: on entry, if the version is not installed.
         """
+        return nullcontext()
 
     @abc.abstractmethod
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
@@ -392,26 +389,20 @@ class Concurrency:
         return {COUNT: number} if number else {}
 
 
-# --- version barrier ------------------------------------------------------------------------------
-#
-# A request may ask for at least, or for exactly, some version. It is honoured or refused, never
-# served by another: while requests that want exactly the installed version run, a swap waits; while
-# a swap waits, no more of them begin.
+# --- one version at a time ------------------------------------------------------------------------
 
 
 class VersionError(EngineError):
     """A request wants a version that is not installed."""
 
 
-class VersionBarrier:
-    """Which version is installed, and who may change or rely on it; for use by many threads."""
+class InstalledVersion:
+    """The one version that is installed; for use by many threads."""
 
     def __init__(self) -> None:
         """Start with nothing installed."""
-        self._changed = threading.Condition()
+        self._swap = threading.Lock()
         self._installed: PolicyVersion | None = None
-        self._is_swapping = False
-        self._num_exact = 0
 
     @property
     def installed(self) -> PolicyVersion | None:
@@ -424,53 +415,28 @@ class VersionBarrier:
 
     @contextmanager
     def swap(self, version: PolicyVersion) -> Iterator[None]:
-        """Hold the barrier while `version` is installed; it counts unless the body raises."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_swapping)
-            self._is_swapping = True
-            self._changed.wait_for(lambda: not self._num_exact)
-        try:
+        """Let the body install `version`, one at a time; it counts unless the body raises."""
+        with self._swap:
             yield
             self._installed = version
-        finally:
-            with self._changed:
-                self._is_swapping = False
-                self._changed.notify_all()
 
     @contextmanager
-    def request(
-        self, min_version: PolicyVersion | None, exact_version: PolicyVersion | None
-    ) -> Iterator[None]:
-        """Hold the barrier, where an exact version is wanted, while a request runs.
+    def request(self, version: PolicyVersion | None) -> Iterator[None]:
+        """Check the version that a request names.
 
         Raises:
             EngineError: if nothing is installed at all.
             VersionError: if another version is installed than is wanted.
         """
-        with self._changed:
-            if exact_version is not None or min_version is not None:
-                self._changed.wait_for(lambda: not self._is_swapping)
-            _check(self._installed, min_version, exact_version)
-            self._num_exact += exact_version is not None
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_exact -= exact_version is not None
-                self._changed.notify_all()
+        _check(self._installed, version)
+        yield
 
 
-def _check(
-    installed: PolicyVersion | None,
-    min_version: PolicyVersion | None,
-    exact_version: PolicyVersion | None,
-) -> None:
+def _check(installed: PolicyVersion | None, wanted: PolicyVersion | None) -> None:
     if installed is None:
         raise EngineError("no weights are loaded; call load() before generate()")
-    if exact_version is not None and installed != exact_version:
-        raise VersionError(f"exactly {exact_version} is wanted, {installed} is installed")
-    if min_version is not None and installed < min_version:
-        raise VersionError(f"at least {min_version} is wanted, {installed} is installed")
+    if wanted is not None and installed != wanted:
+        raise VersionError(f"{wanted} is wanted, {installed} is installed")
 
 
 # --- versions side by side ------------------------------------------------------------------------
@@ -546,17 +512,15 @@ class VersionSlots:
             return None
 
     @contextmanager
-    def request(
-        self, min_version: PolicyVersion | None, exact_version: PolicyVersion | None
-    ) -> Iterator[VersionSlot]:
-        """Yield the slot of the newest version, or of the exact one, and keep it meanwhile.
+    def request(self, version: PolicyVersion | None) -> Iterator[VersionSlot]:
+        """Yield the slot of a version, or of the newest one, and keep it meanwhile.
 
         Raises:
             EngineError: if nothing is loaded at all.
             VersionError: if what is wanted is not loaded.
         """
         with self._changed:
-            slot = self._find(min_version, exact_version)
+            slot = self._find(version)
             slot.num_calls += 1
         try:
             yield slot
@@ -565,9 +529,7 @@ class VersionSlots:
                 slot.num_calls -= 1
                 self._changed.notify_all()
 
-    def _find(
-        self, min_version: PolicyVersion | None, exact_version: PolicyVersion | None
-    ) -> VersionSlot:
-        slots = [s for s in self._slots if s.version == exact_version] or self._slots
-        _check(slots[-1].version if slots else None, min_version, exact_version)
+    def _find(self, version: PolicyVersion | None) -> VersionSlot:
+        slots = [slot for slot in self._slots if slot.version == version] or self._slots
+        _check(slots[-1].version if slots else None, version)
         return slots[-1]

@@ -120,8 +120,6 @@ class LeaseRecord:
     """Groups that its worker held when it was granted, itself included."""
     min_version: PolicyVersion | None = None
     """The oldest version to sample it under."""
-    exact_version: PolicyVersion | None = None
-    """The only version to sample it under."""
     copy_of: int | None = None
     """The attempt that it repeats elsewhere, with the same seed (`leases/dispatch.py`)."""
     reclaimed_for: str = ""

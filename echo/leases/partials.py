@@ -55,7 +55,7 @@ from echo.wire.messages import Grant, Heartbeat, Lease, LeaseState, Message
 #   "mask" masks them once the rollout is finished, so that only what its newest version sampled is
 #   trained on; "drop" has every unfinished member begin anew under the present weights.
 # * A finished member without one token to train on begins anew: a group must not lose a member.
-# * Where a lease wants an exact version, what another one has sampled for it begins anew.
+# * Where one version alone may sample a group, a member of another version begins anew.
 #
 # Each segment has a seed of its own: with the old one the random choices would repeat themselves.
 
@@ -127,6 +127,9 @@ class PartialRules:
     over_submission: float = 1.0
     """Groups in the engine for each that is waited for, at least 1."""
     stale_tokens: StaleTokens = "keep"
+    one_version: bool = False
+    """Whether one version alone samples each group: an engine that holds one version gets newer
+    weights once the groups in it are whole."""
     max_age: int = 1 << 30
     """Steps that a token may be old when its rollout is continued."""
     ship_s: float | None = 30.0
@@ -152,13 +155,13 @@ def apply_staleness_policy(
     step: int,
     installed: PolicyVersion,
     lineages: Sequence[Lineage],
-    exact_version: PolicyVersion | None = None,
+    only_version: PolicyVersion | None = None,
 ) -> FreshPartials:
     """Return members as they may be continued now; see the rules above.
 
     Args:
         members: of one group.
-        exact_version: the only one that may have sampled any of it; None for any.
+        only_version: the only one that may have sampled any of it; None for any.
         stale_tokens: what becomes of old tokens.
         max_age: steps that a token may be old; at most the bound on staleness.
         step: optimizer steps that the learner has done, as far as is known here.
@@ -169,7 +172,7 @@ def apply_staleness_policy(
     num_masked = num_dropped = 0
     for member in members:
         fresh = member
-        if exact_version is not None and set(member.versions) - {exact_version}:
+        if only_version is not None and set(member.versions) - {only_version}:
             fresh = member.anew()
         fresh = _refresh_one(fresh, stale_tokens, max_age, step, installed, lineages)
         if fresh.num_tokens < member.num_tokens:
@@ -280,11 +283,10 @@ class PartialGroups:
         max_rollouts: int | None = None,
         now: float | None = None,
         installed: PolicyVersion | None = None,
-        others: Collection[PolicyVersion] = (),
     ) -> list[PartialGroup]:
         """Move groups into the engine: what was begun first, oldest first; none is passed over.
 
-        But those that want another version than `installed` stay where they are. A partial group
+        But those that want a newer version than `installed` stay where they are. A partial group
         that does not have `group_size` members, such as one from before a change of the
         configuration, begins anew.
 
@@ -293,12 +295,10 @@ class PartialGroups:
             group_size: rollouts of a group.
             max_rollouts: room for those that are to be sampled; None for any number.
             now: the present instant.
-            installed: the version that will sample them.
-            others: older ones that still can.
+            installed: the newest version that can sample them.
         """
         partials: list[PartialGroup] = []
-        not_now = self.awaiting(installed) + self.superseded(installed, others)
-        waiting = {key_of(lease) for lease in not_now}
+        waiting = {key_of(lease) for lease in self.awaiting(installed)}
         keys = [*sorted(self.interrupted.keys() - waiting), *sorted(self.queue.keys() - waiting)]
         for key in keys[: max(0, max_groups)]:
             partial = self.interrupted.get(key) or PartialGroup(self.queue[key], [])
@@ -321,29 +321,13 @@ class PartialGroups:
 
     def awaiting(self, installed: PolicyVersion | None) -> list[Lease]:
         """Return the leases here that want a newer version than the one that is installed."""
+        outside = [*self.queue.values(), *(partial.lease for partial in self.interrupted.values())]
         return [
             lease
-            for lease in self._outside()
-            if (wanted := lease.exact_version or lease.min_version) is not None
-            and (installed is None or installed < wanted)
+            for lease in outside
+            if lease.min_version is not None
+            and (installed is None or installed < lease.min_version)
         ]
-
-    def superseded(
-        self, installed: PolicyVersion | None, others: Collection[PolicyVersion] = ()
-    ) -> list[Lease]:
-        """Return the leases here that want exactly a version that has been replaced."""
-        return [
-            lease
-            for lease in self._outside()
-            if lease.exact_version is not None
-            and installed is not None
-            and lease.exact_version < installed
-            and lease.exact_version not in others
-        ]
-
-    def _outside(self) -> list[Lease]:
-        """Return the leases that are not in the engine."""
-        return [*self.queue.values(), *(partial.lease for partial in self.interrupted.values())]
 
     def park(self, partial: PartialGroup) -> bool:
         """Put a partial group aside until a place is free; return whether it is still wanted."""

@@ -66,7 +66,6 @@ from echo.wire.codec import Frame, decode_group, encode_group
 from echo.wire.messages import (
     BAD_LOGPROBS,
     ENGINE_ERROR,
-    SUPERSEDED,
     Ack,
     Deliver,
     Failed,
@@ -141,7 +140,7 @@ class LeaseSettings:
     """How many times sooner a copy must be expected (`leases/dispatch.py`); None copies for age
     alone."""
     exact_version: bool = False
-    """Whether each group is sampled by one version alone: its worker's, when it was granted."""
+    """Whether one version alone must have sampled each group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -415,7 +414,7 @@ class Scheduler:
         records: list[Action],
         granted: dict[str, list[Lease]],
     ) -> None:
-        lease = self._lease_of(record, worker)
+        lease = self._lease_of(record)
         grant = Granted(
             group=lease.group_id,
             attempt=lease.attempt,
@@ -426,15 +425,12 @@ class Scheduler:
         records.append(AppendRecord(grant))
         granted.setdefault(worker.node_id, []).append(lease)
 
-    def _lease_of(self, record: LeaseRecord, worker: LeasedWorker) -> Lease:
+    def _lease_of(self, record: LeaseRecord) -> Lease:
         """Return what the worker is sent; a copy has the seed of its original."""
         lease = self.prompts.lease(record.group_id, record.attempt)
         origin = record.attempt if record.copy_of is None else record.copy_of
         seed = self.prompts.lease(record.group_id, origin).seed
-        if self.settings.exact_version and record.exact_version is None:
-            record.exact_version = worker.installed
-        versions = {"min_version": record.min_version, "exact_version": record.exact_version}
-        return msgspec.structs.replace(lease, seed=seed, **versions)
+        return msgspec.structs.replace(lease, seed=seed, min_version=record.min_version)
 
     def _oldest_version(self, num_promised: int) -> PolicyVersion | None:
         """Return the oldest version that may sample the next group; any of its step will do."""
@@ -778,7 +774,7 @@ class Scheduler:
                 # The Grant was lost, or the worker was restarted under the same incarnation.
                 record.sent_at, record.is_confirmed = now, False
                 if self._find_prompt_fault(record.group_id) is None:
-                    lost.append(self._lease_of(record, worker))
+                    lost.append(self._lease_of(record))
         self.finish_times.seen(worker.node_id, records, now=now)
         if worker.installed is not None:
             self.finish_times.installed(worker.node_id, worker.installed, now=now)
@@ -1092,8 +1088,6 @@ class Scheduler:
         self.leases.give_back(message.group_id, message.attempt, node_id)
         self.counters.add("leases_given_back")
         acks = self._ack(node_id, message, "duplicate")
-        if message.reason == SUPERSEDED:
-            return acks  # so it goes with each new version
         text = f"{node_id} gives group {message.group_id} back: {message.detail}"
         return [*self._complaints.note(node_id, "given_back", text, now=now), *acks]
 

@@ -90,7 +90,6 @@ from echo.wire.codec import Frame, encode_group, payload_bytes
 from echo.wire.messages import (
     BAD_LOGPROBS,
     ENGINE_ERROR,
-    SUPERSEDED,
     Ack,
     Deliver,
     Failed,
@@ -180,10 +179,8 @@ class EngineCall:
     num_awaited: int
     """Whole groups after which it is recalled if others wait for the room."""
     ends_at: float
-    exact_version: PolicyVersion | None
-    """The only version that samples them; None for whichever is installed. Where there is a single
-    one such a call goes on to its end: newer weights wait for it, and what it left unfinished they
-    could not continue."""
+    version: PolicyVersion | None
+    """The only version that samples them; None for whichever is installed."""
     num_whole: int = 0
     num_tokens: int = 0
     """Sampled so far."""
@@ -546,7 +543,6 @@ class Worker(DialingRole):
             max_rollouts=engine.groups_per_batch * engine.group_size if is_batch else None,
             now=now,
             installed=self.installed_version,
-            others=self._usable(),
         )
         if engine.sampler == "agents":
             return [OfferEpisodes([group.lease for group in taken])] if taken else []
@@ -591,8 +587,8 @@ class Worker(DialingRole):
     def _version_of(self, group: PartialGroup) -> PolicyVersion | None:
         """Return the only version that may sample a group; None for whichever is installed."""
         lease = group.lease
-        if lease.exact_version is not None or not self._has_several:
-            return lease.exact_version
+        if not self._has_several:
+            return self.installed_version if self._waits_for_whole else None
         begun = {version for member in group.members for version in member.versions}
         for version in begun.intersection(self._usable()) if len(begun) == 1 else ():
             if lease.min_version is None or version >= lease.min_version:
@@ -602,6 +598,12 @@ class Worker(DialingRole):
     @property
     def _has_several(self) -> bool:
         return self.engine is not None and self.engine.num_versions > 1
+
+    @property
+    def _waits_for_whole(self) -> bool:
+        """Whether newer weights wait until the groups in the engine are whole."""
+        engine = self.engine
+        return engine is not None and engine.num_versions == 1 and engine.rules.one_version
 
     def _free_places(self, engine: EngineFacts) -> int:
         """Return how many groups may go into the engine now."""
@@ -626,16 +628,16 @@ class Worker(DialingRole):
             return
         step = max(self.learner_step, installed.step)
         # A whole one needs no engine, nor its version.
-        exact_version = group.lease.exact_version if group.is_whole else self._version_of(group)
+        version = None if group.is_whole else self._version_of(group)
         oldest = group.oldest_step
         result = apply_staleness_policy(
             group.members,
             stale_tokens=rules.stale_tokens,
             max_age=rules.max_age,
             step=step,
-            installed=exact_version or installed,
+            installed=version or installed,
             lineages=self.lineages,
-            exact_version=exact_version,
+            only_version=version,
         )
         group.members = result.members
         counts = self.partial_counts
@@ -714,20 +716,19 @@ class Worker(DialingRole):
         return [*actions, *self._next(now)]
 
     def refused(self, call: EngineCall, why: str, *, now: float) -> list[Action]:
-        """Give back groups whose version was replaced before the engine could begin them.
+        """Have another version begin groups whose version the engine does not hold any more.
 
-        Where they had to be of that one only because it has begun them, another begins them anew.
+        Where that is the newest there is no other, and they are given back.
         """
         self._calls.remove(call)
-        is_newest = call.exact_version == self.installed_version
-        if not is_newest:
-            self._versions = tuple(v for v in self._versions if v != call.exact_version)
         actions: list[Action] = []
-        for group in call.groups:
-            if group.lease.exact_version is None and not is_newest:
+        if call.version == self.installed_version:
+            for group in call.groups:
+                actions += self._refuse(group.lease, "version_not_installed", why)
+        else:
+            self._versions = tuple(v for v in self._versions if v != call.version)
+            for group in call.groups:
                 self.partials.park(group)
-            else:
-                actions += self._refuse(group.lease, SUPERSEDED, why)
         return [*actions, *self._send_due(now), *self._next(now)]
 
     def raised(
@@ -769,7 +770,7 @@ class Worker(DialingRole):
             return False  # it returns by itself
         if all(group.is_unwanted for group in call.groups):
             return True
-        if self._has_several and call.exact_version not in self._usable():
+        if self._has_several and call.version not in self._usable():
             return True  # nobody can be trained on it, and its place is wanted
         if now >= call.ends_at:
             # With something to show for it, or a slow start would be repeated for ever.
@@ -871,10 +872,9 @@ class Worker(DialingRole):
             traceback=traceback[-MAX_TRACEBACK_LENGTH:],
         )
         self._deliver(key_of(lease), message)
-        level = "info" if reason == SUPERSEDED else "warning"
         # It may be what a task's code says of what the model said.
         text = one_line(detail[:MAX_DETAIL_LENGTH])
-        return [Note(level, f"group {lease.group_id}: {reason}: {text}", reason)]
+        return [Note("warning", f"group {lease.group_id}: {reason}: {text}", reason)]
 
     def _refuse(self, lease: Lease, reason: str, detail: str) -> list[Action]:
         """Give a lease back whose version is not the one that samples here."""
@@ -919,9 +919,9 @@ class Worker(DialingRole):
         # With "drop" nothing that older weights have begun goes on, in flight or not; of several
         # versions it goes on under its own.
         is_dropped = engine.rules.stale_tokens == "drop" and engine.sampler == "engine"
-        self._is_held = is_dropped and not self._has_several
+        self._is_held = self._waits_for_whole or (is_dropped and not self._has_several)
         if self._is_held and self._calls:
-            return self._recall(self._calls)
+            return [] if self._waits_for_whole else self._recall(self._calls)
         self._installing = version
         self._install_again_at = math.inf
         return [Install(version)]
@@ -961,7 +961,7 @@ class Worker(DialingRole):
         return self._next(now)
 
     def _give_back(self, now: float) -> list[Action]:
-        """Give back the leases whose version has not come in time, or has been replaced."""
+        """Give back the leases whose version has not come in time."""
         installed = self.installed_version
         waiting = {key_of(lease): lease for lease in self.partials.awaiting(installed)}
         self._waiting_since = {key: self._waiting_since.get(key, now) for key in waiting}
@@ -970,17 +970,13 @@ class Worker(DialingRole):
             for key, since in self._waiting_since.items()
             if now >= since + self._version_wait_s
         ]
-        superseded = self.partials.superseded(installed, self._usable())
         # First what was sampled of them before, for whoever goes on.
-        actions = self.ship(interval_s=0.0, now=now) if late or superseded else []
+        actions = self.ship(interval_s=0.0, now=now) if late else []
         for lease in late:
-            wanted = lease.exact_version or f"{lease.min_version} or newer"
             here = f"{installed or 'no version'} is installed and no newer one has come"
-            why = f"{wanted} is wanted, {here} in {self._version_wait_s:g} s"
+            wait = f"in {self._version_wait_s:g} s"
+            why = f"{lease.min_version} or newer is wanted, {here} {wait}"
             actions += self._refuse(lease, "version_not_installed", why)
-        for lease in superseded:
-            why = f"exactly {lease.exact_version} is wanted, {installed} is installed"
-            actions += self._refuse(lease, SUPERSEDED, why)
         return actions
 
     # --- unfinished groups: to the learner, and across a restart ---------------------------------
@@ -1138,15 +1134,15 @@ def _make_call(
     groups: list[PartialGroup],
     engine: EngineFacts,
     now: float,
-    exact_version: PolicyVersion | None,
+    version: PolicyVersion | None,
 ) -> EngineCall:
     max_s = engine.rules.ship_s
-    is_continuable = exact_version is None or engine.num_versions > 1
+    is_continuable = version is None or engine.num_versions > 1
     if max_s is None or not is_continuable or engine.sampler != "engine":
         max_s = math.inf
     return EngineCall(
         groups,
         num_awaited=math.ceil(len(groups) / engine.rules.over_submission),
         ends_at=now + max_s,
-        exact_version=exact_version,
+        version=version,
     )

@@ -115,21 +115,18 @@ class EpisodeRunner:
         sampling: Sampling,
         watcher: Watcher = NOBODY,
         *,
-        exact_version: PolicyVersion | None = None,
+        version: PolicyVersion | None = None,
     ) -> list[list[Rollout] | RewardError]:
         """Play groups to their ends, and again those that others have spoilt; a result for each.
 
         `sampling.max_completion_tokens` bounds a whole episode. The watcher is told of tokens and
         replies, and asked now and then; once it stops the call everything is dropped, and errors
-        come back. One version may have to sample all turns: then newer weights wait, unless the
-        engine has room for several.
+        come back. Where a version is named it samples all turns.
 
         Raises:
             VersionError: before any turn, if that version is not installed.
         """
-        held = nullcontext() if exact_version is None else self._engine.holding(exact_version)
-        # A single version is named once: turns that did so again would wait behind the next one.
-        named = exact_version if self._engine.num_versions > 1 else None
+        held = nullcontext() if version is None else self._engine.holding(version)
         results: list[list[Rollout] | RewardError] = [
             RewardError("not played", reason="reward_lost") for _ in openings
         ]
@@ -146,7 +143,7 @@ class EpisodeRunner:
                     [_Play(opening, member, sampling) for member in range(len(opening.seeds))]
                     for opening in (openings[index] for index in wanted)
                 ]
-                self._play(groups, sampling, watcher, named)
+                self._play(groups, sampling, watcher, version)
                 for index, group in zip(wanted, groups, strict=True):
                     results[index] = _result(group)
         return results
@@ -160,7 +157,7 @@ class EpisodeRunner:
         groups: Sequence[Sequence[_Play]],
         sampling: Sampling,
         watcher: Watcher,
-        exact_version: PolicyVersion | None,
+        version: PolicyVersion | None,
     ) -> None:
         everybody = [play for group in groups for play in group]
         try:
@@ -177,9 +174,7 @@ class EpisodeRunner:
                 if not running or watcher.should_stop():
                     break
                 requests = [play.request(turn) for play in running]
-                completions = self._engine.generate(
-                    requests, sampling, watcher, exact_version=exact_version
-                )
+                completions = self._engine.generate(requests, sampling, watcher, version=version)
                 if watcher.should_stop():
                     break
                 for play, completion in zip(running, completions, strict=True):

@@ -448,9 +448,6 @@ class Lease(Message, frozen=True, tag=False):
     min_version: PolicyVersion | None = None
     """The oldest version to sample it under: what older ones make comes too late to be trained on.
     A worker that holds an older one waits for a while, and then gives the lease back."""
-    exact_version: PolicyVersion | None = None
-    """The only version to sample it under. Newer weights wait until it is whole; a worker that has
-    them before it has begun gives the lease back."""
 
 
 class Grant(Message, frozen=True):
@@ -494,10 +491,6 @@ class Partial(Message, frozen=True):
     attempt: Attempt
 
 
-SUPERSEDED = "version_replaced"
-"""Reason for which a worker gives a lease back whose exact version it has no more: as a rule."""
-
-
 BAD_LOGPROBS = "bad_logprobs"
 """Reason for which a worker gives a group up, or the learner refuses it: log-probabilities that are
 NaN, infinite or positive."""
@@ -517,7 +510,7 @@ REASONS = frozenset(
         # why a worker gives one up
         "prompt_too_long", "group_too_large", ENGINE_ERROR, "reward_error", "reward_too_large",
         "reward_timeout", "reward_memory", "reward_lost", "reward_retries", "agent_error",
-        "agent_failed", "agent_timeout", "version_not_installed", SUPERSEDED,
+        "agent_failed", "agent_timeout", "version_not_installed",
         # why the learner ends one itself: nothing could be learned from it, no step be made with
         # it, or it cannot be had or is not needed
         "zero_variance", "no_opinion", "all_masked", "lost_member",

@@ -440,47 +440,9 @@ class EngineContract(PatchContract):
 
     def test_versions_are_honoured_or_refused(self, engine: Engine) -> None:
         ask = partial(engine.generate, [request([1])], PLAIN)
-        assert set(versions_of(ask(min_version=V1, exact_version=V1)[0])) == {V1}
-        with pytest.raises(VersionError, match="at least v2 is wanted, v1 is installed"):
-            ask(min_version=V2)
-        with pytest.raises(VersionError, match="exactly v2 is wanted, v1 is installed"):
-            ask(exact_version=V2)
-
-    @pytest.mark.slow
-    def test_a_swap_waits_for_requests_of_an_exact_version(
-        self, engine: Engine, weights: list[Weights]
-    ) -> None:
-        started = threading.Event()
-        with ThreadPoolExecutor(2) as pool:
-            exact = pool.submit(
-                engine.generate,
-                [request([1, 5])],
-                ENDLESS,
-                watching(on_tokens=lambda _: started.set()),
-                exact_version=V1,
-            )
-            assert started.wait(WITHIN_S)
-            swap = pool.submit(engine.load, weights[1], V2)
-            [completion] = exact.result(timeout=WITHIN_S)
-            swap.result(timeout=WITHIN_S)
-        assert set(versions_of(completion)) == {V1}
-        assert engine.installed == V2
-
-    def test_a_swap_waits_for_several_calls_that_are_held_together(
-        self, engine: Engine, weights: list[Weights]
-    ) -> None:
-        with ThreadPoolExecutor(1) as pool:
-            with engine.holding(V1):
-                swap = pool.submit(engine.load, weights[1], V2)
-                for turn in range(3):
-                    [completion] = run(engine, [request([1, 5], turn)])
-                    assert set(versions_of(completion)) == {V1}
-                assert not swap.done()
-            swap.result(timeout=WITHIN_S)
-        [completion] = run(engine, [request([1, 5])])
-        assert set(versions_of(completion)) == {V2}
-        with pytest.raises(VersionError, match="exactly v1 is wanted, v2"), engine.holding(V1):
-            pass
+        assert set(versions_of(ask(version=V1)[0])) == {V1}
+        with pytest.raises(VersionError, match="v2 is wanted, v1 is installed"):
+            ask(version=V2)
 
     def test_calls_from_several_threads_get_their_own(
         self, engine: Engine, models: list[Module]

@@ -266,7 +266,7 @@ def test_memory_that_runs_out_at_the_start_makes_it_try_with_fewer(
     engine = make_engine(lora=Lora(base_dir=tiny_model_dir, rank=4, alpha=8, num_versions=6))
     assert engine.num_versions == 3
     assert engine.take_counts() == {}, "as many rollouts as before"
-    slots = engine._barrier
+    slots = engine._installed
     assert isinstance(slots, VersionSlots)
     assert slots._num_slots == 4
 

@@ -13,8 +13,8 @@ from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import (
     Concurrency,
+    InstalledVersion,
     Sampling,
-    VersionBarrier,
     VersionError,
     VersionSlots,
     describe_error,
@@ -47,25 +47,17 @@ def test_impossible_settings_are_named_with_their_value(name: str, value: float)
 # --- the version barrier: what the contract of engines leaves ------------------------------------
 
 
-def test_a_swap_that_fails_counts_for_nothing_and_while_one_waits_no_exact_request_begins() -> None:
-    """Or a stream of them would keep the new version out for ever."""
-    barrier = VersionBarrier()
-    with barrier.swap(V1):
+def test_a_swap_that_fails_counts_for_nothing() -> None:
+    installed = InstalledVersion()
+    with installed.swap(V1):
         pass
-    with pytest.raises(ValueError, match="no"), barrier.swap(V2):
+    with pytest.raises(ValueError, match="no"), installed.swap(V2):
         raise ValueError("no")
-    assert barrier.installed == V1
-
-    def ask() -> None:
-        with barrier.request(None, V1):
-            pass
-
-    with ThreadPoolExecutor(1) as pool:
-        with barrier.swap(V2):
-            asked = pool.submit(ask)
-            assert not asked.done()
-        with pytest.raises(VersionError, match="exactly v1 is wanted, v2 is installed"):
-            asked.result(timeout=120)
+    assert installed.installed == V1
+    with installed.request(V1), installed.request(None):
+        pass
+    with pytest.raises(VersionError, match="v2 is wanted, v1 is installed"):
+        installed.request(V2).__enter__()
 
 
 # --- versions side by side ------------------------------------------------------------------------
@@ -83,31 +75,26 @@ def load(slots: VersionSlots, *versions: PolicyVersion) -> list[PolicyVersion | 
 def test_the_oldest_that_no_call_has_makes_room() -> None:
     slots = VersionSlots(3)
     assert load(slots, V1, V2, V3) == [None, None, None]
-    with slots.request(None, V1) as held:
+    with slots.request(V1) as held:
         assert held.version == V1
         assert load(slots, V4) == [V2]
         assert slots.installed == V4
-        with slots.request(V2, None) as newest:
+        with slots.request(None) as newest:
             assert newest.version == V4
-    for least, exact, message in (
-        (None, V2, "exactly v2 is wanted, v4 is installed"),
-        (PolicyVersion(1, 5), None, "at least v5 is wanted, v4 is installed"),
-        (V2, V1, "at least v2 is wanted, v1 is installed"),
-    ):
-        with pytest.raises(VersionError, match=message):
-            slots.request(least, exact).__enter__()
+    with pytest.raises(VersionError, match="v2 is wanted, v4 is installed"):
+        slots.request(V2).__enter__()
     assert load(slots, V2) == [V1]
     slots.close()
     with pytest.raises(EngineError, match="no weights are loaded"):
-        slots.request(None, None).__enter__()
+        slots.request(None).__enter__()
 
 
 def test_a_version_that_is_loaded_again_is_another_one_and_what_fails_counts_for_nothing() -> None:
     slots = VersionSlots(3)
     load(slots, V1)
-    with slots.request(None, V1) as old:
+    with slots.request(V1) as old:
         load(slots, V1)
-        with slots.request(None, V1) as new:
+        with slots.request(V1) as new:
             assert (old.version, new.version) == (V1, V1)
             assert old.serial < new.serial
     with pytest.raises(ValueError, match="no"), slots.load(V2):
@@ -122,9 +109,9 @@ def test_a_load_waits_only_while_every_version_is_in_use() -> None:
     slots = VersionSlots(2)
     load(slots, V1, V2)
     with ThreadPoolExecutor(1) as pool:
-        with slots.request(None, V1):
+        with slots.request(V1):
             loading = pool.submit(load, slots, V3)
-            with slots.request(None, None) as newest:
+            with slots.request(None) as newest:
                 assert newest.version == V2
             with pytest.raises(TimeoutError):  # the newest must stay: the next may be wrong
                 loading.result(timeout=0.05)

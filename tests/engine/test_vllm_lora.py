@@ -93,7 +93,7 @@ def test_each_rollout_ends_under_the_adapter_that_it_began_with(adapted: Adapted
     assert not watched.is_done, "the load, or what began after it, has waited"
     adapted.check(1, requests, begun)
     assert {v for completion in begun for v in versions_of(completion)} == {second}
-    exact = engine.generate(requests, PLAIN, exact_version=first)
+    exact = engine.generate(requests, PLAIN, version=first)
     adapted.check(0, requests, exact)
     ended = watched.result()
     adapted.check(0, requests, ended)
@@ -113,10 +113,10 @@ def test_more_versions_than_slots_take_the_place_of_the_oldest(adapted: Adapted)
         adapted.check(number % 3, requests, run(engine, requests))
     for number, version in enumerate(versions):
         if number == 1:  # not the first, which is in use
-            with pytest.raises(VersionError, match=f"exactly {version} is wanted, {versions[-1]}"):
-                engine.generate(requests, PLAIN, exact_version=version)
+            with pytest.raises(VersionError, match=f"{version} is wanted, {versions[-1]}"):
+                engine.generate(requests, PLAIN, version=version)
         else:
-            found = engine.generate(requests, PLAIN, exact_version=version)
+            found = engine.generate(requests, PLAIN, version=version)
             adapted.check(number % 3, requests, found)
     assert watched is not None
     watched.stop.set()
@@ -135,7 +135,7 @@ def test_new_weights_under_an_old_name_are_what_is_sampled(
     adapted.check(1, requests, run(engine, requests))
 
     [newest] = [slot for slot in engine._adapters if slot.serial == max(loaded_by(engine))]
-    monkeypatch.setattr(engine._barrier, "_serials", iter([newest.serial]))
+    monkeypatch.setattr(engine._installed, "_serials", iter([newest.serial]))
     with pytest.raises(
         EngineError, match=f"is loaded but not what .* unloaded, version: {version}"
     ):
@@ -181,7 +181,7 @@ def test_no_adapter_samples_from_keys_and_values_of_another(
     monkeypatch.setattr(backend, "read_output", count)
     old, _ = adapted.load(0), adapted.load(1)
     num_cached.clear()  # of the probes
-    again = [engine.generate([prompt], PLAIN, exact_version=old) for _ in range(2)][-1]
+    again = [engine.generate([prompt], PLAIN, version=old) for _ in range(2)][-1]
     assert num_cached == [0, 64], "the same adapter does not use what it has computed"
     adapted.check(0, [prompt], again)
     other = run(engine, [prompt])
@@ -198,7 +198,7 @@ def test_a_death_costs_no_adapter(adapted: Adapted) -> None:
     adapted.load(1)
     engine.current()[0].die("the test says so")
     adapted.check(1, requests, run(engine, requests))
-    adapted.check(0, requests, engine.generate(requests, PLAIN, exact_version=old))
+    adapted.check(0, requests, engine.generate(requests, PLAIN, version=old))
     adapted.check(0, requests, watched.result())
     adapted.load(2)
     adapted.check(2, requests, run(engine, requests))
@@ -216,7 +216,7 @@ def test_adapters_in_a_process_of_their_own(make_tiny_model: MakeTinyModel) -> N
         for number in (1, 0, 1):  # the second one makes room for the last
             adapted.load(number)
             adapted.check(number, requests, run(engine, requests))
-        adapted.check(0, requests, engine.generate(requests, PLAIN, exact_version=old))
+        adapted.check(0, requests, engine.generate(requests, PLAIN, version=old))
         adapted.check(0, requests, watched.result())
         with pytest.raises(EngineError, match="vLLM refuses the adapter"):
             engine.current()[0].add_adapter(adapter_request(VersionSlot(99, old), "/nowhere"))

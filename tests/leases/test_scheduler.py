@@ -29,7 +29,6 @@ from echo.wire.messages import (
     Deliver,
     Failed,
     Heartbeat,
-    Lease,
     LeaseState,
     NodeStats,
     Reclaim,
@@ -118,29 +117,6 @@ def test_a_closed_admission_keeps_from_neither_moves_nor_copies_while_a_batch_wa
     granting = make_granting()
     granted(granting, make_worker("w1", (2, 3), 100))
     assert not granting.is_closed(PolicyVersion(2, 3))
-
-
-def test_a_lease_names_the_exact_version_of_its_worker_where_groups_must_not_mix() -> None:
-    granting = make_granting(of={"exact_version": True})
-    here = PolicyVersion(2, 3)
-    worker = make_worker("w1", (2, 3), 2)
-    _, leases = granting.grant([worker], now=0.0)
-    assert {lease.exact_version for lease in leases["w1"]} == {here}
-    [record] = [r for r in granting.leases.worker_leases("w1") if r.group_id == 12]
-    record.is_confirmed = True
-
-    def lost(member: LeasedWorker) -> list[Lease]:
-        return granting.reconcile(member, listing(), has_progress=False, now=0.1)[0]
-
-    # It is the same lease that is sent again, whatever is installed by now.
-    newer = make_worker("w1", (2, 4), 2)
-    assert [(lease.group_id, lease.exact_version) for lease in lost(newer)] == [(12, here)]
-    # One that the learner knows from a list only is for what the worker has then.
-    adopted = granting.leases.adopt(10, 0, "w1", now=0.0)
-    adopted.is_confirmed = True
-    assert [(le.group_id, le.exact_version) for le in lost(newer)] == [(10, PolicyVersion(2, 4))]
-    _, leases = make_granting().grant([worker], now=0.0)
-    assert {lease.exact_version for lease in leases["w1"]} == {None}
 
 
 def test_prompts_that_cannot_be_had_are_left_out_and_counted() -> None:

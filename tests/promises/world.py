@@ -548,10 +548,6 @@ class StubEngine(Engine):
         chance = np.random.default_rng(number)
         return (TRUE_LOGPROB - lie - noise * chance.random(number)).astype(np.float32)
 
-    @contextmanager
-    def holding(self, exact_version: PolicyVersion) -> Iterator[None]:
-        yield
-
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
         return 4
 

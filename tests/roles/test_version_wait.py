@@ -8,13 +8,12 @@ import pytest
 from echo.core.rollout import PolicyVersion
 from echo.leases.book import most_promised, oldest_step
 from echo.roles.worker import MAX_VERSION_WAIT_S, Worker
-from echo.wire.actions import Note
 from echo.wire.messages import Lease
 from tests.promises.conftest import MakeWorld
 from tests.roles.harness import make_lease
 from tests.roles.test_worker import Paper
 
-OLD, HERE, NEXT, NEWER = (PolicyVersion(1, step) for step in (0, 1, 2, 7))
+OLD, NEWER = PolicyVersion(1, 0), PolicyVersion(1, 7)
 
 
 def asking(group_id: int, version: PolicyVersion | None = NEWER) -> Lease:
@@ -108,29 +107,3 @@ def test_what_has_waited_in_vain_goes_to_another_worker(make_world: MakeWorld) -
     world.run_until(lambda: waiting <= {*world.acknowledged()})
     assert not any(name.startswith("discarded/") for name in learner.counters.as_dict())
     world.audit()
-
-
-def wanting(group_id: int, version: PolicyVersion) -> Lease:
-    return make_lease(group_id, exact_version=version)
-
-
-def test_a_new_version_gives_back_at_once_what_wants_the_one_before() -> None:
-    paper = Paper({0: (9, 9)}, groups_per_batch=1, version=HERE)
-    paper.grant(wanting(0, HERE))
-    [call] = paper.engine
-    role = paper.role
-    for group_id in (1, 2):
-        role.partials.add(wanting(group_id, HERE))
-    [interrupted] = role.partials.take(1, group_size=2, installed=HERE)
-    role.partials.park(interrupted)
-    paper.do(role.installed(NEXT, now=1.0))
-    # What is in the engine is its affair, which keeps the new version out meanwhile.
-    assert list(role.partials.running) == [(0, 0)]
-    assert not role.partials.queue
-    assert not role.partials.interrupted
-    assert role.counters["engine/version_refused"] == 2
-    assert "exactly v1 is wanted, v2 is installed" in paper.take(Note)[-1].text
-    # Where the engine was faster than the word of it, that is found out when it refuses.
-    paper.do(role.refused(call, "v2 is installed", now=1.0))
-    assert (0, 0) not in role.partials.running
-    assert role.counters["engine/version_refused"] == 3

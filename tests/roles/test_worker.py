@@ -159,7 +159,7 @@ class Paper:
             length = self.lengths[group.lease.group_id][index]
             is_ended = member.num_tokens + count >= length
             if not member.is_finished and count and (is_ended or is_over):
-                start, version = member.num_tokens, call.exact_version or self.version
+                start, version = member.num_tokens, call.version or self.version
                 members[index] = member.extended(
                     np.arange(start, start + count, dtype=np.int32),
                     np.full(count, -1, np.float32),
@@ -283,15 +283,24 @@ def test_a_call_ends_after_a_while_and_what_it_has_is_shipped_and_saved() -> Non
 
 
 @pytest.mark.parametrize("is_continuous", [False, True])
-def test_groups_of_an_exact_version_are_sampled_to_their_end(is_continuous: bool) -> None:
-    """Between two parts of one newer weights would get in."""
-    for version, num_calls in ((None, 8), (V0, 2)):
-        paper = Paper(
-            {0: (1, 30), 1: (1, 30)}, groups_per_batch=1, is_continuous=is_continuous, ship_s=8.0
-        )
-        paper.grant(*(make_lease(group_id, exact_version=version) for group_id in range(2)))
-        paper.run()
-        assert len(paper.sampled) == num_calls
+def test_where_one_version_samples_each_group_newer_weights_wait_for_the_running_ones(
+    is_continuous: bool,
+) -> None:
+    paper = Paper(
+        {0: (1, 30), 1: (9, 9), 2: (2, 2)}, groups_per_batch=2, is_continuous=is_continuous,
+        ship_s=8.0, one_version=True,
+    )  # fmt: skip
+    paper.grant(*map(make_lease, range(3)))
+    paper.turn()
+    assert paper.arrive(V1) == []
+    assert paper.run(until=lambda: len(paper.delivered()) == 2) == [1, 0], "each in one piece"
+    assert [action.version for action in paper.take(Install)] == [V1]
+    assert "2.0" not in paper.num_before, "nothing begins meanwhile"
+    assert len(paper.sampled) == (2 if is_continuous else 1)
+    paper.do(paper.role.installed(V1, now=paper.now))
+    assert paper.run() == [1, 0, 2]
+    versions = [decode_group(*d.payload).versions for d in paper.role.outbox._deliveries.values()]
+    assert versions == [(V0,), (V0,), (V1,)]
 
 
 def members(*steps: int, reason: str = "abort") -> list[PartialRollout]:
@@ -299,8 +308,8 @@ def members(*steps: int, reason: str = "abort") -> list[PartialRollout]:
 
 
 def test_what_others_have_sampled_under_another_version_begins_anew() -> None:
-    paper = Paper({0: (9, 9)}, version=V1)
-    paper.grant(make_lease(0, exact_version=V1), members=members(0, 1))
+    paper = Paper({0: (9, 9)}, version=V1, one_version=True)
+    paper.grant(make_lease(0), members=members(0, 1))
     assert paper.num_before == {"0.0": [0], "0.1": [3]}
     assert paper.role.partial_counts["wasted_tokens"] == 3
 
@@ -510,7 +519,7 @@ def install(paper: Paper, version: PolicyVersion) -> None:
 
 def wanted(paper: Paper) -> dict[int, PolicyVersion | None]:
     """The version of every group that is in the engine, which has a call of its own."""
-    return {call.groups[0].lease.group_id: call.exact_version for call in paper.engine}
+    return {call.groups[0].lease.group_id: call.version for call in paper.engine}
 
 
 @pytest.mark.parametrize("stale_tokens", ["keep", "mask", "drop"])
@@ -561,21 +570,6 @@ def test_a_version_of_a_lineage_that_was_left_goes_on_with_nothing() -> None:
     assert wanted(paper) == {0: V0, 1: PolicyVersion(2, 0)}
 
 
-def test_an_exact_version_is_sampled_while_the_engine_holds_it() -> None:
-    paper = several(dict.fromkeys(range(3), (3, 3)))
-    install(paper, V1)
-    paper.grant(make_lease(0, exact_version=V0))
-    assert wanted(paper) == {0: V0}
-    install(paper, V2)
-    assert not paper.engine
-    paper.grant(make_lease(1, exact_version=V0), make_lease(2, exact_version=V1))
-    assert wanted(paper) == {2: V1}
-    paper.do(paper.role.expire(now=paper.now))
-    assert paper.role.counters["engine/version_refused"] == 2
-    assert "exactly v0 is wanted, v2 is installed" in paper.take(Note)[-1].text
-    assert paper.run(until=lambda: not paper.engine)
-
-
 def test_what_must_be_of_a_newer_version_is_not_continued_by_the_one_that_began_it() -> None:
     paper = several({0: (9, 9), 1: (9, 9)})
     install(paper, V1)
@@ -591,13 +585,13 @@ def test_what_the_engine_has_lost_begins_anew() -> None:
     paper.grant(make_lease(0), members=members(0, 0))
     [call] = paper.engine
     paper.engine.clear()
-    paper.do(paper.role.refused(call, "exactly v0 is wanted, v1 is installed", now=0.0))
+    paper.do(paper.role.refused(call, "v0 is wanted, v1 is installed", now=0.0))
     assert wanted(paper) == {0: V1}
     assert paper.num_before["0.0"] == [3, 0]
     # Of the newest there is nothing to begin it with again.
     [call] = paper.engine
     paper.engine.clear()
-    paper.do(paper.role.refused(call, "exactly v1 is wanted, v0 is installed", now=0.0))
+    paper.do(paper.role.refused(call, "v1 is wanted, v0 is installed", now=0.0))
     assert not paper.engine
     assert paper.role.counters["engine/version_refused"] == 1
 

@@ -374,7 +374,7 @@ def sample(engine: Engine, version: PolicyVersion) -> list[Group]:
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, 32, length).astype(np.int32) for length in (1, 3, 9)]
     requests = [Request(f"{n}", prompts[n // 4], n) for n in range(12)]
-    found = engine.generate(requests, HOW, exact_version=version)
+    found = engine.generate(requests, HOW, version=version)
     rollouts = [
         PartialRollout()
         .extended(one.token_ids, one.logprobs, one.policy_versions, finish_reason="length")

@@ -38,7 +38,7 @@ class Script(StubEngine):
     ) -> list[Completion]:
         turn = len(self.calls)
         self.calls.append(list(requests))
-        self.named.append(named.get("exact_version"))
+        self.named.append(named.get("version"))
         found = []
         for request in requests:
             line = self._lines(int(request.request_id.split(".")[-2]), turn)
@@ -53,8 +53,8 @@ class Script(StubEngine):
         return found
 
     @contextmanager
-    def holding(self, exact_version: PolicyVersion) -> Iterator[None]:
-        self.held.append(exact_version)
+    def holding(self, version: PolicyVersion) -> Iterator[None]:
+        self.held.append(version)
         yield
         self.held.append(None)
 
@@ -114,7 +114,7 @@ def play(
     *,
     sizes: Sequence[int] = (1,),
     max_turns: int = 8,
-    exact_version: PolicyVersion | None = None,
+    version: PolicyVersion | None = None,
 ) -> tuple[Results, Script, Counting, InlineHost]:
     engine, task, text = Script(lines), Counting(), Characters()
     host = InlineHost(task, Limits(score_s=60.0, step_s=60.0))
@@ -128,7 +128,7 @@ def play(
         )
         for number, size in enumerate(sizes)
     ]
-    results = runner.play(openings, SAMPLING, exact_version=exact_version)
+    results = runner.play(openings, SAMPLING, version=version)
     runner.close()
     return results, engine, task, host
 
@@ -214,13 +214,9 @@ def test_members_end_at_different_turns() -> None:
     assert [len(call) for call in engine.calls] == [2, 2, 2, 1]
 
 
-@pytest.mark.parametrize("num_versions", [1, 2])
-def test_an_exact_version_is_held_over_all_turns_and_named_where_there_are_several(
-    monkeypatch: pytest.MonkeyPatch, num_versions: int
-) -> None:
+def test_a_version_is_held_over_all_turns_and_named_in_each() -> None:
     version = PolicyVersion(1, 7)
-    monkeypatch.setattr(Script, "num_versions", num_versions)
-    _, engine, *_ = play(count, exact_version=version)
+    _, engine, *_ = play(count, version=version)
     assert engine.held == [version, None]
-    assert engine.named == [version if num_versions > 1 else None] * 3
+    assert engine.named == [version] * 3
     assert play(count)[1].held == []

@@ -38,10 +38,10 @@ from echo.engine.engine import (
     Completion,
     Concurrency,
     Engine,
+    InstalledVersion,
     KvCache,
     Request,
     Sampling,
-    VersionBarrier,
     Watcher,
     describe_error,
     is_out_of_memory,
@@ -160,7 +160,7 @@ class TransformersEngine(Engine):
         self._device = torch.device(device)
         self._num_threads = num_threads
         self._recomputes = kv_cache == "recompute"
-        self._barrier = VersionBarrier()
+        self._installed = InstalledVersion()
         self._mailbox = Mailbox()
         self._concurrency = Concurrency()
         self._version = UNVERSIONED
@@ -200,7 +200,7 @@ class TransformersEngine(Engine):
     @property
     def installed(self) -> PolicyVersion | None:
         """The version that samples."""
-        return self._barrier.installed
+        return self._installed.installed
 
     def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
         """Copy weights in, between two tokens; a tied tensor is wanted once, under any name.
@@ -209,7 +209,7 @@ class TransformersEngine(Engine):
         which is why the engine holds on to what it was given.
         """
         check_weights(self._loadable(), tensors)
-        with self._barrier.swap(version), self._in_stream():
+        with self._installed.swap(version), self._in_stream():
             self._mailbox.do(lambda: self._install(tensors, version))
 
     def _in_stream(self) -> AbstractContextManager[object]:
@@ -226,7 +226,7 @@ class TransformersEngine(Engine):
             self._roll_back(version, describe_error(error))
             raise EngineError(
                 f"{version} could not be copied in: {describe_error(error)}; rolled back, version: "
-                f"{self._barrier.installed or 'none'}"
+                f"{self._installed.installed or 'none'}"
             ) from error
         self._tensors, self._version = tensors, version
 
@@ -237,8 +237,8 @@ class TransformersEngine(Engine):
         try:
             self._copy(self._tensors)
         except Exception as error:  # as above
-            before = self._barrier.installed
-            self._barrier.close()
+            before = self._installed.installed
+            self._installed.close()
             raise EngineError(
                 f"{version} could not be copied in ({why}), nor {before} again "
                 f"({describe_error(error)}): the weights are neither, and nothing is sampled from "
@@ -268,7 +268,7 @@ class TransformersEngine(Engine):
 
     def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
         """Write what changed; between two tokens what is sampled from, and not the image if not."""
-        with self._barrier.swap(patch.version):
+        with self._installed.swap(patch.version):
             if not self._is_view:
                 with self._whole_or_not_at_all(patch, image):
                     patch.write(image)
@@ -293,7 +293,7 @@ class TransformersEngine(Engine):
                 self._roll_back(patch.version, describe_error(error))
             raise EngineError(
                 f"{patch.version} could not be written in place: {describe_error(error)}; rolled "
-                f"back, version: {self._barrier.installed or 'none'}"
+                f"back, version: {self._installed.installed or 'none'}"
             ) from error
 
     def generate(
@@ -302,15 +302,13 @@ class TransformersEngine(Engine):
         sampling: Sampling,
         watcher: Watcher = NOBODY,
         *,
-        min_version: PolicyVersion | None = None,
-        exact_version: PolicyVersion | None = None,
+        version: PolicyVersion | None = None,
     ) -> list[Completion]:
         """Sample a completion for each request; see `Engine.generate`.
 
         A completion also ends with "length" where the model's window does.
         """
-        request = self._barrier.request(min_version, exact_version)
-        with request, self._in_stream(), self._mailbox.opened():
+        with self._installed.request(version), self._in_stream(), self._mailbox.opened():
             return self._generate(requests, sampling, watcher)
 
     def _generate(
@@ -384,10 +382,6 @@ class TransformersEngine(Engine):
     def _weight_bytes(self) -> int:
         return weight_bytes(self._model.state_dict())
 
-    def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[None]:
-        """Keep newer weights out while the body runs."""
-        return self._barrier.request(None, exact_version)
-
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
         """Divide what the weights leave of the memory budget by the need of one rollout."""
         number = self._num_rollouts(prompt_tokens, completion_tokens)
@@ -413,7 +407,7 @@ class TransformersEngine(Engine):
 
     def close(self) -> None:
         """Drop the model."""
-        self._barrier.close()
+        self._installed.close()
         self._tensors = None
         self._model.to("meta")
 

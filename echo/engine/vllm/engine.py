@@ -48,10 +48,10 @@ from echo.engine.engine import (
     Concurrency,
     Demand,
     Engine,
+    InstalledVersion,
     KvCache,
     Request,
     Sampling,
-    VersionBarrier,
     VersionSlot,
     VersionSlots,
     Watcher,
@@ -442,8 +442,8 @@ class VllmEngine(Engine):
         self.space = CacheCapacity()
         """Of vLLM's cache and batch, for all calls."""
         self._backend = self._start(is_first=True)
-        self._barrier: VersionBarrier | VersionSlots = (
-            VersionBarrier() if lora is None else VersionSlots(self.num_versions + 1)
+        self._installed: InstalledVersion | VersionSlots = (
+            InstalledVersion() if lora is None else VersionSlots(self.num_versions + 1)
         )
         self.window = self._backend.facts.max_model_len
 
@@ -452,27 +452,27 @@ class VllmEngine(Engine):
     @property
     def installed(self) -> PolicyVersion | None:
         """The version that samples."""
-        return self._barrier.installed
+        return self._installed.installed
 
     def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
         """Swap weights in flight, probe them, and go back if they are not what samples.
 
         An adapter is put beside the others, and what samples goes on meanwhile.
         """
-        if isinstance(self._barrier, VersionSlots):
-            with self._barrier.load(version) as (slot, unloaded):
+        if isinstance(self._installed, VersionSlots):
+            with self._installed.load(version) as (slot, unloaded):
                 self._load_adapter(slot, unloaded, tensors)
             return
-        with self._barrier.swap(version):
+        with self._installed.swap(version):
             new = self._expected(tensors, version)
             self._swap(version, lambda: self._install(new))
 
     def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
         """Write what changed to image and vLLM in flight, probe it, and go back if it is wrong."""
-        if not isinstance(self._barrier, VersionBarrier):
+        if not isinstance(self._installed, InstalledVersion):
             super().patch(patch, image, specs)
             return
-        with self._barrier.swap(patch.version):
+        with self._installed.swap(patch.version):
             self._swap(
                 patch.version,
                 lambda: self._install_patch(patch, image, specs),
@@ -485,18 +485,17 @@ class VllmEngine(Engine):
         sampling: Sampling,
         watcher: Watcher = NOBODY,
         *,
-        min_version: PolicyVersion | None = None,
-        exact_version: PolicyVersion | None = None,
+        version: PolicyVersion | None = None,
     ) -> list[Completion]:
         """Sample a completion for each request, beside whatever else runs."""
-        with self._barrier.request(min_version, exact_version) as slot:
+        with self._installed.request(version) as slot:
             for request in requests:
                 self.check(request, sampling)
             return Call(self, requests, sampling, watcher, slot).run()
 
-    def holding(self, exact_version: PolicyVersion) -> AbstractContextManager[object]:
-        """Keep newer weights out, or an adapter loaded, while the body runs."""
-        return self._barrier.request(None, exact_version)
+    def holding(self, version: PolicyVersion) -> AbstractContextManager[object]:
+        """Keep an adapter loaded while the body runs."""
+        return self._installed.request(version)
 
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
         """Divide the KV cache that vLLM reports by the need of one rollout."""
@@ -517,7 +516,7 @@ class VllmEngine(Engine):
 
     def close(self) -> None:
         """Stop vLLM and forget the weights."""
-        self._barrier.close()
+        self._installed.close()
         with self._lock:
             self._is_closed = True
             self._good = None

@@ -396,9 +396,7 @@ class WorkerNode(DialingNode):
         }
         requests = [_request(name, *place) for name, place in members.items()]
         generated = self._sample_pool.run(
-            lambda: parts.engine.generate(
-                requests, parts.sampling, watcher, exact_version=call.exact_version
-            )
+            lambda: parts.engine.generate(requests, parts.sampling, watcher, version=call.version)
         )
         generated.add_done_callback(lambda _: watcher.ended.put_nowait(None))
 
@@ -447,7 +445,7 @@ class WorkerNode(DialingNode):
                     openings,
                     parts.sampling,
                     EpisodeWatcher(self, call),
-                    exact_version=call.exact_version,
+                    version=call.version,
                 )
             )
         except Exception as error:  # noqa: BLE001 -- an engine raises anything

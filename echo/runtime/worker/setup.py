@@ -310,6 +310,7 @@ def make_rules(config: Config) -> PartialRules:
     return PartialRules(
         over_submission=rollout.over_submission,
         stale_tokens=rollout.stale_tokens,
+        one_version=rollout.exact_version,
         max_age=config.sync.max_staleness,
         ship_s=rollout.partial_ship_s,
     )
