@@ -13,6 +13,7 @@ and the rounds before it count.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -152,9 +153,11 @@ def run(name: str, options: str | None, limit_s: float, tree: Path) -> dict[str,
     try:
         output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
         raise RuntimeError(f"took longer than {limit_s:g} s") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its nodes, too: they are in its session
+        process.wait()
     lines = output.splitlines()
     if process.returncode:
         raise RuntimeError(f"exit {process.returncode}: {' '.join(lines[-1:])}")

@@ -12,6 +12,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,10 +41,19 @@ PACKAGES = (
 
 
 def new_parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser for a script that says what its docstring does."""
+    """Return a parser for a script that says what its docstring does.
+
+    From here on SIGTERM ends the script as Ctrl-C does: its `finally` blocks end its nodes.
+    """
+    signal.signal(signal.SIGTERM, _exit_on_sigterm)
     return argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def _exit_on_sigterm(*_: Any) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the clean-up
+    sys.exit(128 + signal.SIGTERM)
 
 
 def parse(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:

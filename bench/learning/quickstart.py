@@ -21,7 +21,14 @@ def train(
     command += ["--seed", str(seed), "--set", "ui.live=off"]
     for setting in settings:
         command += ["--set", setting]
-    subprocess.run(command, check=True, timeout=timeout_s, stdout=sys.stderr)
+    with subprocess.Popen(command, stdout=sys.stderr) as process:
+        try:
+            code = process.wait(timeout_s)
+        except BaseException:
+            process.terminate()  # not killed, so that it ends its nodes
+            raise
+    if code:
+        raise subprocess.CalledProcessError(code, command)
 
 
 def read_evaluations(path: Path) -> list[dict[str, float]]:
