@@ -176,6 +176,10 @@ OWNED = (
     ),
 )  # fmt: skip
 
+# The whole configuration, and what reads or makes one. Every other file takes its sections.
+WHOLE = ("echo.config.schema.Config", "echo.config.load", "echo.config.load.*")
+SEES_WHOLE = ("config/*", "cli/*", "runtime/learner/setup.py", "runtime/worker/setup.py")
+
 # What a relay's process imports, as far as it is written.
 RELAY_ROOTS = (
     "core/*", "wire/*", "weights/*", "leases/*", "roles/*", "net/*", "config/*",
@@ -199,6 +203,8 @@ class SourceTree:
         self.calls: dict[str, list[ast.Call]] = {}
         # (line, whole name of what is called), such as "subprocess.Popen" for an imported `Popen`.
         self.called: dict[str, list[tuple[int, str]]] = {}
+        # (line, whole name of what is imported or reached through a module).
+        self.names: dict[str, list[tuple[int, str]]] = {}
         for name, path in self.paths.items():
             module = ast.parse(path.read_text(), str(path))
             nodes = list(ast.walk(module))
@@ -209,6 +215,9 @@ class SourceTree:
             self.called[name] = [
                 (call.lineno, self._whole_name(call.func, known)) for call in self.calls[name]
             ]
+            reached = [node for node in nodes if isinstance(node, ast.Attribute)]
+            self.names[name] = [(node.lineno, self._whole_name(node, known)) for node in reached]
+            self.names[name] += [found for node in nodes for found in self._brought(node)]
 
     def place(self, module: str) -> str:
         """Return the path of `module` inside the package, as the tables write it."""
@@ -228,6 +237,13 @@ class SourceTree:
             return [(alias.asname, alias.name) for alias in node.names if alias.asname]
         if isinstance(node, ast.ImportFrom):
             return [(a.asname or a.name, f"{node.module}.{a.name}") for a in node.names]
+        return []
+
+    def _brought(self, node: ast.AST) -> list[tuple[int, str]]:
+        if isinstance(node, ast.Import):
+            return [(node.lineno, alias.name) for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            return [(node.lineno, name) for _, name in self._named(node)]
         return []
 
     def _imported(self, node: ast.AST) -> list[tuple[int, str]]:
@@ -319,6 +335,17 @@ def threads_beside_the_port(tree: SourceTree) -> list[str]:
             if is_within(target, "concurrent.futures")
         ]
     return found
+
+
+def whole_configurations(tree: SourceTree) -> list[str]:
+    """Return every place beside the set-ups that takes or reads a whole configuration."""
+    is_whole = re.compile("|".join(map(translate, WHOLE))).match
+    return [
+        f"{tree.place(module)}:{line}: {name} is for the set-ups: take the sections that it reads"
+        for module in tree.paths
+        for line, name in tree.names[module]
+        if is_whole(name) and not any(fnmatch(tree.place(module), one) for one in SEES_WHOLE)
+    ]
 
 
 def strangers(tree: SourceTree, owned: Owned) -> list[str]:
@@ -459,6 +486,13 @@ def test_only_some_may_start_processes_threads_loops_and_tasks(
     assert "\n".join(unpermitted(tree, owned)) == ""
     # And each exception is one.
     assert owned.others.keys() == {line.partition(":")[0] for line in strangers(tree, owned)}
+
+
+def test_every_component_takes_its_sections_of_the_configuration(tree: SourceTree) -> None:
+    assert "\n".join(whole_configurations(tree)) == ""
+    # And each set-up has the whole in its hand.
+    files = {tree.place(module) for module in tree.paths}
+    assert {place for place in SEES_WHOLE if "*" not in place} <= files
 
 
 def test_every_foreign_import_is_a_declared_dependency(tree: SourceTree) -> None:
@@ -602,6 +636,25 @@ def test_a_planted_start_is_found(tmp_path: Path, what: str, module: str, lines:
     planted = plant(tmp_path, files | {"net/zmq": "", "core/run": "run()"} | {module: lines})
     [found] = unpermitted(planted, owned)
     assert re.match(rf"{module}\.py:[12]: .* is not for this file", found)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "from echo.config.schema import Config",
+        "from echo.config.schema import Config as Settings",
+        "from echo.config import schema\ndef f(c: schema.Config): pass",
+        "import echo.config.schema as s\ndef f(c: s.Config): pass",
+        "def f():\n    from echo.config.load import parse_config",
+        "from echo.config import load",
+        "import echo.config.load",
+    ],
+)
+def test_a_planted_whole_configuration_is_found(tmp_path: Path, lines: str) -> None:
+    places = ("runtime/relay", "runtime/worker/setup", "cli/node", "config/checks")
+    known = {"config/schema": "class Config: pass", "config/load": ""}
+    [found] = whole_configurations(plant(tmp_path, known | dict.fromkeys(places, lines)))
+    assert re.match(r"runtime/relay\.py:[12]: echo\.config\.\S+ is for the set-ups", found)
 
 
 def test_a_planted_undeclared_import_is_found(tmp_path: Path) -> None:

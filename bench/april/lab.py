@@ -42,6 +42,7 @@ from echo.runtime.learner.node import LearnerNode, OpenedRun, Row
 from echo.runtime.learner.publish import Coder, Publication
 from echo.runtime.learner.report import Progress
 from echo.runtime.learner.resume import SavedRun
+from echo.runtime.learner.setup import run_sections
 from echo.runtime.worker.node import WorkerNode, WorkerParts
 from echo.sim.network import Network, Port
 from echo.sim.transport import SimTransport
@@ -245,7 +246,7 @@ class Lab:
                 trainer=trainer, attribution=None, publisher=publisher, buffer=buffer,
                 role=role, rewards=None, evaluations=None, export=self.export,
             ),
-            transport, config, self, log=logging.getLogger("bench.learner"),
+            transport, run_sections(config), self, log=logging.getLogger("bench.learner"),
         )  # fmt: skip
 
     def export(self, *_: Any) -> None:

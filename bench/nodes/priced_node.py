@@ -25,7 +25,6 @@ from typing import Any
 from bench_activation import judge
 
 from echo.cli.node import read_run_file, run_learner, run_role
-from echo.config.schema import Config
 from echo.fleet.activation import Question, ReviewAnswer, choose
 from echo.runtime.learner import setup
 from echo.runtime.learner.cost import ActivationSettings, activation_settings
@@ -69,14 +68,14 @@ def watch_choices(path: Path, *, dwell_s: float, review_s: float) -> None:
             file.write(json.dumps(verdict(question, answer)) + "\n")
         return answer
 
-    def shortened(config: Config) -> ActivationSettings | None:
-        found = settings(config)
+    def shortened(*sections: Any) -> ActivationSettings | None:
+        found = settings(*sections)
         if found is None:
             return None
         return replace(found, min_dwell_s=dwell_s, review_s=review_s)
 
     Question.solve = judged  # type: ignore[method-assign,assignment]
-    setup.activation_settings = shortened  # type: ignore[attr-defined]
+    setup.activation_settings = shortened  # type: ignore[assignment,attr-defined]
 
 
 def run_site(config: Path, common: Sequence[str], nodes: Sequence[dict[str, Any]]) -> int:

@@ -100,7 +100,13 @@ async def run(config: Config, arguments: argparse.Namespace) -> None:
     identity = Identity("bench", Ed25519PrivateKey.generate())
     role = publishing_role(config, identity, str(transport.listen_address))
     force(role, "chain", 0)
-    publisher = Publisher(identity, config, model_digest="", images=make_images(config))
+    publisher = Publisher(
+        identity,
+        encrypts=config.security.curve,
+        chunk_bytes=config.network.chunk_bytes,
+        model_digest="",
+        images=make_images(config.model.dtype, config.network),
+    )
     weights = Weights(arguments.shape, arguments.share)
     is_whole = arguments.kind == "whole"
     await Stepper(role, transport, publisher, weights, is_whole=is_whole).run()

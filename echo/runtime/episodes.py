@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from echo.config.schema import Config
+from echo.config.schema import RewardSection, TaskSection
 from echo.core.errors import ConfigError, DataError
 from echo.core.rollout import NO_OPINION, PolicyVersion, Rollout
 from echo.engine.engine import (
@@ -362,61 +362,65 @@ def _close(episode: Episode) -> None:
 MAX_AUTO_PROCESSES = 4
 
 
-def code_settings(config: Config) -> dict[str, Any]:
+def code_settings(section: TaskSection, reward: RewardSection) -> dict[str, Any]:
     """Return what workers are told of the code that the task's settings name."""
-    if config.reward.where == "learner":
+    if reward.where == "learner":
         return {}  # which runs it alone
-    return {CODE: code_of(config.task.kind, config.task.options)}
+    return {CODE: code_of(section.kind, section.options)}
 
 
 def check_inherited_code(
-    config: Config, settings: Mapping[str, Any], *, inherited_dir: Path
+    section: TaskSection,
+    reward: RewardSection,
+    settings: Mapping[str, Any],
+    *,
+    inherited_dir: Path,
 ) -> None:
     """Compare the code that a worker is about to import with the learner's.
 
     Raises:
         ConfigError: if it is missing here, or is not the learner's.
     """
-    if config.reward.where != "learner":
+    if reward.where != "learner":
         learners = settings.get(CODE, {})
-        check_code(config.task.kind, config.task.options, learners, inherited_dir=inherited_dir)
+        check_code(section.kind, section.options, learners, inherited_dir=inherited_dir)
 
 
-def make_local_host(config: Config, task: Task) -> TaskHost:
+def make_local_host(section: TaskSection, reward: RewardSection, task: Task) -> TaskHost:
     """Return a host for the task on this machine; no process starts before it is needed.
 
     Raises:
         ConfigError: if an environment is to run where it cannot.
     """
-    if config.reward.where == "learner" and task.has_turns:
+    if reward.where == "learner" and task.has_turns:
         raise ConfigError(
             f'reward.where = "learner": {type(task).__name__} is an environment, which replies '
             "while workers sample; remove it"
         )
     limits = Limits(
-        score_s=config.task.reward_timeout_s,
-        step_s=config.task.step_timeout_s,
-        memory_bytes=config.reward.memory_limit_bytes,
-        max_abs_reward=config.task.max_reward,
+        score_s=section.reward_timeout_s,
+        step_s=section.step_timeout_s,
+        memory_bytes=reward.memory_limit_bytes,
+        max_abs_reward=section.max_reward,
     )
     if task.is_bounded:
         return InlineHost(task, limits)
-    wanted = config.reward.max_concurrent
+    wanted = reward.max_concurrent
     size = min(MAX_AUTO_PROCESSES, os.cpu_count() or 1) if wanted == "auto" else wanted
     return PoolHost(
-        config.task.kind,
-        config.task.options,
+        section.kind,
+        section.options,
         limits,
         max_concurrent=size,
         compares_answers=task.compares_answers,
     )
 
 
-def turns_of(config: Config, task: Task) -> int | None:
+def turns_of(section: TaskSection, task: Task) -> int | None:
     """Return how many turns an episode may have; None where an answer is one turn."""
     if not isinstance(task, Environment) or not task.has_turns:
         return None
-    return task.max_turns or config.task.max_turns
+    return task.max_turns or section.max_turns
 
 
 def make_runner(

@@ -6,27 +6,35 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from echo.config.load import parse_config
-from echo.config.schema import Config
+from echo.config.schema import (
+    ActivationSection,
+    BatchSection,
+    LearnerSection,
+    ModelSection,
+    NetworkSection,
+    RunSection,
+    SyncSection,
+)
 from echo.core.buffer import StalenessBuffer
 from echo.core.metrics import Snapshot
 from echo.core.rollout import Lineage
+from echo.fleet.job import Job
 from echo.leases.book import LeaseBook
 from echo.leases.scheduler import LeaseSettings, RunState
 from echo.roles.joining import AdmissionSettings
 from echo.roles.learner import Learner, LearnerSettings
 from echo.runtime.identity import Identity
 from echo.runtime.learner.cost import ActivationSettings
-from echo.runtime.learner.node import LearnerNode, OpenedRun, Row
+from echo.runtime.learner.node import LearnerNode, OpenedRun, Row, RunSections
 from echo.sim.lengths import Groups
 from echo.sim.scenario import LEARNER_REGION, Scenario
 from echo.sim.summary import BillRecord, History, StepRecord
 from echo.sim.timing import (
+    RUN_DIR,
     LearnerThreads,
     MemoryLedger,
     NoCheckpoints,
@@ -76,7 +84,7 @@ class SimLearner(LearnerNode):
         """Begin a run; `end` is told why it is over, "" after its last step."""
         self.link, self._num_broadcasts = transport, 0
         self._scenario, self._groups, self._history, self._end_run = scenario, groups, history, end
-        config = make_config(scenario, scale=versions.scale)
+        sections = make_sections(scenario, scale=versions.scale)
         now = asyncio.get_running_loop().time()
         self._memory = MemoryLedger(groups, history)
         buffer = make_buffer(scenario)
@@ -102,7 +110,7 @@ class SimLearner(LearnerNode):
             export=self.export,
         )
         threads = LearnerThreads(scenario, self.trainer)
-        super().__init__(opened, transport, config, self, threads=threads, log=_log)
+        super().__init__(opened, transport, sections, self, threads=threads, log=_log)
 
     def waiting(self) -> dict[int, float]:
         """Return the groups that wait to be trained, and how many tokens they have."""
@@ -148,42 +156,40 @@ class SimLearner(LearnerNode):
         self._end_run("the budget of the run is spent")
 
 
-@lru_cache(maxsize=1)
-def _defaults() -> Config:
-    return parse_config({"model": {"name": "simulated"}}, role="learner")
-
-
-def make_config(scenario: Scenario, *, scale: float) -> Config:
-    """Return the learner's configuration, as far as it is asked for.
+def make_sections(scenario: Scenario, *, scale: float) -> RunSections:
+    """Return the learner's configuration, as far as its node reads it.
 
     Args:
-        scenario: what is simulated; its numbers need not be those of a real run.
+        scenario: what is simulated.
         scale: true bytes that a byte of a simulated version stands for; prices are per so many.
     """
-    job, settings, rule = scenario.job, scenario.settings, scenario.activation
-    changes: dict[str, dict[str, Any]] = {
-        "run": {"max_steps": settings.num_steps},
-        "batch": {"groups_per_step": job.groups_per_step},
-        "sync": {
-            "max_staleness": job.max_staleness,
-            "publish_period": "auto" if scenario.is_auto_period else job.publish_period,
-        },
-        "network": {
-            "heartbeat_s": settings.heartbeat_s,
-            "reconnect_for_s": settings.reconnect_for_s,
-            "price_per_gb": _egress_per_gb(scenario) * scale,
-            "codec": "full",
-        },
-        "learner": {"price_per_h": job.learner_price_per_h},
-        "activation": {"budget_per_run": None if rule is None else rule.budget_per_run},
-    }
-    defaults = _defaults()
-    return defaults.model_copy(
-        update={
-            name: getattr(defaults, name).model_copy(update=values)
-            for name, values in changes.items()
-        }
+    job, settings = scenario.job, scenario.settings
+    return RunSections(
+        run=RunSection(max_steps=settings.num_steps),
+        run_dir=RUN_DIR,
+        model=ModelSection(name="simulated"),
+        task_kind="addition",
+        sync=SyncSection(
+            max_staleness=job.max_staleness,
+            publish_period="auto" if scenario.is_auto_period else job.publish_period,
+        ),
+        batch=make_batch(job),
+        learner=LearnerSection(price_per_h=job.learner_price_per_h),
+        network=NetworkSection(
+            heartbeat_s=settings.heartbeat_s,
+            dead_after_s=settings.dead_after_s,
+            lease_timeout_s=settings.lease_timeout_s,
+            reconnect_for_s=settings.reconnect_for_s,
+            price_per_gb=_egress_per_gb(scenario) * scale,
+            codec="full",
+        ),
+        activation=scenario.activation or ActivationSection(),
     )
+
+
+def make_batch(job: Job) -> BatchSection:
+    """Return how much is trained on per step."""
+    return BatchSection(group_size=job.group_size, groups_per_step=job.groups_per_step)
 
 
 def make_buffer(scenario: Scenario) -> StalenessBuffer:
@@ -227,7 +233,7 @@ def make_role(
                 vocab_size=1,
                 heartbeat_s=settings.heartbeat_s,
                 max_zero_signal_groups=job.groups_per_step
-                * _defaults().batch.max_zero_signal_batches,
+                * make_batch(job).max_zero_signal_batches,
             ),
             site=Site(
                 LEARNER_ID,

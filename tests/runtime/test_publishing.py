@@ -736,9 +736,11 @@ def test_the_loop_waits_for_no_version() -> None:
 
 def test_only_cuda_is_a_device_and_only_where_deltas_are_wanted() -> None:
     fake = mock.Mock(device=torch.device("cuda", 1))
-    assert make_images(parse_config({}), fits_on_gpu=False)._device({"w": fake}) is None
+    network = parse_config({}).network
+    images = make_images("bfloat16", network, fits_on_gpu=False)
+    assert images._device({"w": fake}) is None
     for codec, device in (("auto", fake.device), ("delta", fake.device), ("full", None)):
-        images = make_images(parse_config({}, [f"network.codec={codec}"]))
+        images = make_images("bfloat16", network.model_copy(update={"codec": codec}))
         assert images._device({"w": fake}) == device
         assert images._device({"w": torch.zeros(1)}) is None
         assert images._device({"w": fake, "x": torch.zeros(1)}) is None

@@ -39,7 +39,7 @@ def inherited(model_dir: Path, **task: Any) -> tuple[dict[str, Any], dict[str, b
     """Return what a learner with this task and model sends."""
     config = parse_config({"model": {"name": str(model_dir)}, "task": task})
     assets = {name: path.read_bytes() for name, path in asset_files(model_dir).items()}
-    return inherited_settings(config) | code_settings(config), assets
+    return inherited_settings(config) | code_settings(config.task, config.reward), assets
 
 
 def test_code_that_is_not_the_learners_is_not_imported_and_nothing_is_written(
@@ -65,8 +65,9 @@ def test_code_that_is_not_the_learners_is_not_imported_and_nothing_is_written(
 def test_a_worker_that_runs_no_task_code_needs_none() -> None:
     table = {"task": {"kind": "dataset", "options": {"reward": "nowhere.py:f"}}}
     at_learner = {**table, "reward": {"where": "learner"}}
-    assert code_settings(parse_config(at_learner)) == {}
-    assert code_settings(parse_config(table)) == {"task.code": {}}
+    here, there = parse_config(table), parse_config(at_learner)
+    assert code_settings(here.task, here.reward) == {"task.code": {}}
+    assert code_settings(there.task, there.reward) == {}
 
 
 # --- model ----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from functools import cache
 from statistics import fmean, median
 from typing import Any
 
-from echo.config.schema import Config
+from echo.config.schema import ActivationSection, BatchSection, SamplingSection, SyncSection
 from echo.core.metrics import CostView
 from echo.core.units import GIGABYTE
 from echo.fleet.activation import (
@@ -576,15 +576,16 @@ LOOKS_PER_S = 10_000
 """Workers looked at per second at most; of larger fleets each is looked at less often."""
 
 
-def activation_settings(config: Config) -> ActivationSettings | None:
+def activation_settings(
+    section: ActivationSection, sync: SyncSection, batch: BatchSection, sampling: SamplingSection
+) -> ActivationSettings | None:
     """Return the rules of activation; None where it is off, or nothing runs ahead."""
-    section = config.activation
-    if section.mode == "off" or config.sync.mode == "pull":
+    if section.mode == "off" or sync.mode == "pull":
         return None
     return ActivationSettings(
-        groups_per_step=config.batch.groups_per_step,
-        group_size=config.batch.group_size,
-        max_completion_tokens=config.sampling.max_completion_tokens,
+        groups_per_step=batch.groups_per_step,
+        group_size=batch.group_size,
+        max_completion_tokens=sampling.max_completion_tokens,
         margin=section.margin,
         budget_per_h=math.inf if section.budget_per_h is None else section.budget_per_h,
     )
@@ -596,8 +597,11 @@ class CostControl:
     def __init__(
         self,
         role: Learner,
-        config: Config,
         *,
+        learner_per_h: float,
+        learner_per_gb: float,
+        trains_on_all: bool,
+        budget_per_run: float | None,
         settings: ActivationSettings | None,
         pace: PublishPace,
         progress: Progress,
@@ -609,8 +613,8 @@ class CostControl:
         spent = spent_before(ledger.records(), now=ledger.now())
         self._activation = None if settings is None else Activation(settings, now=now)
         self._meter = CostMeter(
-            learner_per_h=config.learner.price_per_h or 0.0,
-            learner_per_gb=config.network.price_per_gb,
+            learner_per_h=learner_per_h,
+            learner_per_gb=learner_per_gb,
             spent=spent,
             now=now,
             bytes_per_token=(
@@ -622,8 +626,8 @@ class CostControl:
         self._pace = pace
         self._progress = progress
         self._ledger = ledger
-        self._trains_on_all = config.batch.keep_zero_variance
-        self._budget_per_run = config.activation.budget_per_run
+        self._trains_on_all = trains_on_all
+        self._budget_per_run = budget_per_run
         self._log = log
         self.train_s: float | None = None
         """Seconds of the last optimizer step."""

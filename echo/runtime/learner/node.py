@@ -28,7 +28,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from echo.algo.staleness import ControlSettings, Signals, StalenessController
-from echo.config.schema import Config
+from echo.config.schema import (
+    ActivationSection,
+    BatchSection,
+    LearnerSection,
+    ModelSection,
+    NetworkSection,
+    RunSection,
+    SyncSection,
+)
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import (
     DataError,
@@ -255,6 +263,21 @@ class OpenedRun:
     """What the role asks for prompts; None where it need not wait for any."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSections:
+    """What a learner's node reads of the configuration."""
+
+    run: RunSection
+    run_dir: Path
+    model: ModelSection
+    task_kind: str
+    sync: SyncSection
+    batch: BatchSection
+    learner: LearnerSection
+    network: NetworkSection
+    activation: ActivationSection
+
+
 class Follower(Protocol):
     """Follows a run from outside: its metrics, and its display."""
 
@@ -286,7 +309,7 @@ class LearnerNode(Node):
         self,
         run: OpenedRun,
         transport: Transport,
-        config: Config,
+        sections: RunSections,
         follower: Follower,
         *,
         threads: Threads | None = None,
@@ -295,11 +318,11 @@ class LearnerNode(Node):
         role, ledger = run.role, run.ledger
         super().__init__(role, transport, threads=threads, log=log)
         self.role: Learner = role
-        self._opened, self._config, self._follower = run, config, follower
+        self._opened, self._sections, self._follower = run, sections, follower
         self._buffer, self._trainer, self._ledger = run.buffer, run.trainer, ledger
         self._train_on = (run.trainer if run.attribution is None else run.attribution).step
         self._progress = run.progress
-        sync = config.sync
+        sync, network = sections.sync, sections.network
         self.pace = pace = PublishPace(
             period=sync.initial_publish_period,
             is_auto=sync.publish_period == "auto",
@@ -311,20 +334,25 @@ class LearnerNode(Node):
             settings = ControlSettings(least=sync.min_staleness, most=sync.max_staleness)
             self._controller = StalenessController(settings)
         self._costs = CostControl(
-            role, config, settings=run.activation, pace=pace, progress=run.progress,
+            role,
+            learner_per_h=sections.learner.price_per_h or 0.0,
+            learner_per_gb=network.price_per_gb,
+            trains_on_all=sections.batch.keep_zero_variance,
+            budget_per_run=sections.activation.budget_per_run,
+            settings=run.activation, pace=pace, progress=run.progress,
             ledger=ledger, now=self.now, log=log,
         )  # fmt: skip
-        address = advertised(transport.listen_address, config.learner.advertise)
+        address = advertised(transport.listen_address, sections.learner.advertise)
         self._waiting = BatchWait(
             role,
             address=address or str(transport.listen_address),
-            reconnect_for_s=config.network.reconnect_for_s,
+            reconnect_for_s=network.reconnect_for_s,
             log=log,
         )
         self._encoded_versions = VersionEncoder(
             role.broadcast,
             run.publisher.coder,
-            codec=config.network.codec,
+            codec=network.codec,
             node=self,
             ledger=ledger,
         )
@@ -604,7 +632,7 @@ class LearnerNode(Node):
     async def _train(self) -> None:
         role = self.role
         await self._publish()
-        max_steps = self._config.run.max_steps
+        max_steps = self._sections.run.max_steps
         while role.step < max_steps and not self.is_stopping and self._failure is None:
             waited_from = self.now
             groups = await self._next_batch()
@@ -715,7 +743,7 @@ class LearnerNode(Node):
                 self.log.warning("%s", self._costs.describe_spent(self.role.step))
                 return None
             self._discard_unusable()
-            num_groups = self._config.batch.groups_per_step
+            num_groups = self._sections.batch.groups_per_step
             groups = self._buffer.take(num_groups, step=self.role.step)
             if groups is not None:
                 # There is room in the buffer again.
@@ -784,7 +812,7 @@ class LearnerNode(Node):
     ) -> str:
         """Say which weights hold NaN, since when, and what to do; nothing is saved from now on."""
         self._has_bad_weights = True
-        model, latest = self._config.model, self._config.run_dir / "checkpoints" / "latest"
+        model, latest = self._sections.model, self._sections.run_dir / "checkpoints" / "latest"
         what = (
             f"{version} of {model.name}, in {model.dtype}, has NaN or infinity in {len(names)} of "
             f"{num_tensors} tensors, such as {names[0]}: nothing can be sampled from it"
@@ -859,7 +887,7 @@ class LearnerNode(Node):
                 is_rate=result.is_rate,
                 num_errors=result.num_reward_errors,
             )
-        task_name = self._config.task.kind.rpartition(":")[2]
+        task_name = self._sections.task_kind.rpartition(":")[2]
         seconds = self.now - began_at
         row = {**result.metrics(task_name), "eval/seconds": seconds, "lineage": version.lineage}
         self._follower.write_metrics(version.step, row)
@@ -898,7 +926,7 @@ class LearnerNode(Node):
             return
         record = partial(self._ledger.checkpointed, lineage=lineage, step=step)
         await self._disk_pool.run(partial(record, oldest_step=oldest_step))
-        save_rates = partial(save_uplinks, self._config.run_dir, role.uplinks(), log=self.log)
+        save_rates = partial(save_uplinks, self._sections.run_dir, role.uplinks(), log=self.log)
         await self._disk_pool.run(save_rates)
         self.log.info("checkpoint of step %d saved", step)
 
@@ -922,14 +950,14 @@ class LearnerNode(Node):
         await self._checkpoint()
         if self._failure is not None:
             return
-        final = self._config.run_dir / "final"
+        final = self._sections.run_dir / "final"
         self._progress.begin("exporting", now=self.now)
         await self._disk_pool.run(self._opened.export, final, self._published)
         # The last picture shows who took part, so it is drawn before they leave.
         self._progress.begin("done", now=self.now)
         self.display()
         await self._tell_end("the run is finished")
-        if step >= self._config.run.max_steps:
+        if step >= self._sections.run.max_steps:
             self._ledger.append(Finished(step=step))
         await self._disk_pool.run(self._ledger.close)
         self.stop("finished")
@@ -1076,8 +1104,8 @@ class LearnerNode(Node):
         self._follower.show(
             self._progress.snapshot(
                 self.role,
-                run_name=self._config.run.name,
-                max_steps=self._config.run.max_steps,
+                run_name=self._sections.run.name,
+                max_steps=self._sections.run.max_steps,
                 pace=self.pace,
                 cost=self._costs.view(),
                 now=self.now,

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from echo.config.schema import Config
+from echo.config.schema import NetworkSection
 from echo.core.rollout import PolicyVersion
 from echo.records.ledger import LedgerQueue, Sealed
 from echo.runtime.identity import Identity
@@ -108,7 +108,8 @@ class Publication:
 
 
 def make_images(
-    config: Config,
+    dtype: str,
+    network: NetworkSection,
     unrounded: Set[str] = frozenset(),
     *,
     fits_on_gpu: bool = True,
@@ -116,15 +117,15 @@ def make_images(
 ) -> VersionImages:
     """Return what makes the images of a run; without deltas there is nothing to find on a GPU.
 
-    The tensors named in `unrounded` are published in their own dtype.
+    They have one dtype; the tensors named in `unrounded` are published in their own dtype.
     """
     # Only here, as below: a simulated learner has no torch.
     from echo.engine.weights import VersionImages
 
     return VersionImages(
-        config.model.dtype,
-        block_bytes=block_bytes_of(config.network.chunk_bytes),
-        is_on_device=None if fits_on_gpu and config.network.codec != "full" else False,
+        dtype,
+        block_bytes=block_bytes_of(network.chunk_bytes),
+        is_on_device=None if fits_on_gpu and network.codec != "full" else False,
         unrounded=unrounded,
         copy_stream=copy_stream,
     )
@@ -188,17 +189,18 @@ class Publisher:
     def __init__(
         self,
         identity: Identity,
-        config: Config,
         *,
+        encrypts: bool,
+        chunk_bytes: int,
         model_digest: str,
         images: Images,
         attribution: Attribution | None = None,
     ) -> None:
         """Take whose versions they are; an attribution wants to keep them."""
-        self.coder = Coder(identity.key, encrypts=config.security.curve, helpers=images.helpers)
+        self.coder = Coder(identity.key, encrypts=encrypts, helpers=images.helpers)
         self._identity = identity
         self._images = images
-        self._chunk_bytes = config.network.chunk_bytes
+        self._chunk_bytes = chunk_bytes
         self._model_digest = model_digest
         self._attribution = attribution
 

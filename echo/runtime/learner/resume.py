@@ -23,7 +23,6 @@ from pathlib import Path
 
 import msgspec
 
-from echo.config.schema import Config
 from echo.core.bounds import NodeId, Rate
 from echo.core.errors import ConfigError, StorageError
 from echo.core.records import Discarded
@@ -184,15 +183,21 @@ class SavedRun:
             self.checkpoints.saved_step = start.step
 
     def find_start(
-        self, config: Config, identity: Identity, *, resume: bool, log: logging.Logger
+        self,
+        identity: Identity,
+        *,
+        max_staleness: int,
+        trims_stale: bool,
+        resume: bool,
+        log: logging.Logger,
     ) -> StartingPoint:
         """Return where the learner starts: a new run, or where a killed one can go on."""
         if not resume:
             return self.begin()
         start = self.recover(
             run_id=identity.run_id,
-            max_staleness=config.sync.max_staleness,
-            trims_stale=config.trims_stale,
+            max_staleness=max_staleness,
+            trims_stale=trims_stale,
         )
         log.info(
             "resuming at step %d in lineage %d: %d groups buffered, %d leased, %d discarded",

@@ -79,7 +79,7 @@ from echo.runtime.identity import (
 from echo.runtime.learner.checkpoint import Checkpoints
 from echo.runtime.learner.cost import activation_settings
 from echo.runtime.learner.evaluation import Evaluations, Evaluator
-from echo.runtime.learner.node import Follower, LearnerNode, LearnerRewards, OpenedRun
+from echo.runtime.learner.node import Follower, LearnerNode, LearnerRewards, OpenedRun, RunSections
 from echo.runtime.learner.prompts import PromptsAhead, PromptSource, note_origin, prompt_time
 from echo.runtime.learner.publish import Images, Publication, Publisher, make_images
 from echo.runtime.learner.report import Progress
@@ -154,7 +154,7 @@ def load_data(config: Config) -> Data:
     return Data(
         model_dir,
         task,
-        make_local_host(config, task),
+        make_local_host(config.task, config.reward, task),
         prompts,
         text,
         model_digests(config.model, model_dir, template) | task_digests(task),
@@ -525,7 +525,13 @@ class RunParts:
             ledger = Ledger(config.run_dir, spool_bytes=config.limits.spool_bytes)
             on_failure.callback(ledger.close)
             saved = SavedRun(ledger, self._checkpoints(now))
-            start = saved.find_start(config, self.identity, resume=options.resume, log=options.log)
+            start = saved.find_start(
+                self.identity,
+                max_staleness=config.sync.max_staleness,
+                trims_stale=config.trims_stale,
+                resume=options.resume,
+                log=options.log,
+            )
             own = config if self.budget is None else with_checkpointing(config, self.budget)
             trainer = build_trainer(own, data.model_dir, start, data.lora, options.crew)
             options.log.info("%s", trainer.describe_rows())
@@ -547,7 +553,9 @@ class RunParts:
         return OpenedRun(
             ledger=ledger,
             checkpoints=saved.checkpoints,
-            activation=activation_settings(config),
+            activation=activation_settings(
+                config.activation, config.sync, config.batch, config.sampling
+            ),
             progress=Progress(
                 staleness_tokens=start.staleness_tokens,
                 now=now,
@@ -588,11 +596,16 @@ class RunParts:
         else:
             fits = self.budget is None or self.budget.has_versions_on_gpu
             images = make_images(
-                self.config, trainer.unrounded, fits_on_gpu=fits, copy_stream=trainer.copy_stream
+                self.config.model.dtype,
+                self.config.network,
+                trainer.unrounded,
+                fits_on_gpu=fits,
+                copy_stream=trainer.copy_stream,
             )
         return Publisher(
             self.identity,
-            self.config,
+            encrypts=self.config.security.curve,
+            chunk_bytes=self.config.network.chunk_bytes,
             model_digest=self.data.digests["model"],
             images=images,
             attribution=attribution,
@@ -650,7 +663,7 @@ class RunParts:
                     seal_keys=wiring.new_seal_keys(),
                     settings=inherited_settings(config)
                     | self._base_settings(is_resumed=len(start.lineages) > 1)
-                    | code_settings(config)
+                    | code_settings(config.task, config.reward)
                     | {EXPECTED: expected_rollouts(config, data.prompts)},
                     assets=data.read_assets(),
                     digests=data.digests,
@@ -778,11 +791,26 @@ def assemble_learner(
         )
     parts = RunParts(config, data, options, identity, advertise, budget)
     node = LearnerNode(
-        parts.open(evaluations), transport, config, options.follower,
+        parts.open(evaluations), transport, run_sections(config), options.follower,
         threads=options.threads, log=log,
     )  # fmt: skip
     node.at_release += [data.host.close, data.prompts.close]
     return node
+
+
+def run_sections(config: Config) -> RunSections:
+    """Return what a learner's node reads of a configuration."""
+    return RunSections(
+        run=config.run,
+        run_dir=config.run_dir,
+        model=config.model,
+        task_kind=config.task.kind,
+        sync=config.sync,
+        batch=config.batch,
+        learner=config.learner,
+        network=config.network,
+        activation=config.activation,
+    )
 
 
 def build_evaluations(
@@ -823,7 +851,7 @@ def build_evaluations(
         prompts=prompts,
         text=data.text,
         sampling=make_sampling(config.sampling, data.text.stop_ids),
-        runner=make_runner(turns_of(config, data.task), data.host, engine, data.text),
+        runner=make_runner(turns_of(config.task, data.task), data.host, engine, data.text),
     )
     return Evaluations(
         evaluator, interval_steps=section.interval_steps, max_steps=config.run.max_steps

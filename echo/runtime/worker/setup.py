@@ -74,7 +74,8 @@ def make_worker_task(config: Config) -> WorkerTask:
     if config.reward.where == "learner":
         return WorkerTask(LaterHost(), None, {})
     task = load_task(config.task.kind, config.task.options)
-    return WorkerTask(make_local_host(config, task), turns_of(config, task), task_digests(task))
+    host, turns = make_local_host(config.task, config.reward, task), turns_of(config.task, task)
+    return WorkerTask(host, turns, task_digests(task))
 
 
 DEFAULT_MAX_CONCURRENT_ROLLOUTS = 256
@@ -275,7 +276,7 @@ def inherit(config: Config, settings: Mapping[str, Any], node_dir: Path) -> Conf
         raise ConfigError("\n  ".join(["the learner's settings differ:", *contradictions]))
     config = apply_inherited(config, settings)
     # Before a file is written or a module imported.
-    check_inherited_code(config, settings, inherited_dir=node_dir)
+    check_inherited_code(config.task, config.reward, settings, inherited_dir=node_dir)
     return config
 
 
