@@ -36,7 +36,6 @@ from echo.core.errors import EngineError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.units import format_bytes
 from echo.weights.delta import (
-    BLOCK_BYTES,
     SPARSE_SHARE,
     UNCHANGED,
     CodedBlock,
@@ -172,9 +171,17 @@ def write_image(
         is_beside: whether to return before what crosses to the host has done so; it has when the
             device's current stream has come so far.
     """
+    places, sources = list[Tensor](), list[Tensor]()
     for spec in specs:
-        place = image[spec.offset : spec.offset + spec.num_bytes]
-        round_into(place, spec.dtype, tensors[spec.name].detach(), is_beside=is_beside)
+        place, tensor = image[spec.offset : spec.offset + spec.num_bytes], tensors[spec.name]
+        if tensor.device == image.device:
+            numbers = place.view(torch_dtype(spec.dtype)).view(tensor.shape)
+            places.append(numbers)
+            sources.append(tensor.detach())
+        else:
+            round_into(place, spec.dtype, tensor.detach(), is_beside=is_beside)
+    if places:  # a GPU copies all of them in a few launches
+        torch._foreach_copy_(places, sources)
 
 
 def round_into(place: Tensor, dtype: str, tensor: Tensor, *, is_beside: bool = False) -> None:
@@ -456,6 +463,10 @@ def _set_dtype(config_path: Path, tensors: Mapping[str, Tensor]) -> None:
 # packs them. The coded blocks are those of echo.weights.delta, byte for byte, so that no receiver
 # can tell where they were made. A block that is not sparse is copied to the host and coded there.
 #
+# One thread asks the device, and waits for it twice per version, asleep: each copy into memory that
+# is not pinned, and each number that Python needs, would hold the CUDA context against the thread
+# that launches the step until the device has come so far.
+#
 # The host's own copy of the new image costs no transfer either: it is decode_block() of what came
 # out of here, on top of the version before.
 
@@ -464,112 +475,197 @@ MIN_BLOCK_BYTES = 4 << 10
 """Shorter blocks are coded on the host: their headers may exceed what they spare."""
 
 
+PIECE_BYTES = 128 << 20
+"""Image bytes that are compared at a time: each comparison allocates a byte per word."""
+PACKERS = 4
+"""Threads that pack the changes of a version; one alone would do for small models."""
+BATCH_BYTES = 256 << 20
+"""What crosses at a time, about: the host has pinned memory for it, and the device as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Blocks of one word size that are compared at a time."""
+
+    blocks: range
+    start: int
+    stop: int
+    word_bytes: WordBytes
+
+    @property
+    def pattern(self) -> torch.dtype:
+        return _PATTERNS[self.word_bytes]
+
+
 class DeviceDelta:
-    """Codes each image against the one before, on the device that holds both."""
+    """What has changed between two images that one device holds.
 
-    def __init__(self, image: Tensor, *, block_bytes: int = BLOCK_BYTES) -> None:
-        """Start from a published image.
+    The host waits twice for the device: for the number of changes of each block, and for the
+    changes of all blocks together. Beyond BATCH_BYTES of changes it waits once per batch.
+    """
+
+    def __init__(
+        self, old: Tensor, new: Tensor, tensors: Sequence[TensorSpec], *, block_bytes: int
+    ) -> None:
+        """Count what has changed.
 
         Args:
-            image: its bytes, uint8 [num_bytes], contiguous. It is kept, not copied: nobody may
-                change it any more.
+            old: the bytes of an image, uint8 [num_bytes], contiguous. Nobody may change either
+                image before the last block has been taken.
+            new: the bytes of the next one, on the same device and of the same length.
+            tensors: what lies where in them, in order of offset.
             block_bytes: image bytes per block, a multiple of 16.
-        """
-        self._image = image
-        self._block_bytes = block_bytes
-
-    def changed_share(self, new: Tensor, tensors: Sequence[TensorSpec]) -> float:
-        """Return the share of the words that changed; only that number crosses to the host.
-
-        Arguments and errors as for `encode`.
-        """
-        counts, num_words = [], 0
-        for start, stop, word_bytes in self._blocks(new, tensors):
-            pattern = _PATTERNS[1 if (stop - start) % word_bytes else word_bytes]
-            words = new[start:stop].view(pattern)
-            counts.append(torch.count_nonzero(self._image[start:stop].view(pattern) != words))
-            num_words += words.numel()
-        return int(torch.stack(counts).sum()) / num_words if counts else 0.0
-
-    def encode(
-        self,
-        new: Tensor,
-        tensors: Sequence[TensorSpec],
-        *,
-        held: memoryview | None = None,
-        pool: Executor | None = None,
-    ) -> Iterator[CodedBlock]:
-        """Yield the coded blocks that lead from the last image to `new`, in order.
-
-        Once all have been taken, `new` is the last image; an iteration that was abandoned
-        changes nothing.
-
-        Args:
-            new: the image's bytes, on the same device and of the same length. Kept, like the
-                first one.
-            tensors: what lies where in it, in order of offset.
-            held: the last image on the host, where it is there too: blocks that are not sparse
-                are coded against it, so that their base need not cross.
-            pool: threads to code in, several blocks at a time.
 
         Raises:
-            EngineError: if `new` is not of the same form as the last image.
+            EngineError: if the images do not have the same form.
         """
-        old = self._image
-
-        def encode_one(block: tuple[int, int, WordBytes]) -> CodedBlock:
-            start, stop, word_bytes = block
-            base = None if held is None else held[start:stop]
-            return _encode(old[start:stop], new[start:stop], word_bytes, base)
-
-        blocks = self._blocks(new, tensors)
-        yield from map(encode_one, blocks) if pool is None else pool.map(encode_one, blocks)
-        self._image = new
-
-    def _blocks(
-        self, new: Tensor, tensors: Sequence[TensorSpec]
-    ) -> Iterator[tuple[int, int, WordBytes]]:
-        """Yield where each block begins and ends, and the size of its words."""
-        old = self._image
         if (new.shape, new.dtype, new.device) != (old.shape, torch.uint8, old.device):
             raise EngineError(
                 f"an image of {new.dtype}{list(new.shape)} on {new.device} cannot follow one of "
                 f"{old.dtype}{list(old.shape)} on {old.device}"
             )
-        for start in range(0, new.numel(), self._block_bytes):
-            stop = min(start + self._block_bytes, new.numel())
-            yield start, stop, word_bytes_of(tensors, start, stop)
+        self._old, self._new = old, new
+        self._block_bytes = block_bytes
+        self._spans: list[tuple[int, int]] = [
+            (piece.start, piece.stop) for piece in _pieces(new.numel(), block_bytes)
+        ]
+        self._word_bytes = [word_bytes_of(tensors, *span) for span in self._spans]
+        self._plan = list(self._split())
+        found = [self._count(piece) for piece in self._plan]
+        [counts] = _bring([torch.cat(found)]) if found else [np.empty(0, np.int32)]
+        self._counts: list[int] = counts.tolist()
+
+    @property
+    def changed_share(self) -> float:
+        """Share of the words that have changed."""
+        num_words = sum((p.stop - p.start) // p.word_bytes for p in self._plan)
+        return sum(self._counts) / num_words if num_words else 0.0
+
+    def encode(self, held: memoryview, pool: Executor | None = None) -> Iterator[CodedBlock]:
+        """Yield the coded blocks that lead from the old image to the new one, in order.
+
+        Args:
+            held: the old image on the host.
+            pool: threads to pack in, several blocks at a time.
+        """
+        batch: list[_Piece] = []
+        num_bytes = 0
+        for piece in self._plan:
+            batch.append(piece)
+            num_bytes += self._num_crossing(piece)
+            if num_bytes > BATCH_BYTES:
+                yield from self._encode(batch, held, pool)
+                batch, num_bytes = [], 0
+        yield from self._encode(batch, held, pool)
+
+    def _split(self) -> Iterator[_Piece]:
+        """Yield pieces of blocks that have whole words of one size."""
+        sizes: list[WordBytes] = [
+            1 if (stop - start) % word else word
+            for (start, stop), word in zip(self._spans, self._word_bytes, strict=True)
+        ]
+        most, first = max(1, PIECE_BYTES // self._block_bytes), 0
+        for index in range(1, len(sizes) + 1):
+            if index == len(sizes) or sizes[index] != sizes[first] or index - first == most:
+                start, stop = self._spans[first][0], self._spans[index - 1][1]
+                yield _Piece(range(first, index), start, stop, sizes[first])
+                first = index
+
+    def _words(self, piece: _Piece) -> tuple[Tensor, Tensor]:
+        images = (self._old, self._new)
+        old, new = (image[piece.start : piece.stop].view(piece.pattern) for image in images)
+        return old, new
+
+    def _count(self, piece: _Piece) -> Tensor:
+        """Return the number of changes of each block, int32 [blocks], on the device."""
+        old, new = self._words(piece)
+        differs, per_block = old != new, self._block_bytes // piece.word_bytes
+        num_whole = differs.numel() // per_block
+        whole, rest = differs[: num_whole * per_block], differs[num_whole * per_block :]
+        counts = whole.view(num_whole, per_block).sum(1, dtype=torch.int32)
+        return torch.cat([counts, rest.sum(dtype=torch.int32)[None]]) if rest.numel() else counts
+
+    def _crosses_whole(self, index: int) -> bool:
+        """Return whether a block is coded on the host."""
+        start, stop = self._spans[index]
+        num_bytes, word_bytes = stop - start, self._word_bytes[index]
+        is_small = num_bytes < MIN_BLOCK_BYTES or num_bytes % word_bytes > 0
+        return is_small or self._counts[index] > most_sparse(num_bytes // word_bytes)
+
+    def _num_changes(self, piece: _Piece) -> int:
+        """Return how many changes cross by themselves."""
+        return sum(self._counts[i] for i in piece.blocks if not self._crosses_whole(i))
+
+    def _num_crossing(self, piece: _Piece) -> int:
+        num_bytes: int = self._num_changes(piece) * (4 + piece.word_bytes)
+        whole = (self._spans[i] for i in piece.blocks if self._crosses_whole(i))
+        return num_bytes + sum(stop - start for start, stop in whole)
+
+    def _find(self, piece: _Piece) -> tuple[Tensor, Tensor]:
+        """Return where in their blocks words have changed, int32, and by how much."""
+        old, new = self._words(piece)
+        per_block = self._block_bytes // piece.word_bytes
+        differs = old != new
+        for index in piece.blocks:
+            if self._counts[index] and self._crosses_whole(index):
+                first = (index - piece.blocks.start) * per_block
+                differs[first : first + per_block] = False
+        # With the number known the host need not wait for it.
+        found = torch.nonzero_static(differs, size=self._num_changes(piece)).flatten()
+        return found.remainder(per_block).to(torch.int32), new[found] - old[found]
+
+    def _encode(
+        self, batch: Sequence[_Piece], held: memoryview, pool: Executor | None
+    ) -> Iterator[CodedBlock]:
+        """Yield the blocks of some pieces, whose changes cross together."""
+        sparse = [piece for piece in batch if self._num_changes(piece)]
+        whole = [i for piece in batch for i in piece.blocks if self._crosses_whole(i)]
+        found = [self._find(piece) for piece in sparse]
+        crossing = [each for pair in found for each in pair]
+        crossing += [self._new[slice(*self._spans[index])] for index in whole]
+        came = _bring(crossing)
+        images = dict(zip(whole, came[len(crossing) - len(whole) :], strict=True))
+        changes: dict[int, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = {}
+        for number, piece in enumerate(sparse):
+            where, steps = came[2 * number : 2 * number + 2]
+            end = 0
+            for index in piece.blocks:
+                if not self._crosses_whole(index):
+                    first, end = end, end + self._counts[index]
+                    changes[index] = where[first:end], steps[first:end]
+
+        def code(index: int) -> CodedBlock:
+            base = held[slice(*self._spans[index])]
+            if index in images:
+                word_bytes = self._word_bytes[index]
+                return encode_delta(base, images[index].data, word_bytes=word_bytes)
+            if not self._counts[index]:
+                return CodedBlock(bytes([UNCHANGED]), hash_old(np.empty(0, np.uint8)))
+            where, steps = changes[index]
+            steps, places = steps.view(f"<u{steps.itemsize}"), where.astype(np.int64)
+            replaced = np.take(np.frombuffer(base, steps.dtype), places)
+            return CodedBlock(encode_changes(places, steps), hash_old(replaced))
+
+        indices = [index for piece in batch for index in piece.blocks]
+        yield from map(code, indices) if pool is None else pool.map(code, indices)
 
 
-def _encode(old: Tensor, new: Tensor, word_bytes: WordBytes, held: memoryview | None) -> CodedBlock:
-    """Return what encode_delta() returns for this block."""
-    if new.numel() < MIN_BLOCK_BYTES or new.numel() % word_bytes:
-        return _encode_on_host(old, new, word_bytes, held)
-    pattern = _PATTERNS[word_bytes]
-    old_words, new_words = old.view(pattern), new.view(pattern)
-    found = torch.nonzero(old_words != new_words).flatten()
-    if not found.numel():
-        return CodedBlock(bytes([UNCHANGED]), hash_old(np.empty(0, np.uint8)))
-    if found.numel() > most_sparse(new_words.numel()):
-        return _encode_on_host(old, new, word_bytes, held)
-    steps = _to_host(new_words[found] - old_words[found]).view(f"<u{word_bytes}")
-    where = _to_host(found.to(torch.int32)).astype(np.int64)
-    if held is None:
-        replaced = _to_host(old_words[found])
-    else:
-        replaced = np.take(np.frombuffer(held, steps.dtype), where)
-    return CodedBlock(encode_changes(where, steps), hash_old(replaced))
+def _bring(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
+    """Return tensors of one device as arrays of the host, waiting for the device once."""
+    if not tensors or tensors[0].device.type == "cpu":
+        return [tensor.numpy() for tensor in tensors]
+    came = [torch.empty_like(each, device="cpu", pin_memory=True) for each in tensors]
+    for target, tensor in zip(came, tensors, strict=True):
+        target.copy_(tensor, non_blocking=True)
+    _wait_for(tensors[0].device)
+    return [tensor.numpy() for tensor in came]
 
 
-def _encode_on_host(
-    old: Tensor, new: Tensor, word_bytes: WordBytes, held: memoryview | None
-) -> CodedBlock:
-    base = _to_host(old).data if held is None else held
-    return encode_delta(base, _to_host(new).data, word_bytes=word_bytes)
-
-
-def _to_host(tensor: Tensor) -> npt.NDArray[Any]:
-    return tensor.cpu().numpy()
+def _wait_for(device: torch.device) -> None:
+    """Wait for what the current stream of a GPU has to do; asleep, and not spinning on a core."""
+    event: Any = torch.cuda.Event(blocking=True)
+    torch.cuda.current_stream(device).record_event(event)
+    event.synchronize()
 
 
 # --- image of each version ------------------------------------------------------------------------
@@ -703,6 +799,8 @@ class VersionImages:
         self._thread = self._threads(1, "image")
         self._ready: Future[CodedDelta | None] | None = None
         self._last: _Last | None = None
+        self._spare: Tensor | None = None
+        """The image on the device of the version before the last one, to be written again."""
         # That of the last version, and of the one being made.
         self._memory = RecycledMemory(2, image_memory)
 
@@ -723,7 +821,7 @@ class VersionImages:
                 return self._make_there(specs, tensors, version, device)
             except torch.OutOfMemoryError:
                 self._leave(device)
-        self._last = self._ready = None
+        self._last = self._ready = self._spare = None
         memory = self._memory.take(image_bytes(specs))
         if self._stream is None:
             write_image(specs, tensors, host_bytes(memory))
@@ -731,7 +829,7 @@ class VersionImages:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             with torch.cuda.stream(self._stream):
                 write_image(specs, tensors, host_bytes(memory), is_beside=True)
-            has_come = self._stream.record_event()
+            has_come = self._stream.record_event(torch.cuda.Event(blocking=True))
             self._ready = self._thread.submit(has_come.synchronize)
         return VersionImage(specs, memory, self._ready)
 
@@ -760,9 +858,13 @@ class VersionImages:
         device: torch.device,
     ) -> VersionImage:
         last, self._last = self._last, None
+        spare, self._spare = self._spare, None
         if last is not None and (last.specs, last.image.device) != (specs, device):
-            last = None  # its memory may be needed
-        new = torch.zeros(image_bytes(specs), dtype=torch.uint8, device=device)
+            last = spare = None  # their memory may be needed
+        # The gaps of a spare image are zeros, too: it has the same layout.
+        new = spare
+        if new is None:
+            new = torch.zeros(image_bytes(specs), dtype=torch.uint8, device=device)
         write_image(specs, tensors, new)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -775,19 +877,27 @@ class VersionImages:
         """Have an image on the host, too; return its delta if there is one."""
         try:
             if last is not None:
-                delta = DeviceDelta(last.image, block_bytes=self._block_bytes)
-                if delta.changed_share(made.image, made.specs) <= SPARSE_SHARE:
-                    return self._follow(last, made, delta)
+                delta = DeviceDelta(
+                    last.image, made.image, made.specs, block_bytes=self._block_bytes
+                )
+                if delta.changed_share <= SPARSE_SHARE:
+                    coded = self._follow(last, made, delta)
+                    self._spare = last.image  # the device has read all of it
+                    return coded
         except torch.OutOfMemoryError:
             self._leave(made.image.device)
-        host_bytes(made.memory).copy_(made.image)
+        host_bytes(made.memory).copy_(made.image, non_blocking=True)
+        if made.image.device.type == "cuda":
+            _wait_for(made.image.device)
+        if last is not None and self._is_on_device is not False:
+            self._spare = last.image
         return None
 
     def _follow(self, last: _Last, made: _Last, delta: DeviceDelta) -> CodedDelta:
         """Make an image on the host of the last one there and what changed."""
         held, memory = last.memory, made.memory
-        with self._threads(min(16, os.cpu_count() or 1), "changes") as pool:
-            blocks = tuple(delta.encode(made.image, made.specs, held=held, pool=pool))
+        with self._threads(min(PACKERS, os.cpu_count() or 1), "changes") as pool:
+            blocks = tuple(delta.encode(held, pool))
             pieces = _pieces(len(memory), self._block_bytes)
 
             def decode(block: CodedBlock, piece: slice) -> None:

@@ -446,7 +446,8 @@ class Trainer:
             raise ValueError(f"temperature = {temperature}: must be positive and finite")
         self.device = compute.device
         is_on_gpu = self.device.type == "cuda"
-        self.copy_stream = torch.cuda.Stream(self.device) if is_on_gpu else None
+        # Its few kernels go before those of the step that wait.
+        self.copy_stream = torch.cuda.Stream(self.device, priority=-1) if is_on_gpu else None
         """On which others copy the weights beside the next gradient: what changes them waits for
         it. None on a CPU, where a copy is over when it has been made."""
         torch.manual_seed(compute.seed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +13,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from echo.core.errors import EngineError
+from echo.engine import weights
 from echo.engine.weights import DeviceDelta
 from echo.weights.delta import (
     CodedBlock,
@@ -65,16 +70,35 @@ def images(draw: st.DrawFn) -> tuple[list[Image], list[TensorSpec]]:
     return versions, tensors
 
 
+def on_device(
+    old: Image, new: Image, tensors: Sequence[TensorSpec], block_bytes: int, device: str = "cpu"
+) -> list[CodedBlock]:
+    before, after = (torch.from_numpy(image).to(device) for image in (old, new))
+    delta = DeviceDelta(before, after, tensors, block_bytes=block_bytes)
+    return list(delta.encode(old.data))
+
+
 @pytest.mark.slow
-@given(images(), st.sampled_from([1 << 12, 1 << 14, 3 << 12]))
+@given(
+    images(),
+    st.sampled_from([1 << 12, 1 << 14, 3 << 12]),
+    st.sampled_from([1, 1 << 15, 1 << 27]),
+    st.sampled_from([0, 1 << 12, 1 << 28]),
+)
 def test_blocks_are_those_of_the_host(
-    drawn: tuple[list[Image], list[TensorSpec]], block_bytes: int
+    drawn: tuple[list[Image], list[TensorSpec]],
+    block_bytes: int,
+    piece_bytes: int,
+    batch_bytes: int,
 ) -> None:
     versions, tensors = drawn
-    delta = DeviceDelta(torch.from_numpy(versions[0]), block_bytes=block_bytes)
-    for old, new in itertools.pairwise(versions):
-        made = list(delta.encode(torch.from_numpy(new), tensors))
-        assert made == on_host(old, new, tensors, block_bytes)
+    with (
+        mock.patch.object(weights, "PIECE_BYTES", piece_bytes),
+        mock.patch.object(weights, "BATCH_BYTES", batch_bytes),
+    ):
+        for old, new in itertools.pairwise(versions):
+            made = on_device(old, new, tensors, block_bytes)
+            assert made == on_host(old, new, tensors, block_bytes)
 
 
 def bf16_steps(num_weights: int, *scales: float) -> list[Image]:
@@ -93,19 +117,48 @@ def test_blocks_that_are_short_or_end_within_a_word_are_those_of_the_host(num_by
     new = old.copy()
     new[7] = 1
     tensors = [TensorSpec("a", "bfloat16", (num_bytes // 2,), 0, num_bytes // 2 * 2)]
-    delta = DeviceDelta(torch.from_numpy(old))
-    assert list(delta.encode(torch.from_numpy(new), tensors)) == on_host(old, new, tensors, 1 << 16)
+    assert on_device(old, new, tensors, 1 << 16) == on_host(old, new, tensors, 1 << 16)
     with pytest.raises(EngineError, match=rf"uint8\[9\] on cpu cannot follow .*uint8\[{num_bytes}"):
-        list(delta.encode(torch.zeros(9, dtype=torch.uint8), []))
+        on_device(old, np.zeros(9, np.uint8), [], 1 << 16)
 
 
-def test_an_abandoned_iteration_leaves_the_last_image() -> None:
-    first, second, third = bf16_steps(1 << 14, 1e-6, 1e-6)
-    tensors = [TensorSpec("a", "bfloat16", (1 << 14,), 0, 1 << 15)]
-    delta = DeviceDelta(torch.from_numpy(first), block_bytes=1 << 13)
-    next(delta.encode(torch.from_numpy(second), tensors))
-    made = list(delta.encode(torch.from_numpy(third), tensors))
-    assert made == on_host(first, third, tensors, 1 << 13)
+class Operations(TorchDispatchMode):
+    """Counts what a device would launch: all but views."""
+
+    number = 0
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = str(operation).split(".")[1]
+        self.number += name not in ("detach", "lift_fresh", "slice", "view")
+        return operation(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_twice_and_the_device_launches_little() -> None:
+    block_bytes, num_blocks = 1 << 14, 64 * 3
+    old, new = bf16_steps(num_blocks * block_bytes // 2, 1e-6)
+    new[5 * block_bytes : 6 * block_bytes] = old[5 * block_bytes : 6 * block_bytes]
+    new[9 * block_bytes : 10 * block_bytes] ^= 255
+    tensors = [TensorSpec("a", "bfloat16", (old.size // 2,), 0, old.size)]
+    waits: list[int] = []
+    bring = weights._bring
+
+    def counted(found: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
+        waits.append(sum(each.numel() * each.element_size() for each in found))
+        return bring(found)
+
+    with (
+        mock.patch.object(weights, "_bring", counted),
+        mock.patch.object(weights, "PIECE_BYTES", 32 * block_bytes),
+        Operations() as operations,  # type: ignore[no-untyped-call]
+    ):
+        made = on_device(old, new, tensors, block_bytes)
+    assert made == on_host(old, new, tensors, block_bytes)
+    assert len(waits) == 2
+    assert sum(waits) < 0.2 * old.size
+    # As many for 32 blocks as for one, and one for each that crosses whole.
+    assert operations.number <= 10 * num_blocks // 32
 
 
 @pytest.mark.gpu
@@ -113,7 +166,6 @@ def test_an_abandoned_iteration_leaves_the_last_image() -> None:
 def test_blocks_made_on_a_gpu_are_those_of_the_host() -> None:
     versions = bf16_steps((1 << 22) + 5, 1e-7, 1e-6, 1e-5, 1e-3)
     tensors = [TensorSpec("a", "bfloat16", ((1 << 22) + 5,), 0, versions[0].size)]
-    delta = DeviceDelta(torch.from_numpy(versions[0]).cuda())
     for old, new in itertools.pairwise(versions):
-        made = list(delta.encode(torch.from_numpy(new).cuda(), tensors))
+        made = on_device(old, new, tensors, 4 << 20, "cuda")
         assert made == on_host(old, new, tensors, 4 << 20)

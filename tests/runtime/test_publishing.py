@@ -11,6 +11,7 @@ from unittest import mock
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from echo.config.load import parse_config
 from echo.core.rollout import PolicyVersion
+from echo.engine import weights as engine_weights
 from echo.engine.weights import (
     CodedDelta,
     DeviceDelta,
@@ -644,15 +646,26 @@ def test_only_a_number_and_what_changed_cross(begun: Begun) -> None:
     learner, images = begun
     learner.step(1.0, 1e-4)
     crossed: list[int] = []
-    to_host = functools.partial(Tensor.cpu)
+    bring = engine_weights._bring
 
-    def counted(tensor: Tensor) -> Tensor:
-        crossed.append(tensor.numel() * tensor.element_size())
-        return to_host(tensor)
+    def counted(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
+        crossed.extend(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return bring(tensors)
 
-    with mock.patch.object(Tensor, "cpu", counted):
+    with mock.patch.object(engine_weights, "_bring", counted):
         made = publish(images, learner.weights, 1)
     assert 0 < sum(crossed) < 0.2 * made.manifest.num_bytes
+
+
+@pytest.mark.slow
+def test_two_images_on_the_device_are_written_in_turns(begun: Begun) -> None:
+    learner, images = begun
+    with mock.patch.object(torch, "zeros", wraps=torch.zeros) as made:
+        for step in range(1, 5):
+            learner.step(1.0, 1e-4)
+            assert_same(publish(images, learner.weights, step), published_whole(learner, step))
+    on_device = [call for call in made.mock_calls if "device" in call.kwargs]
+    assert len(on_device) == 1
 
 
 @pytest.mark.slow
@@ -686,13 +699,13 @@ def test_weights_may_change_while_a_version_on_the_device_is_looked_at(begun: Be
     (learner, images), gate = begun, threading.Event()
     learner.step(1.0, 1e-4)
     expected = published_whole(learner, 1)
-    changed_share = DeviceDelta.changed_share
+    bring = engine_weights._bring
 
-    def late(delta: DeviceDelta, *arguments: Any) -> float:
+    def late(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
         gate.wait(10)
-        return changed_share(delta, *arguments)
+        return bring(tensors)
 
-    with mock.patch.object(DeviceDelta, "changed_share", late):
+    with mock.patch.object(engine_weights, "_bring", late):
         made = unsealed(images, learner.weights, 1)
         learner.step(1.0, 1e-4)
         assert made.ready is not None

@@ -266,6 +266,7 @@ class LateStream:
         training = SimpleNamespace(wait_stream=lambda other: other.run())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: training)
         monkeypatch.setattr(torch.cuda, "set_stream", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
         monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
         monkeypatch.setattr(weights, "write_image", self._write_image)
 
@@ -280,7 +281,8 @@ class LateStream:
     def wait_stream(self, _: object) -> None:
         self._sees_training = True
 
-    def record_event(self) -> Any:
+    def record_event(self, event: SimpleNamespace) -> Any:
+        assert event.blocking, "who waits for it is asleep"
         return SimpleNamespace(synchronize=self._wait)
 
     def _wait(self) -> None:
