@@ -47,6 +47,7 @@ from echo.core.errors import ConfigError, DataError, EchoError, in_one
 from echo.core.extras import command, find_config, import_extra
 from echo.core.metrics import LearningCurve, Snapshot
 from echo.core.paths import local_path
+from echo.core.units import format_duration
 from echo.engine import allocator
 from echo.net.transport import is_loopback
 from echo.net.zmq import bound_socket, raise_descriptor_limit
@@ -54,7 +55,13 @@ from echo.records.ledger import has_begun
 from echo.records.run_files import read_metrics
 from echo.runtime import node
 from echo.runtime.event_log import EventLog
-from echo.runtime.identity import ECHO_JOIN, Join, JoinSource, is_own_machine, join_address
+from echo.runtime.identity import (
+    ECHO_JOIN,
+    Join,
+    JoinSource,
+    is_own_machine,
+    join_address,
+)
 from echo.runtime.learner.resume import check_unused, finished_step
 from echo.runtime.node import INTERRUPTED, Node
 from echo.tasks.dataset import RowsTask, is_local
@@ -115,6 +122,8 @@ def dry_run(
             notices += [f"the {role} {note}"] if note else []
         except (ConfigError, DataError) as error:
             notices.append(f"memory budget: not known here: {error}")
+    if (awaited := join_awaited(config, role)) is not None:
+        notices.append(f"it waits for {awaited}, which the learner writes when it starts")
     return dry_run_text(
         config,
         role,
@@ -136,6 +145,11 @@ def check_start(config: Config, role: Role, *, resume: bool = False) -> StartChe
                 check_unused(config.run_dir)
         except EchoError as error:
             problems.append(str(error))
+    try:
+        if join_awaited(config, role) is None:
+            check_join(config, role)
+    except EchoError as error:
+        problems.append(str(error))
     try:
         check_model(config, role)
         _check_architecture(config, role)
@@ -311,19 +325,19 @@ def _gpu_bytes(config: Config, role: Role) -> int | None:
 
 
 SAME_SIGNAL_S = 1.0
-"""Seconds within which a further signal counts as the one before: a terminal sends Ctrl-C to a
-launcher and to the node, and the launcher passes its own on."""
+"""Seconds within which a further signal counts as the same: a terminal sends Ctrl-C to a launcher
+and to the node, and the launcher passes its own on."""
 
 
 class NodeSignals:
     """Drains a node at the first signal, stops it at the second, kills the process at the third.
 
-    A signal within SAME_SIGNAL_S of the one before is that one.
+    A signal within SAME_SIGNAL_S of one that counts is the same.
     """
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._last_at = -math.inf
+        self._counted_at = -math.inf
         self.received: list[int] = []
 
     def receive(self, number: int) -> None:
@@ -333,9 +347,9 @@ class NodeSignals:
             if self.received:
                 return  # a terminal that closes sends it more than once
         now = time.monotonic()
-        is_same, self._last_at = now - self._last_at < SAME_SIGNAL_S, now
-        if is_same:
+        if now - self._counted_at < SAME_SIGNAL_S:
             return
+        self._counted_at = now
         self.received.append(number)
         code = interrupts.signal_exit_code(number)
         if len(self.received) == 1:
@@ -721,19 +735,54 @@ def find_own_join(path: Path, overrides: Sequence[str], role: str, *, patience: 
         role: of this node.
         patience: whether to wait for a learner that is to run on this machine, for as long as a
             node waits for it elsewhere.
+
+    Raises:
+        ConfigError: if that learner does not write its join string meanwhile.
     """
     try:
         config = read_run_file(path, overrides, None)
     except ConfigError:
         return []  # is told with what is wrong for the role
-    own = config.run_dir / "keys" / "join"
-    is_told = config.security.join is not None or any(map(has_secret, _dialled(config, role)))
-    if is_told or not config.security.curve:
+    if _is_join_told(config, role) or not config.security.curve:
         return []
-    if patience and all(map(is_own_machine, _dialled(config, role))):
+    own = _own_join(config)
+    if patience and _is_own_learner(config, role):
         _wait_for(own, patience_s=config.network.reconnect_for_s)
     is_needed = own.exists() and not getattr(config, role).connect
     return [override_of("security.join", str(own))] if is_needed else []
+
+
+def join_awaited(config: Config, role: str) -> Path | None:
+    """Return the file that a start waits for: the join string of a learner on this machine."""
+    if role == "learner" or not config.security.curve or _is_join_told(config, role):
+        return None
+    own = _own_join(config)
+    return own if _is_own_learner(config, role) and not own.exists() else None
+
+
+def check_join(config: Config, role: str) -> None:
+    """Check the join string with which a relay or worker starts.
+
+    Raises:
+        ConfigError: if there is none, or it cannot be read.
+    """
+    if role == "relay" or role == "worker":
+        connect = getattr(config, role).connect
+        JoinSource(role, connect, config.security, config.run_dir).keys()
+
+
+def _own_join(config: Config) -> Path:
+    return config.run_dir / "keys" / "join"
+
+
+def _is_join_told(config: Config, role: str) -> bool:
+    """Return whether a join string is given, or where one lies."""
+    return config.security.join is not None or any(map(has_secret, _dialled(config, role)))
+
+
+def _is_own_learner(config: Config, role: str) -> bool:
+    """Return whether a node dials this machine alone."""
+    return all(map(is_own_machine, _dialled(config, role)))
 
 
 def _dialled(config: Config, role: str) -> Sequence[str]:
@@ -743,10 +792,20 @@ def _dialled(config: Config, role: str) -> Sequence[str]:
 
 
 def _wait_for(path: Path, *, patience_s: float) -> None:
-    """Wait until a file is there, at most for so long; say once what is waited for."""
+    """Wait until a file is there; say once what is waited for.
+
+    Raises:
+        ConfigError: if it is not there after so long.
+    """
     give_up_at = time.monotonic() + patience_s
     is_told = False
-    while not path.exists() and time.monotonic() < give_up_at:
+    while not path.exists():
+        if time.monotonic() >= give_up_at:
+            raise ConfigError(
+                f"no learner has written {path} in {format_duration(patience_s)}: start it with "
+                f"the same run.dir and run.name, or set {ECHO_JOIN} to its join string; "
+                "network.reconnect_for_s sets how long to wait"
+            )
         if not is_told:
             is_told = True
             tell_of = f"waiting for {path}, which the learner writes when it starts"
@@ -805,6 +864,7 @@ def run_role(
     """
     if resume and tell_finished(config):
         return 0
+    check_join(config, role)
     check_model(config, role)  # packages that take seconds to import come after it
     if _is_first_rank():
         for error in _taken_addresses(config, role):

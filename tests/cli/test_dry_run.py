@@ -248,6 +248,7 @@ def test_what_is_free_and_there_is_no_problem(tmp_path: Path, role: Role) -> Non
         "worker": {"listen": "tcp://127.0.0.1:0", "connect": ADDRESS},
         "agent": {"listen": "tcp://127.0.0.1:0"},
     }
+    table["security"] = {"curve": False}
     assert not check_start(parse_config(table, role=role), role).problems
 
 

@@ -155,7 +155,8 @@ def test_a_port_in_use_is_named_before_anything_is_touched(
 
 def test_a_dry_run_starts_nothing(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = list(config.parent.iterdir())
-    assert run("--role", "worker", "--config", config, "--dry-run") == 0
+    line = ["--role", "worker", "--config", config, "--dry-run"]
+    assert run(*line, "--set", "security.curve=false") == 0
     assert "tcp://a:1" in capsys.readouterr().out
     assert list(config.parent.iterdir()) == before
 
@@ -311,11 +312,46 @@ def test_the_wait_for_a_join_string_ends(config: Path, capsys: pytest.CaptureFix
     line += ["--set", "relay.listen=tcp://127.0.0.1:0"]
     assert run("--role", "relay", *line, "--set", "relay.connect=tcp://127.0.0.1:9") == 2
     assert "waiting for" in (err := capsys.readouterr().err)
-    assert "this relay has no join string" in err
+    join = config.parent / "run" / "keys" / "join"
+    assert f"no learner has written {join} in 10ms: start it with the same run.dir" in err
+    assert not (config.parent / "run").exists()
     # Another machine has no file to wait for, and a dry run tells at once.
     assert run("--role", "worker", *line) == 2
     assert run("--role", "relay", *line, "--set", "relay.connect=[]", "--dry-run") == 2
     assert "waiting for" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("worker.connect=tcp://10.0.0.9:1", "this worker has no join string, and links"),
+        ("security.join=/nowhere/join", "security.join = '/nowhere/join': cannot be read"),
+        ("security.join={parent}", "cannot be read: [Errno 21] Is a directory"),
+        ("security.join={parent}/run.toml", "run.toml' is not a join string; expected tcp://"),
+    ],
+)
+def test_a_join_string_that_is_none_is_told_by_a_dry_run_and_before_a_start(
+    config: Path, capsys: pytest.CaptureFixture[str], settings: str, said: str
+) -> None:
+    line = ["--role", "worker", "--config", config]
+    line += ["--set", settings.format(parent=config.parent)]
+    assert run(*line, "--dry-run") == 2
+    out, err = capsys.readouterr()
+    assert out.startswith("would not start")
+    assert said in err
+    assert run(*line) == 2
+    assert said in capsys.readouterr().err
+    assert not (config.parent / "run").exists()  # not even a log, and no engine was loaded
+
+
+def test_a_dry_run_says_that_a_learners_join_string_is_awaited(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--role", "relay", "--config", config, "--dry-run"]
+    line += ["--set", "relay.listen=tcp://127.0.0.1:0", "--set", "relay.connect=tcp://127.0.0.1:9"]
+    assert run(*line) == 0
+    join = config.parent / "run" / "keys" / "join"
+    assert f"notice: it waits for {join}, which the learner writes" in capsys.readouterr().out
 
 
 def test_a_damaged_join_string_is_not_repeated(
