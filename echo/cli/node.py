@@ -766,9 +766,10 @@ def check_join(config: Config, role: str) -> None:
     Raises:
         ConfigError: if there is none, or it cannot be read.
     """
-    if role == "relay" or role == "worker":
-        connect = getattr(config, role).connect
-        JoinSource(role, connect, config.security, config.run_dir).keys()
+    if role == "relay":
+        JoinSource("relay", config.relay.connect, config.security, config.run_dir).keys()
+    elif role == "worker":
+        JoinSource("worker", config.worker.connect, config.security, config.run_dir).keys()
 
 
 def _own_join(config: Config) -> Path:

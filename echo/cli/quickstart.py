@@ -419,9 +419,8 @@ def pass_on(number: int, nodes: Sequence[NodeProcess]) -> None:
     if not nodes:
         interrupts.announce(number)
         raise SystemExit(interrupts.signal_exit_code(number))
-    # The terminal sends Ctrl-C to the learner as well, everybody else only to us.
-    if number != signal.SIGINT:
-        nodes[0].process.send_signal(number)
+    # A terminal sends Ctrl-C to the learner as well, which takes the two for one.
+    nodes[0].process.send_signal(number)
 
 
 def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Console) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -13,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from multiprocessing import active_children
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from echo.cli import interrupts, sim
 from echo.cli import node as node_command
-from echo.cli.node import run_loop, run_node
+from echo.cli.node import NodeSignals, run_loop, run_node
 from echo.runtime.node import Node
 from echo.sim.network import Network, Port
 from echo.sim.transport import SimTransport
@@ -174,3 +176,21 @@ def test_a_signal_that_a_launcher_passes_on_as_well_is_one(
     monkeypatch.setattr(SlowNode, "drain", drain)
     assert run(monkeypatch, work, may_end=True) == 130
     assert "stopping at once" not in caplog.text
+
+
+def test_a_key_that_is_pressed_again_and_again_stops_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(interrupts, "hurry", lambda code: None)
+
+    async def press() -> list[int]:
+        transport = SimTransport(Network(), Port("node", address="tcp://node:1"))
+        node = SlowNode(Script(), transport, log=logging.getLogger("test.interrupts"))
+        signals = NodeSignals(node)
+        for tenths in range(0, 20, 4):
+            clock = SimpleNamespace(monotonic=lambda tenths=tenths: tenths / 10)
+            monkeypatch.setattr(node_command, "time", clock)
+            signals.receive(signal.SIGINT)
+        return signals.received
+
+    assert asyncio.run(press()) == [signal.SIGINT] * 2

@@ -47,7 +47,8 @@ from echo.runtime.identity import Join
 
 PATIENT = """
 import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda *_: sys.exit(7))
 print(flush=True)
 time.sleep(60)
 """
@@ -285,7 +286,8 @@ def test_nodes_end_by_themselves_are_asked_and_then_made_to() -> None:
     assert (done.process.returncode, asked.process.returncode) == (0, 7)
 
 
-def test_who_ends_the_quickstart_ends_its_learner() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_ends_the_quickstart_ends_its_learner(number: int) -> None:
     learner, node = start("learner", PATIENT), start("w1", "import sys\nprint()\nsys.exit(3)")
     other = start("w2", PATIENT)
     node.process.wait()
@@ -293,7 +295,7 @@ def test_who_ends_the_quickstart_ends_its_learner() -> None:
     def terminate() -> None:
         while "w1 ended" not in console.export_text(clear=False):
             time.sleep(0.01)  # sooner it might end the tests
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     began = time.monotonic()
     console = Console(record=True, width=80, quiet=False, stderr=True)
