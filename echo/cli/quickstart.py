@@ -29,8 +29,8 @@ from echo.cli.node import read_run_file, show_summary, tell_finished
 from echo.cli.output import fail
 from echo.cli.parsers import CONFIGS, MODEL_CONFIG, quickstart_parser
 from echo.config.fields import override_of
+from echo.config.layers import OVERRIDE
 from echo.config.load import (
-    OVERRIDE,
     diff_configs,
     load_config,
     load_resolved,

@@ -8,36 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from echo.config.fields import Role, has_secret
+from echo.config.layers import Problem
 from echo.config.losses import ClippedSection
-from echo.config.schema import Config, KeyPath, kinds_of, leaves, show
+from echo.config.schema import Config, kinds_of, leaves, show
 from echo.core.units import format_bytes
 from echo.wire.codec import BYTES_PER_TOKEN
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One value and who set it."""
-
-    value: Any
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that is wrong, found at the first of `paths` and caused by all of them."""
-
-    paths: tuple[KeyPath, ...]
-    text: str
-    setting: Setting | None = None
-    """The value in question where it is not among the accepted settings."""
-    is_idle: bool = False
-    """Whether nothing is wrong but that the value at the first path has no effect beside others:
-    one that a resumed run has merely saved gives way."""
-
 
 MAX_CURVE_CHUNK_BYTES = 1 << 20
 """Largest chunk of weights on an encrypted link."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import tomllib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from echo.config.fields import UNREADABLE, Bytes, Seconds, Strict, read_text, toml_or_text
+from echo.config.layers import read_toml
 from echo.config.schema import PROFILES, show
 from echo.core.errors import ConfigError, in_one, nearest
 from echo.fleet.gpus import (
@@ -368,21 +368,6 @@ def _place_of(item: object, source: str, name: str, number: int) -> str:
     keys = [key for key in ("name", "gpu", "region") if isinstance(item, dict) and key in item]
     named = f" ({', '.join(str(item[key]) for key in keys)})" if isinstance(item, dict) else ""
     return f"{source}: {name}[{number}]{named if keys else ''}"
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Return the tables of a TOML file.
-
-    Raises:
-        ConfigError: if it cannot be read.
-    """
-    try:
-        return tomllib.loads(read_text(path))
-    except UNREADABLE as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    except OSError as error:
-        remedy = "configs/ has fleet-example.toml and scenario-example.toml to start from"
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; {remedy}") from error
 
 
 def _is_branch(part: object) -> bool:

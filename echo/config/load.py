@@ -8,22 +8,38 @@ default, and the rules that join several keys are checked on the rest.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import textwrap
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import date, time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
 
 from echo.config import other_names
-from echo.config.checks import Problem, Setting, check_config
-from echo.config.fields import OWN_KIND, ROLES, UNREADABLE, Role, read_text, toml_or_text
+from echo.config.checks import check_config
+from echo.config.fields import OWN_KIND, ROLES, UNREADABLE, Role, read_text
+from echo.config.layers import (
+    DEFAULT,
+    OVERRIDE,
+    Problem,
+    Schema,
+    Setting,
+    Settings,
+    as_error,
+    brief,
+    merge,
+    nest,
+    read_file,
+    read_layer,
+    read_override,
+    read_toml,
+    say_expected,
+    unreported,
+    value_problems,
+)
 from echo.config.memory import Budget
 from echo.config.schema import (
     DEFAULT_PROFILE,
@@ -42,96 +58,11 @@ from echo.config.schema import (
     sections,
     show,
 )
-from echo.core.errors import ConfigError, in_one, nearest
+from echo.core.errors import ConfigError, nearest
 from echo.core.paths import local_path
-from echo.core.units import format_bytes, one_line, without_keys
+from echo.core.units import format_bytes, without_keys
 
-# --- layers ---------------------------------------------------------------------------------------
-#
-# A layer is one file or one `--set`. Later layers win, key by key. Of a table of the user's own
-# keys `--set task.options.digits=3` sets one and leaves the others; `--set task.options={digits=3}`
-# sets the table: the keys that it had before are gone.
-
-
-OVERRIDE = "--set"
-"""The source of settings from the command line."""
-
-
-@dataclass(slots=True)
-class Layer:
-    """What one source sets."""
-
-    settings: dict[KeyPath, Setting] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-    replaced: KeyPath | None = None
-    """What is set as a whole: what earlier layers have there, in it or in its place goes."""
-
-
-def read_layer(table: Mapping[str, Any], source: str) -> Layer:
-    """Return the settings of one source, and its unknown keys as problems."""
-    layer = Layer()
-    for path, value in flatten(table):
-        setting = Setting(value, source)
-        if path[0] in sections() and len(path) == 1 and value == {}:
-            continue  # an empty section sets nothing
-        leaf = find_leaf(path)
-        if leaf is None:
-            text: str | None = _say_unknown(path)
-        else:
-            text = _say_altered([*path[2:], value], in_table=leaf.is_table)
-        if text:
-            layer.problems.append(Problem((path,), text, setting))
-        else:
-            layer.settings[path] = setting
-    return layer
-
-
-def read_override(text: str) -> Layer:
-    """Return the layer of one `--set section.key=value`.
-
-    The value is read as TOML; what is not TOML is text, so that names need no quotes.
-    """
-    key, separator, value = text.partition("=")
-    parts = [part.strip() for part in key.split(".")]
-    if not separator or not all(parts):
-        problem = f'"{text}" is not an override; write section.key=value'
-        return Layer(problems=[Problem((), problem, Setting(None, OVERRIDE))])
-    table: Any = toml_or_text(value.strip())
-    for part in reversed(parts):
-        table = {part: table}
-    layer = read_layer(table, OVERRIDE)
-    if find_leaf(tuple(parts)) is not None:  # not a whole section
-        layer.replaced = tuple(parts)
-    return layer
-
-
-def flatten(table: Mapping[str, Any], parent: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
-    """Yield every value of nested tables with its path; an empty table is a value.
-
-    So is one that stands so deep that it will be refused.
-    """
-    for key, value in table.items():
-        path = (*parent, key)
-        if isinstance(value, Mapping) and value and len(path) < MAX_DEPTH:
-            yield from flatten(value, path)
-        else:
-            yield path, value
-
-
-def nest(settings: Mapping[KeyPath, Setting]) -> dict[str, Any]:
-    """Return the nested tables that `settings` flatten; an empty table gives way to its keys."""
-    root: dict[str, Any] = {}
-    for path in sorted(settings, key=len):
-        table = root
-        for part in path[:-1]:
-            table = table.setdefault(part, {})
-            if not isinstance(table, dict):
-                break  # a table's name was given a plain value, which is reported by its type
-        else:
-            value = settings[path].value
-            table[path[-1]] = dict(value) if isinstance(value, Mapping) else value
-    return root
-
+# --- keys -----------------------------------------------------------------------------------------
 
 MAX_GUESSES = 3
 """Keys of other sections that are named in place of one that is unknown."""
@@ -170,36 +101,6 @@ def _say_unknown(path: KeyPath) -> str:
     return f"unknown {kind}; {known}; {OTHER_NAMES}"
 
 
-_NO_UTF8 = re.compile("[\ud800-\udfff]")
-MAX_DEPTH = 32
-"""Tables and lists within each other, in a value."""
-
-
-def _say_altered(value: Any, *, in_table: bool, depth: int = 0) -> str | None:
-    """Say what neither a message to a worker nor config.json holds as it is written, or None.
-
-    Args:
-        value: of a key, or within it.
-        in_table: whether it is the user's own, so that no type of ours will refuse it.
-        depth: of tables and lists that it stands in.
-    """
-    if isinstance(value, Mapping | list):
-        if depth == MAX_DEPTH:
-            return f"more than {MAX_DEPTH} tables and lists stand within each other"
-        inner = (*value, *value.values()) if isinstance(value, Mapping) else value
-        found = (_say_altered(part, in_table=in_table, depth=depth + 1) for part in inner)
-        return next(filter(None, found), None)
-    if isinstance(value, str) and (_NO_UTF8.search(value) or ("\0" in value and not in_table)):
-        return f"{_brief(one_line(value))} has a character that UTF-8 or file names cannot hold"
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return f"{_brief(value)} has more than 64 bits; write a smaller number, or text in quotes"
-    if in_table and isinstance(value, float) and not math.isfinite(value):
-        return f"{value} is no number that a worker could be told; write a finite one, or text"
-    if in_table and isinstance(value, date | time):
-        return f"{value} is a date or time, which workers would get as text; put it in quotes"
-    return None
-
-
 OTHER_NAMES = (
     "docs/coming-from-other-frameworks.md has the names that TRL, verl, prime-rl and slime use"
 )
@@ -209,10 +110,20 @@ def _list_sections() -> str:
     return ", ".join(f"[{name}]" for name in sections())
 
 
+RUN = Schema(
+    what="configuration",
+    override_form="section.key=value",
+    sections=sections,
+    find=find_leaf,
+    say_unknown=_say_unknown,
+    place=lambda path, _: ".".join(path),
+)
+"""The keys of a run's file."""
+
+
 # --- loading --------------------------------------------------------------------------------------
 
 
-_FROM_DEFAULT = "default"
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -227,11 +138,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), role: str | Non
     Raises:
         ConfigError: listing every problem with file, key, value and remedy.
     """
-    try:
-        table = tomllib.loads(_read_text(Path(path)))
-    except UNREADABLE as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    return parse_config(table, overrides, role, source=str(path))
+    return parse_config(read_toml(Path(path)), overrides, role, source=str(path))
 
 
 def parse_config(
@@ -255,16 +162,8 @@ def parse_config(
     """
     if role is not None and role not in ROLES:
         raise ConfigError(f'role "{role}" does not exist; choose one of {", ".join(ROLES)}')
-    layers = [read_layer(table, source), *(read_override(text) for text in overrides)]
-    user: dict[KeyPath, Setting] = {}
-    for layer in layers:
-        if place := layer.replaced:
-            user = {
-                path: setting
-                for path, setting in user.items()
-                if any(one != other for one, other in zip(path, place, strict=False))
-            }
-        user.update(layer.settings)
+    layers = [read_layer(RUN, table, source), *(read_override(RUN, text) for text in overrides)]
+    user = merge(layers)
     if is_saved:
         user = _without_old_defaults(layers[0].settings, user)
     settings, config, problems = _check(user, role)
@@ -280,29 +179,28 @@ def parse_config(
         settings, config, problems = _check(kept, role)
     problems = [problem for layer in layers for problem in layer.problems] + problems
     if problems:
-        lines = [_describe(problem, settings, source) for problem in problems]
-        raise ConfigError(in_one("configuration", lines))
+        raise as_error(RUN, problems, settings, source)
     return config.with_sources(_sources(settings, leaves(kinds_of(config))), notes)
 
 
-def _cause_in_override(problem: Problem, user: Mapping[KeyPath, Setting]) -> bool:
+def _cause_in_override(problem: Problem, user: Settings) -> bool:
     """Return whether `--set` has left a setting of the file without effect."""
     idle, *causes = (user.get(path) for path in problem.paths)
     by_line = any(cause is not None and cause.source == OVERRIDE for cause in causes)
     return idle is not None and idle.source != OVERRIDE and by_line
 
 
-def _say_idle(problem: Problem, settings: Mapping[KeyPath, Setting]) -> str:
+def _say_idle(problem: Problem, settings: Settings) -> str:
     """Return the note on a setting of the file that gives way to the command line."""
     path, *causes = problem.paths
     setting = problem.setting or settings[path]
-    beside = " and ".join(f"{'.'.join(c)} = {_brief(settings[c].value)}" for c in causes)
-    key = f"{'.'.join(path)} = {_brief(setting.value)}"
+    beside = " and ".join(f"{'.'.join(c)} = {brief(settings[c].value)}" for c in causes)
+    key = f"{'.'.join(path)} = {brief(setting.value)}"
     return f"{setting.source}: {key} has no effect beside {OVERRIDE} {beside}, and is left out"
 
 
 def _check(
-    user: Mapping[KeyPath, Setting], role: str | None
+    user: Settings, role: str | None
 ) -> tuple[dict[KeyPath, Setting], Config, list[Problem]]:
     """Return all settings, a valid configuration, and what is wrong with the user's."""
     kinds, problems = _choose_kinds(user)
@@ -313,13 +211,11 @@ def _check(
     settings = {**_default_settings(own, known), **own}
     config, wrong = _validate(settings, known)
     problems += wrong
-    reported = {path for problem in problems for path in problem.paths}
     found = [*_keys_of_other_kinds(user, kinds), *check_config(config, cast("Role | None", role))]
-    problems += [problem for problem in found if reported.isdisjoint(problem.paths)]
-    return settings, config, problems
+    return settings, config, [*problems, *unreported(found, problems)]
 
 
-def _choose_kinds(user: Mapping[KeyPath, Setting]) -> tuple[dict[str, str], list[Problem]]:
+def _choose_kinds(user: Settings) -> tuple[dict[str, str], list[Problem]]:
     """Return which class each section with several has, and kinds that do not exist."""
     kinds, problems = {}, []
     for section, classes in KINDS.items():
@@ -334,13 +230,11 @@ def _choose_kinds(user: Mapping[KeyPath, Setting]) -> tuple[dict[str, str], list
         elif isinstance(kind, str) and OWN_KIND in classes and _IMPORT_PATH.fullmatch(kind):
             kinds[section] = OWN_KIND
         else:
-            problems.append(Problem((path,), _say_expected(leaf, kind), user[path]))
+            problems.append(Problem((path,), say_expected(leaf, kind), user[path]))
     return kinds, problems
 
 
-def _keys_of_other_kinds(
-    user: Mapping[KeyPath, Setting], kinds: Mapping[str, str]
-) -> Iterable[Problem]:
+def _keys_of_other_kinds(user: Settings, kinds: Mapping[str, str]) -> Iterable[Problem]:
     """Yield a problem for each key that the chosen class of its section does not have."""
     known = leaves(kinds)
     for path, setting in user.items():
@@ -366,9 +260,7 @@ def _keys_of_other_kinds(
         )
 
 
-def _without_old_defaults(
-    saved: Mapping[KeyPath, Setting], user: dict[KeyPath, Setting]
-) -> dict[KeyPath, Setting]:
+def _without_old_defaults(saved: Settings, user: dict[KeyPath, Setting]) -> dict[KeyPath, Setting]:
     """Return the settings without saved ones that were defaults of a kind that has gone."""
     before, _ = _choose_kinds(saved)
     after, _ = _choose_kinds(user)
@@ -412,7 +304,7 @@ def load_resolved(path: Path, overrides: Sequence[str] = (), role: str | None = 
         ConfigError: as `load_config`.
     """
     try:
-        table = json.loads(_read_text(path))
+        table = json.loads(read_file(path))
     except UNREADABLE as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(table, dict):
@@ -423,32 +315,17 @@ def load_resolved(path: Path, overrides: Sequence[str] = (), role: str | None = 
 def keys_set_by_user(config: Config) -> frozenset[str]:
     """Return the dotted keys that a file or `--set` gave, not a profile or default."""
     return frozenset(
-        key
-        for key, source in config.sources.items()
-        if source != _FROM_DEFAULT and not source.startswith("profile ")
+        key for key, source in config.sources.items() if not Setting(None, source).is_default
     )
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return read_text(path)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text: {error}") from error
-    except OSError as error:
-        reason = error.strerror or str(error)
-        remedy = "give an existing, readable file; configs/ has examples"
-        raise ConfigError(f"{path}: cannot be read: {reason}; {remedy}") from error
-
-
-def _profile_of(user: Mapping[KeyPath, Setting]) -> str:
+def _profile_of(user: Settings) -> str:
     given = user.get(("profile",))
     is_known = given is not None and isinstance(given.value, str) and given.value in PROFILES
     return given.value if given is not None and is_known else DEFAULT_PROFILE
 
 
-def _default_settings(
-    user: Mapping[KeyPath, Setting], known: Mapping[KeyPath, Leaf]
-) -> dict[KeyPath, Setting]:
+def _default_settings(user: Settings, known: Mapping[KeyPath, Leaf]) -> dict[KeyPath, Setting]:
     """Return every key's default under the user's profile and mode."""
     profile = _profile_of(user)
     mode = user.get(("sync", "mode"))
@@ -456,66 +333,37 @@ def _default_settings(
     found = {}
     for path, leaf in known.items():
         value = leaf.defaults[profile]
-        source = f"profile {profile}" if leaf.key in PROFILES[profile] else _FROM_DEFAULT
+        source = f"profile {profile}" if leaf.key in PROFILES[profile] else DEFAULT
         if is_pull and leaf.key in PULL:
             value, source = PULL[leaf.key], "profile pull"
         found[path] = Setting(value, source)
     return found
 
 
-def _validate(
-    settings: Mapping[KeyPath, Setting], known: Mapping[KeyPath, Leaf]
-) -> tuple[Config, list[Problem]]:
+def _validate(settings: Settings, known: Mapping[KeyPath, Leaf]) -> tuple[Config, list[Problem]]:
     """Return a valid configuration and what had to be replaced by its default for that."""
     try:
         return Config.model_validate(nest(settings)), []
     except ValidationError as error:
-        problems = _value_problems(error, known)
+        problems = value_problems(error, lambda place: _locate(known, place))
     bad = {problem.paths[0] for problem in problems}
     kept = {path: setting for path, setting in settings.items() if path[:2] not in bad}
     repaired = {**_default_settings(kept, known), **kept}
     return Config.model_validate(nest(repaired)), problems
 
 
-def _value_problems(error: ValidationError, known: Mapping[KeyPath, Leaf]) -> list[Problem]:
-    """Return one problem per key; a union reports once for each of its members."""
-    by_path: dict[KeyPath, Problem] = {}
-    for detail in error.errors():
-        place = [str(part) for part in detail["loc"]]
-        if place[0] in KINDS:
-            del place[1]  # which class of the section
-        leaf = _leaf_at(tuple(place[:2]), known)
-        if leaf is None:  # every other path was refused before validation
-            raise AssertionError(f"validation reports an unknown place: {detail}") from error
-        own_words = detail.get("ctx", {}).get("error")
-        text = str(own_words) if own_words else _say_expected(leaf, detail["input"])
-        by_path.setdefault(leaf.path, Problem((leaf.path,), text))
-    return list(by_path.values())
+def _locate(
+    known: Mapping[KeyPath, Leaf], place: tuple[int | str, ...]
+) -> tuple[KeyPath, Leaf | None]:
+    """Return the key that pydantic means."""
+    path = tuple(map(str, place))
+    if path[0] in KINDS:
+        path = (path[0], *path[2:])  # without the class of the section
+    leaf = _leaf_at(path[:2], known)
+    return path if leaf is None else leaf.path, leaf
 
 
-def _say_expected(leaf: Leaf, value: object) -> str:
-    has_choice = isinstance(value, str) and len(leaf.choices) > 1
-    near = nearest(str(value), leaf.choices) if has_choice else None
-    hint = f'; did you mean "{near}"?' if near else ""
-    return f"must be {leaf.expected}{hint} ({leaf.help.rstrip('.')})"
-
-
-def _describe(problem: Problem, settings: Mapping[KeyPath, Setting], file_name: str) -> str:
-    """Return one line: file or --set, key, value, what is wrong."""
-    if not problem.paths:
-        return f"{OVERRIDE}: {problem.text}"
-    path = problem.paths[0]
-    setting = problem.setting or settings.get(path) or Setting(None, file_name)
-    source = setting.source
-    is_default = source == _FROM_DEFAULT or source.startswith("profile ")
-    value = "" if setting.value is None else f" = {_brief(setting.value)}"
-    if is_default and value:
-        value += f" ({source})"
-    prefix = file_name if is_default else source
-    return f"{prefix}: {'.'.join(path)}{value}: {problem.text}"
-
-
-def _sources(settings: Mapping[KeyPath, Setting], known: Mapping[KeyPath, Leaf]) -> dict[str, str]:
+def _sources(settings: Settings, known: Mapping[KeyPath, Leaf]) -> dict[str, str]:
     """Return where each key came from; a table of the user's keys may have several sources."""
     found: dict[str, list[str]] = {leaf.key: [] for leaf in known.values()}
     for path, setting in settings.items():
@@ -523,7 +371,7 @@ def _sources(settings: Mapping[KeyPath, Setting], known: Mapping[KeyPath, Leaf])
         if leaf is not None and setting.source not in found[leaf.key]:
             found[leaf.key].append(setting.source)
     return {
-        key: " + ".join(sorted(set(names) - {_FROM_DEFAULT}, key=OVERRIDE.__eq__) or names)
+        key: " + ".join(sorted(set(names) - {DEFAULT}, key=OVERRIDE.__eq__) or names)
         for key, names in found.items()
     }
 
@@ -739,8 +587,8 @@ def check_inherited(config: Config, settings: Mapping[str, Any]) -> list[str]:
         # One file serves all machines, and only the learner needs to have what it names.
         own[_TEMPLATE] = _template_text(config)
     return [
-        f"{config.sources.get(key, 'configuration')}: {key} = {_brief(own[key])} contradicts the "
-        f"learner, which uses {_brief(settings[key])}; remove it here, or start without "
+        f"{config.sources.get(key, 'configuration')}: {key} = {brief(own[key])} contradicts the "
+        f"learner, which uses {brief(settings[key])}; remove it here, or start without "
         "--config: a worker gets it from there"
         for key in own
         if key in keys_set_by_user(config)
@@ -802,8 +650,3 @@ def _template_text(config: Config) -> str | None:
     if not text.strip():
         raise ConfigError(f'{where}: is empty; "{NO_TEMPLATE}" leaves prompts without a template')
     return text
-
-
-def _brief(value: object) -> str:
-    text = show(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

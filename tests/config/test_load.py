@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.config.checks import Setting
+from echo.config.layers import Setting, nest, read_layer
 from echo.config.load import (
     _UNSAFE,
+    RUN,
     apply_inherited,
     check_inherited,
     diff_configs,
@@ -26,9 +27,7 @@ from echo.config.load import (
     keys_set_by_user,
     load_config,
     load_resolved,
-    nest,
     parse_config,
-    read_layer,
     resolved,
     save_resolved,
 )
@@ -355,7 +354,7 @@ def test_pull_is_on_policy_whatever_the_profile(tmp_path: Path) -> None:
     ],
 )
 def test_an_unknown_key_finds_its_match(table: dict[str, Any], text: str) -> None:
-    layer = read_layer({**table, "relay": {}}, "run.toml")
+    layer = read_layer(RUN, {**table, "relay": {}}, "run.toml")
     (problem,) = layer.problems
     assert text in problem.text
     assert not layer.settings

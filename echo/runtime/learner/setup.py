@@ -15,7 +15,8 @@ from typing import Any
 from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss
-from echo.config.load import flatten, inherited_settings, resolved, save_resolved
+from echo.config.layers import flatten
+from echo.config.load import inherited_settings, resolved, save_resolved
 from echo.config.memory import (
     CHECKPOINTING,
     Budget,

@@ -1,0 +1,300 @@
+"""Layers of settings: files and overrides on each other, and every problem with its source.
+
+Run, fleet and scenario files are read by this one code. A layer is one file or one `--set`; a later
+one wins, key by key. A `Schema` says which keys there are. What is wrong is collected and reported
+at once, each problem with its source, its key, its value and what to write instead.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date, time
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from echo.config.fields import UNREADABLE, read_text, toml_or_text
+from echo.config.schema import KeyPath, Leaf, show
+from echo.core.errors import ConfigError, in_one, nearest
+from echo.core.units import one_line
+
+OVERRIDE = "--set"
+"""The source of settings from the command line."""
+DEFAULT = "default"
+"""The source of settings that nobody has made; so are those whose name begins with "profile "."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One value and who set it."""
+
+    value: Any
+    source: str
+
+    @property
+    def is_default(self) -> bool:
+        """Whether no user has set it."""
+        return self.source == DEFAULT or self.source.startswith("profile ")
+
+
+Settings = Mapping[KeyPath, Setting]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong, found at the first of `paths` and caused by all of them."""
+
+    paths: tuple[KeyPath, ...]
+    text: str
+    setting: Setting | None = None
+    """The value in question where it is not among the accepted settings."""
+    is_idle: bool = False
+    """Whether nothing is wrong but that the value at the first path has no effect beside others:
+    one that a resumed run has merely saved gives way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schema:
+    """The keys of one kind of file."""
+
+    what: str
+    """The kind, as in "the configuration has 3 problems"."""
+    override_form: str
+    """How an override is written."""
+    sections: Callable[[], Collection[str]]
+    """Tables of which an empty one sets nothing."""
+    find: Callable[[KeyPath], Leaf | None]
+    """The key at a path, or the user's own table that the path reaches into."""
+    say_unknown: Callable[[KeyPath], str]
+    """Why a path is no key, and which one was probably meant."""
+    place: Callable[[KeyPath, Settings], str]
+    """How messages call a path."""
+
+
+# --- reading --------------------------------------------------------------------------------------
+#
+# Of a table of the user's own keys `--set task.options.digits=3` sets one and leaves the others;
+# `--set task.options={digits=3}` sets the table: the keys that it had before are gone.
+
+
+@dataclass(slots=True)
+class Layer:
+    """What one source sets."""
+
+    settings: dict[KeyPath, Setting] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    replaced: KeyPath | None = None
+    """What is set as a whole: what earlier layers have there, in it or in its place goes."""
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the tables of a TOML file.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
+    try:
+        return tomllib.loads(read_file(path))
+    except UNREADABLE as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+
+
+def read_file(path: Path) -> str:
+    """Return the text of a file with settings.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
+    try:
+        return read_text(path)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text: {error}") from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        remedy = "give an existing, readable file; configs/ has examples"
+        raise ConfigError(f"{path}: cannot be read: {reason}; {remedy}") from error
+
+
+def read_layer(schema: Schema, table: Mapping[str, Any], source: str) -> Layer:
+    """Return the settings of one source, and its unknown keys as problems."""
+    layer = Layer()
+    for path, value in flatten(table):
+        setting = Setting(value, source)
+        if path[0] in schema.sections() and len(path) == 1 and value == {}:
+            continue  # an empty section sets nothing
+        leaf = schema.find(path)
+        if leaf is None:
+            text: str | None = schema.say_unknown(path)
+        else:
+            text = _say_altered([*path[len(leaf.path) :], value], in_table=leaf.is_table)
+        if text:
+            layer.problems.append(Problem((path,), text, setting))
+        else:
+            layer.settings[path] = setting
+    return layer
+
+
+def read_override(schema: Schema, text: str, source: str = OVERRIDE) -> Layer:
+    """Return the layer of one `--set section.key=value`.
+
+    The value is read as TOML; what is not TOML is text, so that names need no quotes.
+    """
+    key, separator, value = text.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not separator or not all(parts):
+        problem = f'"{text}" is not an override; write {schema.override_form}'
+        return Layer(problems=[Problem((), problem, Setting(None, source))])
+    table: Any = toml_or_text(value.strip())
+    for part in reversed(parts):
+        table = {part: table}
+    layer = read_layer(schema, table, source)
+    if schema.find(tuple(parts)) is not None:  # not a whole section
+        layer.replaced = tuple(parts)
+    return layer
+
+
+def merge(layers: Iterable[Layer]) -> dict[KeyPath, Setting]:
+    """Return the settings of layers on each other."""
+    merged: dict[KeyPath, Setting] = {}
+    for layer in layers:
+        if place := layer.replaced:
+            merged = {
+                path: setting
+                for path, setting in merged.items()
+                if any(one != other for one, other in zip(path, place, strict=False))
+            }
+        merged.update(layer.settings)
+    return merged
+
+
+def flatten(table: Mapping[str, Any], parent: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
+    """Yield every value of nested tables with its path; an empty table is a value.
+
+    So is one that stands so deep that it will be refused.
+    """
+    for key, value in table.items():
+        path = (*parent, key)
+        if isinstance(value, Mapping) and value and len(path) < MAX_DEPTH:
+            yield from flatten(value, path)
+        else:
+            yield path, value
+
+
+def nest(settings: Settings) -> dict[str, Any]:
+    """Return the nested tables that `settings` flatten; an empty table gives way to its keys."""
+    root: dict[str, Any] = {}
+    for path in sorted(settings, key=len):
+        table = root
+        for part in path[:-1]:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                break  # a table's name was given a plain value, which is reported by its type
+        else:
+            value = settings[path].value
+            table[path[-1]] = dict(value) if isinstance(value, Mapping) else value
+    return root
+
+
+_NO_UTF8 = re.compile("[\ud800-\udfff]")
+MAX_DEPTH = 32
+"""Tables and lists within each other, in a value."""
+
+
+def _say_altered(value: Any, *, in_table: bool, depth: int = 0) -> str | None:
+    """Say what neither a message to a worker nor config.json holds as it is written, or None.
+
+    Args:
+        value: of a key, or within it.
+        in_table: whether it is the user's own, so that no type of ours will as_error it.
+        depth: of tables and lists that it stands in.
+    """
+    if isinstance(value, Mapping | list):
+        if depth == MAX_DEPTH:
+            return f"more than {MAX_DEPTH} tables and lists stand within each other"
+        inner = (*value, *value.values()) if isinstance(value, Mapping) else value
+        found = (_say_altered(part, in_table=in_table, depth=depth + 1) for part in inner)
+        return next(filter(None, found), None)
+    if isinstance(value, str) and (_NO_UTF8.search(value) or ("\0" in value and not in_table)):
+        return f"{brief(one_line(value))} has a character that UTF-8 or file names cannot hold"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return f"{brief(value)} has more than 64 bits; write a smaller number, or text in quotes"
+    if in_table and isinstance(value, float) and not math.isfinite(value):
+        return f"{value} is no number that a worker could be told; write a finite one, or text"
+    if in_table and isinstance(value, date | time):
+        return f"{value} is a date or time, which workers would get as text; put it in quotes"
+    return None
+
+
+# --- what is wrong --------------------------------------------------------------------------------
+
+
+def value_problems(
+    error: ValidationError, locate: Callable[[tuple[int | str, ...]], tuple[KeyPath, Leaf | None]]
+) -> list[Problem]:
+    """Return one problem per key; a union reports once for each of its members.
+
+    Args:
+        error: of pydantic.
+        locate: returns the path of a place of pydantic's, and the key that is there.
+    """
+    by_path: dict[KeyPath, Problem] = {}
+    for detail in error.errors():
+        path, leaf = locate(detail["loc"])
+        if leaf is None:  # every other path was refused before validation
+            raise AssertionError(f"validation reports an unknown place: {detail}") from error
+        own_words = detail.get("ctx", {}).get("error")
+        text = str(own_words) if own_words else say_expected(leaf, detail["input"])
+        by_path.setdefault(path, Problem((path,), text))
+    return list(by_path.values())
+
+
+def say_expected(leaf: Leaf, value: object) -> str:
+    """Say what a key takes, and which of its words was probably meant."""
+    has_choice = isinstance(value, str) and len(leaf.choices) > 1
+    near = nearest(str(value), leaf.choices) if has_choice else None
+    hint = f'; did you mean "{near}"?' if near else ""
+    return f"must be {leaf.expected}{hint} ({leaf.help.rstrip('.')})"
+
+
+def unreported(found: Iterable[Problem], problems: Iterable[Problem]) -> list[Problem]:
+    """Return what is found of values that are right in themselves."""
+    reported = {path for problem in problems for path in problem.paths}
+    return [problem for problem in found if reported.isdisjoint(problem.paths)]
+
+
+def as_error(
+    schema: Schema, problems: Sequence[Problem], settings: Settings, file_name: str
+) -> ConfigError:
+    """Return the error that lists all problems.
+
+    Args:
+        schema: of the file.
+        problems: one at least.
+        settings: those that were made, with where from.
+        file_name: where a setting would stand that nobody has made.
+    """
+    lines = [_describe(schema, problem, settings, file_name) for problem in problems]
+    return ConfigError(in_one(schema.what, lines))
+
+
+def _describe(schema: Schema, problem: Problem, settings: Settings, file_name: str) -> str:
+    """Return one line: file or --set, key, value, what is wrong."""
+    path = problem.paths[0] if problem.paths else ()
+    setting = problem.setting or settings.get(path) or Setting(None, file_name)
+    value = "" if setting.value is None or not path else f" = {brief(setting.value)}"
+    if setting.is_default and value:
+        value += f" ({setting.source})"
+    source = file_name if setting.is_default else setting.source
+    place = schema.place(path, settings)
+    return f"{source}: {place}{value}: {problem.text}" if place else f"{source}: {problem.text}"
+
+
+def brief(value: object) -> str:
+    """Return a value as it is written in TOML, cut off where it is long."""
+    text = show(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
