@@ -19,6 +19,7 @@ which it has no opinion.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -42,6 +43,23 @@ _FORMS = (
 )
 
 _ONE, _MANY = ("prompt", "completion"), ("prompts", "completions")
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _is_plain(value: object) -> bool:
+    return not isinstance(value, list | dict)
+
+
+def _bound_names(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the parameters that a functools.partial has set already, also one in a wrapper."""
+    inner = inspect.unwrap(function)
+    if not isinstance(inner, functools.partial):
+        return frozenset()
+    try:
+        by_place = inspect.signature(inner.func).bind_partial(*inner.args).arguments
+    except (TypeError, ValueError):  # too many of them: the call says so
+        by_place = {}
+    return frozenset({*inner.keywords, *by_place})
 
 
 class RewardFunction:
@@ -79,18 +97,19 @@ class RewardFunction:
             self._function = load_function(self.where, spec)
             self.file = self._find_file(spec)
         parameters = self._parameters()
-        self.is_of_groups = not set(_MANY).isdisjoint(parameters)
+        is_named = {name for name, p in parameters.items() if p.kind not in _REST}
+        self.is_of_groups = not is_named.isdisjoint(_MANY)
         self._own = _MANY if self.is_of_groups else _ONE
-        if set(self._own).isdisjoint(parameters):
+        if is_named.isdisjoint(self._own):
             raise ConfigError(f"{self.where}: {self._refusal(parameters)}")
         named = {
             name: parameter
             for name, parameter in parameters.items()
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         }
+        self._is_cached = hasattr(self._function, "cache_parameters")
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        # What functools.partial has set already stays as it is.
-        self._bound = frozenset(getattr(self._function, "keywords", ()))
+        self._bound = _bound_names(self._function)
         self._names = named.keys() - self._bound
         required = {n for n in self._names if named[n].default is inspect.Parameter.empty}
         self._required = sorted(required.difference(self._own))
@@ -125,7 +144,7 @@ class RewardFunction:
         text = f"it takes {', '.join(names) or 'nothing'}; {_FORMS}"
         if {"solution_str", "ground_truth"} & set(names):
             return f"{text}; verl's solution_str is completion here, and its ground_truth is answer"
-        if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values()):
+        if all(p.kind in _REST for p in parameters.values()):
             return f"{text}: name one of them (a decorator keeps names with functools.wraps)"
         return text
 
@@ -147,10 +166,11 @@ class RewardFunction:
                 f"{self.where}: needs {', '.join(absent)}, which Echo never gives: a reward gets "
                 "texts and columns; give the parameter a default, or remove it"
             )
-        if self._takes_all and hasattr(self._function, "cache_parameters"):
+        if self._is_cached and (self._takes_all or self.is_of_groups):
+            what = "the lists of a group" if self.is_of_groups else "all columns of a row"
             raise ConfigError(
-                f"{self.where}: functools.lru_cache cannot hash all columns of a row; name those "
-                "that it needs in place of **"
+                f"{self.where}: functools.lru_cache cannot hash {what}; cache a function of one "
+                "text that this one calls, or name columns that are texts or numbers in place of **"
             )
 
     def check(self, example: Example, row: Mapping[str, Any]) -> None:
@@ -183,6 +203,15 @@ class RewardFunction:
                 f"{self.where} needs the columns {', '.join(missing)}; it has {', '.join(row)}"
                 f"{remedy if 'answer' in missing else ''}"
             )
+        if self._is_cached:
+            given = {**known, "prompt": example.prompt}
+            unable = [n for n in sorted(self._names & given.keys()) if not _is_plain(given[n])]
+            if unable:
+                raise ValueError(
+                    f"{self.where}: functools.lru_cache cannot hash `{unable[0]}`, a "
+                    f"{type(given[unable[0]]).__name__} in this row; cache a function of texts "
+                    "that this one calls"
+                )
         if self._built_in:
             check_reference(self._built_in, answer_column, example.answer)
 
