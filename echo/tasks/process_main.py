@@ -19,6 +19,7 @@ import contextlib
 import inspect
 import math
 import os
+import re
 import reprlib
 import resource
 import signal
@@ -37,13 +38,18 @@ from echo.core.errors import EchoError
 from echo.tasks.environment import Environment
 from echo.tasks.guard import fork_guarded
 from echo.tasks.messages import Message, fault_of_message
-from echo.tasks.task import Example, RetryCall, Task, load_task
+from echo.tasks.task import Example, RetryCall, Task, check_unchanged, load_task
 
 if TYPE_CHECKING:
     import asyncio
 
 TRANSIENT_ERRORS = (RetryCall, ConnectionError, TimeoutError)
 """What a task's code raises where the same call may work a moment later."""
+
+_LOOP_ADVICE = (
+    "; make the function `async` and await in it: all calls then share one event loop, for which a "
+    "client is made once, in the first call"
+)
 
 MAX_TRACEBACK_LENGTH = 2000
 """Characters of a traceback that are told, the last ones."""
@@ -106,6 +112,8 @@ class TaskSpec(msgspec.Struct, frozen=True):
     kind: str
     options: dict[str, Any]
     memory_bytes: int | None = None
+    code: dict[str, dict[str, Any]] = {}
+    """`task.code_of`, when the node started."""
 
 
 class Pipe:
@@ -194,11 +202,10 @@ class Performer:
         except _Refused as refused:
             return CallAnswer(fault=refused.fault)
         except BaseException as error:  # noqa: BLE001 -- the caller learns of it, whatever it is
-            text = f"{where} raised {what_it_raised(error)}"
-            is_transient = isinstance(error, TRANSIENT_ERRORS)
-            return CallAnswer(
-                fault=CallFault("reward_error", text, is_transient, _traceback(error))
-            )
+            advice = _LOOP_ADVICE if _is_about_loop(error) else ""
+            text = f"{where} raised {what_it_raised(error)}{advice}"
+            fault = CallFault("reward_error", text, is_transient(error), _traceback(error))
+            return CallAnswer(fault=fault)
 
     def _perform(self, call: TaskCall, where: str) -> Any:
         match call.method:
@@ -234,7 +241,8 @@ class Performer:
         values = self._awaited(self._task.rewards(example, texts))
         number = f"a list of {len(texts)} numbers, one for each answer"
         if isinstance(values, str | bytes | Mapping | Set) or not isinstance(values, Iterable):
-            raise _Refused(f"{where} returned {_shown(values)}; it must return {number}")
+            refusal = f"{where} returned {_shown(values)}; it must return {number}"
+            raise _Refused(refusal + _advice(values))
         values = list(values)
         if len(values) != len(texts):
             raise _Refused(f"{where} returned {len(values)} rewards; it must return {number}")
@@ -306,9 +314,23 @@ def _opinion(value: object, where: str) -> float | None:
     if isinstance(value, str | bytes) or not math.isfinite(reward):
         raise _Refused(
             f"{where} returned {_shown(value)}; it must return a finite number, or "
-            "None for no opinion"
+            f"None for no opinion{_advice(value)}"
         )
     return reward
+
+
+def _advice(value: object) -> str:
+    """Return what to do about a value that is no reward, where its kind shows that."""
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        return ": say `return` in place of `yield`"
+    if inspect.iscoroutine(value):
+        value.close()  # or Python warns of it, too
+        return ": make the function `async` and await this, several with asyncio.gather"
+    if isinstance(value, Mapping) and value:
+        return f": return one of its values, such as the one of {_shown(next(iter(value)))}"
+    if isinstance(value, list | tuple):
+        return ": a list is what f(completions, ...) returns, with `s`"
+    return ""
 
 
 def _shown(value: object) -> str:
@@ -331,6 +353,26 @@ def _messages(said: str | Message | list[Message], where: str) -> list[Message]:
                 "messages, or None when the episode is over"
             )
     return messages
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether the same call may work a moment later.
+
+    Clients of HTTP have errors of their own for a connection that cannot be had, with what the
+    socket said as their cause.
+    """
+    while not isinstance(error, TRANSIENT_ERRORS):
+        cause = error.__cause__ or error.__context__
+        is_own = type(error).__module__ == "builtins" and not isinstance(error, OSError)
+        if cause is None or is_own:
+            return False
+        error = cause
+    return True
+
+
+def _is_about_loop(error: BaseException) -> bool:
+    is_told = re.search(r"[Ee]vent loop|different loop", str(error))
+    return isinstance(error, RuntimeError) and is_told is not None
 
 
 def what_it_raised(error: BaseException) -> str:
@@ -376,6 +418,7 @@ def main(fd: int, node: int) -> None:
     with contextlib.suppress(OSError):
         spec: TaskSpec = pipe.receive(TaskSpec)
         try:
+            check_unchanged(spec.code)
             task = load_task(spec.kind, spec.options)
             task.prepare()
         except Exception as error:  # noqa: BLE001 -- a task's code raises anything
@@ -392,8 +435,9 @@ def main(fd: int, node: int) -> None:
             answer = performer.answer(call)
             if os.getpid() != own_id:  # a fork of the task's code, which must not answer, too
                 os._exit(0)
-            # A timer that the call has left behind must not end the wait for the next one.
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            # A timer that the call has left behind must not end the next one, or the wait for it.
+            for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+                signal.setitimer(timer, 0.0)
             _send(pipe, answer, call)
 
 

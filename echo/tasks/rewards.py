@@ -55,7 +55,7 @@ from echo.tasks.process_main import (
     TaskSpec,
     what_it_raised,
 )
-from echo.tasks.task import Example, Task
+from echo.tasks.task import Example, Task, code_of, search_path
 
 MAX_RETRIES = 2
 """How often a call is repeated whose code asks for it or lacks a connection."""
@@ -439,7 +439,8 @@ class PoolHost(TaskHost):
             compares_answers: whether all answers to an example are judged in one call.
         """
         super().__init__(kind.rpartition(":")[2], limits, compares_answers)
-        self._spec = TaskSpec(kind, dict(options), limits.memory_bytes)
+        code = code_of(kind, options)
+        self._spec = TaskSpec(kind, dict(options), limits.memory_bytes, code)
         self._size = max_concurrent
         self._threads = ThreadPoolExecutor(max_concurrent, "echo-score")
         self._changed = threading.Condition()
@@ -652,7 +653,10 @@ class TaskProcess:
     def _how_it_ended(self, error: Exception) -> str:
         code = self._child.poll()
         if code is None or code == -signal.SIGKILL:
-            return f"{error or type(error).__name__} (killed; by the system if memory was short)"
+            return (
+                f"{error or type(error).__name__} (killed: by the system if memory was short, else "
+                "by a limit or a signal of the task's own code)"
+            )
         if code < 0:
             return f"signal {signal.Signals(-code).name}"
         return f"it ended by itself with code {code}"
@@ -661,12 +665,11 @@ class TaskProcess:
 def _start_child() -> tuple[subprocess.Popen[bytes], Pipe]:
     """Return a new process, and our end of the socket pair."""
     own, theirs = socket.socketpair()
-    search_path = json.dumps([os.fspath(path) for path in sys.path])
-    arguments = [search_path, str(theirs.fileno()), str(os.getpid())]
+    arguments = [json.dumps(search_path()), str(theirs.fileno()), str(os.getpid())]
     with theirs:
         try:
             child = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, *arguments],
+                [sys.executable, "-P", "-c", _PROGRAM, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno() if _has_stderr() else subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],

@@ -24,6 +24,7 @@ import abc
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import random
 import re
@@ -32,7 +33,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -286,6 +287,14 @@ def code_of(kind: str, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
+def code_digest(kind: str, options: Mapping[str, Any]) -> str:
+    """Return one hash of all code that a task's settings name; empty if none lies here."""
+    found = [
+        [name, code["hash"], code["neighbours"]] for name, code in code_of(kind, options).items()
+    ]
+    return blake3(json.dumps(found, sort_keys=True).encode()).hexdigest() if found else ""
+
+
 def check_code(
     kind: str,
     options: Mapping[str, Any],
@@ -337,6 +346,33 @@ def check_code(
         _check_neighbours(where, name, files[-1], theirs)
 
 
+def check_unchanged(code: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse code that is another one than `code_of` saw.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    if (changed := next(_changed_files(code), None)) is not None:
+        raise ConfigError(
+            f"{changed} is not what it was when this node started, and rewards of both would be "
+            "mixed: restart the node, or restore the file"
+        )
+
+
+def _changed_files(code: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    for name, known in code.items():
+        files = find_code(name)
+        if not files or _hash_files(files) != known["hash"]:
+            yield str(known["path"])
+            continue
+        wanted: Mapping[str, str] = known["neighbours"]
+        path = files[-1]
+        ours = _hash_neighbours(name, path, [path.parent / place for place in wanted])
+        for place in sorted({*wanted, *ours}):
+            if wanted.get(place) != ours.get(place):
+                yield os.path.normpath(path.parent / place)
+
+
 def _check_neighbours(where: str, name: str, path: Path, theirs: Mapping[str, Any]) -> None:
     wanted: Mapping[str, str] = theirs.get("neighbours", {})
     ours = _hash_neighbours(name, path, [path.parent / place for place in wanted])
@@ -355,8 +391,8 @@ def _check_neighbours(where: str, name: str, path: Path, theirs: Mapping[str, An
         raise ConfigError(f"{where}, imports a file that {problem}; nothing was run")
 
 
-_MODULE_FILE = re.compile(r"(?P<module>[^:]+\.py):[A-Za-z_]\w*")
-_MODULE = re.compile(r"(?P<module>[A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\w*")
+_MODULE_FILE = re.compile(r"(?P<module>[^:]+\.py):(?P<name>[^\W\d]\w*)")
+_MODULE = re.compile(r"(?P<module>[^\W\d]\w*(?:\.\w+)*):(?P<name>[^\W\d]\w*)")
 
 
 def _named_modules(kind: str, options: Mapping[str, Any]) -> list[str]:
@@ -510,6 +546,8 @@ def import_module(where: str, name: str) -> ModuleType:
             )
         else:
             problem = f"importing {name!r} failed: {type(error).__name__}: {error}"
+            if isinstance(error, RuntimeError) and "event loop" in str(error):
+                problem += "; make what needs a running event loop in the first call"
             if isinstance(error, ImportError):
                 own = [str(local_path(name).resolve().parent)] if name.endswith(".py") else []
                 places = ", ".join(dict.fromkeys([*own, directory]))
@@ -536,7 +574,8 @@ def find_code(name: str) -> list[Path]:
     found: list[Path] = []
     package = ""
     directory = str(Path.cwd())
-    search: Sequence[str] | None = sys.path if directory in sys.path else [directory, *sys.path]
+    is_listed = directory in search_path()
+    search: Sequence[str] | None = sys.path if is_listed else [directory, *sys.path]
     for part in name.split("."):
         package = f"{package}.{part}" if package else part
         known = getattr(sys.modules.get(package), "__spec__", None)
@@ -561,11 +600,15 @@ def load_function(where: str, spec: str) -> Callable[..., Any]:
     Raises:
         ConfigError: if there is none.
     """
-    module_name, colon, name = spec.rpartition(":")
-    if not colon or not module_name or not name:
+    named = _MODULE_FILE.fullmatch(spec) or _MODULE.fullmatch(spec)
+    if named is None or named["module"].endswith(".ipynb"):
+        # Nor would its code be found, and compared between nodes.
         raise ConfigError(
-            f"{where}: name a function as 'package.module:function' or 'path/to/file.py:function'"
+            f"{where}: name what a Python file defines, as 'package.module:function' or "
+            "'path/to/file.py:function'; an expression, a method or a cell of a notebook gets a "
+            "name in a .py file first"
         )
+    module_name, name = named["module"], named["name"]
     module = import_module(where, module_name)
     found = getattr(module, name, None)
     if not callable(found):
@@ -602,6 +645,27 @@ def _is_pythons_own(path: Path) -> bool:
 _CLAIMS: dict[str, dict[str, Path]] = {}
 """Neighbours of each file that was imported, by the name under which it imports them."""
 
+_OWN: dict[str, Path] = {}
+"""Outermost names under which users' files are imported, and the directories that have them."""
+
+
+class _OwnFirst:
+    """Finds what users' files name before anything else of that name, and nothing besides.
+
+    Their directories stand last on Python's path: all other files in them would hide modules of
+    packages that know nothing of these directories, such as a `random.py` that no reward imports.
+    """
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return where a module is, as every finder on `sys.meta_path`."""
+        if path is not None or name not in _OWN:
+            return None
+        return PathFinder.find_spec(name, [str(_OWN[name])], target)
+
+
 _LOADED: dict[str, set[Path]] = {}
 """Files beside each file that was imported, which that has loaded."""
 
@@ -612,9 +676,12 @@ def _claim(name: str, path: Path) -> None:
     Raises:
         ConfigError: if one of them would be another file, since a name is one module in a process.
     """
+    if name.partition(".")[0] == "echo":
+        return
     own = {
         key: file for key, file in _neighbours(name, path).items() if not Path(key).is_absolute()
     }
+    _refuse_pythons_names(path, own)
     imported = {str(getattr(module, "__file__", "")) for module in list(sys.modules.values())}
     for key, file in own.items():
         known = getattr(sys.modules.get(key), "__file__", None)
@@ -631,6 +698,26 @@ def _claim(name: str, path: Path) -> None:
                     "already; rename one of the two"
                 )
     _CLAIMS[str(path)] = own
+    _find_first(own if name.endswith(".py") else own | {name: path})
+
+
+def _refuse_pythons_names(path: Path, neighbours: Mapping[str, Path]) -> None:
+    for key, file in neighbours.items():
+        if key.partition(".")[0] in sys.stdlib_module_names:
+            raise ConfigError(
+                f"{path} imports {key!r} from {file}: Python's own library has a module of that "
+                "name, which all other code in this process needs; rename the file"
+            )
+
+
+def _find_first(files: Mapping[str, Path]) -> None:
+    """Have users' files found before anything else of their names."""
+    for name, file in files.items():
+        num_packages = name.count(".") + (file.name == "__init__.py")
+        if not INSTALLED & {*file.parts}:
+            _OWN[name.partition(".")[0]] = file.parents[num_packages]
+    if _OwnFirst not in sys.meta_path:
+        sys.meta_path.insert(0, _OwnFirst)
 
 
 def _note_loaded(path: Path, names: Iterable[str]) -> None:
@@ -653,7 +740,9 @@ def _import_file(file: str) -> ModuleType:
     level = relative_level(path) if path.is_file() else 0
     if level:
         return _import_in_package(path, level)
-    name = f"echo_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    name = path.stem
+    if not _is_free(name, path):
+        name = f"echo_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     known = sys.modules.get(name)
     if known is not None:
         return known
@@ -669,6 +758,15 @@ def _import_file(file: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _is_free(name: str, path: Path) -> bool:
+    """Return whether a name is a file's alone, so that processes that it spawns find it, too."""
+    if not name.isidentifier() or name in sys.stdlib_module_names:
+        return False
+    known = getattr(sys.modules.get(name), "__spec__", None) or _find_spec(name, sys.path)
+    origin = None if known is None or not known.has_location else known.origin
+    return origin is not None and Path(origin).resolve() == path
 
 
 def _import_in_package(path: Path, level: int) -> ModuleType:
@@ -687,8 +785,18 @@ def _import_in_package(path: Path, level: int) -> ModuleType:
     return module
 
 
+_ADDED: set[str] = set()
+"""Directories of users' files that were added to Python's path here."""
+
+
+def search_path() -> list[str]:
+    """Return Python's path without the directories of users' files."""
+    return [os.fspath(place) for place in sys.path if place not in _ADDED]
+
+
 def _search_in(directory: Path) -> None:
-    """Find modules in a directory first, now and whenever the user's code imports later."""
+    """Find modules in a directory, too, now and whenever the user's code imports later."""
     if str(directory) not in sys.path:
-        sys.path.insert(0, str(directory))
+        sys.path.append(str(directory))
+        _ADDED.add(str(directory))
         importlib.invalidate_caches()

@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import random
+import re
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -299,18 +300,20 @@ def test_rows_that_are_longest_through_the_template_or_tools_are_found(tmp_path:
         examine(1 << 20)
 
 
-def test_templates_read_the_time_at_which_the_run_began(
+def test_a_resume_reads_the_time_of_the_beginning_and_tells_what_was_another(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = logging.getLogger("echo.test")
     began_at = datetime.datetime(2026, 11, 28, 23, 59, tzinfo=datetime.UTC)
     assert prompt_time(tmp_path) > began_at - datetime.timedelta(days=3650)
-    note_origin(tmp_path, began_at, "template", log=log)
+    note_origin(tmp_path, began_at, chat_template="template", code="code", log=log)
     assert prompt_time(tmp_path) == began_at
-    note_origin(tmp_path, began_at, "template", log=log)
+    note_origin(tmp_path, began_at, chat_template="template", code="code", log=log)
     assert caplog.messages == []
-    note_origin(tmp_path, began_at, "another", log=log)
-    assert "the chat template is another than before this resume" in caplog.text
+    note_origin(tmp_path, began_at, chat_template="another", code="code", log=log)
+    assert "the chat template is another than before this resume" in caplog.messages.pop()
+    note_origin(tmp_path, began_at, chat_template="another", code="other", log=log)
+    assert re.match("the task's code, or a file that it imports, is another", caplog.messages[-1])
     (tmp_path / "prompts.json").write_text("{")
     with pytest.raises(StorageError, match=r"prompts\.json: not readable: .* or delete it"):
         prompt_time(tmp_path)

@@ -68,6 +68,18 @@ class Misbehaving(Task):
         signal.setitimer(signal.ITIMER_REAL, 1e-2)
         return 1.0
 
+    def budget(self, rest: str) -> float:
+        """Leave a limit of processor time behind."""
+        signal.setitimer(signal.ITIMER_PROF, 1e-2)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 1e-2)
+        return 1.0
+
+    def busy(self, rest: str) -> float:
+        begun_at = time.process_time()
+        while time.process_time() < begun_at + float(rest):
+            pass
+        return 1.0
+
     def fork(self, rest: str) -> float:
         """Forget to end the child that does a part of the work."""
         return 2.0 if os.fork() else 3.0

@@ -11,7 +11,19 @@ from pathlib import Path
 import pytest
 
 from echo.core.errors import ConfigError
-from echo.tasks.task import check_code, code_of, load_function
+from echo.tasks.rewards import Limits, PoolHost, RewardError
+from echo.tasks.task import Example, check_code, code_digest, code_of, load_function
+
+SPAWNING = """
+import multiprocessing, os, wave
+from concurrent.futures import ProcessPoolExecutor
+def judge(text): return len(text)
+def f(completion):
+    if completion == "die":
+        os._exit(1)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(judge, completion).result()
+"""
 
 FILES = {
     "sub/rewards.py": "from helper import worth\nimport echo.tasks.task, json, os.path\n"
@@ -36,6 +48,9 @@ FILES = {
     "shadow/rewards.py": "import random\ndef f(completion): return random.random()\n",
     "shadow/random.py": "def random(): return 0\n",
     "broken/rewards.py": "import no_such_neighbour\n",
+    "looped/rewards.py": "import asyncio\nasyncio.get_running_loop()\n",
+    **{f"crowd/{name}.py": "raise SystemExit\n" for name in ("random", "numpy", "msgspec", "wave")},
+    "crowd/rewards.py": SPAWNING,
 }
 
 
@@ -100,6 +115,7 @@ def test_a_worker_refuses_other_neighbours_before_it_runs_any(
         check_code("dataset", options, learners, inherited_dir=here / "inherited")
 
     check()
+    same = code_digest("dataset", options)
     for place in neighbours:
         file = Path(os.path.normpath(worker / directory / place))
         before = file.read_text()
@@ -107,6 +123,8 @@ def test_a_worker_refuses_other_neighbours_before_it_runs_any(
         theirs = here / "learner" / file.relative_to(worker)
         with pytest.raises(ConfigError, match=f"another one here than {re.escape(str(theirs))}"):
             check()
+        is_hidden = directory == "hidden"  # its neighbour is found once it is loaded
+        assert is_hidden or code_digest("dataset", options) != same
         file.unlink()
         if not place.endswith("__init__.py"):  # a directory is a package without it, too
             with pytest.raises(ConfigError, match=f"is not here: copy {re.escape(str(theirs))}"):
@@ -135,9 +153,38 @@ def test_neighbours_of_equal_name_are_refused_whichever_is_imported_first() -> N
 
 def test_a_neighbour_that_another_module_hides_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"imports 'random' from .*shadow/random\.py, but .*rename"
+        ConfigError, match=r"imports 'random' from .*shadow/random\.py: Python's own .*rename"
     ):
         load_function("x", "shadow/rewards.py:f")
+
+
+def test_what_needs_a_running_loop_is_told_where_to_make_it() -> None:
+    with pytest.raises(ConfigError, match=r"no running event loop; make what needs .* first call"):
+        load_function("x", "looped/rewards.py:f")
+
+
+@pytest.mark.slow
+def test_files_that_no_reward_imports_hide_nothing_and_code_that_changes_is_not_run(
+    here: Path,
+) -> None:
+    """The code also finds its own functions in processes that it spawns."""
+    file = here / "learner" / "crowd" / "rewards.py"
+    file.write_text(SPAWNING.replace(", wave", ""))
+    options = {"reward": "crowd/rewards.py:f"}
+    limits = Limits(score_s=60.0, step_s=60.0)
+    example = Example(index=0, split="train", prompt="?")
+    host = PoolHost("dataset", options, limits, max_concurrent=1)
+    try:
+        assert host.score(example, "abc") == 3
+        file.write_text(SPAWNING)
+        with pytest.raises(RewardError, match="process died"):
+            host.score(example, "die")
+        with pytest.raises(RewardError, match=rf"{file} is not what it was when this node started"):
+            host.score(example, "abc")
+    finally:
+        host.close()
+    with pytest.raises(ConfigError, match=r"imports 'wave' from .*wave\.py: Python's own"):
+        load_function("x", options["reward"])
 
 
 def test_a_neighbour_that_is_not_found_is_told_with_the_places() -> None:

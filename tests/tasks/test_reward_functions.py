@@ -60,10 +60,18 @@ judge = Judge()
 method = judge.method
 cached = functools.lru_cache(judge.__call__)
 whole = functools.wraps(judge.__call__)(unnamed(judge))
+wrapped = functools.wraps(half)(lambda *a, **k: half(*a, **k))
+by_order = functools.partial(lambda weight, completion, **row: weight, 0.25)
 hidden = unnamed(judge)
 hidden_too = lambda *a, **k: 0.0
 without = Judge.__call__
 cached_row = functools.lru_cache(all_columns)
+cached_group = functools.lru_cache(shortest)
+def spread(*completions, **row): return [1.0] * len(completions)
+def yields(completion): yield 1.0
+def forgets(completions): return [later([text]) for text in completions]
+def scores(completion): return {"score": 1.0}
+def listed(completion): return [1.0]
 
 def own_names(completion, question, target, tools, messages): return (
     len(completion), question[0]["content"], target, tools[0]["name"], messages is question)
@@ -146,6 +154,8 @@ def test_a_function_gets_what_its_parameters_name(
     ("function", "rewards"),
     [
         ("half", [0.5, 0.5]),  # and not the row's weight
+        ("wrapped", [0.5, 0.5]),
+        ("by_order", [0.25, 0.25]),
         ("judge", [1, 0]),
         ("method", [2, 2]),
         ("cached", [1, 0]),
@@ -178,6 +188,11 @@ def test_any_callable_will_do(tmp_path: Path, function: str, rewards: list[float
         ("verl", r"verl's solution_str is completion here, and its ground_truth is answer"),
         ("Judge", r"is a class; name an instance .*reward = Judge\(\)"),
         ("cached_row", r"lru_cache cannot hash all columns"),
+        (
+            "cached_group",
+            r"lru_cache cannot hash the lists of a group; cache a function of one tex",
+        ),
+        ("spread", r"takes completions, row; .*: name one of them"),
         ("hole", r"no function 'hole' \(did you mean 'whole'"),
     ],
 )
@@ -223,6 +238,27 @@ def test_a_list_that_does_not_fit_fails_its_group(kind: str, message: str) -> No
     with pytest.raises(RewardError, match=what) as caught:
         list(host_of("count").score_all(EXAMPLE, [kind, "b"]))
     assert caught.value.reason == "reward_error"
+
+
+@pytest.mark.parametrize(
+    ("function", "advice"),
+    [
+        ("yields", r"<generator .*: say `return` in place of `yield`"),
+        ("forgets", r"<coroutine .*: make the function `async` and await this, .*asyncio\.gather"),
+        ("scores", r"\{'score': 1\.0\}; .*: return one of its values, such as the one of 'score'"),
+        ("listed", r"\[1\.0\]; .*: a list is what f\(completions, \.\.\.\) returns"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_with_what_to_return(function: str, advice: str) -> None:
+    with pytest.raises(RewardError, match=f"returned {advice}"):
+        host_of(function).score(EXAMPLE, "a")
+
+
+def test_a_cached_function_is_refused_by_the_row_that_it_cannot_hash(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "p", "answer": ["a"]}])
+    what = r"rows\.jsonl:1: .*lru_cache cannot hash `answer`, a list in this row; cache a function"
+    with pytest.raises(DataError, match=what):
+        DatasetTask(path=path, reward="rewards.py:cached").example(0, split="train")
 
 
 @pytest.mark.parametrize(

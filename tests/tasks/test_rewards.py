@@ -80,7 +80,7 @@ def test_anything_else_is_refused_by_name(value: object) -> None:
     is_too_large = value in (-10.5, 1e38)
     assert caught.value.reason == ("reward_too_large" if is_too_large else "reward_error")
     assert ("beyond task.max_reward = 10;" in str(caught.value)) is is_too_large
-    assert str(caught.value).endswith("or None for no opinion") is not is_too_large
+    assert ("or None for no opinion" in str(caught.value)) is not is_too_large
     assert host.take_counts()["env/errors"] == 1
 
 
@@ -96,6 +96,37 @@ def test_what_it_raises_is_reported_with_its_cause(
     is_transient = kind is TimeoutError
     assert caught.value.reason == ("reward_retries" if is_transient else "reward_error")
     assert grade.call_count == (3 if is_transient else 1)
+
+
+class ClientError(Exception):
+    """As a client of HTTP has its own."""
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "num_calls"),
+    [
+        (ClientError("cannot connect"), ConnectionRefusedError(), 3),
+        (ClientError("cannot connect"), OSError("all attempts failed"), 1),
+        (ClientError("404"), None, 1),
+        (ValueError("worth nothing"), TimeoutError(), 1),  # what the code makes of its own limit
+    ],
+)
+def test_a_clients_own_error_of_a_connection_is_tried_again(
+    error: Exception, cause: Exception | None, num_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echo.tasks.rewards.time.sleep", lambda _: None)
+    error.__cause__ = cause
+    grade = mock.Mock(side_effect=error)
+    with pytest.raises(RewardError, match="raised"):
+        InlineHost(Grader(grade), LIMITS).score(EXAMPLE, "")
+    assert grade.call_count == num_calls
+
+
+@pytest.mark.parametrize("text", ["Event loop is closed", "got a Future of a different loop"])
+def test_clients_of_another_event_loop_are_told_which_there_is(text: str) -> None:
+    grade = mock.Mock(side_effect=RuntimeError(text))
+    with pytest.raises(RewardError, match=f"{text} .*make the function `async`.*in the first call"):
+        InlineHost(Grader(grade), LIMITS).score(EXAMPLE, "")
 
 
 class Ranking(Grader):
@@ -244,6 +275,8 @@ def test_timers_and_forks_that_a_call_leaves_behind_do_not_reach_the_next(pool: 
     pid = pool.score(EXAMPLE, "pid")
     assert pool.score(EXAMPLE, "alarm") == 1.0
     assert pool.score(EXAMPLE, "sleep 0.02") == 1.0
+    assert pool.score(EXAMPLE, "budget") == 1.0
+    assert pool.score(EXAMPLE, "busy 0.03") == 1.0
     assert pool.score(EXAMPLE, "fork") == 2.0
     assert pool.score(EXAMPLE, "sleep 0.02") == 1.0, "the fork's answer is not taken for this one's"
     assert pool.score(EXAMPLE, "pid") == pid

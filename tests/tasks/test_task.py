@@ -274,7 +274,15 @@ def test_a_function_is_found_by_module_and_by_file_which_is_run_once(user_direct
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("correct", r"x: name a function as 'package\.module:function' or 'path/to/file\.py"),
+        (
+            "correct",
+            r"x: name what a Python file defines, as 'package\.module:function' or 'path/t",
+        ),
+        ("lambda completion: 1.0", "an expression, a method or a cell of a notebook gets a name"),
+        ("rewards.ipynb:f", r"a notebook gets a name in a \.py file first"),
+        ("my_rewards.py::correct", "name what a Python file defines"),
+        ("./my_rewards:correct", "name what a Python file defines"),
+        ("my_rewards.py:Judge.method", "a method"),
         ("my_rewards.py:corect", r"no function 'corect' \(did you mean 'correct'\?.*correct"),
         ("my_rewards.py:LIMIT", "no function 'LIMIT'"),
         ("my_reward:correct", r"no module 'my_reward' in .*did you mean 'my_rewards'\?"),

@@ -418,26 +418,37 @@ def prompt_time(run_dir: Path) -> datetime.datetime:
 
 
 def note_origin(
-    run_dir: Path, began_at: datetime.datetime, chat_template: str, *, log: logging.Logger
+    run_dir: Path,
+    began_at: datetime.datetime,
+    *,
+    chat_template: str,
+    code: str,
+    log: logging.Logger,
 ) -> None:
-    """Write down what a run's prompts are made with; tell if they were made with another template.
+    """Write down what a run's prompts and rewards are made with; tell what was another before.
 
     Args:
         run_dir: of the run.
         began_at: see `prompt_time`.
         chat_template: hash of the template and its arguments.
+        code: hash of the task's code, with the files that it imports.
         log: of the node.
 
     Raises:
         StorageError: if it cannot be written.
     """
-    before = _read_origin(run_dir).get("chat_template", chat_template)
-    if before != chat_template:
+    before = _read_origin(run_dir)
+    if before.get("chat_template", chat_template) != chat_template:
         log.warning(
             "the chat template is another than before this resume: groups under way were asked "
             "with the old prompts, and are refused (another_prompt)"
         )
-    noted = {"began_at": began_at.isoformat(), "chat_template": chat_template}
+    if before.get("code", code) != code:
+        log.warning(
+            "the task's code, or a file that it imports, is another than before this resume: "
+            "rewards from here on are what the new code says"
+        )
+    noted = {"began_at": began_at.isoformat(), "chat_template": chat_template, "code": code}
     try:
         write_file(run_dir / _ORIGIN, json.dumps(noted).encode())
     except OSError as error:

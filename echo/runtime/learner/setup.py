@@ -88,7 +88,7 @@ from echo.runtime.learner.resume import SavedRun, StartingPoint
 from echo.runtime.threads import Threads
 from echo.tasks import tokenization
 from echo.tasks.rewards import TaskHost
-from echo.tasks.task import Task, load_task, task_digests
+from echo.tasks.task import Task, code_digest, load_task, task_digests
 from echo.train.attribution import Attribution, RoundTrip, make_attribution, make_rescoring
 from echo.train.batch import AdvantageSettings
 from echo.train.optimizer import check_kind
@@ -742,7 +742,13 @@ async def build_learner(config: Config, options: Options) -> LearnerNode:
         # Not before its files are open, for which strangers could leave no descriptor.
         transport.listen()
         if data.text.now is not None:
-            note_origin(config.run_dir, data.text.now, data.digests["chat_template"], log=log)
+            note_origin(
+                config.run_dir,
+                data.text.now,
+                chat_template=data.digests["chat_template"],
+                code=code_digest(config.task.kind, config.task.options),
+                log=log,
+            )
     except BaseException:
         await transport.close()
         raise
