@@ -5,7 +5,8 @@
               and TRL's own loss with its own optimizer, if TRL is installed; in turns in one
               process: tokens per second and per CPU second, model FLOPs utilization, seconds by
               part, peak memory
-    profile   where the time of the trainer's step on packed rows goes on a CPU, by kind of work
+    profile   where the time of the trainer's step on packed rows goes, by kind of work, and how
+              many operations each kind takes
     exact     log-probabilities of packed and of padded rows against padded rows in float32,
               family by family
     balance   share of all ranks' time that is used, by way of making micro-batches; a calculation
@@ -26,8 +27,10 @@ import argparse
 import math
 import os
 import random
+import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
@@ -230,29 +233,57 @@ KINDS_OF_WORK = {
     "elementwise and sums": ("aten::",),
     "autograd": ("",),
 }
-"""By how the names of operations begin; the first that fits."""
+"""By how the names of operations on a CPU begin; the first that fits."""
+KINDS_OF_KERNELS = {
+    "attention": r"flash|fmha|attention|cudnn_.*sdpa",
+    "head and loss": r"logprob|_forward_kernel|_backward_kernel|_grad_",
+    "matrix products": r"gemm|nvjet|cutlass|cublas|wgmma|xmma",
+    "optimizer": r"adam|multi_tensor|foreach|lpnorm",
+    "copies and gathers": r"^mem|copy|gather|scatter|index|cat|embedding",
+    "elementwise and sums": r"",
+}
+"""What is in the names of a GPU's kernels; the first that fits. Compiled layers are the last."""
 
 
 def profile_step(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Tell the share of each kind of operation in the time of a step; what is left is Python's."""
+    """Tell the share of each kind of work in the time of a step.
+
+    What is left is Python's on a CPU, and waiting on a GPU.
+    """
+    is_on_gpu = "cuda" in arguments.device
     vocab_size = MODELS[arguments.model]["vocab_size"]
     batches = [make_groups(arguments, vocab_size, seed) for seed in range(2)]
     step = trainer_step(arguments, "packed", share_prompts=True)
     for groups in batches:
         step(groups)
+    activity = torch.profiler.ProfilerActivity
     began_at = time.perf_counter()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        activities=[activity.CUDA if is_on_gpu else activity.CPU]
+    ) as profile:
         for number in range(arguments.steps):
             step(batches[number % len(batches)])
         spent_s = time.perf_counter() - began_at
-    seconds = dict.fromkeys([*KINDS_OF_WORK, "python and numpy"], 0.0)
+    rest = "waiting" if is_on_gpu else "python and numpy"
+    kinds: Mapping[str, Any] = KINDS_OF_KERNELS if is_on_gpu else KINDS_OF_WORK
+    seconds, calls = dict.fromkeys([*kinds, rest], 0.0), Counter[str]()
     for event in profile.key_averages():
-        kinds = KINDS_OF_WORK.items()
-        kind = next(kind for kind, begins in kinds if event.key.startswith(begins))
-        seconds[kind] += event.self_cpu_time_total / 1e6
-    seconds["python and numpy"] = spent_s - sum(seconds.values())
+        if is_on_gpu:
+            kind = next(k for k, names in kinds.items() if re.search(names, event.key, re.I))
+            spent = event.self_device_time_total
+        else:
+            kind = next(k for k, begins in kinds.items() if event.key.startswith(begins))
+            spent = event.self_cpu_time_total
+        seconds[kind] += spent / 1e6
+        calls[kind] += event.count
+    seconds[rest] = max(0.0, spent_s - sum(seconds.values()))
     return [
-        {"kind": kind, "ms_per_step": 1e3 * each / arguments.steps, "share": each / spent_s}
+        {
+            "kind": kind,
+            "ms_per_step": 1e3 * each / arguments.steps,
+            "share": each / spent_s,
+            "launches_per_step": calls[kind] / arguments.steps,
+        }
         for kind, each in seconds.items()
     ]
 

@@ -1,32 +1,40 @@
 #!/usr/bin/env bash
-# Measure and check on one bare GPU machine all that a machine without one cannot: kernel, learner,
-# vLLM, and deltas on the device. It makes its environment, takes at most 25 minutes besides, and goes
-# on where a part fails: bench/results/ has what the others found, bench/results/gpu_all/ what each
-# part printed, with a line for each in summary.txt. What matters most comes first. A command may take
-# the seconds that stand beside it, or what is left of the 25 minutes; then it is killed.
+# Measure and check on one GPU machine all that a machine without one cannot: kernel, learner, vLLM,
+# and deltas on the device. It goes on where a part fails: bench/results/ has what the others found,
+# bench/results/gpu_all/ what each command printed, with a line for each in summary.txt. What matters
+# most comes first. A command may take the seconds that stand beside it, or what is left of the
+# minutes; then it is killed.
 #
-#     bench/gpu_all.sh                 all parts
+#     bench/gpu_all.sh                 all parts: kernel, learner, deltas, vllm
 #     bench/gpu_all.sh kernel learner  some of them
-#     bench/gpu_all.sh --dry-run       their commands
-#     bench/gpu_all.sh --minutes 60    with more time
+#
+# It makes its environment and then takes at most 25 minutes. On a machine without a network, that
+# has Python with PyTorch, transformers and pytest, and is lent for minutes:
+#
+#     bench/bare_wheels.sh 3.12 wheels    beforehand, with a network: what such a machine lacks
+#     bench/gpu_all.sh --bare [--python PATH] [--wheels DIR] [A] [B] [C]
+#
+# A: the learner's step and publication; B: attention, profile, further ways of the step; C: vLLM, if
+# it is there. A takes some 7 minutes, B and C together some 6.
+#
+#     --dry-run      the commands and their seconds
+#     --minutes 60   with more time
+#     --quick        the quick form of each command, which writes no result and needs no GPU
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
-is_dry=
-minutes=25
+is_dry= is_bare= quick= python= wheels= minutes=25
 parts=()
 while [ $# -gt 0 ]; do
     case $1 in
     --dry-run) is_dry=1 ;;
-    --minutes)
-        minutes=${2-}
+    --bare) is_bare=1 ;;
+    --quick) quick=--quick ;;
+    --minutes | --python | --wheels)
+        declare "${1#--}=${2-}"
         shift
         ;;
-    kernel | learner | deltas | vllm) parts+=("$1") ;;
-    *)
-        printf 'gpu_all.sh: no part is called %s; there are kernel, learner, deltas and vllm\n' "$1" >&2
-        exit 2
-        ;;
+    *) parts+=("$1") ;;
     esac
     shift
 done
@@ -36,75 +44,161 @@ case $minutes in
     exit 2
     ;;
 esac
-[ ${#parts[@]} -gt 0 ] || parts=(kernel learner deltas vllm)
+known=(kernel learner deltas vllm)
+[ -z "$is_bare" ] || known=(A B C)
+[ ${#parts[@]} -gt 0 ] || parts=("${known[@]}")
+for part in "${parts[@]}"; do
+    case " ${known[*]} " in *" $part "*) continue ;; esac
+    printf 'gpu_all.sh: no part is called %s; there are %s\n' "$part" "${known[*]}" >&2
+    exit 2
+done
 
-python=python
+# --- environment ---
+
+make_packages() { # of the wheels, beside what the machine has
+    local packages=$wheels/packages
+    if [ ! -d "$packages" ]; then
+        "$python" -m pip install --quiet --no-index --no-deps --no-compile \
+            --target "$packages.partial" "$wheels"/*.whl && mv "$packages.partial" "$packages" || return
+    fi
+    export PYTHONPATH=$PWD:$packages${PYTHONPATH:+:$PYTHONPATH}
+}
+
 logs=bench/results/gpu_all
+[ -z "$quick" ] || logs=$(mktemp -d)
+if [ -n "$is_bare" ] || [ -n "$is_dry" ]; then
+    python=${python:-python3}
+    export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+fi
 if [ -z "$is_dry" ]; then
-    python=$(bin/echo-setup --role learner --extra dev --extra torchao --extra vllm) || exit 1
-    if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    if [ -n "$is_bare" ]; then
+        [ -z "$wheels" ] || make_packages || exit 1
+    elif [ -z "$python" ]; then
+        python=$(bin/echo-setup --role learner --extra dev --extra torchao --extra vllm) || exit 1
+    fi
+    sees_gpu='import sys, torch; sys.exit(not torch.cuda.is_available())'
+    if [ -z "$quick" ] && ! "$python" -c "$sees_gpu"; then
         printf 'gpu_all.sh: PyTorch sees no GPU here; nothing was run\n' >&2
         exit 1
     fi
     mkdir -p "$logs"
     : >"$logs/summary.txt"
 fi
+# What is compiled for one command serves the next.
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/build/inductor}
 end_s=$((SECONDS + 60 * minutes))
+
+# --- commands ---
+
+shrink() { # command: leave sizes to its quick form
+    command=()
+    while [ $# -gt 0 ]; do
+        case $1 in
+        --tokens | --model | --width | --repeats | --steps | --micro-batches | --shape | --optimizer) shift ;;
+        *) command+=("$1") ;;
+        esac
+        shift
+    done
+    command+=(--quick)
+}
 
 failed=0
 run() { # part, name, seconds that it may take, command...
     local part=$1 name=$2 limit_s=$3
     shift 3
     case " ${parts[*]} " in *" $part "*) ;; *) return ;; esac
+    local command=("$@")
+    if [ -n "$quick" ]; then
+        limit_s=$((4 * limit_s)) # a CPU compiles more slowly
+        case "$*" in
+        *triton_cases*) command+=(--collect-only) ;; # interpreted, they take minutes
+        *pytest* | *import*) ;;
+        *bench/*) shrink "$@" ;;
+        *) return ;;
+        esac
+    fi
     if [ -n "$is_dry" ]; then
-        printf '%-22s %4d s  %s\n' "$name" "$limit_s" "$*"
+        printf '%-22s %4d s  %s\n' "$name" "$limit_s" "${command[*]}"
         return
     fi
     local started=$SECONDS status=124
     # What it leaves is killed 10 s later.
     if [ $((end_s - started - 10)) -lt "$limit_s" ]; then limit_s=$((end_s - started - 10)); fi
     if [ "$limit_s" -gt 0 ]; then
-        timeout --kill-after=10 "$limit_s" "$@" >"$logs/$name.txt" 2>&1
+        timeout --kill-after=10 "$limit_s" "${command[@]}" >"$logs/$name.txt" 2>&1
         status=$?
     else
         printf 'not begun: no time is left\n' >"$logs/$name.txt"
     fi
-    [ $status -eq 0 ] || failed=1
-    printf '%-22s exit %3d after %4d s: %s\n' "$name" $status $((SECONDS - started)) "$*" |
-        tee -a "$logs/summary.txt"
+    if [ $status -ne 0 ]; then
+        failed=1
+        [ -z "$quick" ] || tail -n 20 "$logs/$name.txt"
+    fi
+    printf '%-22s exit %3d after %4d s: %s\n' "$name" $status $((SECONDS - started)) \
+        "${command[*]}" | tee -a "$logs/summary.txt"
 }
 
-step=("$python" bench/bench_learner.py step --tokens 16384 --model)
-kernel=("$python" bench/bench_kernel.py --tokens 16384 --repeats 5 --width)
-publish=("$python" bench/bench_learner.py publish --model Qwen3-0.6B --tokens 16384 --lengths full
-    --micro-batches 2 --steps 2 --last-version)
+start=("$python")
+[ -z "$is_bare" ] || start+=(bench/bare.py)
+tests=("${start[@]}" -m pytest -q -p no:cacheprovider)
+bench=("${start[@]}" bench/bench_learner.py)
+step=("${bench[@]}" step --tokens 16384 --model)
+kernel=("${start[@]}" bench/bench_kernel.py --tokens 16384 --repeats 5 --width)
+publish=("${bench[@]}" publish --model Qwen3-0.6B --tokens 16384 --lengths full --micro-batches 2
+    --steps 2 --last-version)
+packed=("${step[@]}" Qwen3-0.6B --ways packed --steps 3 --lengths)
+four=("${bench[@]}" step --model Qwen3-4B --tokens 8192 --ways packed --checkpointing --optimizer)
+as_ranks=("$python" -m torch.distributed.run --nproc-per-node 1 "${publish[@]:1}")
 
-run kernel kernel-tests 150 "$python" -m pytest -q --all tests/kernels/triton_cases.py
-run learner learner-tests 150 "$python" -m pytest -q -m gpu tests/train/test_trainer_gpu.py
+if [ -n "$is_bare" ]; then
+    run A learner-tests 100 "${tests[@]}" -m gpu tests/train/test_trainer_gpu.py
+    run A compiled-full 90 "${packed[@]}" full --compile
+    run A compiled-warm 60 "${packed[@]}" full --compile
+    run A compiled-lognormal 60 "${packed[@]}" lognormal --compile
+    run A lognormal 50 "${packed[@]}" lognormal
+    run A publish-host 60 "${publish[@]}" host
+    run A publish-gpu 60 "${publish[@]}" gpu
+    run A 4B-8bit 90 "${four[@]}" 8bit --compile
+    run A 4B-float32 70 "${four[@]}" float32 --compile
+    run A delta-tests 60 "${tests[@]}" -m gpu tests/engine/test_device_delta.py \
+        tests/runtime/test_publishing.py
+    run A kernel-tests 100 "${tests[@]}" --all tests/kernels/triton_cases.py
+    run B attention 60 "${start[@]}" bench/bench_attention.py
+    run B liger 60 "${packed[@]}" full --ways plain --liger
+    run B profile 60 "${bench[@]}" profile --model Qwen3-0.6B --tokens 16384 --compile
+    run B lora 60 "${packed[@]}" full --compile --lora 16
+    run B offloaded 60 "${packed[@]}" full --compile --checkpointing offload
+    run B publish-sharded 80 "${as_ranks[@]}" gpu
+    run B kernel-2560 100 "${kernel[@]}" 2560 --live 1.0
+    # Given up where vLLM does not start within a minute.
+    run C vllm-starts 60 "$python" -c 'import vllm; print(vllm.__version__)'
+    run C vllm-tests 150 "${tests[@]}" -x -m gpu tests/engine/test_vllm_gpu.py
+    exit $failed
+fi
+
+run kernel kernel-tests 150 "${tests[@]}" --all tests/kernels/triton_cases.py
+run learner learner-tests 150 "${tests[@]}" -m gpu tests/train/test_trainer_gpu.py
 run learner learner-full 120 "${step[@]}" Qwen3-0.6B --lengths full
-run learner learner-4B 180 "$python" bench/bench_learner.py step --tokens 8192 --model Qwen3-4B \
-    --checkpointing --ways packed --optimizer 8bit
+run learner learner-4B 180 "${four[@]}" 8bit
 run kernel kernel-2560 100 "${kernel[@]}" 2560 --live 1.0
 run deltas delta-tests 90 \
-    "$python" -m pytest -q -m gpu tests/engine/test_device_delta.py tests/runtime/test_publishing.py
+    "${tests[@]}" -m gpu tests/engine/test_device_delta.py tests/runtime/test_publishing.py
 run learner learner-publish-gpu 90 "${publish[@]}" gpu
 run learner learner-publish-host 90 "${publish[@]}" host
-# As ranks do it, with one of them.
-run learner learner-sharded 100 "$python" -m torch.distributed.run --nproc-per-node 1 \
-    "${publish[@]:1}" gpu
-run learner learner-memory 150 "$python" bench/bench_learner.py memory --tokens 8192 --checkpointing \
+run learner learner-sharded 100 "${as_ranks[@]}" gpu
+run learner learner-memory 150 "${bench[@]}" memory --tokens 8192 --checkpointing \
     --optimizer float32 8bit offloaded
 run learner learner-lognormal 120 "${step[@]}" Qwen3-0.6B --lengths lognormal
-run learner learner-exact 100 "$python" bench/bench_learner.py exact
-run vllm vllm-tests 200 "$python" -m pytest -q -m gpu tests/engine/test_vllm_gpu.py
-[ -n "$is_dry" ] || rm -rf runs/gpu-all
+run learner learner-exact 100 "${bench[@]}" exact
+run vllm vllm-tests 200 "${tests[@]}" -m gpu tests/engine/test_vllm_gpu.py
+[ -n "$is_dry$quick" ] || rm -rf runs/gpu-all
 # Two workers share the GPU with the learner.
 run vllm vllm-quickstart 300 "$python" -m echo.cli.main quickstart --set engine.kind=vllm \
     --set engine.options.gpu_memory_utilization=0.3 --set run.max_steps=60 \
     --set run.name=gpu-all --set ui.live=off
-start=$("$python" -c 'import json; print(json.load(open("runs/gpu-all/config.json"))["model"]["name"])' \
-    2>/dev/null) || start=MODEL_OF_THE_QUICKSTART
-run vllm vllm-swap 150 "$python" bench/bench_swap.py "$start" runs/gpu-all/final \
+model=$("$python" -c 'import json; print(json.load(open("runs/gpu-all/config.json"))["model"]["name"])' \
+    2>/dev/null) || model=MODEL_OF_THE_QUICKSTART
+run vllm vllm-swap 150 "$python" bench/bench_swap.py "$model" runs/gpu-all/final \
     --device cuda --dtype bfloat16 --process engine --parts 0.1
 run deltas update 200 "$python" bench/bench_update.py --device cuda --shape Qwen3-4B --parts stages \
     --shares 0.014 --kinds 'changes, float32' --updates 3 --rounds 1

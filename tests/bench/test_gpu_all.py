@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,18 +75,60 @@ def test_nothing_begins_when_the_time_is_over(tmp_path: Path) -> None:
     assert (logs / "learner-full.txt").read_text() == "not begun: no time is left\n"
 
 
-@pytest.mark.parametrize("part", ["kernel", "learner", "deltas", "vllm"])
+@pytest.mark.parametrize(
+    "part", ["kernel", "learner", "deltas", "vllm", "--bare A", "--bare B", "--bare C"]
+)
 def test_what_a_part_runs_is_there(part: str) -> None:
-    lines = dry_run(part)
+    lines = dry_run(*part.split())
     assert lines
     for line in lines:
         for path in re.findall(r"(?:bench|tests)/[\w/.]+\.py", line):
             assert (SCRIPT.parents[1] / path).is_file(), path
 
 
+def test_a_machine_that_is_lent_for_minutes_is_enough() -> None:
+    """Fifteen minutes in two runs; where each command takes all that it may, C is cut short."""
+    seconds = {
+        part: sum(int(line.split()[1]) for line in dry_run("--bare", part)) for part in "ABC"
+    }
+    assert seconds["A"] <= 15 * 60
+    assert seconds["B"] + seconds["C"] <= 12 * 60
+
+
+@pytest.mark.e2e
+@pytest.mark.matrix
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_each_command_for_a_bare_machine_has_a_quick_form(tmp_path: Path) -> None:
+    """In a copy of the tracked files, with nothing installed there, and without a GPU."""
+    root, copy = SCRIPT.parents[1], tmp_path / "copy"
+    names = subprocess.run(
+        ["git", "-C", root, "ls-files", "-z"], capture_output=True, text=True, check=True
+    ).stdout.split("\0")
+    for name in filter(None, names):
+        target = copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / name, target, follow_symlinks=False)
+    parts = ["A", "B"] + ["C"] * (importlib.util.find_spec("vllm") is not None)
+    done = subprocess.run(
+        [copy / "bench/gpu_all.sh", "--bare", "--quick", "--python", sys.executable, *parts],
+        capture_output=True, text=True, check=False, timeout=1280, cwd=copy,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert len(done.stdout.splitlines()) == sum(len(dry_run("--bare", part)) for part in parts)
+    assert sorted(copy.glob("bench/results/*")) == sorted(
+        copy / path for path in map(str, names) if Path(path).parent == Path("bench/results")
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
-    [(["disk"], "no part is called disk"), (["--minutes", "soon"], "takes a whole number")],
+    [
+        (["disk"], "no part is called disk"),
+        (["--bare", "kernel"], "no part is called kernel; there are A B C"),
+        (["--minutes", "soon"], "takes a whole number"),
+    ],
 )
 def test_what_there_is_not_is_refused(given: list[str], said: str) -> None:
     done = subprocess.run([SCRIPT, *given], capture_output=True, text=True, check=False, timeout=60)
