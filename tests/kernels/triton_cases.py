@@ -102,7 +102,7 @@ def test_float32_agrees_with_float64(name: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "gradient_error"),
     # The interpreter truncates to bfloat16 where a GPU rounds.
-    [more(torch.float16, 1e-3), (torch.bfloat16, 1.2e-2 if DEVICE == "cpu" else 2.5e-3)],
+    [more(torch.float16, 1e-3), (torch.bfloat16, 1.2e-2 if DEVICE == "cpu" else 2.6e-3)],
 )
 @pytest.mark.parametrize("gain", [more(1.0), 5.0])
 def test_16_bit_inputs_lose_nothing_but_the_rounding_of_gradients(
