@@ -1,8 +1,8 @@
 """Flood a listener with strangers: CPU seconds, delay of members' messages.
 
 A process connects and closes as fast as it can. Meanwhile a member that has joined sends one
-message after the other and waits for each to come back. In turns: without a flood, with the limit
-on connections per second (echo/net/zmq.py), and without it. CURVE is on, all on loopback.
+message after the other and waits for each to come back. In turns: without a flood, and with it.
+CURVE is on, all on loopback.
 
     python bench/bench_strangers.py [--seconds 8] [--rounds 3]
 """
@@ -18,7 +18,6 @@ from typing import Any
 
 from harness import new_parser, parse, save
 
-from echo.net import zmq
 from echo.net.curve import CurveKeys, KeyPair
 from echo.net.transport import Received, TransportOptions, parse_address, without_key
 from echo.net.zmq import ZmqTransport
@@ -86,19 +85,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each kind")
     arguments = parse(parser, seconds=1.0, rounds=1)
-    limit = zmq.MAX_ACCEPTED_PER_S
     rows: list[dict[str, Any]] = []
     for number in range(arguments.rounds):
-        for kind in ("quiet", "limited", "unlimited"):
-            zmq.MAX_ACCEPTED_PER_S = sys.maxsize if kind == "unlimited" else limit
-            found = asyncio.run(measure(arguments.seconds, is_flooded=kind != "quiet"))
+        for kind in ("quiet", "flooded"):
+            found = asyncio.run(measure(arguments.seconds, is_flooded=kind == "flooded"))
             rows.append({"kind": kind, "round": number, **found})
-    for kind in ("quiet", "limited", "unlimited"):
+    for kind in ("quiet", "flooded"):
         mine = [row for row in rows if row["kind"] == kind]
         names = [name for name in mine[0] if name not in ("kind", "round")]
         medians = {name: statistics.median(row[name] for row in mine) for name in names}
         print(kind, {name: round(value, 4) for name, value in medians.items()})
-    print(save("strangers", {"limit_per_s": limit, "rows": rows}))
+    print(save("strangers", {"rows": rows}))
 
 
 if __name__ == "__main__":

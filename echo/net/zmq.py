@@ -48,10 +48,10 @@ does. A dialled link asks for one, over CURVE, and is told a port and a token:
 
 A token is good for one connection of one link, and dies with the link. Who has none gets no further
 than the handshake, in which libzmq takes 256 bytes at a time and keeps nothing; that many strangers
-and that many a second are let in as on the link's own port. Nothing but the empty message is read
-there. What comes to a dialler from there is marked `is_public`: somebody on the way may have made
-it. If a bulk connection cannot be had (its port is not let through), all goes over the link; if it
-ends, the link is dialled anew.
+are let in as on the link's own port. Nothing but the empty message is read there. What comes to a
+dialler from there is marked `is_public`: somebody on the way may have made it. If a bulk connection
+cannot be had (its port is not let through), all goes over the link; if it ends, the link is dialled
+anew.
 
 **Heartbeats** are ZMTP's, answered by libzmq's thread: a busy loop does not make a node look dead.
 """
@@ -60,7 +60,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import dataclasses
 import enum
 import errno
@@ -224,11 +223,8 @@ def descriptor_limit() -> int:
 _log = logging.getLogger(__name__)
 
 _MAX_BACKLOG = 512
-"""Connections that wait in the kernel for libzmq, which takes all of them at once. At most a
-sixteenth of the descriptors wait, and an eighth is accepted per second (MAX_ACCEPTED_PER_S), so
-that strangers leave enough of them to a node whose limit is 1 024."""
-_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # of Linux's asm-generic/socket.h
-_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF_RET | BPF_K: keep 0 bytes of every packet
+"""Connections that wait in the kernel for libzmq, which accepts all of them at once; a sixteenth of
+the limit of open files at most."""
 _REMEDIES = {
     errno.EADDRINUSE: "another process listens there; stop it or choose another port",
     errno.EADDRNOTAVAIL: "this machine has no such address; use one of its own or 0.0.0.0",
@@ -311,37 +307,6 @@ def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
 
 
-class Gate:
-    """Keeps newcomers from a listening socket for a while, and leaves its connections alone.
-
-    libzmq accepts whoever the kernel offers, at any rate, and ends its connections when it is told
-    to unbind. So the kernel is told to drop what comes to the listening socket itself: newcomers'
-    kernels try again, after one second, two, four. On Linux; elsewhere the gate stays open.
-    """
-
-    def __init__(self, bound: socket.socket) -> None:
-        """Hold the socket, which listens until both it and the gate are closed."""
-        self._socket = bound.dup()
-
-    def shut(self) -> None:
-        """Let nobody in, beside the few hundred who wait for being accepted already."""
-        if sys.platform == "linux":
-            rules = ctypes.create_string_buffer(_DROP)
-            program = struct.pack("HP", 1, ctypes.addressof(rules))
-            with contextlib.suppress(OSError):  # a sandbox that forbids it
-                self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
-
-    def open(self) -> None:
-        """Let everybody in."""
-        if sys.platform == "linux" and self._socket.fileno() >= 0:
-            with contextlib.suppress(OSError):  # it was open
-                self._socket.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
-
-    def close(self) -> None:
-        """Let go of the socket."""
-        self._socket.close()
-
-
 # --- connections: who is up, who is over, and what is told in which order -------------------------
 
 PROBE_S = 3.0
@@ -354,16 +319,8 @@ GREETING_BYTES = 64
 
 RESERVED_DESCRIPTORS = 16
 """Held by a listener for the time when strangers have taken all others."""
-STRANGERS_S = 0.1
-"""When to look again after some were closed."""
 STRANGERS_NEWS = 1024
 """News that is read in one go to learn who they are."""
-MAX_ACCEPTED_PER_S = 1024
-"""Connections after which newcomers wait for the next second, beside the few hundred that the
-kernel has let in by then. So many cost a tenth of a core (bench/bench_strangers.py). Honest nodes
-never come close: each has some ten connections at most, and keeps them. With few descriptors it is
-an eighth of them."""
-
 _SAME = "security.curve must be the same on all nodes of a run"
 
 # --- bulk connections: how they are asked for. No message of the protocol begins like that. ---
@@ -588,12 +545,9 @@ def _bytes_received(descriptor: int) -> int:
 class Listener:
     """All inbound peers, and the one channel that they share."""
 
-    def __init__(self, host: ZmqTransport, gate: Gate) -> None:
+    def __init__(self, host: ZmqTransport) -> None:
         self.channel: ZmqChannel
         self._host = host
-        self._gate = gate
-        self._num_accepted, self._second_ends_at = 0, -math.inf
-        self._max_accepted = min(MAX_ACCEPTED_PER_S, descriptor_limit() // 8)
         self._by_identity: dict[bytes, Inbound] = {}
         self._by_descriptor: dict[int, Inbound] = {}
         self._halves = Halves(_largest_message(host.options))
@@ -639,7 +593,6 @@ class Listener:
             self._strangers.add(descriptor)
             if self._look is None:
                 self._look = self._host.loop.call_later(HALVES_S, self._close_endless)
-            self._count_accepted()
             if len(self._strangers) > self._host.options.max_strangers and self._closing is None:
                 self._closing = self._host.loop.call_soon(self._close_strangers)
         elif news is News.OVER:
@@ -656,35 +609,24 @@ class Listener:
             if handle is not None:
                 handle.cancel()
         self._strangers.close()
-        self._gate.close()
         self.channel.close(linger_s)
 
-    def _count_accepted(self) -> None:
-        """Keep newcomers waiting for the rest of a second in which many have come."""
-        now = self._host.loop.time()
-        if now >= self._second_ends_at:
-            self._num_accepted, self._second_ends_at = 0, now + 1.0
-        self._num_accepted += 1
-        if self._num_accepted == self._max_accepted:
-            self._gate.shut()
-            self._host.loop.call_at(self._second_ends_at, self._gate.open)
-
     def _close_strangers(self) -> None:
-        """Close the oldest of too many, and look again soon: closing them takes a moment."""
-        if not self.channel.read_news(STRANGERS_NEWS):  # a flood, which must not hold the loop
-            self._closing = self._host.loop.call_soon(self._close_strangers)
-            return
-        self._closing = None
-        num_closed = self._strangers.close_excess()
+        """Close the oldest of too many strangers, as soon as all news of connections is read."""
+        # A turn's share of the news only, so that a flood does not hold the loop.
+        is_current = self.channel.read_news(STRANGERS_NEWS)
+        num_closed = self._strangers.close_excess() if is_current else 0
         if num_closed:
-            self._closing = self._host.loop.call_later(STRANGERS_S, self._close_strangers)
             text = (
                 "closed connections that said nothing: more than "
                 f"{self._host.options.max_strangers} were open at once; if they are nodes of this "
                 "run, raise the limit of open files (ulimit -n)"
             )
             self._host.warn("", "strangers", text)
-        self._host.totals.closed_strangers += num_closed
+            self._host.totals.closed_strangers += num_closed
+        self._closing = None
+        if num_closed or not is_current:
+            self._closing = self._host.loop.call_soon(self._close_strangers)
 
     def _close_endless(self) -> None:
         """Close connections over which an endless message comes, and look again soon.
@@ -1457,14 +1399,14 @@ class ZmqTransport(Transport):
             bound, self._bound = self._bound, None
             with bound:
                 listen_on(bound)
-                self._listener = Listener(self, Gate(bound))
+                self._listener = Listener(self)
                 self._listen(self._listener, bound)
         if self._bulk_bound is not None:
             bound, self._bulk_bound = self._bulk_bound, None
             with bound:
                 listen_on(bound)
                 self._bulk_port = bound.getsockname()[1]
-                self._bulk_listener = BulkListener(self, Gate(bound))
+                self._bulk_listener = BulkListener(self)
                 self._listen(self._bulk_listener, bound)
 
     def dial(self, address: str, *, has_bulk: bool = False) -> PeerId:

@@ -269,56 +269,6 @@ def test_the_code_of_the_model_is_imported_before_strangers_can_connect(
     assert module in sys.modules
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux's keeps them out")
-def test_newcomers_wait_where_many_have_come_within_a_second(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("echo.net.zmq.MAX_ACCEPTED_PER_S", 20)
-
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        listener, member = ZmqTransport("tcp://127.0.0.1:0"), ZmqTransport()
-        await listener.start()
-        await member.start()
-        address = str(listener.listen_address)
-        peer = member.dial(address)
-        assert isinstance((await member.receive())[0], Connected)
-        crowd = [socket.create_connection(parse_address(address)) for _ in range(20)]
-        gate = listener._listener._gate  # type: ignore[union-attr]
-        shut, let_in = asyncio.Event(), gate.open
-        shut_it = gate.shut
-
-        def shut_and_tell() -> None:
-            shut_it()
-            shut.set()
-
-        monkeypatch.setattr(gate, "shut", shut_and_tell)
-        monkeypatch.setattr(gate, "open", lambda: None)  # the second takes as long as is wanted
-        async with asyncio.timeout(30):
-            while not shut.is_set():  # the count may begin anew between two of them
-                crowd.append(socket.create_connection(parse_address(address)))
-                await asyncio.sleep(0)
-            newcomer = socket.socket()
-            newcomer.setblocking(False)
-            connecting = asyncio.ensure_future(loop.sock_connect(newcomer, parse_address(address)))
-            # Who is in is served meanwhile.
-            assert member.send(peer, [b"meanwhile"])
-            heard = b""
-            while heard != b"meanwhile":
-                for event in await listener.receive():
-                    heard = bytes(event.frames[0]) if isinstance(event, Received) else heard
-            assert not connecting.done()
-            let_in()
-            await connecting  # its kernel has tried again
-        for each in (*crowd, newcomer):
-            each.close()
-        for transport in (listener, member):
-            await transport.close()
-
-    asyncio.run(scenario())
-
-
 def test_who_connects_and_leaves_all_the_time_does_not_hold_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -359,7 +309,6 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux's keeps them out")
 def test_a_crowd_leaves_descriptors_to_a_node_that_may_have_few(limit: tuple[int, int]) -> None:
     if limit[1] != resource.RLIM_INFINITY and limit[1] < 4200:
         pytest.skip("the crowd needs 4 200 open files")
