@@ -5,9 +5,9 @@ that is scored. Padded rows have one rollout each, padded on the right: under ca
 real token sees the padding, so no attention mask is needed and the positions are the plain ones. A
 packed row has all of them in a line, and the model must keep them apart (train/packing.py). There
 rollouts of one prompt can share it: it stands in the row once, before their completions. A packed
-row may be filled to one of a few sizes, with tokens that see nothing but themselves; padded
-rows to one of a few lengths, as many of them as a power of two. Only the model's input differs;
-what a loss sees is the same [B, T].
+row may be filled to one of a few sizes, with tokens that see nothing but themselves; padded rows to
+one of a few lengths, and their number to a power of two. Only the model's input differs; what a
+loss sees is the same [B, T].
 
 Shapes: B rollouts of a micro-batch, P prompt tokens, T completion tokens, L input tokens.
 """
@@ -133,7 +133,8 @@ class MicroBatch:
     """[B, T] bool, False in padding."""
     scored: Tensor
     """[N] int64, where the mask lets a token through in the flattened [B, T]. The host knows it, so
-    that nobody has to look for them on a GPU, and wait for it."""
+    that no step looks for them on a GPU and waits for the answer.
+    """
     advantages: Tensor
     """[B] float32."""
     version_steps: Tensor
@@ -205,7 +206,7 @@ def pack_micro_batches(
         lengths: tokens of each row, >= 1.
         max_tokens: bound on rows times longest row of a micro-batch, inclusive.
         group_index: group of each row, to keep groups whole; None lets rows go anywhere.
-        fills: whether rows are to be filled (`collate`): so many go together as a power of two,
+        fills: whether rows are to be filled (`collate`): the number of rows is a power of two,
             unless groups are kept whole.
 
     Returns:
@@ -297,7 +298,7 @@ class _Row:
 
 
 def filled_size(num_tokens: int, *, max_tokens: int) -> int:
-    """Return the size that a row of so many tokens is filled to.
+    """Return the size that a row of `num_tokens` is filled to.
 
     A step's row has ever another number of tokens, and in 16 bits a CPU keeps code and buffers for
     each that it has met.
@@ -390,8 +391,8 @@ def collate(
         is_packed: in one row, in place of padded ones.
         units: of the samples, in a packed row: those beside each other with the same number share
             their prompt; None where none do.
-        fills_up_to: fill a packed row, or padded ones, to one of a few sizes, up to so many tokens;
-            0 for none.
+        fills_up_to: fill a packed row, or padded ones, to one of a few sizes, up to this number of
+            tokens; 0 for none.
         window: tokens that padded rows are filled to at most: the model's positions.
     """
     units = range(len(samples)) if units is None else units

@@ -5,8 +5,8 @@ to losses whose own ratio starts at that proximal policy; multiplied onto a rati
 sampler they would count it twice, so only decoupled PPO takes them.
 
 Masks take whole rollouts out of a loss. They look at the ratio and do not multiply it, so any loss
-over rollouts can wear them. What they drop stays in the normaliser, as in AReaL: dropping must not
-scale up the rest.
+over rollouts can wear them. Tokens that they drop stay in the normaliser, as in AReaL: dropping
+must not scale up the rest.
 
 Shapes: B rollouts of this micro-batch, T completion tokens (padded).
 """
@@ -142,7 +142,7 @@ class MaskedLoss:
 
     @property
     def needs(self) -> LossNeeds:
-        """What the loss inside needs."""
+        """The needs of the loss inside."""
         return needs_of(self.loss)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:

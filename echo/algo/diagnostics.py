@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Short completions are finished first. Where groups are trained as they come, and all the more
 # where long ones are put off for a later step (active partial rollouts), each batch is biased
 # towards short ones. They are put off, not lost, so over a whole run the two distributions agree
-# but for what is discarded; what remains is that long completions are trained later, on older
+# except for what is discarded; what remains is that long completions are trained later, on older
 # tokens.
 #
 # The two samples compared: the groups trained last, in the order of training; and a cohort without

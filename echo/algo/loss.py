@@ -2,8 +2,8 @@
 
 A loss sees one micro-batch of whole rollouts, but divides by counts of the whole batch that the
 caller gives. So the gradient does not depend on how the batch is cut, and rollouts without an
-advantage may be left out exactly: they count in the normaliser and contribute nothing else. What a
-loss needs beyond that it declares in `needs`, and the caller provides it.
+advantage may be left out exactly: they count in the normaliser and contribute nothing else. A loss
+declares further inputs in `needs`, and the caller provides them.
 
 The ratio that every loss here corrects by is learner over sampler. It appears once: a weight that
 multiplies the ratio in again exists only where a proximal policy stands between the two
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossNeeds:
-    """What a loss asks of the caller; the default is what every loss gets."""
+    """Inputs that a loss asks of the caller; the default is what every loss gets."""
 
     every_rollout: bool = False
     """Rollouts without an advantage too, because the loss has a gradient there."""
@@ -93,7 +93,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossOutput:
-    """What a loss returns."""
+    """The result of a loss."""
 
     loss: Tensor
     """Scalar; the sum over micro-batches is the loss of the batch."""
@@ -112,7 +112,7 @@ def needs_of(loss: Loss) -> LossNeeds:
 
 
 def required(value: T | None, name: str, loss: object) -> T:
-    """Return an optional input that this loss cannot do without.
+    """Return an optional input that this loss needs.
 
     Raises:
         ValueError: naming the input and the loss, if the caller left it out.

@@ -1,7 +1,7 @@
 """Policy losses, each beside its equation.
 
 They stand by family: a ratio per token, per rollout, per group; then what goes around any of them.
-What they see and return is in loss.py, masks that any of them can wear in corrections.py.
+Their inputs and results are in loss.py, masks for all of them in corrections.py.
 
 Shapes: B rollouts of this micro-batch, T completion tokens (padded), N trained tokens of a batch.
 """
@@ -140,7 +140,7 @@ def find_clips(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedTokenLoss:
-    """What losses of clipped token ratios have in common: the ratio's range, and who computes it.
+    """Common part of losses of clipped token ratios: the ratio's range, and who computes it.
 
     A kernel that has just computed a token's log-probability can give its clipped loss with it
     (kernels/logprob.py): `fused_clip` says whether it may, `from_tokens` takes the result.
@@ -740,7 +740,7 @@ class ReferenceKlLoss:
 
     @property
     def needs(self) -> LossNeeds:
-        """What the loss inside needs, every rollout, and the reference's log-probabilities."""
+        """The needs of the loss inside, every rollout, and the reference's log-probabilities."""
         return replace(needs_of(self.loss), every_rollout=True, reference_logprobs=True)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -783,7 +783,7 @@ class EntropyBonusLoss:
 
     @property
     def needs(self) -> LossNeeds:
-        """What the loss inside needs, every rollout, and entropies."""
+        """The needs of the loss inside, every rollout, and entropies."""
         return replace(needs_of(self.loss), every_rollout=True, entropies=True)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:

@@ -55,7 +55,7 @@ class ControlSettings:
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """What one step reports; a signal that it lacks says nothing."""
+    """Report of one step; a signal that it lacks says nothing."""
 
     ess: float | None
     mismatch_kl: float | None

@@ -1,7 +1,7 @@
 """One module per command.
 
-Where one of them is being started, which Python tells by "-m" while it locates the module and an
-installed script by its name, Ctrl-C is handled before anything heavy is imported.
+When a command is being started, Ctrl-C is handled before anything heavy is imported. Python shows
+that by "-m" while it locates the module, an installed script by its name.
 """
 
 import sys

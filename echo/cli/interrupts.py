@@ -24,7 +24,7 @@ HURRY_S = 5.0
 """Seconds that a process may take to end once it was told to stop at once."""
 
 
-class Interrupted(Exception):  # noqa: N818 - not an error: somebody wanted it
+class Interrupted(Exception):  # noqa: N818 - not an error: the user wanted it
     """A node was drained, or stopped, by a signal."""
 
     def __init__(self, number: int) -> None:

@@ -19,12 +19,12 @@ from echo.core.extras import install_command, version
 
 
 class Command(NamedTuple):
-    """What `--help` says of a command, its own command line, and the extra that it needs."""
+    """A command: its line in `--help`, its own command line, and the extra that it needs."""
 
     help: str
     parser: Callable[[], ArgumentParser]
     extra: str = "relay"
-    """One of pyproject.toml; a line with a --role needs that role's."""
+    """An extra of pyproject.toml; a line with a --role needs that role's."""
 
 
 COMMANDS = {

@@ -83,12 +83,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StartCheck:
-    """What was found about a start without starting anything."""
+    """Findings about a start, without starting anything."""
 
     problems: tuple[str, ...] = ()
-    """What would stop it in its first minute."""
+    """Problems that would stop it in its first minute."""
     preview: tuple[str, ...] = ()
-    """What a learner's run begins with: its data, its first prompt, a reward."""
+    """Inputs of a learner's run: its data, its first prompt, a reward."""
 
 
 def dry_run(
@@ -452,7 +452,7 @@ def run_rank(
 ) -> int:
     """Run one of a learner's processes, which torchrun has started; return the exit code.
 
-    The first is the learner as everybody knows it; the others follow it.
+    The first is the learner that other nodes know; the others follow it.
 
     Raises:
         EchoError: if the processes do not find each other, or would share one GPU.
@@ -476,7 +476,7 @@ def run_rank(
         )
         crew.dismiss()
     else:
-        # Whoever ends the job tells the first one, which saves and then tells the others.
+        # The first one is told to end the job; it saves and then tells the others.
         for number in interrupts.SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         name = f"learner.rank{launch.rank}"
@@ -558,7 +558,7 @@ def tell_finished(config: Config) -> bool:
 
 
 class Operator:
-    """Whoever started the learner: metrics go to the sinks, snapshots and log lines to the view."""
+    """The program that started the learner; metrics go to sinks, snapshots and logs to the view."""
 
     is_watching = True
 

@@ -91,8 +91,8 @@ class LogFile(logging.FileHandler):
 def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.Logger:
     """Return a node's log: into a file, onto standard error, or both.
 
-    What the transport, tasks and the rest of the runtime warn of goes there too, and what engines
-    tell.
+    Warnings of the transport, of tasks and of the rest of the runtime go there too, and messages of
+    engines.
 
     Raises:
         StorageError: if the file cannot be written.
@@ -160,7 +160,7 @@ def _moved(stream: TextIO, to: int, line: StatusLine) -> Iterator[None]:
         stream.flush()
         if terminal.isatty():  # else it was closed, and errors are left to the file, too
             os.dup2(terminal.fileno(), number)
-        # What could not be shown is still to be flushed, by each.
+        # Each stream still has to flush the text that it could not show.
         with suppress(OSError):
             line.setStream(own)
         with suppress(OSError):
@@ -180,7 +180,7 @@ def tell(texts: Iterable[str]) -> None:
 
 def fail(error: EchoError) -> int:
     """Print an error for the user and return its exit code."""
-    # What was given as the name of a file may be a join string.
+    # A user may have given a join string as the name of a file.
     print(f"error: {without_secrets(str(error))}", file=sys.stderr)
     return exit_code(error)
 

@@ -14,7 +14,7 @@ from echo.core.extras import ROLES, version
 from echo.core.paths import MAX_FILE_NAME_BYTES
 
 CONFIGS = {"addition": "quickstart.toml", "countdown": "countdown.toml"}
-"""What the quickstart's small model can learn, and the configuration of each."""
+"""Tasks that the quickstart's small model can learn, and the configuration of each."""
 MODEL_CONFIG = "word-problems.toml"
 """The configuration of a quickstart with a pretrained model."""
 EXIT_CODES_HELP = (

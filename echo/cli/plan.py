@@ -426,7 +426,7 @@ def _learner_commands(request: FleetRequest, division: Division) -> list[str]:
 
 
 def _worker_command(request: FleetRequest, num_gpus: int) -> str:
-    """Return the command of one worker that samples on so many GPUs."""
+    """Return the command of one worker that samples on this number of GPUs."""
     sets = [f'worker.connect=["{request.learner.address}"]', "engine.kind=vllm"]
     if num_gpus > 1:
         sets.append(f"engine.options.tensor_parallel_size={num_gpus}")

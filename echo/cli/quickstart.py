@@ -195,7 +195,7 @@ OWN_ADDRESSES = (
     "relay.listen",
     "worker.connect",
 )
-"""What joins the four processes."""
+"""The link between the four processes."""
 
 
 def check_addresses(config: Config) -> None:

@@ -1,8 +1,7 @@
 """Scenario files: what the simulator takes, and what is wrong with them.
 
 A scenario is a fleet file with tables of its own besides (`config/fleet_file.py`), and
-`[activation]` as in a run's configuration, all of which may be left out: every fleet file is a
-scenario.
+`[activation]` as in a run's configuration. Each may be left out: every fleet file is a scenario.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SIM_TABLES: dict[str, type[BaseModel]] = {
     "activation": ActivationSection,
     **SIM_LISTS,
 }
-"""What a fleet file has not."""
+"""The tables that a fleet file lacks."""
 
 
 def _check_names(
@@ -108,7 +107,7 @@ def load_scenario(
         rent, period = read_plan(plan, request)
         counts = dict.fromkeys(offered, 0) | rent
     for _, sim in rows.good["sim"]:
-        # What is more than is offered is a problem, and may be more than memory holds.
+        # A number above the offered one is a problem, and may be more than memory holds.
         counts |= {name: n for name, n in sim.rent.items() if n <= offered.get(name, -1)}
         _check_names(rows, sim, counts, request, source)
     if rows.problems:

@@ -55,7 +55,7 @@ FIGURES: Mapping[str, Callable[[Summary], float]] = {
     "thrown away": lambda summary: summary.thrown_away,
     "$ per step": lambda summary: summary.cost_per_step,
 }
-"""What is compared."""
+"""The values that are compared."""
 
 
 def sweep(
@@ -103,11 +103,11 @@ def sweep(
 
 
 def run_all(scenarios: Sequence[Scenario]) -> list[Summary]:
-    """Simulate scenarios, as many at a time as there are cores; return what each comes to."""
+    """Simulate scenarios, one per core at a time; return what each comes to."""
     num_processes = min(len(scenarios), os.cpu_count() or 1)
     if num_processes < 2:
         return [run_one(scenario) for scenario in scenarios]
-    # Started anew, not forked: a fork would inherit whatever threads there are, half alive.
+    # Spawned, not forked: a fork would inherit whatever threads there are, half alive.
     with interrupts.unwinding(), ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
         try:
             # An exception in the middle of starting them would leave a pool that cannot be ended.

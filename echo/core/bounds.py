@@ -1,11 +1,12 @@
 """Bounds of messages: sizes, lengths, and ranges of values.
 
-Both ends use the same numbers: whoever sends checks them with `codec.encode`, whoever receives with
-the decoder, before anything is believed. The ranges are wide: they hold whatever an honest node of
-any run can have to say, and nothing that costs the receiver memory, time or a finite result.
-A range that also excludes NaN and the infinities has both ends.
+Both ends use the same numbers: the sender checks them with `codec.encode`, the receiver with the
+decoder, before it uses anything. The ranges are wide: they hold whatever an honest node of any run
+can have to say, and nothing that costs the receiver memory, time or a finite result. A range that
+also excludes NaN and the infinities has both ends.
 
-What stands in a `dict[str, Any]` (settings, examples) is bounded by the size of the message alone.
+The contents of a `dict[str, Any]` (settings, examples) are bounded by the size of the message
+alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MAX_FRAMES = 1 + MAX_CHUNKS
 MAX_HEADER_BYTES = 8 << 20
 """Of the header frame; the largest honest ones are grants and a Welcome with its settings."""
 MAX_LEASE_BYTES = 7 << 20
-"""Of one lease in it, prompt and example."""
+"""Prompt and example of one lease in it."""
 MAX_PAYLOAD_BYTES = 64 << 20
 """Of the other frames together: a file that is inherited, a group, a manifest, a chunk."""
 MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES
@@ -75,7 +76,7 @@ Place: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 40)]
 """Which chunk or segment, or how many."""
 StripeIndex: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_NODES)]
 Capacity: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LEASES)]
-"""Groups that a worker can hold, or samples at one time."""
+"""Groups that a worker can hold, or samples concurrently."""
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 Period: TypeAlias = Annotated[float, Meta(ge=1e-3, le=1e9)]
 """Seconds between two of something."""

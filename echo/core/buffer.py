@@ -33,14 +33,16 @@ class StalenessBuffer:
         Args:
             max_staleness: S, inclusive.
             lineages: the learner's histories; a new one means a new buffer.
-            trims_stale: whether a group of which some tokens have grown too old keeps the others.
+            trims_stale: whether a group keeps its other tokens when some have grown too old.
         """
         self.trims_stale = trims_stale
         self.num_trimmed_tokens = 0
         """Tokens masked here because they had grown too old."""
         self.max_staleness = max_staleness
         self.admission_staleness = max_staleness
-        """The bound that new leases are granted for; lowering it leaves what is here valid."""
+        """The bound that new leases are granted for; groups that are in the buffer stay valid when
+        it is lowered.
+        """
         self.lineages = tuple(lineages)
         self._groups: dict[int, Group] = {}
         self._taken_at = -1
@@ -72,8 +74,8 @@ class StalenessBuffer:
     def evict(self, *, step: int) -> list[Evicted]:
         """Remove and return every group that can no longer be trained.
 
-        One that was continued by newer weights, and of which only the first tokens have grown too
-        old, stays with those masked.
+        A rollout that newer weights continued stays when only its first tokens have grown too old;
+        these are masked.
         """
         evicted = []
         for group in list(self._groups.values()):
@@ -123,7 +125,7 @@ class StalenessBuffer:
         return taken
 
     def put_back(self, groups: Sequence[Group], *, num_taken: int) -> None:
-        """Undo the last `take`, of which no step could be made.
+        """Undo the last `take` when no step could be made of it.
 
         Args:
             groups: those of it that may be taken again.

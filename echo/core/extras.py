@@ -24,7 +24,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 ROLES = ("learner", "worker", "relay")
 """Extras that are roles, too."""
 STAMP = ".echo-setup"
-"""What bin/echo-setup leaves in the environments that it makes."""
+"""File that bin/echo-setup leaves in the environments that it makes."""
 
 
 def version() -> str:

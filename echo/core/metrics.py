@@ -70,7 +70,7 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostView:
-    """What the run costs, as the live view shows it."""
+    """Costs of the run, as the live view shows them."""
 
     per_h: float
     """$ per hour, machines and traffic."""
@@ -104,7 +104,7 @@ class SpeedView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepView:
-    """What the row of metrics of one optimizer step says."""
+    """Values of one optimizer step's row of metrics."""
 
     step: int
     """Steps done with it."""
@@ -129,7 +129,7 @@ def held_out(is_rate: bool) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningCurve:
-    """What a run had learned before it was resumed."""
+    """Learning curve of a run from before it was resumed."""
 
     rewards: Mapping[int, float]
     """Mean reward by step."""
@@ -152,9 +152,9 @@ class Snapshot:
     resumed_at: int = 0
     """Step at which this process of the learner began."""
     activity: str = ""
-    """What the learner does, such as "training"; empty while it waits for groups."""
+    """The learner's activity, such as "training"; empty while it waits for groups."""
     waiting_for: str = ""
-    """What the learner waits for, in words; empty while it does something."""
+    """Reason for which the learner waits, in words; empty while it does something."""
     nodes: tuple[NodeView, ...] = ()
     reward_history: tuple[float, ...] = ()
     """Mean reward of each step so far, oldest first."""

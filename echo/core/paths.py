@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 MAX_FILE_NAME_BYTES = 255
-"""Of one part of a path: no disk takes more."""
+"""Most bytes of one part of a path: no disk takes more."""
 
 
 def local_path(name: str | Path) -> Path:

@@ -25,7 +25,7 @@ class Granted(Record, tag="granted"):
     attempt: int
     worker: str
     version: PolicyVersion | None = None
-    """What the worker had installed."""
+    """The version that the worker had installed."""
     copy_of: int | None = None
     """The attempt that it repeats on a faster worker."""
 
@@ -37,7 +37,7 @@ class Cancelled(Record, tag="cancelled"):
     attempt: int
     worker: str
     tokens: int
-    """What it had sampled, as far as was known."""
+    """Tokens that it had sampled, as far as was known."""
 
 
 class Refused(Record, tag="refused"):

@@ -72,7 +72,7 @@ Key = TypeVar("Key")
 
 
 def earliest(*instants: float | None) -> float | None:
-    """Return the first of some instants, of which None is never; None if all are."""
+    """Return the first of some instants, where None stands for never; None if all are."""
     first = None
     for at in instants:
         if at is not None and (first is None or at < first):
@@ -111,7 +111,8 @@ class Paced:
 class OncePerMinute:
     """Lines about peers: one for each peer and reason in a minute, and not too many in all.
 
-    What is left out is counted, and told with the next line of that peer and reason.
+    Lines that are left out are counted, and the next line of that peer and reason tells their
+    number.
     """
 
     def __init__(self) -> None:
@@ -140,13 +141,13 @@ class DeadlineOwner(Protocol[Item]):
     """An owner of items, which knows when each is due."""
 
     def deadline_of(self, item: Item) -> float | None:
-        """Return an item's true deadline; None for one that is over."""
+        """Return an item's true deadline; None for one that has ended."""
 
 
 class Deadlines(Generic[Key]):
     """Items whose deadlines move to later instants, and the first of them.
 
-    An item's true deadline is asked for when the noted one comes first, and noted anew if it has
+    An item's true deadline is asked for when the noted one comes first, and noted again if it has
     moved; one that has become earlier than it was would be missed.
     """
 
@@ -179,7 +180,7 @@ class Deadlines(Generic[Key]):
         return None
 
     def take_due(self, *, now: float) -> list[Key]:
-        """Return the items whose deadline has come, in order; they are not watched any more."""
+        """Return the items whose deadline has come, in order; they are no longer watched."""
         due = []
         while (first := self.first) is not None and first <= now:
             due.append(heapq.heappop(self._heap)[2])

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import TypeGuard
 
 JOIN_SECRET = re.compile(r"(#[^\s.\"']*)\.[^\s\"']+")
-"""What follows the key in a join string, wherever it stands in a text."""
+"""The text after the key in a join string, wherever it stands in a text."""
 
 _KEY = re.compile(r"(?<=\d)#[\w-]{43}(?:\.[\w-]+)*")
 
@@ -124,7 +124,7 @@ def _show(value: object) -> str:
 
 
 def _format(amount: float, units: Sequence[tuple[str, float]], space: str = " ") -> str:
-    """Write `amount` in the largest of `units` (ascending) of which it has at least one."""
+    """Write `amount` in the largest of `units` (ascending) that is not larger than it."""
     if amount < 0:
         return f"-{_format(-amount, units, space)}"
     index = max((i for i, (_, factor) in enumerate(units) if amount >= factor), default=0)
@@ -156,7 +156,7 @@ def without_keys(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text of somebody else's with nothing in it that ends a line or moves a terminal.
+    """Return a foreign text without characters that end a line or move a terminal's cursor.
 
     Whatever cannot be printed, escape sequences and line breaks above all, is written as Python
     would write it in a string.

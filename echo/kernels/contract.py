@@ -36,7 +36,7 @@ class RatioClip:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyTerms:
-    """What the policy loss makes of each token; [N] each, without gradient."""
+    """Results of the policy loss for each token; [N] each, without gradient."""
 
     losses: Tensor
     """The token's clipped surrogate, before any normaliser."""
@@ -48,7 +48,7 @@ class PolicyTerms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyRows:
-    """What the policy loss needs to know of each token besides its log-probability."""
+    """Inputs of the policy loss for each token besides its log-probability."""
 
     sampler_logprobs: Tensor
     """[N] nats under the policy that sampled."""
@@ -59,7 +59,7 @@ class PolicyRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """What the forward finds out about each row; [N] each."""
+    """Statistics of each row that the forward pass computes; [N] each."""
 
     logprobs: Tensor
     """Nats, of the row's id."""

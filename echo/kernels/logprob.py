@@ -164,7 +164,7 @@ def linear_logprob(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLosses:
-    """What `linear_policy_loss` returns; [N] each."""
+    """Result of `linear_policy_loss`; [N] each."""
 
     losses: Tensor
     """Clipped surrogate of each token, before any normaliser; carries the gradient."""

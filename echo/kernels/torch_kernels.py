@@ -102,11 +102,11 @@ def _scaled_logits(states: Tensor, chunk: Tensor, scale: Tensor) -> Tensor:
 
 
 def _logit_gradient(logits: Tensor, rows: LiveRows) -> Tensor:
-    """Overwrite logits relative to their peak with their gradient, but for the target's own term.
+    """Overwrite logits relative to their peak with their gradient, without the target's own term.
 
     d logp_y / d z_j = 1[j = y] - p_j  and  d entropy / d z_j = -p_j (log p_j + entropy), where
-    p_j = exp(z_j) / total. What is constant in a row is folded into its factors: fewer passes, and
-    exact where logits are large, because no logarithm is added to their peak.
+    p_j = exp(z_j) / total. Constants of a row are folded into its factors: fewer passes, and exact
+    where logits are large, because no logarithm is added to their peak.
     """
     grad, total = rows.grad, rows.total
     if rows.grad_entropy is None or rows.entropies is None:

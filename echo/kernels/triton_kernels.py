@@ -9,7 +9,7 @@ dtype of the states, and cuBLAS turns it into the two gradients. No atomics, and
 fixed order: the same input gives the same bits.
 
 Exponentials are powers of 2, which the hardware computes: `Scores.peak` is in units of log 2.
-Operands come through tensor descriptors (TMA on Hopper). Those read zeros outside of the matrix,
+Operands come through tensor descriptors (TMA on Hopper). Loads outside of the matrix read zeros,
 and a zero is a logit like any other: columns past the vocabulary are masked in the accumulator.
 
 Shapes: N tokens, D model width, V vocabulary. This is the only file that imports triton.
@@ -41,10 +41,9 @@ from echo.kernels.contract import (
 # --- launch configurations ------------------------------------------------------------------------
 #
 # A search at run time costs a start of minutes, may choose differently in every process, and with
-# it changes bits. What decides is the compiler: the same tile spills registers under one version of
-# Triton and not under the next. The entries are those that compile for sm_90a without spilling to
-# speak of (tests/kernels/test_launch_configs.py holds them to it); their speed has not been
-# measured.
+# it changes bits. The compiler decides: the same tile spills registers under one version of Triton
+# and not under the next. The entries are those that compile for sm_90a without spilling to speak of
+# (tests/kernels/test_launch_configs.py holds them to it); their speed has not been measured.
 
 
 KernelName = Literal["scores", "grad_logits"]
@@ -269,7 +268,7 @@ def grad_logits_kernel(
 ):  # fmt: skip
     """Gradient of one tile of a chunk's logits; `_row_factors` gives the equation.
 
-    Ids count from the chunk's first column. What lies outside of the chunk is computed and not
+    Ids count from the chunk's first column. Columns outside of the chunk are computed and not
     stored: the descriptor of the output ends where the chunk does.
     """
     row_tile, column_tile = _grouped_tile(

@@ -1,4 +1,4 @@
-"""The learner's ledger: what happened to every group, on disk before anybody is told.
+"""The learner's ledger: what happened to every group, on disk before any node is told.
 
 In the run's directory, format 2:
 
@@ -13,20 +13,20 @@ In the run's directory, format 2:
   lies and has the hash of these bytes. A file is unlinked when all its groups have ended for good.
 * `ledger.lock`: locked by the learner that writes, whose process id it has.
 
-Whoever reads this from outside needs the tables alone, or the JSON lines of `echo-rl ledger RUN`.
+A reader from outside needs the tables alone, or the JSON lines of `echo-rl ledger RUN`.
 
 Reading rule. A lineage record with fork_step f voids the trained records of older lineages with
-step > f: those steps are gone. What remains is the surviving line, on which every accepted group
-has at most one end, and exactly one once the run has finished. A discard is never voided.
+step > f: those steps are gone. The rest is the surviving line, on which every accepted group has at
+most one end, and exactly one once the run has finished. A discard is never voided.
 
 Durability. The event loop never waits for the disk: it appends to a queue in memory, and another
 thread, one at a time, writes the queue in its order (`commit`), all of it or nothing. After
 `commit` the records survive the process (write-ahead log, synchronous = NORMAL), after `sync` the
-machine, too (FULL). So what others are told of is committed first; before somebody forgets what he
-has (the worker of a group that is acknowledged, the checkpoint that a newer one replaces) it is
-synced. A kill or a power cut leaves a prefix of what was committed, with all that was synced. The
-write-ahead log needs memory that all processes with the ledger open share: on a network volume
-they have to be on the learner's machine.
+machine, too (FULL). So what others are told of is committed first; before a node drops its own copy
+(the worker of a group that is acknowledged, the checkpoint that a newer one replaces) it is synced.
+A kill or a power cut leaves a prefix of what was committed, with all that was synced. The
+write-ahead log needs memory that all processes with the ledger open share: on a network volume they
+have to be on the learner's machine.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FORMAT = 2
 FILE = "ledger.sqlite"
 HEAD = "ledger.head"
 HEAD_FORMAT = b"%020d\n"
-"""Of one size, so that a number is overwritten in place."""
+"""All numbers have one size, so that a number is overwritten in place."""
 GROUPS = "groups"
 GROUP_FILE_BYTES = 64 << 20
 """Size at which a new group file is begun; small enough to be freed soon."""
@@ -69,7 +69,7 @@ READ_ROWS = 2000
 """Rows per query: no reader holds a lock for longer than that takes, whatever becomes of them."""
 
 _SQLITE_ERRORS = sqlite3.Error, UnicodeDecodeError
-"""What reading raises; the second, where the text of an error has damage in it."""
+"""Errors that reading raises; the second, where the text of an error has damage in it."""
 _SCHEMA = """
 CREATE TABLE records (
     seq INTEGER PRIMARY KEY,
@@ -178,11 +178,11 @@ class ActivationChanged(Record, tag="activation"):
     activated: tuple[str, ...]
     deactivated: tuple[str, ...]
     numbers: dict[str, Any] = msgspec.field(default_factory=dict)
-    """What it was decided by."""
+    """Basis of the decision."""
 
 
 class Cost(Record, tag="cost"):
-    """What the run has cost by a step, so that a resumed one goes on counting."""
+    """Costs of the run up to a step, so that a resumed run goes on counting."""
 
     step: int
     total: float
@@ -331,7 +331,7 @@ class LedgerQueue(ABC):
 
     @abstractmethod
     def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
-        """Sync the record of a checkpoint, and let go of groups that have ended for good.
+        """Sync the record of a checkpoint, and drop groups that have ended for good.
 
         Groups trained after `oldest_step`, that of the oldest checkpoint kept, may be needed again,
         so their bytes stay.
@@ -347,7 +347,7 @@ class LedgerQueue(ABC):
 
     @abstractmethod
     def free_unused(self) -> None:
-        """Let go of the groups that, after a restart, are not waiting."""
+        """Drop the groups that, after a restart, are not waiting."""
 
     @abstractmethod
     def close(self) -> None:
@@ -523,7 +523,7 @@ class Ledger(LedgerQueue):
             os.pwrite(self._head, HEAD_FORMAT % self.num_records, 0)
 
     def _empty_log(self) -> None:
-        """Move the write-ahead log into the database, unless somebody reads just now."""
+        """Move the write-ahead log into the database, unless a process is reading."""
         self._database.execute("PRAGMA busy_timeout = 100")
         self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._database.execute(f"PRAGMA busy_timeout = {int(BUSY_S * 1000)}")
@@ -539,7 +539,7 @@ class Ledger(LedgerQueue):
             yield
 
     def _note(self, record: AnyRecord) -> None:
-        """Keep in mind which groups of which files have ended, and when."""
+        """Note the groups that have ended, their files, and when they ended."""
         match record:
             case Accepted():
                 self._unended.setdefault(record.place.file, set()).add(record.group)
@@ -600,7 +600,7 @@ class Ledger(LedgerQueue):
             self._write_queue(durably=True)
             with _named(self.run_dir):
                 self._empty_log()
-            with suppress(sqlite3.OperationalError):  # somebody reads: then the log stays
+            with suppress(sqlite3.OperationalError):  # a process reads: then the log stays
                 self._database.execute("PRAGMA busy_timeout = 100")
                 self._database.execute("PRAGMA journal_mode = DELETE")
         self.release()
@@ -793,7 +793,7 @@ def has_begun(run_dir: Path) -> bool:
 
 @dataclass(slots=True)
 class LedgerState:
-    """What is left to do along the surviving line after going back to a checkpoint."""
+    """Work left along the surviving line after going back to a checkpoint."""
 
     lineages: tuple[Lineage, ...] = ()
     next_group_id: int = 0
@@ -830,7 +830,7 @@ def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> Ledg
             case Accepted():
                 accepted[record.group] = record.place
             case Discarded():
-                # One whose prompt cannot be used was never granted.
+                # A group whose prompt cannot be used was never granted.
                 state.next_group_id = max(state.next_group_id, record.group + 1)
                 discarded.add(record.group)
             case Trained():
@@ -863,7 +863,7 @@ def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> Ledg
 
 @dataclass(slots=True)
 class LedgerTotals:
-    """What the records of a run add up to, steps on its surviving line only."""
+    """Totals of the records of a run, steps on its surviving line only."""
 
     num_tokens: int = 0
     """Completion tokens of the accepted groups."""

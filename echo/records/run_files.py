@@ -168,7 +168,7 @@ def _evaluation(row: MetricsRow, step: int) -> Evaluation | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRate:
-    """What one worker did."""
+    """Work of one worker."""
 
     tokens_per_s: float
     """Completion tokens per second while it held a group."""
@@ -180,7 +180,7 @@ class WorkerRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRates:
-    """What a run says about itself."""
+    """A run's own summary."""
 
     name: str
     num_steps: int

@@ -2,8 +2,8 @@
 
 On a `VirtualLoop` tasks, timers and timeouts run as they are, and time jumps to the next timer once
 nothing is ready. Calls of one instant happen in the order in which they were asked for, so that the
-same calls give the same history. It has no sockets and no threads. What a node would do in a thread
-is done in the loop (`InlineThreads`), and takes as long as it is said to take.
+same calls give the same history. It has no sockets and no threads. The loop does the work of a
+node's threads (`InlineThreads`), in the simulated time that the caller states.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echo.runtime.threads import Returned
 
 
 class StandstillError(RuntimeError):
-    """Nothing will ever happen any more on a loop that has not come to its end."""
+    """The loop has not ended, and nothing is scheduled on it."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -95,7 +95,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Do nothing: there are no sockets."""
 
     def _write_to_self(self) -> None:
-        """Do nothing: nobody calls from another thread."""
+        """Do nothing: no other thread calls."""
 
 
 class InlineThreads:
@@ -109,7 +109,7 @@ class InlineThreads:
         return 0.0
 
     def pool(self, name: str, num_threads: int = 1) -> InlinePool:
-        """Return a new pool, which makes so many calls at a time."""
+        """Return a new pool, which makes `num_threads` calls at a time."""
         return InlinePool(self, name, num_threads)
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class SimulatedSite:
 
 
 class Stage(Protocol):
-    """What faults act on."""
+    """The parts of a simulation that faults act on."""
 
     scenario: Scenario
     loop: VirtualLoop
@@ -104,7 +104,7 @@ class Faults:
             stage.history.num_deaths += 1
             stage.kill(worker, is_silent=is_silent)
         if is_silent:
-            # A machine that is taken away is not paid for any more; one with a dead process is.
+            # A machine that is taken away is no longer paid for; one with a dead process is.
             site.give_back(stage.loop.time())
         if for_s is not None:
             stage.loop.call_later(for_s, self._return, site)

@@ -56,7 +56,7 @@ RUN_ID = "simulation"
 LEARNER_ADDRESS = "tcp://learner:7700"
 GIVE_UP_S = 3600.0
 GIVE_UP_STEPS = 30
-"""A run in which nothing was trained for so long, and for the time of so many steps, is over."""
+"""A run ends when nothing was trained for this long and for the time of this many steps."""
 LINEAGES = (Lineage(1, 0),)
 UNBOUNDED = 1 << 30
 """A bound on staleness that never holds a lease back."""
@@ -81,7 +81,7 @@ class SimLearner(LearnerNode):
         broadcast: Broadcast,
         end: Callable[[str], None],
     ) -> None:
-        """Begin a run; `end` is told why it is over, "" after its last step."""
+        """Begin a run; `end` gets the reason for which it ended, "" after its last step."""
         self.link, self._num_broadcasts = transport, 0
         self._scenario, self._groups, self._history, self._end_run = scenario, groups, history, end
         sections = make_sections(scenario, scale=versions.scale)
@@ -149,10 +149,10 @@ class SimLearner(LearnerNode):
             self._end_run("")
 
     def show(self, snapshot: Snapshot) -> None:
-        """Draw nothing: nobody watches."""
+        """Draw nothing: no terminal shows them."""
 
     def export(self, directory: Path, publication: Publication) -> None:
-        """Note that the run is over: before its last step only its budget ends it."""
+        """Note that the run has ended: before its last step only its budget ends it."""
         self._end_run("the budget of the run is spent")
 
 
@@ -161,7 +161,8 @@ def make_sections(scenario: Scenario, *, scale: float) -> RunSections:
 
     Args:
         scenario: what is simulated.
-        scale: true bytes that a byte of a simulated version stands for; prices are per so many.
+        scale: true bytes that a byte of a simulated version stands for; prices are per this number
+            of bytes.
     """
     job, settings = scenario.job, scenario.settings
     return RunSections(

@@ -73,7 +73,7 @@ Shares = list[tuple[PolicyVersion, float]]
 
 
 class _Named(msgspec.Struct):
-    """What is read of a group's header (`codec.GroupHeader`)."""
+    """The fields of a group's header that are read (`codec.GroupHeader`)."""
 
     group_id: int
 
@@ -115,5 +115,5 @@ class Groups:
         return sum(share for _, share in next(iter(attempts.values()))) if attempts else 0.0
 
     def forget(self, group_id: int) -> None:
-        """Let go of a group that has come to its end."""
+        """Drop a group that has ended."""
         self._shares.pop(group_id, None)

@@ -12,7 +12,7 @@
 * Where a cut begins, what is in flight is lost and the connection stalls; each end is told its
   `dead_after_s` later, as unanswered heartbeats would tell it. A machine that vanishes is noticed
   in the same way, a process that dies at once.
-* Whoever listens can be dialled by its address; all others, behind a NAT, can only dial.
+* A listener can be dialled by its address; all others, behind a NAT, can only dial.
 
 One byte of a simulated image stands for `weight_scale` bytes: a version has few and small chunks in
 memory, and its true size on every link.
@@ -38,7 +38,7 @@ from echo.sim.lengths import Groups
 BULK_BYTES = 1 << 14
 """Messages from this size on queue at the links."""
 FRAMING_BYTES = 60
-"""What TCP, ZMTP and IP add to a message, roughly."""
+"""Bytes that TCP, ZMTP and IP add to a message, roughly."""
 HANDSHAKE_TRIPS = 4
 """Trips before a connection stands: two of TCP, two of CURVE."""
 FIRST_FREE_PORT = 49152
@@ -46,7 +46,7 @@ FIRST_FREE_PORT = 49152
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """What lies between two regions, in one direction."""
+    """The route between two regions, in one direction."""
 
     bytes_per_s: float = math.inf
     """Rate of one stream."""
@@ -106,10 +106,10 @@ class Client(Protocol):
         """Handle that dialling came to nothing."""
 
     def on_disconnected(self, end: LinkEnd, reason: str) -> None:
-        """Handle that a connection is over."""
+        """Handle the end of a connection."""
 
     def on_message(self, end: LinkEnd, frames: list[Frame]) -> None:
-        """Handle a message; whoever was dialled learns of a connection by its first one."""
+        """Handle a message; the listener learns of a connection by its first message."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,11 +118,11 @@ class LinkEnd:
 
     client: Client
     address: str | None
-    """What was dialled; None where the connection was answered."""
+    """The address that was dialled; None where the connection was answered."""
     number: int
     """Of the attempt to dial, on the whole network."""
     peer: str = ""
-    """What the client calls the other side: its own affair."""
+    """The client's name for the other side: its own affair."""
     unread_bytes: int = 0
     """Sent to here and not yet taken by the client, as far as the client counts."""
     is_open: bool = False
@@ -162,7 +162,7 @@ class Network:
 
         Args:
             seed: of jitter.
-            between: the route between regions of which nothing else is said; None for no distance.
+            between: the route between regions for which no other is given; None for no distance.
             weight_scale: bytes that one byte of an image stands for.
             groups: the true sizes of groups; None for those of the messages.
             bulk_bytes: size from which messages queue.
@@ -226,7 +226,7 @@ class Network:
         """Let a client be dialled at its port's address; port 0 becomes a free one.
 
         Raises:
-            TransportError: if somebody else listens there.
+            TransportError: if another node listens there.
         """
         if client.port.address is None:
             return
@@ -289,8 +289,8 @@ class Network:
     ) -> None:
         """Close a connection, or stop dialling; the other side is told when the news arrives.
 
-        What was sent still arrives for `linger_s`, and the news after it. This end's client hears
-        nothing more of it.
+        Messages already sent still arrive for `linger_s`, and the notice of the end after them.
+        This end's client hears nothing more of it.
         """
         is_told = end.is_open and not end.is_stalled
         self._leave(end)
@@ -306,7 +306,7 @@ class Network:
             self.hang_up(end, linger_s=linger_s, reason="the peer's connection closed")
 
     def vanish(self, client: Client) -> None:
-        """End a process with its machine: nobody is told."""
+        """End a process with its machine: no peer is notified."""
         self._unlisten(client)
         for end in list(self._ends.get(client, ())):
             is_open = end.is_open
@@ -429,7 +429,7 @@ class Network:
         return (end for ends in list(self._ends.values()) for end in list(ends) if end.is_open)
 
     def _stall(self, end: LinkEnd) -> None:
-        """Let nothing pass any more; the ends find out as unanswered heartbeats tell them."""
+        """Let nothing pass from now on; the ends find out as unanswered heartbeats tell them."""
         for each in (end, end.far) if end.address is not None else (end.far, end):
             if each.is_open and not each.is_stalled:
                 each.is_stalled = True

@@ -47,10 +47,10 @@ from echo.weights.broadcast import Broadcast
 from echo.wire.seals import SealKeys
 
 WINDOW_BYTES = 8 << 20
-"""What a child asks for ahead at first: chunks are coarse here."""
+"""Bytes that a child requests ahead at first: chunks are coarse here."""
 
 _log = logging.getLogger("echo.sim")
-# What nodes tell their operators, nobody reads here: it is in the history.
+# Nodes' reports to operators have no reader here: it is in the history.
 _log.addHandler(logging.NullHandler())
 _log.propagate = False
 
@@ -203,7 +203,7 @@ class Simulation:
         return SimulatedSite(name, offer, port, offer.tokens_per_s * factor)
 
     def _price(self, offer: Offer) -> Price:
-        """Return what a node states now; of traffic per so many bytes as stand for a GB."""
+        """Return a node's present price; of traffic, per number of bytes that stand for a GB."""
         return Price(
             per_h=self.scenario.price_per_h(offer, self.loop.time()),
             per_gb=offer.price_per_gb * self._versions.scale,

@@ -43,7 +43,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BillRecord:
-    """What the learner counts as costs at the end of a step."""
+    """Costs that the learner counts at the end of a step."""
 
     time_s: float
     per_h: float

@@ -1,12 +1,12 @@
 """The transport contract on a network on paper, for nodes that run in an asyncio loop.
 
 `SimTransport` is a client of `Network` (`echo/sim/network.py`), which knows the times, and it is
-kept honest by the tests that ZeroMQ passes. It has no task and no timer of its own; a connection is
-probed by nobody, and still found dead `dead_after_s` after it has stalled.
+kept honest by the tests that ZeroMQ passes. It has no task and no timer of its own; no probe runs
+on a connection, and it is still found dead `dead_after_s` after it has stalled.
 
-What waits for a peer, and is bounded by `max_unsent_bytes`, is everything sent to it that it has
-not taken with `receive`, in bytes as they are in memory. `close` and `hang_up` return at once; what
-was sent arrives for `linger_s` all the same.
+`max_unsent_bytes` bounds everything sent to a peer that the peer has not taken with `receive`, in
+bytes as they are in memory. `close` and `hang_up` return at once; what was sent arrives for
+`linger_s` all the same.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class SimTransport(Transport):
         self._end(linger_s=self.options.linger_s)
 
     def kill(self, *, is_silent: bool = False) -> None:
-        """End as a process does that is killed, or with its machine, of which nobody is told."""
+        """End as a killed process does, or with its machine, where no peer is notified."""
         self._end(linger_s=None if is_silent else 0.0)
 
     def stats(self) -> TransportStats:
@@ -159,7 +159,7 @@ class SimTransport(Transport):
         self._redial(end.peer)
 
     def on_disconnected(self, end: LinkEnd, reason: str) -> None:
-        """Handle that a connection is over; one that was dialled is opened again later."""
+        """Handle the end of a connection; one that was dialled is opened again later."""
         if self._ends.pop(end.peer, None) is not None:
             self._put(Disconnected(end.peer, reason), end)
         self._redial(end.peer)

@@ -1,7 +1,7 @@
 """Simulated versions: noise of the right size.
 
-One byte of an image stands for `scale` bytes of a version on the wire. A version is one image of so
-many chunks, whatever coded it in a run.
+One byte of an image stands for `scale` bytes of a version on the wire. A version is one image of a
+given number of chunks, in whatever form a run would send it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Versions:
 
     @property
     def coder(self) -> Versions:
-        """What codes them."""
+        """The coder of the versions."""
         return self
 
     def make(self, weights: Any, version: PolicyVersion) -> Publication:

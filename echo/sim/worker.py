@@ -120,7 +120,7 @@ class SimWorker(DialingNode):
                 group.num_progress = int(running.num_tokens)
 
     def release(self) -> None:
-        """Tell that the process is over; what its engine held is lost."""
+        """Tell that the process has ended; what its engine held is lost."""
         super().release()
         self.engine.advance(self.now)
         self._on_end(self)
@@ -168,7 +168,7 @@ class SimWorker(DialingNode):
         self._await_next()
 
     def _give_back(self, call: EngineCall) -> None:
-        """Stop a call; what it has made is lost, and begins anew wherever it is continued."""
+        """Stop a call; its tokens are lost, and another worker starts the group again."""
         num_tokens = 0.0
         for group in call.groups:
             del self._calls[group.key]

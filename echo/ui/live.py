@@ -277,7 +277,7 @@ def clock(seconds: float) -> str:
 
 _LABEL_WIDTH = 9
 _WRAPPER = Console(file=io.StringIO())
-"""What rich wants for wrapping; nothing is printed on it."""
+"""Width that rich needs for wrapping; nothing is printed on it."""
 _ROLE_ORDER = {"learner": 0, "relay": 1, "worker": 2}
 _STATE_STYLES = {"lost": "bold red", "waiting": "yellow", "refused": "bold red"}
 _NUMBER_COLUMNS = frozenset({"stale", "tok/s", "bytes/s", "mismatch", "reward", "leases", "seen"})
@@ -286,7 +286,7 @@ _DISPENSABLE_COLUMNS = (
 )  # fmt: skip
 """Left out where the width does not suffice, in this order."""
 _MAX_CELL_WIDTHS = {"node": 12, "parent": 12, "state": 16}
-"""What these columns are cut to while others lack room."""
+"""Width to which these columns are cut while others lack space."""
 
 
 def header(snapshot: Snapshot, width: int, *, eta_s: float | None) -> list[RenderableType]:
@@ -521,7 +521,7 @@ def refusals(refused: Mapping[str, int], width: int) -> list[Text]:
 def notices(lines: Sequence[str], width: int) -> list[list[Text]]:
     """Return each notice, the oldest first, as the rows that it needs.
 
-    Nothing is cut: a notice may be a command or a path that somebody copies. For the same reason
+    Nothing is cut: a notice may be a command or a path for the reader to copy. For the same reason
     the rows after the first are not indented.
     """
     found = []
@@ -651,7 +651,7 @@ def _fitting_columns(nodes: Sequence[NodeView], width: int) -> tuple[list[_Colum
         if sum(column.width for column in columns) + len(gap) * (len(columns) - 1) <= width:
             break
         gap = " "
-    # What room is left belongs to the columns that were cut, the state before the names.
+    # The remaining width goes to the columns that were cut, the state before the names.
     spare = width - sum(column.width for column in columns) - len(gap) * (len(columns) - 1)
     for name in ("state", "node", "parent"):
         for column in columns:
@@ -740,7 +740,7 @@ class PlainLog:
         return lines
 
     def _is_news(self, snapshot: Snapshot) -> bool:
-        """Return whether the row of a step was written that no line has told."""
+        """Return whether a step's row was written that no line has shown yet."""
         return snapshot.last_step is not None and snapshot.last_step.step != self._step_shown
 
     def _step_line(self, snapshot: Snapshot) -> str:
@@ -817,9 +817,9 @@ _CLOSE_TIMEOUT_S = 2.0
 """How long a terminal that takes no output may hold up the end of the run."""
 
 OUTPUT_ERRORS = (OSError, ValueError, ConsoleError, LiveError, SystemExit)
-"""What writing to a terminal can raise: gone (EIO), not ready, closed, not encodable.
+"""Errors that writing to a terminal can raise: gone (EIO), not ready, closed, not encodable.
 
-SystemExit is how rich reports a pipe that nobody reads any more."""
+rich reports a pipe without a reader as SystemExit."""
 
 
 def render_live(
@@ -838,7 +838,7 @@ def render_live(
     refused = refusals(snapshot.refused, width)
     told = notices(snapshot.notices[-_MAX_NOTICES:], width)
     rows_of_newest, rows_of_notices = len(told[-1]) if told else 0, sum(map(len, told))
-    # What each part gets, the most telling first; then air between the parts; then larger parts.
+    # Height of each part, the most important first; then air between the parts; then larger parts.
     rows_left -= len(title) + len(state)
     num_nodes = len(snapshot.nodes)
     wanted = {

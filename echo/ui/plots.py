@@ -233,7 +233,7 @@ class StepPoint:
     cost: float
     """$ spent so far."""
     cost_per_h: float
-    """$ per hour for machines and traffic, of late."""
+    """$ per hour for machines and traffic, recently."""
     standby_per_h: float
     """The part of it for workers on standby."""
 

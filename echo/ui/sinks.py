@@ -39,7 +39,7 @@ class _Mirror(Protocol):
     """A further place that metrics are shown at; its library may raise anything."""
 
     remedy: str
-    """What to do where it fails."""
+    """Reaction to a failure."""
 
     def start(self) -> None:
         """Open it."""
@@ -52,7 +52,7 @@ class _Mirror(Protocol):
 
 
 MAX_ROWS_BEHIND = 1000
-"""Rows that wait for a mirror; those that come while there are as many are left out of it."""
+"""Rows that wait for a mirror; rows that come while the queue is full are left out."""
 CLOSE_S = 15.0
 """Seconds that a mirror has at the end of a run for what it has not written yet."""
 

@@ -27,7 +27,7 @@ from echo.records.ledger import FILE, LedgerTotals, read_records, totals_of
 from echo.records.run_files import Evaluation, MetricsHistory, MetricsRow, read_config, read_metrics
 from echo.ui.live import clock, short_count, staleness_bars, staleness_bins, to_ascii
 
-# What a run's metrics say about how it learned: which groups taught, and how far off-policy
+# A run's learning, from its metrics: which groups taught, and how far off-policy
 
 
 CAUSES = ("staleness", "numerics", "truncation", "tokenisation")
@@ -113,7 +113,7 @@ def _reference(last: Sequence[MetricsRow]) -> str:
 
 
 def _cost(train: Sequence[MetricsRow]) -> str:
-    """What it cost in all; a run that was resumed goes on counting."""
+    """Total cost; a run that was resumed goes on counting."""
     rows = [row for row in train if row.get("cost/total") is not None]
     if not rows:
         return ""
@@ -123,7 +123,7 @@ def _cost(train: Sequence[MetricsRow]) -> str:
 
 
 def _continued(row: MetricsRow) -> str:
-    """What became of the rollouts that did not end in the call of the engine that began them."""
+    """Ends of the rollouts that did not end in the call of the engine that began them."""
     resumed = row.get("count/partials/resumed")
     age, wasted = row.get("partials/mean_age"), row.get("partials/wasted_ratio")
     if not resumed or age is None or wasted is None:
@@ -158,7 +158,7 @@ _UNWRAPPED = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What a run did, in numbers and paths."""
+    """A run in numbers and paths."""
 
     run_dir: Path
     num_steps: int
@@ -192,7 +192,7 @@ class RunSummary:
     paths: dict[str, Path]
     """Where to find what: label, path; only what exists."""
     commands: tuple[str, ...]
-    """What to try next."""
+    """Suggestions for the next run."""
 
     @property
     def tokens_per_s(self) -> float:

@@ -18,7 +18,7 @@ from echo.wire.seals import Channel
 
 
 class Action:
-    """What a role asks for; each plane's own actions stand beside who asks for them."""
+    """A request of a role; each plane's own actions stand beside who asks for them."""
 
     __slots__ = ()
 
@@ -40,7 +40,7 @@ class Send(Action):
     peer: str
     frames: Sequence[Frame]
     is_public: bool = False
-    """Whether anybody may read them: nothing, or what matters encrypted already."""
+    """Whether any reader may see them: nothing, or what matters encrypted already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,12 @@ class Note(Action):
     topic: str = ""
     """Where many may follow: one a minute of each topic is told, with how many there were."""
     ends: str = ""
-    """The topic that is over with this: what waits to be told of it is not news any more."""
+    """The topic that this message ends: messages on it that still wait to be sent are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop(Action):
-    """This node's work is over: cleanly, or with the error that the user must see."""
+    """This node's work has ended: cleanly, or with the error that the user must see."""
 
     reason: str
     error: EchoError | None = None
@@ -106,7 +106,7 @@ class Routes:
         self._peers[node_id] = peer
 
     def restore(self, node_id: str, peer: str | None) -> None:
-        """Answer a node where it was answered before, after a word of somebody else."""
+        """Answer a node where it was answered before, after another node's message."""
         if peer is None:
             self._peers.discard(node_id)
         else:
@@ -132,7 +132,7 @@ class Routes:
 
 
 class Complaints:
-    """What the operator is told of nodes that misbehave: once a minute for each and each reason."""
+    """Report to the operator of nodes that misbehave: once a minute for each and each reason."""
 
     def __init__(self) -> None:
         """Start with nothing said."""

@@ -1,7 +1,7 @@
 """Bytes to messages and back, with every bound checked before anything is believed.
 
 The bounds are those of `core/bounds.py`: sizes here, ranges of values by the decoder, which knows
-them from the fields' types. Whoever sends is held to the same sizes as whoever receives.
+them from the fields' types. Sender and receiver apply the same limits on sizes.
 
 The header frame is msgpack: [protocol version, source node, target node, message, hops, seal]. A
 link message has an empty target and no seal (`seals.py`). The message itself is decoded in a second
@@ -43,11 +43,11 @@ Frame = bytes | bytearray | memoryview
 MAX_HOPS = 16
 """Relays between a node and the learner at most; more can only be a circle."""
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises on bytes that are not what they should be; endless nesting is the last."""
+"""Errors that msgspec raises for malformed bytes; endless nesting is the last."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """What a relay reads of a message."""
+    """The fields of a message that a relay reads."""
 
     protocol: Annotated[int, Meta(ge=0, le=1 << 31)]
     source: Annotated[str, Meta(min_length=1, max_length=MAX_NODE_ID_LENGTH)]

@@ -7,12 +7,12 @@ are two kinds:
   which is pulled hop by hop (`weights/broadcast.py`).
 * **Routed messages** go between one node and the learner, however many relays lie between; a relay
   forwards them by the node id in the envelope and never looks inside. They are sealed from end to
-  end (`wire/seals.py`), so that no relay can change, forge or replay one, but for the kinds in
+  end (`wire/seals.py`), so that no relay can change, forge or replay one, except for the kinds in
   UNSEALED: a Welcome, and a Refuse or Finish in answer to a Hello, are signed by the learner and
   name the Hello that they answer; files are compared with hashes in the Welcome; and a forged
   Hello, AssetRequest or Rehello makes a node join again at most.
 
-Who may send what:
+Senders and the kinds that they may send:
 
     any node  -> its parent    Greet, Probe, ProbeAck, Subscribe, Fetch, Credit
     parent    -> its child     Greeted, Probe, ProbeAck, Announce, Segment, Chunk, Waiting, Gone
@@ -170,7 +170,7 @@ class Fetch(Message, frozen=True):
 
 
 class Credit(Message, frozen=True):
-    """Child to parent: so many bytes have come, and that many more may be sent."""
+    """Child to parent: bytes received so far, and how many more may be sent."""
 
     version: PolicyVersion
     credit_bytes: Size
@@ -204,7 +204,7 @@ class Waiting(Message, frozen=True):
     """The version of the chunk that is wanted; None if it is any newer version."""
     form: Form = FULL
     again_s: Seconds = 0.0
-    """Within how long I say so again, seconds; 0 for as often as anybody does."""
+    """Within how long I say so again, seconds; 0: no limit."""
 
 
 class Gone(Message, frozen=True):
@@ -251,7 +251,7 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """What a node needs to know before it can be admitted."""
+    """Facts that a node needs before it can be admitted."""
 
     run_id: Word
     incarnation: Word
@@ -268,9 +268,9 @@ class Welcome(Message, frozen=True):
     heartbeat_s: Period
     dead_after_s: Period
     uplink_bytes_per_s: Rate | None = None
-    """What the node could send in all when it was last heard in this run, before a restart."""
+    """Uplink of the node in all, as last reported in this run before a restart."""
     version_bytes: Size = 0
-    """What the newest version takes on the wire; 0 before the first."""
+    """Size of the newest version on the wire; 0 before the first."""
     answers: Key = b""
     """Hash of the Hello that is answered."""
     seal_key: Key = b""
@@ -324,7 +324,7 @@ class Rehello(Message, frozen=True):
 
 
 class Finish(Message, frozen=True):
-    """The run is over: exit cleanly. It is sealed, or signed where it answers a Hello."""
+    """The run has ended: exit cleanly. It is sealed, or signed where it answers a Hello."""
 
     reason: Line
     answers: Key = b""
@@ -340,7 +340,7 @@ class Goodbye(Message, frozen=True):
     has_failed: bool = False
     """Whether an error has ended it, which is the reason."""
     is_released: bool = False
-    """Whether its machine has been given back: it costs nothing any more."""
+    """Whether its machine has been given back: it no longer costs anything."""
 
 
 # --- routed messages: work -----------------------------------------------------------------------
@@ -383,7 +383,7 @@ class LeaseState(Message, frozen=True, array_like=True, tag=False):
 
 
 class NodeStats(Message, frozen=True, tag=False):
-    """What a node tells about itself with each heartbeat."""
+    """Facts that a node reports about itself with each heartbeat."""
 
     state: Word = "idle"
     tokens_sampled: Count = 0
@@ -398,7 +398,7 @@ class NodeStats(Message, frozen=True, tag=False):
     """Nodes that sent it chunks with wrong hashes, lately."""
     uplink_bytes_per_s: Rate | None = None
     downlink_bytes_per_s: Rate | None = None
-    """What its transfers have shown of its links; None while they have shown nothing."""
+    """Rates of its links that its transfers have shown; None while they have shown nothing."""
     rtt_s: Seconds | None = None
     """Round trip to its parent."""
     fetching: PolicyVersion | None = None
@@ -410,9 +410,9 @@ class NodeStats(Message, frozen=True, tag=False):
     refusal: Line = ""
     """Why."""
     partials: Counts = msgspec.field(default_factory=dict)
-    """What became of unfinished rollouts since the process started, by name."""
+    """Counts of what became of unfinished rollouts since the process started, by name."""
     num_places: Capacity = 0
-    """Groups that a worker samples at one time; others wait there. 0: all that it can hold."""
+    """Groups that a worker samples concurrently; others wait there. 0: all that it can hold."""
     engine: Word = ""
     """Kind and data type of a worker's engine; workers of the same are compared."""
 
@@ -482,7 +482,7 @@ class Deliver(Message, frozen=True):
 
 
 class Partial(Message, frozen=True):
-    """What was sampled for a lease so far, in case this worker does not come to finish it.
+    """Tokens sampled for a lease so far, in case this worker does not finish it.
 
     The payload frame is made by `encode_members` (`leases/partials.py`). Each replaces the last.
     """
@@ -497,8 +497,9 @@ NaN, infinite or positive."""
 
 
 ENGINE_ERROR = "engine_error"
-"""Reason for which a worker gives a group up whose sampling raised, or gives it back where its
-engine samples nothing any more."""
+"""Reason for which a worker gives up a group whose sampling raised, or returns it because its
+engine no longer samples.
+"""
 
 
 REASONS = frozenset(

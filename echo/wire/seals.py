@@ -1,9 +1,9 @@
 """Seals of routed messages: proof that they come from the other end, unchanged and only once.
 
-CURVE ends at each hop, so a relay sees what passes through it. It may be anybody with the run's
+CURVE ends at each hop, so a relay sees what passes through it. It may be any holder of the run's
 secret. It can delay and drop messages; it must not change a reward, forge an Ack or a Finish, or
 replay one of an earlier time. So node and learner share two keys that no relay has, one for each
-direction, and every routed message bears a seal, but for those that make the keys (UNSEALED of
+direction, and every routed message bears a seal, except for those that make the keys (UNSEALED of
 `messages.py`). A relay forwards seals as it forwards all else.
 
 **Agreement.** Both processes have a key pair of curve 25519. Each Hello has the node's public key
@@ -14,7 +14,7 @@ a relay that puts a key of its own into either is found out. The shared secret o
 nonces and the Hello's hash make the keys of this **channel**. (Without a fingerprint, on links
 without CURVE, the first learner that answers is believed, as in all else.)
 
-What the learner knows is less: whoever has sent a message has also sent that Hello. A relay may say
+The learner knows less: the sender of a message is also the sender of that Hello. A relay may say
 Hello for a node that has not come, as any member may say Hello for itself. It cannot speak in a
 channel that a node has begun.
 
@@ -26,7 +26,7 @@ in the order in which it decides, and a relay that changes its own link may mix 
 **Replay.** Nonces are new with each joining, so what was sealed before a reconnect, another parent
 or a restart of either end is of another channel. It is dropped without blame: honest messages are
 late, too. A message of this channel with a wrong code, without one, or with a number that was there
-already was forged or replayed by somebody between (`ForgedError`).
+already was forged or replayed on the way (`ForgedError`).
 
 **Change of channel.** A node that says Hello again is heard and answered in its former channel
 until the learner has opened a message of the new one, in which the node seals from Welcome on.
@@ -68,7 +68,7 @@ _KEYS = "echo-rl 2026-11 keys of a channel, up and down"
 
 
 class Seal(msgspec.Struct, frozen=True, array_like=True):
-    """What proves that a routed message comes from the other end."""
+    """Proof that a routed message comes from the other end."""
 
     channel: Annotated[bytes, Meta(min_length=NAME_BYTES, max_length=NAME_BYTES)]
     number: Annotated[int, Meta(ge=1, le=1 << 62)]
@@ -79,7 +79,7 @@ class SealKeys:
     """The key pair of one process, and what follows from it."""
 
     def __init__(self, secret: bytes) -> None:
-        """Take random bytes that nobody else has, new with each process."""
+        """Take random bytes that no other process has, new with each process."""
         self._secret, self._num_nonces = secret, 0
         private = blake3(secret, derive_key_context=_PRIVATE).digest()
         self._private = X25519PrivateKey.from_private_bytes(private)
@@ -207,7 +207,7 @@ class Seals:
     confirmed: Channel | None = None
     """The last in which a message was opened here."""
     offered: Channel | None = None
-    """One that was agreed on since."""
+    """A channel that was agreed on since."""
 
     @property
     def newest(self) -> Channel | None:
@@ -225,7 +225,7 @@ class Seals:
         """Return whether a message is of one of the channels, so that it counts.
 
         Raises:
-            ForgedError: if somebody between has made, changed or replayed it.
+            ForgedError: if it was made, changed or replayed on the way.
         """
         if seal is None:
             raise ForgedError("it has no seal: forged")
