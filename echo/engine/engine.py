@@ -8,11 +8,11 @@ An engine that holds several versions side by side (`num_versions`) swaps nothin
 version that it began with to its end, and `load` puts a new one beside it, from which calls sample
 that begin afterwards. Neither waits for the other.
 
-What becomes of keys and values that the old weights computed is the engine's `kv_cache`:
-"recompute" runs the unfinished sequences through the new weights once more, so that the next
-tokens are sampled exactly as the new version would; it costs one prefill of all that is under way.
-"keep" goes on at once with the old ones: the next tokens then come from a mixture of both versions.
-Their log-probabilities are still the true ones of the sampling distribution, but no single version
+The engine's `kv_cache` decides about keys and values that the old weights computed: "recompute"
+runs the unfinished sequences through the new weights once more, so that the next tokens are sampled
+exactly as the new version would; it costs one prefill of all that is under way. "keep" goes on at
+once with the old ones: the next tokens then come from a mixture of both versions. Their
+log-probabilities are still the true ones of the sampling distribution, but no single version
 reproduces them, so that the learner sees a log-ratio other than 0 even where it has not moved.
 """
 
@@ -85,7 +85,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What an engine is likely to be asked for at one time; more may come, and longer ones."""
+    """The load that an engine is likely to get at once; more may come, and longer ones."""
 
     num_rollouts: int
     prompt_tokens: int
@@ -149,7 +149,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What was sampled for one request."""
+    """The sample of one request."""
 
     request_id: str
     token_ids: npt.NDArray[np.int32]
@@ -214,7 +214,7 @@ class Engine(abc.ABC):
     window: int | None = None
     """Longest sequence, prompt and completion together, in tokens; None if there is no limit."""
     num_versions = 1
-    """Versions that calls may sample from at one time, the newest ones; where it is 1, those under
+    """Versions that calls may sample from concurrently, the newest ones; where it is 1, those under
     way go on under the next."""
 
     @property
@@ -321,8 +321,8 @@ class Engine(abc.ABC):
 #
 # What one rollout needs is estimated before it begins, and estimates are wrong where others use the
 # same memory, or where kernels take more than they should. So running out of memory ends nothing by
-# itself: what was under way goes on, or begins anew, with half as many at one time, and that many
-# it stays. Only where a single rollout does not fit the engine stops, with the numbers.
+# itself: running rollouts continue or start again, half of them at a time, and the limit stays at
+# that half. Only where a single rollout does not fit the engine stops, with the numbers.
 
 
 log = logging.getLogger(__name__)
@@ -347,12 +347,12 @@ def is_out_of_memory(what: BaseException | str) -> bool:
 
 
 class Concurrency:
-    """The most rollouts at one time that memory has been seen to hold, or may hold."""
+    """The most concurrent rollouts that memory has been seen to hold, or may hold."""
 
     def __init__(self) -> None:
         """Start without a limit."""
         self.limit: int | None = None
-        """Rollouts at one time; None while memory has never run out."""
+        """Concurrent rollouts; None while memory has never run out."""
         self._num_failures = self._num_told = 0
 
     def bounded(self, number: int) -> int:
@@ -410,7 +410,7 @@ class InstalledVersion:
         return self._installed
 
     def close(self) -> None:
-        """Have nothing installed any more."""
+        """Uninstall the weights."""
         self._installed = None
 
     @contextmanager
@@ -462,7 +462,7 @@ class VersionSlots:
     """Which versions are loaded side by side, and which are in use; for use by many threads."""
 
     def __init__(self, num_slots: int) -> None:
-        """Start with nothing loaded, and room for so many, at least 2."""
+        """Start with nothing loaded, and space for `num_versions`, at least 2."""
         self._changed = threading.Condition()
         self._num_slots = num_slots
         self._serials = itertools.count(1)
@@ -477,7 +477,7 @@ class VersionSlots:
         return slots[-1].version if slots else None
 
     def close(self) -> None:
-        """Have nothing loaded any more."""
+        """Unload all versions."""
         with self._changed:
             self._slots = ()
             self._changed.notify_all()
@@ -486,7 +486,7 @@ class VersionSlots:
     def load(self, version: PolicyVersion) -> Iterator[tuple[VersionSlot, VersionSlot | None]]:
         """Yield a slot for `version`, and the one to unload; the new one counts unless that raises.
 
-        What has to go is the oldest that no call has, and never the newest.
+        The oldest version that no call uses is unloaded, never the newest.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._is_loading)

@@ -4,8 +4,8 @@ The base model stays as it is. Next to the weight of each target module, [out, i
 matrices A [rank, in] and B [out, rank], and the module computes with weight + alpha / rank * B A.
 B starts at 0, so that version 0 is the base itself.
 
-A version's image holds A and B alone, under the names of peft's own files. Whoever samples needs
-the base too: it is read from a directory and must have the learner's hash (`base_digest`).
+A version's image holds A and B alone, under the names of peft's own files. A worker needs the base
+too: it is read from a directory and must have the learner's hash (`base_digest`).
 
 Engines compute base and adapter side by side, never merged: merging would round the sum to the
 engine's dtype, and the learner's ratio would see it.
@@ -49,7 +49,7 @@ CONFIG_FILE = "adapter_config.json"
 NAME = "default"
 """Of the adapter in a model, inside peft's modules, and of a trainer's first one."""
 PREFIX = "base_model.model."
-"""What stands before a module's name in peft's files."""
+"""Prefix of a module's name in peft's files."""
 ALL_LINEAR = "all-linear"
 EXPERTS = "experts"
 """Last part of the name of what holds the experts of a layer."""
@@ -285,7 +285,7 @@ def _check_targets(model: Any, wanted: tuple[str, ...]) -> None:
 
 
 BASE_NAME, BASE_REVISION, BASE_DIGEST = "base.name", "base.revision", "base.digest"
-"""What the learner tells its workers beside the inherited settings."""
+"""Facts that the learner sends its workers beside the inherited settings."""
 
 
 def base_directory(model_dir: Path, init_from: str | None) -> Path:

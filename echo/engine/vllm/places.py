@@ -2,10 +2,10 @@
 
 The model's own loader runs once over tensors without memory, and what it would have copied where is
 noted: a tensor that is copied once, whole, into one contiguous piece of a parameter can be changed
-element by element from then on. What a note cannot show is looked at as well: the bits that lie
-there must be those of the tensor that was just loaded, and no layer may keep a second form of its
-weights. Where any of it does not hold (packed, quantised or sharded layers, experts), the model
-takes whole versions.
+element by element from then on. Changes that a note cannot show are looked at as well: the bits
+that lie there must be those of the tensor that was just loaded, and no layer may keep a second form
+of its weights. Where any of it does not hold (packed, quantised or sharded layers, experts), the
+model takes whole versions.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ VARIABLE = "ECHO_VLLM_CRASH_REASON"
 
 LOGGER = "vllm.v1.engine.core"
 PREFIX = "EngineCore "
-"""What the records of a death begin with, at the start or later."""
+"""Prefix of the records of a death, at the start or later."""
 
 VMSTAT = Path("/proc/vmstat")
 
@@ -51,7 +51,7 @@ BACKEND = "echo"
 """The name under which vLLM knows our way of handing weights over."""
 
 WORKER_EXTENSION = "echo.engine.vllm.transfer.WorkerExtension"
-"""What its workers can be asked beside that."""
+"""Further methods of its workers."""
 
 
 def register() -> None:

@@ -8,7 +8,7 @@ The prompt is a few texts in a row, fixed beginnings as the model itself continu
 log-probabilities of tokens that it finds unlikely (-15 nats) are moved by rounding to 16 bits as
 much as by wrong weights, tenths of nats; those of likely ones are moved far less.
 
-What rounding explains is measured when the prompt is made: the mean difference between the model in
+The effect of rounding is measured when the prompt is made: the mean difference between the model in
 16 bits and in float32, both by transformers. Neither a version that is judged later nor anything
 that vLLM does raises it, and it has a ceiling. Once the prompt has become unlikely under the
 policy, another one is made from a version that was found right, for those that follow.
@@ -64,14 +64,14 @@ SPARED_S = 1.0
 """Seconds that a pass in float32 may take longer than one in 16 bits to be made at each swap."""
 
 MAX_WIDENED = 1 << 24
-"""Elements of a linear layer that are made wider at one time: 64 MiB."""
+"""Elements of a linear layer that are widened at once: 64 MiB."""
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expectation:
-    """What some weights give."""
+    """Log-probabilities that some weights give."""
 
     prompt_ids: list[int]
     logprobs: npt.NDArray[np.float32]
@@ -284,7 +284,7 @@ class _Float32(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is embedding:  # of which a few rows are wanted
+        if func is embedding:  # only a few rows are wanted
             return _widened(func(*args, **kwargs))
         if func is linear and args[1].numel() > MAX_WIDENED:
             values, weight, *bias = tree_map(_widened, args[:1]) + args[1:]

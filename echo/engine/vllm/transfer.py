@@ -5,7 +5,7 @@ processes while generation is paused. The weights are taken from a dictionary wh
 own process, and from a safetensors file (in shared memory) where it does not; from there each
 tensor goes to the device directly, and vLLM fuses and shards what has to be.
 
-What a patch changes comes in the same two ways, and is scattered into the places that were found
+The changes of a patch come in the same two ways, and are scattered into the places that were found
 when the first version was loaded.
 """
 
@@ -33,7 +33,7 @@ from echo.engine.vllm.places import UnplacedError, load_changes, trace_places
 from echo.engine.weights import TensorChange
 
 HANDED_OVER: dict[str, Any] = {}
-"""What an engine in this process is handed over, weights or changes, by a key that is told to it.
+"""Weights or changes that are handed to an engine in this process, by a key that it is told.
 """
 
 
@@ -44,7 +44,7 @@ class TransferInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class TransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Where one version's weights are: one of the two."""
+    """The place of one version's weights: one of the two."""
 
     key: str = ""
     """In HANDED_OVER."""
@@ -138,7 +138,7 @@ def _read(update_info: TransferUpdate) -> Iterator[tuple[str, Tensor]]:
 def _repack_tied_heads(model: nn.Module) -> None:
     """Pack the head again that vLLM 0.32 leaves behind on a CPU.
 
-    There it keeps a packed copy of each linear layer's weights, made anew when a layer receives
+    There it keeps a packed copy of each linear layer's weights, made again when a layer receives
     weights. A head tied to the embedding receives none of its own: its copy would stay the old one.
     """
     for module in model.modules():
