@@ -16,6 +16,9 @@ Message = dict[str, Any]
 
 _SAYS_WITHOUT_CONTENT = ("tool_calls", "reasoning_content")
 
+_TEXT_PARTS = ("text", "input_text", "output_text")
+"""Of OpenAI's two interfaces."""
+
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles that chat templates know."""
 _OTHER_NAMES = {"human": "user", "prompter": "user"} | dict.fromkeys(
@@ -71,10 +74,8 @@ def _fault_of_part(part: object) -> str:
     if not isinstance(part, Mapping):
         return f"has a part of {type(part).__name__}"
     kind = part.get("type", "text")
-    if kind == "text" and isinstance(part.get("text"), str):
-        return ""
-    if kind == "text":
-        return "has a part without `text`"
+    if kind in _TEXT_PARTS:
+        return "" if isinstance(part.get("text"), str) else "has a part without `text`"
     return f"has a part of the type {kind!r}; a model is trained on text alone here"
 
 

@@ -258,6 +258,11 @@ def test_what_cannot_be_done_is_refused_with_a_reason(
             for options, complaint, status in (
                 ({"stop": ["="]}, "stop is not supported: answers end with", 400),
                 ({"tools": [{"type": "function"}]}, "chat template knows no tools", 400),
+                (
+                    {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+                    r"chat_template_kwargs\.enable_thinking is not supported: .*the run's",
+                    400,
+                ),
                 ({"messages": [{"role": "user", "content": "1" * 200}]}, "nothing is left", 409),
                 ({"extra_headers": {"X-Echo-Session": "me"}}, "no open session 'me'", 404),
                 ({"extra_headers": {"Authorization": "?"}}, "token is missing or wrong", 401),
@@ -373,6 +378,17 @@ def test_nobody_without_the_token_stays_connected(monkeypatch: pytest.MonkeyPatc
             for token in (b"", b"Authorization: \xff\r\n"):
                 refusal = await ask_raw(port, head + token + b"\r\n")
                 assert refusal.startswith(b"HTTP/1.1 401")
+            known = b"HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\nConnection: close\r\n\r\n"
+            for asked in (b"GET /v1/chat/completions ", b"POST /v1/responses ", b"POST /models "):
+                answer = await ask_raw(port, asked + known)
+                assert re.match(rb"HTTP/1\.1 40[45] ", answer)
+                assert asked.strip() + b" is not served here; what is: POST /v1/chat" in answer
+            packed = (
+                b"Content-Encoding: gzip\r\nAuthorization: Bearer t\r\nConnection: close\r\n\r\n"
+            )
+            refusal = await ask_raw(port, head.replace(b"99", b"3") + packed + b"no!")
+            assert refusal.startswith(b"HTTP/1.1 400")
+            assert b"the body is not what Content-Encoding" in refusal
             large = head.replace(b"99", b"99999999") + b"Authorization: Bearer t\r\n\r\n"
             assert (await ask_raw(port, large)).startswith(b"HTTP/1.1 413")
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -62,7 +63,8 @@ def completion_of(ids: Sequence[int], *, step: int = 0, reason: str = "stop") ->
 def make_agents() -> Agents:
     """Return the agents of a worker on v1, which samples nothing."""
     counters = Counters()
-    role = Mock(max_groups=0, installed_version=V1, counters=counters, count=counters.add)
+    count = counters.add
+    role = Mock(outbox=[], installed_version=V1, counters=counters, count=count)
     parts = Mock(group_size=1, session_timeout_s=60.0)
     return Agents(parts, role, Mock(), node=Mock(now=0.0), pool=Mock())
 
@@ -123,6 +125,22 @@ def test_a_context_becomes_tokens_in_a_thread_and_its_session_may_end_meanwhile(
     agents._pool = Mock(run=run)
     with pytest.raises(SessionError, match="no open session"):
         asyncio.run(agents.call(session.session_id, "1+1=", CallOptions()))
+
+
+def test_a_task_judges_the_last_answer_also_where_another_chain_is_trained_on() -> None:
+    agents = make_agents()
+    agents.parts.dialogue.answer_of = lambda ids: str([*map(int, ids)])  # type: ignore[method-assign]
+    agents.parts.max_abs_reward = 1.0  # type: ignore[misc]
+    example = {"index": 0, "split": "train", "prompt": "?"}
+    agents._episodes.add(msgspec.structs.replace(lease_of(3), example=example), now=0.0)
+    session = begin(agents._episodes)
+    session.turns += [turn_of([1], [2, 3, 4]), turn_of([1, 9], [5])]
+
+    async def run(_: object, __: object, text: str) -> float:
+        return {"[5]": 1.0}.get(text, 0.0)
+
+    agents._pool = Mock(run=run)
+    assert asyncio.run(agents.reward(session.session_id, None)) == 1.0
 
 
 # --- sampling for agents --------------------------------------------------------------------------
@@ -385,6 +403,16 @@ def test_logprobs_of_text_have_offsets() -> None:
         ({"logit_bias": {"3": 1}}, "logit_bias is not supported: remove it"),
         ({"n": 2}, "n is not supported: ask as often"),
         ({"tool_choice": "required"}, "tool_choice is not supported: the model decides"),
+        ({"functions": [{"name": "f"}]}, "functions is not supported: send them as `tools`"),
+        ({"best_of": 4}, "best_of is not supported: ask as often"),
+        ({"min_p": 0.1}, "min_p is not supported: remove it"),
+        ({"stop_token_ids": [3]}, "stop_token_ids is not supported: answers end with the model's"),
+        ({"echo": True}, "echo is not supported: put prompt and answer together"),
+        ({"return_tokens_as_token_ids": True}, "take return_token_ids"),
+        ({"structured_outputs": {"json": {}}}, "the model decides"),
+        ({"response_format": {"type": "json_object"}}, "ask for the format in a message"),
+        ({"reasoning_effort": "high"}, r"the run's: set model\.chat_template_kwargs"),
+        ({"add_generation_prompt": False}, "an answer needs a turn"),
         ({"temperature": -1}, "temperature must be at least 0"),
         ({"temperature": 1e-300}, "temperature = 1e-300: 0 for the likeliest"),
         ({"temperature": 1e300}, "temperature = "),
@@ -400,6 +428,19 @@ def test_a_body_that_cannot_be_served_is_refused_by_its_field(
 ) -> None:
     with pytest.raises(BodyError, match=complaint):
         options_of(read({"prompt": "1", **fields}))
+
+
+def test_a_body_that_asks_for_nothing_unusual_is_served() -> None:
+    neutral: dict[str, Any] = {
+        "n": 1,
+        "stop": [],
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "logit_bias": {},
+    }
+    neutral |= {"response_format": {"type": "text"}, "functions": [], "suffix": None, "echo": False}
+    begun = {"add_generation_prompt": False, "continue_final_message": True}
+    assert options_of(read({"prompt": "1", "cache_salt": "x", **neutral, **begun})).tools == []
 
 
 @pytest.mark.parametrize(

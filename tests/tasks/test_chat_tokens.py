@@ -215,7 +215,7 @@ def test_an_answer_to_nothing_is_none() -> None:
 
 def test_templates_are_given_one_form_of_content_and_arguments() -> None:
     text = codec()
-    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]
+    parts = [{"type": "text", "text": "1+"}, {"type": "input_text", "text": "1?"}]
     assert text.render([{"role": "user", "content": parts}]) == ASKED
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a":  1}'}}
     said = {"role": "assistant", "content": None, "tool_calls": [call]}

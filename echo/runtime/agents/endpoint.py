@@ -72,8 +72,48 @@ class SlowBodyError(EchoError):
     """A request's body does not arrive."""
 
 
+_MODEL_DECIDES = "the model decides; ask for it in a message"
+_TEMPLATE = "the template and its arguments are the run's: set model.chat_template_kwargs"
+_UNABLE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), "ask as often as you want answers"),
+    "best_of": ((1,), "ask as often as you want answers, and choose yourself"),
+    "stop": (("", []), "answers end with the model's own stop tokens; cut them yourself"),
+    "stop_token_ids": (([],), "answers end with the model's own stop tokens"),
+    "ignore_eos": ((False,), "answers end with the model's own stop tokens"),
+    "min_tokens": ((0,), "remove it"),
+    "min_p": ((0,), "remove it"),
+    "repetition_penalty": ((1,), "remove it"),
+    "presence_penalty": ((0,), "remove it"),
+    "frequency_penalty": ((0,), "remove it"),
+    "logit_bias": (({},), "remove it"),
+    "bad_words": (([],), "remove it"),
+    "allowed_token_ids": (([],), "remove it"),
+    "use_beam_search": ((False,), "remove it"),
+    "truncate_prompt_tokens": ((), "shorten the prompt yourself"),
+    "tool_choice": (("auto", "none"), _MODEL_DECIDES),
+    "functions": (([],), "send them as `tools`"),
+    "function_call": (("auto", "none"), _MODEL_DECIDES),
+    "guided_json": ((), _MODEL_DECIDES),
+    "guided_regex": ((), _MODEL_DECIDES),
+    "guided_choice": ((), _MODEL_DECIDES),
+    "guided_grammar": ((), _MODEL_DECIDES),
+    "structured_outputs": ((), _MODEL_DECIDES),
+    "response_format": (({"type": "text"},), "ask for the format in a message"),
+    "chat_template": ((), _TEMPLATE),
+    "documents": (([],), _TEMPLATE),
+    "reasoning_effort": ((), _TEMPLATE),
+    "top_logprobs": ((0,), "only sampled tokens have log-probabilities here"),
+    "prompt_logprobs": ((), "only sampled tokens have log-probabilities here"),
+    "return_tokens_as_token_ids": ((False,), "take return_token_ids, which adds the ids"),
+    "echo": ((False,), "put prompt and answer together yourself"),
+    "suffix": (("",), "write it into the prompt"),
+    "prompt_embeds": ((), "send text or token ids"),
+}
+"""Fields that would change an answer and cannot be obeyed: values that ask for nothing, advice."""
+
+
 class _Body(msgspec.Struct):
-    """What both kinds of calls have; what is not listed is ignored."""
+    """What both kinds of calls have; beside these and `_UNABLE` all is ignored."""
 
     max_tokens: Int | None = None
     max_completion_tokens: Int | None = None
@@ -84,15 +124,14 @@ class _Body(msgspec.Struct):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    top_logprobs: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    response_format: dict[str, Any] | None = None
+    tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+_Unable = msgspec.defstruct("_Unable", [(name, Any, None) for name in _UNABLE])
 
 
 class ChatBody(_Body, kw_only=True):
@@ -119,24 +158,15 @@ def read_body(data: bytes, kind: type[ChatBody] | type[TextBody]) -> Body:
         BodyError: naming the field and what to do.
     """
     try:
-        body = msgspec.json.decode(data, type=kind)
+        body, unable = msgspec.json.decode(data, type=kind), msgspec.json.decode(data, type=_Unable)
     except DECODE_ERRORS as error:
         raise BodyError(f"the body cannot be read: {error}") from error
-    refused = {
-        "n": (body.n or 1) != 1 and "ask as often as you want answers",
-        "stop": body.stop and "answers end with the model's own stop tokens; cut them yourself",
-        "tool_choice": body.tool_choice not in (None, "auto", "none")
-        and "the model decides; ask for the tool in a message",
-        "top_logprobs": body.top_logprobs and "only sampled tokens have log-probabilities here",
-        "presence_penalty": body.presence_penalty and "remove it",
-        "frequency_penalty": body.frequency_penalty and "remove it",
-        "logit_bias": body.logit_bias and "remove it",
-        "response_format": (body.response_format or {}).get("type", "text") != "text"
-        and "ask for the format in a message",
-    }
-    for name, advice in refused.items():
-        if advice:
+    for name, (neutral, advice) in _UNABLE.items():
+        value = getattr(unable, name)
+        if value is not None and value not in neutral:
             raise BodyError(f"{name} is not supported: {advice}")
+    if body.add_generation_prompt is False and not body.continue_final_message:
+        raise BodyError("add_generation_prompt = false is not supported: an answer needs a turn")
     _check_numbers(body)
     if isinstance(body, ChatBody) and not body.messages:
         raise BodyError("messages is empty; send at least one")
@@ -322,6 +352,20 @@ MAX_WAIT_S = 60.0
 LINGER_S = 1.0
 """Seconds for calls under way to be answered when the node ends."""
 SESSION_HEADER = "X-Echo-Session"
+_STATUSES: tuple[tuple[type[EchoError], int], ...] = (
+    (StoppingError, 503),
+    (RewardError, 422),
+    (UnknownSessionError, 404),
+    (SessionError, 409),
+    (SlowBodyError, 408),
+    (BodyError, 400),
+    (DataError, 400),
+)
+"""Of errors, the first that is one counts; all others are 500."""
+_SERVED = (
+    "POST /v1/chat/completions, POST /v1/completions and GET /v1/models, also behind /sessions/ID; "
+    "give a client a base URL that ends in /v1"
+)
 
 
 class _Begin(msgspec.Struct, forbid_unknown_fields=True):
@@ -426,23 +470,19 @@ class Endpoint:
             return refusal
         try:
             return await handler(request)
-        except StoppingError as error:
-            return _error(503, str(error))
-        except RewardError as error:
-            return _error(422, str(error))
-        except UnknownSessionError as error:
-            return _error(404, str(error))
-        except SessionError as error:
-            return _error(409, str(error))
-        except SlowBodyError as error:
-            refusal = _error(408, str(error))
-            refusal.force_close()
-            return refusal
-        except (BodyError, DataError) as error:
-            return _error(400, str(error))
+        except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
+            what = f"{request.method} {request.path}"
+            return _error(error.status, f"{what} is not served here; what is: {_SERVED}")
+        except web.HTTPRequestEntityTooLarge as error:  # once it is unpacked
+            return _error(error.status, f"a body may have {MAX_BODY_BYTES} bytes")
         except EchoError as error:
-            self._log.warning("a call of an agent failed: %s", error)
-            return _error(500, str(error))
+            status = next((code for kind, code in _STATUSES if isinstance(error, kind)), 500)
+            if status == 500:
+                self._log.warning("a call of an agent failed: %s", error)
+            answer = _error(status, str(error))
+            if isinstance(error, SlowBodyError):
+                answer.force_close()
+            return answer
 
     def _refusal(self, request: web.Request) -> web.Response | None:
         """Return the answer to a request that its headers already forbid."""
@@ -490,10 +530,16 @@ class Endpoint:
                     return await request.read()
             except TimeoutError as error:
                 raise SlowBodyError(f"the body did not arrive within {BODY_S:g} s") from error
+            except web.RequestPayloadError as error:
+                text = "the body is not what Content-Encoding or Transfer-Encoding says it is"
+                raise BodyError(text) from error
 
     async def _complete(self, request: web.Request, body: Body) -> web.StreamResponse:
         session = request.match_info.get("session") or request.headers.get(SESSION_HEADER)
         parts = self._agents.parts
+        arguments = body.chat_template_kwargs
+        if arguments and (other := parts.dialogue.other_arguments(arguments)):
+            raise BodyError(f"chat_template_kwargs.{other} is not supported: {_TEMPLATE}")
         answer = ChatAnswer(
             body, parts.dialogue, model=parts.model_name, call_id=str(next(self._numbers))
         )

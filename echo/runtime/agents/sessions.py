@@ -486,6 +486,11 @@ class Dialogue:
             )
         return self._codec.render(messages, tools)
 
+    def other_arguments(self, arguments: Mapping[str, Any]) -> str:
+        """Return an argument of the chat template that is not the run's; empty for none."""
+        own = self._codec.chat_template_kwargs
+        return next((name for name, value in arguments.items() if own.get(name) != value), "")
+
     def continue_text(
         self, text: str, known: Sequence[Turn], *, is_rendered: bool
     ) -> tuple[Ids, Turn | None]:
@@ -687,9 +692,10 @@ class Agents:
             RewardError: if the task fails.
         """
         session = self._episodes.find(session_id, now=self._node.now)
-        leaf = self._episodes.leaf_of(session)
+        self._episodes.leaf_of(session)  # or there is nothing to reward
         if reward is None:
-            text = self.parts.dialogue.answer_of(leaf.completion.token_ids)
+            # Of a rewritten history another chain may be the longest, and is trained on.
+            text = self.parts.dialogue.answer_of(session.turns[-1].completion.token_ids)
             example = Example(**session.lease.example)
             reward = await self._pool.run(self.parts.reward, example, text)
         judged = NO_OPINION if reward is None else reward
