@@ -16,7 +16,7 @@ from typing import Any
 
 from harness import environment, new_figure, new_parser, parse, result_path, save
 
-from echo.config.fleet_file import SimRow
+from echo.config.fleet_schema import SimRow
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
 from echo.sim.scenario import Scenario

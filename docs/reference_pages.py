@@ -11,8 +11,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from echo.config.fields import Strict
-from echo.config.fleet_file import LISTS, SIM_LISTS, TABLES, RelayRow, SimRow
+from pydantic import BaseModel
+
+from echo.config.fleet_schema import RelayRow, ScenarioFile, tables_of
 from echo.config.other_names import names_table
 from echo.config.schema import Leaf, default_text, every_leaf, expected_text, sections, show
 
@@ -73,14 +74,13 @@ def fleet_page() -> str:
     return "".join(parts)
 
 
-def _tables() -> Iterator[tuple[str, type[Strict]]]:
-    yield from ((f"[{name}]", kind) for name, kind in TABLES.items())
-    for name, kind in LISTS.items():
-        yield f"[[{name}]]", kind
+def _tables() -> Iterator[tuple[str, type[BaseModel]]]:
+    for name, (table, is_list) in tables_of(ScenarioFile).items():
+        if name == "activation":
+            continue  # as in a run's configuration
+        yield f"[[{name}]]" if is_list else f"[{name}]", table
         if name == "regions":
             yield "[regions.relay]", RelayRow
-    yield "[sim]", SimRow
-    yield from ((f"[[{name}]]", kind) for name, kind in SIM_LISTS.items())
 
 
 def _section(leaf: Leaf) -> str:

@@ -19,7 +19,7 @@ from reference_pages import configuration_page, fleet_page
 
 from echo.cli import parsers
 from echo.cli.node import dry_run
-from echo.config.fleet_file import JobRow, SimRow
+from echo.config.fleet_schema import JobRow, SimRow
 from echo.config.load import load_config
 from echo.config.other_names import ELSEWHERE, names_table, translations
 from echo.config.schema import find_leaf, sections

@@ -11,7 +11,7 @@ from unittest import mock
 
 from bench_activation import Broadcast, Verdict, best_of_all, judge, random_case
 
-from echo.config.fleet_file import SimRow
+from echo.config.fleet_schema import SimRow
 from echo.config.schema import ActivationSection, preset_publish_period
 from echo.fleet.activation import Links, Question, ReviewAnswer, choose
 from echo.fleet.job import Job

@@ -7,7 +7,6 @@ Nothing is rented, started or looked up: learner, relays and workers are the rol
 from __future__ import annotations
 
 import argparse
-import copy
 import itertools
 import json
 import os
@@ -28,7 +27,8 @@ from echo.cli.output import run_command
 from echo.cli.parsers import sim_parser
 from echo.cli.plan import to_json, write_json
 from echo.cli.scenario import load_scenario
-from echo.config.fleet_file import override, read_tables, split_override
+from echo.config.fleet_file import Override, Source, read_files
+from echo.config.layers import OVERRIDE
 from echo.core.errors import ConfigError, StorageError
 from echo.core.units import format_duration
 from echo.fleet.overlap import Prediction, predict
@@ -59,11 +59,11 @@ FIGURES: Mapping[str, Callable[[Summary], float]] = {
 
 
 def sweep(
-    tables: Mapping[str, Any],
+    files: Sequence[Source],
+    overrides: Sequence[Override],
     texts: Sequence[str],
     num_seeds: int,
     name: str,
-    source: str,
     out: Path,
     console: Console,
 ) -> int:
@@ -76,10 +76,10 @@ def sweep(
     combinations = list(itertools.product(*(values for _, values in axes)))
     scenarios: list[Scenario] = []
     for values in combinations:
-        changed = copy.deepcopy(dict(tables))
-        for (key, _), value in zip(axes, values, strict=True):
-            override(changed, key, value)
-        scenario, _ = load_scenario(changed, name=name, source=source)
+        swept = [
+            ("--sweep", f"{key}={value}") for (key, _), value in zip(axes, values, strict=True)
+        ]
+        scenario, _ = load_scenario(files, [*overrides, *swept], name=name)
         first = scenario.settings.seed
         scenarios += [scenario.with_seed(seed) for seed in range(first, first + num_seeds)]
     summaries = run_all(scenarios)
@@ -137,11 +137,11 @@ def run_one(scenario: Scenario) -> Summary:
 
 
 def _axis(text: str) -> tuple[str, list[str]]:
-    key, value = split_override(text)
+    key, _, value = text.partition("=")
     values = [part.strip() for part in value.split(",") if part.strip()]
     if not values:
         raise ConfigError(f"--sweep {text}: write key=value,value,...")
-    return key, values
+    return key.strip(), values
 
 
 def _table(
@@ -355,14 +355,15 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         raise ConfigError(f"no SCENARIO given: name a scenario or a fleet file ({remedy})")
     if arguments.seeds < 1 or (arguments.seeds > 1 and not arguments.sweep):
         raise ConfigError("--seeds is the number of seeds of each value of --sweep, at least 1")
-    tables = read_tables(arguments.files, arguments.set)
-    source = ", ".join(path.name for path in arguments.files)
+    files = read_files(arguments.files)
+    overrides = [(OVERRIDE, text) for text in arguments.set]
     name = arguments.files[0].stem
     if arguments.sweep:
         if arguments.plan is not None:
             raise ConfigError("--plan and --sweep do not go together; write the counts to sim.rent")
-        return sweep(tables, arguments.sweep, arguments.seeds, name, source, arguments.out, console)
-    scenario, request = load_scenario(tables, name=name, source=source, plan=arguments.plan)
+        texts, num_seeds = arguments.sweep, arguments.seeds
+        return sweep(files, overrides, texts, num_seeds, name, arguments.out, console)
+    scenario, request = load_scenario(files, overrides, name=name, plan=arguments.plan)
     for notice in request.notices:
         console.print(f"note: {notice}", style="dim")
     summary, history = simulate(scenario, console)

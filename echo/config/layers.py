@@ -153,8 +153,10 @@ def read_override(schema: Schema, text: str, source: str = OVERRIDE) -> Layer:
     for part in reversed(parts):
         table = {part: table}
     layer = read_layer(schema, table, source)
-    if schema.find(tuple(parts)) is not None:  # not a whole section
-        layer.replaced = tuple(parts)
+    place = tuple(parts)
+    leaf, own = schema.find(place), layer.settings.get(place)
+    if leaf is not None and (leaf.is_table or (own is not None and own.value != {})):
+        layer.replaced = place  # not where it sets some keys of a section
     return layer
 
 
@@ -248,7 +250,14 @@ def value_problems(
         if leaf is None:  # every other path was refused before validation
             raise AssertionError(f"validation reports an unknown place: {detail}") from error
         own_words = detail.get("ctx", {}).get("error")
-        text = str(own_words) if own_words else say_expected(leaf, detail["input"])
+        if own_words:
+            text = str(own_words)
+        elif detail["type"] == "missing" and path[-1] == str(detail["loc"][-1]):
+            text = f"missing ({leaf.help.rstrip('.')})"
+        elif len(path) > len(leaf.path):  # in a table of the user's own keys
+            text = str(detail["msg"]).replace("Input should be", "must be")
+        else:
+            text = say_expected(leaf, detail["input"])
         by_path.setdefault(path, Problem((path,), text))
     return list(by_path.values())
 
@@ -258,7 +267,8 @@ def say_expected(leaf: Leaf, value: object) -> str:
     has_choice = isinstance(value, str) and len(leaf.choices) > 1
     near = nearest(str(value), leaf.choices) if has_choice else None
     hint = f'; did you mean "{near}"?' if near else ""
-    return f"must be {leaf.expected}{hint} ({leaf.help.rstrip('.')})"
+    meaning = f" ({leaf.help.rstrip('.')})" if leaf.help else ""
+    return f"must be {leaf.expected}{hint}{meaning}"
 
 
 def unreported(found: Iterable[Problem], problems: Iterable[Problem]) -> list[Problem]:
@@ -285,13 +295,22 @@ def as_error(
 def _describe(schema: Schema, problem: Problem, settings: Settings, file_name: str) -> str:
     """Return one line: file or --set, key, value, what is wrong."""
     path = problem.paths[0] if problem.paths else ()
-    setting = problem.setting or settings.get(path) or Setting(None, file_name)
+    setting = problem.setting or settings.get(path) or _beside(path, settings, file_name)
     value = "" if setting.value is None or not path else f" = {brief(setting.value)}"
     if setting.is_default and value:
         value += f" ({setting.source})"
     source = file_name if setting.is_default else setting.source
     place = schema.place(path, settings)
     return f"{source}: {place}{value}: {problem.text}" if place else f"{source}: {problem.text}"
+
+
+def _beside(path: KeyPath, settings: Settings, file_name: str) -> Setting:
+    """Return the setting of a key that nobody has made, as of the source of its neighbours."""
+    for depth in range(len(path), 0, -1):
+        for other, setting in settings.items():
+            if other[:depth] == path[:depth] and not setting.is_default:
+                return Setting(None, setting.source)
+    return Setting(None, file_name)
 
 
 def brief(value: object) -> str:

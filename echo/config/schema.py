@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, PrivateAttr
+from pydantic import BaseModel, Field, PrivateAttr
 
 from echo.config.fields import (
     INHERITED,
@@ -664,14 +664,14 @@ class Leaf:
 def every_leaf() -> tuple[Leaf, ...]:
     """Return every key of the schema in its order; one of several kinds once for each kind."""
     definitions = Config.model_json_schema()
-    profile = _leaf(("profile",), definitions["properties"]["profile"], Config)
+    profile = leaf_of(("profile",), definitions["properties"]["profile"], Config)
     found = [profile]
     for name, classes in sections().items():
         for kind, section in classes.items():
             fragments = definitions["$defs"][section.__name__]["properties"]
             names = sorted(section.model_fields, key=lambda field: field != "kind")
             for field in names:
-                leaf = _leaf((name, field), fragments[field], section)
+                leaf = leaf_of((name, field), fragments[field], section)
                 if kind and field == "kind":
                     leaf = _leaf_of_kind(leaf, classes)
                 found.append(replace(leaf, kinds=(kind,) if kind else ()))
@@ -764,8 +764,9 @@ def _show_key(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)
 
 
-def _leaf(path: KeyPath, fragment: Mapping[str, Any], section: type[Section]) -> Leaf:
-    info = section.model_fields[path[-1]]
+def leaf_of(path: KeyPath, fragment: Mapping[str, Any], table: type[BaseModel]) -> Leaf:
+    """Return the record of one key, whose JSON schema is `fragment`, of a table's class."""
+    info = table.model_fields[path[-1]]
     default = info.get_default(call_default_factory=True)
     defaults = {name: keys.get(".".join(path), default) for name, keys in PROFILES.items()}
     return Leaf(
@@ -773,7 +774,7 @@ def _leaf(path: KeyPath, fragment: Mapping[str, Any], section: type[Section]) ->
         expected=expected_text(fragment, path[-1]),
         choices=_choices(fragment),
         help=info.description or "",
-        roles=section.roles,
+        roles=table.roles if issubclass(table, Section) else (),
         defaults=defaults,
         is_inherited=INHERITED in info.metadata,
     )

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Protocol
 
-from echo.config.fleet_file import FaultRow
+from echo.config.fleet_schema import FaultRow
 from echo.fleet.market import Offer
 from echo.sim.clock import VirtualLoop
 from echo.sim.network import Network, Port

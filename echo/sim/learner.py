@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from echo.config.fleet_schema import LEARNER_REGION
 from echo.config.schema import (
     ActivationSection,
     BatchSection,
@@ -31,7 +32,7 @@ from echo.runtime.identity import Identity
 from echo.runtime.learner.cost import ActivationSettings
 from echo.runtime.learner.node import LearnerNode, OpenedRun, Row, RunSections
 from echo.sim.lengths import Groups
-from echo.sim.scenario import LEARNER_REGION, Scenario
+from echo.sim.scenario import Scenario
 from echo.sim.summary import BillRecord, History, StepRecord
 from echo.sim.timing import (
     RUN_DIR,

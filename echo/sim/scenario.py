@@ -6,14 +6,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from echo.config.fleet_file import FaultRow, PriceRow, SimRow
+from echo.config.fleet_schema import FaultRow, PriceRow, SimRow
 from echo.config.schema import ActivationSection
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, RentedFleet
 from echo.sim.lengths import LogNormalLengths
-
-LEARNER_REGION = "learner"
-"""Where the learner stands: routes of regions lead from here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from typing import Any
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from echo.config.fleet_schema import LEARNER_REGION
 from echo.core.errors import EchoError
 from echo.core.price import Price
 from echo.core.rollout import MAX_UNACKED_GROUPS
@@ -37,7 +38,7 @@ from echo.sim.faults import Faults, SimulatedSite
 from echo.sim.learner import GIVE_UP_S, GIVE_UP_STEPS, LEARNER_ADDRESS, RUN_ID, SimLearner
 from echo.sim.lengths import Groups
 from echo.sim.network import Network, Port, Route
-from echo.sim.scenario import LEARNER_REGION, Scenario
+from echo.sim.scenario import Scenario
 from echo.sim.summary import History, Rental
 from echo.sim.timing import EngineModel
 from echo.sim.transport import SimTransport

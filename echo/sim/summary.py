@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from echo.config.fleet_file import PriceRow
+from echo.config.fleet_schema import LEARNER_REGION, PriceRow
 from echo.core.records import Discarded
 from echo.core.units import GIGABYTE
 from echo.fleet.activation import ActivationDecision, Outlook
 from echo.fleet.market import Offer
 from echo.records.ledger import ActivationChanged, AnyRecord
 from echo.sim.lengths import Groups
-from echo.sim.scenario import LEARNER_REGION, Scenario
+from echo.sim.scenario import Scenario
 
 Traffic = dict[tuple[str, str, str], float]
 """(from region, to region, "weights", "rollouts" or "control") -> bytes."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from echo.config.fleet_file import override, parse_fleet, read_tables, split_override
+from echo.config.fleet_file import load_fleet, parse_fleet, parse_scenario, read_files
 from echo.core.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "fleet-example.toml"
@@ -61,7 +61,7 @@ def problems(*edits: tuple[str, Any]) -> str:
 
 
 def test_the_example_is_complete_and_may_stand_in_two_files(tmp_path: Path) -> None:
-    request = parse_fleet(read_tables([EXAMPLE]))
+    request = load_fleet([EXAMPLE])
     names = [offer.name for offer in request.fleet.offers]
     assert names == ["fra-4090", "ore-4090-spot", "ore-a100"]
     assert request.periods == (1, 2, 3, 4, 5, 6, 7)
@@ -69,10 +69,10 @@ def test_the_example_is_complete_and_may_stand_in_two_files(tmp_path: Path) -> N
     job, rest = EXAMPLE.read_text(encoding="utf-8").split("[learner]")
     (tmp_path / "job.toml").write_text(job)
     (tmp_path / "fleet.toml").write_text("[learner]" + rest)
-    tables = read_tables([tmp_path / "fleet.toml", tmp_path / "job.toml"])
-    assert parse_fleet(tables).job == request.job
+    apart = load_fleet([tmp_path / "fleet.toml", tmp_path / "job.toml"])
+    assert apart.job == request.job
     with pytest.raises(ConfigError, match=r"job.toml: \[job\] stands in another file, too"):
-        read_tables([EXAMPLE, tmp_path / "job.toml"])
+        load_fleet([EXAMPLE, tmp_path / "job.toml"])
 
 
 def test_units_become_bytes_and_seconds() -> None:
@@ -125,17 +125,17 @@ def test_the_files_own_gpus_and_models_are_known() -> None:
         ("offers", [], "the fleet is empty; describe what can be rented"),
         ("offers", ..., "the fleet is empty"),
         ("job", ..., "[job] is missing"),
-        ("job.modl", "x", "[job]: modl: unknown key; did you mean model?"),
+        ("job.modl", "x", '[job]: modl = "x": unknown key; did you mean model?'),
         ("jobs", {}, "[jobs]: unknown table; did you mean job?"),
         ("job.model", "Qwen3-5B", '[job]: model = "Qwen3-5B": unknown; did you mean "Qwen3-'),
-        ("job.publish_period", 4, "publish_period = 4 with max_staleness = 2"),
+        ("job.publish_period", 4, "publish_period = 4: must be at most max_staleness + 1 = 3"),
         ("job.publish_period", 0, "publish_period = 0: must be"),
         ("job.completion_tokens", 2000, "cannot exceed max_completion_tokens = 1000"),
-        ("job.budget_per_h", 0.2, "budget_per_h = 0.2 does not pay for a single node"),
-        ("job.useful_share", 0, "useful_share = 0: must be greater than 0"),
-        ("learner.train_s", "30m", 'train_s = "30m": must be "30m" is not a duration'),
-        ("learner", [], "learner must be written [learner], one table"),
-        ("offers", {}, "offers must be written [[offers]], a list of tables"),
+        ("job.budget_per_h", 0.2, "budget_per_h = 0.2: does not pay for a single node"),
+        ("job.useful_share", 0, "useful_share = 0: must be a number, above 0, at most 1 (Share of"),
+        ("learner.train_s", "30m", 'train_s = "30m": "30m" is not a duration'),
+        ("learner", [], "learner = []: must be written [learner], one table"),
+        ("offers", {}, "offers = {}: must be written [[offers]], a list of tables"),
         ("offers.0.concurrency", ..., "tokens_per_s and concurrency were measured together"),
     ],
 )
@@ -179,27 +179,27 @@ def test_a_region_without_a_name_is_a_problem_like_others(name: object) -> None:
     [
         ("offers.count=3", r"offers\.count: .* is a list; write offers\.NAME\.count=3"),
         ("regions.paris.latency_s=1", "no row of .* called 'paris'"),
-        ("learner.gpu.name=x", "no row of .* called 'gpu'"),
-        ("sim.rent.x=1", r"sim must be written \[sim\]"),
-        ("job.margin=1", r"job must be written \[job\]"),
+        ("learner.gpu.name=x", r"learner\]: gpu\.name = \"x\": this key takes a plain value"),
+        ("sim.rent.x=1", r"sim = 3: must be written \[sim\]"),
+        ("job.margin=1", r"job = 3: must be written \[job\]"),
     ],
 )
 def test_an_override_of_what_is_not_there_says_so(text: str, message: str) -> None:
     tables = changed(("sim", 3), *([("job", 3)] if text.startswith("job") else []))
     with pytest.raises(ConfigError, match=message):
-        override(tables, *split_override(text))
+        parse_scenario([("a.toml", tables)], [("--set", text)])
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "one.toml"
     with pytest.raises(ConfigError, match=r"one\.toml: cannot be read"):
-        read_tables([EXAMPLE, path])
+        read_files([EXAMPLE, path])
     for text in ("[job", f"a = {'[' * 5000}", f"a = {'9' * 5000}"):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=r"one\.toml: not valid TOML"):
-            read_tables([EXAMPLE, path])
+            read_files([EXAMPLE, path])
     with pytest.raises(ConfigError) as caught:  # of all files at once
-        read_tables([path, tmp_path / "two.toml", EXAMPLE, EXAMPLE])
+        read_files([path, tmp_path / "two.toml", EXAMPLE, EXAMPLE])
     for text in ("one.toml: not", "two.toml: cannot", "example.toml: [job] stands in another"):
         assert text in str(caught.value)
 
@@ -215,3 +215,110 @@ def test_names_must_differ() -> None:
     assert "a second offer of nodes called RTX-4090; give each a name of its own" in text
     offers[1]["name"] = "oregon"
     assert len(parse_fleet(changed(("regions", regions), ("offers", offers))).offers) == 2
+
+
+# --- where a value is from ------------------------------------------------------------------------
+
+
+def complaints(*files: tuple[str, dict[str, Any]], override: tuple[str, ...] = ()) -> list[str]:
+    """The lines of the error that a scenario of these files is."""
+    with pytest.raises(ConfigError) as caught:
+        parse_scenario(files, [("--set", text) for text in override])
+    return str(caught.value).splitlines()
+
+
+def test_every_problem_names_the_file_or_the_option_that_set_the_value() -> None:
+    fleet = {name: GOOD[name] for name in ("learner", "regions", "offers")}
+    job = {"job": GOOD["job"] | {"group_size": 1}, "sim": {"seed": 0}}
+    overrides = ("job.max_staleness=-1", "offers.frankfurt.count=0", "sim.num_stepz=3", "sim.x.y=1")
+    found = complaints(("fleet.toml", fleet), ("job.toml", job), override=overrides)
+    assert found[0] == "the scenario has 5 problems:"
+    for line in (
+        "  --set: [sim]: num_stepz = 3: unknown key; did you mean num_steps?",
+        "  --set: [sim]: x.y = 1: this key takes a plain value, not a table",
+        "  job.toml: [job]: group_size = 1: must be an integer, at least 2 (Rollouts per group)",
+        "  --set: [job]: max_staleness = -1: must be an integer, at least 0 (Inclusive bound S on "
+        "staleness, optimizer steps)",
+        "  --set: offers[1] (RTX 4090, frankfurt): count = 0: must be an integer, at least 1, at "
+        "most 100000 (How many can be had)",
+    ):
+        assert line in found
+
+
+def test_a_fleets_problems_and_a_scenarios_are_found_in_one_pass() -> None:
+    table = changed(
+        ("job.model", "Qwen3-0.6"),
+        ("learner", {}),
+        ("sim", {"rent": {"RTX 4080": 1}, "speed_spread": 2}),
+        ("faults", [{"at_s": 1, "kind": "kill", "target": "RTX-4090-5"}, 3]),
+        ("prices", [{"offer": "H100", "at_s": "soon", "price_per_h": 1}]),
+        ("activation", {"margin": -1}),
+    )
+    found = "\n".join(complaints(("all.toml", table)))
+    for part in (
+        '[job]: model = "Qwen3-0.6": unknown; did you mean "Qwen3-0.6B"?',
+        "[learner]: gpu: missing (GPU by name)",
+        '[sim]: rent.RTX 4080 = 1: unknown; did you mean "RTX 4090"?',
+        "[sim]: speed_spread = 2: must be a number, at least 0, below 1",
+        'faults[1]: target = "RTX-4090-5": unknown; did you mean "RTX 4090"?',
+        "faults[2] = 3: must be a table of [[faults]]",
+        'prices[1]: at_s = "soon": "soon" is not a duration',
+        'prices[1]: offer = "H100": unknown; known are RTX 4090',
+        "[activation]: margin = -1: must be a number, at least 0, at most 10",
+    ):
+        assert part in found, part
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("job.price_per_h=1", "did you mean learner.price_per_h or regions.NAME.relay.price_per_h"),
+        ("groups_per_step=4", "did you mean job.groups_per_step?"),
+        ("count=4", "did you mean offers.NAME.count?"),
+        ("regions.frankfort.latency_s=1", "called 'frankfort'; did you mean 'frankfurt'?"),
+        ("regions.frankfurt.relay=3", "relay = 3: must be a table with mbit_per_s, price_per_h, "),
+        ("regions.frankfurt.relay.price_per_h=1", "relay.mbit_per_s: missing (Its uplink)"),
+        ("offers=3", "[[offers]] is a list; write offers.NAME=3"),
+        ("job=3", "--set: job = 3: must be written [job], one table"),
+        ("sim.rent.RTX 4090=-1", "rent.RTX 4090 = -1: must be greater than or equal to 0"),
+        ("sim.rent=3", "rent = 3: must be a table"),
+        (f"sim.seed={2**64}", "has more than 64 bits"),
+        ("job.margin=inf", "margin = inf: must be a number, at least 0"),
+        ("=", '"=" is not an override; write table.key=value or, for lists, list.name.key=value'),
+    ],
+)
+def test_what_an_override_may_have_meant_is_said(override: str, message: str) -> None:
+    assert message in "\n".join(complaints(("a.toml", GOOD), override=(override,)))
+
+
+def test_an_override_changes_one_value_of_a_row_and_the_later_one_wins() -> None:
+    overrides = [
+        ("--set", "offers.RTX 4090.count=2"),
+        ("--set", "offers.frankfurt={count=3, price_per_h=1}"),
+        ("--sweep", "sim.rent.RTX 4090=1"),
+        ("--set", "regions.frankfurt.latency_s=15ms"),
+    ]
+    file, request = parse_scenario([("a.toml", GOOD)], overrides)
+    [offer], [region] = file.offers, file.regions
+    assert (offer.count, offer.price_per_h, offer.tokens_per_s) == (3, 1, 3000)
+    assert (file.sim.rent, region.latency_s) == ({"RTX 4090": 1}, 0.015)
+    assert request.fleet.offers[0].count == 3
+    two = changed(("offers", [GOOD["offers"][0] | {"name": name} for name in "ab"]))
+    [found] = complaints(("a.toml", two), override=("offers.frankfurt.count=3",))
+    assert "2 rows of [[offers]] are called 'frankfurt'; give each a name" in found
+
+
+def test_activation_is_on_where_its_table_is_written() -> None:
+    for more, mode in ((GOOD, "off"), (GOOD | {"activation": {}}, "on")):
+        file, _ = parse_scenario([("a.toml", more)])
+        assert file.activation.mode == mode
+
+
+def test_nodes_that_cannot_run_the_model_cannot_be_asked_for() -> None:
+    small = {**GOOD["offers"][0], "name": "small", "gpu": "T4"}
+    del small["tokens_per_s"], small["concurrency"]
+    table = changed(("job.model", "Qwen3-32B"), ("offers", [*GOOD["offers"], small]))
+    parse_scenario([("a.toml", table)])
+    table["faults"] = [{"at_s": 1, "kind": "kill", "target": "small-1"}]
+    [found] = complaints(("a.toml", table))
+    assert 'target = "small-1": unknown' in found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from echo.config.fleet_file import SimRow
+from echo.config.fleet_schema import SimRow
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
 from echo.sim.scenario import Scenario

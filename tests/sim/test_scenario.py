@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from echo.config.fleet_file import PriceRow
+from echo.config.fleet_schema import PriceRow
 from tests.sim.scenarios import make_offer, make_scenario
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from echo.config.fleet_file import FaultRow, PriceRow
+from echo.config.fleet_schema import FaultRow, PriceRow
 from echo.config.schema import ActivationSection
 from echo.fleet.market import Region
 from echo.fleet.overlap import predict

@@ -1,0 +1,406 @@
+"""Every key of fleet and scenario files: its type, its limits, its default and its meaning.
+
+A fleet and a job may share one file or stand in two. A scenario is a fleet file with tables of its
+own besides, all of which may be left out. Rules that join several keys are in fleet_checks.py.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, Field, model_validator
+
+from echo.config.fields import Bytes, Seconds, Strict
+from echo.config.layers import Schema, Settings
+from echo.config.schema import PROFILES, ActivationSection, KeyPath, Leaf, leaf_of
+from echo.core.errors import nearest
+
+# --- keys ---------------------------------------------------------------------------------------
+#
+# Rates are in Mbit/s and prices in $ per hour or per GB (10^9 bytes), as marketplaces quote them.
+
+
+Positive = Annotated[float, Field(gt=0)]
+Amount = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+Name = Annotated[str, Field(min_length=1)]
+Instant = Annotated[Seconds, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+MAX_COUNT = 100_000
+"""Nodes of one offer."""
+LEARNER_REGION = "learner"
+"""Where a simulated learner stands: routes of regions lead from here."""
+
+
+class JobRow(Strict):
+    """The run to plan for."""
+
+    model: Name
+    """Model by name: one of the catalogue's or of [[models]]."""
+    groups_per_step: Count
+    """Groups per optimizer step."""
+    group_size: Annotated[int, Field(ge=2)]
+    """Rollouts per group."""
+    useful_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the groups whose rewards are not all equal; the others are not trained on."""
+    prompt_tokens: Positive = 512.0
+    """Mean length of a prompt."""
+    completion_tokens: Positive
+    """Mean length of a completion."""
+    max_completion_tokens: Positive
+    """Longest completion."""
+    completion_spread: Amount = 0.5
+    """Standard deviation of the length over its mean."""
+    max_staleness: Annotated[int, Field(ge=0)] = 6
+    """Inclusive bound S on staleness, optimizer steps."""
+    publish_period: Literal["auto"] | Count = "auto"
+    """Optimizer steps between two publications; "auto" is the smallest with a sufficient fleet."""
+    version_bytes: Annotated[Bytes, Field(gt=0)] | None = None
+    """Bytes of one publication, such as a delta's; all weights in bfloat16 if left out."""
+    chunk_bytes: Annotated[Bytes, Field(gt=0)] = 1 << 20
+    """Bytes of the unit on the wire."""
+    has_pausing_workers: bool = False
+    """Whether workers stop generating while new weights arrive."""
+    margin: Amount = 0.1
+    """Share by which the fleet is to exceed the required rate."""
+    rate_spread: Amount = 0.1
+    """Standard deviation over mean of the time in which the fleet makes one batch."""
+    budget_per_h: Positive | None = None
+    """$ per hour for nodes and traffic, without the learner; no limit if left out."""
+
+
+class LearnerRow(Strict):
+    """The learner's machine."""
+
+    gpu: Name
+    """GPU by name."""
+    num_gpus: Count = 1
+    """GPUs that train together."""
+    train_s: Annotated[Seconds, Field(gt=0)] | None = None
+    """Measured seconds of one optimizer step; an estimate if left out."""
+    price_per_h: Amount
+    """$ per hour for the whole machine."""
+    uplink_mbit_per_s: Positive
+    """What it can send."""
+    address: Name = "tcp://LEARNER:7700"
+    """Where nodes reach it; stands in the printed commands."""
+
+
+class RelayRow(Strict):
+    """A relay that stands in a region."""
+
+    mbit_per_s: Positive
+    """Its uplink."""
+    price_per_h: Amount
+    """$ per hour."""
+    address: Name = "tcp://RELAY:7701"
+    """Where the region's workers reach it."""
+
+
+class RegionRow(Strict):
+    """A place, and the path to it from the learner."""
+
+    name: Name
+    """What offers call it."""
+    mbit_per_s: Positive | None = None
+    """Rate of one stream from the learner; without it there is no path."""
+    latency_s: Seconds = 0.0
+    """One way."""
+    price_per_gb: Amount = 0.0
+    """$ per GB that leaves the learner for it."""
+    relay: RelayRow | None = None
+    """The relay there, if there is one."""
+
+
+class OfferRow(Strict):
+    """Nodes of one kind that can be rented."""
+
+    name: Name | None = None
+    """What the nodes are called; the GPU's name if left out."""
+    gpu: Name
+    """GPU by name."""
+    num_gpus: Count = 1
+    """GPUs of one node, used together."""
+    region: Name
+    """One of [[regions]]."""
+    count: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    """How many can be had."""
+    price_per_h: Amount
+    """$ per hour for one node; 0 for one's own."""
+    price_per_gb: Amount = 0.0
+    """$ per GB in and out of a node."""
+    down_mbit_per_s: Positive
+    """Downlink of one node."""
+    up_mbit_per_s: Positive
+    """Uplink of one node."""
+    can_listen: bool = False
+    """Whether others can dial it, so that it passes weights on."""
+    tokens_per_s: Positive | None = None
+    """Measured completion tokens per second of one node; an estimate if left out."""
+    concurrency: Count | None = None
+    """Rollouts side by side on one node; needed with tokens_per_s."""
+    losses_per_h: Amount = 0.0
+    """How often one such node is taken away, as a spot machine is."""
+    restart_s: Seconds = 300.0
+    """Until a lost node is replaced."""
+
+
+class GpuRow(Strict):
+    """A GPU that the catalogue lacks, or that is to replace the one of that name."""
+
+    name: Name
+    """What offers call it."""
+    tflops: Positive
+    """Dense bfloat16 peak, 10^12 operations per second."""
+    gb_per_s: Positive
+    """Memory bandwidth."""
+    memory_gib: Count
+    """Memory."""
+    link_gb_per_s: Positive = 25.0
+    """To its neighbours in one machine."""
+
+
+class ModelRow(Strict):
+    """A model that the catalogue lacks."""
+
+    name: Name
+    """What the job calls it."""
+    num_params: Positive
+    """Parameters."""
+    num_layers: Count
+    """Transformer layers."""
+    hidden_size: Count
+    """Width."""
+    num_kv_heads: Count
+    """Heads of keys and values."""
+    head_dim: Count = 128
+    """Width of a head."""
+
+
+class SimRow(Strict):
+    """How long to simulate, how the run is configured, and times of what is not simulated."""
+
+    num_steps: Count = 50
+    """Optimizer steps."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Fixes everything that is drawn."""
+    chunks_per_version: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Grain of a version: few chunks are fast to simulate, many are closer to the truth."""
+    release_after_s: Annotated[Seconds, Field(gt=0)] | None = None
+    """As worker.release_after_s, with a command that gives the machine back."""
+    rent: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
+    """Nodes by offer; an offer that is not named here has all of its count."""
+    profile: Literal["lan", "wan"] = "wan"
+    """Defaults of the network's four times, as for a run; those of wan are shown."""
+    heartbeat_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.heartbeat_s"]
+    """As network.heartbeat_s."""
+    dead_after_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.dead_after_s"]
+    """As network.dead_after_s."""
+    lease_timeout_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.lease_timeout_s"]
+    """As network.lease_timeout_s."""
+    reconnect_for_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.reconnect_for_s"]
+    """As network.reconnect_for_s."""
+    is_paced: bool = True
+    """Whether leases hold workers back; without, whoever has room is given work."""
+    queue_share: Amount = 1.0
+    """Groups that wait at a worker for each one in its engine."""
+    alone_speedup: Annotated[float, Field(ge=1)] = 2.0
+    """How much faster a sequence is sampled on its own than in a full engine."""
+    speed_spread: Share = 0.0
+    """Standard deviation over mean of the rates of nodes of one kind."""
+    train_spread: Share = 0.0
+    """Standard deviation over mean of the learner's step."""
+    setup_s: Instant = 10.0
+    """Until a worker has built its engine."""
+    swap_s: Instant = 0.5
+    """Until new weights are in an engine."""
+    publish_s: Instant = 0.0
+    """In which the learner makes a version, and nothing else."""
+    ledger_s: Instant = 0.01
+    """Until a group is on the learner's disk."""
+    join_within_s: Instant = 5.0
+    """In which the workers start, one after the other."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_times(cls, given: Any) -> Any:
+        """Give the network's times that are left out the defaults of the profile."""
+        profile = PROFILES.get(str(given.get("profile"))) if isinstance(given, dict) else None
+        if profile is None:
+            return given
+        names = ("heartbeat_s", "dead_after_s", "lease_timeout_s", "reconnect_for_s")
+        return {name: profile[f"network.{name}"] for name in names} | given
+
+
+class FaultRow(Strict):
+    """Something that goes wrong at an instant."""
+
+    at_s: Instant
+    """When."""
+    kind: Literal["kill", "preempt", "cut", "slow"]
+    """kill: a process dies; preempt: a machine vanishes; cut: nothing passes; slow: a straggler."""
+    target: Name
+    """A node (OFFER-1), an offer, "*" for all workers; of a cut: a node, "learner" or a region."""
+    for_s: Annotated[Seconds, Field(gt=0)] | None = None
+    """After that it is over; never if left out."""
+    factor: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Part of its rate that a slow node keeps."""
+
+
+class PriceRow(Strict):
+    """A point of a price trace."""
+
+    offer: Name
+    """One of [[offers]]."""
+    at_s: Instant
+    """From when on."""
+    price_per_h: Amount
+    """$ per hour for one node."""
+
+
+class FleetFile(Strict):
+    """The tables of a fleet file; those of a list repeat."""
+
+    job: JobRow
+    learner: LearnerRow
+    regions: list[RegionRow] = Field(default_factory=list)
+    offers: list[OfferRow] = Field(default_factory=list)
+    gpus: list[GpuRow] = Field(default_factory=list)
+    models: list[ModelRow] = Field(default_factory=list)
+
+
+class ScenarioFile(FleetFile):
+    """The tables of a scenario file."""
+
+    sim: SimRow = Field(default_factory=SimRow)
+    activation: ActivationSection = ActivationSection(mode="off")
+    """As in a run's configuration; without the table every worker generates."""
+    faults: list[FaultRow] = Field(default_factory=list)
+    prices: list[PriceRow] = Field(default_factory=list)
+
+
+AnyFile = TypeVar("AnyFile", bound=FleetFile)
+ROW = "*"
+"""Stands in the path of a list's key for the number of its row."""
+
+
+@cache
+def tables_of(kind: type[FleetFile]) -> Mapping[str, tuple[type[BaseModel], bool]]:
+    """Return the class of each table, and whether it is a list of rows."""
+    found: dict[str, tuple[type[BaseModel], bool]] = {}
+    for name, info in kind.model_fields.items():
+        rows = typing.get_args(info.annotation)
+        table: Any = rows[0] if rows else info.annotation
+        found[name] = (table, bool(rows))
+    return found
+
+
+def repeats(kind: type[FleetFile], name: str) -> bool:
+    """Return whether a table is a list of rows."""
+    table = tables_of(kind).get(name)
+    return table is not None and table[1]
+
+
+def expected_table(kind: type[FleetFile], name: str) -> str:
+    """Return how a table is written."""
+    is_list = repeats(kind, name)
+    return f"written [[{name}]], a list of tables" if is_list else f"written [{name}], one table"
+
+
+@cache
+def _leaves(kind: type[FleetFile]) -> Mapping[KeyPath, Leaf]:
+    """Return every key of a kind of file, and every table as a key that takes one."""
+    found: dict[KeyPath, Leaf] = {}
+    for name, (table, is_list) in tables_of(kind).items():
+        path: KeyPath = (name,)
+        found[path] = _table_leaf(path, expected_table(kind, name))
+        if is_list:
+            path = (name, ROW)
+            found[path] = _table_leaf(path, f"a table of [[{name}]]")
+        found |= {leaf.path: leaf for leaf in _leaves_below(table, path)}
+    return found
+
+
+def _leaves_below(table: type[BaseModel], parent: KeyPath) -> Iterator[Leaf]:
+    fragments = table.model_json_schema()["properties"]
+    for name, info in table.model_fields.items():
+        path = (*parent, name)
+        inner = [part for part in typing.get_args(info.annotation) if _is_table(part)]
+        if inner:
+            yield _table_leaf(path, f"a table with {', '.join(inner[0].model_fields)}")
+            yield from _leaves_below(inner[0], path)
+        else:
+            yield leaf_of(path, fragments[name], table)
+
+
+def _is_table(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _table_leaf(path: KeyPath, expected: str) -> Leaf:
+    return Leaf(path=path, expected=expected, choices=(), help="", roles=(), defaults={})
+
+
+def _find(kind: type[FleetFile], path: KeyPath) -> Leaf | None:
+    """Return the key at a path of a file, or the user's own table that it reaches into."""
+    if len(path) > 1 and repeats(kind, path[0]):
+        path = (path[0], ROW, *path[2:])
+    leaf, table = _leaves(kind).get(path), _leaves(kind).get(path[:-1])
+    return leaf or (table if table is not None and table.is_table else None)
+
+
+def _say_unknown(kind: type[FleetFile], path: KeyPath) -> str:
+    """Say why a path of a file is no key, and which one was probably meant."""
+    tables, known, name = tables_of(kind), _leaves(kind), path[-1]
+    parent = (path[0], ROW, *path[2:-1]) if repeats(kind, path[0]) else path[:-1]
+    names = [other[-1] for other in known if parent and other[:-1] == parent]
+    if path[0] in tables and not names:
+        return "this key takes a plain value, not a table"
+    near = nearest(path[0], tables) if path[0] not in tables else nearest(name, names)
+    owners = [".".join(other).replace(ROW, "NAME") for other in known if other[-1] == name]
+    if near is None and 0 < len(owners) <= MAX_OWNERS:
+        return f"unknown key; did you mean {' or '.join(owners)}?"
+    hint = f"did you mean {near}?" if near else f"there are {', '.join(names or tables)}"
+    return f"unknown {'key' if names else 'table'}; {hint}"
+
+
+MAX_OWNERS = 4
+"""Keys of other tables that are named in place of one that is unknown."""
+
+
+def _place(kind: type[FleetFile], path: KeyPath, settings: Settings) -> str:
+    """Return how messages call a path; of a row its table, its number, what it calls itself."""
+    if len(path) < 2:
+        return "".join(path)
+    if not repeats(kind, path[0]):
+        return f"[{path[0]}]: {'.'.join(path[1:])}"
+    row = (path[0], path[1])
+    names = [settings[(*row, key)].value for key in NAMES if (*row, key) in settings]
+    named = f" ({', '.join(map(str, names))})" if names else ""
+    place = f"{path[0]}[{path[1]}]{named}" if path[1].isdecimal() else ".".join(row)
+    return ": ".join(filter(None, [place, ".".join(path[2:])]))
+
+
+NAMES = ("name", "gpu", "region")
+"""Keys by which a row calls itself."""
+
+
+def _schema(kind: type[FleetFile], what: str) -> Schema:
+    return Schema(
+        what=what,
+        override_form="table.key=value or, for lists, list.name.key=value, for example "
+        "job.max_staleness=4 or offers.fra-4090.count=3",
+        sections=lambda: (),
+        find=partial(_find, kind),
+        say_unknown=partial(_say_unknown, kind),
+        place=partial(_place, kind),
+    )
+
+
+SCHEMAS: Mapping[type[FleetFile], Schema] = {
+    FleetFile: _schema(FleetFile, "fleet"),
+    ScenarioFile: _schema(ScenarioFile, "scenario"),
+}
