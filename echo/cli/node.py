@@ -35,6 +35,7 @@ from echo.config.load import (
     schema_help,
 )
 from echo.config.memory import (
+    ASSUMED_PROMPT_TOKENS,
     Budget,
     check_unquantised,
     find_model,
@@ -89,6 +90,8 @@ class StartCheck:
     """Problems that would stop it in its first minute."""
     preview: tuple[str, ...] = ()
     """Inputs of a learner's run: its data, its first prompt, a reward."""
+    prompt_tokens: int = 0
+    """Tokens of the longest prompt that was seen; 0 where none could be."""
 
 
 def dry_run(
@@ -118,7 +121,14 @@ def dry_run(
                 own = config.learner if role == "learner" else config.worker
                 section, note = with_cpu_dtype(own, directory)
                 chosen = config.model_copy(update={role: section})
-            budget = memory_budget(chosen, role, facts, machine, num_ranks=num_ranks)
+            budget = memory_budget(
+                chosen,
+                role,
+                facts,
+                machine,
+                prompt_tokens=check.prompt_tokens or ASSUMED_PROMPT_TOKENS,
+                num_ranks=num_ranks,
+            )
             notices += [f"the {role} {note}"] if note else []
         except (ConfigError, DataError) as error:
             notices.append(f"memory budget: not known here: {error}")
@@ -136,8 +146,8 @@ def dry_run(
 
 def check_start(config: Config, role: Role, *, resume: bool = False) -> StartCheck:
     """Look at the model, files, sinks and addresses that a role starts with."""
-    problems, preview = _look_at_data(config, role)
-    problems += map(str, _taken_addresses(config, role))
+    data = _look_at_data(config, role)
+    problems = [*data.problems, *map(str, _taken_addresses(config, role))]
     if role == "learner":
         problems += sinks_missing(config.metrics.sinks)
         try:
@@ -155,7 +165,7 @@ def check_start(config: Config, role: Role, *, resume: bool = False) -> StartChe
         _check_architecture(config, role)
     except EchoError as error:
         problems.insert(0, str(error))
-    return StartCheck(tuple(problems), tuple(preview))
+    return replace(data, problems=tuple(problems))
 
 
 def _check_architecture(config: Config, role: Role) -> None:
@@ -255,10 +265,10 @@ def _say_of_hub(error: Exception, hub: Any, model: ModelSection) -> str:
     return f"model.name = {show(model.name)}: no directory or cached model here, and {reason}"
 
 
-def _look_at_data(config: Config, role: Role) -> tuple[list[str], list[str]]:
+def _look_at_data(config: Config, role: Role) -> StartCheck:
     """Return what is wrong with a learner's task and data, and what its run begins with."""
     if role != "learner":
-        return [], []
+        return StartCheck()
     try:
         task = load_task(config.task.kind, config.task.options)
         parts = task.parts() or [task]
@@ -266,13 +276,13 @@ def _look_at_data(config: Config, role: Role) -> tuple[list[str], list[str]]:
         tables = [part for part in parts if isinstance(part, RowsTask)]
         paths = [path for table in tables for path in (table.path, table.heldout_path) if path]
         if problems or not all(map(is_local, paths)):
-            return problems, []
-        return [], _preview(config, task)
+            return StartCheck(tuple(problems))
+        return _preview(config, task)
     except EchoError as error:
-        return [str(error)], []
+        return StartCheck((str(error),))
 
 
-def _preview(config: Config, task: Task) -> list[str]:
+def _preview(config: Config, task: Task) -> StartCheck:
     """Return what the run begins with, where the model's tokenizer is here.
 
     Raises:
@@ -281,15 +291,16 @@ def _preview(config: Config, task: Task) -> list[str]:
     try:
         model_dir = _directory_here(config.model, "config.json", "tokenizer_config.json")
     except EchoError:
-        return []  # which is told on its own
+        return StartCheck()  # which is told on its own
     if model_dir is None:
-        return []
+        return StartCheck()
     # Imported here: a relay's machine has no torch.
     from echo.runtime.learner.setup import load_prompts
 
     prompts, _ = load_prompts(config, model_dir, task)
     try:
-        return prompts.preview(config.run.max_steps * config.batch.groups_per_step)
+        preview = prompts.preview(config.run.max_steps * config.batch.groups_per_step)
+        return StartCheck(preview=tuple(preview), prompt_tokens=prompts.longest)
     finally:
         prompts.close()
 

@@ -58,6 +58,8 @@ PROCESS_BYTES: Mapping[Role, int] = {
 }
 """Of each role's interpreter and libraries, before it has loaded anything; measured on a CPU."""
 
+ASSUMED_PROMPT_TOKENS = 512
+"""Of the longest prompt, for a node that has not read the task's data."""
 MIN_SAVED = 0.2
 """Share of their tokens that rollouts must save to share a prompt; as in algo/batching.py."""
 SIZES_PER_OCTAVE = 16
@@ -674,7 +676,7 @@ def memory_budget(
     model_facts: ModelFacts,
     machine: Machine,
     *,
-    prompt_tokens: int = 512,
+    prompt_tokens: int = ASSUMED_PROMPT_TOKENS,
     num_ranks: int = 1,
 ) -> Budget:
     """Return what `role` needs on `machine`, and which settings help if it does not fit.

@@ -16,6 +16,8 @@ from echo.cli import node as node_module
 from echo.cli.node import check_start, dry_run, main
 from echo.config.fields import ROLES, Role
 from echo.config.load import parse_config
+from echo.config.memory import Footprint, read_model_facts
+from echo.core.units import format_bytes
 from echo.engine import model as engine_model
 from echo.engine.model import build_tokenizer
 from tests.records.rows import write_ledger
@@ -288,6 +290,38 @@ def test_a_learners_dry_run_shows_what_the_run_begins_with(
     assert lines[place + 1].endswith(f"{number}+1=")
     assert lines[place + 2].startswith("reward on ")
     assert lines[place + 2].endswith(f": 1 for '{number + 1}', 0 for ''")
+
+
+def test_the_memory_of_a_learner_is_that_of_its_own_prompts(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """Of all rows the longest, though the first 32 that are drawn may not be among them."""
+    path = tmp_path / "rows.jsonl"
+    needed = {}
+    for longest in (2, 90):
+        lengths = [2] * 200 + [longest] + [2] * 200
+        rows = [{"prompt": "1" * length, "answer": "1"} for length in lengths]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options = {"path": str(path), "heldout_path": str(path)}
+        table = {
+            "model": {"name": str(model_dir)},
+            "run": {"dir": str(tmp_path)},
+            "task": {"kind": "dataset", "options": options},
+            "learner": {"listen": "tcp://127.0.0.1:0", "device": "cpu"},
+            "sampling": {"max_completion_tokens": 16},
+            "batch": {"groups_per_step": 512},
+        }
+        config = parse_config(table, role="learner")
+        check = check_start(config, "learner")
+        assert check.prompt_tokens == longest + 1, "with the token that begins a text"
+        for number, found in ((longest + 1, check), (512, None)):
+            text = dry_run(config, "learner", check=found)
+            needed[number] = text.partition("memory: learner needs ")[2].partition(",")[0]
+    facts = read_model_facts(model_dir)
+    for number, said in needed.items():
+        footprint = Footprint(config=config, facts=facts, prompt_tokens=number)
+        assert said == format_bytes(sum(item.num_bytes for item in footprint.learner_items()))
+    assert len(set(needed.values())) == 3
 
 
 def problems_of(tmp_path: Path, model_dir: Path, **sections: Any) -> tuple[str, ...]:

@@ -790,7 +790,7 @@ class World:
         with ExitStack() as patches:
             for module, name, stub in (
                 (setup, "Ledger", ledger),
-                (setup, "build_trainer", lambda config, model, start, lora, crew: StubTrainer(
+                (setup, "build_trainer", lambda config, model, start, *_, **__: StubTrainer(
                     process, start.checkpoint
                 )),
                 (setup, "export_directory", lambda *_: None),

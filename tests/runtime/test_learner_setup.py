@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -336,6 +335,20 @@ def test_ranks_wait_for_one_whose_model_is_under_way(model_dir: Path) -> None:
     assert [name for name, *_ in crew.mock_calls] == ["wait_for_all", "ranks.gather"]
 
 
+def test_ranks_reckon_with_the_prompts_that_the_first_one_has_read(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reckon(*_: Any, prompt_tokens: int) -> None:
+        raise InterruptedError(prompt_tokens)
+
+    monkeypatch.setattr(setup, "budget_here", reckon)
+    monkeypatch.setattr(setup, "check_alike", lambda *_: None)
+    crew = Mock()
+    crew.ranks.gather.side_effect = lambda own: [(40).to_bytes(8, "little"), own]
+    with pytest.raises(InterruptedError, match="40"):
+        setup.make_trainer(make_config(model_dir), model_dir, None, crew=crew)
+
+
 def given(model_dir: Path) -> Any:
     """Return what an evaluation asks of a run's data."""
     return SimpleNamespace(model_dir=model_dir, lora=None)
@@ -388,16 +401,19 @@ def test_the_memory_is_divided_before_anything_is_built(
     for name in ("TransformersEngine", "Trainer", "make_images"):
         built[name] = Mock(side_effect=getattr(setup, name))
         monkeypatch.setattr(setup, name, built[name])
-    budget_here, divided = setup.budget_here, itertools.count()
+    budget_here, lengths = setup.budget_here, []
 
-    def told(config: Config, *given: Any) -> Any:
-        if next(divided):
-            return None  # the trainer's own question comes later, and has its answer
+    def told(config: Config, model_dir: Path, *, prompt_tokens: int) -> Any:
         assert not built["TransformersEngine"].called, "which takes of what is free"
-        budget = budget_here(config, *given)
+        lengths.append(prompt_tokens)
+        budget = budget_here(config, model_dir, prompt_tokens=prompt_tokens)
         assert budget is not None
         return dataclasses.replace(
-            budget, gradient_checkpointing=True, has_versions_on_gpu=False, evaluation_bytes=12_345
+            budget,
+            gradient_checkpointing=True,
+            recompute_above=77,
+            has_versions_on_gpu=False,
+            evaluation_bytes=12_345,
         )
 
     monkeypatch.setattr(setup, "budget_here", told)
@@ -407,9 +423,12 @@ def test_the_memory_is_divided_before_anything_is_built(
             pass
 
     play(scenario)
+    (longest,) = lengths
+    assert 0 < longest < 32, "an addition, in place of what is assumed without data"
     engine = built["TransformersEngine"].call_args.kwargs
     assert (engine["rollout_bytes"], engine["is_beside"]) == (12_345, True)
-    assert built["Trainer"].call_args.args[1].gradient_checkpointing is True
+    compute = built["Trainer"].call_args.args[1]
+    assert (compute.gradient_checkpointing, compute.recompute_above) == (True, 77)
     assert built["make_images"].call_args.kwargs["fits_on_gpu"] is False
 
 

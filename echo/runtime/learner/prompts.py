@@ -22,7 +22,7 @@ import random
 import reprlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -92,7 +92,7 @@ class PromptSource:
         self._num_examples = self._count("train")
         self._hides_answers = hides_answers
         self.longest = 0
-        """Tokens of the longest prompt that `check` has looked at."""
+        """Tokens of the longest prompt that `examine` and `check` have seen; 0 before."""
         self._host = InlineHost(task, Limits(score_s=timeout_s, step_s=timeout_s))
         # Of two epochs, for groups of both are under way where one ends and the next begins.
         self._order_of = functools.lru_cache(maxsize=2)(self._shuffled)
@@ -117,7 +117,7 @@ class PromptSource:
         """
         number = min(CHECKED_PROMPTS, self._num_examples or CHECKED_PROMPTS)
         made = [self.make(group_id) for group_id in range(number)]
-        self.longest = max((len(prompt.lease.prompt_ids) for prompt in made), default=0)
+        self.longest = max([self.longest, *(len(prompt.lease.prompt_ids) for prompt in made)])
         for line in dict.fromkeys(self._notices(made)):
             _log.warning("%s", line)
         has_template = self._text.tokenizer.chat_template is not None
@@ -130,24 +130,35 @@ class PromptSource:
     def examine(self, max_prompt_tokens: int, remedy: str) -> None:
         """Look at each row of a dataset: one whose prompt is longer is refused, or left out.
 
+        Of the rows that surely fit only the one with the most bytes becomes tokens.
+
         Raises:
             DataError: naming the row.
         """
+        largest: tuple[int, Example | None] = (0, None)
 
         def fault_of(example: Example) -> str:
+            nonlocal largest
             try:
                 if isinstance(example.prompt, str):
                     self._text.check_text(example.prompt)
-                if self._most_tokens(example) <= max_prompt_tokens:
+                most = self._most_tokens(example)
+                if most <= max_prompt_tokens:
+                    if most > largest[0]:
+                        largest = most, example
                     return ""
                 length = len(self._encode(example))
             except DataError as error:
                 return str(error)
             if length <= max_prompt_tokens:
+                self.longest = max(self.longest, length)
                 return ""
             return f"its prompt has {length} tokens, and at most {max_prompt_tokens} fit: {remedy}"
 
         self._task.examine(fault_of)
+        if largest[1] is not None:
+            with suppress(DataError):  # as the run will say if it comes to it
+                self.longest = max(self.longest, len(self._encode(largest[1])))
         self._num_examples = self._count("train")
 
     def sizes(self) -> dict[str, int | None]:

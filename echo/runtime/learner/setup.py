@@ -18,6 +18,7 @@ from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss
 from echo.config.layers import flatten
 from echo.config.load import inherited_settings, resolved, save_resolved
 from echo.config.memory import (
+    ASSUMED_PROMPT_TOKENS,
     CHECKPOINTING,
     Budget,
     find_model,
@@ -266,15 +267,36 @@ def build_trainer(
     start: StartingPoint,
     lora: Lora | None = None,
     crew: Crew | None = None,
+    *,
+    budget: Budget | None = None,
+    prompt_tokens: int = 0,
 ) -> AnyTrainer:
     """Return the trainer at the starting point, of all weights or of an adapter.
+
+    Args:
+        config: of the run.
+        model_dir: of the model.
+        start: where the run begins or goes on.
+        lora: the adapter that is trained, if one is.
+        crew: the processes of the learner, if there are several.
+        budget: that of a process alone, if it has been made.
+        prompt_tokens: of the longest prompt; 0 where that is not known.
 
     Raises:
         RankError: if one of several processes cannot build its own.
     """
     if crew is None:
-        return make_trainer(config, model_dir, start.checkpoint, lora)
-    build = partial(make_trainer, config, model_dir, lora=lora, crew=crew)
+        return make_trainer(
+            config,
+            model_dir,
+            start.checkpoint,
+            lora,
+            budget=budget,
+            prompt_tokens=prompt_tokens,
+        )
+    build = partial(
+        make_trainer, config, model_dir, lora=lora, crew=crew, prompt_tokens=prompt_tokens
+    )
     return LeadTrainer(crew, build, start.checkpoint, published_dtype=config.model.dtype)
 
 
@@ -299,8 +321,14 @@ def make_trainer(
     checkpoint: Path | None,
     lora: Lora | None = None,
     crew: Crew | None = None,
+    *,
+    budget: Budget | None = None,
+    prompt_tokens: int = 0,
 ) -> Trainer:
     """Return this process's trainer, that continues from a checkpoint if there is one.
+
+    Other arguments are as for `build_trainer`. Of several processes the first alone has read the
+    data, so the others take its longest prompt.
 
     Raises:
         ConfigError: if it is one of several, and they were started with different settings.
@@ -308,7 +336,11 @@ def make_trainer(
     if crew is not None:
         crew.wait_for_all()  # on another machine the model may still be on its way from the hub
         check_alike(config, crew.ranks)
-    budget = budget_here(config, model_dir if lora is None else lora.base_dir, crew)
+        lengths = crew.ranks.gather(prompt_tokens.to_bytes(8, "little"))
+        prompt_tokens = max(int.from_bytes(each, "little") for each in lengths)
+    if budget is None:
+        base_dir = model_dir if lora is None else lora.base_dir
+        budget = budget_here(config, base_dir, crew, prompt_tokens=prompt_tokens)
     recompute_above = 0 if budget is None else budget.recompute_above
     if crew is not None:
         told = crew.ranks.gather(recompute_above.to_bytes(8, "little"))
@@ -398,11 +430,13 @@ def with_checkpointing(config: Config, budget: Budget | None, crew: Crew | None 
     return config.model_copy(update={"learner": config.learner.model_copy(update=changed)})
 
 
-def budget_here(config: Config, model_dir: Path, crew: Crew | None = None) -> Budget | None:
+def budget_here(
+    config: Config, model_dir: Path, crew: Crew | None = None, *, prompt_tokens: int = 0
+) -> Budget | None:
     """Return what the learner's memory is now; None for a model whose dimensions are not known.
 
-    A process alone asks before it builds anything. The first of several has its evaluation by then,
-    which has taken its own.
+    The longest prompt has `prompt_tokens`; 0 where that is not known. A process alone asks before
+    it builds anything. The first of several has its evaluation by then, which has taken its own.
     """
     if crew is not None:
         off = config.eval.model_copy(update={"interval_steps": 0})
@@ -413,7 +447,14 @@ def budget_here(config: Config, model_dir: Path, crew: Crew | None = None) -> Bu
         return None
     machine = read_machine(free_gpu_bytes(config.learner.device))
     num_ranks = 1 if crew is None else crew.ranks.size
-    return memory_budget(config, "learner", facts, machine, num_ranks=num_ranks)
+    return memory_budget(
+        config,
+        "learner",
+        facts,
+        machine,
+        prompt_tokens=prompt_tokens or ASSUMED_PROMPT_TOKENS,
+        num_ranks=num_ranks,
+    )
 
 
 def check_models(config: Config, model_dir: Path) -> None:
@@ -533,8 +574,15 @@ class RunParts:
                 resume=options.resume,
                 log=options.log,
             )
-            own = config if self.budget is None else with_checkpointing(config, self.budget)
-            trainer = build_trainer(own, data.model_dir, start, data.lora, options.crew)
+            trainer = build_trainer(
+                config,
+                data.model_dir,
+                start,
+                data.lora,
+                options.crew,
+                budget=self.budget,
+                prompt_tokens=data.prompts.longest,
+            )
             options.log.info("%s", trainer.describe_rows())
             attribution = self._attribution(trainer)
             buffer = self._buffer(start, trainer)
@@ -785,7 +833,7 @@ def assemble_learner(
         config = config.model_copy(update={"learner": section})
         if note:
             log.info("%s", note)
-        budget = budget_here(config, base_dir)
+        budget = budget_here(config, base_dir, prompt_tokens=data.prompts.longest)
     # Before the run begins: where nothing can be evaluated it leaves no trace.
     evaluations = build_evaluations(config, data, budget, log=log, crew=crew)
     config.run_dir.mkdir(parents=True, exist_ok=True)
