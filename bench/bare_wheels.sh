@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Collect the wheels that a GPU machine without a network lacks for `bench/gpu_all.sh --bare`: what
 # Echo needs beside PyTorch, Triton, transformers, pytest and their own packages, at the versions of
-# locks/all.txt; 20 MB. A machine with an older PyTorch
+# locks/all.txt; 17 MB. A machine with an older PyTorch
 # than Echo asks for will do (bench/bare.py).
 #
 #     bench/bare_wheels.sh [VERSION_OF_PYTHON] [DIRECTORY]     3.12 and wheels, unless given
@@ -11,7 +11,7 @@ version=${1:-3.12} directory=${2:-wheels}
 names=(
     annotated-types antlr4-python3-runtime blake3 cffi cryptography
     latex2sympy2-extended liger-kernel math-verify msgspec pycparser pydantic pydantic-core pyzmq
-    torchao typing-inspection zstandard
+    typing-inspection zstandard
 )
 requirements=$(mktemp)
 trap 'rm -f "$requirements"' EXIT

@@ -152,7 +152,6 @@ def versions_of_peers(arguments: argparse.Namespace) -> dict[str, str]:
     used = {
         "trl": "trl" in arguments.ways,
         "liger-kernel": bool(arguments.liger),
-        "torchao": "8bit" in arguments.optimizer,
     }
     return {name: metadata.version(name) for name, is_used in used.items() if is_used}
 

@@ -74,7 +74,7 @@ if [ -z "$is_dry" ]; then
     if [ -n "$is_bare" ]; then
         [ -z "$wheels" ] || make_packages || exit 1
     elif [ -z "$python" ]; then
-        python=$(bin/echo-setup --role learner --extra dev --extra torchao --extra vllm) || exit 1
+        python=$(bin/echo-setup --role learner --extra dev --extra vllm) || exit 1
     fi
     sees_gpu='import sys, torch; sys.exit(not torch.cuda.is_available())'
     if [ -z "$quick" ] && ! "$python" -c "$sees_gpu"; then

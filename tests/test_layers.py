@@ -52,7 +52,6 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "torch": ("engine/*", "train/*", "algo/*", "kernels/*"),
     "transformers": ("engine/*", "train/*", "tasks/tokenization.py"),
     "peft": ("engine/lora.py",),
-    "torchao": ("train/optimizer.py",),
 }
 
 # Distributions whose modules are not called as they are.
@@ -441,7 +440,7 @@ def declared_modules(*extras: str) -> set[str]:
 # What only the extras install; a base installation has none of it.
 NOT_FOR_RELAYS = [
     "accelerate", "aiohttp", "math_verify", "matplotlib", "peft", "pyarrow", "safetensors", "scipy",
-    "tensorboard", "tokenizers", "torch", "torchao", "transformers", "triton", "verifiers", "vllm",
+    "tensorboard", "tokenizers", "torch", "transformers", "triton", "verifiers", "vllm",
     "wandb",
 ]  # fmt: skip
 

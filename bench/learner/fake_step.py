@@ -26,8 +26,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.weak import WeakIdKeyDictionary
 
 from echo.kernels import torch_kernels
+from echo.kernels.adamw_8bit import code_values
 from echo.kernels.contract import LiveRows
-from echo.train.optimizer import BLOCK, KINDS, OptimizerState
+from echo.train.optimizer import KINDS, OptimizerState
 from echo.train.policy import Compute, ModelSource, Policy
 from echo.train.ranks import sharding
 from echo.train.ranks.sharding import ALONE, Ranks
@@ -149,7 +150,8 @@ def peak_bytes(
         num_ranks: processes that it is cut up over.
     """
     if state == "8bit":
-        KINDS[state]({"any": torch.zeros(1, BLOCK)})  # torchao reads numbers of its table, once
+        for is_signed in (True, False):  # tables are kept, and must have memory
+            code_values(is_signed=is_signed, device=torch.device("cpu"))
     ranks = ALONE
     if num_ranks > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)

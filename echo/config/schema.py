@@ -249,7 +249,7 @@ class OptimizerSection(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Norm to which the gradient is clipped."""
     state: Literal["float32", "8bit", "offloaded"] = "float32"
-    """Moments: 8 bytes per parameter beside the weights; 8bit: 2.1, needs the extra torchao;
+    """Moments: 8 bytes per parameter beside the weights; 8bit: 2.1;
     offloaded: none there, 8 in the host's memory, and the CPU applies the gradient."""
 
 

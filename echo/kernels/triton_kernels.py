@@ -12,7 +12,7 @@ Exponentials are powers of 2, which the hardware computes: `Scores.peak` is in u
 Operands come through tensor descriptors (TMA on Hopper). Loads outside of the matrix read zeros,
 and a zero is a logit like any other: columns past the vocabulary are masked in the accumulator.
 
-Shapes: N tokens, D model width, V vocabulary. This is the only file that imports triton.
+Shapes: N tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """AdamW over plain shards, with its moments where the memory is.
 
     float32     torch's fused AdamW: 8 bytes per parameter, beside the weights
-    8bit        torchao's: codes of 8 bits, and a scale for each block of them; 2.1 bytes
+    8bit        codes of 8 bits, and a scale for each block of them; 2.1 bytes
     offloaded   torch's fused AdamW on the CPU: 8 bytes in the host's memory, none beside the
                 weights; those and their gradients go down, one after the other, and come back
 
 An optimizer sees what a rank holds of each parameter as a tensor by itself, with its clipped
-gradient, so it knows nothing of ranks. (torchao has an offloaded one, too. It takes the gradients
-down within the backward, before they can be clipped, and knows whole parameters only.)
+gradient, so it knows nothing of ranks.
 
 Blocks of 8-bit moments lie within a row of the parameter. Any number of ranks can therefore hold
 codes and scales by rows, and goes on with them bit by bit. Where rows are no multiple of a block,
@@ -25,13 +24,10 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from echo.core.errors import DataError
-from echo.core.extras import import_extra
+from echo.kernels.adamw_8bit import BLOCK, CodedMoment, Update, update_weights
 
 OptimizerState = Literal["float32", "8bit", "offloaded"]
 
-BLOCK = 64
-"""Numbers that share a scale. The widths of models are multiples of it; many are none of 256, which
-is what torchao takes by itself."""
 EPSILON = 1e-8
 """As torch has it."""
 
@@ -99,7 +95,6 @@ class AdamW:
 
         Raises:
             DataError: if one fits no parameter; the state is undefined then.
-            ConfigError: if they are of 8 bits and torchao is not installed.
         """
         own = self._tensors()
         for value in own.values():
@@ -192,30 +187,16 @@ class OffloadedAdamW(AdamW):
 
 
 class EightBitAdamW(AdamW):
-    """torchao's AdamW, whose moments are codes of 8 bits (Dettmers et al., arXiv:2110.02861)."""
+    """AdamW whose moments are codes of 8 bits (`kernels/adamw_8bit.py`)."""
 
     def __init__(self, shards: Mapping[str, Tensor]) -> None:
         """Allocate the moments, at 0.
 
         Raises:
-            ConfigError: if torchao is not installed.
             torch.OutOfMemoryError: if there is no room for them.
         """
-        torchao = _torchao("torchao.optim")
         super().__init__(shards)
-        held = {name: shard for name, shard in self._shards.items() if shard.numel()}
-        self._optimizer: Any = None  # there is none without weights
-        if held:
-            self._optimizer = torchao.AdamW8bit(list(held.values()), eps=EPSILON)
-        for name, shard in held.items():
-            parts = self._moments[name]
-            moments = {
-                key: parts[key]
-                if key in parts
-                else _coded(key, parts[key + CODES], parts[key + SCALES])
-                for key in MOMENTS
-            }
-            self._optimizer.state[shard].update(moments, step=parts[STEP])
+        self._num_updates = dict.fromkeys(self._shards, 0)
 
     def _new(self, shard: Tensor) -> dict[str, Tensor]:
         row = math.prod(shard.shape[1:]) if shard.dim() > 1 else 1
@@ -233,33 +214,42 @@ class EightBitAdamW(AdamW):
     ) -> None:
         """Change the weights by their gradients; those without one stay as they are."""
         self._has_begun = True
-        if self._optimizer is None:
-            return
-        for group in self._optimizer.param_groups:
-            group["lr"].fill_(learning_rate)  # a tensor, or each rate would be compiled anew
-            group.update(betas=betas, weight_decay=weight_decay)
-        # Compiled it is one kernel per shape on a GPU; on a CPU it would need a C++ compiler.
-        is_on_gpu = any(shard.is_cuda for shard in self._shards.values())
-        with torch.compiler.set_stance("default" if is_on_gpu else "force_eager"):
-            self._optimizer.step()
+        options: dict[str, Any] = {
+            "learning_rate": learning_rate, "betas": betas, "weight_decay": weight_decay,
+        }  # fmt: skip
+        held = self._with_gradient()
+        plain = [name for name in held if MOMENTS[0] in self._moments[name]]
+        gradients = [shard.grad for shard in held.values() if shard.grad is not None]
+        by_name = dict(zip(held, gradients, strict=True))
+        if plain:
+            _update(
+                [held[name] for name in plain],
+                [by_name[name] for name in plain],
+                [self._moments[name] for name in plain],
+                **options,
+            )
+        updates: dict[int, Update] = {}
+        for name in held.keys() - set(plain):
+            parts = self._moments[name]
+            step = self._num_updates[name] = self._num_updates[name] + 1
+            parts[STEP].fill_(step)
+            if step not in updates:
+                updates[step] = Update.of(step, epsilon=EPSILON, **options)
+            mean, square = (_coded(k, parts[k + CODES], parts[k + SCALES]) for k in MOMENTS)
+            update_weights(held[name].detach(), by_name[name], mean, square, updates[step])
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what the `tensors` of any kind of optimizer were; none: before a step.
+
+        Raises:
+            DataError: if one fits no parameter; the state is undefined then.
+        """
+        super().load(tensors)
+        self._num_updates = {name: int(parts[STEP]) for name, parts in self._moments.items()}
 
 
-def _torchao(module: str) -> Any:
-    return import_extra(module, extra="torchao", wanted_by='optimizer.state = "8bit"')
-
-
-def check_kind(state: OptimizerState) -> None:
-    """Raise a ConfigError if the package is missing that an optimizer's state needs."""
-    if state == "8bit":
-        _torchao("torchao.optim")
-
-
-def _coded(moment: str, codes: Tensor, scales: Tensor) -> Any:
-    """Return torchao's tensor of a moment, in the memory of its codes and scales."""
-    state = _torchao("torchao.optim.subclass_8bit").OptimState8bit
-    is_signed = moment == "exp_avg"
-    values = state.zeros((BLOCK,), is_signed, BLOCK, codes.device).qmap
-    return state(codes, scales.view(-1), values, is_signed, dtype=torch.float32)
+def _coded(moment: str, codes: Tensor, scales: Tensor) -> CodedMoment:
+    return CodedMoment(codes, scales, is_signed=moment == MOMENTS[0])
 
 
 def _converted(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -274,9 +264,9 @@ def _converted(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict
             codes = found[key + CODES] = torch.empty_like(value, dtype=torch.uint8)
             scales = torch.empty_like(own[key + SCALES], device=value.device)
             found[key + SCALES] = scales
-            _coded(moment, codes, scales).copy_(value)
+            _coded(moment, codes, scales).encode(value)
         elif key.endswith(CODES):
-            found[plain] = _coded(moment, value, tensors[plain + SCALES]).dequantize()
+            found[plain] = _coded(moment, value, tensors[plain + SCALES]).decoded()
         elif plain not in own:
             found[key] = value
     return found

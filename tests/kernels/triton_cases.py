@@ -18,9 +18,11 @@ import pytest
 import torch
 
 from echo.kernels import triton_kernels
+from echo.kernels.adamw_8bit import update_weights
 from echo.kernels.contract import BackendName, RatioClip
 from echo.kernels.logprob import linear_logprob, linear_policy_loss
 from echo.kernels.triton_kernels import LaunchConfig
+from tests.kernels import test_adamw_8bit as adamw
 from tests.kernels.test_linear_logprob import (
     Case,
     evaluate,
@@ -366,3 +368,23 @@ def test_a_step_of_the_learner_has_the_gradient_of_the_other_backend(
         found.append(torch.cat([part.flatten().cpu() for part in parts]))
     one, other = found
     assert float(torch.nn.functional.cosine_similarity(one, other, dim=0)) > least
+
+
+# ------------------------------------------------------------------------------ 8-bit AdamW
+
+
+@pytest.mark.parametrize("betas", [more((0.9, 0.999)), (0.4, 0.95)])
+def test_an_update_of_8_bit_moments_is_that_of_torch(betas: tuple[float, float]) -> None:
+    weights = torch.randn(adamw.SHAPE, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    expected = weights.clone()
+    moments, others = adamw.new_moments(DEVICE), adamw.new_moments(DEVICE)
+    for step, update in enumerate(adamw.updates(betas), 1):
+        gradients = adamw.gradients(step).to(DEVICE)
+        update_weights(weights, gradients, *moments, update, backend="triton")
+        update_weights(expected, gradients, *others, update, backend="torch")
+    assert max_error(weights, expected) < 1e-6
+    for one, other in zip(moments, others, strict=True):
+        # A rounding of the last bit may move a value across the middle of two codes.
+        differ = one.codes != other.codes
+        assert int(differ.sum()) <= 1e-3 * differ.numel()
+        assert relative_error(one.scales, other.scales) < 1e-6

@@ -104,8 +104,6 @@ def peak_of_a_step(trainer: Trainer) -> int:
 def test_the_budget_is_the_peak_of_a_real_step(
     dtype: str, has_checkpointing: bool, state: str, is_tied: bool, tmp_path: Path
 ) -> None:
-    if state == "8bit":
-        pytest.importorskip("torchao", reason="bin/echo-setup --extra torchao")
     torch.set_num_threads(1)
     model_dir = make_model(tmp_path, is_tied=is_tied)
     trainer = trainer_of(
@@ -156,8 +154,6 @@ def test_it_is_that_of_real_widths(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two layers of Qwen3-4B at 8,192 tokens, on tensors without memory."""
-    if "8bit" in options:
-        pytest.importorskip("torchao", reason="bin/echo-setup --extra torchao")
     import bench_learner
     import harness
 

@@ -590,8 +590,6 @@ RESUMED: dict[str, dict[str, Any]] = {
 def test_a_resumed_trainer_continues_bit_by_bit(
     make_trainer: MakeTrainer, tmp_path: Path, way: str
 ) -> None:
-    if way == "8bit":
-        pytest.importorskip("torchao", reason="bin/echo-setup --extra torchao")
     trainer, resumed = (make_trainer(seed=seed, **RESUMED[way]) for seed in (0, 5))
     trainer._num_skipped_nonfinite = 2
     resumed.step(make_groups(seed=9))  # state that has to vanish

@@ -53,8 +53,6 @@ WAYS: Mapping[str, dict[str, Any]] = {
 
 
 def trainer_on(device: str, model_dir: Path, way: str, **options: Any) -> Trainer:
-    if way == "moments in 8 bits":
-        pytest.importorskip("torchao", reason="bin/echo-setup --extra torchao")
     settings = {"loss": make_loss("grpo"), **WAYS[way], **options}
     return make_trainer(model_dir, settings.pop("loss"), device=torch.device(device), **settings)
 

@@ -92,7 +92,6 @@ from echo.tasks.rewards import TaskHost
 from echo.tasks.task import Task, code_digest, load_task, task_digests
 from echo.train.attribution import Attribution, RoundTrip, make_attribution, make_rescoring
 from echo.train.batch import AdvantageSettings
-from echo.train.optimizer import check_kind
 from echo.train.policy import (
     Compute,
     ModelSource,
@@ -467,7 +466,6 @@ def check_models(config: Config, model_dir: Path) -> None:
     Raises:
         EchoError: what `make_trainer` would raise.
     """
-    check_kind(config.optimizer.state)
     lora, compute = learner_lora(config, model_dir), _compute(config)
     source = initial_model(config, model_dir, lora)
     if source.weights_dir is not None:

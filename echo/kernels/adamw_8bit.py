@@ -1,0 +1,156 @@
+"""AdamW with moments of 8 bits, in one pass over the weights.
+
+Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
+
+BLOCK numbers of a moment share a scale, their largest magnitude. Each is the code of a value in
+[-1, 1] ([0, 1] for the mean of squares) from a table of 256: seven decades, the higher ones with
+more values. Table, rounding and the order of operations are those of torchao's AdamW8bit: its
+states can be continued, and give the same numbers.
+
+    m' = lerp(m, g, 1 - beta1)          v' = lerp(v, g^2, 1 - beta2)
+    w' = w (1 - lr decay) - lr (m' / (1 - beta1^t)) / (sqrt(v') / sqrt(1 - beta2^t) + eps)
+
+The weights get the moments before they are rounded to codes. Two backends compute this: Triton on a
+GPU, one launch per tensor, and torch anywhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+BLOCK = 64
+"""Numbers that share a scale. The widths of models are multiples of it; many are none of 256."""
+DECADES = 7
+MIN_SCALE = 1e-12
+"""Scale of a block of zeros, by which its numbers can be divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodedMoment:
+    """A moment of 8 bits; an update changes its tensors in place."""
+
+    codes: Tensor
+    """uint8, any shape of n * BLOCK numbers, contiguous."""
+    scales: Tensor
+    """float32, any shape of n numbers, contiguous."""
+    is_signed: bool
+
+    def decoded(self) -> Tensor:
+        """Return its values, float32, of the codes' shape."""
+        values = code_values(is_signed=self.is_signed, device=self.codes.device)
+        found = values[self.codes.view(-1, BLOCK).int()] * self.scales.view(-1, 1)
+        return found.view(self.codes.shape)
+
+    def encode(self, values: Tensor) -> None:
+        """Take over values, float32, of the codes' shape."""
+        table = code_values(is_signed=self.is_signed, device=values.device)
+        blocks = values.reshape(-1, BLOCK)
+        scales = blocks.abs().amax(1).clamp(min=MIN_SCALE)
+        blocks = blocks / scales[:, None]
+        below = (torch.searchsorted(table, blocks, right=True) - 1).clamp(min=0)
+        above = (below + 1).clamp(max=len(table) - 1)
+        is_nearer = blocks - table[below] >= (table[above] - table[below]) * 0.5
+        self.codes.copy_(torch.where(is_nearer, above, below).view(self.codes.shape))
+        self.scales.copy_(scales.view(self.scales.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The numbers of one update, all float32 values."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    decay: float
+    """Of the weights: the learning rate times the weight decay."""
+    epsilon: float
+    correction1: float
+    """1 - beta1^t."""
+    root_correction2: float
+    """The root of 1 - beta2^t."""
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        *,
+        learning_rate: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        epsilon: float,
+    ) -> Update:
+        """Return those of the `step`-th update, from 1."""
+        number, rate = torch.tensor(float(step)), torch.tensor(learning_rate)
+        return cls(
+            learning_rate=float(rate),
+            beta1=betas[0],
+            beta2=betas[1],
+            decay=float(rate * weight_decay),
+            epsilon=epsilon,
+            correction1=float(1 - betas[0] ** number),
+            root_correction2=float((1 - betas[1] ** number).sqrt()),
+        )
+
+
+@cache
+def code_values(*, is_signed: bool, device: torch.device) -> Tensor:
+    """Return the value of each code, float32 [256], ascending."""
+    parts = [torch.tensor([0.0, 1.0])]
+    for decade in range(DECADES):
+        num_values = 2 ** (decade if is_signed else decade + 1)
+        edges = torch.linspace(0.1, 1, num_values + 1)
+        values = 10.0 ** (decade - DECADES + 1) * ((edges[:-1] + edges[1:]) / 2)
+        parts += [values, -values] if is_signed else [values]
+    return torch.cat(parts).sort().values.to(device)
+
+
+def update_weights(
+    weights: Tensor,
+    gradients: Tensor,
+    mean: CodedMoment,
+    mean_square: CodedMoment,
+    update: Update,
+    *,
+    backend: str = "auto",
+) -> None:
+    """Make one update of a tensor and its moments, in place.
+
+    Args:
+        weights: float32, any shape of n * BLOCK numbers, contiguous.
+        gradients: of the same shape.
+        mean: of the gradients.
+        mean_square: of their squares.
+        update: its numbers.
+        backend: "triton", "torch", or "auto" for Triton on a GPU where it is installed.
+    """
+    has_triton = weights.is_cuda and importlib.util.find_spec("triton") is not None
+    if backend == "triton" or (backend == "auto" and has_triton):
+        from echo.kernels.triton_adamw_8bit import launch_update
+
+        moments, device = (mean, mean_square), weights.device
+        coded, squared = ((moment.codes, moment.scales) for moment in moments)
+        first, second = (code_values(is_signed=m.is_signed, device=device) for m in moments)
+        numbers = (
+            update.learning_rate,
+            1 - update.beta1,
+            1 - update.beta2,
+            update.decay,
+            update.epsilon,
+            update.correction1,
+            update.root_correction2,
+            MIN_SCALE,
+        )
+        launch_update(weights, gradients, coded, squared, (first, second), numbers, block=BLOCK)
+        return
+    weights.sub_(update.decay * weights)
+    means = torch.lerp(mean.decoded(), gradients, 1 - update.beta1)
+    squares = torch.lerp(mean_square.decoded(), gradients.square(), 1 - update.beta2)
+    mean.encode(means)
+    mean_square.encode(squares)
+    divisor = squares.sqrt() / update.root_correction2 + update.epsilon
+    weights.sub_(update.learning_rate * (means / update.correction1) / divisor)
