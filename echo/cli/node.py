@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import logging
 import math
 import os
@@ -144,10 +145,17 @@ def dry_run(
     )
 
 
-def check_start(config: Config, role: Role, *, resume: bool = False) -> StartCheck:
+def check_start(
+    config: Config, role: Role, *, resume: bool = False, log_events: Path | None = None
+) -> StartCheck:
     """Look at the model, files, sinks and addresses that a role starts with."""
     data = _look_at_data(config, role)
     problems = [*data.problems, *map(str, _taken_addresses(config, role))]
+    if why := why_unwritable(config.run_dir):
+        remedy = "set run.dir to a directory that can be"
+        problems.append(f"run.dir = {show(config.run.dir)} cannot be written: {why}; {remedy}")
+    if log_events is not None and (why := why_unwritable(log_events.parent, is_made=False)):
+        problems.append(f"--log-events: {log_events} cannot be written: {why}")
     if role == "learner":
         problems += sinks_missing(config.metrics.sinks)
         try:
@@ -168,6 +176,23 @@ def check_start(config: Config, role: Role, *, resume: bool = False) -> StartChe
     return replace(data, problems=tuple(problems))
 
 
+def why_unwritable(directory: Path, *, is_made: bool = True) -> str:
+    """Return why no file can be written into a directory; nothing if one can.
+
+    Args:
+        directory: of the file.
+        is_made: whether the start makes it, and those above it.
+    """
+    place = directory.absolute()
+    while is_made and not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.exists():
+        return os.strerror(errno.ENOENT)
+    if not place.is_dir():
+        return f"{place} is no directory"
+    return "" if os.access(place, os.W_OK | os.X_OK) else f"{place}: {os.strerror(errno.EACCES)}"
+
+
 def _check_architecture(config: Config, role: Role) -> None:
     """Check what learner or worker would make of a model, by its config.json, if that is here.
 
@@ -185,7 +210,8 @@ def _check_architecture(config: Config, role: Role) -> None:
     if role == "learner":
         from echo.runtime.learner.setup import check_models
 
-        check_models(config, model_dir)
+        has_weights = local_path(config.model.name).is_dir()  # the hub's are fetched by the start
+        check_models(config, model_dir, has_weights=has_weights)
     else:
         from echo.runtime.worker.setup import check_engine
 
@@ -200,7 +226,7 @@ def check_model(config: Config, role: str) -> None:
     """
     name, start = config.model.name, config.learner.init_from
     if name is not None and (role == "learner" or (role == "worker" and local_path(name).is_dir())):
-        find_model(name)
+        find_model(name, config.model.revision)
     if role == "learner" and start is not None:
         check_unquantised(local_path(start))
 
@@ -212,7 +238,7 @@ def _directory_here(model: ModelSection, *files: str) -> Path | None:
         DataError: if there is no such directory, or no model in it.
     """
     name = model.name or ""
-    path = find_model(name)
+    path = find_model(name, model.revision)
     if path is not None:
         return path
     hub = import_extra("huggingface_hub", extra="worker", wanted_by=f"reading {name} on the hub")
@@ -660,7 +686,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.dry_run:
             if _is_first_rank():
                 resume = _goes_on(arguments, config)
-                check = check_start(config, arguments.role, resume=resume)
+                check = check_start(
+                    config, arguments.role, resume=resume, log_events=arguments.log_events
+                )
                 tell([dry_run(config, arguments.role, num_ranks=_num_ranks(), check=check)])
                 if check.problems:
                     raise ConfigError(in_one("start", check.problems))

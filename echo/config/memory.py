@@ -20,7 +20,7 @@ import psutil
 
 from echo.config.fields import UNREADABLE, Role
 from echo.config.schema import Config, show
-from echo.core.errors import DataError
+from echo.core.errors import ConfigError, DataError
 from echo.core.paths import local_path
 from echo.core.rollout import KEEP_VERSIONS, MAX_UNACKED_GROUPS
 from echo.core.units import format_bytes
@@ -943,10 +943,11 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
-def find_model(name: str, *, key: str = "model.name") -> Path | None:
+def find_model(name: str, revision: str | None = None, *, key: str = "model.name") -> Path | None:
     """Return the directory that a key names; None if that is the id of a model on the hub.
 
     Raises:
+        ConfigError: if a revision is asked of a directory.
         DataError: if there is no such directory, no model in it, or a quantised one.
     """
     path = local_path(name)
@@ -955,6 +956,11 @@ def find_model(name: str, *, key: str = "model.name") -> Path | None:
     except OSError as error:
         raise DataError(f"{key} = {name!r}: cannot be looked at: {error.strerror}") from error
     if has_model:
+        if revision is not None:
+            raise ConfigError(
+                f"model.revision = {revision!r} has no effect on the local directory {path}; "
+                "remove it"
+            )
         check_unquantised(path)
         return path
     if is_directory:

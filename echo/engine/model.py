@@ -328,7 +328,7 @@ def _is_for_transformers(directory: Path, model: Any) -> bool:
     """Return whether files hold other names than a model has in memory, which explain them."""
     if not has_other_names_on_disk(model) and not has_towers(model.config):
         return False
-    return bool(names_in(directory) - model.state_dict().keys())
+    return bool(shapes_in(directory).keys() - model.state_dict().keys())
 
 
 def _load_whole(directory: Path) -> Any:
@@ -365,20 +365,60 @@ def weight_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}.values())
 
 
-def names_in(directory: Path) -> set[str]:
-    """Return the names of the tensors of a model directory.
+def shapes_in(directory: Path) -> dict[str, list[int]]:
+    """Return the shapes of the tensors of a model directory by name, from the files' headers.
 
     Raises:
         DataError: as `load_directory`.
     """
-    found: set[str] = set()
+    found: dict[str, list[int]] = {}
     for path in weight_files(directory):
         try:
             with safe_open(path, framework="pt") as file:
-                found |= set(file.keys())
+                names = file.keys()
+                found |= {name: file.get_slice(name).get_shape() for name in names}
         except (OSError, SafetensorError) as error:
             raise DataError(f"{path}: cannot read the weights: {error}") from error
     return found
+
+
+def check_weight_files(directory: Path, model: Any) -> None:
+    """Check, by the files' headers, that the weights of a directory are those of a model.
+
+    Where the files have names that transformers translates, only what both name is compared.
+
+    Args:
+        directory: of the weights.
+        model: that config.json describes, which may be without memory.
+
+    Raises:
+        DataError: if a file is missing or damaged, a tensor missing, or one of another shape.
+    """
+    shapes, own = shapes_in(directory), model.state_dict(keep_vars=True)
+    wrong = [
+        f"{name} {shape} instead of {list(own[name].shape)}"
+        for name, shape in shapes.items()
+        if name in own and shape != list(own[name].shape)
+    ]
+    if wrong:
+        raise DataError(
+            f"{directory}: weights of the wrong shape: {_shorten(wrong)}; config.json and weights "
+            "must come from the same model"
+        )
+    if shapes.keys() <= own.keys():
+        there = {id(own[name]) for name in shapes}
+        named = model.named_parameters(remove_duplicate=False)
+        missing = [name for name, parameter in named if id(parameter) not in there]
+        if missing:
+            raise lacking(directory, missing)
+
+
+def lacking(directory: Path, names: Iterable[str]) -> DataError:
+    """Return the error for files that leave some of a model's tensors out."""
+    return DataError(
+        f"{directory}: the weights lack {sorted(names)[:5]}, which would start at random; is this "
+        "the checkpoint of a causal language model?"
+    )
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
@@ -408,13 +448,8 @@ def resolve_model(name: str, revision: str | None = None, *, key: str = "model.n
         ConfigError: if a revision is asked of a local directory.
         DataError: if there is no such directory, no model in it, or the hub cannot deliver.
     """
-    path = find_model(name, key=key)
+    path = find_model(name, revision, key=key)
     if path is not None:
-        if revision is not None:
-            raise ConfigError(
-                f"model.revision = {revision!r} has no effect on the local directory {path}; "
-                "remove it"
-            )
         return path
     return _download(name, revision, key)
 

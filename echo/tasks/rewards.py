@@ -312,22 +312,35 @@ class LaterHost(TaskHost):
         return {}
 
 
-def describe_example_call(host: TaskHost, example: Example) -> str:
-    """Call the reward for one example as a run would, and say in a line what it gave.
+@dataclass(frozen=True, slots=True)
+class ExampleCall:
+    """What a task's reward gives for one example, asked as in a run."""
 
-    The answers are the example's own, where that is a text or number, and a text without anything.
+    line: str
+    """The rewards, or why there are none."""
+    fault: str = ""
+    """Why nothing can be trained with such rewards, and what to do."""
 
-    Raises:
-        RewardError: if the task's code fails.
-    """
-    is_plain = isinstance(example.answer, str | int | float)
-    texts = [*([str(example.answer)] if is_plain else []), ""]
-    rewards = list(host.score_all(example, texts))
-    figures = [
-        f"{'no opinion' if reward is None else format(reward, 'g')} for {reprlib.repr(text)}"
-        for text, reward in zip(texts, rewards, strict=True)
-    ]
-    return f"reward on {example}: {', '.join(figures)}"
+    @classmethod
+    def of(cls, host: TaskHost, example: Example) -> ExampleCall:
+        """Call the reward for the example's own answer, if it is a text or number, and for ""."""
+        is_plain = isinstance(example.answer, str | int | float)
+        texts = [*([str(example.answer)] if is_plain else []), ""]
+        try:
+            rewards = list(host.score_all(example, texts))
+        except RewardError as error:
+            return cls(f"reward: {error}", f"the reward fails: {error}")
+        figures = [
+            f"{'no opinion' if reward is None else format(reward, 'g')} for {reprlib.repr(text)}"
+            for text, reward in zip(texts, rewards, strict=True)
+        ]
+        fault = ""
+        if is_plain and not any(reward is not None for reward in rewards):
+            fault = (
+                f"{example}: the reward gives None for its own answer and for an empty one; a "
+                "function without `return` does, and no answer without a reward is trained on"
+            )
+        return cls(f"reward on {example}: {', '.join(figures)}", fault)
 
 
 # --- threads -------------------------------------------------------------------------------------

@@ -51,6 +51,9 @@ TOKENIZER_FILES = (
 TEMPLATE_FILE = "chat_template.jinja"
 
 
+_NEEDED_FILES = "the directory needs tokenizer.json and tokenizer_config.json beside config.json"
+
+
 def load_tokenizer(
     directory: str | Path, *, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
@@ -74,9 +77,11 @@ def load_tokenizer(
         raise
     except Exception as error:  # the tokenizer's library raises anything at what it cannot read
         raise DataError(
-            f"{directory}: no tokenizer could be loaded: {error}; the directory needs "
-            "tokenizer.json and tokenizer_config.json beside config.json"
+            f"{directory}: no tokenizer could be loaded: {error}; {_NEEDED_FILES}"
         ) from error
+    # Of a directory without a tokenizer's files transformers makes one that knows no text.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise DataError(f"{directory}: there is no tokenizer; {_NEEDED_FILES}")
     if chat_template is not None:
         tokenizer.chat_template = chat_template or None
     if isinstance(tokenizer.chat_template, str):  # a byte order mark would be a part of each prompt

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
@@ -54,10 +55,12 @@ from echo.engine.lora import Lora, add_adapter
 from echo.engine.model import (
     BUILDING,
     UNREADABLE,
+    check_weight_files,
     choose_attention,
     distinct_tensors,
     drop_towers,
     explain,
+    lacking,
     load_directory,
     model_class,
     pick_device,
@@ -71,7 +74,6 @@ from echo.train.flops import model_flops
 from echo.train.masters import Masters
 from echo.train.optimizer import OptimizerState
 from echo.train.ranks import sharded_model, sharding
-from echo.train.ranks.sharded_model import lacking
 from echo.train.ranks.sharding import ALONE, Ranks, ShardedModel
 
 LOGIT_SETTINGS = {
@@ -697,7 +699,7 @@ def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
             loaded: Any = class_.from_pretrained(
                 model_dir, config=config, local_files_only=True, output_loading_info=True, **options
             )
-    except UNREADABLE as error:
+    except (*UNREADABLE, SafetensorError) as error:
         raise DataError(
             f"{model_dir}: cannot load it as a causal language model: {explain(error)}"
         ) from error
@@ -707,21 +709,29 @@ def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
     return drop_towers(model).to(device)
 
 
-def check_trainable(source: ModelSource, compute: Compute) -> int:
-    """Check, by config.json alone, that a model can be trained so; return its rows of logits.
+def check_trainable(source: ModelSource, compute: Compute, *, weights: Path | None = None) -> int:
+    """Check, without reading weights, that a model can be trained so; return its rows of logits.
+
+    Args:
+        source: of the model.
+        compute: of its passes.
+        weights: the directory that the model's weights are read from, if that is here.
 
     Raises:
-        EchoError: what `Policy` would raise, unless the weights are at fault.
+        EchoError: what `Policy` would raise, unless a number in the weights is at fault.
     """
     _check_types(compute)
     alone = replace(compute, device=torch.device("meta"), ranks=ALONE)
     lora = source.lora
     model_dir = source.model_dir if lora is None else lora.base_dir
     model = _build(model_dir, alone, has_weights=False)
+    _check_layers(model, compute)
+    num_ids = int(_head_weight(model).shape[0])
+    if weights is not None:
+        check_weight_files(weights, model)
     if lora is not None:
         add_adapter(model, lora)
-    _check_layers(model, compute)
-    return int(_head_weight(model).shape[0])
+    return num_ids
 
 
 def _check_types(compute: Compute) -> None:

@@ -5,12 +5,15 @@ import re
 import shutil
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from echo.cli import node as node_module
 from echo.cli.node import check_start, dry_run, main
@@ -332,7 +335,8 @@ def problems_of(tmp_path: Path, model_dir: Path, **sections: Any) -> tuple[str, 
         "learner": {"listen": "tcp://127.0.0.1:0", "device": "cpu", **sections.pop("learner", {})},
         "sampling": {"max_completion_tokens": 16},
     }
-    table["model"] |= sections.pop("model", {})
+    for name in ("model", "run"):
+        table[name] |= sections.pop(name, {})
     return check_start(parse_config({**table, **sections}, role="learner"), "learner").problems
 
 
@@ -353,10 +357,96 @@ def test_what_the_trainer_refuses_of_a_model_is_found_by_its_configuration(
     if sections.get("reference", {}).get("name") == "OTHER":
         sections["reference"]["name"] = str(make_tiny_model(vocab_size=48))
     model_dir = tmp_path / "model"
-    shutil.copytree(make_tiny_model(), model_dir, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(make_tiny_model(), model_dir)
     assert not problems_of(tmp_path, model_dir)
     [found] = problems_of(tmp_path, model_dir, **sections)
     assert re.search(complaint, found), found
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def keep_one(path: Path) -> None:
+    with safe_open(path, framework="pt") as file:
+        save_file({"model.norm.weight": file.get_tensor("model.norm.weight")}, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (Path.unlink, "the weights model.safetensors are missing"),
+        (cut, "model.safetensors: cannot read the weights: .*incomplete metadata"),
+        (keep_one, "the weights lack .*'model.embed_tokens.weight', 'model.layers.0."),
+    ],
+    ids=["missing", "cut", "incomplete"],
+)
+@pytest.mark.parametrize("key", ["model.name", "reference.name", "learner.init_from"])
+def test_weights_that_do_not_load_are_found_by_their_headers(
+    tmp_path: Path, make_tiny_model: Any, key: str, damage: Callable[[Path], None], complaint: str
+) -> None:
+    whole, damaged = make_tiny_model(), tmp_path / "damaged"
+    shutil.copytree(whole, damaged)
+    damage(damaged / "model.safetensors")
+    shutil.copytree(whole, tmp_path / "model")
+    sections: dict[str, Any] = {}
+    if key == "learner.init_from":
+        sections["learner"] = {"init_from": str(damaged)}
+    elif key == "reference.name":
+        sections["reference"] = {"kl_coef": 0.1, "name": str(damaged)}
+    model_dir = damaged if key == "model.name" else tmp_path / "model"
+    [found] = problems_of(tmp_path, model_dir, **sections)
+    assert re.search(complaint, found), found
+
+
+def test_weights_of_another_shape_are_named_before_they_are_read(
+    tmp_path: Path, make_tiny_model: Any
+) -> None:
+    model_dir = tmp_path / "model"
+    shutil.copytree(make_tiny_model(), model_dir)
+    fields = json.loads((model_dir / "config.json").read_text())
+    wider = fields | {"intermediate_size": 2 * fields["intermediate_size"]}
+    (model_dir / "config.json").write_text(json.dumps(wider))
+    [found] = problems_of(tmp_path, model_dir)
+    assert "weights of the wrong shape: model.layers.0.mlp.down_proj.weight [" in found
+    assert "config.json and weights must come from the same model" in found
+
+
+@pytest.mark.parametrize(
+    ("sections", "complaint"),
+    [
+        ({"loss": {"kind": "no_such_module:f"}}, "importing 'no_such_module' failed"),
+        ({"loss": {"kind": "echo.algo.losses:nothing"}}, "has no function 'nothing'"),
+        ({"run": {"dir": "/proc/version/runs"}}, "cannot be written: /proc/version is no direct"),
+    ],
+)
+def test_settings_that_the_start_refuses_are_found(
+    tmp_path: Path, make_tiny_model: Any, sections: dict[str, Any], complaint: str
+) -> None:
+    shutil.copytree(make_tiny_model(), tmp_path / "model")
+    [found] = problems_of(tmp_path, tmp_path / "model", **sections)
+    assert complaint in found
+
+
+def test_a_revision_of_a_directory_is_refused_however_it_is_written(
+    tmp_path: Path, make_tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(make_tiny_model(), tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    [found] = problems_of(tmp_path, Path("model"), model={"revision": "main"})
+    assert "model.revision = 'main' has no effect on the local directory model" in found
+
+
+def test_an_event_log_that_cannot_be_written_is_found(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--role", "learner", "--dry-run", "--config", str(ROOT / "configs" / "quickstart.toml")]
+    for setting in (f"model.name={model_dir}", f"run.dir={tmp_path}", "learner.device=cpu"):
+        line += ["--set", setting]
+    line += ["--set", "learner.listen=tcp://127.0.0.1:0"]
+    assert main([*line, "--log-events", str(tmp_path / "none" / "events")]) == 2
+    assert "none/events cannot be written: No such file or dir" in capsys.readouterr().err
+    assert main([*line, "--log-events", str(tmp_path / "events")]) == 0
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,13 @@ from echo.engine.model import build_model, make_sampling, save_tiny_model
 from echo.engine.weights import publish_image, tensors_from_image
 from echo.runtime.learner import setup
 from echo.runtime.learner.resume import StartingPoint
-from echo.runtime.learner.setup import build_loss, build_trainer, learner_lora, load_prompts
+from echo.runtime.learner.setup import (
+    build_loss,
+    build_trainer,
+    learner_lora,
+    load_data,
+    load_prompts,
+)
 from echo.runtime.worker.setup import worker_lora
 from echo.tasks.task import load_task
 from echo.train.trainer import Trainer
@@ -134,6 +140,35 @@ def test_a_tokenizer_made_for_less_than_the_window_is_told(
         assert (
             caplog.text.count("made for 24 tokens (model_max_length), the model's window") == lines
         )
+
+
+def test_a_directory_without_a_tokenizer_is_named(model_dir: Path, tmp_path: Path) -> None:
+    bare = shutil.ignore_patterns("tokenizer*")
+    directory = shutil.copytree(model_dir, tmp_path / "model", ignore=bare)
+    with pytest.raises(DataError, match="model: there is no tokenizer; the directory needs token"):
+        load_prompts(make_config(directory), directory, load_task("addition", {}))
+
+
+def test_the_start_says_that_a_reward_gives_nothing(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "given.py").write_text(
+        "def forgetful(completion, answer):\n    float(completion == answer)\n"
+        "def good(completion, answer):\n    return float(completion == answer)\n"
+    )
+    for name in ("good", "forgetful"):
+        reward = f"{tmp_path / 'given.py'}:{name}"
+        options = {"path": str(path), "heldout_path": str(path), "reward": reward}
+        config = make_config(
+            model_dir,
+            task={"kind": "dataset", "options": options},
+            sampling={"max_completion_tokens": 8},
+        )
+        load_data(config).host.close()
+        told = "rows.jsonl:1: the reward gives None for its own answer and for an empty one"
+        assert (told in caplog.text) is (name == "forgetful")
 
 
 def test_offloading_needs_a_gpu(model_dir: Path) -> None:

@@ -118,6 +118,17 @@ def test_the_advice_follows_what_the_groups_have_in_common(
     assert ("easier" in text) is advice.startswith("every reward was 0. ")
 
 
+def test_a_reward_that_never_gives_a_number_has_failed() -> None:
+    progress = Progress(staleness_tokens={}, now=0.0)
+    progress.unscored(rewarded(0, math.nan, 1))
+    progress.unscored(rewarded(1, math.nan, math.nan))
+    progress.unscored(rewarded(2, math.nan, math.nan))
+    failing = progress.describe_failing(0)
+    assert failing is not None
+    assert "2 of the last 3 groups could not be finished (3 no_opinion): the run ends" in failing
+    assert "group 2: the reward gave None for each answer, as a function without" in failing
+
+
 def test_a_group_without_opinions_is_neither_useful_nor_in_the_mean_reward() -> None:
     progress = Progress(staleness_tokens={}, now=0.0)
     progress.unscored(rewarded(0, math.nan, math.nan))
@@ -182,7 +193,9 @@ def test_the_learner_says_whom_it_waits_for(make_world: MakeWorld) -> None:
     for number in range(3):
         learner._progress.left_out(rewarded(number, 1, 1), "zero_variance", now=1.0)
     world.run(1.0)
-    assert world.waiting_for().endswith("; nothing could be learned from the last 3 groups")
+    assert world.waiting_for().endswith(
+        "; nothing could be learned from the last 3 groups (3 zero_variance)"
+    )
 
 
 @pytest.mark.slow

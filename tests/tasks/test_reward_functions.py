@@ -13,7 +13,7 @@ import pytest
 
 from echo.core.errors import ConfigError, DataError
 from echo.tasks.dataset import DatasetTask
-from echo.tasks.rewards import InlineHost, Limits, RewardError, describe_example_call
+from echo.tasks.rewards import ExampleCall, InlineHost, Limits, RewardError
 from echo.tasks.task import Example, load_function, load_task, task_digests
 from tests.tasks.test_dataset import write_jsonl
 
@@ -44,6 +44,12 @@ def shortest(completions, level, **columns):
 
 def weighted(completion, weight, **row):
     return weight
+
+def forgetful(completion, answer):
+    float(completion == answer)
+
+def failing(completion, answer):
+    return answer["key"]
 
 class Judge:
     def __call__(self, completion, answer):
@@ -262,18 +268,27 @@ def test_a_cached_function_is_refused_by_the_row_that_it_cannot_hash(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("function", "answer", "line"),
+    ("function", "answer", "line", "fault"),
     [
-        ("judge", "a", "reward on rows.jsonl:1: 1 for 'a', 0 for ''"),
-        ("later", 5, "reward on rows.jsonl:1: no opinion for '5', 1 for ''"),
-        ("later", [5], "reward on rows.jsonl:1: no opinion for ''"),
+        ("judge", "a", "reward on rows.jsonl:1: 1 for 'a', 0 for ''", ""),
+        ("later", 5, "reward on rows.jsonl:1: no opinion for '5', 1 for ''", ""),
+        ("later", [5], "reward on rows.jsonl:1: no opinion for ''", ""),
+        (
+            "forgetful",
+            "a",
+            "reward on rows.jsonl:1: no opinion for 'a', no opinion for ''",
+            "gives None for its own answer and for an empty one; a function without `return` does",
+        ),
+        ("failing", "a", "reward: DatasetTask.reward on rows.jsonl:1 raised", "the reward fails: "),
     ],
 )
 def test_an_example_call_says_what_a_right_answer_is_worth(
-    function: str, answer: Any, line: str
+    function: str, answer: Any, line: str, fault: str
 ) -> None:
-    example = replace(EXAMPLE, answer=answer)
-    assert describe_example_call(host_of(function), example) == line
+    call = ExampleCall.of(host_of(function), replace(EXAMPLE, answer=answer))
+    assert call.line.startswith(line)
+    assert fault in call.fault
+    assert bool(call.fault) is bool(fault)
 
 
 def test_a_row_without_a_named_column_is_refused(tmp_path: Path) -> None:

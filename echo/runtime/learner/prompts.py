@@ -36,7 +36,7 @@ from echo.records.files import write_file
 from echo.runtime.threads import Pool
 from echo.tasks.environment import Environment
 from echo.tasks.process_main import TaskCall, raised_at
-from echo.tasks.rewards import InlineHost, Limits, RewardError, describe_example_call
+from echo.tasks.rewards import ExampleCall, InlineHost, Limits, RewardError
 from echo.tasks.task import SPLITS, Example, Task
 from echo.tasks.tokenization import UNUSABLE, TextCodec, unmarked
 from echo.wire.messages import Lease
@@ -192,16 +192,16 @@ class PromptSource:
         text = str(self._text.tokenizer.decode(list(ids), skip_special_tokens=False))
         shown = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]} ..."
         lines += [f"    {one_line(part)}" for part in shown.splitlines()]
-        return [*lines, *self._reward_line(first.example)]
+        return [*lines, *self._reward_lines(first.example)]
 
-    def _reward_line(self, example: Example) -> Iterator[str]:
+    def _reward_lines(self, example: Example) -> Iterator[str]:
         """Yield what the reward says of answers to an example, where it is asked by answer."""
         if isinstance(self._task, Environment):
             return
-        try:
-            yield describe_example_call(self._host, example)
-        except RewardError as error:
-            yield f"reward: {error}"
+        call = ExampleCall.of(self._host, example)
+        yield call.line
+        if call.fault:
+            yield f"notice: {call.fault}"
 
     def _notices(self, made: Sequence[Prompt]) -> Iterator[str]:
         """Yield what a user should know of these prompts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +36,8 @@ MAX_HISTORY = 10_000
 
 _ADVICE = {
     "no_opinion": "the reward gave None for all answers to a prompt but one at most: give a number "
-    "where answers are to be compared, or choose other prompts",
+    "where answers are to be compared (a function without `return` gives None), or choose other "
+    "prompts",
     "all_masked": "no token of them is trained on: with loss.overlong_filter completions that are "
     "cut off are not; raise sampling.max_completion_tokens, or switch the filter off",
     "lost_member": "this loss needs a trained token in each rollout of a group: raise "
@@ -149,6 +151,12 @@ class Progress:
         self._left_out += stats
         self.zero_signal += stats
         self._count_tokens(group)
+        if all(math.isnan(rollout.reward) for rollout in group.rollouts):
+            self._num_failed += 1
+            self._cause = (
+                f"group {group.group_id}: the reward gave None for each answer, as a function "
+                "without `return` does"
+            )
 
     def failed(self, reason: str, cause: str) -> None:
         """Count a group that could not be finished, such as one whose reward raised."""
@@ -275,7 +283,10 @@ class Progress:
         waiting, num_zero_signal = role.describe_wait(), self.zero_signal.num_groups
         if not waiting or num_zero_signal < role.settings.leases.groups_per_step:
             return waiting
-        return f"{waiting}; nothing could be learned from the last {num_zero_signal} groups"
+        return (
+            f"{waiting}; nothing could be learned from the last {num_zero_signal} groups "
+            f"({self._reasons_text})"
+        )
 
     def describe_zero_signal(self, step: int) -> str:
         """Say that nothing is learned any more, and what could be done, in one line."""

@@ -58,7 +58,6 @@ from echo.engine.model import (
     set_num_threads,
     unrounded_names,
     vocab_size,
-    weight_files,
     with_cpu_dtype,
 )
 from echo.engine.weights import round_tensors, save_hf, torch_dtype
@@ -88,7 +87,8 @@ from echo.runtime.learner.report import Progress
 from echo.runtime.learner.resume import SavedRun, StartingPoint
 from echo.runtime.threads import Threads
 from echo.tasks import tokenization
-from echo.tasks.rewards import TaskHost
+from echo.tasks.environment import Environment
+from echo.tasks.rewards import ExampleCall, TaskHost
 from echo.tasks.task import Task, code_digest, load_task, task_digests
 from echo.train.attribution import Attribution, RoundTrip, make_attribution, make_rescoring
 from echo.train.batch import AdvantageSettings
@@ -152,10 +152,15 @@ def load_data(config: Config) -> Data:
     task = load_task(config.task.kind, config.task.options)
     prompts, text = load_prompts(config, model_dir, task)
     template: str | None = inherited_settings(config)["model.chat_template"]
+    host = make_local_host(config.task, config.reward, task)
+    if not isinstance(task, Environment):
+        call = ExampleCall.of(host, prompts.make(0).example)
+        if call.fault:
+            _log.warning("%s", call.fault)
     return Data(
         model_dir,
         task,
-        make_local_host(config.task, config.reward, task),
+        host,
         prompts,
         text,
         model_digests(config.model, model_dir, template) | task_digests(task),
@@ -350,6 +355,7 @@ def make_trainer(
     set_num_threads(learner.num_threads)
     source = ModelSource(model_dir=model_dir, lora=lora)
     if checkpoint is None:
+        check_models(config, model_dir)
         source = initial_model(config, model_dir, lora)
     compute = replace(_compute(config), recompute_above=recompute_above)
     if crew is not None:
@@ -456,25 +462,27 @@ def budget_here(
     )
 
 
-def check_models(config: Config, model_dir: Path) -> None:
-    """Check, without their weights, what the trainer of a run would be made of.
+def check_models(config: Config, model_dir: Path, *, has_weights: bool = True) -> None:
+    """Check, without their weights, what the trainer of a new run would be made of.
 
     Args:
         config: of the run.
         model_dir: with the model's config.json.
+        has_weights: whether its weights are there as well.
 
     Raises:
         EchoError: what `make_trainer` would raise.
     """
+    build_loss(config)
     lora, compute = learner_lora(config, model_dir), _compute(config)
     source = initial_model(config, model_dir, lora)
-    if source.weights_dir is not None:
-        weight_files(source.weights_dir)
-    num_ids = check_trainable(source, compute)
+    base_dir = model_dir if lora is None else lora.base_dir
+    weights = source.weights_dir or (base_dir if has_weights else None)
+    num_ids = check_trainable(source, compute, weights=weights)
     name = config.reference.name if config.reference.kl_coef else None
     if name is not None and (other := find_model(name, key="reference.name")) is not None:
         reference = ModelSource(model_dir=other)
-        check_vocabularies(other, check_trainable(reference, compute), num_ids)
+        check_vocabularies(other, check_trainable(reference, compute, weights=other), num_ids)
 
 
 def initial_model(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource:

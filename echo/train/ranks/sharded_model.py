@@ -36,7 +36,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from echo.core.errors import DataError
-from echo.engine.model import build_shapes, weight_files
+from echo.engine.model import build_shapes, lacking, weight_files
 from echo.train.ranks import sharding
 
 
@@ -80,14 +80,6 @@ def read(weights_dir: Path, model_dir: Path, model: Any) -> None:
         raise DataError(f"{weights_dir}: cannot read the weights: {error}") from error
     if missing:
         raise lacking(weights_dir, missing)
-
-
-def lacking(directory: Path, names: Iterable[str]) -> DataError:
-    """Return the error for files that leave some of a model's tensors out."""
-    return DataError(
-        f"{directory}: the weights lack {sorted(names)[:5]}, which would start at random; is this "
-        "the checkpoint of a causal language model?"
-    )
 
 
 def _layer(key: str) -> int:
