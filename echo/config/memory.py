@@ -79,11 +79,9 @@ CHECKPOINTING: Mapping[bool | str, str] = {
     "offload": " and gradient checkpointing with offloaded inputs",
 }
 """What learner.gradient_checkpointing may be once it is chosen, the quicker first, in words."""
-_HOLES: Mapping[bool, int] = {False: 8, True: 3}
-"""On a CPU that part of the activations more, by whether an adapter is trained, whose products come
-and go as well: what does so leaves holes between them in which glibc places nothing that is kept.
-Fitted on SmolLM2's shape: full weights in bfloat16 and float32, an adapter in bfloat16 only. In
-float32 the peak with an adapter, or with checkpoints, lies above the sum."""
+FREED_BYTES = 64 << 20
+"""By which a process on a CPU grows before it returns what it has freed; as GROWN_BYTES in
+engine/allocator.py, which lives on a floor above."""
 _RESERVED_SHARE, _RESERVED_BYTES = 0.05, 1_500_000_000
 """Of a GPU: what lies between tensors, and libraries with their workspaces."""
 
@@ -284,6 +282,7 @@ class Footprint:
             else 0,
             "evaluation": self._evaluation_bytes if self._is_alone else 0,
             "products' code": self._code_bytes,
+            "freed memory": FREED_BYTES if self._keeps_freed and self._is_alone else 0,
             **self._fullest_moment(),
             "largest weight in an update": 0 if self._offloads_moments else self._staged_bytes,
         }
@@ -437,11 +436,12 @@ class Footprint:
     def _moments(self) -> Iterator[dict[str, int]]:
         """Yield what there is beside the model at those moments of a step that may be the fullest.
 
-        A micro-batch after the first finds all gradients, the first one none. That of the head is
-        there when the last layer's backward begins; of a tied one it waits for the embedding's, in
-        the type of the products, and then both are added to the float32 one. On a CPU freed
-        activations stay with the process until the step ends, with holes between those that were
-        kept, and half of the first gradients of layers find a place there, if all were kept.
+        A micro-batch after the first finds all gradients. The first one finds none, and those of
+        the other layers when it comes to the first layer. The head's gradient is there when the
+        last layer's backward begins. That of a tied one waits for the embedding's, in the type of
+        the products, and then both are added to the float32 one. On a CPU freed activations stay
+        with the process until it grows again, and half of the first gradients of layers find a
+        place there.
         """
         one = "one layer or head"
         if not self._is_alone:
@@ -456,8 +456,7 @@ class Footprint:
         outside = 0 if self.config.lora.rank else facts.vocab_size * facts.hidden_size
         all_of_them = self._gradient_bytes
         before = 0 if now.is_only else all_of_them
-        kept, holes = self._activation_bytes(), "holes between activations"
-        left = kept // _HOLES[bool(self.config.lora.rank)] if self._keeps_freed else 0
+        kept = self._activation_bytes()
         forward, backward = self._head_bytes()
         waiting = width * outside
         made = 4 * outside if now.is_only else 0  # which then counts among the gradients
@@ -465,28 +464,31 @@ class Footprint:
         cast = 4 * outside if width == 2 and (now.is_only or self._keeps_freed) else 0
         final = (4 + width) * facts.hidden_size * now.num_tokens
         for head in (forward, backward + waiting):
-            yield {"gradients": before, "activations": kept + final, holes: left, one: head}
+            yield {"gradients": before, "activations": kept + final, one: head}
         if not facts.is_tied:
             before += made
             added = max(0, waiting + cast - made)
-            yield {"gradients": before, "activations": kept, holes: left, one: added}
+            yield {"gradients": before, "activations": kept, one: added}
             waiting = 0
         layer = self._layer_bytes(now) if self._has_checkpointing else 0
         layer += self._passing_bytes
-        yield {"gradients": before, "activations": kept, holes: left, one: layer + waiting}
+        yield {"gradients": before, "activations": kept, one: layer + waiting}
+        inner = all_of_them - 4 * (facts.num_outside_layers if outside else 0)
+        first = kept // facts.num_layers
+        there = before + inner if now.is_only else before
+        yield {"gradients": there, "activations": first, one: layer + waiting}
         if self.config.reference.kl_coef:
             unkept = width * (4 * facts.intermediate_size + 2 * facts.hidden_size) * now.num_tokens
-            yield {"gradients": before, "activations": kept, holes: left, one: unkept}
+            yield {"gradients": before, "activations": kept, one: unkept}
         held = 0
         if self._keeps_freed:
-            held = kept + layer
-            inner = all_of_them - 4 * (facts.num_outside_layers if outside else 0)
+            held = layer if self._has_checkpointing else kept + layer
             if now.is_only and not self._has_checkpointing:
                 held -= min(held, inner // 2)
         both = width * outside * (2 if facts.is_tied else 1)
         added = max(both, width * outside + cast) - made
         added = max(0, added)
-        yield {"gradients": all_of_them, "activations": held, holes: left, one: added}
+        yield {"gradients": all_of_them, "activations": held, one: added}
 
     @property
     def _keeps_freed(self) -> bool:

@@ -3,7 +3,8 @@
 Chunks of weights and a step's activations come and go all the time. By default glibc maps each
 large block and returns it when it is freed, and its page faults cost more than the work on it. So
 it is told to keep such blocks, and after a step or a call of an engine it is told to return them:
-blocks of ever-new sizes leave holes that fit nothing, gigabytes of them.
+blocks of ever-new sizes leave holes that fit nothing, gigabytes of them. Within a step it happens
+whenever the process has grown (`Trimmer`): what a layer makes and drops lies among what it keeps.
 
 Does nothing with other C libraries.
 
@@ -15,7 +16,9 @@ call had, so without a bound a worker grows call by call.
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 _KEPT_BYTES = 64 << 20
@@ -65,11 +68,42 @@ def bound_onednn(environment: MutableMapping[str, str]) -> None:
         environment.setdefault(name, str(ONEDNN_SHAPES))
 
 
+GROWN_BYTES = 64 << 20
+"""Of a process between two times that it returns what it has freed, within a step."""
+
+
 def give_back() -> None:
     """Return freed memory to the system; it takes as long as there is much of it."""
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)
+
+
+class Trimmer:
+    """Returns freed memory whenever the process has grown by `GROWN_BYTES` since the last time."""
+
+    def __init__(self) -> None:
+        """Begin with the process as large as it is."""
+        self._is_here = _glibc() is not None and _RESIDENT.exists()
+        self._num_pages = _resident_pages() if self._is_here else 0
+        """Of the process after the last time; less if it has become smaller since."""
+
+    def __call__(self) -> None:
+        """Return what the process has freed if it has grown."""
+        if not self._is_here:
+            return
+        now = _resident_pages()
+        self._num_pages = min(self._num_pages, now)
+        if (now - self._num_pages) * mmap.PAGESIZE >= GROWN_BYTES:
+            give_back()
+            self._num_pages = _resident_pages()
+
+
+_RESIDENT = Path("/proc/self/statm")
+
+
+def _resident_pages() -> int:
+    return int(_RESIDENT.read_bytes().split()[1])
 
 
 def _glibc() -> Any:

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from echo.algo.batching import (
 from echo.config.schema import LearnerSection, ModelSection, OptimizerSection
 from echo.core.errors import ConfigError, DataError, EngineError
 from echo.core.rollout import Rollout
+from echo.engine import allocator
 from echo.engine.lora import Lora, add_adapter
 from echo.engine.model import (
     BUILDING,
@@ -561,6 +563,10 @@ class Policy:
 
     def _enable_training(self, *, gradient_checkpointing: bool | str) -> None:
         _check_layers(self.model, self.compute)
+        if self.device.type == "cpu":
+            hook = partial(_give_back_beside, allocator.Trimmer())
+            for layer in _layers(self.model):
+                layer.register_forward_hook(hook)
         if not gradient_checkpointing:
             self.model.eval()  # dropout off; gradients flow all the same
             return
@@ -760,6 +766,18 @@ def _check_layers(model: Any, compute: Compute) -> None:
 
 def _layers(model: Any) -> list[Any]:
     return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _give_back_beside(trim: Callable[[], None], layer: Any, inputs: Any, output: Any) -> None:
+    """Return freed memory after a layer's forward, and before its backward.
+
+    Without a gradient nothing is kept among what is freed.
+    """
+    states = output[0] if isinstance(output, tuple) else output
+    if states.requires_grad:
+        trim()
+        states.register_hook(lambda _: trim())
 
 
 def _switch_off_dropout(config: Any) -> None:

@@ -49,6 +49,39 @@ def test_a_process_keeps_what_it_has_freed_until_it_gives_it_back() -> None:
     assert resident < kept - 80, "99 of them were free"
 
 
+GROWING = """
+import ctypes
+from echo.engine import allocator
+resident = lambda: int(open("/proc/self/statm").read().split()[1]) >> 8
+def make(size):
+    return ctypes.memset(each := ctypes.create_string_buffer(size << 10), 1, size << 10) and each
+allocator.tune({})
+trim, before, kept, most = allocator.Trimmer(), resident(), [], 0
+for number in range(200):  # what comes and goes is larger each time, and smaller than what is kept
+    passing = make(500 + 2 * number)
+    kept.append(make(1000))
+    del passing
+    if TRIMS:
+        trim()
+    most = max(most, resident())
+print(most - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="a system without /proc")
+def test_what_a_growing_process_frees_comes_back_meanwhile() -> None:
+    grown = {}
+    for trims in (True, False):
+        script = GROWING.replace("TRIMS", str(trims))
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=True, text=True)
+        grown[trims] = int(done.stdout)
+    if grown[False] < 290:
+        pytest.skip("another C library than glibc")
+    # It keeps 195 MiB, and may grow by 64 before it looks.
+    assert grown[True] < 270
+
+
 class Libc:
     """Notes what mallopt is told."""
 
@@ -84,6 +117,7 @@ def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
     assert allocator.tune({}) == ()
     allocator.give_back()
+    allocator.Trimmer()()
 
 
 SHAPES = """

@@ -392,6 +392,23 @@ def test_a_step_gives_back_what_it_has_freed(
     assert had_gradients == [False] * num_updates
 
 
+@pytest.mark.parametrize("has_checkpointing", [False, True])
+def test_memory_is_looked_after_at_each_layer_that_keeps_any(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, *, has_checkpointing: bool
+) -> None:
+    """After a layer's forward and before its backward, and never where nothing is kept."""
+    calls: list[None] = []
+    monkeypatch.setattr(allocator, "Trimmer", lambda: lambda: calls.append(None))
+    trainer = make_trainer(gradient_checkpointing=has_checkpointing)
+    groups = [make_group([1, 0], 2)]
+    trainer.forward(groups)
+    assert not calls
+    trainer.step(groups)
+    num_layers = trainer._policy.model.config.num_hidden_layers
+    assert len(calls) >= 2 * num_layers
+    assert len(calls) == 2 * num_layers or has_checkpointing, "a layer that is computed again"
+
+
 @pytest.mark.parametrize("reason", ["nonfinite_gradient", "step_error"])
 @pytest.mark.slow
 def test_a_step_that_fails_changes_nothing_and_names_its_groups(
