@@ -12,7 +12,6 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -669,7 +668,7 @@ class Budget:
     """What the held-out rollouts under way may take beside a learner that is one process: half of
     what all else leaves, and what one of them takes in any case."""
     remedies: tuple[Saving, ...] = ()
-    """The largest saving first; empty if it fits or nothing helps."""
+    """Settings that save by themselves, the milder first; empty if it fits or nothing helps."""
 
 
 def memory_budget(
@@ -840,34 +839,35 @@ def _learner_changes(footprint: Footprint, available: int) -> list[tuple[str, An
 
 
 def _advise_learner(footprint: Footprint, missing: int) -> tuple[tuple[Saving, ...], str]:
-    """Return the remedies and what to say: the fewest settings that are enough, else all."""
+    """Return the remedies in order, and the first of them that together are enough, in words.
+
+    A remedy without which the later ones are enough is left out. If all are too little, say so.
+    """
     now = _model_bytes(footprint)
 
-    def saved(*changes: tuple[str, Any]) -> int:
-        return now - _model_bytes(footprint.changed(dict(changes)))
+    def saved(changes: Mapping[str, Any]) -> int:
+        return now - _model_bytes(footprint.changed(changes))
 
     savings = {
         each: Saving(setting=f"{each[0]}={_bare(each[1])}", saved_bytes=saved_bytes)
         for each in _learner_changes(footprint, now - missing)
-        if (saved_bytes := saved(each)) > 0
+        if (saved_bytes := saved(dict([each]))) > 0
     }
-    remedies = tuple(sorted(savings.values(), key=lambda saving: -saving.saved_bytes))
-    best, most = "", 0
-    for number in range(1, len(savings) + 1):
-        enough = []
-        for chosen in combinations(savings, number):
-            if len(dict(chosen)) < number:
-                continue  # a setting twice
-            saved_bytes = saved(*chosen)
-            way = _join([savings[each] for each in chosen], "and")
-            if saved_bytes >= missing:
-                enough.append(way)
-            if saved_bytes > most:
-                best, most = way, saved_bytes
-        if enough:
-            return remedies, f"; set {' or '.join(enough)}"
-    even_with = f"; even with {best}" if best else ""
-    return remedies, even_with + _too_short(missing - most)
+    chosen: dict[str, Any] = {}
+    for key, value in savings:
+        more = {**chosen, key: value}
+        if saved(chosen) < missing and saved(more) > saved(chosen):
+            chosen = more
+    for key in tuple(chosen):
+        fewer = {each: value for each, value in chosen.items() if each != key}
+        if saved(fewer) >= missing:
+            chosen = fewer
+    remedies = tuple(savings.values())
+    words = _join([savings[each] for each in chosen.items()], "and")
+    if saved(chosen) >= missing:
+        return remedies, f"; set {words}"
+    even_with = f"; even with {words}" if words else ""
+    return remedies, even_with + _too_short(missing - saved(chosen))
 
 
 def _bare(value: Any) -> str:
