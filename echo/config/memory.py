@@ -1026,8 +1026,10 @@ def read_model_facts(directory: Path) -> ModelFacts:
     # A multimodal model keeps the dimensions of its language part one level down.
     dims = table.get("text_config", table) if isinstance(table, dict) else {}
     dims = dims if isinstance(dims, dict) else {}
+    kinds = dims.get("layers_block_type")  # Nemotron-H's is no longer saved with their number
+    num_kinds = len(kinds) if isinstance(kinds, list) else None
     facts = {
-        "num_layers": _dimension(dims, path, "num_hidden_layers", "n_layer"),
+        "num_layers": _dimension(dims, path, "num_hidden_layers", "n_layer", default=num_kinds),
         "hidden_size": _dimension(dims, path, "hidden_size", "n_embd"),
         "vocab_size": _dimension(dims, path, "vocab_size"),
         "num_heads": _dimension(dims, path, "num_attention_heads", "n_head"),

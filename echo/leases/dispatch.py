@@ -16,7 +16,7 @@ import math
 import statistics
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -62,6 +62,10 @@ MEMORY = 0.8
 
 MAX_SPEED = 1e6
 """Tokens per second of one completion: no engine is faster, whatever its worker says."""
+
+EQUAL_SPEED = 0.8
+"""Share of the fastest worker's speed from which a worker counts as its equal before any group is
+made: what heartbeats show by then is that uncertain."""
 
 SLOWEST = 1 / 64
 """A group's own rate in relation to its worker's speed counts as this much at least."""
@@ -227,6 +231,12 @@ class FinishTimes:
         known = [speed for name in worker_ids if (speed := self.of(name).measured) is not None]
         self._usual = statistics.median(known) if known else 1.0
         self._fastest = max(known, default=1.0)
+
+    def equals(self, worker_ids: Iterable[str]) -> set[str]:
+        """Return the workers that are nearly as fast as the fastest, as far as is known."""
+        speeds = {worker_id: self.of(worker_id).measured for worker_id in worker_ids}
+        least = EQUAL_SPEED * max((speed for speed in speeds.values() if speed), default=0.0)
+        return {name for name, speed in speeds.items() if speed is None or speed >= least}
 
     def has_made_a_group(self, worker_id: str) -> bool:
         """Return whether a worker's speed is that of whole groups, rewards and tools included.
@@ -510,7 +520,7 @@ def moves(
 
 @dataclass(slots=True)
 class Newcomer:
-    """A worker of which nothing is known yet."""
+    """A worker that has made no group yet."""
 
     node_id: str
     num_held: int

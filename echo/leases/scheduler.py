@@ -585,12 +585,12 @@ class Scheduler:
         pending = Counter(g.record.reclaimed_for for g in running if self._is_asked(g.record, now))
         is_first = not self.finish_times.knows_a_group
         if is_first:
+            equals = self.finish_times.equals(able)
             newcomers = [
                 Newcomer(name, self._num_held(worker) + pending[name], worker.capacity)
                 for name, worker in able.items()
-                if self.finish_times.of(name).measured is None
                 # Else it gets new groups, once it shows its speed.
-                and bounds[worker.installed] == self._num_promised
+                if name in equals and bounds[worker.installed] == self._num_promised
             ]
             chosen = even_out(self._movable(running), newcomers) if newcomers else []
         else:

@@ -271,7 +271,8 @@ def test_a_slower_worker_delays_no_batch_that_the_other_has_room_for(
 def test_with_equal_shares_it_does() -> None:
     alone = mean_step(FAST, by_speed=False, max_staleness=0, seed=3)
     both = mean_step(BOTH, by_speed=False, max_staleness=0, seed=3)
-    assert both > 2 * alone, "there is nothing to improve on: the test above shows nothing"
+    # Moves and copies for their age, which remain, spare it some of that.
+    assert both > 1.5 * alone, "there is nothing to improve on: the test above shows nothing"
 
 
 # --- when groups will be done ---------------------------------------------------------------------

@@ -192,7 +192,7 @@ def test_the_others_are_told_a_path_that_is_the_same_in_any_directory() -> None:
 def assert_near(off: dict[str, float], weights: float = 0.01) -> None:
     """Up to `weights` of a step apart: of no gradient, Adam steps by the order of its sums."""
     assert off["weights"] < weights * A_STEP, off["weights"]
-    assert off["loss/policy"] < 1e-7, off["loss/policy"]
+    assert off["loss/policy"] < 2e-7, off["loss/policy"]
     assert off.pop("update") < 1e-3, off
     far = {name: value for name, value in off.items() if value > 1e-6}
     assert far.keys() <= {"weights"}, far
