@@ -1,10 +1,10 @@
 """Compare the planner's choices with the fluid optimum, and time the planning.
 
 For each distribution of uplinks and number of nodes: the rate that the slowest receiver gets from
-each kind of plan, from the plan that is chosen for a full snapshot, and from the one chosen if
-eight stripes were allowed, as shares of the bound r* = min(u0, min d, (u0 + sum u) / N). This is
-arithmetic, not a transfer: uplinks are shared equally by all the children that a node serves
-(echo/weights/topology/throughput.py). The learner has 1 Gbit/s; downlinks have at least 200 Mbit/s.
+each kind of plan, and from the plan that is chosen for a full snapshot, as shares of the bound
+r* = min(u0, min d, (u0 + sum u) / N). This is arithmetic, not a transfer: uplinks are shared
+equally by all the children that a node serves (echo/weights/topology/throughput.py). The learner
+has 1 Gbit/s; downlinks have at least 200 Mbit/s.
 """
 
 from __future__ import annotations
@@ -62,13 +62,12 @@ def row(kind: str, num_nodes: int, num_draws: int) -> dict[str, Any]:
         downlinks = [site.downlink_bytes_per_s or 0.0 for site in nodes]
         best = fluid_rate(LEARNER_MBIT * MBIT, uplinks, downlinks)
         optima.append(best / MBIT)
-        found, wide = planned(nodes), planned(nodes, max_stripes=8)
-        kinds.append(f"{found.kind} {found.num_stripes}")
+        found = planned(nodes)
+        kinds.append(found.kind)
         rates: dict[str, float] = {}
-        for one in wide.candidates:
-            name = one.kind if one.kind != "stripes" else f"{one.num_stripes} stripes"
-            rates[name] = max(rates.get(name, 0.0), one.rate_bytes_per_s)
-        rates |= {"chosen": found.rate_bytes_per_s, "chosen of 8": wide.rate_bytes_per_s}
+        for one in found.candidates:
+            rates[one.kind] = max(rates.get(one.kind, 0.0), one.rate_bytes_per_s)
+        rates["chosen"] = found.rate_bytes_per_s
         for name, rate in rates.items():
             shares.setdefault(name, []).append(rate / best)
     return {
@@ -125,7 +124,7 @@ def timed(num_nodes: int, repeats: int) -> dict[str, Any]:
     return {"num_nodes": num_nodes, "new_s": round(max(new), 4), "kept_s": round(max(kept), 4)}
 
 
-NAMES = ("chain", "tree", "2 stripes", "4 stripes", "8 stripes", "star", "chosen", "chosen of 8")
+NAMES = ("chain", "tree", "star", "chosen")
 
 
 def report(rows: list[dict[str, Any]]) -> None:

@@ -111,7 +111,7 @@ def measure(draw: str, error: float, chunk_bytes: int, seed: int) -> dict[str, A
     fleet.follow(plan.parents)
     seconds = [fleet.deliver(step, size, chunk_bytes // SCALE) for step in range(NUM_VERSIONS)]
     return {
-        "plan": f"{plan.kind} {plan.num_stripes}",
+        "plan": plan.kind,
         "promised": size / best / plan.predicted_s,
         "got": size / best / seconds[-1],
     }
@@ -140,7 +140,7 @@ def measure_joined(draw: str, chunk_bytes: int, seed: int, *, known: str) -> dic
     topology = fleet.planning.topology
     assert topology is not None
     return {
-        "plan": f"{topology.kind} {topology.num_stripes}",
+        "plan": topology.kind,
         "got": [size / best / one for one in seconds],
     }
 
@@ -216,21 +216,17 @@ class Fleet:
 
     def follow(self, parents: Any) -> None:
         """Connect everybody as a plan says."""
-        for name, stripes in parents.items():
-            node, count = self._nodes[name], len(stripes)
-            links = [f"{hops[0][0]} to {name}, link {index}" for index, hops in enumerate(stripes)]
-            former = [link for link, (_, child) in self._ends.items() if child == name]
-            self._perform(name, node.receiver.set_num_links(count, count, now=self.now))
-            for index, link in enumerate(links):
-                if link not in former:
-                    self._ends[link] = stripes[index][0][0], name
-                    rtt_s = 2 * LATENCY_S
-                    joined = node.receiver.set_parent(link, link=index, rtt_s=rtt_s, now=self.now)
-                    self._perform(name, joined)
-            for link in set(former) - set(links):
-                parent, _ = self._ends.pop(link)
-                gone = self._nodes[parent].remove_child(link, now=self.now)
-                self._perform(parent, gone)
+        for name, hops in parents.items():
+            node, link = self._nodes[name], f"{hops[0][0]} to {name}"
+            former = next((each for each, (_, child) in self._ends.items() if child == name), None)
+            if link == former:
+                continue
+            self._ends[link] = hops[0][0], name
+            joined = node.receiver.set_parent(link, rtt_s=2 * LATENCY_S, now=self.now)
+            self._perform(name, joined)
+            if former is not None:
+                parent, _ = self._ends.pop(former)
+                self._perform(parent, self._nodes[parent].remove_child(former, now=self.now))
 
     def deliver(self, step: int, size: int, chunk_bytes: int) -> float:
         """Return the seconds until everybody has a version."""
@@ -361,20 +357,17 @@ class JoinedFleet(Fleet):
         moved = self.planning.move(
             self._members, uplink_bytes_per_s=uplink, now=self.now, is_between=is_between
         )
-        self.follow({name: plan.stripes for name, plan in moved})
+        self.follow({name: plan.parents for name, plan in moved})
 
     def beat(self) -> None:
         """Have everybody send a heartbeat."""
         for member in self._members:
             node = self._nodes[member.node_id]
             seen = (node.uplink.bytes_per_s, self.told.get(member.node_id))
-            parents = sorted(
-                (link, parent) for link, (parent, name) in self._ends.items()
-                if name == member.node_id
-            )  # fmt: skip
+            parents = [parent for parent, name in self._ends.values() if name == member.node_id]
             member.installed = node.newest_complete
             stats = NodeStats(
-                parent=",".join(parent for _, parent in parents) or "-",
+                parent=parents[0] if parents else "-",
                 uplink_bytes_per_s=max((rate for rate in seen if rate is not None), default=None),
                 downlink_bytes_per_s=node.receiver.rate.bytes_per_s,
                 rtt_s=2 * LATENCY_S,

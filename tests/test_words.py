@@ -28,7 +28,7 @@ INSTEAD = {
     "handover": "one of its two meanings",
     "intake": "accept",
     "judge": "reward call",
-    "lane": "stripe, connection",
+    "lane": "connection",
     "last_words": "crash reason",
     "metering": "cost meter",
     "outrun": "superseded",
@@ -116,7 +116,7 @@ def test_nothing_is_called_as_it_was() -> None:
 
 
 def test_a_word_of_before_is_found() -> None:
-    assert gone("class LaneLink: ...") == ["LaneLink: say stripe, connection"]
+    assert gone("class LaneLink: ...") == ["LaneLink: say connection"]
     assert gone("class A:\n    num_strays: int") == ["num_strays: say unknown leases"]
     assert gone("log.info('the %s leaves its last words', x)") != []
     assert gone("counters.add('groups/barren')") == ["groups/barren: say zero-signal"]

@@ -16,7 +16,6 @@ from echo.runtime import node
 from echo.runtime.identity import Identity
 from echo.weights.topology.plan import Planner, with_backups
 from echo.weights.topology.sites import PlannedNode, Site, survey
-from echo.weights.topology.trees import stripe_trees
 from echo.wire.messages import LEARNER_ID, Lease, TopologyPlan
 
 
@@ -65,7 +64,7 @@ class ForcedPlanning(Planner):
     """A learner's planning that always makes the same kind of plan."""
 
     def __init__(self, planning: Planner, kind: str, ways: int = 0) -> None:
-        """Plan chain, star, tree (`ways` is the fan-out) or stripes (`ways` of them)."""
+        """Plan chain, star, or tree (`ways` is the fan-out)."""
         super().__init__(learner=planning.learner, chunk_bytes=planning.chunk_bytes)
         self.epoch = planning.epoch
         self._kind, self._ways = kind, ways
@@ -86,15 +85,10 @@ class ForcedPlanning(Planner):
         sites = [self._site(node, set()) for node in ordered]
         fleet = survey(sites, learner=self.learner, rtt_s=lambda *_: 0.0)
         count = len(sites) + 1
-        if self._kind == "stripes" and sites:
-            trees = stripe_trees(fleet, self._ways, does_spare_learner=True)
-        else:
-            fan_out = {"chain": 1, "star": count, "tree": self._ways}.get(self._kind, 1)
-            trees = [[-1, *((node - 1) // fan_out for node in range(1, count))]]
-        if trees is None:
-            raise LocalProtocolError(f"no {self._ways} stripes over {count - 1} receivers")
+        fan_out = {"chain": 1, "star": count, "tree": self._ways}[self._kind]
+        tree = [-1, *((node - 1) // fan_out for node in range(1, count))]
         self.epoch += 1
-        parents = with_backups(fleet, trees, previous={})
+        parents = with_backups(fleet, tree, previous={})
         return {
-            name: TopologyPlan(epoch=self.epoch, stripes=lists) for name, lists in parents.items()
+            name: TopologyPlan(epoch=self.epoch, parents=hops) for name, hops in parents.items()
         }

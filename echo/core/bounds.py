@@ -37,7 +37,7 @@ MAX_LEASES = 1 << 14
 MAX_RANGES = 1 << 16
 """Runs of chunks in one Fetch; what lies behind them is asked for later."""
 MAX_NODES = 1 << 10
-"""Nodes that one message names in one place: suspects, stripes of a plan, parents of a stripe."""
+"""Nodes that one message names in one place: suspects, the parents of a plan."""
 MAX_NAMES = 1 << 10
 """Entries of a mapping from names: counters, hashes, settings."""
 MAX_MEMBERS = 1 << 16
@@ -74,7 +74,6 @@ Size: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 50)]
 """Bytes of one thing."""
 Place: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 40)]
 """Which chunk or segment, or how many."""
-StripeIndex: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_NODES)]
 Capacity: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LEASES)]
 """Groups that a worker can hold, or samples concurrently."""
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]

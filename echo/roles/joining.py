@@ -309,8 +309,6 @@ class NodeSettings:
     dead_after_s: float = 45.0
     fingerprint: bytes | None = None
     """Of the learner's signing key, from the join string; None where nothing has told it."""
-    sockets_per_link: int = 1
-    """Parallel connections to each parent."""
     region: str = ""
     price_per_gb: float = 0.0
     price: Price = field(default_factory=Price)

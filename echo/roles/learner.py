@@ -372,7 +372,7 @@ class Learner(Role):
         actions += [*probe, *refused]
         plan = member.node.plan
         # A lost plan shows as a parent that is not the planned one; repeating it is harmless.
-        if plan is not None and message.stats.parent != plan.first_parents:
+        if plan is not None and message.stats.parent != plan.first_parent:
             plan = msgspec.structs.replace(plan, epoch=self.planning.epoch)
             actions += self._routes.to(member.node_id, plan)
         if has_new_suspects or self.planning.is_due(now=now):

@@ -108,7 +108,6 @@ class DialingRole:
             broadcast.receiver,
             addresses=settings.addresses,
             retry_s=settings.retry_s,
-            sockets_per_link=settings.sockets_per_link,
         )
         self._weights.retry_preferred_s = settings.dead_after_s
 
@@ -368,7 +367,6 @@ class DialingRole:
                 return []
             self._control.node_id = message.node_id
             self._faults.pop(self._control.address, None)
-            self._weights.reached(now - self._control.greeted_at)
             self._heard_at = now
             self._joining.via = f"{self._control.address.partition('#')[0]} ({message.node_id})"
             return self._joining.linked(now=now)

@@ -550,6 +550,7 @@ async def start_transport(
         heartbeat_s=network.heartbeat_s,
         dead_after_s=network.dead_after_s,
         max_strangers=min(MAX_STRANGERS, descriptor_limit() // 4),
+        max_bulk_connections=most_sockets(read_kernel()),
     )
     transport = ZmqTransport(listen, options, keys)
     await (transport.bind() if listens_later else transport.start())
@@ -571,13 +572,6 @@ def tell_of_kernel(*addresses: str | None, profile: str, log: logging.Logger) ->
     level = logging.WARNING if profile == "wan" else logging.INFO
     for line in costly_settings(read_kernel()):
         log.log(level, "%s", line)
-
-
-def sockets_per_link(parent: str | None) -> int:
-    """Return how many connections to open for weights to one parent, by the kernel's settings."""
-    if parent is not None and is_loopback(parent):
-        return 1
-    return most_sockets(read_kernel())
 
 
 def make_broadcast(
@@ -646,12 +640,11 @@ def node_settings(
             "weights from here; set it to the address at which others reach this %s",
             *3 * (role,),
         )
-    addresses = join.addresses()
     return NodeSettings(
         node_id=node_name(role, section.name),
         role=role,
         incarnation=secrets.token_hex(8),
-        addresses=addresses,
+        addresses=join.addresses(),
         advertise=advertise,
         echo_version=__version__,
         reconnect_for_s=network.reconnect_for_s,
@@ -661,7 +654,6 @@ def node_settings(
         heartbeat_s=network.heartbeat_s,
         dead_after_s=network.dead_after_s,
         fingerprint=join.fingerprint(),
-        sockets_per_link=sockets_per_link(next(iter(addresses), None)),
         region=network.region,
         price_per_gb=network.price_per_gb,
         price=stated_price(section),

@@ -1,13 +1,13 @@
-"""Weights pulled chunk by chunk from parents, forwarded to children on arrival.
+"""Weights pulled chunk by chunk from a parent, forwarded to children on arrival.
 
-Every node takes weights from its parents and serves any number of children;
+Every node takes weights from one parent and serves any number of children;
 the learner has no parent and gets its versions from `publish`. A node keeps a **store** of items
 (`store.py`): images, and encoded versions (deltas and keyframes).
 
     child                         parent
       Subscribe(newest held)  ->            once per link, and when something seems to be missing
                               <-  Announce  what can be had, and again whenever that changes
-      Fetch(missing, credit)  ->            one item at a time, one Fetch per link
+      Fetch(missing, credit)  ->            one item at a time
                               <-  Segment   the tables of an encoded version, as they are signed
                               <-  Chunk     ascending, as soon as the parent holds it, or some
       Credit(bytes)           ->            every quarter of the window
@@ -25,15 +25,13 @@ Rules
 * A newer version pre-empts the one being fetched if less than half of that has come, and going to
   the newer one directly costs no more than finishing and going on from there; and not twice in a
   row, or a link slower than the pace of publication would never complete any.
-* Whatever is lost is asked for again: a link that is silent for too long (`link.py`) is
-  left for the spare parent if there is one; otherwise the child repeats its request, and gives the
-  parent up at the second silence. Chunks with wrong hashes end a parent too, and so does an offer
-  of which nothing ever comes (`receiver.py`). `parents.py` gives the link another one
-  (`ParentFailed`), whose Fetch names only what is missing: no chunk that is held is requested
-  again.
+* Whatever is lost is asked for again: a parent that is silent for too long (`link.py`) is left for
+  the spare parent if there is one; otherwise the child repeats its request, and gives the parent up
+  at the second silence. Chunks with wrong hashes end a parent too, and so does an offer of which
+  nothing ever comes (`receiver.py`). `parents.py` finds another one (`ParentFailed`), whose Fetch
+  names only what is missing: no chunk that is held is requested again.
 * An item for which there is no space is left, and retried with a backoff (`receiver.py`).
-* Where a parent says Gone, the item is divided among the links whose parents may have it, and given
-  up if there is none. What a parent has offered is forgotten with it.
+* Where the parent says Gone, the item is given up. What a parent has offered is forgotten with it.
 
 This file joins the two halves, `receiver.py` (the child's) and `sender.py` (the parent's).
 """
@@ -82,7 +80,7 @@ class Broadcast:
 
     A role hands in messages (`receive`), time (`expire`), results of work (`worked`) and what the
     learner says there is (`expect`), a learner versions too (`publish`, `publish_segment`); each
-    returns actions. `receiver` is told the parents, `trust` the learner's key. All else is read.
+    returns actions. `receiver` is told the parent, `trust` the learner's key. All else is read.
     """
 
     def __init__(
@@ -116,7 +114,7 @@ class Broadcast:
             window_bytes=window_bytes,
             stall_s=stall_s,
         )
-        """The child's half, which is told the parents."""
+        """The child's half, which is told the parent."""
         self.trust = self.receiver.trust
         """What is believed: nothing before the learner's key is set."""
         self.store = self._store.images
@@ -278,7 +276,7 @@ class Broadcast:
         return self.receiver.retire(now)
 
     def expect(self, newest: PolicyVersion | None, *, now: float) -> list[Action | ParentFailed]:
-        """Ask the parents about a version that the learner says there is, unless it is known.
+        """Ask the parent about a version that the learner says there is, unless it is known.
 
         Either its Announce is still on its way down the chain, or it was lost on a link. A parent
         from which nothing can be fetched for GIVE_UP_STALLS silences, although there is something
@@ -297,7 +295,8 @@ class Broadcast:
         ):  # fmt: skip
             self._expected_since = None
             reason = f"it does not have {newest}"
-            return [ParentFailed(peer, reason) for peer in self.receiver.leave()]
+            has_parent = self.receiver.link.peer is not None
+            return [ParentFailed(self.receiver.disconnect(), reason)] if has_parent else []
         return [*self.receiver.resubscribe(now=now)] if is_news else []
 
     # --- messages and time -----------------------------------------------------------------------
@@ -333,9 +332,9 @@ class Broadcast:
         raise LocalProtocolError(f"{type(work).__name__} does not belong to the weights plane")
 
     def tend(self, *, now: float) -> list[Action]:
-        """Look after the children: all that is due where there are no parents."""
+        """Look after the children: all that is due where there is no parent."""
         return self._sender.expire(now)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
-        """Repeat what brought nothing; report parents that are silent."""
+        """Repeat what brought nothing; report a parent that is silent."""
         return [*self.tend(now=now), *self.receiver.expire(now=now)]

@@ -1,9 +1,26 @@
-"""Stripe links to parents: rate, credit window and patience of each connection.
+"""The link to the parent: its states, rate, credit window and patience; and the uplink probe.
 
-An item's chunks are divided among `num_links` stripe links by index % num_links, each with a
-connection of its own: links with different parents are the stripes of several trees, links with the
-same parent are parallel connections (a single one is slow where TCP's buffers are small). Where a
-parent has not the item, it is divided among the other links.
+**States** (`TABLE`; `disconnect` leads from each to alone, an event that is not named changes
+nothing):
+
+    alone             --connect--> idle
+    idle              --subscribe--> subscribed        --fetch--> requested
+    subscribed        --heard--> idle                  --fetch--> requested
+                      --silence--> subscribed_again    --silence_with_spare--> alone
+    subscribed_again  --heard--> idle                  --fetch--> requested
+                      --silence--> alone               --silence_with_spare--> alone
+    requested         --lives--> fetching              --waits--> waiting
+                      --silence--> requested_again     --silence_with_spare--> alone
+                      --complete--> idle
+    requested_again   --lives--> fetching              --waits--> waiting
+                      --silence--> alone               --silence_with_spare--> alone
+                      --complete--> idle
+    fetching          --fetch--> requested             --waits--> waiting
+                      --silence--> requested_again     --silence_with_spare--> alone
+                      --complete--> idle
+    waiting           --fetch--> requested             --lives--> fetching
+                      --silence--> requested_again     --silence_with_spare--> alone
+                      --complete--> idle
 
 **Rate.** Bytes over *busy* time: time in which more was wanted than had come. Between the arrivals
 of two chunks of one burst a link is busy; before the first of them, and while the other side has
@@ -25,13 +42,13 @@ burst of one chunk says nothing.
 round trip + 2 chunks, of the rate that this link has shown, so that it grows by half with every
 round trip until the link is full, and shrinks with it.
 
-**Timeout.** A link is silent when something is awaited and neither a chunk nor a Waiting has come
-for `patience_s`: four round trips, or the time of four chunks at the rate that the link has shown,
-or three times the longest gap between two chunks of late (where many connections share an uplink,
-each of them starves at times). Its bounds:
+**Timeout.** The parent is silent when something is awaited and neither a chunk nor a Waiting has
+come for `patience_s`: four round trips, or the time of four chunks at the rate that the link has
+shown, or three times the longest gap between two recent chunks (where many children share an
+uplink, each of them starves at times). With a spare the parent is left at its first silence,
+without one it is asked once more and left at the second. The bounds of `patience_s`:
 
-* At least MIN_PATIENCE_S for each stripe where a spare parent stands by: the less comes over a
-  link, the less its silence costs, and leaving an honest parent costs as much as ever.
+* At least MIN_PATIENCE_S where a spare parent stands by.
 * At least the configured time where no spare does, and for the first chunk, for which everybody
   asks at once.
 * The configured time while the link has not shown its rate, with a backoff: twice as long with each
@@ -48,7 +65,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import StrEnum
 
+from echo.core.errors import LocalProtocolError
 from echo.wire.actions import Action, Send
 from echo.wire.codec import encode
 from echo.wire.messages import Probe, ProbeAck
@@ -214,7 +233,110 @@ def window_bytes(rate: float | None, rtt_s: float | None, chunk_bytes: int, *, f
     return int(min(1.5 * rate * (rtt_s + LOOP_S) + least, MAX_WINDOW_BYTES))
 
 
-# --- stripe link: credit and patience -------------------------------------------------------------
+# --- states ---------------------------------------------------------------------------------------
+
+
+class LinkState(StrEnum):
+    """What a node awaits of its parent."""
+
+    ALONE = "alone"
+    """There is no parent."""
+    IDLE = "idle"
+    """Nothing is awaited."""
+    SUBSCRIBED = "subscribed"
+    """An answer to Subscribe."""
+    SUBSCRIBED_AGAIN = "subscribed_again"
+    """The same, after a silence."""
+    REQUESTED = "requested"
+    """Chunks of which none has come since they were asked for."""
+    REQUESTED_AGAIN = "requested_again"
+    """The same, after a silence."""
+    FETCHING = "fetching"
+    """More chunks."""
+    WAITING = "waiting"
+    """Chunks for which the parent says that it waits itself."""
+
+
+class LinkEvent(StrEnum):
+    """What can happen to a link."""
+
+    CONNECT = "connect"
+    """A parent has been reached."""
+    DISCONNECT = "disconnect"
+    """The parent is lost or left."""
+    SUBSCRIBE = "subscribe"
+    """Subscribe is sent."""
+    FETCH = "fetch"
+    """Fetch is sent."""
+    HEARD = "heard"
+    """The parent has sent a message that is not of the item."""
+    LIVES = "lives"
+    """It has sent something of the item."""
+    WAITS = "waits"
+    """It says that it waits for the item itself."""
+    COMPLETE = "complete"
+    """No more chunks are awaited."""
+    SILENCE = "silence"
+    """Nothing has come for `patience_s`, and no spare parent stands by."""
+    SILENCE_WITH_SPARE = "silence_with_spare"
+    """The same, and one stands by."""
+
+
+def _row(state: LinkState, moves: dict[LinkEvent, LinkState]) -> dict[LinkEvent, LinkState]:
+    """Return what each event leads to: where `moves` does not name it, it changes nothing."""
+    return {event: moves.get(event, state) for event in LinkEvent}
+
+
+def _table() -> dict[LinkState, dict[LinkEvent, LinkState]]:
+    s, e = LinkState, LinkEvent
+    over = {e.DISCONNECT: s.ALONE}
+    first = {**over, e.SILENCE_WITH_SPARE: s.ALONE}
+    second = {**first, e.SILENCE: s.ALONE}
+    moves = {
+        s.ALONE: {e.CONNECT: s.IDLE},
+        s.IDLE: {**over, e.SUBSCRIBE: s.SUBSCRIBED, e.FETCH: s.REQUESTED},
+        s.SUBSCRIBED: {
+            **first, e.HEARD: s.IDLE, e.FETCH: s.REQUESTED, e.SILENCE: s.SUBSCRIBED_AGAIN
+        },
+        s.SUBSCRIBED_AGAIN: {**second, e.HEARD: s.IDLE, e.FETCH: s.REQUESTED},
+        s.REQUESTED: {
+            **first,
+            e.LIVES: s.FETCHING,
+            e.WAITS: s.WAITING,
+            e.COMPLETE: s.IDLE,
+            e.SILENCE: s.REQUESTED_AGAIN,
+        },
+        s.REQUESTED_AGAIN: {
+            **second, e.LIVES: s.FETCHING, e.WAITS: s.WAITING, e.COMPLETE: s.IDLE
+        },
+        s.FETCHING: {
+            **first,
+            e.FETCH: s.REQUESTED,
+            e.WAITS: s.WAITING,
+            e.COMPLETE: s.IDLE,
+            e.SILENCE: s.REQUESTED_AGAIN,
+        },
+        s.WAITING: {
+            **first,
+            e.FETCH: s.REQUESTED,
+            e.LIVES: s.FETCHING,
+            e.COMPLETE: s.IDLE,
+            e.SILENCE: s.REQUESTED_AGAIN,
+        },
+    }  # fmt: skip
+    return {state: _row(state, moves[state]) for state in LinkState}
+
+
+TABLE = _table()
+"""State -> event -> state; total."""
+
+_AWAITS_ANSWER = frozenset({LinkState.SUBSCRIBED, LinkState.SUBSCRIBED_AGAIN})
+_AWAITS_CHUNKS = frozenset(
+    {LinkState.REQUESTED, LinkState.REQUESTED_AGAIN, LinkState.FETCHING, LinkState.WAITING}
+)
+_ASKED_AGAIN = frozenset({LinkState.SUBSCRIBED_AGAIN, LinkState.REQUESTED_AGAIN})
+
+# --- link: credit and patience --------------------------------------------------------------------
 
 MIN_PATIENCE_S = 0.5
 MAX_PATIENCE_S = 60.0
@@ -233,32 +355,11 @@ MAX_DOUBLINGS = 4
 """Of the patience with parents that have not shown a rate: 16 times the configured time."""
 MAX_BAD_CHUNKS = 3
 """Chunks with a wrong hash after which a parent is given up; one can be a memory error."""
-ONE_SOCKET_RTT_S = 0.045
-"""Round trip up to which one connection with 4 MiB of buffer carries 500 Mbit/s; several would
-divide the link unequally, and the slowest of them would be waited for."""
-RTT_PER_SOCKET_S = 0.012
-"""One connection more for each so much beyond: 6 at 100 ms, which fill 1 Gbit/s. Fewer leave some
-of it, and 8 push so much more than the link takes that it drops packets."""
-
-
-def num_sockets(rtt_s: float, *, most: int) -> int:
-    """Return how many connections to a parent at this round trip to open, at most `most`."""
-    more = math.ceil((rtt_s - ONE_SOCKET_RTT_S) / RTT_PER_SOCKET_S)
-    return min(most, max(1, 1 + more))
-
-
-def count_links(num_stripes: int, num_sockets: int) -> int:
-    """Return how many links to open over so many stripes, for at least `num_sockets` in all.
-
-    Stripes come over connections of their own, which fill a long link together. More than that
-    would only give this node a larger part of its parents' uplinks than its siblings get.
-    """
-    return num_stripes * math.ceil(num_sockets / num_stripes)
 
 
 @dataclass(frozen=True, slots=True)
 class ParentFailed:
-    """The parent of a link does not deliver; the role must choose another."""
+    """The parent does not deliver; the role must choose another."""
 
     peer: str
     reason: str
@@ -267,13 +368,13 @@ class ParentFailed:
 
 
 @dataclass(slots=True, eq=False)
-class StripeLink:
-    """The child's half of one connection of the weights plane."""
+class ParentLink:
+    """The child's half of the connection to its parent."""
 
-    index: int
     first_window_bytes: int
     stall_s: float
     """Patience while the link has not shown its rate."""
+    state: LinkState = LinkState.ALONE
     peer: str | None = None
     has_spare: bool = False
     """Whether another parent stands by, so that this one is left at its first silence."""
@@ -286,47 +387,57 @@ class StripeLink:
     """Bytes that have come and are being written: no credit was given for them yet."""
     progress_at: float = 0.0
     longest_gap_s: float = 0.0
-    """Between two chunks of late."""
-    num_stripes: int = 1
-    """Over how many different parents the item is divided."""
-    is_pulling: bool = False
-    """Whether chunks are awaited."""
-    is_fresh: bool = False
-    """Whether nothing has been heard since they were asked for."""
-    is_asking: bool = False
-    """Whether an answer to Subscribe is awaited."""
-    is_waiting: bool = False
-    """Whether the parent has said that it waits itself."""
+    """Between two recent chunks."""
     promised_s: float = 0.0
-    """Within how long it will say so again."""
-    is_silent: bool = False
-    """Whether a first silence has passed."""
+    """Within how long a parent that waits will say so again."""
     num_failures: int = 0
     """Parents left for their silence before they had shown a rate."""
-    is_denied: bool = False
-    """Whether the parent has said that it has not the item; the others share its chunks."""
     num_bad_chunks: int = 0
+
+    def _move(self, event: LinkEvent) -> None:
+        self.state = TABLE[self.state][event]
+
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether an answer to Subscribe is awaited."""
+        return self.state in _AWAITS_ANSWER
+
+    @property
+    def awaits_chunks(self) -> bool:
+        """Whether chunks are awaited."""
+        return self.state in _AWAITS_CHUNKS
 
     def connect(self, peer: str | None, *, rtt_s: float | None) -> None:
         """Take another parent, or none."""
+        self._move(LinkEvent.DISCONNECT)
+        if peer is not None:
+            self._move(LinkEvent.CONNECT)
         if peer is None or rtt_s is not None:
             self.rtt_s = rtt_s
         self.peer, self.num_bad_chunks = peer, 0
         # What the former link could carry may be far too much for this one.
         self.rate, self.window = RateEstimate(), 0
         self.unspent_bytes = self.writing_bytes = 0
-        self.longest_gap_s = 0.0
-        self.is_silent = self.is_asking = self.is_pulling = self.is_waiting = False
-        self.is_denied, self.promised_s = False, 0.0
+        self.longest_gap_s = self.promised_s = 0.0
 
-    def begin(self, *, now: float) -> int:
+    def subscribe(self, *, now: float) -> None:
+        """Note that the parent is asked what can be had."""
+        if self.state is LinkState.IDLE:
+            self.progress_at = now
+        self._move(LinkEvent.SUBSCRIBE)
+
+    def heard(self) -> None:
+        """Note that the parent has sent any message."""
+        self._move(LinkEvent.HEARD)
+
+    def fetch(self, *, now: float) -> int:
         """Note that chunks are asked for; return the credit to give with it.
 
         What is still being written takes its part of the window, of whatever item it is.
         """
+        self._move(LinkEvent.FETCH)
         self.window = self.window or self.first_window_bytes
         self.unspent_bytes = 0
-        self.is_pulling, self.is_fresh, self.is_waiting = True, True, False
         self.progress_at, self.promised_s = now, 0.0
         self.rate.pause()
         return max(0, self.window - self.writing_bytes)
@@ -338,7 +449,7 @@ class StripeLink:
     @property
     def can_bring(self) -> bool:
         """Whether something is awaited, and the parent has credit left for it."""
-        return self.is_pulling and self.window > self.unspent_bytes + self.writing_bytes
+        return self.awaits_chunks and self.window > self.unspent_bytes + self.writing_bytes
 
     def came(self, num_bytes: int, *, now: float) -> None:
         """Note that a chunk has come, and is to be verified and written."""
@@ -367,19 +478,32 @@ class StripeLink:
         return taken, credit
 
     def lives(self, *, now: float) -> None:
-        """Note that the parent has sent something of what is awaited, or says that it waits."""
+        """Note that the parent has sent something of what is awaited."""
+        self._move(LinkEvent.LIVES)
         self.progress_at, self.promised_s = now, 0.0
-        self.is_silent = self.is_fresh = self.is_waiting = False
 
-    def waits(self, *, again_s: float) -> None:
-        """Note that it says that it waits, and within how long it will say so again."""
-        self.is_waiting = True
+    def waits(self, *, again_s: float, now: float) -> None:
+        """Note that the parent waits itself, and within how long it will say so again."""
+        self._move(LinkEvent.WAITS)
+        self.progress_at = now
         self.promised_s = min(again_s, MAX_PROMISE_S)  # it is not believed beyond reason
-
-    def finish(self) -> None:
-        """Note that nothing more is awaited of the item."""
-        self.is_pulling = self.is_silent = self.is_waiting = False
         self.rate.pause()
+
+    def complete(self) -> None:
+        """Note that nothing more is awaited of the item."""
+        self._move(LinkEvent.COMPLETE)
+        self.rate.pause()
+
+    def silence(self, *, now: float) -> bool:
+        """Note that the parent has been silent for too long; return whether it is to be left."""
+        event = LinkEvent.SILENCE_WITH_SPARE if self.has_spare else LinkEvent.SILENCE
+        is_left = TABLE[self.state][event] is LinkState.ALONE
+        if is_left:
+            self.num_failures += 1  # `connect` moves on
+        else:
+            self._move(event)
+            self.progress_at = now
+        return is_left
 
     def patience_s(self, chunk_bytes: int) -> float:
         """Return how long a silence may last."""
@@ -393,8 +517,8 @@ class StripeLink:
             # Over a link too slow for the configured time nothing would ever come.
             doubled = math.ldexp(self.stall_s, min(self.num_failures, MAX_DOUBLINGS))
             return min(doubled, max(MAX_PATIENCE_S, self.stall_s))
-        is_quick = self.has_spare and not self.is_fresh
-        least = MIN_PATIENCE_S * self.num_stripes if is_quick else self.stall_s
+        is_first = self.state in (LinkState.REQUESTED, LinkState.REQUESTED_AGAIN)
+        least = MIN_PATIENCE_S if self.has_spare and not is_first else self.stall_s
         chunks_s = 4 * chunk_bytes / rate if rate > 1.0 else 4.0 * chunk_bytes
         longest = max(least, 4 * self.rtt_s, chunks_s, 3 * self.longest_gap_s)
         most = self.stall_s if self.stall_s > MAX_PATIENCE_S else MAX_PATIENCE_S
@@ -402,13 +526,29 @@ class StripeLink:
 
     def silence_s(self, chunk_bytes: int, *, now: float) -> float:
         """Return how long nothing has come of what is awaited."""
-        return now - self.progress_at + self.patience_s(chunk_bytes) * self.is_silent
+        was_asked_again = self.state in _ASKED_AGAIN
+        return now - self.progress_at + self.patience_s(chunk_bytes) * was_asked_again
 
     def deadline(self, chunk_bytes: int) -> float | None:
-        """Return when the link counts as silent; None while nothing is awaited of it."""
-        if self.peer is None or not (self.is_pulling or self.is_asking) or self.writing_bytes:
+        """Return when the parent counts as silent; None while nothing is awaited of it."""
+        if self.writing_bytes or not (self.awaits_chunks or self.awaits_answer):
             return None
         return self.progress_at + self.patience_s(chunk_bytes)
+
+    def validate(self) -> None:
+        """Check what holds after every event.
+
+        Raises:
+            LocalProtocolError: if it does not.
+        """
+        is_sound = (
+            (self.peer is None) == (self.state is LinkState.ALONE)
+            and min(self.window, self.unspent_bytes, self.writing_bytes) >= 0
+            and (self.window > 0 or not self.awaits_chunks)
+            and (self.peer is not None or not self.writing_bytes)
+        )
+        if not is_sound:
+            raise LocalProtocolError(f"the link to the parent is in disorder: {self}")
 
 
 # --- uplink probe: one message, and how soon it has come ------------------------------------------

@@ -1,19 +1,20 @@
 """Parents of a node: follow the plan, fall back, quarantine, return.
 
-The plan names, for each stripe, parents in order of preference. Every StripeLink (`link.py`) has
-one connection in use, and may have a **spare** that is dialled and greeted but idle, to the next
-parent of the same list. When the connection in use is lost, does not answer or does not deliver,
-the spare takes its place at once, even while another is dialled; without one the next parent of the
-list is dialled, and after the last the first again. The connection in use is kept until the one
-that replaces it has answered, so a new plan never breaks a transfer.
+The plan names parents in order of preference. One connection is in use, and there may be a
+**spare** that is dialled and greeted but idle, to the next parent of the list. When the connection
+in use is lost, does not answer or does not deliver, the spare takes its place at once, even while
+another is dialled; without one the next parent of the list is dialled, and after the last the first
+again. The connection in use is kept until the one that replaces it has answered, so a new plan
+never breaks a transfer.
 
 A parent that failed while the plan stayed the same is retried when the learner repeats the plan (it
-does so while the node's parent is another), but not before `retry_preferred_s`, and with a backoff,
-or two that both lack what there is would keep a node between them. One that sent chunks with wrong
-hashes is **quarantined**: it is passed over for QUARANTINE_S, unless it is the learner.
+does so while the node's parent is another), but not before `retry_preferred_s`, and with a backoff:
+otherwise a node could alternate endlessly between two parents that both lack the item. One that
+sent chunks with wrong hashes is **quarantined**: it is passed over for QUARANTINE_S, unless it is
+the learner.
 
-A link that no parent of the plan serves any more is a **last resort** away from the learner: the
-node dials the addresses at which it looks for the learner itself, and takes weights there from the
+A node that no parent of the plan serves any more has a **last resort** away from the learner: it
+dials the addresses at which it looks for the learner itself, and takes weights there from the
 learner alone. A plan may lack them (a learner that listens on a wildcard tells nobody its address,
 and the relay on the way may have changed the plan). Where that fails, too, a parent is quarantined
 for no longer than ALONE_S: there is nobody else to ask.
@@ -21,11 +22,10 @@ for no longer than ALONE_S: there is nobody else to ask.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from echo.core.timers import earliest
-from echo.weights.link import Connection, ParentFailed, count_links, num_sockets
+from echo.weights.link import Connection, ParentFailed
 from echo.weights.receiver import Receiver
 from echo.wire.actions import Action, Dial, HangUp, Note
 from echo.wire.messages import LEARNER_ID, TopologyPlan
@@ -35,26 +35,62 @@ CONNECT_TIMEOUT_S = 3.0
 QUARANTINE_S = 600.0
 ALONE_S = 10.0
 """Quarantine of a parent where nobody else can be asked: its fault may have passed."""
-REDIVIDE_AFTER_S = 5.0
-"""Wait for the end of a fetch: what is under way is lost then, below a slow parent much time."""
 
 
-class StripeParents:
-    """The parents of one StripeLink: the one in use, the one being dialled, and the spare."""
+class Parents:
+    """The parents of a node: the one in use, the one that is being dialled, and the spare."""
 
-    def __init__(self, node: Parents, link: int) -> None:
-        """Start without a plan; `link` is the index of the StripeLink that is told its parent."""
-        self._node, self.receiver = node, node.receiver
-        self.link = link
+    def __init__(
+        self, receiver: Receiver, *, addresses: Sequence[str] = (), retry_s: float
+    ) -> None:
+        """Start without a plan; `addresses` may lead to the learner."""
+        self.receiver = receiver
+        self._addresses = addresses
+        self.retry_s = retry_s
+        self.retry_preferred_s = 0.0
+        self.learner_address = ""
+        """As plans say; empty where they do not."""
+        self.control: Connection | None = None
+        """To the learner's side, which a plan may name without an address."""
+        self.quarantined: dict[str, float] = {}
+        """Node id -> since when it is passed over."""
         self.current: Connection | None = None
         self.next: Connection | None = None
         self.spare: Connection | None = None
+        self._epoch = -1
         self._parents: tuple[tuple[str, str], ...] = ()
         self._index = 0
         self._follow_at: float | None = None
         self._spare_at: float | None = None
         self._failed_at: float | None = None
         self._num_failures = 0
+
+    # --- what others ask -------------------------------------------------------------------------
+
+    @property
+    def learner_addresses(self) -> list[str]:
+        """Where to look for the learner: as this node was told, then as plans say."""
+        told = self.learner_address
+        return [*self._addresses, *([told] if told and told not in self._addresses else [])]
+
+    @property
+    def parent(self) -> str:
+        """Node id of the parent in use, "-" if there is none."""
+        return "-" if self.current is None else self.current.node_id
+
+    @property
+    def rtt_s(self) -> float | None:
+        """Round trip to the parent."""
+        return None if self.current is None else self.current.rtt_s
+
+    def suspects(self, *, now: float) -> tuple[str, ...]:
+        """Return the nodes that are in quarantine."""
+        since = self.quarantined.items()
+        return tuple(node_id for node_id, began_at in since if now < began_at + QUARANTINE_S)
+
+    def has(self, peer: str) -> bool:
+        """Return whether `peer` is a parent or may become one."""
+        return any(each.peer == peer for each in self.connections)
 
     @property
     def connections(self) -> list[Connection]:
@@ -67,30 +103,56 @@ class StripeParents:
 
     # --- the plan --------------------------------------------------------------------------------
 
-    def on_parents(self, parents: tuple[tuple[str, str], ...], *, now: float) -> list[Action]:
-        """Follow a list of parents, the same as before or another."""
-        if parents == self._parents:
-            patience_s = self._node.retry_preferred_s * 2 ** min(5, max(0, self._num_failures - 1))
+    def new_learner(self) -> None:
+        """Note that plans are numbered from the start again, as after a restart of the learner."""
+        self._epoch = -1
+
+    def on_plan(self, plan: TopologyPlan, *, now: float) -> list[Action]:
+        """Follow a plan, unless it is an old one, or for a process that bore this name before.
+
+        It names the same parents as before or others; one without any ends a fetch.
+        """
+        if plan.epoch < self._epoch or not self.receiver.trust.has_key:
+            return []
+        self._epoch = plan.epoch
+        if plan.is_standby:
+            return self._rest(now)
+        for node_id, address in plan.parents:
+            if node_id == LEARNER_ID and address:
+                self.learner_address = address
+        if plan.parents == self._parents:
+            patience_s = self.retry_preferred_s * 2 ** min(5, max(0, self._num_failures - 1))
             is_over = self._failed_at is None or now >= self._failed_at + patience_s
             if not (self._index > 0 and self.next is None and is_over):
                 return []
-        self._num_failures *= parents == self._parents
-        self._parents, self._index = parents, 0
+        else:
+            self._num_failures = 0
+        self._parents, self._index = plan.parents, 0
         return self._follow(now)
+
+    def _rest(self, now: float) -> list[Action]:
+        """Leave the parent; what is held of a version is kept for the next plan."""
+        peers = [connection.peer for connection in self.connections if connection.peer]
+        self.current = self.next = self.spare = None
+        self._follow_at = self._spare_at = self._failed_at = None
+        self._parents, self._index, self._num_failures = (), 0, 0
+        self.receiver.link.has_spare = False
+        hung_up: list[Action] = [HangUp(peer) for peer in peers]
+        return hung_up + self.receiver.set_parent(None, now=now)
 
     @property
     def _hops(self) -> list[tuple[str, str]]:
         """All (node id, address) to dial in turn: the plan's, and those of the last resort."""
         planned = {address for _, address in self._parents}
-        others = [each for each in self._node.learner_addresses if each not in planned]
+        others = [each for each in self.learner_addresses if each not in planned]
         return [*self._parents, *((LEARNER_ID, each) for each in others), *self._parents]
 
     def _address(self, index: int, now: float) -> str:
         """Return where one of the hops can be dialled, "" if it cannot be now."""
-        hops, control = self._hops, self._node.control
+        hops, control = self._hops, self.control
         node_id, address = hops[index]
         is_alone = index >= len(hops) - len(self._parents)
-        since = self._node.quarantined.get(node_id)
+        since = self.quarantined.get(node_id)
         if is_alone and (since is None or node_id == LEARNER_ID):
             return ""  # it was asked a moment ago
         patience_s = ALONE_S if is_alone else QUARANTINE_S
@@ -119,7 +181,7 @@ class StripeParents:
                 self.next = Connection(address, dialled_at=now)
                 return [*actions, Dial(address, "weights")]
             self._index += 1
-        self._index, self._follow_at = 0, now + self._node.retry_s
+        self._index, self._follow_at = 0, now + self.retry_s
         return actions
 
     def _keep_spare(self, now: float) -> list[Action]:
@@ -140,10 +202,32 @@ class StripeParents:
 
     def _drop_spare(self) -> list[Action]:
         spare, self.spare = self.spare, None
-        self.receiver.set_spare(self.link, is_ready=False)
+        self.receiver.link.has_spare = False
         return [HangUp(spare.peer)] if spare is not None and spare.peer else []
 
     # --- connections -----------------------------------------------------------------------------
+
+    def dialled(self, address: str, peer: str) -> None:
+        """Note which peer a Dial has become."""
+        for connection in self.connections:
+            if connection.address == address and not connection.peer:
+                connection.peer = peer
+                return
+
+    def connected(self, peer: str, *, now: float) -> bool:
+        """Note that a link stands; return whether it is one of these and is to be greeted."""
+        for connection in self.connections:
+            if connection.peer == peer and not connection.node_id:
+                connection.greeted_at = now
+                return True
+        return False
+
+    def parent_failed(self, failure: ParentFailed, *, now: float) -> list[Action]:
+        """Go on without a parent that does not deliver."""
+        connection = next((each for each in self.connections if each.peer == failure.peer), None)
+        if connection is None:
+            return []
+        return self.fail(connection, failure.reason, now=now, is_corrupt=failure.is_corrupt)
 
     def greeted(self, peer: str, node_id: str, *, now: float) -> list[Action]:
         """Take weights from the parent that has answered, or have it stand by."""
@@ -155,11 +239,11 @@ class StripeParents:
         if connection is self.next and is_last_resort and node_id != LEARNER_ID:
             return self.fail(connection, f"it is {node_id}, not the learner", now=now)
         if connection is self.spare:
-            self.receiver.set_spare(self.link, is_ready=True)
+            self.receiver.link.has_spare = True
             return []
         old, self.current, self.next = self.current, connection, None
         actions: list[Action] = [HangUp(old.peer)] if old is not None else []
-        actions += self.receiver.set_parent(peer, link=self.link, rtt_s=connection.rtt_s, now=now)
+        actions += self.receiver.set_parent(peer, rtt_s=connection.rtt_s, now=now)
         return actions + self._keep_spare(now)
 
     def fail(
@@ -174,13 +258,13 @@ class StripeParents:
         name = connection.node_id or connection.address
         actions: list[Action] = [HangUp(connection.peer)] if connection.peer else []
         if connection is self.spare:
-            self.spare, self._spare_at = None, now + self._node.retry_s
-            self.receiver.set_spare(self.link, is_ready=False)
+            self.spare, self._spare_at = None, now + self.retry_s
+            self.receiver.link.has_spare = False
             return actions
         text = f"weights from {name} failed: {reason}"
         actions.append(Note("warning", text, f"weights from {name}"))
         if is_corrupt and connection.node_id:
-            self._node.quarantined[connection.node_id] = now
+            self.quarantined[connection.node_id] = now
         self._failed_at = now
         self._num_failures += 1
         if connection is self.next:
@@ -190,7 +274,7 @@ class StripeParents:
         self.current = None
         if self.spare is not None and self.spare.node_id:
             return actions + self._use_spare(now)
-        actions += self.receiver.set_parent(None, link=self.link, now=now)
+        actions += self.receiver.set_parent(None, now=now)
         if self.next is not None:
             return actions
         self._index += 1
@@ -205,18 +289,9 @@ class StripeParents:
             self._index = (
                 names.index(connection.node_id) if connection.node_id in names else self._index + 1
             )
-        self.receiver.set_spare(self.link, is_ready=False)
-        actions = self.receiver.set_parent(
-            connection.peer, link=self.link, rtt_s=connection.rtt_s, now=now
-        )
+        self.receiver.link.has_spare = False
+        actions = self.receiver.set_parent(connection.peer, rtt_s=connection.rtt_s, now=now)
         return actions + self._keep_spare(now)
-
-    def hang_up(self, *, now: float) -> list[Action]:
-        """Close all connections: the link is given up."""
-        peers = [connection.peer for connection in self.connections if connection.peer]
-        self.current = self.next = self.spare = None
-        self._follow_at = self._spare_at = None
-        return [HangUp(peer) for peer in peers]
 
     # --- time ------------------------------------------------------------------------------------
 
@@ -242,171 +317,4 @@ class StripeParents:
             actions += self._keep_spare(now)
         if self._follow_at is not None and now >= self._follow_at:
             actions += self._follow(now)
-        return actions
-
-
-class Parents:
-    """All links of a node: one or more for each stripe of the plan."""
-
-    def __init__(
-        self,
-        receiver: Receiver,
-        *,
-        addresses: Sequence[str] = (),
-        retry_s: float,
-        sockets_per_link: int = 1,
-    ) -> None:
-        """Start with one stripe and without a plan; `addresses` may lead to the learner."""
-        self.receiver = receiver
-        self._addresses = addresses
-        self.retry_s = retry_s
-        self.retry_preferred_s = 0.0
-        self.max_sockets = self.sockets_per_link = sockets_per_link
-        self.learner_address = ""
-        """As plans say; empty where they do not."""
-        self.control: Connection | None = None
-        """To the learner's side, which a plan may name without an address."""
-        self.quarantined: dict[str, float] = {}
-        """Node id -> since when it is passed over."""
-        self._epoch, self._num_stripes = -1, 1
-        self._waiting: tuple[float, TopologyPlan] | None = None
-        self._links: list[StripeParents] = []
-
-    @property
-    def learner_addresses(self) -> list[str]:
-        """Where to look for the learner: as this node was told, then as plans say."""
-        told = self.learner_address
-        return [*self._addresses, *([told] if told and told not in self._addresses else [])]
-
-    def reached(self, rtt_s: float) -> None:
-        """Note the round trip to whoever was reached first; plans that follow use it.
-
-        Near parents need fewer connections for the same rate than far ones.
-        """
-        self.sockets_per_link = num_sockets(rtt_s, most=self.max_sockets)
-
-    @property
-    def parent(self) -> str:
-        """Node ids of the parents in use, one per stripe, "-" if there is none."""
-        names = [
-            link.current.node_id if link.current is not None else "-"
-            for link in self._links[: self._num_stripes]
-        ]
-        return ",".join(names) or "-"
-
-    @property
-    def rtt_s(self) -> float | None:
-        """Shortest round trip to a parent."""
-        current = (link.current for link in self._links)
-        round_trips = (each.rtt_s for each in current if each is not None)
-        return min((rtt_s for rtt_s in round_trips if rtt_s is not None), default=None)
-
-    def suspects(self, *, now: float) -> tuple[str, ...]:
-        """Return the nodes that are in quarantine."""
-        since = self.quarantined.items()
-        return tuple(node_id for node_id, began_at in since if now < began_at + QUARANTINE_S)
-
-    def new_learner(self) -> None:
-        """Note that plans are numbered anew, as after a restart of the learner."""
-        self._epoch = -1
-
-    def on_plan(self, plan: TopologyPlan, *, now: float) -> list[Action]:
-        """Follow a plan, unless it is an old one, or for a process that bore this name before.
-
-        One with another number of stripes waits for a fetch to end soon; one without any ends it.
-        """
-        if plan.epoch < self._epoch or not self.receiver.trust.has_key:
-            return []
-        self._epoch = plan.epoch
-        if plan.is_standby:
-            return self._rest(now)
-        for node_id, address in itertools.chain(*plan.stripes):
-            if node_id == LEARNER_ID and address:
-                self.learner_address = address
-        num_links = count_links(len(plan.stripes), self.sockets_per_link)
-        is_busy = self.receiver.item is not None and any(link.current for link in self._links)
-        if self._links and num_links != len(self._links) and is_busy:
-            self._waiting = (now if self._waiting is None else self._waiting[0]), plan
-            return []
-        return self._apply(plan, now)
-
-    def _apply(self, plan: TopologyPlan, now: float) -> list[Action]:
-        self._waiting = None
-        self._num_stripes = len(plan.stripes)
-        num_links = count_links(self._num_stripes, self.sockets_per_link)
-        actions: list[Action] = []
-        for link in self._links[num_links:]:
-            actions += link.hang_up(now=now)
-        del self._links[num_links:]
-        while len(self._links) < num_links:
-            self._links.append(StripeParents(self, len(self._links)))
-        actions += self.receiver.set_num_links(num_links, len(plan.stripes), now=now)
-        for each in self._links:
-            parents = plan.stripes[each.link % len(plan.stripes)]
-            actions += each.on_parents(parents, now=now)
-        return actions
-
-    def _rest(self, now: float) -> list[Action]:
-        """Leave all parents; what is held of a version is kept for the next plan."""
-        actions = [action for link in self._links for action in link.hang_up(now=now)]
-        self._links, self._waiting = [], None
-        actions += self.receiver.set_num_links(1, now=now)
-        self.receiver.set_spare(0, is_ready=False)
-        return actions + self.receiver.set_parent(None, now=now)
-
-    def dialled(self, address: str, peer: str) -> None:
-        """Note which peer a Dial has become."""
-        for link in self._links:
-            for connection in link.connections:
-                if connection.address == address and not connection.peer:
-                    connection.peer = peer
-                    return
-
-    def connected(self, peer: str, *, now: float) -> bool:
-        """Note that a link stands; return whether it is one of these and is to be greeted."""
-        for link in self._links:
-            for connection in link.connections:
-                if connection.peer == peer and not connection.node_id:
-                    connection.greeted_at = now
-                    return True
-        return False
-
-    def has(self, peer: str) -> bool:
-        """Return whether `peer` is a parent or may become one."""
-        return any(each.peer == peer for link in self._links for each in link.connections)
-
-    def greeted(self, peer: str, node_id: str, *, now: float) -> list[Action]:
-        """Handle the answer of a parent."""
-        return [action for link in self._links for action in link.greeted(peer, node_id, now=now)]
-
-    def parent_failed(self, failure: ParentFailed, *, now: float) -> list[Action]:
-        """Go on without a parent that does not deliver."""
-        return [
-            action
-            for link in self._links
-            for connection in link.connections
-            if connection.peer == failure.peer
-            for action in link.fail(
-                connection,
-                failure.reason,
-                now=now,
-                is_corrupt=failure.is_corrupt,
-            )
-        ]
-
-    @property
-    def deadline(self) -> float | None:
-        """When `expire` should be called next."""
-        first = None if self._waiting is None else self._waiting[0] + REDIVIDE_AFTER_S
-        return earliest(first, *[link.deadline for link in self._links])
-
-    def expire(self, *, now: float) -> list[Action]:
-        """Give up who does not answer; follow a plan that had to wait."""
-        actions: list[Action] = []
-        if self._waiting is not None:
-            since, plan = self._waiting
-            if self.receiver.item is None or now >= since + REDIVIDE_AFTER_S:
-                actions += self._apply(plan, now)
-        for link in self._links:
-            actions += link.expire(now=now)
         return actions

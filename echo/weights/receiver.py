@@ -1,8 +1,8 @@
-"""Receiver: fetch the chosen item over the stripe links, verify, write, retry.
+"""Receiver: fetch the chosen item from the parent, verify, write, retry.
 
 `broadcast.py` has the rules of the plane. The child's half of it is one `Receiver`, with `Offers`
-that choose the item, `StripeLinks` over which it comes, and a `Watchdog` over their parents. Every
-link that has a parent asks for what is missing of its own chunks. What becomes of a chunk:
+that choose the item, a `ParentLink` over which it comes, and a `Watchdog` over the parent. It asks
+the parent for what is missing. What becomes of a chunk:
 
     Chunk -> take -> WriteChunk -> [a thread, or here and now] -> written: held, served, credited
 
@@ -18,16 +18,16 @@ done at once, since a thread costs more than the copy; so are chunks of encoded 
 in memory everywhere.
 
 * *Backpressure.* Credit is given for what has been written: what waits in memory is bounded by the
-  windows of the links, and a slow disk slows the parent. One that sends far more than its credit is
+  window of the link, so a slow disk throttles the parent. A parent that far exceeds its credit is
   left.
 * *Order.* Writes end in any order; nothing depends on it. A chunk that is being written is not
-  missing (it is not asked for, of whatever parent; a second copy is thrown away), and not held (it
+  missing (it is not asked for again; a second copy is thrown away), and not held (it
   is not served).
 * *Evicted meanwhile.* Bytes are verified before they are written, so what is written late is right.
   The work keeps the image's space lent, so that it is not recycled for another version. The result
   of a write into an item that was dropped is ignored, but for the credit that it frees.
-* *Silence.* While a chunk of a link is being written its parent is not to blame, and where no
-  credit is left meanwhile, the time does not count for the rate of the link.
+* *Silence.* While a chunk is being written the parent is not to blame, and where no credit is left
+  meanwhile, the time does not count for the rate of the link.
 * *A disk that refuses* is as good as full.
 
 **Out of order.** Chunks may come over another connection than all else (`net/zmq.py`), and so
@@ -38,12 +38,12 @@ replaces; what lies beside them nobody has looked at since. So when the seal of 
 its chunks are hashed, some at a time and at most AUDIT_SHARE of the time. Memory that turns out to
 be damaged is given up with every version in it, and the newest is fetched whole.
 
-**Timeout.** A link that is silent for too long (`link.py` says how long) is left for its spare;
-without one its parent is asked once more, and left at the second silence. A parent that waits
-itself says so again and again, and is not silent: the fault may lie far above it. But offers are
-not signed, so one that has announced an item and never gets anything of it may be lying. It is left
-after WAIT_STALLS silences in which nothing has come, or four times the longest pause after which
-something did come from it: behind a slow link the pauses are long.
+**Timeout.** A parent that is silent for too long (`link.py` says how long) is left for the spare;
+without one it is asked once more, and left at the second silence. A parent that waits itself says
+so again and again, and is not silent: the fault may lie far above it. Offers are not signed, so a
+parent may announce an item that it will never receive. It is left after WAIT_STALLS silences in
+which nothing has come, or four times the longest pause after which something did come from it:
+behind a slow link the pauses are long.
 
 **Out of space.** The versions that are here are kept, and it is tried again. Space may become free
 here, as soon as an image is dropped, or by others' doing (a disk that was full), of which nobody
@@ -62,7 +62,7 @@ from echo.core.bounds import MAX_RANGES
 from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
-from echo.weights.link import MAX_BAD_CHUNKS, ParentFailed, RateEstimate, StripeLink
+from echo.weights.link import MAX_BAD_CHUNKS, LinkState, ParentFailed, ParentLink, RateEstimate
 from echo.weights.manifest import MIN_CHUNK_BYTES, Manifest
 from echo.weights.schedule import FetchPath, cheapest_paths
 from echo.weights.sender import Sender
@@ -95,49 +95,45 @@ from echo.wire.messages import (
     Waiting,
 )
 
-# --- offers: what parents have announced, and what to fetch next ----------------------------------
+# --- offers: what the parent has announced, and what to fetch next --------------------------------
 
 MAX_REFUSED = 64
 """Encoded versions that did not decode, which are remembered so as not to be tried again."""
 
 
 class Offers:
-    """Sizes of what can be had, by parent."""
+    """Sizes of what the parent has."""
 
     def __init__(self, store: ItemStore) -> None:
         """Start with nothing; `store` tells what is held."""
         self._store = store
-        self._by_peer: dict[str, dict[ItemId, int]] = {}
+        self._sizes: dict[ItemId, int] = {}
         self._refused: dict[ItemId, None] = {}
         self.has_preempted = False
         """Whether a fetch was given up since a version was last completed."""
 
-    def hear(self, peer: str, message: Announce, manifest: Manifest | None) -> None:
-        """Take an Announce; it replaces what the same parent said before."""
+    def replace(self, message: Announce, manifest: Manifest | None) -> None:
+        """Take an Announce; it replaces what the parent said before."""
         offers = {(offer.version, form_of(offer.base)): offer.num_bytes for offer in message.offers}
         if manifest is not None:
             offers[manifest.version, FULL] = manifest.num_bytes
-        self._by_peer[peer] = offers
+        self._sizes = offers
 
-    def forget(self, peer: str) -> None:
-        """Forget a parent."""
-        self._by_peer.pop(peer, None)
+    def clear(self) -> None:
+        """Forget the parent."""
+        self._sizes = {}
 
-    def withdraw(self, peer: str, item: ItemId) -> None:
-        """Note that a parent has an item no more."""
-        self._by_peer.get(peer, {}).pop(item, None)
+    def withdraw(self, item: ItemId) -> None:
+        """Note that the parent has an item no more."""
+        self._sizes.pop(item, None)
 
-    def has(self, peer: str, item: ItemId | None) -> bool:
-        """Return whether a parent has announced an item."""
-        return item in self._by_peer.get(peer, {})
-
-    def is_offered(self, item: ItemId) -> bool:
-        """Return whether any parent has announced an item."""
-        return any(item in offers for offers in self._by_peer.values())
+    def __contains__(self, item: ItemId | None) -> bool:
+        """Return whether the parent has announced an item."""
+        return item in self._sizes
 
     def num_bytes(self, item: ItemId) -> int:
         """Return how large an item is said to be."""
-        return max((offers.get(item, 0) for offers in self._by_peer.values()), default=0)
+        return self._sizes.get(item, 0)
 
     def is_refused(self, item: ItemId) -> bool:
         """Return whether an item is never to be taken again."""
@@ -151,12 +147,12 @@ class Offers:
 
     @property
     def newest(self) -> PolicyVersion | None:
-        """Newest version that a parent has announced."""
-        return max((version for version, _ in self.items()), default=None)
+        """Newest version that the parent has announced."""
+        return max((version for version, _ in self._sizes), default=None)
 
     def items(self) -> Iterable[ItemId]:
-        """Go through all that parents have announced."""
-        return (item for offers in self._by_peer.values() for item in offers)
+        """Go through all that the parent has announced."""
+        return self._sizes.keys()
 
     def next_step(self, current: ItemId | None) -> ItemId | None:
         """Return what to fetch now: `current` to go on with it, None for nothing.
@@ -216,96 +212,6 @@ class Offers:
 def form_of(base: PolicyVersion | None) -> Form:
     """Return the form of an encoded version."""
     return Form("keyframe") if base is None else Form("delta", base)
-
-
-# --- stripe links ---------------------------------------------------------------------------------
-
-
-class StripeLinks:
-    """All links of a node to its parents; there is always one."""
-
-    def __init__(self, *, first_window_bytes: int, stall_s: float) -> None:
-        """Start with one link without a parent."""
-        self._first_window_bytes = first_window_bytes
-        self._stall_s = stall_s
-        self.all: list[StripeLink] = []
-        self._num_stripes = 1
-        self.resize(1)
-
-    def __len__(self) -> int:
-        """Return the number of links."""
-        return len(self.all)
-
-    def __iter__(self) -> Iterator[StripeLink]:
-        """Go through the links in order."""
-        return iter(self.all)
-
-    def __getitem__(self, index: int) -> StripeLink:
-        """Return a link by number."""
-        return self.all[index]
-
-    def resize(self, num_links: int, num_stripes: int | None = None) -> list[str]:
-        """Change the number of links; return the parents of those that are gone.
-
-        Args:
-            num_links: how many there are to be.
-            num_stripes: links that are equal modulo this have the same parent; None if all differ.
-        """
-        gone, self.all = self.all[num_links:], self.all[:num_links]
-        self._num_stripes = num_stripes or num_links
-        # Connections to one parent share its uplink, and what waits in its queue delays them all.
-        first = max(1, self._first_window_bytes * self._num_stripes // num_links)
-        for index in range(len(self.all), num_links):
-            self.all.append(StripeLink(index, first_window_bytes=first, stall_s=self._stall_s))
-        for link in self.all:
-            link.first_window_bytes, link.num_stripes = first, self._num_stripes
-        peers = [link.peer for link in gone if link.peer is not None]
-        for link in gone:
-            link.connect(None, rtt_s=None)
-        return peers
-
-    def of(self, peer: str) -> StripeLink | None:
-        """Return the link whose parent is `peer`."""
-        return next((link for link in self.all if link.peer == peer), None)
-
-    def finish(self) -> None:
-        """Note that nothing more is awaited of the item, in any link; another may follow."""
-        for link in self.all:
-            link.finish()
-            link.is_denied = False
-
-    @property
-    def able(self) -> list[StripeLink]:
-        """The links whose parents may have the item: it is divided among them."""
-        return [link for link in self.all if not link.is_denied]
-
-    def share(self, link: StripeLink) -> tuple[int, int] | None:
-        """Return (number, of how many) of a link among those whose parents may have the item."""
-        able = self.able
-        return None if link.is_denied else (able.index(link), len(able))
-
-    def _deadline(self, link: StripeLink, chunk_bytes: int) -> float | None:
-        """Return when a link counts as silent.
-
-        Parallel connections to one parent starve each other at times; while one of them brings
-        something the parent lives.
-        """
-        own = link.deadline(chunk_bytes)
-        if own is None or len(self.all) <= self._num_stripes:
-            return own
-        family = self.all[link.index % self._num_stripes :: self._num_stripes]
-        latest = max(each.progress_at for each in family if each.peer is not None)
-        return own + latest - link.progress_at
-
-    def deadline(self, chunk_bytes: int) -> float | None:
-        """Return when the next link counts as silent."""
-        awaited = [link for link in self.all if link.is_pulling or link.is_asking]
-        return earliest(*[self._deadline(link, chunk_bytes) for link in awaited])
-
-    def silent(self, chunk_bytes: int, *, now: float) -> list[StripeLink]:
-        """Return the links that have been silent for too long."""
-        deadlines = [(link, self._deadline(link, chunk_bytes)) for link in self.all]
-        return [link for link, at in deadlines if at is not None and now >= at]
 
 
 # --- writing chunks -------------------------------------------------------------------------------
@@ -400,7 +306,7 @@ class EarlyChunks:
         self._num_bytes = 0
 
 
-# --- watchdog: parents that do not deliver --------------------------------------------------------
+# --- watchdog: a parent that does not deliver -----------------------------------------------------
 
 WAIT_STALLS = 20
 """Silences (of stall_s) that a parent may wait itself; more than SLOW_AFTER_S in
@@ -408,103 +314,70 @@ WAIT_STALLS = 20
 
 
 class Watchdog:
-    """Watches the links of a node."""
+    """Watches the parent of a node."""
 
-    def __init__(
-        self, links: StripeLinks, offers: Offers, store: ItemStore, *, stall_s: float
-    ) -> None:
+    def __init__(self, link: ParentLink, offers: Offers, store: ItemStore) -> None:
         """Start with nothing awaited; everything is shared with the node's `Receiver`."""
-        self._links = links
-        self._offers = offers
-        self._store = store
-        self._stall_s = stall_s
-        self._waits: dict[str, float] = {}
-        """Parent -> since when it has lived, and nothing new has come from it."""
-        self._pauses: dict[str, float] = {}
-        """Parent -> the longest such pause that has ended."""
+        self._link, self._offers, self._store = link, offers, store
+        self._since: float | None = None
+        """Since when the parent has lived, and nothing new has come from it."""
+        self._longest_pause_s = 0.0
+        """The longest such pause that has ended."""
 
-    # --- what is heard ---------------------------------------------------------------------------
+    def lives(self, *, now: float) -> None:
+        """Note that the parent lives, though it may have brought nothing new."""
+        self._link.lives(now=now)
+        self._since = now if self._since is None else self._since
 
-    def waits(self, link: StripeLink, *, again_s: float, now: float) -> None:
-        """Note that a parent lives and waits itself, and within how long it says so again."""
-        link.rate.pause()
-        self.lives(link, now=now)
-        link.waits(again_s=again_s)
+    def waits(self, *, again_s: float, now: float) -> None:
+        """Note that the parent lives and waits itself, and within how long it says so again."""
+        self._link.waits(again_s=again_s, now=now)
+        self._since = now if self._since is None else self._since
 
-    def lives(self, link: StripeLink, *, now: float) -> None:
-        """Note that a parent lives, though it may have brought nothing new."""
-        link.lives(now=now)
-        if link.peer is not None:
-            self._waits.setdefault(link.peer, now)
+    def came(self, *, now: float) -> None:
+        """Note that something of the item has come."""
+        if self._since is not None:
+            self._longest_pause_s = max(self._longest_pause_s, now - self._since)
+        self._since = None
 
-    def came(self, link: StripeLink, *, now: float) -> None:
-        """Note that something of the item has come from a parent."""
-        since = self._waits.pop(link.peer or "", None)
-        if since is not None and link.peer is not None:
-            self._pauses[link.peer] = max(self._pauses.get(link.peer, 0.0), now - since)
+    def clear(self) -> None:
+        """Forget the parent."""
+        self._since, self._longest_pause_s = None, 0.0
 
-    def forget(self, peer: str) -> None:
-        """Forget a parent."""
-        self._waits.pop(peer, None)
-        self._pauses.pop(peer, None)
-
-    # --- time ------------------------------------------------------------------------------------
-
-    def _may_wait_s(self, peer: str) -> float:
-        return max(WAIT_STALLS * self._stall_s, 4 * self._pauses.get(peer, 0.0))
-
-    def _waiting(self, item: ItemId | None) -> list[tuple[StripeLink, str, float]]:
-        """Return the links whose parents wait for what they have announced, and since when."""
-        if not self._waits:
-            return []
-        return [
-            (link, link.peer, self._waits[link.peer])
-            for link in self._links
-            if link.peer in self._waits
-            and link.is_pulling
-            and not link.writing_bytes
-            and self._offers.has(link.peer, item)
-        ]
+    def _gives_up_at(self, item: ItemId | None) -> float | None:
+        """Return when the parent has waited too long for what it has announced."""
+        link = self._link
+        is_waiting = link.awaits_chunks and not link.writing_bytes and item in self._offers
+        if self._since is None or not is_waiting:
+            return None
+        return self._since + max(WAIT_STALLS * link.stall_s, 4 * self._longest_pause_s)
 
     def deadline(self, item: ItemId | None) -> float | None:
-        """Return when a parent should be given up, or asked again."""
-        silent_at = self._links.deadline(self._store.chunk_bytes(item))
-        if silent_at is None or not self._waits:
-            return silent_at
-        waiting = self._waiting(item)
-        return earliest(silent_at, *[since + self._may_wait_s(peer) for _, peer, since in waiting])
+        """Return when the parent should be given up, or asked again."""
+        silent_at = self._link.deadline(self._store.chunk_bytes(item))
+        return None if silent_at is None else earliest(silent_at, self._gives_up_at(item))
 
-    def look(
-        self, item: ItemId | None, *, now: float
-    ) -> tuple[list[tuple[StripeLink, str]], list[StripeLink]]:  # fmt: skip
-        """Return the links whose parents are to be left, with the reason, and those to ask again.
+    def look(self, item: ItemId | None, *, now: float) -> tuple[str, bool]:
+        """Return (why the parent is to be left, whether it is to be asked again).
 
         Args:
             item: what is being fetched.
             now: the present.
         """
+        link = self._link
         if item is None:
-            self._waits.clear()
+            self._since = None
+        gives_up_at = self._gives_up_at(item)
+        if item is not None and gives_up_at is not None and now >= gives_up_at:
+            waited_s = now - (self._since or 0.0)
+            return f"it only says that it waits for {item[0]}, for {waited_s:.1f} s", False
         chunk_bytes = self._store.chunk_bytes(item)
-        leave = [
-            (link, f"it only says that it waits for {item[0]}, for {now - since:.1f} s")
-            for link, peer, since in self._waiting(item)
-            if item is not None and now - since >= self._may_wait_s(peer)
-        ]
-        left = [link for link, _ in leave]
-        again = []
-        for link in self._links.silent(chunk_bytes, now=now):
-            if link in left:
-                continue
-            if not link.is_silent and not link.has_spare:
-                link.is_silent, link.progress_at = True, now
-                again.append(link)
-                continue
-            silence_s = link.silence_s(chunk_bytes, now=now)
-            link.num_failures += 1
-            what = f"no chunk of {item[0]}" if link.is_pulling and item else "no answer"
-            leave.append((link, f"{what} for {silence_s:.1f} s"))
-        return leave, again
+        silent_at = link.deadline(chunk_bytes)
+        if silent_at is None or now < silent_at:
+            return "", False
+        silence_s = link.silence_s(chunk_bytes, now=now)
+        what = f"no chunk of {item[0]}" if link.awaits_chunks and item else "no answer"
+        return (f"{what} for {silence_s:.1f} s", False) if link.silence(now=now) else ("", True)
 
 
 # --- audit: what lies beside the changes ----------------------------------------------------------
@@ -587,14 +460,14 @@ class Receiver:
     def __init__(
         self, store: ItemStore, sender: Sender, *, node_id: str, window_bytes: int, stall_s: float
     ) -> None:
-        """Start without parents; store and sender are shared with the parent's half."""
+        """Start without a parent; store and sender are shared with the parent's half."""
         self.store = store
         self.sender = sender
-        self.links = StripeLinks(first_window_bytes=window_bytes, stall_s=stall_s)
+        self.link = ParentLink(first_window_bytes=window_bytes, stall_s=stall_s)
         self.item: ItemId | None = None
         self.bytes_received = 0
         self.rate = RateEstimate()
-        """Of all links together."""
+        """Of all parents, one after the other."""
         self.num_bad_chunks = 0
         self.num_duplicate_chunks = 0
         self.offers = Offers(store)
@@ -606,7 +479,7 @@ class Receiver:
         self._retry_at: float | None = None
         """When to look for space again; None while nothing lacks it."""
         self._pause_s, self._has_noted_no_space = FIRST_PAUSE_S, False
-        self.watchdog = Watchdog(self.links, self.offers, store, stall_s=stall_s)
+        self.watchdog = Watchdog(self.link, self.offers, store)
         self.audit = Audit(store)
 
     @property
@@ -614,121 +487,89 @@ class Receiver:
         """What is here of the item that is being fetched."""
         return None if self.item is None else self.store.get(self.item)
 
-    # --- links -----------------------------------------------------------------------------------
-
-    def set_num_links(
-        self, num_links: int, num_stripes: int | None = None, *, now: float
-    ) -> list[Action]:
-        """Divide what is fetched among so many links from now on; what is held is kept.
-
-        Links that are equal modulo `num_stripes` have the same parent; None if all differ. Those
-        that remain keep theirs.
-        """
-        if num_links == len(self.links):
-            return []
-        for peer in self.links.resize(num_links, num_stripes):
-            self._forget(peer)
-        return self._forsake(now) or self._request_all(now)
+    # --- the parent ------------------------------------------------------------------------------
 
     def set_parent(
-        self, peer: str | None, *, link: int = 0, rtt_s: float | None = None, now: float
+        self, peer: str | None, *, rtt_s: float | None = None, now: float
     ) -> list[Action]:
-        """Take a link's weights from `peer` from now on; what is held is kept."""
-        here = self.links[link]
-        was_denied = here.is_denied
-        if here.peer != peer:
-            self.disconnect(here)
-        here.connect(peer, rtt_s=rtt_s)
-        asked = self.links if was_denied else [here]
-        subscribe = self._subscribe(here, now=now)
-        wanted = self._forsake(now) or self._request_all(now, asked)
-        return [*subscribe, *wanted]
+        """Take weights from `peer` from now on; what is held is kept."""
+        if self.link.peer != peer:
+            self.disconnect()
+        self.link.connect(peer, rtt_s=rtt_s)
+        subscribe = self.resubscribe(now=now)
+        return [*subscribe, *(self._forsake(now) or self._request(now))]
 
-    def set_spare(self, link: int, *, is_ready: bool) -> None:
-        """Note whether another parent stands by for a link."""
-        if link < len(self.links):
-            self.links[link].has_spare = is_ready
-
-    def leave(self) -> list[str]:
-        """Leave all parents; return them."""
-        return [self.disconnect(link) for link in self.links if link.peer is not None]
-
-    def disconnect(self, link: StripeLink) -> str:
-        """Leave a link's parent."""
-        peer = link.peer or ""
-        self._forget(peer)
-        link.connect(None, rtt_s=None)
+    def disconnect(self) -> str:
+        """Leave the parent; return which it was."""
+        peer = self.link.peer or ""
+        self.offers.clear()
+        self.watchdog.clear()
+        self.link.connect(None, rtt_s=None)
         return peer
 
-    def _forget(self, peer: str) -> None:
-        """Forget what a parent has offered, and how long it took."""
-        self.offers.forget(peer)
-        self.watchdog.forget(peer)
-
     def _forsake(self, now: float) -> list[Action]:
-        """Give up what nobody offers any more, if there is no proof that it exists.
+        """Give up an item that the parent does not offer, if there is no proof that it exists.
 
-        Who is asked for it next might wait for it for ever.
+        Otherwise the next parent might never be able to serve it.
         """
         item = self.item
         encoded = None if item is None else self.store.encoded_versions.get(item)
-        if item is None or encoded is None or encoded.num_segments or self.offers.is_offered(item):
+        if item is None or encoded is None or encoded.num_segments or item in self.offers:
             return []
         self.end()
         return [*self.sender.drop(item, now=now), *self._consider(now)]
 
     def resubscribe(self, *, now: float) -> list[Action]:
-        """Ask every parent what can be had: at first, and in case an Announce was lost."""
-        return [action for link in self.links for action in self._subscribe(link, now=now)]
+        """Ask the parent what can be had: at first, and in case an Announce was lost."""
+        if self.link.peer is None:
+            return []
+        self.link.subscribe(now=now)
+        return [self._send(self.link.peer, Subscribe(newest=self.store.newest_signed))]
 
     # --- messages --------------------------------------------------------------------------------
 
-    def heard(self, peer: str) -> StripeLink | None:
-        """Return the link of a parent that has said something; None if it is nobody's."""
-        link = self.links.of(peer)
-        if link is not None:
-            link.is_asking = False
-            link.is_silent &= link.is_pulling
-        return link
+    def heard(self, peer: str) -> bool:
+        """Note that a peer has sent something; return whether it is the parent."""
+        if peer != self.link.peer:
+            return False
+        self.link.heard()
+        return True
 
     def receive(
         self, peer: str, message: Message, payload: list[Frame], *, now: float
     ) -> list[Action | ParentFailed]:
-        """Handle a message of a parent, but for chunks (`take`); others are ignored.
+        """Handle a message of the parent, but for chunks (`take`); those of others are ignored.
 
         Raises:
             RemoteProtocolError: if it broke a rule.
         """
-        link = self.heard(peer)
-        if link is None:
+        if not self.heard(peer):
             return []
         match message:
             case Announce():
-                return [*self._on_announce(link, peer, message, payload, now)]
+                return [*self._on_announce(message, payload, now)]
             case Segment():
-                return self._on_segment(link, message, payload, now)
+                return self._on_segment(message, payload, now)
             case Waiting():
                 if self.item == (message.version, message.form):
-                    self.watchdog.waits(link, again_s=message.again_s, now=now)
+                    self.watchdog.waits(again_s=message.again_s, now=now)
                     self.rate.pause()
             case Gone():
-                return self._on_gone(link, message, now)
+                return self._on_gone(message, now)
         return []
 
-    def _on_announce(
-        self, link: StripeLink, peer: str, message: Announce, payload: list[Frame], now: float
-    ) -> list[Action]:
+    def _on_announce(self, message: Announce, payload: list[Frame], now: float) -> list[Action]:
         if len(payload) > 1 or (not payload and not message.offers):
             raise RemoteProtocolError("an Announce without exactly one manifest")
         manifest = self.trust.manifest(message.version, payload[0]) if payload else None
-        self.offers.hear(peer, message, manifest)
+        self.offers.replace(message, manifest)
         local = self.trust.use_local_image(message.version)
         actions = [] if local is None else self.adopt(local, now=now)
         actions += self._seal(message.version, now)
         actions += self._forsake(now) or self._consider(now)
-        if link.is_waiting and self.offers.has(peer, self.item):
+        if self.link.state is LinkState.WAITING and self.item in self.offers:
             # It said that it did not have the item yet; now it may.
-            actions += self._request(link, now)
+            actions += self._request(now)
         return actions
 
     def _seal(self, version: PolicyVersion, now: float) -> list[Action]:
@@ -784,15 +625,13 @@ class Receiver:
         """Begin the next step towards the newest version, or go on with the present one."""
         step = self.offers.next_step(self.item)
         if step is None or step == self.item:
-            idle = [link for link in self.links if not link.is_pulling]
-            return self._request_all(now, idle)
+            return [] if self.link.awaits_chunks else self._request(now)
         return [*self.begin(step, now), *self.retire(now)]
 
     def begin(self, item_id: ItemId, now: float) -> list[Action]:
         """Fetch an item from now on; what is held of it is kept."""
         version, form = item_id
-        self._early.clear()
-        self.links.finish()
+        self.end()
         self.rate.pause()
         self.item = item_id
         halves = self.store.begun_otherwise(item_id)
@@ -806,31 +645,31 @@ class Receiver:
         except StorageError as error:
             self.end()
             return [*actions, *self._lack_space(error, now)]
-        return [*actions, *self.sender.announce(now=now), *self._request_all(now)]
+        return [*actions, *self.sender.announce(now=now), *self._request(now)]
 
     def end(self) -> None:
         """Fetch nothing for now."""
         self.item = None
         self._early.clear()
-        self.links.finish()
+        self.link.complete()
 
     # --- what comes ------------------------------------------------------------------------------
 
     def _on_segment(
-        self, link: StripeLink, message: Segment, payload: list[Frame], now: float
+        self, message: Segment, payload: list[Frame], now: float
     ) -> list[Action | ParentFailed]:
         item_id = (message.version, message.form)
         encoded = self.store.encoded_versions.get(item_id)
         if encoded is None or item_id != self.item:
             return []
         if message.index != encoded.num_segments or not encoded.is_open:
-            self.watchdog.lives(link, now=now)
+            self.watchdog.lives(now=now)
             return []
         if len(payload) != 1:
             raise RemoteProtocolError(f"a Segment of {message.version} without its table")
         table = self.trust.segment(encoded, payload[0])
-        self.watchdog.lives(link, now=now)
-        self.watchdog.came(link, now=now)
+        self.watchdog.lives(now=now)
+        self.watchdog.came(now=now)
         try:
             fault = self.store.add_segment(encoded, table, bytes(payload[0]))
         except StorageError as error:
@@ -922,16 +761,12 @@ class Receiver:
             *self.retire(now),
         ]
 
-    def _on_gone(self, link: StripeLink, message: Gone, now: float) -> list[Action | ParentFailed]:
-        """Leave an item to the other links, or give it up; an Announce of what there is follows."""
+    def _on_gone(self, message: Gone, now: float) -> list[Action | ParentFailed]:
+        """Give an item up that the parent has no more; an Announce of what there is follows."""
         item_id = (message.version, message.form)
-        self.offers.withdraw(link.peer or "", item_id)
+        self.offers.withdraw(item_id)
         if self.item != item_id:
             return []
-        link.finish()
-        link.is_denied = True
-        if any(other.peer is not None and not other.is_denied for other in self.links):
-            return [*self._request_all(now)]
         self.end()
         return [*self.sender.drop(item_id, now=now), *self._consider(now)]
 
@@ -940,14 +775,14 @@ class Receiver:
     def take(
         self, peer: str, message: Chunk, payload: list[Frame], *, now: float
     ) -> list[Action | ParentFailed]:
-        """Begin to write chunks that a parent has sent; those of somebody else are ignored.
+        """Begin to write chunks that the parent has sent; those of another peer are ignored.
 
         Raises:
             RemoteProtocolError: if one belongs nowhere.
         """
         item_id = (message.version, message.form)
-        link, item = self.heard(peer), self.store.get(item_id)
-        if link is None or item is None:
+        is_parent, link, item = self.heard(peer), self.link, self.store.get(item_id)
+        if not is_parent or item is None:
             return []
         indices = (message.index, *message.others)
         are_there = all(self._may_have(item_id, item, index) for index in indices)
@@ -962,7 +797,7 @@ class Receiver:
             if index >= item.num_chunks:
                 early = Chunk(version=message.version, index=index, form=message.form)
                 self._early.keep(peer, early, [data])
-                self.watchdog.lives(link, now=now)
+                self.watchdog.lives(now=now)
                 continue
             self.bytes_received += len(data)
             if item.has_chunk[index] or index in item.writing:
@@ -974,14 +809,14 @@ class Receiver:
                 begun.append(WriteChunk(item_id, item, index, peer, data, write))
             else:
                 reason = "it sends far more than it was given credit for"
-                actions.append(ParentFailed(self.disconnect(link), reason))
+                actions.append(ParentFailed(self.disconnect(), reason))
                 break
         if begun and not actions:
             link.came(size, now=now)
             self.rate.add(size, now=now)
         if again and not actions:  # it took of the window as well
-            actions += self._give_credit(link, again, now)
-        return [*actions, *self._write(link, item_id, item, begun, now)] if begun else actions
+            actions += self._give_credit(again, now)
+        return [*actions, *self._write(item_id, item, begun, now)] if begun else actions
 
     def _may_have(self, item_id: ItemId, item: Chunked, index: int) -> bool:
         """Return whether an item has such a chunk, or may have it with its next tables."""
@@ -989,17 +824,16 @@ class Receiver:
         return index < item.num_chunks or is_growing
 
     def _write(
-        self, link: StripeLink, item_id: ItemId, item: Chunked, begun: list[WriteChunk], now: float
+        self, item_id: ItemId, item: Chunked, begun: list[WriteChunk], now: float
     ) -> Sequence[Action | ParentFailed]:
         """Write chunks that have come, here and now or in threads."""
         if not self.store.may_block(item_id):
             return self._written([(work, work.run()) for work in begun], now)
-        if item_id == self.item and not self._is_missing(link, item):
-            link.finish()
+        if item_id == self.item and not item.is_missing:
+            self.link.complete()
         # Until it is written, a link without credit brings nothing: that says nothing of its rate.
-        if not link.can_bring:
-            link.rate.pause()
-        if not any(each.can_bring for each in self.links):
+        if not self.link.can_bring:
+            self.link.rate.pause()
             self.rate.pause()
         return begun
 
@@ -1013,17 +847,17 @@ class Receiver:
         """Take the results of chunks that have come together."""
         first, _ = done[0]
         item_id, item = first.item_id, first.item
-        link = self.links.of(first.peer)  # None if that parent was left meanwhile
+        is_parent = first.peer == self.link.peer  # else it was left meanwhile
         size = sum(len(work.data) for work, _ in done)
         for work, _ in done:
             item.writing.discard(work.index)
-        if link is not None:
-            link.settle(size, now=now)
+        if is_parent:
+            self.link.settle(size, now=now)
         if self.store.get(item_id) is not item:
             # It was dropped. What the chunks took of the window is free again.
-            return [*self._give_credit(link, size, now)]
+            return [*self._give_credit(size, now)] if is_parent else []
         right = [work for work, fault in done if not fault]
-        actions = [*self._hold(link, item_id, item, right, now)] if right else []
+        actions = [*self._hold(item_id, item, right, is_parent, now)] if right else []
         for work, fault in done:
             if fault == WRONG_HASH:
                 actions += self._refuse_chunk(work, now)
@@ -1033,10 +867,10 @@ class Receiver:
 
     def _hold(
         self,
-        link: StripeLink | None,
         item_id: ItemId,
         item: Chunked,
         right: list[WriteChunk],
+        is_parent: bool,
         now: float,
     ) -> Iterator[Action | ParentFailed]:
         """Count chunks as held, pass them on, and go on with what they complete."""
@@ -1044,55 +878,44 @@ class Receiver:
             item.mark(work.index)
             if isinstance(item, Transfer) and self.sender.children:
                 item.passed_on(work.index, work.data)
-        if link is not None:
-            self.watchdog.came(link, now=now)
+        if is_parent:
+            self.watchdog.came(now=now)
         held = [work.index for work in right]
         yield from self.sender.forward(item_id, held, now)
-        yield from self._give_credit(link, sum(len(work.data) for work in right), now)
+        if is_parent:
+            yield from self._give_credit(sum(len(work.data) for work in right), now)
         if isinstance(item, EncodedVersion):
             for index in held:
                 yield from self.store.decodable(item, index)
         elif item.is_complete:
             yield from self.arrived(item_id, now)
 
-    def _give_credit(self, link: StripeLink | None, size: int, now: float) -> list[Action]:
+    def _give_credit(self, size: int, now: float) -> list[Action]:
         """Acknowledge what was written, of whatever item, and ask for more of the present one."""
-        if link is None:
-            return []
-        taken, credit = link.took(size, chunk_bytes=size)
-        item = self._present
+        taken, credit = self.link.took(size, chunk_bytes=size)
+        item, peer = self._present, self.link.peer
         if item is None or self.item is None:
             return []
-        if not self._is_missing(link, item):
-            link.finish()
+        if not item.is_missing:
+            self.link.complete()
             return []
-        if not taken or link.peer is None:
+        if not taken or peer is None:
             return []
         version, form = self.item
         given = Credit(version=version, form=form, credit_bytes=credit, taken_bytes=taken)
-        return [self._send(link.peer, given)]
+        return [self._send(peer, given)]
 
     def _refuse_chunk(self, work: WriteChunk, now: float) -> list[Action | ParentFailed]:
         """Ask again for a chunk that is wrong, or leave the parent that sends such."""
         self.num_bad_chunks += 1
         text = f"chunk {work.index} of {work.item_id[0]} from {work.peer} does not match its hash"
         actions: list[Action | ParentFailed] = [Note("warning", f"{text}; asking again")]
-        link = self.links.of(work.peer)  # None if that parent was left meanwhile
-        if link is not None:
-            link.num_bad_chunks += 1
-            if link.num_bad_chunks >= MAX_BAD_CHUNKS:
-                self.disconnect(link)
+        if work.peer == self.link.peer:  # else it was left meanwhile
+            self.link.num_bad_chunks += 1
+            if self.link.num_bad_chunks >= MAX_BAD_CHUNKS:
+                self.disconnect()
                 actions.append(ParentFailed(work.peer, text, is_corrupt=True))
-        return [*actions, *self._ask_again(work, now)]
-
-    def _ask_again(self, work: WriteChunk, now: float) -> list[Action]:
-        """Ask for a chunk over the link whose it is now: links may have changed meanwhile."""
-        if self.item != work.item_id:
-            return []
-        links = self.links
-        shares = [(link, links.share(link)) for link in links]
-        asked = [link for link, share in shares if share and work.index % share[1] == share[0]]
-        return self._request_all(now, asked)
+        return [*actions, *(self._request(now) if self.item == work.item_id else [])]
 
     def _leave_unwritable(self, work: WriteChunk, fault: str, now: float) -> list[Action]:
         """Leave an item that the disk refuses, as one for which there is no space."""
@@ -1123,23 +946,21 @@ class Receiver:
 
     @property
     def deadline(self) -> float | None:
-        """When a link counts as silent, space is looked for again, or an audit goes on."""
+        """When the parent counts as silent, space is looked for again, or an audit goes on."""
         return earliest(self.watchdog.deadline(self.item), self._retry_at, self.audit.deadline)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
-        """Leave parents that do not deliver, or ask them once more."""
+        """Leave a parent that does not deliver, or ask it once more."""
         item = self._present
-        for link in self.links:
-            # The last table has come over another link, or another parent has sent it all.
-            if link.is_pulling and (item is None or not self._is_missing(link, item)):
-                link.finish()
-        leave, again = self.watchdog.look(self.item, now=now)
+        if item is None or not item.is_missing:
+            self.link.complete()  # the last table has come over another connection than the chunks
+        reason, is_asked_again = self.watchdog.look(self.item, now=now)
         actions: list[Action | ParentFailed] = []
-        for link, reason in leave:
-            actions.append(ParentFailed(self.disconnect(link), reason))
-        for link in again:
-            actions += self._subscribe(link, now=now) if link.is_asking else []
-        actions += self._forsake(now) or self._request_all(now, again)
+        if reason:
+            actions.append(ParentFailed(self.disconnect(), reason))
+        if is_asked_again:
+            actions += self.resubscribe(now=now)
+        actions += self._forsake(now) or (self._request(now) if is_asked_again else [])
         actions += self.audit.expire(now=now)
         if self._retry_at is not None and now >= self._retry_at:
             self._retry_at = None
@@ -1175,63 +996,26 @@ class Receiver:
         """Begin with the shortest pause, and a note, when space is lacking again."""
         self._retry_at, self._pause_s, self._has_noted_no_space = None, FIRST_PAUSE_S, False
 
-    # --- what parents are told -------------------------------------------------------------------
+    # --- what the parent is told -----------------------------------------------------------------
 
-    def _subscribe(self, link: StripeLink, *, now: float) -> list[Action]:
-        """Ask a link's parent what can be had."""
-        if link.peer is None:
+    def _request(self, now: float) -> list[Action]:
+        """Ask the parent for everything that is missing, with a full window of credit."""
+        item, peer = self._present, self.link.peer
+        if peer is None or item is None or self.item is None:
             return []
-        if not link.is_asking and not link.is_pulling:
-            link.progress_at = now
-        link.is_asking = True
-        return [self._send(link.peer, Subscribe(newest=self.store.newest_signed))]
-
-    def _request_all(self, now: float, links: Iterable[StripeLink] | None = None) -> list[Action]:
-        """Ask these links, or all, for the item."""
-        asked = self.links if links is None else links
-        return [action for link in asked for action in self._request(link, now)]
-
-    def _request(self, link: StripeLink, now: float) -> list[Action]:
-        """Ask a link's parent for everything that is missing, with a full window of credit."""
-        item, share = self._present, self.links.share(link)
-        if link.peer is None or item is None or share is None:
-            return []
-        ranges = item.missing(*share)
+        ranges = item.missing()
         if not ranges:
-            link.finish()
+            self.link.complete()
             return []
-        return [self._fetch(link, item, ranges, share, credit_bytes=link.begin(now=now))]
-
-    def _fetch(
-        self,
-        link: StripeLink,
-        item: Chunked,
-        ranges: tuple[tuple[int, int], ...],
-        share: tuple[int, int],
-        *,
-        credit_bytes: int,
-    ) -> Send:
-        """Return the Fetch of some of the item's places."""
-        assert self.item is not None
-        assert link.peer is not None
         version, form = self.item
         fetch = Fetch(
             version=version,
             form=form,
             ranges=ranges[:MAX_RANGES],
-            credit_bytes=credit_bytes,
-            link=share[0],
-            num_links=share[1],
+            credit_bytes=self.link.fetch(now=now),
             num_segments=item.num_segments if isinstance(item, EncodedVersion) else 0,
         )
-        return self._send(link.peer, fetch)
-
-    def _is_missing(self, link: StripeLink, item: Chunked) -> bool:
-        """Return whether a link lacks something of the item, or may be given more of it."""
-        share = self.links.share(link)
-        if share is None:
-            return False
-        return item.is_missing(*share)
+        return [self._send(peer, fetch)]
 
     def _send(self, peer: str, message: Message) -> Send:
         return Send(peer, encode(message, [], source=self._node_id))

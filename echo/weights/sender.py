@@ -1,12 +1,11 @@
 """Sender: announce items, send children the chunks that they ask for.
 
-The parent's half of the weights plane (`broadcast.py` has its rules). A child here is one link; a
-node that fetches over several links is several children. It is served ascending, as far as its
-credit reaches and as soon as a chunk is held.
+The parent's half of the weights plane (`broadcast.py` has its rules). A child is served ascending,
+as far as its credit reaches and as soon as a chunk is held.
 
 * **Siblings.** TCP divides an uplink as it likes, and the child that gets less would hold up
   everybody below it. So a child is sent at most MAX_LEAD_CHUNKS more than its slowest healthy
-  sibling that takes the same chunks. One that says nothing for the time of SILENT_CHUNKS, or is
+  sibling that takes the same item. One that says nothing for the time of SILENT_CHUNKS, or is
   known for SLOW_AFTER_S to take less than half of the median rate of late, as where its disk is
   slower than its link, is not waited for; nor is one that waits for a chunk which is not here. The
   time in which a child was held back does not count for its rate, or all siblings would seem to be
@@ -26,7 +25,6 @@ credit reaches and as soon as a chunk is held.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 from collections.abc import Collection
@@ -57,8 +55,8 @@ from echo.wire.messages import (
 
 # --- child: what it has asked for, and how fast it takes it ---------------------------------------
 #
-# A Fetch names places of a link. Those of an encoded version may lie beyond what this node knows of
-# it so far: they are kept, and wanted as soon as its next segment is here.
+# A Fetch names chunks. Those of an encoded version may lie beyond what this node knows of it yet:
+# they are kept, and wanted as soon as its next segment is here.
 
 PACE_S = 10.0
 """How far back the pace of a child goes: once to twice so long."""
@@ -141,19 +139,17 @@ class Child:
     fetching: ItemId | None = None
     awaiting: ItemId | None = None
     """What it asked for before it was known here."""
-    link: int = 0
-    num_links: int = 1
     ranges: tuple[tuple[int, int], ...] = ()
-    """Places of its link that it asked for, known here or not."""
-    num_places: int = 0
-    """Places of its link that were known when `wanted` was last added to."""
+    """Chunks that it asked for, known here or not."""
+    num_known: int = 0
+    """Chunks that were known when `wanted` was last added to."""
     wanted: deque[int] = field(default_factory=deque)
     is_open: bool = False
     """Whether it wants chunks that will be added to the encoded version."""
     num_segments: int = 0
     credit_bytes: int = 0
     lead: int = 0
-    """How far into the item it is, in chunks of all links, from where its siblings were then."""
+    """How far into the item it is, in chunks, from where its siblings were then."""
     pace: Pace = field(default_factory=Pace)
     acked_at: float = 0.0
     """When it acknowledged chunks last, or began."""
@@ -170,19 +166,13 @@ class Child:
         """Forget what it fetches."""
         self.pace.rest(now)
         self.fetching = self.awaiting = self.held_at = None
-        self.ranges, self.num_places, self.is_open = (), 0, False
+        self.ranges, self.num_known, self.is_open = (), 0, False
         self.wanted.clear()
-
-    def takes_as(self, other: Child) -> bool:
-        """Return whether it fetches chunks of an item that another child fetches as well."""
-        common = math.gcd(self.num_links, other.num_links)
-        is_same_item = self.fetching is not None and self.fetching == other.fetching
-        return is_same_item and (self.link - other.link) % common == 0
 
     def begin(self, message: Fetch, *, now: float) -> None:
         """Take down what it asks for, which is here or on its way."""
         self.fetching = (message.version, message.form)
-        self.link, self.num_links, self.ranges = message.link, message.num_links, message.ranges
+        self.ranges = message.ranges
         self.num_segments, self.credit_bytes = message.num_segments, 0
         self.give(message.credit_bytes)
         self.acked_at = self.told_waiting_at = now
@@ -196,12 +186,11 @@ class Child:
 
     def grow(self, item: Chunked) -> None:
         """Want what has become known of what it asked for."""
-        num_places = len(range(self.link, item.num_chunks, self.num_links))
+        num_chunks = item.num_chunks
         for start, stop in self.ranges:
-            places = range(max(start, self.num_places), min(stop, num_places))
-            self.wanted.extend(self.link + place * self.num_links for place in places)
-        self.num_places = num_places
-        self.is_open = item.is_open and bool(self.ranges) and self.ranges[-1][1] > num_places
+            self.wanted.extend(range(max(start, self.num_known), min(stop, num_chunks)))
+        self.num_known = num_chunks
+        self.is_open = item.is_open and bool(self.ranges) and self.ranges[-1][1] > num_chunks
 
     def hold_back(self, now: float) -> None:
         """Note that it could be sent a chunk, and is not."""
@@ -217,7 +206,7 @@ class Child:
         """Note that it is to be sent the next chunk that it wants."""
         self.wanted.popleft()
         self.credit_bytes -= num_bytes
-        self.lead += self.num_links
+        self.lead += 1
 
     def sent(self, num_chunks: int, now: float) -> None:
         """Note that it was sent some chunks."""
@@ -230,17 +219,13 @@ def check_fetch(message: Fetch, item: Chunked) -> None:
     """Refuse a Fetch of what an item does not consist of.
 
     Raises:
-        RemoteProtocolError: if its link or its ranges are impossible.
+        RemoteProtocolError: if its ranges are impossible.
     """
-    link, num_links = message.link, message.num_links
-    if link >= num_links:
-        raise RemoteProtocolError(f"a Fetch of link {link} of {num_links}")
-    num_places = len(range(link, item.num_chunks, num_links))
     is_encoded = message.form != FULL
     previous = 0
     for start, stop in message.ranges:
         # An encoded version may be longer at the child than here, or its end be known only here.
-        is_known = stop <= num_places or (is_encoded and (item.is_open or stop == OPEN_END))
+        is_known = stop <= item.num_chunks or (is_encoded and (item.is_open or stop == OPEN_END))
         if not (previous <= start < stop and is_known):
             raise RemoteProtocolError(
                 f"a Fetch of {message.version} with bad ranges {message.ranges!r:.80}"
@@ -382,11 +367,11 @@ class Sender:
     # --- chunks ----------------------------------------------------------------------------------
 
     def _siblings(self, peer: str, child: Child) -> list[tuple[str, Child]]:
-        """Return who takes the same chunks; other links, of whomever, need not keep in step."""
+        """Return the other children that take the same item."""
         return [
             (name, other)
             for name, other in self.children.items()
-            if name != peer and other.takes_as(child)
+            if name != peer and other.fetching is not None and other.fetching == child.fetching
         ]
 
     def _serve(self, peer: str, child: Child, now: float) -> list[Action]:
@@ -398,13 +383,10 @@ class Sender:
         if not siblings or len(siblings) > MAX_SIBLINGS:
             return self._send_chunks(peer, child, None, now)
         everyone = [(peer, child), *siblings]
-        is_even = all(other.num_links == child.num_links for _, other in siblings)
         has_moved = True
         while has_moved:
             has_moved, limit = False, self._limit(everyone, now)
             for name, other in everyone:
-                if not is_even:  # a sibling's siblings are others than these
-                    limit = self._limit([(name, other), *self._siblings(name, other)], now)
                 sent = self._send_chunks(name, other, limit, now)
                 has_moved = has_moved or bool(sent)
                 actions += sent
@@ -432,8 +414,7 @@ class Sender:
         }
         median = statistics.median_high(rates.values()) if rates else 0.0
         leads = [child.lead for child in members if rates.get(id(child), median) >= 0.5 * median]
-        reach = MAX_LEAD_CHUNKS * max(child.num_links for child in members) if leads else 0
-        return min(leads) + reach if leads else None
+        return min(leads) + MAX_LEAD_CHUNKS if leads else None
 
     def _send_chunks(self, peer: str, child: Child, limit: int | None, now: float) -> list[Action]:
         """Send what one child wants, holds credit for, and this node has, in order."""

@@ -273,27 +273,26 @@ class Chunked(abc.ABC):
         self.has_chunk[index] = 1
         self.num_held += 1
 
-    def _come(self, link: int, num_links: int) -> bytearray:
-        """Return one byte per place of a link: 1 if its chunk is held or being written."""
-        has_chunk = self.has_chunk
-        if self.writing:
-            has_chunk = has_chunk.copy()
-            for index in self.writing:
-                has_chunk[index] = 1
-        return has_chunk[link::num_links] if num_links > 1 else has_chunk
+    def _come(self) -> bytearray:
+        """Return one byte per chunk: 1 if it is held or being written."""
+        if not self.writing:
+            return self.has_chunk
+        has_chunk = self.has_chunk.copy()
+        for index in self.writing:
+            has_chunk[index] = 1
+        return has_chunk
 
-    def is_missing(self, link: int = 0, num_links: int = 1) -> bool:
-        """Return whether a link lacks a chunk, or may be given more."""
-        has_chunk = self._come(link, num_links)
-        return self.is_open or has_chunk.find(0) >= 0
+    @property
+    def is_missing(self) -> bool:
+        """Whether a chunk has not come, or more may be added."""
+        return self.is_open or self._come().find(0) >= 0
 
-    def missing(self, link: int = 0, num_links: int = 1) -> tuple[tuple[int, int], ...]:
-        """Return the half-open runs of places of a link that have not come, ascending.
+    def missing(self) -> tuple[tuple[int, int], ...]:
+        """Return the half-open runs of chunks that have not come, ascending.
 
-        Place p of a link is the chunk link + p * num_links. While chunks may be added the last run
-        stops at OPEN_END.
+        While chunks may be added the last run stops at OPEN_END.
         """
-        has_chunk = self._come(link, num_links)
+        has_chunk = self._come()
         runs, start = [], 0
         while (start := has_chunk.find(0, start)) >= 0:
             stop = has_chunk.find(1, start)

@@ -58,7 +58,6 @@ from echo.core.bounds import (
     Seed,
     Size,
     Step,
-    StripeIndex,
     TokenId,
     Word,
 )
@@ -153,18 +152,15 @@ class Fetch(Message, frozen=True):
     """Child to parent: send these chunks, in ascending order, up to the credit.
 
     Resuming after a cut and changing the parent are this same message with other ranges. It
-    replaces any earlier Fetch over this link. Of the item's chunks it concerns only those of one
-    stripe link, with index % num_links == link: the others are fetched over other links.
+    replaces any earlier Fetch over this link.
     """
 
     version: PolicyVersion
     ranges: Annotated[tuple[tuple[Place, Place], ...], Meta(max_length=MAX_RANGES)]
-    """Half-open [start, stop) runs of missing places of the link, ascending; place p is the chunk
-    link + p * num_links. A last run that stops at OPEN_END goes on with chunks yet to be coded."""
+    """Half-open [start, stop) runs of missing chunks, ascending. A last run that stops at OPEN_END
+    goes on with chunks yet to be coded."""
     credit_bytes: Size
     form: Form = FULL
-    link: StripeIndex = 0
-    num_links: StripeIndex = 1
     num_segments: Place = 0
     """Segments of the encoded version that the child has; it is sent those that follow."""
 
@@ -218,7 +214,7 @@ Names = Annotated[dict[Word, Word], Meta(max_length=MAX_NAMES)]
 Counts = Annotated[dict[Word, Count], Meta(max_length=MAX_NAMES)]
 FileSize = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 """Raised by every change that an older node would misunderstand."""
 
 LEARNER_ID = "learner"
@@ -353,19 +349,19 @@ class TopologyPlan(Message, frozen=True):
     """Where to get weights from: parents in order of preference, the learner last."""
 
     epoch: Count
-    stripes: Annotated[tuple[Parents, ...], Meta(max_length=MAX_NODES)]
-    """For each stripe (node id, address) of its parents; an empty address means: as this node
-    reached it itself. None at all: the node stands by, and needs no weights."""
+    parents: Parents
+    """(Node id, address) of each; an empty address means: as this node reached it itself. None at
+    all: the node stands by, and needs no weights."""
 
     @property
     def is_standby(self) -> bool:
         """Whether the node is to fetch nothing for now; it will be given no leases either."""
-        return not self.stripes
+        return not self.parents
 
     @property
-    def first_parents(self) -> str:
-        """The preferred parents, in the form of `NodeStats.parent`."""
-        return ",".join(parents[0][0] for parents in self.stripes) or "-"
+    def first_parent(self) -> str:
+        """The preferred parent, in the form of `NodeStats.parent`."""
+        return self.parents[0][0] if self.parents else "-"
 
 
 class LeaseState(Message, frozen=True, array_like=True, tag=False):
@@ -393,7 +389,7 @@ class NodeStats(Message, frozen=True, tag=False):
     bytes_sent: Count = 0
     """Weight bytes sent to children since the process started."""
     parent: Line = "-"
-    """Node ids of the parents in use, one per stripe, with commas between."""
+    """Node id of the parent in use."""
     suspects: Annotated[tuple[NodeId, ...], Meta(max_length=MAX_NODES)] = ()
     """Nodes that sent it chunks with wrong hashes, lately."""
     uplink_bytes_per_s: Rate | None = None

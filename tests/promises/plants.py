@@ -32,7 +32,7 @@ from echo.weights import receiver, store
 from echo.weights.delta import BlockPatch, decode_block
 from echo.weights.manifest import SignedManifest
 from echo.weights.parents import Parents
-from echo.weights.receiver import StripeLinks, Watchdog
+from echo.weights.receiver import Watchdog
 from echo.weights.store import Patch, Transfer
 from echo.wire.actions import Stop
 from echo.wire.codec import decode_envelope
@@ -381,10 +381,8 @@ def stay_with_a_silent_way(patch: pytest.MonkeyPatch) -> None:
 def ask_for_everything_again(patch: pytest.MonkeyPatch) -> None:
     """Ask a new parent for all chunks, held or not."""
 
-    def all_chunks(
-        self: Transfer, link: int = 0, num_links: int = 1
-    ) -> tuple[tuple[int, int], ...]:
-        return ((0, len(self.has_chunk[link::num_links])),)
+    def all_chunks(self: Transfer) -> tuple[tuple[int, int], ...]:
+        return ((0, len(self.has_chunk)),)
 
     patch.setattr(Transfer, "missing", all_chunks)
 
@@ -392,8 +390,7 @@ def ask_for_everything_again(patch: pytest.MonkeyPatch) -> None:
 @plant(27)
 def believe_announcements(patch: pytest.MonkeyPatch) -> None:
     """Take an announcement for a delivery, and silence for patience."""
-    patch.setattr(StripeLinks, "silent", lambda self, chunk_bytes, *, now: [])
-    patch.setattr(Watchdog, "look", lambda self, *arguments, **named: ([], []))
+    patch.setattr(Watchdog, "look", lambda self, *arguments, **named: ("", False))
 
 
 @plant(28)

@@ -344,8 +344,7 @@ def num_held(broadcast: Any, fetch: Fetch) -> int:
     item = held.get(fetch.version if is_full else (fetch.version, fetch.form))
     if item is None:
         return 0
-    has_chunk = item.has_chunk[fetch.link :: fetch.num_links]
-    return sum(sum(has_chunk[start:stop]) for start, stop in fetch.ranges)
+    return sum(sum(item.has_chunk[start:stop]) for start, stop in fetch.ranges)
 
 
 class FullDisk:

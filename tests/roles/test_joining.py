@@ -191,7 +191,7 @@ OF_LEARNER: dict[type[Message], Message] = {
         Refuse(reason="digest_mismatch", detail="both values"),
         Rehello(),
         Finish(reason="all steps done"),
-        TopologyPlan(epoch=1, stripes=()),
+        TopologyPlan(epoch=1, parents=()),
         Pulse(step=1, newest=None),
         Grant(leases=()),
         Reclaim(leases=()),

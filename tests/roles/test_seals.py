@@ -141,8 +141,8 @@ def test_no_order_of_the_learner_can_be_forged(make_world: MakeWorld) -> None:
         *forged_ends(world),
         Grant(leases=(make_lease(900),)),
         Reclaim(leases=((0, 0),), is_begun_too=True),
-        TopologyPlan(epoch=99, stripes=((("r1", "tcp://r1:7700"),),)),
-        TopologyPlan(epoch=99, stripes=()),
+        TopologyPlan(epoch=99, parents=(("r1", "tcp://r1:7700"),)),
+        TopologyPlan(epoch=99, parents=()),
         Pulse(step=9, newest=None),
     ]
     for number, message in enumerate(forged, start=1):

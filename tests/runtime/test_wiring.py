@@ -115,11 +115,6 @@ def test_no_address_of_a_node_bears_the_secret() -> None:
     assert settings.addresses == ("tcp://b:2", f"tcp://a:1#{KEY}")
 
 
-def test_sockets_per_link_follow_from_the_kernel() -> None:
-    assert node.sockets_per_link("tcp://127.0.0.1:1") == 1
-    assert 1 <= node.sockets_per_link(f"tcp://10.0.0.5:1#{KEY}") <= 8
-
-
 def test_the_kernel_matters_for_links_between_machines(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,12 +48,9 @@ def fleet_of(sites: list[Site], root: Site | None = None) -> Sites:
     return survey(sites, learner=root or learner(), rtt_s=flat)
 
 
-def trees_of(topology: Topology) -> list[dict[str, str]]:
-    """Return for each stripe the first parent of each node."""
-    return [
-        {name: lists[stripe][0][0] for name, lists in topology.parents.items()}
-        for stripe in range(topology.num_stripes)
-    ]
+def tree_of(topology: Topology) -> dict[str, str]:
+    """Return the first parent of each node."""
+    return {name: hops[0][0] for name, hops in topology.parents.items()}
 
 
 def depth(parents: dict[str, str], name: str) -> int:
@@ -70,14 +67,13 @@ def check(topology: Topology, sites: list[Site]) -> None:
     """Assert what holds of every plan."""
     serving = {s.node_id: s.address for s in sites if s.address is not None and not s.is_suspect}
     assert topology.parents.keys() == {s.node_id for s in sites}
-    for stripe, parents in enumerate(trees_of(topology)):
-        depths = {name: depth(parents, name) for name in parents} | {"learner": 0}
-        for name, lists in topology.parents.items():
-            assert len(lists) == topology.num_stripes
-            names = [node_id for node_id, _ in lists[stripe]]
-            assert len(set(names)) == len(names) <= 6
-            assert lists[stripe][-1] == ("learner", "tcp://l:1")
-            for node_id, address in lists[stripe][:-1]:
-                assert serving[node_id] == address
-            # So any mixture of choices leads to the learner.
-            assert all(depths[node_id] < depths[name] for node_id in names)
+    parents = tree_of(topology)
+    depths = {name: depth(parents, name) for name in parents} | {"learner": 0}
+    for name, hops in topology.parents.items():
+        names = [node_id for node_id, _ in hops]
+        assert len(set(names)) == len(names) <= 6
+        assert hops[-1] == ("learner", "tcp://l:1")
+        for node_id, address in hops[:-1]:
+            assert serving[node_id] == address
+        # So any mixture of choices leads to the learner.
+        assert all(depths[node_id] < depths[name] for node_id in names)

@@ -107,8 +107,8 @@ class Net:
         self.overrides = {"keep_versions": KEEP} | overrides
         self.nodes: dict[str, Broadcast] = {}
         self.rooms: dict[str, Rooms] = {}
-        self.links: dict[str, tuple[str, str, int]] = {}
-        """Link -> (child, parent, index)."""
+        self.links: dict[str, tuple[str, str]] = {}
+        """Link -> (child, parent)."""
         self.queues: dict[tuple[str, str], deque[Any]] = {}
         """(link, receiver) -> what is under way."""
         self.works: list[tuple[str, Work]] = []
@@ -154,7 +154,7 @@ class Net:
         del self.nodes[name]
         self.works = [(owner, work) for owner, work in self.works if owner != name]
         self.installs = [each for each in self.installs if each[0] != name]
-        for link, (child, parent, _) in list(self.links.items()):
+        for link, (child, parent) in list(self.links.items()):
             if name in (child, parent):
                 self.close(link)
                 if parent == name and child in self.nodes:
@@ -162,34 +162,25 @@ class Net:
 
     # --- links -----------------------------------------------------------------------------------
 
-    def link(self, child: str, index: int) -> str | None:
-        return self.nodes[child].receiver.links[index].peer
+    def link(self, child: str) -> str | None:
+        return self.nodes[child].receiver.link.peer
 
-    def attach(self, child: str, parent: str, index: int = 0, **fields: Any) -> None:
-        """Give a link of a node another parent."""
-        old = next((k for k, (c, _, n) in self.links.items() if (c, n) == (child, index)), None)
+    def attach(self, child: str, parent: str, **fields: Any) -> None:
+        """Give a node another parent."""
+        old = next((link for link, (name, _) in self.links.items() if name == child), None)
         if old is not None:
             self.close(old)
-        link = f"{child}{index}-{parent}#{next(self._serial)}"
-        self.links[link] = (child, parent, index)
+        link = f"{child}-{parent}#{next(self._serial)}"
+        self.links[link] = (child, parent)
         self.queues[link, child], self.queues[link, parent] = deque(), deque()
         node = self.nodes[child]
-        self.perform(child, node.receiver.set_parent(link, link=index, now=self.now, **fields))
+        self.perform(child, node.receiver.set_parent(link, now=self.now, **fields))
 
     def close(self, link: str) -> None:
-        child, parent, _ = self.links.pop(link)
+        child, parent = self.links.pop(link)
         del self.queues[link, child], self.queues[link, parent]
         if parent in self.nodes:
             self.perform(parent, self.nodes[parent].remove_child(link, now=self.now))
-
-    def set_num_links(self, child: str, parents: list[str]) -> None:
-        """Give a node as many links as it has parents now."""
-        self.perform(child, self.nodes[child].receiver.set_num_links(len(parents), now=self.now))
-        for link, (name, _, index) in list(self.links.items()):
-            if name == child and index >= len(parents):
-                self.close(link)
-        for index, parent in enumerate(parents):
-            self.attach(child, parent, index)
 
     # --- actions ---------------------------------------------------------------------------------
 
@@ -235,7 +226,7 @@ class Net:
             self._check_fetch(name, message)
         self.sent.append((name, action.peer, message))
         if action.peer in self.links:
-            child, parent, _ = self.links[action.peer]
+            child, parent = self.links[action.peer]
             other = parent if name == child else child
             self.queues[action.peer, other].append((message, payload))
 
@@ -247,8 +238,7 @@ class Net:
             if fetch.form == FULL
             else node.encoded_versions[fetch.version, fetch.form]
         )
-        held = item.has_chunk[fetch.link :: fetch.num_links]
-        assert all(not any(held[start:stop]) for start, stop in fetch.ranges)
+        assert all(not any(item.has_chunk[start:stop]) for start, stop in fetch.ranges)
 
     def _next(self, way: tuple[str, str]) -> Any:
         """Return what comes next: chunks have a connection of their own, and may be first."""
@@ -351,7 +341,8 @@ class Net:
             assert live <= {*node.store, *(version for version, _ in halves)}
             item = node.receiver.item
             assert item is None or node.receiver.store.get(item) is not None
-            writing = sum(link.writing_bytes for link in node.receiver.links)
+            node.receiver.link.validate()
+            writing = node.receiver.link.writing_bytes
             late = [work.data for owner, work in self.works if owner == name and is_write(work)]
             assert 0 <= writing <= sum(map(len, late))
             for child in node.receiver.sender.children.values():

@@ -177,7 +177,7 @@ def test_a_seal_that_was_lost_is_asked_for(mode: PatchMode) -> None:
     publish_delta(net, 1, is_sealed=False)
     net.settle()
     seal(net, 1)
-    net.queues[net.link("b", 0) or "", "b"].clear()
+    net.queues[net.link("b") or "", "b"].clear()
     net.settle()
     assert not is_sealed(net, "b", 1)
     net.attach("b", "a")
@@ -211,7 +211,7 @@ def test_a_seal_of_another_image_is_refused_once_and_the_next_version_is_taken(
     other = msgspec.structs.replace(
         manifest, tensors=(msgspec.structs.replace(tensor, name="another"),)
     )
-    link = net.link("b", 0) or ""
+    link = net.link("b") or ""
     for _ in range(2):
         frame = encode_signed(sign(other, KEY, key_of(1, FULL)))
         net.deliver((link, "b"), (Announce(version=v(1)), [frame]))
@@ -234,7 +234,7 @@ def test_a_seal_of_other_bytes_is_found_by_the_audit(mode: PatchMode) -> None:
     hashes = bytes(len(manifest.chunk_hashes))
     lie = msgspec.structs.replace(manifest, chunk_hashes=hashes)
     frame = encode_signed(sign(lie, KEY, key_of(1, FULL)))
-    net.deliver((net.link("b", 0) or "", "b"), (Announce(version=v(1)), [frame]))
+    net.deliver((net.link("b") or "", "b"), (Announce(version=v(1)), [frame]))
     net.wait(1.0)
     while net.works:
         net.decode()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo.core.errors import LocalProtocolError
+from echo.weights import link as link_module
 from echo.weights.link import (
     FIRST_BYTES,
     LOOP_S,
@@ -18,17 +22,18 @@ from echo.weights.link import (
     MAX_WINDOW_BYTES,
     MIN_PATIENCE_S,
     MOST_BYTES_PER_S,
+    TABLE,
     UNANSWERED_S,
     UPLINK_SAMPLE_S,
+    LinkEvent,
+    LinkState,
+    ParentLink,
     RateEstimate,
-    StripeLink,
     UplinkEstimate,
     UplinkProbe,
     acknowledge,
-    num_sockets,
     window_bytes,
 )
-from echo.weights.receiver import StripeLinks
 from echo.wire.actions import Send
 from echo.wire.messages import Probe, ProbeAck
 from tests.roles.harness import message_of
@@ -37,27 +42,118 @@ CHUNK = 1 << 20
 STALL_S = 2.0
 
 
-def make(*, rtt_s: float | None = 0.1, first: int = 2 * CHUNK) -> StripeLink:
-    link = StripeLink(0, first_window_bytes=first, stall_s=STALL_S)
+def make(*, rtt_s: float | None = 0.1, first: int = 2 * CHUNK) -> ParentLink:
+    link = ParentLink(first_window_bytes=first, stall_s=STALL_S)
     link.connect("p", rtt_s=rtt_s)
     link.has_spare = True
     return link
 
 
-def take(link: StripeLink, *, now: float, num_bytes: int = CHUNK) -> tuple[int, int]:
+def take(link: ParentLink, *, now: float, num_bytes: int = CHUNK) -> tuple[int, int]:
     """Take a chunk that is written at once."""
     link.came(num_bytes, now=now)
     link.settle(num_bytes, now=now)
     return link.took(num_bytes, chunk_bytes=CHUNK)
 
 
-def pull(link: StripeLink, rate: float, *, num_chunks: int, at: float = 0.0) -> tuple[float, int]:
+def pull(link: ParentLink, rate: float, *, num_chunks: int, at: float = 0.0) -> tuple[float, int]:
     """Take chunks at a rate; return (when the last came, credit given)."""
-    credit = link.begin(now=at)
+    credit = link.fetch(now=at)
     for _ in range(num_chunks):
         at += CHUNK / rate
         credit += take(link, now=at)[1]
     return at, credit
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+EVENTS: dict[LinkEvent, Callable[[ParentLink], object]] = {
+    LinkEvent.CONNECT: lambda link: link.connect("q", rtt_s=0.1),
+    LinkEvent.DISCONNECT: lambda link: link.connect(None, rtt_s=None),
+    LinkEvent.SUBSCRIBE: lambda link: link.subscribe(now=1.0),
+    LinkEvent.FETCH: lambda link: link.fetch(now=1.0),
+    LinkEvent.HEARD: lambda link: link.heard(),
+    LinkEvent.LIVES: lambda link: link.lives(now=1.0),
+    LinkEvent.WAITS: lambda link: link.waits(again_s=1.0, now=1.0),
+    LinkEvent.COMPLETE: lambda link: link.complete(),
+    LinkEvent.SILENCE: lambda link: be_silent(link, has_spare=False),
+    LinkEvent.SILENCE_WITH_SPARE: lambda link: be_silent(link, has_spare=True),
+}
+
+
+def be_silent(link: ParentLink, *, has_spare: bool) -> None:
+    """Let the parent be silent; a link whose parent is to be left is left, as its owner does."""
+    link.has_spare = has_spare
+    if link.silence(now=1.0):
+        link.connect(None, rtt_s=None)
+
+
+def link_in(state: LinkState) -> ParentLink:
+    """Return a link that has come to a state over the shortest way from the start."""
+    ways: dict[LinkState, tuple[LinkEvent, ...]] = {LinkState.ALONE: ()}
+    while state not in ways:
+        for known, way in list(ways.items()):
+            for event, then in TABLE[known].items():
+                ways.setdefault(then, (*way, event))
+    link = ParentLink(first_window_bytes=2 * CHUNK, stall_s=STALL_S)
+    for event in ways[state]:
+        EVENTS[event](link)
+    assert link.state is state
+    return link
+
+
+@pytest.mark.parametrize("event", LinkEvent)
+@pytest.mark.parametrize("state", LinkState)
+def test_an_event_leads_to_what_the_table_says(state: LinkState, event: LinkEvent) -> None:
+    link = link_in(state)
+    if event is LinkEvent.CONNECT and state is not LinkState.ALONE:
+        EVENTS[LinkEvent.DISCONNECT](link)
+        state = LinkState.ALONE
+    if event is not LinkEvent.FETCH or state is not LinkState.ALONE:  # nobody asks nobody
+        EVENTS[event](link)
+    assert link.state is TABLE[state][event]
+    link.validate()
+    is_awaiting = link.awaits_answer or link.awaits_chunks
+    assert (link.deadline(CHUNK) is not None) == is_awaiting
+    assert is_awaiting == (link.state not in (LinkState.ALONE, LinkState.IDLE))
+
+
+def test_the_table_is_total_and_from_each_state_leads_to_each() -> None:
+    assert set(TABLE) == set(LinkState)
+    assert all(set(row) == set(LinkEvent) for row in TABLE.values())
+    for state in LinkState:
+        reached = {state}
+        for _ in LinkState:
+            reached |= {then for each in reached for then in TABLE[each].values()}
+        assert reached == set(LinkState)
+
+
+def test_the_drawing_in_the_docstring_is_the_table() -> None:
+    """But for `disconnect`, which leads from each state to alone."""
+    drawn, state = set(), ""
+    block = (link_module.__doc__ or "").split("changes\nnothing):\n")[1].split("**Rate.**")[0]
+    for line in block.splitlines():
+        state = (re.match(r" {4}(\w+)", line) or [state, state])[1]
+        drawn |= {(state, event, then) for event, then in re.findall(r"--(\w+)--> (\w+)", line)}
+    moves = {
+        (str(state), str(event), str(then))
+        for state, row in TABLE.items()
+        for event, then in row.items()
+        if then is not state and event is not LinkEvent.DISCONNECT
+    }
+    assert drawn == moves
+    assert {row[LinkEvent.DISCONNECT] for row in TABLE.values()} == {LinkState.ALONE}
+
+
+def test_a_link_in_disorder_is_found() -> None:
+    link = make()
+    link.validate()
+    link.peer = None
+    with pytest.raises(LocalProtocolError, match="in disorder"):
+        link.validate()
+
+
+# --- windows and patience -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rate", [1e6, 3e8, 3e9])
@@ -92,7 +188,7 @@ def test_without_a_rate_or_a_round_trip_the_window_stays(rtt_s: float | None) ->
 
 def test_credit_is_given_every_quarter_of_the_window() -> None:
     link = make(rtt_s=None, first=16 * CHUNK)
-    link.begin(now=0.0)
+    link.fetch(now=0.0)
     given = [take(link, now=0.1) for _ in range(12)]
     assert given == [(0, 0), (0, 0), (0, 0), (4 * CHUNK, 4 * CHUNK)] * 3
 
@@ -103,7 +199,7 @@ def test_another_parent_begins_with_the_first_window() -> None:
     assert link.window > 16 * CHUNK
     assert link.longest_gap_s > 0.0
     link.connect("q", rtt_s=0.1)
-    assert link.begin(now=0.0) == 2 * CHUNK
+    assert link.fetch(now=0.0) == 2 * CHUNK
     assert link.rate.bytes_per_s is None
     assert link.longest_gap_s == 0.0
 
@@ -146,23 +242,11 @@ def test_a_parent_that_waits_has_the_time_that_it_says_within_reason(
     link = make()
     at, _ = pull(link, 1e9, num_chunks=200)
     link.has_spare = True
-    link.waits(again_s=again_s)
-    assert link.is_waiting
+    link.waits(again_s=again_s, now=at)
+    assert link.state is LinkState.WAITING
     assert link.patience_s(CHUNK) == pytest.approx(patience_s)
     link.lives(now=at)
     assert link.patience_s(CHUNK) == MIN_PATIENCE_S, "it has sent something"
-
-
-def test_the_silence_of_one_stripe_of_several_is_borne_longer() -> None:
-    links = StripeLinks(first_window_bytes=CHUNK, stall_s=STALL_S)
-    links.resize(4)
-    for link in links:
-        link.connect("p", rtt_s=0.01)
-        link.has_spare = True
-        pull(link, 1e9, num_chunks=200)
-        assert link.patience_s(CHUNK) == 4 * MIN_PATIENCE_S
-    links.resize(4, 1)
-    assert links[0].patience_s(CHUNK) == MIN_PATIENCE_S, "connections to one parent"
 
 
 def test_only_one_with_a_spare_is_left_at_once_and_not_before_the_first_chunk() -> None:
@@ -172,7 +256,7 @@ def test_only_one_with_a_spare_is_left_at_once_and_not_before_the_first_chunk() 
     link.has_spare = False
     assert link.patience_s(CHUNK) == STALL_S
     link.has_spare = True
-    link.begin(now=at)
+    link.fetch(now=at)
     assert link.patience_s(CHUNK) == STALL_S
     link.lives(now=at + 0.1)
     assert link.patience_s(CHUNK) == MIN_PATIENCE_S
@@ -180,7 +264,7 @@ def test_only_one_with_a_spare_is_left_at_once_and_not_before_the_first_chunk() 
 
 def test_one_that_starves_at_times_is_given_longer() -> None:
     link = make()
-    link.begin(now=0.0)
+    link.fetch(now=0.0)
     at = 5.0  # for the first chunk everybody waits
     for _ in range(200):
         take(link, now=(at := at + 0.01))
@@ -194,28 +278,11 @@ def test_one_that_starves_at_times_is_given_longer() -> None:
 
 def test_what_the_parent_itself_waits_for_is_no_gap() -> None:
     link = make()
-    link.begin(now=0.0)
+    link.fetch(now=0.0)
     take(link, now=0.1)
     link.rate.pause()  # as a Waiting does
     take(link, now=3.0)
     assert link.longest_gap_s == 0.0
-
-
-def test_far_parents_get_more_connections() -> None:
-    rtts = (0.0005, 0.04, 0.06, 0.1, 0.3)
-    assert [num_sockets(rtt_s, most=8) for rtt_s in rtts] == [1, 1, 3, 6, 8]
-    assert num_sockets(0.3, most=1) == 1
-
-
-def test_a_connection_that_brings_something_speaks_for_all_to_the_same_parent() -> None:
-    links = StripeLinks(first_window_bytes=1 << 20, stall_s=5.0)
-    links.resize(4, 2)
-    for link in links:
-        link.connect(f"peer{link.index}", rtt_s=None)
-        link.begin(now=0.0)
-    links[2].progress_at = 4.0
-    assert [link.index for link in links.silent(1024, now=6.0)] == [1, 3]
-    assert [link.index for link in links.silent(1024, now=9.0)] == [0, 1, 2, 3]
 
 
 # --- rates ----------------------------------------------------------------------------------------

@@ -4,67 +4,52 @@ from typing import Any
 
 import pytest
 
-from echo.core.rollout import PolicyVersion
 from echo.weights.link import Connection, ParentFailed
 from echo.weights.parents import (
     ALONE_S,
     QUARANTINE_S,
-    REDIVIDE_AFTER_S,
     Parents,
-    StripeParents,
 )
 from echo.wire.actions import Dial, HangUp, Note
-from echo.wire.messages import FULL, TopologyPlan
+from echo.wire.messages import TopologyPlan
 from tests.roles.harness import PUBLIC_KEY, make_broadcast
 
 LEARNER, R1, R2 = ("learner", "tcp://l:1"), ("r1", "tcp://r1:1"), ("r2", "tcp://r2:1")
 
 
-class WeightsLink(Parents):
-    """One link, with the links that a plan gives it at hand."""
-
-    @property
-    def first(self) -> StripeParents:
-        return self._links[0]
-
-    @property
-    def next(self) -> Connection | None:
-        return self.first.next
-
-
-def make_links(**options: Any) -> WeightsLink:
+def make_links(**options: Any) -> Parents:
     broadcast = make_broadcast("w1")
     broadcast.trust.set(public_key=PUBLIC_KEY, run_id="run", max_image_bytes=1 << 20)
-    link = WeightsLink(broadcast.receiver, retry_s=1.0, **options)
+    link = Parents(broadcast.receiver, retry_s=1.0, **options)
     link.retry_preferred_s = 10.0
     return link
 
 
 @pytest.fixture
-def link() -> WeightsLink:
+def link() -> Parents:
     return make_links()
 
 
 def follow(link: Parents, *parents: tuple[str, str], epoch: int = 1, now: float = 0.0) -> list[Any]:
-    return link.on_plan(TopologyPlan(epoch=epoch, stripes=(parents,)), now=now)
+    return link.on_plan(TopologyPlan(epoch=epoch, parents=parents), now=now)
 
 
-def answer(link: WeightsLink, node_id: str, *, now: float = 0.0) -> list[Any]:
+def answer(link: Parents, node_id: str, *, now: float = 0.0) -> list[Any]:
     """Complete the dial that is under way."""
     assert link.next is not None
     link.next.peer = f"peer-{node_id}"
     return link.greeted(link.next.peer, node_id, now=now)
 
 
-def stand_by(link: WeightsLink, node_id: str, *, sent: float = 0.0, now: float = 0.0) -> list[Any]:
+def stand_by(link: Parents, node_id: str, *, sent: float = 0.0, now: float = 0.0) -> list[Any]:
     """Complete the dial of the spare."""
-    assert link.first.spare is not None
-    link.first.spare.peer = f"peer-{node_id}"
+    assert link.spare is not None
+    link.spare.peer = f"peer-{node_id}"
     assert link.connected(f"peer-{node_id}", now=sent)
     return link.greeted(f"peer-{node_id}", node_id, now=now)
 
 
-def fail(link: WeightsLink, node_id: str, *, now: float = 0.0, is_corrupt: bool = False) -> Any:
+def fail(link: Parents, node_id: str, *, now: float = 0.0, is_corrupt: bool = False) -> Any:
     peer = f"peer-{node_id}"
     failure = ParentFailed(peer, "reset", is_corrupt=is_corrupt)
     return link.parent_failed(failure, now=now)
@@ -74,17 +59,17 @@ def dialled(actions: list[Any]) -> list[str]:
     return [action.address for action in actions if isinstance(action, Dial)]
 
 
-def test_the_old_link_is_kept_until_the_new_one_has_answered(link: WeightsLink) -> None:
+def test_the_old_link_is_kept_until_the_new_one_has_answered(link: Parents) -> None:
     follow(link, LEARNER)
     answer(link, "learner")
     assert dialled(follow(link, R1, LEARNER, epoch=2)) == ["tcp://r1:1"]
-    assert link.receiver.links[0].peer == "peer-learner"
+    assert link.receiver.link.peer == "peer-learner"
     assert HangUp("peer-learner") in answer(link, "r1")
-    assert link.receiver.links[0].peer == "peer-r1"
+    assert link.receiver.link.peer == "peer-r1"
 
 
 def test_the_next_parent_takes_the_place_of_one_that_fails_and_after_the_last_the_first(
-    link: WeightsLink,
+    link: Parents,
 ) -> None:
     follow(link, R2, R1, LEARNER)
     answer(link, "r2")
@@ -92,7 +77,7 @@ def test_the_next_parent_takes_the_place_of_one_that_fails_and_after_the_last_th
     assert HangUp("peer-r2") in actions
     assert Note("warning", "weights from r2 failed: reset", "weights from r2") in actions
     assert dialled(actions) == ["tcp://r1:1"]
-    assert link.receiver.links[0].peer is None
+    assert link.receiver.link.peer is None
     answer(link, "r1")
     assert dialled(fail(link, "r1")) == ["tcp://l:1"]
     answer(link, "learner")
@@ -102,7 +87,7 @@ def test_the_next_parent_takes_the_place_of_one_that_fails_and_after_the_last_th
     assert dialled(link.expire(now=6.0)) == ["tcp://r2:1"]
 
 
-def test_a_parent_that_does_not_answer_is_given_up_after_three_seconds(link: WeightsLink) -> None:
+def test_a_parent_that_does_not_answer_is_given_up_after_three_seconds(link: Parents) -> None:
     follow(link, R1, LEARNER, now=1.0)
     assert link.deadline == 4.0
     assert link.expire(now=3.9) == []
@@ -112,7 +97,7 @@ def test_a_parent_that_does_not_answer_is_given_up_after_three_seconds(link: Wei
     assert dialled(actions) == ["tcp://l:1"]
 
 
-def test_without_an_address_the_parent_is_where_this_node_reached_it(link: WeightsLink) -> None:
+def test_without_an_address_the_parent_is_where_this_node_reached_it(link: Parents) -> None:
     anywhere = ("learner", "")
     link.control = Connection("tcp://found:1", peer="out0", node_id="learner")
     assert dialled(follow(link, anywhere)) == ["tcp://found:1"]
@@ -122,12 +107,12 @@ def test_without_an_address_the_parent_is_where_this_node_reached_it(link: Weigh
 
 
 def test_a_plan_for_the_process_that_bore_this_name_before_is_ignored() -> None:
-    newcomer = WeightsLink(make_broadcast("w1").receiver, retry_s=1.0)
+    newcomer = Parents(make_broadcast("w1").receiver, retry_s=1.0)
     assert follow(newcomer, R1, LEARNER) == []
     assert newcomer.parent == "-"
 
 
-def test_an_older_plan_is_ignored_unless_the_learner_is_new(link: WeightsLink) -> None:
+def test_an_older_plan_is_ignored_unless_the_learner_is_new(link: Parents) -> None:
     follow(link, R1, LEARNER, epoch=5)
     answer(link, "r1")
     assert follow(link, R2, LEARNER, epoch=4) == []
@@ -135,15 +120,15 @@ def test_an_older_plan_is_ignored_unless_the_learner_is_new(link: WeightsLink) -
     assert dialled(follow(link, R2, LEARNER, epoch=1)) == ["tcp://r2:1"]
 
 
-def test_a_new_plan_with_the_parent_in_use_changes_nothing(link: WeightsLink) -> None:
+def test_a_new_plan_with_the_parent_in_use_changes_nothing(link: Parents) -> None:
     follow(link, R1, LEARNER)
     answer(link, "r1")
     assert dialled(follow(link, R1, R2, LEARNER, epoch=2)) == ["tcp://r2:1"]  # the spare
     assert link.parent == "r1"
-    assert link.receiver.links[0].peer == "peer-r1"
+    assert link.receiver.link.peer == "peer-r1"
 
 
-def test_a_plan_that_changes_while_dialling_drops_that_dial(link: WeightsLink) -> None:
+def test_a_plan_that_changes_while_dialling_drops_that_dial(link: Parents) -> None:
     follow(link, R1, LEARNER)
     assert link.next is not None
     link.next.peer = "peer-r1"
@@ -155,7 +140,7 @@ def test_a_plan_that_changes_while_dialling_drops_that_dial(link: WeightsLink) -
 
 
 def test_the_preferred_parent_is_tried_again_when_the_plan_is_repeated_but_not_at_once(
-    link: WeightsLink,
+    link: Parents,
 ) -> None:
     follow(link, R1, LEARNER)
     answer(link, "r1")
@@ -165,7 +150,7 @@ def test_the_preferred_parent_is_tried_again_when_the_plan_is_repeated_but_not_a
     assert dialled(follow(link, R1, LEARNER, now=110.0)) == ["tcp://r1:1"]
     # It is still away: the parent in use stays in use.
     link.expire(now=113.0)
-    assert link.receiver.links[0].peer == "peer-learner"
+    assert link.receiver.link.peer == "peer-learner"
     assert follow(link, R1, LEARNER, now=114.0) == []
     # Later each time: it has failed twice.
     assert follow(link, R1, LEARNER, now=132.9) == []
@@ -173,7 +158,7 @@ def test_the_preferred_parent_is_tried_again_when_the_plan_is_repeated_but_not_a
 
 
 def test_the_loss_of_the_parent_in_use_does_not_disturb_a_dial_under_way(
-    link: WeightsLink,
+    link: Parents,
 ) -> None:
     follow(link, LEARNER)
     answer(link, "learner")
@@ -187,31 +172,31 @@ def test_the_loss_of_the_parent_in_use_does_not_disturb_a_dial_under_way(
 # --- the spare -----------------------------------------------------------------------------------
 
 
-def test_a_spare_stands_by_and_takes_over_without_a_dial(link: WeightsLink) -> None:
+def test_a_spare_stands_by_and_takes_over_without_a_dial(link: Parents) -> None:
     follow(link, R1, R2, LEARNER)
     assert dialled(answer(link, "r1")) == ["tcp://r2:1"]
-    assert not link.receiver.links[0].has_spare
+    assert not link.receiver.link.has_spare
     stand_by(link, "r2", sent=1.0, now=1.25)
-    assert link.receiver.links[0].has_spare
-    assert link.receiver.links[0].peer == "peer-r1"
+    assert link.receiver.link.has_spare
+    assert link.receiver.link.peer == "peer-r1"
     actions = fail(link, "r1", now=2.0)
-    assert link.receiver.links[0].peer == "peer-r2"
+    assert link.receiver.link.peer == "peer-r2"
     assert link.parent == "r2"
-    assert link.receiver.links[0].rtt_s == 0.25
+    assert link.receiver.link.rtt_s == 0.25
     # And the next of the list stands by in its place.
     assert dialled(actions) == ["tcp://l:1"]
-    assert not link.receiver.links[0].has_spare
+    assert not link.receiver.link.has_spare
 
 
-def test_a_spare_takes_over_while_another_parent_is_dialled(link: WeightsLink) -> None:
+def test_a_spare_takes_over_while_another_parent_is_dialled(link: Parents) -> None:
     follow(link, R1, LEARNER)
     answer(link, "r1")
     stand_by(link, "learner", now=0.25)
     assert dialled(follow(link, R2, R1, LEARNER, epoch=2, now=1.0)) == ["tcp://r2:1"]
     actions = fail(link, "r1", now=1.5)
-    assert link.receiver.links[0].peer == "peer-learner"
+    assert link.receiver.link.peer == "peer-learner"
     assert link.parent == "learner"
-    assert not link.receiver.links[0].has_spare
+    assert not link.receiver.link.has_spare
     assert link.next is not None
     assert link.next.address == "tcp://r2:1"
     assert dialled(actions) == ["tcp://r1:1"]  # behind r2 in the list: it may be back soon
@@ -220,7 +205,7 @@ def test_a_spare_takes_over_while_another_parent_is_dialled(link: WeightsLink) -
     assert link.parent == "r2"
 
 
-def test_the_parent_that_is_dialled_may_fail_after_the_spare_took_over(link: WeightsLink) -> None:
+def test_the_parent_that_is_dialled_may_fail_after_the_spare_took_over(link: Parents) -> None:
     follow(link, R1, LEARNER)
     answer(link, "r1")
     stand_by(link, "learner", now=0.25)
@@ -229,32 +214,32 @@ def test_the_parent_that_is_dialled_may_fail_after_the_spare_took_over(link: Wei
     assert dialled(link.expire(now=4.0)) == []
     assert link.next is None
     assert link.parent == "learner"
-    assert link.receiver.links[0].peer == "peer-learner"
+    assert link.receiver.link.peer == "peer-learner"
 
 
-def test_a_spare_that_fails_costs_nothing_and_is_dialled_again(link: WeightsLink) -> None:
+def test_a_spare_that_fails_costs_nothing_and_is_dialled_again(link: Parents) -> None:
     follow(link, R1, LEARNER)
     answer(link, "r1")
     stand_by(link, "learner")
     actions = fail(link, "learner", now=5.0)
     assert not any(isinstance(action, Note) for action in actions)
-    assert link.receiver.links[0].peer == "peer-r1"
-    assert not link.receiver.links[0].has_spare
+    assert link.receiver.link.peer == "peer-r1"
+    assert not link.receiver.link.has_spare
     assert link.deadline == 6.0
     assert dialled(link.expire(now=6.0)) == ["tcp://l:1"]
 
 
-def test_a_spare_that_does_not_answer_is_given_up_for_a_while(link: WeightsLink) -> None:
+def test_a_spare_that_does_not_answer_is_given_up_for_a_while(link: Parents) -> None:
     follow(link, R1, LEARNER)
     answer(link, "r1")
     assert link.deadline == 3.0
     link.expire(now=3.0)
-    assert link.first.spare is None
-    assert link.receiver.links[0].peer == "peer-r1"
+    assert link.spare is None
+    assert link.receiver.link.peer == "peer-r1"
 
 
 def test_a_spare_that_is_replaced_while_it_is_late_does_not_cost_the_parent(
-    link: WeightsLink,
+    link: Parents,
 ) -> None:
     follow(link, R1, LEARNER)
     answer(link, "r1")  # and the learner is dialled as its spare
@@ -262,10 +247,10 @@ def test_a_spare_that_is_replaced_while_it_is_late_does_not_cost_the_parent(
     actions = link.expire(now=3.0)  # neither r2 nor the learner has answered
     assert dialled(actions) == ["tcp://r3:1"]
     assert link.parent == "r1"
-    assert link.receiver.links[0].peer == "peer-r1"
+    assert link.receiver.link.peer == "peer-r1"
 
 
-def test_without_a_parent_nothing_is_due_for_a_spare(link: WeightsLink) -> None:
+def test_without_a_parent_nothing_is_due_for_a_spare(link: Parents) -> None:
     follow(link, R1, LEARNER)
     answer(link, "r1")
     stand_by(link, "learner")
@@ -276,7 +261,7 @@ def test_without_a_parent_nothing_is_due_for_a_spare(link: WeightsLink) -> None:
 
 
 def test_who_sent_wrong_chunks_is_passed_over_for_a_while_but_not_the_learner(
-    link: WeightsLink,
+    link: Parents,
 ) -> None:
     follow(link, R1, LEARNER)
     answer(link, "r1")
@@ -284,7 +269,7 @@ def test_who_sent_wrong_chunks_is_passed_over_for_a_while_but_not_the_learner(
     assert link.suspects(now=1.0) == ("r1",)
     answer(link, "learner")
     fail(link, "learner", now=9.0, is_corrupt=True)
-    assert link.first.next is None
+    assert link.next is None
     assert dialled(link.expire(now=10.0)) == ["tcp://l:1"]
     assert link.suspects(now=1.0 + QUARANTINE_S) == ("learner",)
 
@@ -318,7 +303,7 @@ def test_weights_of_the_last_resort_are_the_learners_alone() -> None:
     answer(link, "r1")
     assert dialled(fail(link, "r1", now=5.0)) == ["tcp://x:1"]
     assert dialled(answer(link, "r9", now=5.1)) == ["tcp://l:1"]
-    assert link.receiver.links[0].peer is None
+    assert link.receiver.link.peer is None
 
 
 def test_where_nobody_else_can_be_asked_a_quarantine_is_short() -> None:
@@ -335,56 +320,17 @@ def test_where_nobody_else_can_be_asked_a_quarantine_is_short() -> None:
     assert ALONE_S <= now - 5.0 <= ALONE_S + 1.0
 
 
-# --- links ---------------------------------------------------------------------------------------
+# --- standby --------------------------------------------------------------------------------------
 
 
-def test_every_stripe_has_its_parents_and_every_socket_is_a_link() -> None:
-    link = make_links(sockets_per_link=3)
-    plan = TopologyPlan(epoch=1, stripes=((R1, LEARNER), (R2, LEARNER)))
-    actions = link.on_plan(plan, now=0.0)
-    assert dialled(actions) == ["tcp://r1:1", "tcp://r2:1", "tcp://r1:1", "tcp://r2:1"]
-    assert len(link.receiver.links) == 4
-    for number, address in enumerate(dialled(actions)):
-        link.dialled(address, f"peer{number}")
-    for number, node_id in enumerate(("r1", "r2", "r1", "r2")):
-        link.greeted(f"peer{number}", node_id, now=0.0)
-    assert [link.peer for link in link.receiver.links] == [
-        "peer0",
-        "peer1",
-        "peer2",
-        "peer3",
-    ]
-    assert link.parent == "r1,r2"
-
-
-def test_stripes_are_as_good_as_several_sockets() -> None:
-    link = make_links(sockets_per_link=2)
-    plan = TopologyPlan(epoch=1, stripes=((R1, LEARNER), (R2, LEARNER)))
-    assert dialled(link.on_plan(plan, now=0.0)) == ["tcp://r1:1", "tcp://r2:1"]
-
-
-def test_a_plan_with_fewer_stripes_hangs_up_the_rest(link: WeightsLink) -> None:
-    plan = TopologyPlan(epoch=1, stripes=((R1, LEARNER), (R2, LEARNER)))
-    for number, address in enumerate(dialled(link.on_plan(plan, now=0.0))):
-        link.dialled(address, f"peer{number}")
-    actions = follow(link, R1, LEARNER, epoch=2)
-    assert HangUp("peer1") in actions
-    assert len(link.receiver.links) == 1
-
-
-def test_a_plan_with_other_stripes_waits_for_the_end_of_a_fetch_but_not_for_long(
-    link: WeightsLink,
-) -> None:
+def test_a_node_on_standby_leaves_its_parents_and_follows_the_next_plan(link: Parents) -> None:
     follow(link, R1, LEARNER)
     answer(link, "r1")
     stand_by(link, "learner")
-    link.receiver.item = (PolicyVersion(1, 1), FULL)
-    plan = TopologyPlan(epoch=2, stripes=((R1, LEARNER), (R2, LEARNER)))
-    assert link.on_plan(plan, now=1.0) == []
-    assert link.on_plan(plan, now=3.0) == []
-    assert link.deadline == 1.0 + REDIVIDE_AFTER_S
-    link.expire(now=REDIVIDE_AFTER_S)
-    assert len(link.receiver.links) == 1
-    assert dialled(link.expire(now=1.0 + REDIVIDE_AFTER_S)) == ["tcp://r2:1"]
-    assert len(link.receiver.links) == 2
-    assert link.deadline is None or link.deadline > 1.0 + REDIVIDE_AFTER_S
+    actions = follow(link, epoch=2)
+    assert {HangUp("peer-r1"), HangUp("peer-learner")} <= set(actions)
+    assert link.parent == "-"
+    assert link.receiver.link.peer is None
+    assert not link.receiver.link.has_spare
+    assert link.deadline is None
+    assert dialled(follow(link, R1, LEARNER, epoch=3)) == ["tcp://r1:1"]

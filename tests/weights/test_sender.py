@@ -162,28 +162,13 @@ def test_on_a_slow_link_each_chunk_goes_alone() -> None:
     assert messages(credit(serving, "b", 3, now=2.0), "b") == [(20,), (21,), (22,)]
 
 
-# --- links ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_links", [1, 2, 3, 7, 41, 64])
-def test_the_links_of_an_image_are_its_residues(num_links: int) -> None:
-    found = []
-    for link in range(num_links):
-        serving = make()
-        places = len(range(link, NUM_CHUNKS, num_links))
-        ranges = ((0, places),) if places else ()
-        sent = chunks(fetch(serving, "c", link=link, num_links=num_links, ranges=ranges), "c")
-        assert sent == list(range(link, NUM_CHUNKS, num_links))
-        found += sent
-    assert sorted(found) == list(range(NUM_CHUNKS))
+# --- what is asked for --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["full", "open", "closed"])
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"link": 2, "num_links": 2}, "link 2 of 2"),
-        ({"num_links": 0}, "link 0 of 0"),
         ({"ranges": ((2, 2),)}, "bad ranges"),
         ({"ranges": ((-1, 2),)}, "bad ranges"),
         ({"ranges": ((0, 2), (1, 3))}, "bad ranges"),
@@ -303,7 +288,6 @@ def test_one_that_was_slow_with_the_version_before_is_not_waited_for() -> None:
 
 
 def test_one_that_waits_for_this_node_holds_nobody_up() -> None:
-    """As after a link was divided otherwise."""
     serving = make(num_held=0)
     image = serving.store.images[v(1)]
     for index in range(1, NUM_CHUNKS):
@@ -311,25 +295,6 @@ def test_one_that_waits_for_this_node_holds_nobody_up() -> None:
     fetch(serving, "lacking", ranges=((0, 2),))
     sent = chunks(fetch(serving, "other", ranges=((2, NUM_CHUNKS),)), "other")
     assert sent == list(range(2, NUM_CHUNKS))
-
-
-def test_links_need_not_keep_in_step() -> None:
-    """One of parallel connections that stops for a moment must not stop the others."""
-    serving = make()
-    fetch(serving, "odd", link=1, num_links=2, ranges=((0, 20),), credit_bytes=1)
-    sent = chunks(fetch(serving, "even", link=0, num_links=2, ranges=((0, 21),)), "even")
-    assert sent == list(range(0, NUM_CHUNKS, 2))
-
-
-def test_links_of_another_division_keep_in_step_where_they_take_the_same_chunks() -> None:
-    serving = make()
-    fetch(serving, "slow", num_links=2, ranges=((0, 21),), credit_bytes=1)
-    num_ahead = len(chunks(fetch(serving, "all"), "all"))
-    assert num_ahead == 2 * MAX_LEAD_CHUNKS, "as far in the image as its slow sibling may be behind"
-    sent = chunks(fetch(serving, "half", num_links=4, ranges=((0, 11),)), "half")
-    assert sent == list(range(0, 4 * MAX_LEAD_CHUNKS, 4))
-    sent = chunks(fetch(serving, "others", link=1, num_links=4, ranges=((0, 10),)), "others")
-    assert sent == list(range(1, 4 * MAX_LEAD_CHUNKS, 4)), "in step with the one that takes all"
 
 
 def test_what_siblings_of_another_item_take_does_not_matter() -> None:
@@ -466,22 +431,19 @@ def test_an_open_fetch_takes_each_segment_as_it_comes() -> None:
     assert serving.children["c"].fetching is None
 
 
-@pytest.mark.parametrize("num_links", [1, 2, 3])
-def test_a_child_that_knows_more_of_an_encoded_gets_only_what_it_asked_for(num_links: int) -> None:
+def test_a_child_that_knows_more_of_an_encoded_gets_only_what_it_asked_for() -> None:
     """As after a restart of this node."""
     whole = encoded_of(2, 1)
     end = whole.num_chunks
     for known, asked in (
-        (2, ((end // num_links - 2, OPEN_END),)),
-        (3, ((0, 1), (2, end // num_links))),
+        (2, ((end - 2, OPEN_END),)),
+        (3, ((0, 1), (2, end))),
     ):
         serving = make()
         grown(serving, slice(0, 1))
-        fields: dict[str, Any] = {"version": v(2), "form": form_on(1), "num_links": num_links}
+        fields: dict[str, Any] = {"version": v(2), "form": form_on(1)}
         actions = fetch(serving, "c", ranges=asked, num_segments=known, **fields)
         _, more = grown(serving, slice(1, None))
         actions += more
-        places = [p for a, b in asked for p in range(a, min(b, end))]
-        wanted = [p * num_links for p in places if p * num_links < end]
-        assert chunks(actions, "c") == wanted
+        assert chunks(actions, "c") == [i for a, b in asked for i in range(a, min(b, end))]
         assert [m.index for _, m in say(actions) if isinstance(m, Segment)] == [2][known - 2 :]

@@ -40,7 +40,7 @@ from tests.promises.conftest import MakeWorld, make_world  # noqa: F401 -- a fix
 from tests.promises.world import CHUNK_BYTES
 from tests.roles.harness import make_hello
 from tests.weights.encoded_versions import v
-from tests.weights.fleets import MBIT, check, draw, flat, fleet_of, learner, site, trees_of
+from tests.weights.fleets import MBIT, check, draw, flat, fleet_of, learner, site, tree_of
 
 LEARNER = ("learner", "")
 
@@ -51,7 +51,6 @@ def planned(
     root: Site | None = None,
     payload_bytes: int = 16 * 10**9,
     previous: Topology | None = None,
-    max_stripes: int = 4,
 ) -> Topology:
     found = plan_topology(
         sites,
@@ -60,7 +59,6 @@ def planned(
         chunk_bytes=1 << 20,
         rtt_s=flat,
         previous=previous,
-        max_stripes=max_stripes,
     )
     check(found, sites)
     return found
@@ -80,21 +78,18 @@ def test_nobody_to_serve_is_a_plan() -> None:
 
 def test_a_few_equal_nodes_form_a_chain_for_a_full_snapshot() -> None:
     found = planned(equal(16))
-    assert (found.kind, found.num_stripes) == ("chain", 1)
+    assert found.kind == "chain"
     assert found.rate_bytes_per_s == pytest.approx(100 * MBIT)
     star = next(c for c in found.candidates if c.kind == "star")
     assert star.predicted_s / found.predicted_s > 14
 
 
-def test_many_equal_nodes_take_stripes_for_a_small_delta() -> None:
-    found = planned(equal(200), payload_bytes=143 * 10**6)
-    assert found.kind == "stripes"
+def test_many_equal_nodes_take_a_flatter_tree_for_a_small_delta() -> None:
+    found = planned(equal(200), payload_bytes=10**6)
+    assert found.kind == "tree"
     line = next(c for c in found.candidates if c.kind == "chain")
     assert line.predicted_s > 1.5 * found.predicted_s
-    # Each stripe leaves the learner once, and nearly everyone is interior in one stripe at most.
-    assert all(list(tree.values()).count("learner") == 1 for tree in trees_of(found))
-    interior = [set(tree.values()) - {"learner"} for tree in trees_of(found)]
-    assert len(set.intersection(*interior)) <= found.num_stripes
+    assert list(tree_of(found).values()).count("learner") == 1
 
 
 def test_a_star_where_the_learners_uplink_is_all_there_is() -> None:
@@ -104,9 +99,8 @@ def test_a_star_where_the_learners_uplink_is_all_there_is() -> None:
 
 def test_a_second_copy_leaves_the_learner_only_where_it_saves_time() -> None:
     thrifty = planned(equal(16), root=learner(105))
-    assert sum(tree["n0"] == "learner" for tree in trees_of(thrifty)) <= thrifty.num_stripes
-    assert [list(tree.values()).count("learner") for tree in trees_of(thrifty)] == [1]
-    rich = planned(equal(16), root=learner(1000))
+    assert list(tree_of(thrifty).values()).count("learner") == 1
+    rich = planned(equal(8), root=learner(1000))
     assert rich.rate_bytes_per_s > 1.2 * thrifty.rate_bytes_per_s
 
 
@@ -114,14 +108,13 @@ def test_a_node_with_a_thin_downlink_is_a_leaf_and_holds_up_nobody() -> None:
     thin = site("thin", 100, downlink_bytes_per_s=1 * MBIT)
     found = planned([thin, *equal(8)])
     assert found.rate_bytes_per_s > 50 * MBIT
-    assert all("thin" not in tree.values() for tree in trees_of(found))
+    assert "thin" not in tree_of(found).values()
 
 
 def crossings(found: Topology, sites: list[Site], home: str) -> list[tuple[str, str]]:
-    """Return (from, to) for every link between regions, in all stripes."""
+    """Return (from, to) for every link between regions."""
     regions = {"learner": home} | {each.node_id: each.region for each in sites}
-    links = [(parent, name) for tree in trees_of(found) for name, parent in tree.items()]
-    ways = [(regions[parent], regions[name]) for parent, name in links]
+    ways = [(regions[parent], regions[name]) for name, parent in tree_of(found).items()]
     return [(first, second) for first, second in ways if first != second]
 
 
@@ -141,7 +134,7 @@ def test_no_region_is_entered_twice_though_the_learner_could_send_more(
     found = planned(sites, root=learner(num_mbit, region="us"), payload_bytes=payload_bytes)
     ways = crossings(found, sites, "us")
     entered = sorted({*names} - {"us"})
-    assert sorted(second for _, second in ways) == sorted(entered * found.num_stripes)
+    assert sorted(second for _, second in ways) == entered
     assert found.predicted_s <= 1.6 * found.candidates[0].predicted_s
 
 
@@ -153,7 +146,7 @@ def test_a_region_is_let_have_more_where_one_entry_would_take_much_longer() -> N
     rich = learner(10_000, region="us")
     sites = [site(f"n{i}", 10, region="us" if i % 2 else "eu") for i in range(12)]
     found = planned(sites, root=rich)
-    assert len(crossings(found, sites, "us")) > found.num_stripes
+    assert len(crossings(found, sites, "us")) > 1
     assert found.predicted_s < 2 * found.candidates[0].predicted_s
 
 
@@ -168,31 +161,32 @@ def test_of_equally_fast_plans_the_one_with_less_paid_egress_is_taken() -> None:
     nodes = [site("dear", region="us", price_per_gb=0.1), site("free", region="us")]
     nodes += [site("far", region="eu")]
     found = planned(nodes, root=learner(100, region="us"))
-    assert all(tree["far"] != "dear" for tree in trees_of(found))
+    assert tree_of(found)["far"] != "dear"
 
 
-@pytest.mark.parametrize(
-    ("payload_bytes", "max_stripes"), [(16 * 10**9, 1), (16 * 10**9, 4), (143 * 10**6, 1)]
-)
+@pytest.mark.parametrize("payload_bytes", [16 * 10**9, 143 * 10**6])
 @pytest.mark.parametrize("place", [0, 5])
-def test_a_region_is_left_where_traffic_costs_least(
-    place: int, payload_bytes: int, max_stripes: int
-) -> None:
+def test_a_region_is_left_where_traffic_costs_least(place: int, payload_bytes: int) -> None:
     prices = [0.09] * 8
     prices[place] = 0.01
     sites = [site(f"us{i}", region="us", price_per_gb=price) for i, price in enumerate(prices)]
     sites += [site(f"eu{i}", region="eu") for i in range(8)]
     root = dataclasses.replace(learner(100, region="us"), price_per_gb=0.12)
-    found = planned(sites, root=root, payload_bytes=payload_bytes, max_stripes=max_stripes)
-    assert crossings(found, sites, "us") == [("us", "eu")] * found.num_stripes
-    leaving = [tree[name] for tree in trees_of(found) for name in tree if name.startswith("eu")]
+    found = planned(sites, root=root, payload_bytes=payload_bytes)
+    assert crossings(found, sites, "us") == [("us", "eu")]
+    leaving = [parent for name, parent in tree_of(found).items() if name.startswith("eu")]
     assert {name for name in leaving if not name.startswith("eu")} == {f"us{place}"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["log-normal", "80/20", "half NAT"])
+@pytest.mark.parametrize(
+    ("kind", "median", "worst"),
+    [("log-normal", 0.68, 0.62), ("80/20", 0.98, 0.72), ("half NAT", 0.98, 0.8)],
+)
 @pytest.mark.parametrize("num_nodes", [16, pytest.param(64, marks=pytest.mark.matrix)])
-def test_unequal_uplinks_reach_the_fluid_optimum(kind: str, num_nodes: int) -> None:
+def test_with_unequal_uplinks_one_tree_comes_near_the_fluid_optimum(
+    kind: str, num_nodes: int, median: float, worst: float
+) -> None:
     rng = random.Random(num_nodes)
     shares = []
     for _ in range(20):
@@ -200,8 +194,8 @@ def test_unequal_uplinks_reach_the_fluid_optimum(kind: str, num_nodes: int) -> N
         ups = [s.uplink_bytes_per_s or 0.0 for s in nodes]
         best = fluid_rate(1000 * MBIT, ups, [s.downlink_bytes_per_s or 0.0 for s in nodes])
         shares.append(planned(nodes, root=learner(1000)).rate_bytes_per_s / best)
-    assert statistics.median(shares) >= 0.85
-    assert min(shares) >= 0.7
+    assert statistics.median(shares) >= median
+    assert min(shares) >= worst
 
 
 # --- what holds of every plan --------------------------------------------------------------------
@@ -239,12 +233,11 @@ def test_every_plan_hangs_from_the_learner(
     root = learner(mbit, region="us")
     found = planned(nodes, root=root, payload_bytes=payload_bytes)
     # Nobody is given more links than its uplink can feed at the rate that was promised.
-    link = found.rate_bytes_per_s / found.num_stripes
+    link = found.rate_bytes_per_s
     known = {s.node_id: s.uplink_bytes_per_s for s in nodes} | {"learner": root.uplink_bytes_per_s}
     served: dict[str, list[str]] = {}
-    for tree in trees_of(found):
-        for name, parent in tree.items():
-            served.setdefault(parent, []).append(name)
+    for name, parent in tree_of(found).items():
+        served.setdefault(parent, []).append(name)
     fleet = fleet_of(nodes, root)
     thin = {fleet.names[i] for i in fleet.stragglers}
     for name, children in served.items():
@@ -298,10 +291,10 @@ def test_who_leaves_moves_only_its_own_children() -> None:
     left = planned(
         [s for s in equal(30) if s.node_id != "n7"], payload_bytes=143 * 10**6, previous=found
     )
-    for old, new in zip(trees_of(found), trees_of(left), strict=True):
-        assert {name for name in new if new[name] != old[name]} == {
-            name for name in old if old[name] == "n7"
-        }
+    old, new = tree_of(found), tree_of(left)
+    assert {name for name in new if new[name] != old[name]} == {
+        name for name in old if old[name] == "n7"
+    }
 
 
 def test_a_clearly_better_plan_replaces_the_old_one() -> None:
@@ -384,8 +377,8 @@ def plans_of(
     return planning.plan(members, uplink_bytes_per_s=uplink, now=now, is_between=is_between)
 
 
-def first_parents(plans: dict[str, TopologyPlan]) -> dict[str, set[str]]:
-    return {name: {stripe[0][0] for stripe in each.stripes} for name, each in plans.items()}
+def first_parents(plans: dict[str, TopologyPlan]) -> dict[str, str]:
+    return {name: each.first_parent for name, each in plans.items()}
 
 
 def test_a_plan_is_numbered_anew_only_if_somebody_moves() -> None:
@@ -564,10 +557,10 @@ def test_any_payload_and_any_uplink_can_be_planned(
 def test_whom_anybody_suspects_serves_nobody() -> None:
     members = [member(f"w{number}") for number in range(4)]
     honest = first_parents(plans_of(make_planner(), *members))
-    assert "w0" in set().union(*honest.values())
+    assert "w0" in honest.values()
     members[3] = member("w3", suspects=("w0",))
     plans = plans_of(make_planner(), *members)
-    served_by = {node for each in plans.values() for stripe in each.stripes for node, _ in stripe}
+    served_by = {node for each in plans.values() for node, _ in each.parents}
     assert "w0" not in served_by
 
 
@@ -575,8 +568,8 @@ def test_relays_come_first_where_nothing_else_is_known() -> None:
     members = [member(f"w{number}", uplink_bytes_per_s=None) for number in range(3)]
     members.append(member("r", role="relay", uplink_bytes_per_s=None))
     plans = plans_of(make_planner(), *members, uplink=None)
-    assert first_parents(plans)["r"] == {LEARNER_ID}
-    assert any("r" in parents for name, parents in first_parents(plans).items() if name != "r")
+    assert first_parents(plans)["r"] == LEARNER_ID
+    assert any(parent == "r" for name, parent in first_parents(plans).items() if name != "r")
 
 
 def test_a_new_host_has_a_small_fleet_planned_afresh() -> None:
@@ -585,7 +578,7 @@ def test_a_new_host_has_a_small_fleet_planned_afresh() -> None:
     plans_of(planning, *slow)
     fast = member("z", uplink_bytes_per_s=1000 * MB)
     parents = first_parents(plans_of(planning, *slow, fast, now=1.0))
-    assert any("z" in of for name, of in parents.items() if name != "z")
+    assert any(parent == "z" for name, parent in parents.items() if name != "z")
 
 
 def test_where_nobody_is_told_the_learners_address_relays_come_first() -> None:
@@ -593,7 +586,7 @@ def test_where_nobody_is_told_the_learners_address_relays_come_first() -> None:
     planning = Planner(learner=Site(LEARNER_ID, "learner", ""), chunk_bytes=1 << 20)
     relay = member("r1", role="relay", uplink_bytes_per_s=MB)
     plans = plans_of(planning, member("w1"), relay)
-    assert first_parents(plans) == {"r1": {LEARNER_ID}, "w1": {"r1"}}
+    assert first_parents(plans) == {"r1": LEARNER_ID, "w1": "r1"}
 
 
 def test_behind_relays_a_suspect_serves_only_who_has_nobody_else() -> None:
@@ -602,13 +595,13 @@ def test_behind_relays_a_suspect_serves_only_who_has_nobody_else() -> None:
     workers = [member(f"w{number}", is_listening=False) for number in range(3)]
     workers[0] = member("w0", is_listening=False, suspects=("r2",))
     plans = plans_of(planning, *relays, *workers)
-    names = {name: [node for node, _ in plan.stripes[0]] for name, plan in plans.items()}
+    names = {name: [node for node, _ in plan.parents] for name, plan in plans.items()}
     assert names["r3"] == ["r1", "learner"]
     for number in range(3):
         assert names[f"w{number}"][0] in ("r1", "r3")
         assert names[f"w{number}"][-2:] == ["r2", "learner"]
     alone = plans_of(planning, relays[1], workers[0])
-    assert [node for node, _ in alone["w0"].stripes[0]] == ["r2", "learner"]
+    assert [node for node, _ in alone["w0"].parents] == ["r2", "learner"]
 
 
 NODES = [site(f"n{i}", 200) for i in range(1, 8)]
@@ -617,13 +610,13 @@ TREE = [-1, 0, 1, 2, 3, 4, 5, 5]
 
 
 def parents_of(nodes: list[Site], tree: list[int]) -> Parents:
-    return with_backups(fleet_of(nodes), [tree], previous={})
+    return with_backups(fleet_of(nodes), tree, previous={})
 
 
 def patch(nodes: list[Site], rate: float = 100 * MBIT) -> list[str] | None:
     fleet = fleet_of(nodes)
-    trees = patched(fleet, parents_of(NODES, TREE), num_stripes=1, rate_bytes_per_s=rate)
-    return None if trees is None else [fleet.names[i] if i >= 0 else "-" for i in trees[0]]
+    tree = patched(fleet, parents_of(NODES, TREE), rate_bytes_per_s=rate)
+    return None if tree is None else [fleet.names[i] if i >= 0 else "-" for i in tree]
 
 
 def test_a_newcomer_goes_where_there_is_room_nearest_to_the_learner() -> None:
@@ -657,8 +650,8 @@ SMALL_TREE = [-1, 0, 0, 1, 1, 2, 3, 3]
 
 def parents_by_name(num_nodes: int, tree: list[int]) -> dict[str, list[str]]:
     fleet = fleet_of([site(f"n{i}") for i in range(1, num_nodes + 1)])
-    found = with_backups(fleet, [tree], previous={})
-    return {name: [node_id for node_id, _ in lists[0]] for name, lists in found.items()}
+    found = with_backups(fleet, tree, previous={})
+    return {name: [node_id for node_id, _ in hops] for name, hops in found.items()}
 
 
 def test_parent_first_then_a_stand_in_that_differs_between_siblings() -> None:
@@ -680,11 +673,11 @@ def test_lists_are_bounded() -> None:
 def test_a_list_that_still_serves_is_kept() -> None:
     nodes = [site(f"n{i}") for i in range(1, 8)]
     fleet = fleet_of(nodes)
-    other = with_backups(fleet, [SMALL_TREE], previous={})
+    other = with_backups(fleet, SMALL_TREE, previous={})
     hop = {name: (name, f"tcp://{name}:1") for name in fleet.names}
     learner = ("learner", "tcp://l:1")
-    mine = ((hop["n3"], hop["n5"], learner),)
-    assert with_backups(fleet, [SMALL_TREE], previous={**other, "n6": mine})["n6"] == mine
+    mine = (hop["n3"], hop["n5"], learner)
+    assert with_backups(fleet, SMALL_TREE, previous={**other, "n6": mine})["n6"] == mine
     # Not one that names a node as far from the learner as itself, or at an old address.
     for bad in ((hop["n3"], hop["n7"], learner), (hop["n3"], ("n5", "tcp://old:1"), learner)):
-        assert with_backups(fleet, [SMALL_TREE], previous={**other, "n6": (bad,)}) == other
+        assert with_backups(fleet, SMALL_TREE, previous={**other, "n6": bad}) == other

@@ -35,13 +35,13 @@ def test_only_known_regions_are_crossed() -> None:
     assert not fleet.is_crossing(1, 2)
 
 
-CHAIN = {"a": ["learner"], "b": ["a"], "c": ["b"]}
+CHAIN = {"a": "learner", "b": "a", "c": "b"}
 
 
 def limits(
     received: Mapping[str, float],
     uplinks: Mapping[str, float],
-    parents: Mapping[str, list[str]] = CHAIN,
+    parents: Mapping[str, str] = CHAIN,
 ) -> dict[str, float]:
     return downlink_limits(parents, received, uplinks, root="learner")
 
@@ -60,13 +60,6 @@ def test_a_parent_that_is_slow_or_unknown_is_no_fault_of_the_child(uplink: float
 
 def test_siblings_share_what_their_parent_can_send() -> None:
     received = {f"n{index}": 10.0 for index in range(9)}
-    parents = {name: ["learner"] for name in received}
+    parents = dict.fromkeys(received, "learner")
     assert limits(received, {"learner": 100.0}, parents) == {}
     assert limits(received, {"learner": 200.0}, parents) == received
-
-
-def test_with_stripes_every_parent_must_have_had_more() -> None:
-    parents = {"a": ["learner", "learner"], "b": ["learner", "a"]}
-    received = {"a": 90.0, "b": 20.0}
-    assert limits(received, {"learner": 300.0, "a": 100.0}, parents) == {"a": 90.0, "b": 20.0}
-    assert limits(received, {"learner": 300.0, "a": 12.0}, parents) == {"a": 90.0}

@@ -121,8 +121,6 @@ FETCH = messages.Fetch(version=VERSION, ranges=((0, 2),), credit_bytes=1)
 @pytest.mark.parametrize(
     "message",
     [
-        replace(FETCH, link=-1),
-        replace(FETCH, num_links=1 << 40),
         replace(FETCH, num_segments=-1),
         replace(FETCH, credit_bytes=-1),
         replace(FETCH, ranges=((-1, 2),)),

@@ -1,16 +1,16 @@
 """Topology plan: who gets weights from whom, and when to replan.
 
-A plan has one tree for each stripe (stripe s is the chunks whose index is s modulo the number of
-stripes), and names for each node and stripe its parents in order of preference: the parent in the
-tree, then stand-ins, the learner always last, so that any node can fall back without asking.
+A plan is one tree over all nodes, which may be a chain or a star. It names for each node its
+parents in order of preference: the parent in the tree, then stand-ins, the learner always last, so
+that any node can fall back without asking.
 
-**Plan.** `plan_topology` builds several plans (`trees.py`), predicts how long each would take for
+**Plan.** `plan_topology` builds several trees (`trees.py`), predicts how long each would take for
 this payload (`throughput.py`), and takes the thriftiest of those that are about as fast as the
-fastest: fewest bytes for money, fewest copies from the learner, fewest stripes. So the learner
-sends each stripe once unless a second copy saves clearly more time. Before that come regions: of
-the plans that take at most half as long again as the fastest only those with the fewest links
-between regions count. So a version enters each region once, unless that would cost much more time
-than the traffic is worth, as where nobody of a region can serve others.
+fastest: fewest bytes for money, fewest copies from the learner. So the learner sends a version once
+unless a second copy saves clearly more time. Before that come regions: of the plans that take at
+most half as long again as the fastest only those with the fewest links between regions count. So a
+version enters each region once, unless that would cost much more time than the traffic is worth, as
+where no node of a region can serve others.
 
 **Replan.** The learner's `Planner` makes a plan when a node joins or leaves, when one is caught
 sending wrong chunks, and again every REPLAN_S while versions take longer than WORTHWHILE_S to
@@ -52,12 +52,12 @@ from echo.weights.topology.sites import (
 from echo.weights.topology.throughput import (
     HOP_WORK_S,
     PlanThroughput,
-    Trees,
+    Tree,
     num_children,
     order,
     throughput_of,
 )
-from echo.weights.topology.trees import REGION_COST, chain, star, stripe_trees
+from echo.weights.topology.trees import REGION_COST, bounded_tree, chain, star
 from echo.wire.messages import LEARNER_ID, NodeStats, TopologyPlan
 
 # --- backups: the parents to turn to, in order of preference --------------------------------------
@@ -65,44 +65,43 @@ from echo.wire.messages import LEARNER_ID, NodeStats, TopologyPlan
 # The parent in the tree comes first, the learner last, stand-ins between: the grandparent, a node
 # beside the parent (which does not share the parent's fate), further ancestors.
 #
-# Why falling back makes no circle: every node on a list for a stripe lies strictly nearer to the
-# learner in that stripe's tree, counted in hops. So whichever entries the nodes choose, each at its
+# Why falling back makes no circle: every node on a list lies strictly nearer to the
+# learner in the tree, counted in hops. So whichever entries the nodes choose, each at its
 # own will, every step leads to fewer hops, and the walk ends at the learner. This holds within one
 # plan; while nodes follow plans of different epochs a circle is possible for a moment, and the
 # progress watchdog ends it, since every list ends in the learner.
 
 MAX_PARENTS = 6
-"""Entries for one node and stripe, the learner included."""
+"""Entries for one node, the learner included."""
 
-Parents = Mapping[str, tuple[tuple[Hop, ...], ...]]
-"""Node id -> for each stripe -> parents in order of preference."""
+Parents = Mapping[str, tuple[Hop, ...]]
+"""Node id -> parents in order of preference."""
 
 
-def with_backups(fleet: Sites, trees: Trees, *, previous: Parents) -> Parents:
+def with_backups(fleet: Sites, parents: Tree, *, previous: Parents) -> Parents:
     """Return everyone's parents.
 
     Args:
         fleet: the nodes.
-        trees: for each stripe the parent of each node.
+        parents: the parent of each node in the tree.
         previous: lists in force; one that still serves is kept, so that nodes need not be told.
     """
-    counts = num_children(trees)
+    counts = num_children(parents)
     numbers = {name: index for index, name in enumerate(fleet.names)}
     hops = list(zip(fleet.names, fleet.addresses, strict=True))
-    lists: list[list[tuple[Hop, ...]]] = [[] for _ in fleet.names]
-    for stripe, parents in enumerate(trees):
-        rows = _Rows(fleet, parents)
-        for node in order(parents)[1:]:
-            chosen = tuple(hops[i] for i in rows.stand_ins(node, counts))
-            old = previous.get(fleet.names[node], ())[stripe : stripe + 1]
-            if old and old[0] != chosen and rows.can_keep(node, old[0], numbers, hops):
-                chosen = old[0]
-            lists[node].append(chosen)
-    return {fleet.names[i]: tuple(lists[i]) for i in range(1, len(lists))}
+    rows = _Rows(fleet, parents)
+    lists: dict[str, tuple[Hop, ...]] = {}
+    for node in order(parents)[1:]:
+        name = fleet.names[node]
+        chosen = tuple(hops[i] for i in rows.stand_ins(node, counts))
+        old = previous.get(name, chosen)
+        is_kept = old != chosen and rows.can_keep(node, old, numbers, hops)
+        lists[name] = old if is_kept else chosen
+    return {name: lists[name] for name in fleet.names[1:]}
 
 
 class _Rows:
-    """One stripe's tree, row by row of equal distance from the learner."""
+    """The tree, row by row of equal distance from the learner."""
 
     def __init__(self, fleet: Sites, parents: Sequence[int]) -> None:
         """Count hops; who can serve stands in its row, and every child knows its rank."""
@@ -172,52 +171,47 @@ MOST_CHANGED = 0.25
 """Share of the links beyond which a plan is not patched."""
 
 
-def patched(
-    fleet: Sites, previous: Parents, *, num_stripes: int, rate_bytes_per_s: float
-) -> list[list[int]] | None:
-    """Return the trees of a former plan, fitted to the nodes of now; None if too much changed.
+def patched(fleet: Sites, previous: Parents, *, rate_bytes_per_s: float) -> list[int] | None:
+    """Return the tree of a former plan, fitted to the nodes of now; None if too much changed.
 
     Args:
         fleet: the nodes of now.
         previous: everyone's parents in the former plan.
-        num_stripes: stripes of the former plan.
         rate_bytes_per_s: what it gives every receiver.
     """
-    trees = _surviving(fleet, previous, num_stripes)
-    orphans = [[i for i in range(1, len(t)) if t[i] < 0] for t in trees]
-    num_links = num_stripes * fleet.num_receivers
-    if sum(map(len, orphans)) > max(num_stripes, MOST_CHANGED * num_links):
+    parents = _surviving(fleet, previous)
+    lost = [node for node in range(1, len(parents)) if parents[node] < 0]
+    if len(lost) > max(1, MOST_CHANGED * fleet.num_receivers):
         return None
-    counts = num_children(trees)
-    former = sum(hops[0][0] == fleet.names[0] for lists in previous.values() for hops in lists)
-    hosts = _Hosts(fleet, counts, rate_bytes_per_s / num_stripes, former)
-    for parents, lost in zip(trees, orphans, strict=True):
-        children: list[list[int]] = [[] for _ in parents]
-        for node, parent in enumerate(parents):
-            if parent >= 0:
-                children[parent].append(node)
-        reached = _below(children, 0)
-        below = {node: _below(children, node) for node in lost}
-        latencies = [0.0] * len(parents)
-        hosts.extend_latencies(latencies, parents, reached[1:])
-        # The largest subtree first: it may hold places for the others.
-        for node in sorted(lost, key=lambda i: (-len(below[i]), i)):
-            parents[node] = hosts.choose(reached, latencies, node)
-            counts[parents[node]] += 1
-            hosts.extend_latencies(latencies, parents, below[node])
-            reached += below[node]
-    return trees
+    counts = num_children(parents)
+    former = sum(hops[0][0] == fleet.names[0] for hops in previous.values())
+    hosts = _Hosts(fleet, counts, rate_bytes_per_s, former)
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            children[parent].append(node)
+    reached = _below(children, 0)
+    below = {node: _below(children, node) for node in lost}
+    latencies = [0.0] * len(parents)
+    hosts.extend_latencies(latencies, parents, reached[1:])
+    # The largest subtree first: it may hold places for the others.
+    for node in sorted(lost, key=lambda i: (-len(below[i]), i)):
+        parents[node] = hosts.choose(reached, latencies, node)
+        counts[parents[node]] += 1
+        hosts.extend_latencies(latencies, parents, below[node])
+        reached += below[node]
+    return parents
 
 
-def _surviving(fleet: Sites, previous: Parents, num_stripes: int) -> list[list[int]]:
+def _surviving(fleet: Sites, previous: Parents) -> list[int]:
     numbers = {name: index for index, name in enumerate(fleet.names)}
-    trees = [[-1] * len(fleet.names) for _ in range(num_stripes)]
+    tree = [-1] * len(fleet.names)
     for node, name in enumerate(fleet.names[1:], start=1):
-        for stripe, hops in enumerate(previous.get(name, ())):
-            parent = numbers.get(hops[0][0], -1)
-            if parent >= 0 and fleet.uplinks[parent] > 0:
-                trees[stripe][node] = parent
-    return trees
+        hops = previous.get(name)
+        parent = -1 if hops is None else numbers.get(hops[0][0], -1)
+        if parent >= 0 and fleet.uplinks[parent] > 0:
+            tree[node] = parent
+    return tree
 
 
 def _below(children: list[list[int]], node: int) -> list[int]:
@@ -271,16 +265,13 @@ class _Hosts:
 
 # --- plan: the best of several --------------------------------------------------------------------
 
-Kind = Literal["chain", "tree", "stripes", "star"]
+Kind = Literal["chain", "tree", "star"]
 
 THRIFT = 0.05
 """Plans within this share of the fastest count as equally fast."""
 
 INSIGNIFICANT_S = 0.25
 """And so do plans that take so little more, as for small versions: that is nothing to a step."""
-
-STRIPES = (1, 2, 4, 8, 16)
-"""Numbers of stripes that are considered, up to the caller's bound."""
 
 SHARES = (1.0, 0.5, 0.25, 0.125)
 """Parts of the best rate to build for: flatter trees are faster for what is small."""
@@ -291,22 +282,20 @@ class Candidate:
     """A plan that was considered."""
 
     kind: Kind
-    num_stripes: int
     predicted_s: float
     rate_bytes_per_s: float
     """What the slowest receiver would get."""
-    learner_copies: float
+    learner_copies: int
     """How often the payload would leave the learner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A plan: for each node and stripe the parents in order of preference."""
+    """A plan: for each node the parents in order of preference."""
 
     kind: Kind
-    num_stripes: int
     parents: Parents
-    """Node id -> for each stripe -> ((node id, address), ...), the learner last."""
+    """Node id -> ((node id, address), ...), the learner last."""
     predicted_s: float
     """Until the last node has it all, apart from those whose own downlink is far too slow."""
     rate_bytes_per_s: float
@@ -324,7 +313,6 @@ def plan_topology(
     rtt_s: Callable[[str, str], float],
     previous: Topology | None = None,
     min_gain: float = 0.1,
-    max_stripes: int = 4,
 ) -> Topology:
     """Return the plan for a payload.
 
@@ -337,12 +325,11 @@ def plan_topology(
         previous: the plan in force; kept, patched for nodes that came and went, while no other is
             clearly better, since every change of parents costs connections.
         min_gain: share of the predicted time that a new plan must save.
-        max_stripes: most stripes to consider.
     """
     fleet = survey(sites, learner=learner, rtt_s=rtt_s)
     if not sites:
-        return Topology("star", 1, {}, 0.0, fleet.uplinks[0], ())
-    planner = _Planner(fleet, payload_bytes, chunk_bytes, max_stripes)
+        return Topology("star", {}, 0.0, fleet.uplinks[0], ())
+    planner = _Planner(fleet, payload_bytes, chunk_bytes)
     kept = None if previous is None else planner.keep(previous)
     if kept is not None and kept.saves_less(payload_bytes / fleet.best_rate, min_gain):
         plans = [kept]
@@ -353,9 +340,8 @@ def plan_topology(
     chosen = _thriftiest(_by_region(plans))
     return Topology(
         kind=chosen.kind,
-        num_stripes=len(chosen.trees),
         parents=with_backups(
-            fleet, chosen.trees, previous={} if previous is None else previous.parents
+            fleet, chosen.tree, previous={} if previous is None else previous.parents
         ),
         predicted_s=chosen.seconds,
         rate_bytes_per_s=chosen.forecast.rate_bytes_per_s,
@@ -366,7 +352,7 @@ def plan_topology(
 @dataclass(frozen=True, slots=True)
 class _Plan:
     kind: Kind
-    trees: Trees
+    tree: Tree
     forecast: PlanThroughput
 
     @property
@@ -378,14 +364,13 @@ class _Plan:
         """What decides among plans that are equally fast."""
         found = self.forecast
         price = round(found.egress_gb_price, 9)
-        busiest = max(num_children(self.trees))
-        copies, crossings = found.learner_copies, found.crossings
-        return price, copies, crossings, len(self.trees), busiest, self.seconds
+        busiest = max(num_children(self.tree))
+        return price, found.learner_copies, found.crossings, busiest, self.seconds
 
     @property
     def candidate(self) -> Candidate:
         rate, copies = self.forecast.rate_bytes_per_s, self.forecast.learner_copies
-        return Candidate(self.kind, len(self.trees), self.seconds, rate, copies)
+        return Candidate(self.kind, self.seconds, rate, copies)
 
     def saves_less(self, other_s: float, min_gain: float) -> bool:
         """Return whether a plan of that duration would not be worth the change."""
@@ -412,24 +397,14 @@ def _thriftiest(plans: Sequence[_Plan]) -> _Plan:
 class _Planner:
     """Builds and compares plans for one fleet and payload."""
 
-    def __init__(
-        self, fleet: Sites, payload_bytes: int, chunk_bytes: int, max_stripes: int
-    ) -> None:
-        """Bound the stripes: none may be without a chunk, or have no other node to go through."""
+    def __init__(self, fleet: Sites, payload_bytes: int, chunk_bytes: int) -> None:
         self._fleet, self._payload_bytes, self._chunk_bytes = fleet, payload_bytes, chunk_bytes
-        most = min(max_stripes, fleet.num_receivers, math.ceil(payload_bytes / chunk_bytes))
-        self._stripes = [m for m in STRIPES if m <= max(1, most)]
         self._has_regions = len(set(fleet.regions)) > 1
 
     def keep(self, previous: Topology) -> _Plan | None:
         """Return the plan in force, patched for who came and went."""
-        trees = patched(
-            self._fleet,
-            previous.parents,
-            num_stripes=previous.num_stripes,
-            rate_bytes_per_s=previous.rate_bytes_per_s,
-        )
-        return None if trees is None else self._measured(previous.kind, trees)
+        tree = patched(self._fleet, previous.parents, rate_bytes_per_s=previous.rate_bytes_per_s)
+        return None if tree is None else self._measured(previous.kind, tree)
 
     def compare(self) -> list[_Plan]:
         """Return all candidates, the fastest first."""
@@ -439,30 +414,25 @@ class _Planner:
             plans.append(self._measured("chain", line))
         for is_by_region in (False, True) if self._has_regions else (False,):
             best_s = math.inf if is_by_region else min(plan.seconds for plan in plans)
-            for num_stripes in self._stripes:
-                for does_spare_learner in (True, False):
-                    found = self._striped(num_stripes, does_spare_learner, is_by_region, best_s)
-                    plans += found
-                    best_s = min([best_s, *(plan.seconds for plan in found)])
+            for does_spare_learner in (True, False):
+                found = self._bounded(does_spare_learner, is_by_region, best_s)
+                plans += found
+                best_s = min([best_s, *(plan.seconds for plan in found)])
         return sorted(plans, key=lambda plan: plan.seconds)
 
-    def _striped(
-        self, num_stripes: int, does_spare_learner: bool, is_by_region: bool, best_s: float
-    ) -> list[_Plan]:
-        """Return m trees at the best rate, and at lower ones while those could be the fastest."""
-        kind: Kind = "tree" if num_stripes == 1 else "stripes"
+    def _bounded(self, does_spare_learner: bool, is_by_region: bool, best_s: float) -> list[_Plan]:
+        """Return a tree at the best rate, and at lower ones while those could be the fastest."""
         plans: list[_Plan] = []
         for share in SHARES:
-            trees = stripe_trees(
+            tree = bounded_tree(
                 self._fleet,
-                num_stripes,
                 does_spare_learner=does_spare_learner,
                 is_by_region=is_by_region,
                 share=share,
             )
-            if trees is None:
+            if tree is None:
                 break
-            plan = self._measured(kind, trees)
+            plan = self._measured("tree", tree)
             plans.append(plan)
             best_s = min(best_s, plan.seconds)
             next_s = 2 * self._payload_bytes / max(plan.forecast.rate_bytes_per_s, 1.0)
@@ -470,14 +440,14 @@ class _Planner:
                 break
         return plans
 
-    def _measured(self, kind: Kind, trees: Trees) -> _Plan:
+    def _measured(self, kind: Kind, tree: Tree) -> _Plan:
         found = throughput_of(
             self._fleet,
-            trees,
+            tree,
             payload_bytes=self._payload_bytes,
             chunk_bytes=self._chunk_bytes,
         )
-        return _Plan(kind, trees, found)
+        return _Plan(kind, tree, found)
 
 
 # --- planner: the learner's view of the links, and the plan in force ------------------------------
@@ -646,7 +616,7 @@ class Planner:
             plans = self._plan_from(view, BUSY_GAIN if does_disturb else MIN_GAIN)
         for node in nodes:
             if node.is_standby:
-                plans[node.node_id] = TopologyPlan(epoch=self.epoch, stripes=())
+                plans[node.node_id] = TopologyPlan(epoch=self.epoch, parents=())
         return plans
 
     def move(
@@ -664,7 +634,7 @@ class Planner:
         moved = []
         for node in nodes:
             plan = plans[node.node_id]
-            if node.plan is None or node.plan.stripes != plan.stripes:
+            if node.plan is None or node.plan.parents != plan.parents:
                 node.plan = plan
                 moved.append((node.node_id, plan))
         return moved
@@ -706,7 +676,7 @@ class Planner:
         uplinks[LEARNER_ID] = uplink_bytes_per_s
         received = {node.node_id: node.stats.downlink_bytes_per_s for node in ordered}
         self.downlink_limits = downlink_limits(
-            {node.node_id: node.stats.parent.split(",") for node in ordered},
+            {node.node_id: node.stats.parent for node in ordered},
             {name: rate for name, rate in received.items() if rate is not None},
             {name: rate for name, rate in uplinks.items() if rate is not None},
             root=LEARNER_ID,
@@ -730,8 +700,8 @@ class Planner:
             self.epoch += 1
         self.topology = topology
         return {
-            node_id: TopologyPlan(epoch=self.epoch, stripes=stripes)
-            for node_id, stripes in topology.parents.items()
+            node_id: TopologyPlan(epoch=self.epoch, parents=parents)
+            for node_id, parents in topology.parents.items()
         }
 
     def _plan_behind_relays(self, sites: Sequence[Site]) -> dict[str, TopologyPlan]:
@@ -742,7 +712,7 @@ class Planner:
         """
         self.epoch += 1
         return {
-            node_id: TopologyPlan(epoch=self.epoch, stripes=(hops,))
+            node_id: TopologyPlan(epoch=self.epoch, parents=hops)
             for node_id, hops in plan_parents(sites).items()
         }
 

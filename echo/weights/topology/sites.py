@@ -63,7 +63,7 @@ class PlannedNode:
     region: str = ""
     price_per_gb: float = 0.0
     stats: NodeStats = field(default_factory=NodeStats)
-    """Of its last heartbeat: rates, parents, what it fetches."""
+    """Of its last heartbeat: rates, parent, what it fetches."""
     installed: PolicyVersion | None = None
     is_standby: bool = False
     """Whether it is given no weights for now."""
@@ -150,11 +150,11 @@ def _known(rate: float | None, assumed: float) -> float:
 
 # Who is limited by its own downlink, as far as that can be told from what everybody received
 #
-# As a rule a node receives what its parents can spare, and that says nothing of its downlink. To
+# As a rule a node receives what its parent can spare, and that says nothing of its downlink. To
 # take it for a limit would be worse than to know nothing: a plan that is slow for another reason
-# would prove itself right for ever. So a node is limited by itself only if all its parents could
-# have given it clearly more: they receive faster than it does, and all that they send is clearly
-# less than their uplinks have carried.
+# would prove itself right for ever. So a node is limited by itself only if its parent could
+# have given it clearly more: the parent receives faster than the node does, and all that it sends
+# is clearly less than its uplink has carried.
 
 
 LIMIT_SHARE = 0.7
@@ -162,7 +162,7 @@ LIMIT_SHARE = 0.7
 
 
 def downlink_limits(
-    parents: Mapping[str, Sequence[str]],
+    parents: Mapping[str, str],
     received: Mapping[str, float],
     uplinks: Mapping[str, float],
     *,
@@ -171,15 +171,14 @@ def downlink_limits(
     """Return what the nodes can take that are limited by themselves, in bytes per second.
 
     Args:
-        parents: of every node those that it took weights from, one per stripe.
+        parents: of every node the one that it took weights from.
         received: bytes per second that came to a node in all, over busy time, where known.
         uplinks: bytes per second that a node has been seen to send, where known.
         root: the learner, which has everything.
     """
     loads: dict[str, float] = defaultdict(float)
-    for node_id, names in parents.items():
-        for name in names:
-            loads[name] += received.get(node_id, 0.0) / len(names)
+    for node_id, parent in parents.items():
+        loads[parent] += received.get(node_id, 0.0)
 
     def could_give_more(parent: str, rate: float) -> bool:
         has = math.inf if parent == root else received.get(parent, 0.0)
@@ -187,10 +186,8 @@ def downlink_limits(
 
     return {
         node_id: received[node_id]
-        for node_id, names in parents.items()
-        if names
-        and node_id in received
-        and all(could_give_more(name, received[node_id]) for name in names)
+        for node_id, parent in parents.items()
+        if node_id in received and could_give_more(parent, received[node_id])
     }
 
 

@@ -1,16 +1,14 @@
-"""Build the trees of a plan: star, chain, stripes.
+"""Build the trees that a plan is chosen from: star, chain, degree-bounded tree.
 
-A plan of m stripes at the rate r gives each receiver m links of r/m, so a node with uplink u can
-take floor(m u / r) of them: its **slots**, over all stripes. Every stripe needs a slot for every
-receiver, and as a node takes one and brings at least one, a tree can always be grown from the
-learner through the nodes with slots, most first, and closed with leaves. So a rate can be built if
-and only if the slots suffice, and the largest such rate is found by bisection.
+A tree at the rate r gives each receiver one link of r, so a node with uplink u can take
+floor(u / r) children: its **slots**. Every receiver needs a slot, and as a node takes one and
+brings at least one, a tree can always be grown from the learner through the nodes with slots, most
+first, and closed with leaves. So a rate can be built if and only if the slots suffice, and the
+largest such rate is found by bisection.
 
-Slots are dealt so that a node is interior in as few stripes as possible (one, as in SplitStream,
-unless the last gaps of another stripe must be filled from what is left), and so that every region
-hangs from one entry in each stripe and the learner's from none: a link between regions carries the
-payload once. So the rate is also bounded by what each region can pass on within itself, but for
-those that could not keep up with the others by far (REGION_COST): they import more.
+Slots are dealt so that every region hangs from one entry and the learner's from none: a link
+between regions carries the version once. So the rate is also bounded by what each region can pass
+on within itself. Regions that could not keep up with the others by far (REGION_COST) import more.
 """
 
 from __future__ import annotations
@@ -38,19 +36,19 @@ _STEPS = 50
 """Halvings of the interval that contains the rate: more than a float distinguishes."""
 
 
-def star(fleet: Sites) -> list[list[int]]:
-    """Return the plan in which the learner serves everyone."""
-    return [[-1, *[0] * fleet.num_receivers]]
+def star(fleet: Sites) -> list[int]:
+    """Return the tree in which the learner serves everyone."""
+    return [-1, *[0] * fleet.num_receivers]
 
 
-def chain(fleet: Sites) -> list[list[int]] | None:
+def chain(fleet: Sites) -> list[int] | None:
     """Return one line through the nodes that can carry the rate; the others are leaves.
 
     The line goes region by region, the learner's first, and within one to the nearest next. Slow
     nodes hang from its end and from nodes with an uplink to spare, those of their own region first.
     None if no such line exists.
     """
-    slots = dealt_slots(fleet, 1, does_spare_learner=True)
+    slots = slots_of(fleet, does_spare_learner=True)
     if slots is None:
         return None
     parents = [-1] * len(fleet.names)
@@ -75,69 +73,54 @@ def chain(fleet: Sites) -> list[list[int]] | None:
     rest = (node for node in reversed(line) for _ in range(left[node]))
     for node in strangers:
         parents[node] = next(rest)
-    return [parents]
+    return parents
 
 
-def stripe_trees(
-    fleet: Sites,
-    num_stripes: int,
-    *,
-    does_spare_learner: bool,
-    is_by_region: bool = True,
-    share: float = 1.0,
-) -> list[list[int]] | None:
-    """Return m trees over all nodes, as fast as the slots allow; None if they do not suffice.
+def bounded_tree(
+    fleet: Sites, *, does_spare_learner: bool, is_by_region: bool = True, share: float = 1.0
+) -> list[int] | None:
+    """Return a tree over all nodes, as fast as the slots allow; None if they do not suffice.
 
     Args:
         fleet: the nodes.
-        num_stripes: m; one stripe gives a degree-bounded tree.
-        does_spare_learner: the learner sends each stripe exactly once.
-        is_by_region: one entry for each region and stripe, where its uplinks can feed it.
+        does_spare_learner: the learner sends the version exactly once.
+        is_by_region: one entry for each region, where its uplinks can feed it.
         share: part of the largest rate to build for; less makes flatter trees.
     """
     groups = _numbered(fleet.regions) if is_by_region else [0] * len(fleet.names)
-    slots = dealt_slots(
-        fleet, num_stripes, does_spare_learner=does_spare_learner, share=share, groups=groups
-    )
+    slots = slots_of(fleet, does_spare_learner=does_spare_learner, share=share, groups=groups)
     if slots is None:
         return None
-    dealt = _deal(slots, groups, num_stripes)
     load_s = [n / uplink if uplink else 0.0 for n, uplink in zip(slots, fleet.uplinks, strict=True)]
-    return [_Grower(fleet, places, groups, load_s).grow() for places in dealt]
+    return _Grower(fleet, _deal(slots, groups), groups, load_s).grow()
 
 
-def dealt_slots(
-    fleet: Sites,
-    num_stripes: int,
-    *,
-    does_spare_learner: bool,
-    share: float = 1.0,
-    groups: Sequence[int] = (),
+def slots_of(
+    fleet: Sites, *, does_spare_learner: bool, share: float = 1.0, groups: Sequence[int] = ()
 ) -> list[int] | None:
-    """Return how many links each node can serve at the largest rate that can be built.
+    """Return how many children each node can serve at the largest rate that can be built.
 
     Args:
         fleet: the nodes.
-        num_stripes: over all of which the links are counted.
-        does_spare_learner: the learner sends each stripe exactly once.
+        does_spare_learner: the learner sends the version exactly once.
         share: part of the largest rate to take.
         groups: region of each node, as a number; all but the first are to be entered once.
     """
-    needed = num_stripes * fleet.num_receivers
+    needed = fleet.num_receivers
     uplinks = np.array(fleet.uplinks)
     regions = np.array(groups or [0] * len(uplinks))
-    within = num_stripes * np.array(_links_within(regions.tolist()))
+    within = np.array(_links_within(regions.tolist()))
 
     def slots_at(rate: float) -> _Counts:
-        slots = np.minimum(np.floor(num_stripes * uplinks / rate), needed)
-        slots[0] = num_stripes if does_spare_learner else max(slots[0], num_stripes)
+        slots = np.minimum(np.floor(uplinks / rate), needed)
+        slots[0] = 1 if does_spare_learner else max(slots[0], 1)
         return slots
 
     def feeds(slots: _Counts) -> _Counts:
         return np.bincount(regions, weights=slots) - within
 
     def largest(is_enough: Callable[[_Counts], bool]) -> float:
-        low, high = 0.0, num_stripes * max(fleet.uplinks)
+        low, high = 0.0, max(fleet.uplinks)
         for _ in range(_STEPS):
             rate = (low + high) / 2
             low, high = (rate, high) if is_enough(slots_at(rate)) else (low, rate)
@@ -153,7 +136,7 @@ def dealt_slots(
 
 
 def _links_within(groups: Sequence[int]) -> list[int]:
-    """Return for each region how many links of a stripe begin there at least.
+    """Return for each region how many links begin there at least.
 
     All its nodes but the entry are fed from within; the learner's, too, and it feeds another.
     """
@@ -170,48 +153,39 @@ def _numbered(regions: tuple[str, ...]) -> list[int]:
     return [numbers[name] for name in regions]
 
 
-def _deal(slots: list[int], groups: list[int], num_stripes: int) -> list[list[int]]:
-    """Return for each stripe how many children each node is to take in it."""
+def _deal(slots: list[int], groups: list[int]) -> list[int]:
+    """Return how many children each node is to take."""
     num_receivers = len(slots) - 1
-    dealt = [[0] * len(slots) for _ in range(num_stripes)]
-    left = list(slots)
     home, *others = _links_within(groups)
     own = [0] * (1 + len(others))
     for node, group in enumerate(groups):
         own[group] += slots[node]
     # Other regions are given no more of the learner's than they lack.
-    others = [min(links, n // num_stripes) for links, n in zip(others, own[1:], strict=True)]
-    gaps, within = [], []
-    for stripe in range(num_stripes):
-        given = (slots[0] + num_stripes - 1 - stripe) // num_stripes
-        dealt[stripe][0] = min(num_receivers - sum(others), given)
-        gaps.append(num_receivers - dealt[stripe][0])
-        within.append([home - dealt[stripe][0] if others else num_receivers, *others])
+    others = [min(links, n) for links, n in zip(others, own[1:], strict=True)]
+    dealt = [0] * len(slots)
+    dealt[0] = min(num_receivers - sum(others), slots[0])
+    gap = num_receivers - dealt[0]
+    within = [home - dealt[0] if others else num_receivers, *others]
     serving = sorted((i for i in range(1, len(slots)) if slots[i]), key=lambda i: (-slots[i], i))
-
-    def take(node: int, stripe: int, most: int) -> None:
-        taken = min(left[node], gaps[stripe], max(0, most))
-        dealt[stripe][node] += taken
-        left[node] -= taken
-        gaps[stripe] -= taken
-        within[stripe][groups[node]] -= taken
-
     for node in serving:
-        group = groups[node]
-        stripe = max(range(num_stripes), key=lambda s: (within[s][group], gaps[s], -s))
-        take(node, stripe, within[stripe][group])
-    stripes = sorted(range(num_stripes), key=lambda s: -gaps[s])
-    for is_within in (True, False):
-        for stripe in stripes:
-            mine = dealt[stripe]
-            rest = sorted(serving, key=lambda i: (mine[i] == 0, left[i] < slots[i], -left[i], i))
-            for node in rest:
-                take(node, stripe, within[stripe][groups[node]] if is_within else gaps[stripe])
+        taken = min(slots[node], gap, max(0, within[groups[node]]))
+        dealt[node] = taken
+        gap -= taken
+        within[groups[node]] -= taken
+
+    def left(node: int) -> int:
+        return slots[node] - dealt[node]
+
+    # The rest leads from one region to another.
+    for node in sorted(serving, key=lambda i: (not dealt[i], -left(i), i)):
+        taken = min(left(node), gap)
+        dealt[node] += taken
+        gap -= taken
     return dealt
 
 
 class _Grower:
-    """Grows one stripe's tree from the learner outwards."""
+    """Grows a tree from the learner outwards."""
 
     def __init__(
         self, fleet: Sites, places: list[int], groups: list[int], load_s: list[float]
@@ -220,7 +194,7 @@ class _Grower:
 
         Args:
             fleet: the nodes.
-            places: children that each node may take in this stripe.
+            places: children that each node may take.
             groups: region of each node, as a number.
             load_s: seconds that each node needs to send a byte to all its children.
         """
