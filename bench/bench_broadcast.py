@@ -7,7 +7,7 @@ proxy with rate and delay (bench/broadcast/proxy.py, which says what it leaves o
 
     chain   size/rate + (hops - 1) * chunk/rate + hops * latency
     star    receivers * size/rate + latency
-    tree    fan-out * size/rate + ...        stripes   size/rate + hops * (m * chunk/rate + ...)
+    tree    fan-out * size/rate + ...
 
 with the rate of the uplink, or on loopback that of raw TCP. Connections are warm: one version goes
 ahead unmeasured, then the variants take turns. A version has arrived when the last receiver holds
@@ -15,7 +15,7 @@ all of it, every chunk verified; the hash of the whole is compared afterwards.
 
     python bench/bench_broadcast.py                              loopback
     python bench/bench_broadcast.py --path wan --rate-mbit 100 200 --loss 0 0.001 --curve on off
-    python bench/bench_broadcast.py --topologies chain:5 star:5 tree:6:2 stripes:6:2
+    python bench/bench_broadcast.py --topologies chain:5 star:5 tree:6:2
     python bench/bench_broadcast.py --quick                      some seconds, writes nothing
 
 The figures that the project has to reach, exactly as its README quotes them, into one file that
@@ -65,10 +65,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--sizes", nargs="+", type=parse_size, default=[128 << 20], help="of the image: 128MiB")
     add("--chunks", nargs="+", type=parse_size, default=[1 << 18, 1 << 20, 1 << 22])
     add("--topologies", nargs="+", type=Topology.parse, default=DEFAULT_TOPOLOGIES,
-        help="chain:HOPS star:N tree:N:FAN-OUT stripes:N:M auto:N")  # fmt: skip
+        help="chain:HOPS star:N tree:N:FAN-OUT auto:N")  # fmt: skip
     add("--curve", nargs="+", choices=["on", "off"], default=["off"], help="encrypted links")
     add("--codecs", nargs="+", choices=["full", "delta"], default=["full"])
-    add("--sockets", default="auto", help="connections to each parent")
+    add("--sockets", default="auto", help="for chunks to each parent, with --curve on")
     add("--rate-mbit", nargs="+", type=float, default=[200.0], help="of each uplink")
     add("--latency-ms", nargs="+", type=float, default=[20.0], help="one way")
     add("--loss", nargs="+", type=float, default=[0.0], help="of each segment, with --path wan")

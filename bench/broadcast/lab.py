@@ -18,20 +18,18 @@ class Topology:
     """How an image goes to its receivers."""
 
     kind: str
-    """chain, star, tree, stripes, or auto: as the learner finds best."""
+    """chain, star, tree, or auto: as the learner finds best."""
     num_receivers: int
     ways: int = 0
-    """Fan-out of a tree, number of stripes."""
+    """Fan-out of a tree."""
 
     @classmethod
     def parse(cls, text: str) -> Topology:
-        """Read "chain:5", "star:5", "tree:16:2" (fan-out) or "stripes:16:4" (stripes)."""
+        """Read "chain:5", "star:5", or "tree:16:2" (fan-out)."""
         kind, *numbers = text.split(":")
-        num_numbers = {"chain": 1, "star": 1, "tree": 2, "stripes": 2, "auto": 1}.get(kind)
+        num_numbers = {"chain": 1, "star": 1, "tree": 2, "auto": 1}.get(kind)
         if len(numbers) != num_numbers or not all(number.isdigit() for number in numbers):
-            raise ValueError(
-                f"{text!r} is none of chain:N, star:N, tree:N:FAN-OUT, stripes:N:M, auto:N"
-            )
+            raise ValueError(f"{text!r} is none of chain:N, star:N, tree:N:FAN-OUT, auto:N")
         return cls(kind, *map(int, numbers))
 
     def __str__(self) -> str:
@@ -56,8 +54,6 @@ class Topology:
         if self.kind == "tree":
             fan_out = min(self.ways, count)
             return fan_out * size / rate + (hops - 1) * (fan_out * chunk / rate) + hops * latency_s
-        if self.kind == "stripes":
-            return size / rate + hops * (self.ways * chunk / rate + latency_s)
         return size / rate + hops * hop_s - chunk / rate
 
     def carried(self, rate: float) -> float:
@@ -121,7 +117,7 @@ class Echo(Variant):
             topology: what the learner shall plan.
             curve: whether links are encrypted.
             codec: full or delta.
-            sockets: connections to each parent, or auto.
+            sockets: connections for chunks to each parent, where links are encrypted, or auto.
             leaves: receivers that nobody can reach, counted from 1.
             model: bytes and chunk bytes of the model that all nodes have before they join, as where
                 it lies in a directory of each machine: it is version 0, and receivers keep memory

@@ -246,7 +246,8 @@ async def run_receiver(config: Config, arguments: argparse.Namespace) -> None:
         max_image_bytes=1 << 40,
     )
     if arguments.sockets != "auto":
-        settings = dataclasses.replace(settings, sockets_per_link=int(arguments.sockets))
+        most = int(arguments.sockets)
+        transport.options = dataclasses.replace(transport.options, max_bulk_connections=most)
     size = arguments.model_bytes
     store = KeptStore(size) if size else open_store(None, None)
     broadcast = node.make_broadcast(settings.node_id, config.network, store)
@@ -270,7 +271,7 @@ def is_planned(role: Learner, count: int) -> bool:
     """Return whether that many receivers take weights from the parents that they were given."""
     members = role.roster.members()
     return len(members) == count and all(
-        member.node.plan is not None and member.stats.parent == member.node.plan.first_parents
+        member.node.plan is not None and member.stats.parent == member.node.plan.first_parent
         for member in members
     )
 
@@ -282,16 +283,15 @@ def topology(role: Learner) -> dict[str, Any]:
     uplinks[LEARNER_ID] = role.broadcast.uplink.bytes_per_s
     return {
         "kind": None if plan is None else plan.kind,
-        "num_stripes": None if plan is None else plan.num_stripes,
         "predicted_s": None if plan is None else plan.predicted_s,
         "uplinks_mbit": {name: rate and round(rate * 8e-6, 1) for name, rate in uplinks.items()},
     }
 
 
 def parents(role: Learner) -> dict[str, str]:
-    """Return every receiver's parent in the first stripe."""
+    """Return every receiver's parent."""
     members = role.roster.members()
-    return {member.node_id: member.stats.parent.partition(",")[0] for member in members}
+    return {member.node_id: member.stats.parent for member in members}
 
 
 def random_bytes(step: int, num_bytes: int) -> bytes:
@@ -347,8 +347,8 @@ def main() -> None:
     parser.add_argument("--listen", help="tcp://host:port; port 0 is any free one")
     parser.add_argument("--advertise", help="where others reach it, if not there")
     parser.add_argument("--connect", help="what the learner told as its address")
-    parser.add_argument("--topology", default="auto", help="auto, chain, star, tree:K, stripes:M")
-    parser.add_argument("--sockets", default="auto", help="connections to each parent")
+    parser.add_argument("--topology", default="auto", help="auto, chain, star, tree:K")
+    parser.add_argument("--sockets", default="auto", help="for chunks to each parent")
     parser.add_argument("--name", help="node id of a receiver")
     parser.add_argument("--curve", action="store_true", help="encrypt all links")
     parser.add_argument("--model-bytes", type=int, default=0, help="of version 0, if it is here")

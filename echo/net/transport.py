@@ -16,8 +16,8 @@ What is promised, by every implementation and in the contract tests:
   had not arrived when a connection broke is gone: the protocol above acknowledges what matters.
 * What a peer sent before it closed is received before its `Disconnected`.
 * Whoever dials speaks first: an inbound peer becomes known with its first message.
-* A link may have a **bulk connection** beside it, without encryption. What is sent over it
-  (`is_public`) may overtake the rest, and be overtaken. If it ends, the link does.
+* A link may have **bulk connections** beside it, without encryption. What is sent over them
+  (`is_public`) may overtake the rest and itself, and be overtaken. If one ends, the link does.
 * Everything is bounded by `TransportOptions`. A peer that does not read fills its own queue until
   `send` says False, and disturbs nobody. A node that does not call `receive` stops reading, so its
   peers' queues fill in turn.
@@ -125,6 +125,8 @@ class TransportOptions:
     """Longest pause between attempts, seconds."""
     max_strangers: int = 256
     """Inbound connections that have not said anything yet; with more the oldest is closed."""
+    max_bulk_connections: int = 1
+    """Bulk connections that a dialled link opens at most; more than one only where it is long."""
     linger_s: float = 1.0
     """How long `close` and `hang_up` go on delivering what was accepted, seconds."""
 

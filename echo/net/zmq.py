@@ -99,6 +99,7 @@ from echo.net.transport import (
     TransportStats,
     checked_num_bytes,
     format_address,
+    is_loopback,
     parse_address,
     parse_dial_address,
     parse_key,
@@ -127,6 +128,11 @@ SOCKETS_WITHOUT_BBR = 4
 """Least number of connections where one lost packet halves a connection's rate."""
 MAX_SOCKETS = 8
 """Beyond, nothing was gained."""
+ONE_SOCKET_RTT_S = 0.045
+"""Round trip up to which one connection with 4 MiB of buffer carries 500 Mbit/s."""
+RTT_PER_SOCKET_S = 0.012
+"""One connection more for each so much beyond: 6 at 100 ms, which fill 1 Gbit/s. Fewer leave some
+of it, and 8 push so much more than the link takes that it drops packets."""
 
 WANTED_DESCRIPTORS = 1 << 16
 """Open files: enough for a learner with thousands of workers that have several links each."""
@@ -156,6 +162,12 @@ def most_sockets(facts: KernelFacts) -> int:
         enough = BDP_BYTES / (WINDOW_SHARE * max(1, min(known)))
         num_sockets = max(num_sockets, 2 ** math.ceil(math.log2(max(1.0, enough))))
     return min(MAX_SOCKETS, num_sockets)
+
+
+def num_sockets(rtt_s: float, *, most: int) -> int:
+    """Return how many connections to open over a link with this round trip, at most `most`."""
+    more = math.ceil((rtt_s - ONE_SOCKET_RTT_S) / RTT_PER_SOCKET_S)
+    return min(most, max(1, 1 + more))
 
 
 def costly_settings(facts: KernelFacts) -> list[str]:
@@ -389,9 +401,9 @@ class Inbound:
     descriptor: int = -1
     """Of its connection; -1 if that was gone before it was heard."""
     is_hung_up: bool = False
-    token: bytes = b""
-    """For its bulk connection, where it has asked for one."""
-    bulk: ZmqOutbox | None = None
+    tokens: list[bytes] = dataclasses.field(default_factory=list)
+    """One for each bulk connection that it has asked for."""
+    bulk: list[ZmqOutbox] = dataclasses.field(default_factory=list)
 
 
 class Strangers:
@@ -683,8 +695,9 @@ class BulkListener(Listener):
         owner = self._host.find_inbound(self.channel.user())
         if owner is None:
             return None
-        owner.bulk = self.channel.outbox(identity)
-        return Inbound(owner.peer, identity, owner.bulk)
+        outbox = self.channel.outbox(identity)
+        owner.bulk.append(outbox)
+        return Inbound(owner.peer, identity, outbox)
 
     def _hear(self, inbound: Inbound, frames: list[Frame], burst: Burst) -> None:
         if frames != [b""]:  # its first message has been told by `_meet`, and says nothing
@@ -694,9 +707,18 @@ class BulkListener(Listener):
         for inbound in self._ended:
             del self._by_identity[inbound.identity]
             owner = self._host.find_inbound(inbound.peer)
-            if owner is not None and owner.bulk is inbound.outbox:
-                owner.bulk = None
+            if owner is not None and inbound.outbox in owner.bulk:
+                owner.bulk.remove(inbound.outbox)
         self._ended.clear()
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class BulkChannel:
+    """One bulk connection of a link that this node opens."""
+
+    port: int
+    channel: ZmqChannel = dataclasses.field(init=False)
+    is_up: bool = False
 
 
 class DialledLink:
@@ -708,9 +730,9 @@ class DialledLink:
         self.peer = peer
         self.address = address
         self._has_bulk = has_bulk
-        self._bulk: ZmqChannel | None = None
-        self._bulk_port = 0
-        self._is_bulk_up = False
+        self._bulk: list[BulkChannel] = []
+        self._asked_at = 0.0
+        """When the first of them was asked for."""
         self._name, self._port = parse_dial_address(address)
         self._host = host
         # The one to try next comes first.
@@ -746,10 +768,11 @@ class DialledLink:
             self._outbox = channel.outbox(b"")
             burst.events.append(Connected(self.peer, self.address))
             if self._has_bulk and self._keys[0] is not None:
+                self._asked_at = self._host.loop.time()
                 self._outbox.send([BULK_ASK], len(BULK_ASK))
         is_empty = self._drain_channel(channel, burst)
-        if self._bulk is not None:
-            is_empty &= self._drain_bulk(self._bulk, burst)
+        for bulk in self._bulk:
+            is_empty &= self._drain_bulk(bulk.channel, burst)
         if is_empty and self._is_over:
             reason = f"the connection to {self.address} was lost"
             burst.events.append(Disconnected(self.peer, reason))
@@ -762,7 +785,7 @@ class DialledLink:
             if message is None:
                 return True
             _, frames = message
-            if frames[0] == BULK_OFFER and self._has_bulk and self._bulk is None:
+            if frames[0] == BULK_OFFER and self._has_bulk and len(self._bulk) < self._most_bulk:
                 self._open_bulk(frames)
             else:
                 burst.add(self.peer, frames)
@@ -776,48 +799,63 @@ class DialledLink:
             burst.add(self.peer, message[1], is_public=True)
         return False
 
+    @property
+    def _most_bulk(self) -> int:
+        return self._host.options.max_bulk_connections
+
     def _open_bulk(self, offer: list[Frame]) -> None:
-        """Connect to where the other side says that it waits."""
+        """Connect to where the other side says that it waits; ask for more where the link is long.
+
+        Each connection has a token of its own: whoever reads one on the way cannot use it again.
+        """
         try:
-            _, port, token = map(bytes, offer)
+            _, port_bytes, token = map(bytes, offer)
         except ValueError:
             return
-        self._bulk_port, self._is_bulk_up = int.from_bytes(port, "big"), False
-        if not 0 < self._bulk_port < 1 << 16:  # it could not listen
+        port = int.from_bytes(port_bytes, "big")
+        if not 0 < port < 1 << 16:  # it could not listen
             return
-        note = functools.partial(self._host.note, self)
+        is_first = not self._bulk
+        bulk = BulkChannel(port)
         with contextlib.suppress(TransportError):  # it goes without
-            self._bulk = self._host.connect(
+            bulk.channel = self._host.connect(
                 self._ip_address,
-                self._bulk_port,
+                port,
                 {zmq.PLAIN_USERNAME: _BULK_DOMAIN, zmq.PLAIN_PASSWORD: token},
-                note,
-                self._on_bulk_news,
+                functools.partial(self._host.note, self),
+                functools.partial(self._on_bulk_news, bulk),
             )
+            self._bulk.append(bulk)
+            if is_first and self._outbox is not None:
+                took_s = self._host.loop.time() - self._asked_at
+                rtt_s = 0.0 if is_loopback(self.address) else took_s
+                for _ in range(num_sockets(rtt_s, most=self._most_bulk) - 1):
+                    self._outbox.send([BULK_ASK], len(BULK_ASK))
 
-    def _on_bulk_news(self, news: News, descriptor: int) -> None:
-        if self._bulk is None:
+    def _on_bulk_news(self, bulk: BulkChannel, news: News, descriptor: int) -> None:
+        if bulk not in self._bulk:
             return
         if news is News.UP:
-            self._is_bulk_up = True
-            self._bulk.outbox(b"").send([b""], 0)
-            self._bulk.look_soon()
-        elif news is News.OVER and self._is_bulk_up:
+            bulk.is_up = True
+            bulk.channel.outbox(b"").send([b""], 0)
+            bulk.channel.look_soon()
+        elif news is News.OVER and bulk.is_up:
             self._is_over = True  # what was on its way is lost: as if the link were
             self._host.note(self)
         elif news is News.OVER:
             place = without_key(self.address)
             text = (
-                f"port {self._bulk_port} of {place} cannot be reached: weights come over the other "
+                f"port {bulk.port} of {place} cannot be reached: weights come over the other "
                 "port, encrypted twice, at far more CPU; let connections to it through"
             )
             self._host.warn(place, "bulk", text)
-            self._close_bulk()
+            self._bulk.remove(bulk)
+            bulk.channel.close(0)
 
     def _close_bulk(self) -> None:
-        if self._bulk is not None:
-            bulk, self._bulk = self._bulk, None
-            bulk.close(0)
+        for bulk in self._bulk:
+            bulk.channel.close(0)
+        self._bulk.clear()
 
     def send(self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> bool:
         """Accept a message if the connection is up and has room."""
@@ -1439,10 +1477,12 @@ class ZmqTransport(Transport):
             case DialledLink() as link:
                 is_sent = link.send(frames, num_bytes)
             case Inbound() as inbound if self._listener is not None:
-                queue = inbound.bulk if inbound.bulk is not None and is_public else inbound.outbox
+                queue = inbound.outbox
+                if is_public and inbound.bulk:
+                    queue = min(inbound.bulk, key=lambda outbox: outbox.unsent_bytes)
                 is_sent = queue.send(frames, num_bytes)
                 self._listener.channel.look_soon()
-                if inbound.bulk is not None and self._bulk_listener is not None:
+                if inbound.bulk and self._bulk_listener is not None:
                     self._bulk_listener.channel.look_soon()
         if is_sent:
             self.totals.messages_out += 1
@@ -1511,7 +1551,8 @@ class ZmqTransport(Transport):
         """Let go of an inbound peer whose connection is over."""
         self._peers.pop(inbound.peer, None)
         if self._admission is not None:
-            self._admission.tokens.pop(inbound.token, None)
+            for token in inbound.tokens:
+                self._admission.tokens.pop(token, None)
 
     def find_inbound(self, peer: PeerId) -> Inbound | None:
         """Return an inbound peer; None if it is gone."""
@@ -1519,13 +1560,14 @@ class ZmqTransport(Transport):
         return found if isinstance(found, Inbound) else None
 
     def offer_bulk(self, inbound: Inbound) -> None:
-        """Tell an inbound peer where its bulk connection is awaited: once, port 0 for nowhere."""
-        if self._admission is None or inbound.token:
+        """Tell an inbound peer where a bulk connection of it is awaited, port 0 for nowhere."""
+        if self._admission is None or len(inbound.tokens) >= MAX_SOCKETS:
             return
-        inbound.token = secrets.token_hex(TOKEN_BYTES).encode()
+        token = secrets.token_hex(TOKEN_BYTES).encode()
+        inbound.tokens.append(token)
         if self._bulk_port:
-            self._admission.tokens[inbound.token] = inbound.peer
-        offer = [BULK_OFFER, self._bulk_port.to_bytes(2, "big"), inbound.token]
+            self._admission.tokens[token] = inbound.peer
+        offer = [BULK_OFFER, self._bulk_port.to_bytes(2, "big"), token]
         inbound.outbox.send(offer, sum(map(len, offer)))
 
     def warn(self, place: str, reason: str, text: str) -> None:

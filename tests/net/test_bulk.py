@@ -26,7 +26,13 @@ from echo.net.transport import (
     TransportOptions,
     parse_address,
 )
-from echo.net.zmq import GREETING_BYTES, MAX_STRANGER_BYTES, TOKEN_BYTES, ZmqTransport
+from echo.net.zmq import (
+    GREETING_BYTES,
+    MAX_SOCKETS,
+    MAX_STRANGER_BYTES,
+    TOKEN_BYTES,
+    ZmqTransport,
+)
 from tests.net.conftest import Run
 from tests.net.test_zmq import resident_bytes
 from tests.net.test_zmq_curve import ANY_PORT, LEARNER, OPTIONS, SERVER, opened, worker
@@ -91,7 +97,7 @@ async def pair(options: TransportOptions = OPTIONS) -> AsyncIterator[Pair]:
         await both.until(lambda: Connected(both.link, parent.listen_address) in both.heard)
         assert child.send(both.link, [b"greet"])
         await both.until(lambda: any(isinstance(e, Received) for e in both.at_parent))
-        await both.until(lambda: both.inbound.bulk is not None)
+        await both.until(lambda: len(both.inbound.bulk) > 0)
         yield both
         for reader in readers:
             reader.cancel()
@@ -236,10 +242,28 @@ def test_silent_strangers_are_bounded_and_make_way(
     run(scenario())
 
 
+def test_a_long_link_has_several_bulk_connections_and_the_emptiest_is_taken(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport_of_zmq, "num_sockets", lambda rtt_s, *, most: most)
+
+    async def scenario() -> None:
+        async with pair(dataclasses.replace(OPTIONS, max_bulk_connections=3)) as both:
+            await both.until(lambda: len(both.inbound.bulk) == 3)
+            assert len(set(both.inbound.tokens)) == 3
+            for _ in range(12):
+                assert both.parent.send(both.inbound.peer, [b"head", CHUNK], is_public=True)
+            assert all(outbox.unsent_bytes for outbox in both.inbound.bulk)
+            await both.until(lambda: len(both.received()) == 12)
+            assert both.child.stats().public_messages_in == 12
+
+    run(scenario())
+
+
 def test_a_token_is_good_for_one_connection_of_a_link_that_stands(run: Run) -> None:
     async def scenario() -> None:
         async with pair() as both:
-            used = both.inbound.token
+            [used] = both.inbound.tokens
             assert len(used) == 2 * TOKEN_BYTES
             assert used not in both.parent._admission.tokens  # type: ignore[union-attr]
             # Replayed, by who has read it on the way.
@@ -253,11 +277,15 @@ def test_a_token_is_good_for_one_connection_of_a_link_that_stands(run: Run) -> N
                 [offer] = await other.receive()
                 assert isinstance(offer, Received)
                 unused = bytes(offer.frames[2])
-                other.send(link, [transport_of_zmq.BULK_ASK])  # it is told once
+                for _ in range(2 * MAX_SOCKETS):  # no more than that are handed out
+                    other.send(link, [transport_of_zmq.BULK_ASK])
+                await both.until(
+                    lambda: len(both.parent._admission.tokens) == MAX_SOCKETS  # type: ignore[union-attr]
+                )
                 assert unused in both.parent._admission.tokens  # type: ignore[union-attr]
             await both.until(lambda: unused not in both.parent._admission.tokens)  # type: ignore[union-attr]
             assert await closes(both.bulk_port, raw_greeting(b"PLAIN") + hello(unused) + MORE) < 200
-            assert both.inbound.token != unused
+            assert unused not in both.inbound.tokens
 
     run(scenario())
 
@@ -267,7 +295,7 @@ def test_a_member_says_nothing_over_a_bulk_connection(run: Run) -> None:
 
     async def scenario() -> None:
         async with pair() as both:
-            bulk = both.child._peers[both.link]._bulk  # type: ignore[union-attr]
+            bulk = both.child._peers[both.link]._bulk[0].channel  # type: ignore[union-attr]
             assert isinstance(bulk, transport_of_zmq.ZmqChannel)
             for _ in range(10):
                 bulk.socket.send(b"listen to me", zmq.NOBLOCK)

@@ -32,7 +32,7 @@ from echo.net.transport import (
     TransportEvent,
     TransportOptions,
 )
-from echo.net.zmq import KernelFacts, ZmqTransport, costly_settings, most_sockets
+from echo.net.zmq import KernelFacts, ZmqTransport, costly_settings, most_sockets, num_sockets
 from echo.runtime.node import read_kernel
 from tests.net import conftest
 from tests.net.conftest import Run, each_loop_with_all, num_open_files
@@ -554,7 +554,7 @@ def facts(send: int, receive: int, *, bbr: bool = True, after_idle: bool = True)
 
 
 @pytest.mark.parametrize(
-    ("given", "num_sockets"),
+    ("given", "expected"),
     [
         (facts(64 * MIB, 64 * MIB), 1),
         (facts(64 * MIB, 64 * MIB, bbr=False), 4),
@@ -567,8 +567,14 @@ def facts(send: int, receive: int, *, bbr: bool = True, after_idle: bool = True)
         (KernelFacts(), 4),
     ],
 )
-def test_as_many_sockets_as_a_gigabit_at_100_ms_takes(given: KernelFacts, num_sockets: int) -> None:
-    assert most_sockets(given) == num_sockets
+def test_as_many_sockets_as_a_gigabit_at_100_ms_takes(given: KernelFacts, expected: int) -> None:
+    assert most_sockets(given) == expected
+
+
+def test_long_links_get_more_connections() -> None:
+    rtts = (0.0005, 0.04, 0.06, 0.1, 0.3)
+    assert [num_sockets(rtt_s, most=8) for rtt_s in rtts] == [1, 1, 3, 6, 8]
+    assert num_sockets(0.3, most=1) == 1
 
 
 def test_a_warning_names_the_sysctl_and_its_value() -> None:
