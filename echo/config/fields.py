@@ -38,7 +38,7 @@ _TASK_KIND = re.compile(r"[a-z][a-z0-9_]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 UNREADABLE = (ValueError, RecursionError)
-"""What the standard library raises on TOML or JSON that is wrong, has numbers of thousands of
+"""The standard library's errors for TOML or JSON that is wrong, has numbers of thousands of
 digits, or is nested hundreds deep."""
 
 
@@ -270,7 +270,7 @@ class Strict(BaseModel):
 
 
 class Section(Strict):
-    """What all sections have in common."""
+    """The base of all sections."""
 
     roles: ClassVar[tuple[Role, ...]] = ("learner",)
     """Which roles read this section."""

@@ -1,7 +1,7 @@
 """Rules that join several rows of fleet and scenario files.
 
-They look at rows that are wrong in themselves, too, so that one pass finds every problem; of a
-value that is reported already fleet_file.py drops what a rule says.
+The rules read invalid rows as well, so that one pass finds every problem. fleet_file.py drops the
+problem of a rule that read a value reported before.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from echo.core.errors import nearest
 from echo.fleet.gpus import GPUS, MODELS
 
 Rows = Mapping[str, Sequence[tuple[KeyPath, Any]]]
-"""By table: each row's path and the row. Of one that is not valid nothing is built: its values are
-as they stand, and what is missing is None."""
+"""By table: each row's path and the row. An invalid row keeps the values that the file has,
+and its missing values are None; nothing is built from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a plan.json of `echo-rl plan` says."""
+    """The contents of a plan.json of `echo-rl plan`."""
 
     source: str
-    """What messages call the file."""
+    """The file's name in messages."""
     rent: Mapping[str, int]
     """Nodes by offer."""
     publish_period: int
@@ -209,7 +209,7 @@ def rented_nodes(
 ) -> dict[str, int]:
     """Return the nodes of each offer: what [sim] rents of it, or the plan, or all there are.
 
-    What is more than is offered is a problem, and may be more than memory holds: it is left out.
+    A number above the offered one is reported and left out: memory may not hold so many nodes.
     """
     counts = dict(offered)
     if plan is not None:
@@ -222,5 +222,5 @@ def _possible(rent: object, offered: Mapping[str, int]) -> dict[str, int]:
     return {
         name: count
         for name, count in given.items()
-        if _are_numbers(count) and 0 <= count <= offered.get(name, -1)
+        if type(count) is int and 0 <= count <= offered.get(name, -1)
     }

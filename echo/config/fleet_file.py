@@ -1,9 +1,8 @@
 """Fleet and scenario files: how they are read, and the planner's request.
 
 A fleet and a job may share one file or stand in two; each table stands in one of them. A scenario
-is a fleet file with tables of its own besides, all of which may be left out. The files are read as
-a run's is (layers.py). Every bad row is named by its table, its number from 1 and what it calls
-itself. Rules that join several rows look at bad ones, too, so that one pass finds every problem.
+is a fleet file with more tables, and each of these may be left out. layers.py reads the files, as
+it reads the file of a run. A message names a row by its table, its number from 1 and its own names.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ from echo.fleet.market import Offer, Region, RentedFleet
 
 Table = Mapping[str, Any]
 Source = tuple[str, Table]
-"""What messages call a file, and its tables."""
+"""A file's name in messages, and its tables."""
 Override = tuple[str, str]
 """The option of the command line, and its "table.key=value" or "list.name.key=value"."""
 
@@ -235,7 +234,7 @@ MBIT = 1e6 / 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetRequest:
-    """What a fleet file asks to be planned."""
+    """A question to the planner, read from a fleet file."""
 
     fleet: RentedFleet
     job: Job
@@ -250,7 +249,7 @@ class FleetRequest:
     """The rows behind `fleet.offers`, in the same order."""
     regions: Mapping[str, RegionRow]
     notices: tuple[str, ...]
-    """What was estimated or left out, for the reader."""
+    """Estimates, and offers that were left out, for the reader."""
 
 
 def load_fleet(paths: Sequence[Path]) -> FleetRequest:

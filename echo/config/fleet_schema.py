@@ -1,7 +1,7 @@
 """Every key of fleet and scenario files: its type, its limits, its default and its meaning.
 
-A fleet and a job may share one file or stand in two. A scenario is a fleet file with tables of its
-own besides, all of which may be left out. Rules that join several keys are in fleet_checks.py.
+A fleet and a job may share one file or stand in two. A scenario is a fleet file with more tables,
+and each of these may be left out. Rules that join several keys are in fleet_checks.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from echo.config.fields import Bytes, Seconds, Strict
 from echo.config.layers import Schema, Settings
 from echo.config.schema import PROFILES, ActivationSection, KeyPath, Leaf, leaf_of
 from echo.core.errors import nearest
+from echo.core.units import one_line
 
 # --- keys ---------------------------------------------------------------------------------------
 #
@@ -84,7 +85,7 @@ class LearnerRow(Strict):
     price_per_h: Amount
     """$ per hour for the whole machine."""
     uplink_mbit_per_s: Positive
-    """What it can send."""
+    """Its uplink."""
     address: Name = "tcp://LEARNER:7700"
     """Where nodes reach it; stands in the printed commands."""
 
@@ -104,7 +105,7 @@ class RegionRow(Strict):
     """A place, and the path to it from the learner."""
 
     name: Name
-    """What offers call it."""
+    """Its name in offers."""
     mbit_per_s: Positive | None = None
     """Rate of one stream from the learner; without it there is no path."""
     latency_s: Seconds = 0.0
@@ -119,13 +120,13 @@ class OfferRow(Strict):
     """Nodes of one kind that can be rented."""
 
     name: Name | None = None
-    """What the nodes are called; the GPU's name if left out."""
+    """Name of the nodes; the GPU's name if left out."""
     gpu: Name
     """GPU by name."""
     num_gpus: Count = 1
     """GPUs of one node, used together."""
     region: Name
-    """One of [[regions]]."""
+    """The name of one of [[regions]]."""
     count: Annotated[int, Field(ge=1, le=MAX_COUNT)]
     """How many can be had."""
     price_per_h: Amount
@@ -152,7 +153,7 @@ class GpuRow(Strict):
     """A GPU that the catalogue lacks, or that is to replace the one of that name."""
 
     name: Name
-    """What offers call it."""
+    """Its name in offers."""
     tflops: Positive
     """Dense bfloat16 peak, 10^12 operations per second."""
     gb_per_s: Positive
@@ -167,7 +168,7 @@ class ModelRow(Strict):
     """A model that the catalogue lacks."""
 
     name: Name
-    """What the job calls it."""
+    """Its name in the job."""
     num_params: Positive
     """Parameters."""
     num_layers: Count
@@ -204,7 +205,7 @@ class SimRow(Strict):
     reconnect_for_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.reconnect_for_s"]
     """As network.reconnect_for_s."""
     is_paced: bool = True
-    """Whether leases hold workers back; without, whoever has room is given work."""
+    """Whether leases hold workers back; without, every idle worker gets work."""
     queue_share: Amount = 1.0
     """Groups that wait at a worker for each one in its engine."""
     alone_speedup: Annotated[float, Field(ge=1)] = 2.0
@@ -245,7 +246,7 @@ class FaultRow(Strict):
     target: Name
     """A node (OFFER-1), an offer, "*" for all workers; of a cut: a node, "learner" or a region."""
     for_s: Annotated[Seconds, Field(gt=0)] | None = None
-    """After that it is over; never if left out."""
+    """Duration; without end if left out."""
     factor: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Part of its rate that a slow node keeps."""
 
@@ -254,7 +255,7 @@ class PriceRow(Strict):
     """A point of a price trace."""
 
     offer: Name
-    """One of [[offers]]."""
+    """The name of one of [[offers]]."""
     at_s: Instant
     """From when on."""
     price_per_h: Amount
@@ -360,7 +361,8 @@ def _say_unknown(kind: type[FleetFile], path: KeyPath) -> str:
     if path[0] in tables and not names:
         return "this key takes a plain value, not a table"
     near = nearest(path[0], tables) if path[0] not in tables else nearest(name, names)
-    owners = [".".join(other).replace(ROW, "NAME") for other in known if other[-1] == name]
+    found = [other for other in known if other[-1] == name and len(other) > 1]
+    owners = [".".join(other).replace(ROW, "NAME") for other in found]
     if near is None and 0 < len(owners) <= MAX_OWNERS:
         return f"unknown key; did you mean {' or '.join(owners)}?"
     hint = f"did you mean {near}?" if near else f"there are {', '.join(names or tables)}"
@@ -378,14 +380,16 @@ def _place(kind: type[FleetFile], path: KeyPath, settings: Settings) -> str:
     if not repeats(kind, path[0]):
         return f"[{path[0]}]: {'.'.join(path[1:])}"
     row = (path[0], path[1])
-    names = [settings[(*row, key)].value for key in NAMES if (*row, key) in settings]
-    named = f" ({', '.join(map(str, names))})" if names else ""
+    names = [one_line(str(settings[*row, key].value)) for key in NAMES if (*row, key) in settings]
+    named = f" ({', '.join(names)[:MAX_NAMED]})" if names else ""
     place = f"{path[0]}[{path[1]}]{named}" if path[1].isdecimal() else ".".join(row)
     return ": ".join(filter(None, [place, ".".join(path[2:])]))
 
 
 NAMES = ("name", "gpu", "region")
 """Keys by which a row calls itself."""
+MAX_NAMED = 80
+"""Characters of a row's names in a message."""
 
 
 def _schema(kind: type[FleetFile], what: str) -> Schema:

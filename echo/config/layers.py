@@ -1,8 +1,8 @@
 """Layers of settings: files and overrides on each other, and every problem with its source.
 
 Run, fleet and scenario files are read by this one code. A layer is one file or one `--set`; a later
-one wins, key by key. A `Schema` says which keys there are. What is wrong is collected and reported
-at once, each problem with its source, its key, its value and what to write instead.
+one wins, key by key. A `Schema` says which keys there are. All problems are reported at
+once, each with its source, its key, its value and what to write instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from echo.core.units import one_line
 OVERRIDE = "--set"
 """The source of settings from the command line."""
 DEFAULT = "default"
-"""The source of settings that nobody has made; so are those whose name begins with "profile "."""
+"""The source of a default; the defaults of a profile have a source that begins with "profile "."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Schema:
     override_form: str
     """How an override is written."""
     sections: Callable[[], Collection[str]]
-    """Tables of which an empty one sets nothing."""
+    """Names of tables that set nothing when they are empty."""
     find: Callable[[KeyPath], Leaf | None]
     """The key at a path, or the user's own table that the path reaches into."""
     say_unknown: Callable[[KeyPath], str]
@@ -84,12 +84,12 @@ class Schema:
 
 @dataclass(slots=True)
 class Layer:
-    """What one source sets."""
+    """The settings of one source."""
 
     settings: dict[KeyPath, Setting] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     replaced: KeyPath | None = None
-    """What is set as a whole: what earlier layers have there, in it or in its place goes."""
+    """A table that is set as a whole: earlier settings in it, or in its place, are dropped."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def as_error(
         schema: of the file.
         problems: one at least.
         settings: those that were made, with where from.
-        file_name: where a setting would stand that nobody has made.
+        file_name: the source of a setting that is missing.
     """
     lines = [_describe(schema, problem, settings, file_name) for problem in problems]
     return ConfigError(in_one(schema.what, lines))
@@ -305,7 +305,7 @@ def _describe(schema: Schema, problem: Problem, settings: Settings, file_name: s
 
 
 def _beside(path: KeyPath, settings: Settings, file_name: str) -> Setting:
-    """Return the setting of a key that nobody has made, as of the source of its neighbours."""
+    """Return the setting of a missing key, with the source of its neighbours."""
     for depth in range(len(path), 0, -1):
         for other, setting in settings.items():
             if other[:depth] == path[:depth] and not setting.is_default:

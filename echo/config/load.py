@@ -157,7 +157,7 @@ def parse_config(
         role: whose required keys must be there, or None.
         source: what messages call `table`.
         is_saved: whether `table` is what a run has saved, every key of it: values that are without
-            effect then give way to their defaults, for nobody asked for them. A value of a file
+            effect, which no user has asked for, then give way to their defaults. A value of a file
             gives way, with a note, if an override has left it without effect.
     """
     if role is not None and role not in ROLES:
@@ -621,7 +621,7 @@ def has_own_model(config: Config) -> bool:
     """Return whether model.name is meant for this worker.
 
     One file serves all machines, so the name in it is the learner's, unless that directory is here,
-    too. What --set says on this worker is its own, a hub id as well.
+    too. A name given by --set on this worker is its own, a hub id as well.
     """
     name = config.model.name
     return name is not None and (

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from echo.config.fleet_file import load_fleet, parse_fleet, parse_scenario, read_files
+from echo.config.fleet_schema import ScenarioFile, tables_of
 from echo.core.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "fleet-example.toml"
@@ -322,3 +326,37 @@ def test_nodes_that_cannot_run_the_model_cannot_be_asked_for() -> None:
     table["faults"] = [{"at_s": 1, "kind": "kill", "target": "small-1"}]
     [found] = complaints(("a.toml", table))
     assert 'target = "small-1": unknown' in found
+
+
+FULL = GOOD | {
+    "sim": {"rent": {"RTX 4090": 2}},
+    "faults": [{"at_s": 1, "kind": "kill", "target": "*"}],
+    "prices": [{"offer": "RTX 4090", "at_s": 3, "price_per_h": 1}],
+    "activation": {},
+    "gpus": [OWN_GPU],
+}
+PLACES = [
+    (name, *row, key)
+    for name, (table, is_list) in tables_of(ScenarioFile).items()
+    for row in ([(), (0,)] if is_list else [()])
+    for key in (*table.model_fields, "other")
+    if name in FULL and (row or not is_list)
+]
+ANY_VALUE = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text(max_size=5)
+    | st.sampled_from(["RTX 4090", "frankfurt", "cut", "auto", "30s"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from([*PLACES, *((n,) for n in FULL)]), ANY_VALUE, max_size=4))
+def test_no_value_does_anything_but_load_or_be_reported(values: dict[Any, Any]) -> None:
+    table = copy.deepcopy(FULL)
+    for place in sorted(values, key=len, reverse=True):
+        here: Any = table
+        for part in place[:-1]:
+            here = here[part]
+        here[place[-1]] = values[place]
+    with suppress(ConfigError):
+        parse_scenario([("a.toml", table)])
