@@ -356,6 +356,8 @@ def _find(kind: type[FleetFile], path: KeyPath) -> Leaf | None:
 def _say_unknown(kind: type[FleetFile], path: KeyPath) -> str:
     """Say why a path of a file is no key, and which one was probably meant."""
     tables, known, name = tables_of(kind), _leaves(kind), path[-1]
+    if path[0] not in tables and path[0] in tables_of(ScenarioFile):
+        return "only a scenario has this table, for `echo-rl sim`; remove it from this file"
     parent = (path[0], ROW, *path[2:-1]) if repeats(kind, path[0]) else path[:-1]
     names = [other[-1] for other in known if parent and other[:-1] == parent]
     if path[0] in tables and not names:

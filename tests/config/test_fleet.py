@@ -131,6 +131,7 @@ def test_the_files_own_gpus_and_models_are_known() -> None:
         ("job", ..., "[job] is missing"),
         ("job.modl", "x", '[job]: modl = "x": unknown key; did you mean model?'),
         ("jobs", {}, "[jobs]: unknown table; did you mean job?"),
+        ("sim", {"seed": 1}, "[sim]: only a scenario has this table, for `echo-rl sim`"),
         ("job.model", "Qwen3-5B", '[job]: model = "Qwen3-5B": unknown; did you mean "Qwen3-'),
         ("job.publish_period", 4, "publish_period = 4: must be at most max_staleness + 1 = 3"),
         ("job.publish_period", 0, "publish_period = 0: must be"),
