@@ -1,4 +1,4 @@
-"""What seals cost: CPU seconds and bytes of each routed message, with a seal and without one.
+"""Cost of seals: CPU seconds and bytes of each routed message, with a seal and without one.
 
 One process makes a message at its sender and takes it at its receiver, as roles do: encode, decode
 the envelope, open the seal, decode the message. Each is done with a channel and without one in
@@ -65,7 +65,7 @@ def group_frames(num_rollouts: int, num_tokens: int) -> Frames:
 
 
 def messages() -> Iterator[tuple[str, Message, Frames, bool]]:
-    """Yield what each message is called, itself, its payload, and whether it goes to the learner."""
+    """Yield each message with its name, its payload, and whether it goes to the learner."""
     version = PolicyVersion(1, 5)
     states = tuple(LeaseState(number, 0, 100) for number in range(4))
     heartbeat = Heartbeat(installed=version, capacity=4, leases=states, stats=NodeStats())
