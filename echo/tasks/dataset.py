@@ -76,11 +76,13 @@ from echo.core.bounds import MAX_LEASE_BYTES
 from echo.core.errors import ConfigError, DataError, EchoError
 from echo.core.extras import install_command
 from echo.core.units import format_bytes
-from echo.tasks.environment import Environment
+from echo.tasks.environment import Environment, Reply
 from echo.tasks.messages import Message, fault_of_messages, plain_message
 from echo.tasks.reward_functions import RewardFunction
 from echo.tasks.task import (
     Example,
+    Reward,
+    Rewards,
     Task,
     did_you_mean,
     is_heldout,
@@ -895,18 +897,18 @@ class DatasetTask(RowsTask):
         self._reward.check(example, row)
         return example
 
-    def reward(self, example: Example, completion: str) -> float:
+    def reward(self, example: Example, completion: str) -> Reward:
         """Return what the function says; awaitable where it is asynchronous."""
-        value: float = self._reward.one(example, completion)
+        value: Reward = self._reward.one(example, completion)
         return value
 
     def compares_answers(self, example: Example) -> bool:
         """Return whether the function takes lists."""
         return self._reward.is_of_groups
 
-    def rewards(self, example: Example, completions: Sequence[str]) -> Sequence[float | None]:
+    def rewards(self, example: Example, completions: list[str]) -> Rewards:
         """Return what the function says; awaitable where it is asynchronous."""
-        values: Sequence[float | None] = self._reward.all(example, completions)
+        values: Rewards = self._reward.all(example, completions)
         return values
 
     def source_files(self) -> list[Path]:
@@ -970,7 +972,7 @@ class MixtureTask(Environment):
         own = self._parts[name].example(self._own_index(name, count, split), split=split)
         return replace(own, index=index, task=name)
 
-    def reward(self, example: Example, completion: str) -> float:
+    def reward(self, example: Example, completion: str) -> Reward:
         """Ask the example's task."""
         return self.part_of(example).reward(example, completion)
 
@@ -978,7 +980,7 @@ class MixtureTask(Environment):
         """Ask the example's task."""
         return self.part_of(example).compares_answers(example)
 
-    def rewards(self, example: Example, completions: Sequence[str]) -> Sequence[float | None]:
+    def rewards(self, example: Example, completions: list[str]) -> Rewards:
         """Ask the example's task."""
         return self.part_of(example).rewards(example, completions)
 
@@ -988,7 +990,7 @@ class MixtureTask(Environment):
         own = task.begin(example) if isinstance(task, Environment) else [example, ""]
         return _begun(task, own) if inspect.isawaitable(own) else (task, own)
 
-    def reply(self, state: Any, text: str) -> str | Message | list[Message] | None:
+    def reply(self, state: Any, text: str) -> Reply | Awaitable[Reply]:
         """Pass the turn on; a task of one turn says nothing."""
         task, own = state
         if isinstance(task, Environment):
@@ -996,19 +998,18 @@ class MixtureTask(Environment):
         own[1] = text
         return None
 
-    def outcome(self, state: Any) -> float:
+    def outcome(self, state: Any) -> Reward:
         """Ask the example's task."""
         task, own = state
         if isinstance(task, Environment):
             return task.outcome(own)
-        reward: float = task.reward(*own)
+        reward: Reward = task.reward(*own)
         return reward
 
-    def end(self, state: Any) -> None:
+    def end(self, state: Any) -> Awaitable[None] | None:
         """End the episode."""
         task, own = state
-        if isinstance(task, Environment):
-            task.end(own)
+        return task.end(own) if isinstance(task, Environment) else None
 
     def tools(self, example: Example) -> list[dict[str, Any]]:
         """Return the tools of the example's task."""

@@ -57,12 +57,15 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from echo.tasks.messages import Message
-from echo.tasks.task import Example, RetryCall, Task, did_you_mean
+from echo.tasks.task import Example, RetryCall, Reward, Task, did_you_mean
+
+Reply: TypeAlias = str | Message | list[Message] | None
+"""What an environment says to a turn; None ends the episode."""
 
 
 class Environment(Task):
@@ -77,7 +80,7 @@ class Environment(Task):
         """Return the state of a new episode, any object; the other methods get it."""
 
     @abc.abstractmethod
-    def reply(self, state: Any, text: str) -> str | Message | list[Message] | None:
+    def reply(self, state: Any, text: str) -> Reply | Awaitable[Reply]:
         """Return what the environment says to the policy's turn; None when the episode is over.
 
         Text is one message of the user's. For the last turn that there was room for this is asked,
@@ -85,20 +88,20 @@ class Environment(Task):
         """
 
     @abc.abstractmethod
-    def outcome(self, state: Any) -> float:
+    def outcome(self, state: Any) -> Reward:
         """Return what the episode was worth, a finite number, whatever ended it.
 
         None is no opinion: the episode is left out of its group.
         """
 
-    def end(self, state: Any) -> None:
-        """Let go of what the episode holds."""
+    def end(self, state: Any) -> Awaitable[None] | None:
+        """Release what the episode holds."""
 
     def compares_answers(self, example: Example) -> bool:
         """Return False: each episode has an outcome of its own."""
         return False
 
-    def reward(self, example: Example, completion: str) -> float:
+    def reward(self, example: Example, completion: str) -> Reward:
         """Return what an episode of one turn is worth."""
         state = self.begin(example)
         try:
@@ -172,8 +175,8 @@ class ToolEnvironment(Environment):
         """Return what the policy may call; annotated, with a docstring."""
 
     @abc.abstractmethod
-    def score(self, example: Example, texts: list[str]) -> float:
-        """Return what an episode was worth.
+    def score(self, example: Example, texts: list[str]) -> Reward:
+        """Return what an episode was worth; may be `async`.
 
         Args:
             example: what it began with.
@@ -198,7 +201,7 @@ class ToolEnvironment(Environment):
         ]
         return results or None
 
-    def outcome(self, state: ToolState) -> float:
+    def outcome(self, state: ToolState) -> Reward:
         """Score what the policy has said."""
         return self.score(state.example, state.texts)
 

@@ -230,7 +230,7 @@ class Performer:
             case "end":
                 state = self._states.pop(call.episode, None)
                 if state is not None:
-                    self._awaited(self._environment.end(state))  # type: ignore[func-returns-value]
+                    self._awaited(self._environment.end(state))
                 return None
 
     def _rewards(self, example: Example, texts: Sequence[str], where: str) -> list[float | None]:
@@ -238,7 +238,7 @@ class Performer:
             return [
                 _opinion(self._awaited(self._task.reward(example, text)), where) for text in texts
             ]
-        values = self._awaited(self._task.rewards(example, texts))
+        values = self._awaited(self._task.rewards(example, list(texts)))
         number = f"a list of {len(texts)} numbers, one for each answer"
         if isinstance(values, str | bytes | Mapping | Set) or not isinstance(values, Iterable):
             refusal = f"{where} returned {_shown(values)}; it must return {number}"

@@ -31,12 +31,12 @@ import re
 import sys
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from blake3 import blake3
 
@@ -93,6 +93,12 @@ class RetryCall(Exception):  # noqa: N818 -- a request of the task's, not an err
     """
 
 
+Reward: TypeAlias = float | Awaitable[float | None] | None
+"""What one answer is worth, or None for no opinion; `async` methods return it as well."""
+Rewards: TypeAlias = Sequence[float | None] | Awaitable[Sequence[float | None]]
+"""The same of each answer of a group."""
+
+
 class Task(abc.ABC):
     """A source of prompts and the judge of their answers.
 
@@ -119,7 +125,7 @@ class Task(abc.ABC):
         """
 
     @abc.abstractmethod
-    def reward(self, example: Example, completion: str) -> float:
+    def reward(self, example: Example, completion: str) -> Reward:
         """Return what `completion` is worth as an answer to `example`: a finite number.
 
         None is no opinion: the answer is left out of its group. May be `async`.
@@ -129,13 +135,13 @@ class Task(abc.ABC):
         """Return whether `rewards` is asked about all answers to this example at once."""
         return type(self).rewards is not Task.rewards
 
-    def rewards(self, example: Example, completions: Sequence[str]) -> Sequence[float | None]:
+    def rewards(self, example: Example, completions: list[str]) -> Rewards:
         """Return what each answer of a group is worth, as `reward`.
 
         A task that compares the answers to a prompt with each other overrides this. `reward` is
         asked where there is one answer only. May be `async`.
         """
-        return [self.reward(example, completion) for completion in completions]
+        raise NotImplementedError(f"{type(self).__name__} rewards each answer on its own")
 
     def num_examples(self, *, split: str) -> int | None:
         """Return how many examples a split has; None if they are made without end."""
@@ -178,6 +184,10 @@ class GeneratedTask(Task):
 
     max_completion_tokens: int
     """Characters of the longest demonstration, and one for the end."""
+
+    @abc.abstractmethod
+    def reward(self, example: Example, completion: str) -> float:
+        """Return what a completion is worth, at once."""
 
     @abc.abstractmethod
     def draw(self, rng: random.Random) -> tuple[str, str]:

@@ -142,3 +142,25 @@ class Counting(Environment):
 
     def outcome(self, state: dict[str, int]) -> float:
         return state["said"] / state["last"]
+
+
+class Parting(Environment):
+    """Takes its time to say goodbye."""
+
+    num_ended = 0
+
+    def example(self, index: int, *, split: str) -> Example:
+        return Example(index=index, split=split, prompt="?")
+
+    def begin(self, example: Example) -> Example:
+        return example
+
+    async def reply(self, state: Example, text: str) -> str | None:
+        return text or None
+
+    async def outcome(self, state: Example) -> float:
+        return 1.0
+
+    async def end(self, state: Example) -> None:
+        await asyncio.sleep(0)
+        type(self).num_ended += 1

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +20,8 @@ import pytest
 from echo.core.errors import ConfigError
 from echo.tasks.process_main import TaskCall
 from echo.tasks.rewards import MAX_STUCK_THREADS, InlineHost, Limits, PoolHost, RewardError
-from echo.tasks.task import Example, Task
+from echo.tasks.task import Example, Task, load_task
+from tests.tasks.pool_tasks import Parting
 
 EXAMPLE = Example(index=3, split="train", prompt="?", answer=3, source="rows.jsonl:4")
 
@@ -132,9 +133,7 @@ def test_clients_of_another_event_loop_are_told_which_there_is(text: str) -> Non
 class Ranking(Grader):
     """Judges all answers to a prompt together."""
 
-    async def rewards(  # type: ignore[override] # which may be async
-        self, example: Example, completions: Sequence[str]
-    ) -> list[float | None]:
+    async def rewards(self, example: Example, completions: list[str]) -> list[float | None]:
         longest = max(map(len, completions))
         return [None if not text else float(len(text) == longest) for text in completions]
 
@@ -146,6 +145,32 @@ def test_a_class_judges_the_answers_of_a_group_together() -> None:
     assert (counts["env/calls"], counts["env/no_opinion"]) == (1, 1)
     slow = replace(LIMITS, score_s=2.0).seconds(TaskCall("reward", texts=("", "", "")))
     assert slow == 6.0, "a call for several answers has the time of as many"
+
+
+class Patient(Task):
+    """Asks a server, as its type says."""
+
+    def example(self, index: int, *, split: str) -> Example:
+        return EXAMPLE
+
+    async def reward(self, example: Example, completion: str) -> float | None:
+        return float(completion) if completion else None
+
+
+def test_a_typed_method_may_be_asynchronous_and_have_no_opinion() -> None:
+    host = InlineHost(Patient(), LIMITS)
+    assert list(host.score_all(EXAMPLE, ["0.5", ""])) == [0.5, None]
+
+
+def test_an_asynchronous_environment_in_a_mixture_is_awaited_to_its_end() -> None:
+    task = load_task("mixture", {"tasks": [{"kind": "tests.tasks.pool_tasks:Parting"}]})
+    episode = InlineHost(task, LIMITS).begin(task.example(0, split="train"))
+    assert episode.reply("more") == [{"role": "user", "content": "more"}]
+    assert episode.reply("") is None
+    assert episode.outcome() == 1.0
+    before = Parting.num_ended
+    episode.close()
+    assert Parting.num_ended == before + 1
 
 
 def test_calls_that_hang_are_abandoned_and_their_number_is_bounded(gate: threading.Event) -> None:

@@ -14,7 +14,7 @@ from echo.core.errors import ConfigError, DataError
 from echo.core.extras import install_command
 from echo.tasks.environment import Environment
 from echo.tasks.rewards import Limits, PoolHost, RewardError
-from echo.tasks.task import load_task
+from echo.tasks.task import Reward, load_task
 from echo.tasks.verifiers import VerifiersTask, _Session
 
 ENV = "tests.tasks.verifiers_envs"
@@ -33,7 +33,7 @@ def make(kind: str) -> Environment:
     return task
 
 
-def play(task: Environment, *texts: str) -> tuple[list[Any], float]:
+def play(task: Environment, *texts: str) -> tuple[list[Any], Reward]:
     state = task.begin(task.example(1, split="train"))
     try:
         replies = [task.reply(state, text) for text in texts]
