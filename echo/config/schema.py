@@ -338,8 +338,9 @@ class LearnerSection(Section):
     """Recompute activations in the backward pass: less memory, about a third more time; offload:
     and keep the inputs of the layers in the host's memory; auto: where they would not fit
     otherwise."""
-    compile_layers: bool = False
-    """Compile the model's layers (torch.compile), which takes minutes before the first step."""
+    compile_layers: Literal["auto"] | bool = "auto"
+    """Compile the model's layers (torch.compile): a faster step with less memory, and a wait before
+    the first one; auto: on a GPU, in runs of 20 steps and more, where they can be compiled."""
     price_per_h: Dollars | None = None
     """$ per hour for this machine; unset: not counted. Its traffic has network.price_per_gb."""
     init_from: str | None = None

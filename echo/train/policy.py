@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -72,6 +72,7 @@ from echo.engine.model import (
 from echo.kernels.contract import BackendName, RatioClip
 from echo.kernels.logprob import EntropyMode, TokenLosses, linear_logprob, linear_policy_loss
 from echo.train import packing
+from echo.train.compiling import MIN_STEPS, compile_layers
 from echo.train.flops import model_flops
 from echo.train.masters import Masters
 from echo.train.optimizer import OptimizerState
@@ -87,12 +88,15 @@ LOGIT_SETTINGS = {
 """Settings that change logits (Gemma, Granite, Cohere, Falcon-H1), with their neutral values."""
 
 
+CompileLayers = Literal["auto"] | bool
+
 FLASH = "flash_attention_2"
 """transformers' name of the attention that computes in 16 bits only."""
 
 
 NO_ROW = TrainingRow(
-    prompt_ids=np.zeros(1, np.int32),
+    # The last token is not put in; of a single one compiled layers would make another graph.
+    prompt_ids=np.zeros(2, np.int32),
     rollout=Rollout(
         token_ids=np.zeros(1, np.int32),
         sampler_logprobs=np.zeros(1, np.float32),
@@ -146,8 +150,8 @@ class Compute:
     inputs in the host's memory until then."""
     recompute_above: int = 0
     """Tokens of the largest micro-batch whose activations are kept all the same."""
-    compile_layers: bool = False
-    """Have torch compile each decoder layer: less memory traffic, minutes before the first step."""
+    compile_layers: CompileLayers = False
+    """Have torch compile each decoder layer (compiling.py); "auto": where it can."""
     optimizer_state: OptimizerState = "float32"
     """Where the trainer's optimizer has its moments (optimizer.py)."""
     seed: int = 0
@@ -157,11 +161,16 @@ class Compute:
 
 
 def learner_compute(
-    section: LearnerSection, model: ModelSection, optimizer: OptimizerSection, *, seed: int
+    section: LearnerSection,
+    model: ModelSection,
+    optimizer: OptimizerSection,
+    *,
+    seed: int,
+    num_steps: int,
 ) -> Compute:
     """Return where and how the learner's models compute, without checkpointing where it is "auto".
 
-    Whoever knows the memory decides that before.
+    The memory estimate decides about checkpointing before.
     """
     device = pick_device(section.device)
     checkpointing = section.gradient_checkpointing
@@ -172,13 +181,16 @@ def learner_compute(
             'learner.gradient_checkpointing = "offload" moves what a GPU holds to the host, and '
             "this learner computes on the CPU: set learner.gradient_checkpointing = true"
         )
+    compiles = section.compile_layers
+    if compiles == "auto" and (device == "cpu" or num_steps < MIN_STEPS):
+        compiles = False
     return Compute(
         device=torch.device(device),
         dtype=pick_dtype(section.dtype, device),
         attn_implementation=model.attn_implementation,
         micro_batch_tokens=section.micro_batch_tokens,
         gradient_checkpointing=checkpointing,
-        compile_layers=section.compile_layers,
+        compile_layers=compiles,
         optimizer_state=optimizer.state,
         seed=seed,
     )
@@ -234,8 +246,8 @@ class Policy:
         """Whether a packed row may hold a prompt once for all of its rollouts."""
         self._enable_training(gradient_checkpointing=compute.gradient_checkpointing)
         self._settle_weights()
-        if compute.compile_layers:
-            self._compile_layers()
+        if compute.compile_layers and (layers := _layers(self.model)):
+            compile_layers(layers, must=compute.compile_layers is True)
 
     def _fill(self, source: ModelSource, model_dir: Path) -> None:
         """Give the model those weights that it was not built with."""
@@ -579,14 +591,6 @@ class Policy:
                 # As transformers itself has just done.
                 layer._gradient_checkpointing_func = _checkpoint_offloaded  # noqa: SLF001
 
-    def _compile_layers(self) -> None:
-        """Have each decoder layer compiled when it first runs; the attention stays as it is.
-
-        Layers and not the model: those of a kind share one graph, whatever the number of layers.
-        """
-        for layer in _layers(self.model):
-            layer.compile(dynamic=True)
-
     def _check_logits(self, dtype: torch.dtype) -> None:
         """Compare a few tokens' logits with hidden states times LM head."""
         try:
@@ -757,7 +761,7 @@ def _check_layers(model: Any, compute: Compute) -> None:
         )
     remedies = {
         "learner.gradient_checkpointing = true": checkpointing == "offload",
-        "learner.compile_layers = false": compute.compile_layers,
+        "learner.compile_layers = false": compute.compile_layers is True,
     }
     for remedy in [remedy for remedy, is_asked_for in remedies.items() if is_asked_for]:
         if not _layers(model):

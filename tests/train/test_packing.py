@@ -6,10 +6,10 @@ Helpers come from test_trainer.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial, partialmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -21,12 +21,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from echo.algo import batching
 from echo.algo.batching import TrainingRow
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
+from echo.config.schema import LearnerSection, ModelSection, OptimizerSection
 from echo.core.rollout import Group
-from echo.train import packing
+from echo.train import packing, policy
 from echo.train.policy import ModelSource
 from echo.train.trainer import Trainer
 from tests.runtime.families import EXPERTS, FAMILIES, SMALL, save_family
-from tests.train.test_trainer import change_of, make_group, make_rollout
+from tests.train.test_trainer import change_of, make_group, make_groups, make_rollout
 from tests.train.trainers import TWO_UPDATES, fast_trainer, policy_of
 
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -404,33 +405,84 @@ def test_checkpointing_keeps_segments_apart_too(tiny_model_dir: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("backend", "gradient_checkpointing"),
-    [("aot_eager", True), ("inductor", False)],
-)
-def test_compiled_layers_compute_the_same(
-    tiny_model_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    backend: str,
-    *,
-    gradient_checkpointing: bool,
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_compiled_layers_round_where_others_do(
+    make_tiny_model: Callable[..., Path], *, gradient_checkpointing: bool
 ) -> None:
-    compile_with = partialmethod(torch.nn.Module.compile, backend=backend)
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_with)
-    options: dict[str, Any] = {"gradient_checkpointing": gradient_checkpointing}
-    eager = make_trainer(tiny_model_dir, "packed", **options)
+    """The compiler left to itself keeps more bits between operations: .03 nats, and 3 %."""
+    model_dir = make_tiny_model(num_hidden_layers=3, head_dim=16, initializer_range=0.1)
+    options: dict[str, Any] = {
+        "gradient_checkpointing": gradient_checkpointing, "dtype": torch.bfloat16,
+    }  # fmt: skip
+    eager = make_trainer(model_dir, "packed", **options)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = make_trainer(tiny_model_dir, "packed", compile_layers=True, **options)
-    for groups in (stale_groups(), stale_groups()[1:]):  # rows of two lengths
-        (gradient, metrics), (expected, expected_metrics) = (
-            pass_of(trainer, groups) for trainer in (compiled, eager)
-        )
-        assert metrics["loss/policy"] == pytest.approx(expected_metrics["loss/policy"], abs=1e-6)
-        for name, tensor in expected.items():
+    compiled = make_trainer(model_dir, "packed", compile_layers=True, **options)
+    for groups in (make_groups(6), make_groups(4)):  # rows of two lengths
+        for one, other in zip(compiled.forward(groups), eager.forward(groups), strict=True):
+            for row, expected in zip(one, other, strict=True):
+                assert np.abs(row - expected).max() < 3e-3
+        (gradient, _), (wanted, _) = (pass_of(each, groups) for each in (compiled, eager))
+        for name, tensor in wanted.items():
             scale = max(float(tensor.abs().max()), 1e-3)
-            assert float((gradient[name] - tensor).abs().max()) < 1e-5 * scale, name
+            assert float((gradient[name] - tensor).abs().max()) < 1e-2 * scale, name
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_layers_that_cannot_be_compiled_run_as_they_are(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("there is no C++ compiler\nat all")
+
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=fail)
+    )
+    caplog.set_level("INFO")
+    groups = stale_groups()
+    torch._dynamo.reset()
+    trainer = make_trainer(tiny_model_dir, "packed", compile_layers="auto")
+    expected = make_trainer(tiny_model_dir, "packed").forward(groups)
+    for one, other in zip(trainer.forward(groups), expected, strict=True):
+        assert all(map(np.array_equal, one, other))
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(told) == 1
+    assert told[0].startswith("layers cannot be compiled and run as they are: ")
+    assert "no C++ compiler" in told[0]
+    assert "\n" not in told[0]
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"no C\+\+ compiler"):
+        make_trainer(tiny_model_dir, "packed", compile_layers=True).forward(groups)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "num_steps", "compiles"),
+    [
+        ("auto", "cuda", 20, "auto"),
+        ("auto", "cuda", 19, False),
+        ("auto", "cpu", 1000, False),
+        (True, "cpu", 1, True),
+        (False, "cuda", 1000, False),
+    ],
+)
+def test_layers_are_compiled_on_gpus_in_runs_that_are_long_enough(
+    monkeypatch: pytest.MonkeyPatch,
+    asked: Literal["auto"] | bool,
+    device: str,
+    num_steps: int,
+    compiles: Literal["auto"] | bool,
+) -> None:
+    monkeypatch.setattr(policy, "pick_device", lambda _: device)
+    monkeypatch.setattr(policy, "pick_dtype", lambda *_: torch.bfloat16)
+    section = LearnerSection(compile_layers=asked)
+    made = policy.learner_compute(
+        section, ModelSection(name="m"), OptimizerSection(), seed=0, num_steps=num_steps
+    )
+    assert made.compile_layers == compiles
 
 
 # --------------------------------------------------------------------------------------- refusals

@@ -398,8 +398,13 @@ def make_trainer(
 
 def _compute(config: Config) -> Compute:
     """Return where and how the learner's models compute."""
-    seed = config.run.seed
-    return learner_compute(config.learner, config.model, config.optimizer, seed=seed)
+    return learner_compute(
+        config.learner,
+        config.model,
+        config.optimizer,
+        seed=config.run.seed,
+        num_steps=config.run.max_steps,
+    )
 
 
 def check_alike(config: Config, ranks: Ranks) -> None:
