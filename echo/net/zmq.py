@@ -67,15 +67,14 @@ import functools
 import itertools
 import logging
 import math
-import os
 import random
 import resource
 import secrets
 import socket
 import struct
 import sys
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -329,8 +328,6 @@ SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 GREETING_BYTES = 64
 """A whole greeting; its bytes 12 to 32 are the mechanism."""
 
-RESERVED_DESCRIPTORS = 16
-"""Held by a listener for the time when strangers have taken all others."""
 STRANGERS_NEWS = 1024
 """News that is read in one go to learn who they are."""
 _SAME = "security.curve must be the same on all nodes of a run"
@@ -399,146 +396,113 @@ class Inbound:
     identity: bytes
     outbox: ZmqOutbox
     descriptor: int = -1
-    """Of its connection; -1 if that was gone before it was heard."""
+    """Of its connection; -1 once that is over."""
     is_hung_up: bool = False
     tokens: list[bytes] = dataclasses.field(default_factory=list)
     """One for each bulk connection that it has asked for."""
     bulk: list[ZmqOutbox] = dataclasses.field(default_factory=list)
 
 
-class Strangers:
-    """Connections that somebody has opened and not yet said anything over, a bounded number.
-
-    Whoever connects costs a descriptor before it has shown that it knows the secret, and without a
-    descriptor the node can neither write its files nor reach anybody. So the oldest make way: an
-    honest node says hello within a few round trips, which only a flood of many more than
-    `max_strangers` in that time can outrun. A few descriptors are held in reserve, and let go while
-    there are too many.
-    """
-
-    def __init__(self, max_strangers: int) -> None:
-        self._max_strangers = max_strangers
-        self._inodes: dict[int, int] = {}
-        self._reserve: list[int] = []
-        self._hold_reserve()
-
-    def __len__(self) -> int:
-        return len(self._inodes)
-
-    def add(self, descriptor: int) -> None:
-        """Note a connection that was accepted."""
-        with contextlib.suppress(OSError):  # closed by now: the news of that follows
-            self._inodes[descriptor] = os.fstat(descriptor).st_ino
-
-    def discard(self, descriptor: int) -> None:
-        """Note that one has spoken, or is gone."""
-        self._inodes.pop(descriptor, None)
-
-    def close_excess(self) -> int:
-        """Close the oldest beyond the bound, and return how many; all news must have been read."""
-        excess = list(self._inodes)[: max(0, len(self) - self._max_strangers)]
-        if not excess:
-            self._hold_reserve()
-            return 0
-        self.close()
-        for descriptor in excess:
-            inode = self._inodes.pop(descriptor)
-            with contextlib.suppress(OSError):
-                _shut_down(descriptor, inode)
-        return len(excess)
-
-    def close(self) -> None:
-        """Let go of the reserve."""
-        for descriptor in self._reserve:
-            os.close(descriptor)
-        self._reserve.clear()
-
-    def _hold_reserve(self) -> None:
-        with contextlib.suppress(OSError):  # none to be had now
-            while len(self._reserve) < RESERVED_DESCRIPTORS:
-                self._reserve.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-
-
-def _shut_down(descriptor: int, inode: int) -> None:
-    """End a connection of libzmq's, unless the number has become another file's."""
-    duplicate = os.dup(descriptor)  # which stays what it is while it is looked at
-    try:
-        if os.fstat(duplicate).st_ino == inode:
-            with socket.socket(fileno=os.dup(duplicate)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
-    finally:
-        os.close(duplicate)
-
-
-HALVES_S = 0.1
-"""Between two looks at messages that have not come to their end."""
-HALVES_PER_LOOK = 512
-"""Connections looked at in one go, by a call of the kernel for each; of more, each less often."""
+LOOK_S = 0.1
+"""Between two looks for unfinished messages that have become too long."""
+CONNECTIONS_PER_LOOK = 512
+"""Connections in one look, by a call of the kernel for each; of more, each less often."""
 _BYTES_RECEIVED = struct.Struct("=128xQ")
 """`tcpi_bytes_received` of Linux's struct tcp_info."""
 
 
-class Halves:
-    """Bytes of each connection since its last whole message, bounded.
+class AcceptedConnections:
+    """The connections that libzmq has accepted, with two bounds that libzmq does not have.
 
-    libzmq shows a message when its last frame has come, and bounds the size of a frame, not their
-    number: one that never ends would grow until memory does. The kernel counts what it has handed
-    over, so a connection over which more has come than a message may have is closed. On Linux;
-    elsewhere nothing is counted.
+    **Strangers** are connections over which no message has come. libzmq accepts every connection,
+    and each takes a descriptor, without which the node can neither write its files nor dial. So at
+    most `max_strangers` stay open: the oldest is closed first. A member sends its first message
+    within a few round trips, so only many more connections in that time can displace it.
+
+    **Unfinished messages.** libzmq shows a message when its last frame has come. It bounds the size
+    of a frame and not the number of frames, so it would store a message without an end. The kernel
+    counts the bytes of each connection; one that has received more than `max_message_bytes` since
+    its last whole message is closed. Linux only: other kernels do not report the count.
+
+    The descriptors are libzmq's. It reports that a connection is over before it closes the
+    descriptor, so after all news is read a number still stands for the connection that was noted,
+    but for a few microseconds. A number that has become another's in those is harmless: `shutdown`
+    fails on a file, and a link that it ends is dialled again.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._inodes: dict[int, int] = {}
-        self._whole_bytes: dict[int, int] = {}
-        """Received up to the last look that has found a whole message."""
+    def __init__(self, max_strangers: int, max_message_bytes: int) -> None:
+        self._max_strangers = max_strangers
+        self._max_message_bytes = max_message_bytes
+        self._strangers: dict[int, None] = {}
+        self._whole_bytes: OrderedDict[int, int] = OrderedDict()
+        """Descriptor -> bytes received when the last look found a whole message. Next look first.
+        """
         self._has_spoken: set[int] = set()
-        self._turn: deque[int] = deque()
+        """Those over which a whole message has come since their last look."""
 
     def __contains__(self, descriptor: int) -> bool:
-        return descriptor in self._inodes
+        return descriptor in self._whole_bytes
+
+    @property
+    def has_excess(self) -> bool:
+        """Whether there are more strangers than may stay."""
+        return len(self._strangers) > self._max_strangers
 
     def add(self, descriptor: int) -> None:
-        """Note a connection that was accepted."""
-        with contextlib.suppress(OSError):  # closed by now: the news of that follows
-            self._inodes[descriptor] = os.fstat(descriptor).st_ino
-            self._whole_bytes[descriptor] = 0
-            self._turn.append(descriptor)
+        """Note a connection that libzmq has accepted."""
+        self._strangers[descriptor] = None
+        self._whole_bytes[descriptor] = 0
 
     def discard(self, descriptor: int) -> None:
-        """Note that one is gone."""
-        self._inodes.pop(descriptor, None)
+        """Note that a connection is over."""
+        self._strangers.pop(descriptor, None)
         self._whole_bytes.pop(descriptor, None)
         self._has_spoken.discard(descriptor)
 
     def spoke(self, descriptor: int) -> None:
-        """Note that a whole message has come."""
-        self._has_spoken.add(descriptor)
+        """Note that a whole message has come over a connection."""
+        if descriptor in self._whole_bytes:
+            self._strangers.pop(descriptor, None)
+            self._has_spoken.add(descriptor)
 
-    def close_endless(self) -> int:
-        """Close the connections over which too much has come, and return how many."""
+    def close_excess(self) -> int:
+        """Close the oldest strangers beyond the bound; return how many. All news must be read."""
+        excess = list(self._strangers)[: max(0, len(self._strangers) - self._max_strangers)]
+        for descriptor in excess:
+            del self._strangers[descriptor]
+            _shut_down(descriptor)
+        return len(excess)
+
+    def close_unfinished(self) -> int:
+        """Close connections whose unfinished message is too long; return how many."""
         num_closed = 0
-        for _ in range(min(HALVES_PER_LOOK, len(self._turn))):
-            descriptor = self._turn.popleft()
-            inode = self._inodes.get(descriptor)
-            if inode is None:
-                continue
-            self._turn.append(descriptor)
+        for descriptor in list(itertools.islice(self._whole_bytes, CONNECTIONS_PER_LOOK)):
+            self._whole_bytes.move_to_end(descriptor)
             received = _bytes_received(descriptor)
             if descriptor in self._has_spoken:
                 self._has_spoken.discard(descriptor)
                 self._whole_bytes[descriptor] = received
-            elif received - self._whole_bytes[descriptor] > self._max_bytes:
+            elif received - self._whole_bytes[descriptor] > self._max_message_bytes:
                 self.discard(descriptor)
+                _shut_down(descriptor)
                 num_closed += 1
-                with contextlib.suppress(OSError):
-                    _shut_down(descriptor, inode)
         return num_closed
 
 
-def _largest_message(options: TransportOptions) -> int:
-    """Return how many bytes a whole message may take on the wire, with what CURVE adds."""
-    return options.max_message_bytes * 17 // 16 + (1 << 20)
+@contextlib.contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """Yield a socket object for a descriptor that stays libzmq's to close."""
+    connection = socket.socket(fileno=descriptor)
+    try:
+        yield connection
+    finally:
+        connection.detach()
+
+
+def _shut_down(descriptor: int) -> None:
+    """End a connection; libzmq closes it when it reads the end."""
+    with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _bytes_received(descriptor: int) -> int:
@@ -546,12 +510,17 @@ def _bytes_received(descriptor: int) -> int:
     if sys.platform != "linux":
         return 0
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
+        with _borrowed(descriptor) as connection:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
     except OSError:
         return 0
     whole = len(info) == _BYTES_RECEIVED.size
     return int(_BYTES_RECEIVED.unpack(info)[0]) if whole else 0
+
+
+def _largest_message(options: TransportOptions) -> int:
+    """Return how many bytes a whole message may take on the wire, with what CURVE adds."""
+    return options.max_message_bytes * 17 // 16 + (1 << 20)
 
 
 class Listener:
@@ -562,10 +531,11 @@ class Listener:
         self._host = host
         self._by_identity: dict[bytes, Inbound] = {}
         self._by_descriptor: dict[int, Inbound] = {}
-        self._halves = Halves(_largest_message(host.options))
+        self._accepted = AcceptedConnections(
+            host.options.max_strangers, _largest_message(host.options)
+        )
         self._look: asyncio.TimerHandle | None = None
-        """The next look at messages that have not come to their end."""
-        self._strangers = Strangers(host.options.max_strangers)
+        """The next look for unfinished messages that have become too long."""
         self._closing: asyncio.Handle | None = None
         """The next look at strangers of whom there are too many."""
         self._ended: list[Inbound] = []
@@ -580,7 +550,7 @@ class Listener:
             identity, frames = message
             inbound = self._by_identity.get(identity) or self._admit(identity, burst)
             if inbound is not None:
-                self._halves.spoke(inbound.descriptor)
+                self._accepted.spoke(inbound.descriptor)
             if inbound is None or inbound.is_hung_up:
                 burst.discard()
             else:
@@ -601,17 +571,16 @@ class Listener:
         elif news is News.HANDSHAKE_FAILED:
             self._host.totals.failed_handshakes += 1
         elif news is News.ACCEPTED:
-            self._halves.add(descriptor)
-            self._strangers.add(descriptor)
+            self._accepted.add(descriptor)
             if self._look is None:
-                self._look = self._host.loop.call_later(HALVES_S, self._close_endless)
-            if len(self._strangers) > self._host.options.max_strangers and self._closing is None:
+                self._look = self._host.loop.call_later(LOOK_S, self._close_unfinished)
+            if self._accepted.has_excess and self._closing is None:
                 self._closing = self._host.loop.call_soon(self._close_strangers)
         elif news is News.OVER:
-            self._halves.discard(descriptor)
-            self._strangers.discard(descriptor)
+            self._accepted.discard(descriptor)
             inbound = self._by_descriptor.pop(descriptor, None)
             if inbound is not None:
+                inbound.descriptor = -1  # the next connection may get the number
                 self._ended.append(inbound)
                 self._host.note(self)
 
@@ -620,14 +589,13 @@ class Listener:
         for handle in (self._closing, self._look):
             if handle is not None:
                 handle.cancel()
-        self._strangers.close()
         self.channel.close(linger_s)
 
     def _close_strangers(self) -> None:
         """Close the oldest of too many strangers, as soon as all news of connections is read."""
         # A turn's share of the news only, so that a flood does not hold the loop.
         is_current = self.channel.read_news(STRANGERS_NEWS)
-        num_closed = self._strangers.close_excess() if is_current else 0
+        num_closed = self._accepted.close_excess() if is_current else 0
         if num_closed:
             text = (
                 "closed connections that said nothing: more than "
@@ -640,17 +608,18 @@ class Listener:
         if num_closed or not is_current:
             self._closing = self._host.loop.call_soon(self._close_strangers)
 
-    def _close_endless(self) -> None:
-        """Close connections over which an endless message comes, and look again soon.
+    def _close_unfinished(self) -> None:
+        """Close connections whose unfinished message is too long, and look again soon.
 
-        Not while whole messages wait for the node to receive them: those are no halves.
+        Not while whole messages wait for the node to receive them: those are finished.
         """
-        num_closed = 0 if self.channel.has_whole_message() else self._halves.close_endless()
+        is_idle = not self.channel.has_whole_message()
+        num_closed = self._accepted.close_unfinished() if is_idle else 0
         if num_closed:
             text = "closed a connection over which a message came that was too long, in many frames"
-            self._host.warn("", "endless", text)
+            self._host.warn("", "unfinished", text)
             self._host.totals.discarded_messages += num_closed
-        self._look = self._host.loop.call_later(HALVES_S, self._close_endless)
+        self._look = self._host.loop.call_later(LOOK_S, self._close_unfinished)
 
     def _admit(self, identity: bytes, burst: Burst) -> Inbound | None:
         descriptor = self.channel.descriptor()
@@ -660,12 +629,12 @@ class Listener:
         inbound = self._meet(identity, burst)
         if inbound is None:
             return None
-        self._strangers.discard(descriptor)
         self._by_identity[identity] = inbound
         previous = self._by_descriptor.pop(descriptor, None)
         if previous is not None:
+            previous.descriptor = -1
             self._ended.append(previous)
-        if descriptor in self._halves:
+        if descriptor in self._accepted:
             inbound.descriptor = descriptor
             self._by_descriptor[descriptor] = inbound
         else:  # gone before it was heard

@@ -524,20 +524,6 @@ def test_connections_that_come_and_go_leave_nothing_behind(run: Run) -> None:
     run(scenario())
 
 
-def test_a_listener_that_closes_amid_strangers_leaves_nothing_behind(run: Run) -> None:
-    async def scenario() -> None:
-        few, num_descriptors = dataclasses.replace(OPTIONS, max_strangers=1), num_open_files()
-        async with opened("tcp://127.0.0.1:0", options=few) as it:
-            with connect_raw(it), connect_raw(it):
-                while not it.stats().closed_strangers:  # noqa: ASYNC110, nothing tells of it
-                    await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)  # until it would have looked at them again
-        # Besides the executor's, which `close` has used, and which stay with the loop.
-        assert num_open_files() < num_descriptors + zmq.RESERVED_DESCRIPTORS
-
-    run(scenario())
-
-
 MIB = 1 << 20
 REPOSITORY = Path(__file__).parents[2]
 
