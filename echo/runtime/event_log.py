@@ -41,7 +41,7 @@ MAX_CHARACTERS = 200
 """Characters of a text that are written; its length follows."""
 
 MAX_DEPTH = 16
-"""Levels of a value that are written: no message of a node has as many."""
+"""Levels of a value that are written: no message of a node has more."""
 
 
 class EventLog:

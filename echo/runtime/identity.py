@@ -87,7 +87,7 @@ def _key_path(run_dir: Path) -> Path:
 #
 # Whoever has it is an insider. The last part is the fingerprint of the key with which the learner
 # signs versions, settings and hashes of files (`weights/store.py`). The learner keeps all parts in
-# its run directory, and a restart keeps the string. What keys follow from it: `net/curve.py`.
+# its run directory, and a restart keeps the string. Keys that follow from it: `net/curve.py`.
 
 
 _JOIN = re.compile(
@@ -98,7 +98,7 @@ _JOIN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """What a join string says."""
+    """Contents of a join string."""
 
     address: str
     """Of the learner or a relay, with its server key."""
@@ -236,8 +236,8 @@ class JoinSource:
         """Return the fingerprint of the learner's signing key; None where nothing here tells it.
 
         It stands in the join string. A run that is not encrypted has none: then it is that of the
-        run directory, if the learner is dialled on this machine, and otherwise nobody is known to
-        be the learner.
+        run directory, if the learner is dialled on this machine, and otherwise no key is known to
+        be the learner's.
         """
         join = self.find() if self.security.curve else None
         if join is not None:

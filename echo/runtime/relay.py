@@ -28,7 +28,7 @@ class RelayNode(DialingNode):
             case VersionArrived():
                 self.perform([Note("info", f"holds {action.version}", "holds")])
             case VersionAudited() | VersionDamaged():
-                pass  # the role fetches it anew
+                pass  # the role fetches it again
             case Configure():
                 self.spawn(self._set_up(), name="set-up")
             case _:

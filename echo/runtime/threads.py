@@ -1,8 +1,8 @@
 """The port for threads: every call that the event loop waits for.
 
 A process has real threads (`ThreadPools`). On virtual time `echo/sim/clock.py` calls the functions
-in the loop, so that a run is the same each time. What blocks inside such a call (an engine, the
-coder of deltas, the hashing of a recovered version) may have threads of its own: the loop never
+in the loop, so that a run is the same each time. A part that blocks inside such a call (an engine,
+the coder of deltas, the hashing of a recovered version) may have threads of its own: the loop never
 waits for them, and a simulation calls none of it.
 """
 

@@ -20,18 +20,18 @@ Rules
 * A node never stores or forwards a chunk that does not match what the learner signed.
 * A chunk is held, forwarded and credited when it has been written, in a thread where that may take
   long (`receiver.py`): a node whose disk is slow takes less, and does the rest as before.
-* What a child fetches is the first step of the path to the newest version that costs the fewest
-  bytes: the image in full, a keyframe, or deltas from a version that it holds whole.
+* A child fetches the first step of the path to the newest version that costs the fewest bytes: the
+  image in full, a keyframe, or deltas from a version that it holds whole.
 * A newer version pre-empts the one being fetched if less than half of that has come, and going to
   the newer one directly costs no more than finishing and going on from there; and not twice in a
   row, or a link slower than the pace of publication would never complete any.
 * Whatever is lost is asked for again: a parent that is silent for too long (`link.py`) is left for
   the spare parent if there is one; otherwise the child repeats its request, and gives the parent up
-  at the second silence. Chunks with wrong hashes end a parent too, and so does an offer of which
-  nothing ever comes (`receiver.py`). `parents.py` finds another one (`ParentFailed`), whose Fetch
-  names only what is missing: no chunk that is held is requested again.
+  at the second silence. Chunks with wrong hashes end a parent too, and so does an offer without a
+  single chunk (`receiver.py`). `parents.py` finds another one (`ParentFailed`), whose Fetch names
+  only what is missing: no chunk that is held is requested again.
 * An item for which there is no space is left, and retried with a backoff (`receiver.py`).
-* Where the parent says Gone, the item is given up. What a parent has offered is forgotten with it.
+* Where the parent says Gone, the item is given up. The offers of a parent are forgotten with it.
 
 This file joins the two halves, `receiver.py` (the child's) and `sender.py` (the parent's).
 """
@@ -116,13 +116,13 @@ class Broadcast:
         )
         """The child's half, which is told the parent."""
         self.trust = self.receiver.trust
-        """What is believed: nothing before the learner's key is set."""
+        """Signatures that are accepted: nothing before the learner's key is set."""
         self.store = self._store.images
         """Images by version, whole or on their way."""
         self.encoded_versions = self._store.encoded_versions
         """Coded forms of versions, whole or on their way."""
         self.uplink = self._sender.rate
-        """What this node can send to all its children together."""
+        """Uplink of this node to all its children together."""
 
     # --- state that others read ------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class Broadcast:
 
     @property
     def is_serving(self) -> bool:
-        """Whether anybody is taking something from this node."""
+        """Whether a child is taking an item from this node."""
         return any(child.fetching is not None for child in self._sender.children.values())
 
     @property
@@ -175,7 +175,7 @@ class Broadcast:
 
     @property
     def patch_mode(self) -> PatchMode:
-        """What becomes of a delta on its base."""
+        """The state of a delta on its base."""
         return self._store.patch_mode
 
     @patch_mode.setter
@@ -185,7 +185,7 @@ class Broadcast:
     def patch_of(self, version: PolicyVersion) -> ApplyPatch | None:
         """Begin to write a version over its base; None if it is here whole.
 
-        Whoever asks has to do the work, and to tell what came of it with `worked`.
+        The caller has to do the work, and to report its result with `worked`.
         """
         ready = self._store.ready
         if ready is None or ready.version != version:
@@ -253,7 +253,7 @@ class Broadcast:
         expected_bytes: int,
         now: float,
     ) -> list[Action]:
-        """Add the next segment of an encoded version made here, and pass it on to whoever takes it.
+        """Add the next segment of an encoded version made here, and pass it on to children.
 
         Args:
             table: what it consists of.

@@ -9,9 +9,9 @@ So weights need no encryption by their links: their bytes travel over sockets wi
 
 **Keys.** The learner draws one for each form of each version, in memory; it keeps no list. A key
 travels beside the signature of the manifest or table that commits to it (`SignedManifest.key`): so
-it comes before the first chunk that needs it, from whoever announces the version inside CURVE, and
-a wrong one is refused before anything is decrypted. Versions of a resumed learner are of another
-lineage, with other names and other keys.
+it comes before the first chunk that needs it, from the peer that announces the version inside
+CURVE, and a wrong one is refused before anything is decrypted. Versions of a resumed learner are of
+another lineage, with other names and other keys.
 
 **Nonces** are the indices of chunks. A form of a version has one content, and its key nothing else
 to encrypt: no nonce ever covers two texts.
@@ -116,7 +116,7 @@ SENT_BYTES = 8 << 20
 
 
 class SentChunks:
-    """Encrypted chunks of images that came or were made of late."""
+    """Encrypted chunks of images that came or were made recently."""
 
     def __init__(self) -> None:
         """Start with none."""
@@ -124,7 +124,7 @@ class SentChunks:
         self._num_bytes = 0
 
     def get(self, key: bytes, index: int) -> Frame | None:
-        """Return a chunk as it travels, if it is here; the key says of which form."""
+        """Return a chunk as it travels, if it is here; the key names the form."""
         return self._frames.get((key, index))
 
     def add(self, key: bytes, index: int, frame: Frame) -> None:

@@ -48,13 +48,13 @@ from echo.weights.manifest import TensorSpec
 #
 # A stream is a length (u32) and that many bytes. The reader always knows the size that the stream
 # must have once it is unpacked: where the length equals it, the bytes are stored as they are, else
-# they are one zstd frame. What a frame claims about itself is compared with the promised size
-# before anything is unpacked, so that a hostile frame cannot make the receiver allocate.
+# they are one zstd frame. The size that a frame claims is compared with the promised size before
+# anything is unpacked, so that a hostile frame cannot make the receiver allocate.
 #
-# What is coded here is close to random at the level of strings: the gain comes from the Huffman
-# code over single bytes. Hence the settings: matches only where they are long, and a table for
-# finding them that fits into the first-level cache. Measured against zstd's level 1, that is
-# smaller on every kind of stream and no slower.
+# The coded bytes are close to random at the level of strings: the gain comes from the Huffman code
+# over single bytes. Hence the settings: matches only where they are long, and a table for finding
+# them that fits into the first-level cache. Measured against zstd's level 1, that is smaller on
+# every kind of stream and no slower.
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Words: TypeAlias = npt.NDArray[Any]
@@ -196,8 +196,8 @@ _ESCAPE = 15
 def has_more_changes(old: Words, new: Words, limit: int) -> bool:
     """Return whether surely more than `limit` words differ, cheaply if it is far from that.
 
-    Where samples find less than half of it, False is but an expectation: to count is a pass over
-    both blocks, in vain where the changes are sparse and are about to be searched for anyway.
+    Where samples find less than half of it, False is but an expectation: counting is a pass over
+    both blocks, and useless where the changes are sparse and are about to be searched for anyway.
     """
     every = _SAMPLE_STRIDE
     if every * np.count_nonzero(old[::every] != new[::every]) <= limit // 2:
@@ -216,7 +216,7 @@ def has_changed_little(old: memoryview, new: memoryview) -> bool:
     Args:
         old: an image.
         new: another one of its length; both consist of bf16 or other words of two bytes, or of
-            larger ones, of which then twice as many seem to be looked at.
+            larger words, whose halves are then counted.
     """
     size = len(new) // 2
     stride = max(1, min(_SAMPLE_STRIDE + 1, size // _SAMPLE_STRIDE))
@@ -469,7 +469,7 @@ def encode_changes(where: Indices, difference: Words, tail: memoryview | bytes =
 
 @dataclass(frozen=True, slots=True)
 class BlockPatch:
-    """What a delta changes of a block: enough to write it in place, and to take it back."""
+    """The changes that a delta makes to a block, with what takes them back."""
 
     where: Indices | None
     """Indices of the words, increasing; None for a block that is replaced whole."""
@@ -637,7 +637,7 @@ def _word_bytes(reader: BlockReader) -> int:
     return int(word_bytes)
 
 
-# --- word size: of which floats a block of an image is made ---------------------------------------
+# --- word size: the floats that make up a block of an image ---------------------------------------
 
 _FLOAT_BYTES: dict[str, WordBytes] = {"float32": 4, "bfloat16": 2, "float16": 2}
 

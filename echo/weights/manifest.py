@@ -11,7 +11,7 @@ Beside its image a version may travel as an **encoded version**: a delta against
 receiver holds, or a keyframe, in segments whose tables are signed one by one (`store.py`). A table
 says either what the image chunks that come out must hash to, and then the last table carries the
 manifest; or what the words that it replaces must hash to in the base. These and the signed changes
-determine every byte that comes out, so such a delta leaves before anybody has hashed its image. The
+determine every byte that comes out, so such a delta leaves before its image has been hashed. The
 manifest follows as the version's **seal**, when the learner has hashed it beside the training.
 
 Sizes come from the wire and are checked against each other before anything is allocated.
@@ -78,7 +78,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def image_hash(self) -> bytes:
-        """What a worker's installed weights must hash to (`hash_image`)."""
+        """The hash that a worker's installed weights must have (`hash_image`)."""
         return blake3(self.chunk_hashes).digest()
 
     @property
@@ -383,7 +383,7 @@ class SegmentTable(msgspec.Struct, frozen=True):
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """What all segments of an encoded version must agree on."""
+        """Fields that all segments of an encoded version must agree on."""
         return (
             self.run_id, self.version, self.base, self.image_bytes, self.image_chunk_bytes,
             self.block_bytes, self.chunk_bytes, self.is_on_base, self.key_hash,

@@ -4,7 +4,7 @@
 last publication, whatever its step, and is at most S + 1 of the bound in force: so two versions
 never lie more than S + 1 steps apart, however often period and bound change in between. Further
 apart, the last version would be too old to sample for the step after which the next one is due, and
-learner and workers would wait for each other for ever.
+learner and workers would wait for each other forever.
 
 **Path.** A version can be had as its full image, as a keyframe (packed, but without a base), or as
 a delta on top of an older version, which in turn can be had in several ways. The way with the
@@ -18,10 +18,10 @@ this run decide, by one yardstick: the bytes that a node has to fetch.
 
 * A **keyframe** is what a node without any version fetches, and then the deltas made since. It is
   due as soon as that way costs KEYFRAME_MARGIN more than a fresh keyframe would, or leads over more
-  than MAX_STEPS encoded versions, each of which costs a pass over the image. At lr 1e-6 a bf16
-  delta is 1/116 and a keyframe 2/3 of the image: the steps decide, one keyframe in 16 versions. At
-  5e-6 (1/37) it is one in 7. The first version always gets one, unless keyframes turn out hardly
-  smaller than the image.
+  than MAX_STEPS encoded versions; each costs a pass over the image. At lr 1e-6 a bf16 delta is
+  1/116 and a keyframe 2/3 of the image: the steps decide, one keyframe in 16 versions. At 5e-6
+  (1/37) it is one in 7. The first version always gets one, unless keyframes turn out hardly smaller
+  than the image.
 * A **delta** is worth its base only if it is clearly shorter than what needs no base: if the last
   one was more than DELTA_SHARE of a keyframe (or image), the next version goes without, and a delta
   is tried again RETRY_AFTER versions later: steps shrink when the learning rate decays.
@@ -133,7 +133,7 @@ class PublishPace:
 
 
 class FetchPath(NamedTuple):
-    """What to fetch, one after the other, to hold a version."""
+    """Items to fetch, one after the other, to hold a version."""
 
     num_bytes: int
     num_steps: int

@@ -3,24 +3,24 @@
 The parent's half of the weights plane (`broadcast.py` has its rules). A child is served ascending,
 as far as its credit reaches and as soon as a chunk is held.
 
-* **Siblings.** TCP divides an uplink as it likes, and the child that gets less would hold up
-  everybody below it. So a child is sent at most MAX_LEAD_CHUNKS more than its slowest healthy
-  sibling that takes the same item. One that says nothing for the time of SILENT_CHUNKS, or is
-  known for SLOW_AFTER_S to take less than half of the median rate of late, as where its disk is
-  slower than its link, is not waited for; nor is one that waits for a chunk which is not here. The
-  time in which a child was held back does not count for its rate, or all siblings would seem to be
-  as slow as the slowest.
+* **Siblings.** TCP divides an uplink as it likes, and the child that gets less would hold up all
+  nodes below it. So a child is sent at most MAX_LEAD_CHUNKS more than its slowest healthy sibling
+  that takes the same item. A child is not waited for if it is silent for the time of SILENT_CHUNKS,
+  or has taken less than half of the recent median rate for SLOW_AFTER_S, as where its disk is
+  slower than its link; nor is one that waits for a chunk which is not here. The time in which a
+  child was held back does not count for its rate, or all siblings would seem to be as slow as the
+  slowest.
 * **Together.** Chunks that take a child less than TOGETHER_S go in one message, each in a frame of
   its own: on a fast link what a message costs beside its bytes is most of what Python does. On a
   slow one each goes alone, so that the child can pass it on when it is there.
 * **Waiting.** A child that waits for a sibling, or for something that this node does not hold
-  itself, is told so again and again, so that one stall does not blame everybody below it. What is
-  not here may be long in coming: each time the child is told to expect twice as long a silence, up
-  to MAX_WAITING_S, and has patience for it. Whether a sibling still is to be waited for, or an
-  item that was not known has become so, is looked after as often as at first.
+  itself, is told so again and again, so that one stall does not blame all nodes below it. A chunk
+  that is not here may be long in coming: each time the child is told to expect twice as long a
+  silence, up to MAX_WAITING_S, and has patience for it. Whether a sibling still is to be waited
+  for, or an item that was not known has become so, is looked after as often as at first.
 * **Pinned.** What a child takes is not evicted, so the store is bounded by the number of children.
-  One that never reacted to an announcement is forgotten after a while (the end of an inbound link
-  may go unnoticed); if it lives, the learner's Pulse makes it subscribe again.
+  A child that never reacted to an announcement is forgotten after a while (the end of an inbound
+  link may go unnoticed); if it lives, the learner's Pulse makes it subscribe again.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from echo.wire.messages import (
 
 # --- child: what it has asked for, and how fast it takes it ---------------------------------------
 #
-# A Fetch names chunks. Those of an encoded version may lie beyond what this node knows of it yet:
-# they are kept, and wanted as soon as its next segment is here.
+# A Fetch names chunks. Chunks of an encoded version may lie beyond the segments that this node
+# knows yet: they are kept, and wanted as soon as its next segment is here.
 
 PACE_S = 10.0
 """How far back the pace of a child goes: once to twice so long."""
@@ -68,11 +68,11 @@ TOGETHER_BYTES = 4 << 20
 
 
 class Pace:
-    """The chunks per second that a child takes of late, while nothing but itself holds it back.
+    """The chunks per second that a child has recently taken, while nothing but itself held it back.
 
-    Of late, so that one whose disk or link has just stalled is not taken for a fast one, nor one
-    that has recovered for a slow one; and from one item to the next, so that this needs not be
-    learned anew with every version.
+    Recently, so that a child whose disk or link has just stalled is not taken for a fast one, nor
+    one that has recovered for a slow one; and from one item to the next, so that it need not be
+    measured again with every version.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Pace:
         self._runs_since: float | None = None
         self._num_sent, self._busy_s = 0, 0.0
         self._before = 0, 0.0
-        """What was sent in the period before, and how long that was."""
+        """Chunks sent in the period before, and its length."""
 
     def _look(self, now: float) -> None:
         if self._runs_since is not None:
@@ -115,7 +115,7 @@ class Pace:
         return self._rate(1e-3)
 
     def at_once(self, now: float) -> int:
-        """Return how many chunks it takes in TOGETHER_S, at least one: so many may go together."""
+        """Return how many chunks may go together: those of TOGETHER_S, at least one."""
         self._look(now)
         return min(MAX_CHUNKS, max(1, int(self._rate(SAMPLE_S) * TOGETHER_S)))
 
@@ -127,18 +127,18 @@ class Pace:
 
 @dataclass(slots=True)
 class Child:
-    """What a parent remembers of one child."""
+    """A parent's record of one child."""
 
     is_subscribed: bool = False
     newest: PolicyVersion | None = None
-    """What it said it holds."""
+    """Chunks that it reported to hold."""
     announced: object = None
-    """What it was told last."""
+    """The announcement that it got last."""
     told_of: PolicyVersion | None = None
     """Newest version that it was told of."""
     fetching: ItemId | None = None
     awaiting: ItemId | None = None
-    """What it asked for before it was known here."""
+    """Its request from before it was known here."""
     ranges: tuple[tuple[int, int], ...] = ()
     """Chunks that it asked for, known here or not."""
     num_known: int = 0
@@ -242,10 +242,12 @@ FORGET_STALLS = 60
 MAX_LEAD_CHUNKS = 4
 """Chunks that a child may be ahead of its slowest healthy sibling."""
 MAX_SIBLINGS = 64
-"""Beyond this many nobody is held back: it is a star, and the uplink is shared anyway."""
+"""Beyond this number no child is held back: it is a star, and the uplink is shared anyway."""
 SLOW_AFTER_S = 5.0
 SILENT_CHUNKS = 8
-"""A child that says nothing for the time of so many chunks is not waited for: it may be dead."""
+"""A child that is silent for the time of this number of chunks is not waited for: it may be
+dead.
+"""
 SILENT_AFTER_S = 0.5
 """Nor is it waited for less than this."""
 WAITING_PERIOD_S = 0.2
@@ -334,7 +336,7 @@ class Sender:
             # Not known here yet, as after a restart: the child keeps what it has and asks again.
             child.awaiting = item_id
             return [self._tell_waiting(peer, child, item_id, now)]
-        # What there is is announced anew, so that the child is not left with nothing.
+        # Announce again, so that the child can pick another item.
         child.awaiting = child.announced = None
         gone = self._send(peer, Gone(version=version, form=form))
         return [gone, *self.announce(peer, now=now)]
@@ -450,7 +452,7 @@ class Sender:
         """Return, by index, what a child is sent next in one message: `most` chunks at most.
 
         Raises:
-            StorageError: if one is not what the learner signed any more.
+            StorageError: if one is no longer what the learner signed.
         """
         found: dict[int, Frame] = {}
         while len(found) < most and child.can_take(item) and (limit is None or child.lead < limit):
@@ -500,8 +502,8 @@ class Sender:
     def pinned(self, now: float) -> set[ItemId]:
         """Return the whole items that children are taking.
 
-        One that is not whole here is not pinned: if this node has moved on to a newer version it
-        would never be completed, and the child would wait for ever.
+        An item that is not whole here is not pinned: if this node has moved on to a newer version
+        it would never be completed, and the child would wait forever.
         """
         return {
             child.fetching
@@ -559,7 +561,7 @@ class Sender:
         )
 
     def expire(self, now: float) -> list[Action]:
-        """Tell the waiting children that this node lives, unless they need not wait any more."""
+        """Tell the waiting children that this node lives, unless they no longer need to wait."""
         actions: list[Action] = []
         for peer, child in tuple(self.children.items()):
             if not self._waits(child) or now < _tell_at(child):

@@ -1,8 +1,8 @@
 """Store of a node: images, encoded versions, chunks held, signatures believed.
 
-What travels chunk by chunk is an **item**: a version in one form. Its image with the manifest is a
-`Transfer`, a delta or keyframe is an `EncodedVersion`; both are served and fetched alike, as
-`Chunked`.
+The unit that travels chunk by chunk is an **item**: a version in one form. Its image with the
+manifest is a `Transfer`, a delta or keyframe is an `EncodedVersion`; both are served and fetched
+alike, as `Chunked`.
 
     learner   image -> blocks -> coded blocks -> segments, each signed as soon as it is coded
     network   the chunks of each segment, as they come, in any order, verified one by one
@@ -22,18 +22,18 @@ What travels chunk by chunk is an **item**: a version in one form. Its image wit
 * A delta **on its base** says instead what the words must hash to that a block replaces. The
   learner has not hashed the image yet, and neither has the receiver to: the work on both sides is
   that of the changes. Its **seal**, the manifest, follows. Until then the image may be installed,
-  and be the base of the next delta, but is offered to nobody in full.
+  and be the base of the next delta, but is not offered in full.
 * Every size is bounded by the image's, before anything is allocated; the decoder is bounded by the
   block that it fills.
 
 **In place.** A delta on its base is opened block by block as it comes: positions, old and new words
 (`BlockPatch`). When all blocks are open nothing has been written yet, and what is left to be done
-are plain stores. `PatchMode` says who does them: a thread of this node, or whoever installs a
-version, between two tokens that it samples. From then on the same memory is the new version's. The
-one before can still be read (children take it, an engine may want it back): whoever reads it copies
-a block and puts the old words back, those of a patch that is just being written included. So memory
-that changes is never lent, and nobody waits for a lock. Where an engine must keep the bytes that it
-was given, the base is copied and the copy is patched.
+are plain stores. `PatchMode` says who does them: a thread of this node, or the engine that installs
+a version, between two tokens that it samples. From then on the same memory is the new version's.
+The one before can still be read (children take it, an engine may want it back): a reader copies a
+block and puts the old words back, those of a patch that is just being written included. So memory
+that changes is never lent, and no reader waits for a lock. Where an engine must keep the bytes that
+it was given, the base is copied and the copy is patched.
 
 **Evict.** Images are kept while they are among the newest `keep_versions` that are whole; of the
 encoded versions the newest keyframe and the newest deltas that together are smaller than an image
@@ -106,9 +106,9 @@ def touched_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 class RecycledMemory:
-    """Memory for images, handed out again once nobody can reach what it was handed out for.
+    """Memory for images, handed out again once its last image can no longer be reached.
 
-    What is handed out is lent by an exporter that only views of it keep alive: slices of them, what
+    An exporter lends the memory, and only views of it keep the exporter alive: slices of them, what
     torch or numpy make of them, and what libzmq has yet to send.
     """
 
@@ -120,9 +120,10 @@ class RecycledMemory:
         """Start without any.
 
         Args:
-            num_pieces: how many of a size will be in use at a time, at least; as many are made with
-                the first of it. Their pages are found then, and not when a version is waited for.
-            make: makes a piece of so many zeros.
+            num_pieces: how many of a size will be in use at a time, at least; all of them are made
+                with the first image. Their pages are found then, and not when a version is waited
+                for.
+            make: makes a piece of this number of zeros.
         """
         self._num_pieces = num_pieces
         self._make = make
@@ -134,7 +135,7 @@ class RecycledMemory:
         self._free += [piece for piece, exporter in self._lent if exporter() is None]
         self._lent = [each for each in self._lent if each[1]() is not None]
         room = max(1, self._num_pieces - len(self._lent))
-        # Of another size, or more than are in use at a time: of no use any more.
+        # Of another size, or more than are in use at a time: no longer of use.
         self._free = [piece for piece in self._free if piece.nbytes == num_bytes][:room]
         while len(self._free) < room:
             self._free.append(self._make(num_bytes))
@@ -169,10 +170,10 @@ class VersionStore:
         """Note the manifest of an image that was created without it."""
 
     def drop(self, version: PolicyVersion) -> None:
-        """Let go of an image; who still reads it keeps it."""
+        """Drop an image; its readers keep it."""
 
     def write(self, place: memoryview, data: Frame) -> None:
-        """Copy a chunk to its place in an image; from any thread, of which none does so twice.
+        """Copy a chunk to its place in an image; from any thread, once.
 
         Raises:
             OSError: if the disk refuses it.
@@ -197,7 +198,7 @@ class VersionStore:
 
 
 class Chunked(abc.ABC):
-    """Something of which some chunks are here."""
+    """An item with some chunks here."""
 
     has_chunk: bytearray
     """One byte per chunk: 1 if held and verified."""
@@ -243,7 +244,7 @@ class Chunked(abc.ABC):
         """Return a chunk that is held as it travels, mostly without copying.
 
         Raises:
-            StorageError: if it is not what the learner signed any more.
+            StorageError: if it is no longer what the learner signed.
         """
         return self.place(index).toreadonly()
 
@@ -322,9 +323,9 @@ class Transfer(Chunked):
     is_hashed: bool = True
     """Whether each chunk was hashed when it came; else it is made of signed changes."""
     later: list[Patch] = field(default_factory=list)
-    """What has been, or is being, written over it since: oldest first."""
+    """Patches that have been, or are being, written over it since: oldest first."""
     sent: SentChunks = field(default_factory=SentChunks)
-    """Its chunks as they travel, those of late."""
+    """Its chunks as they travel, the most recent ones."""
     is_damaged: bool = False
     """Whether a chunk was found that is not what the learner signed; the audit will find it too."""
 
@@ -356,7 +357,7 @@ class Transfer(Chunked):
             piece = np.frombuffer(self.storage, np.uint8)[first : -(-stop // size) * size].copy()
             for patch in reversed(later):
                 patch.take_back(piece.data, first // size)
-            # One that was begun and taken back meanwhile has left another list.
+            # A patch that was begun and taken back meanwhile has left another list.
             if known is self.later and len(later) == len(known):
                 return piece.data[start - first : stop - first].toreadonly()
 
@@ -434,8 +435,9 @@ class Transfer(Chunked):
 # --- patches: what a delta changes of an image, in place ------------------------------------------
 
 PatchMode: TypeAlias = Literal["copy", "now", "on_install"]
-"""What becomes of a delta on its base: a patched copy of the base, or the base patched in place; at
-once, or by whoever installs the version."""
+"""States of a delta on its base: a patched copy of the base, or the base patched in place; at once,
+or when the engine installs the version.
+"""
 
 
 class Patch:
@@ -501,7 +503,7 @@ class ApplyPatch(Work):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AuditChunks(Work):
-    """Work for a thread: hash some chunks of a sealed image anew; then call `worked`."""
+    """Work for a thread: hash some chunks of a sealed image again; then call `worked`."""
 
     image: Transfer
     first: int
@@ -618,7 +620,7 @@ class EncodedVersion(Chunked):
         self.storage: memoryview | None = None
         """Where the image is decoded to, of `image_bytes`; the caller provides it."""
         self.patch: Patch | None = None
-        """What it changes, where it is a delta on its base, until that has been written."""
+        """Its changes, where it is a delta on its base, until they have been written."""
         self.expected_bytes = 0
         """Size that was announced, before all segments are known."""
         self._key = b""
@@ -1013,7 +1015,7 @@ class ItemStore:
         return encoded if encoded is not None and encoded.patch is patch else None
 
     def take_back_patch(self, encoded: EncodedVersion) -> None:
-        """Forget a patch of which nothing is written, or no more."""
+        """Forget a patch whose words are not, or no longer, in the image."""
         base = self._base(encoded)
         for image in [] if base is None else self._on(base.storage):
             image.later = [patch for patch in image.later if patch is not encoded.patch]
@@ -1021,8 +1023,9 @@ class ItemStore:
     def damaged(self) -> list[ItemId]:
         """Return all that is to be dropped because the memory of an image is damaged.
 
-        What was made of it is damaged as well, and what is coded is of use only with an image: so
-        everything, but for an image that is being fetched, of which each chunk is verified.
+        Versions patched from a damaged image are damaged too, and deltas are useless without a
+        base. So everything is dropped except an image that is being fetched, whose chunks are each
+        verified.
         """
         whole = (version for version, image in self.images.items() if image.is_complete)
         return [*((version, FULL) for version in whole), *self.encoded_versions]
@@ -1037,7 +1040,7 @@ class ItemStore:
         return halves
 
     def _on(self, storage: bytearray | memoryview) -> list[Transfer]:
-        """Return the images of which this is the memory."""
+        """Return the images that lie in this memory."""
         return [image for image in self.images.values() if image.storage is storage]
 
     def seal(self, version: PolicyVersion, signed: SignedManifest, manifest: Manifest) -> str:
@@ -1089,7 +1092,7 @@ class ItemStore:
 
     @property
     def newest_known(self) -> PolicyVersion | None:
-        """Newest version of which anything is here, or is about to come."""
+        """Newest version with anything here, or about to come."""
         versions = [*self.images, *(version for version, _ in self.encoded_versions)]
         return max(versions, default=None)
 
@@ -1159,7 +1162,7 @@ class ItemStore:
 
 @contextmanager
 def _taken_for_forged() -> Iterator[None]:
-    """Blame whoever passed on what cannot be verified: a node passes on nothing unverified."""
+    """Blame the peer that passed on an item that cannot be verified."""
     try:
         yield
     except RemoteProtocolError as error:
@@ -1170,7 +1173,7 @@ class TrustedManifests:
     """The learner's key, and the manifests that it was found under."""
 
     def __init__(self) -> None:
-        """Believe nobody until `set` is called."""
+        """Verify nothing until `set` is called."""
         self.manifests: dict[PolicyVersion, tuple[SignedManifest, Manifest]] = {}
         self.local_image: tuple[bytearray, bytes] | None = None
         """Bytes that lie here, laid out as an image, and their hash."""
@@ -1240,7 +1243,7 @@ class TrustedManifests:
             )
 
     def retire(self, oldest: PolicyVersion | None, offered: Iterable[ItemId] = ()) -> None:
-        """Forget the manifests of older versions, but for what may have to be fetched again."""
+        """Forget the manifests of older versions, except those that may be fetched again."""
         kept = {version for version, form in offered if form == FULL}
         old = [v for v in self.manifests if oldest is not None and v < oldest and v not in kept]
         for version in old:

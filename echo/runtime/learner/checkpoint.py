@@ -5,8 +5,8 @@
     checkpoints/latest         the name of the newest, replaced atomically
 
 A directory is filled under a temporary name, forced onto the disk, then renamed: a full disk or a
-kill at any moment leaves the older checkpoints whole. One is used only if the hash of each file is
-that of BLAKE3SUMS. What is not in a checkpoint (prompt cursor, buffer, leases) is in the ledger.
+kill at any moment leaves the older checkpoints whole. A checkpoint is used only if the hash of each
+file is that of BLAKE3SUMS. The ledger has what a checkpoint has not: prompt cursor, buffer, leases.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DamagedCheckpointError(StorageError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """What a checkpoint says of itself."""
+    """Metadata of a checkpoint."""
 
     run_id: str
     lineage: int
@@ -48,7 +48,7 @@ class FoundCheckpoint:
     path: Path
     info: CheckpointInfo
     damage: tuple[str, ...] = ()
-    """What is wrong with each newer one, the newest first."""
+    """Faults of each newer one, the newest first."""
 
 
 class Checkpoints:
@@ -67,8 +67,9 @@ class Checkpoints:
     ) -> None:
         """Start counting from now, seconds of the loop's clock.
 
-        One is due after `interval_steps` steps, or after `interval_s` seconds if that is not None.
-        It must leave `min_free_bytes` of the disk; the last `keep_last`, at least one, are kept.
+        A checkpoint is due after `interval_steps` steps, or after `interval_s` seconds if that is
+        not None. It must leave `min_free_bytes` of the disk; the last `keep_last`, at least one,
+        are kept.
         """
         self.saved_step: int | None = None
         """Step of the newest, or of the one that the run was resumed from; None without one."""

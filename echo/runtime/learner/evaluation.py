@@ -52,11 +52,11 @@ class EvalResult:
     num_rewards: int
     """Completions that were to be judged."""
     num_reward_errors: int
-    """Those whose reward failed; each counts as 0."""
+    """Answers whose reward failed; each counts as 0."""
     num_unscored: int = 0
-    """Those on which the task has no opinion; they are in no mean."""
+    """Answers on which the task has no opinion; they are in no mean."""
     error: str = ""
-    """What the last of these says."""
+    """The last of these errors."""
 
     @property
     def has_figure(self) -> bool:
@@ -210,9 +210,9 @@ class Evaluator:
 class Evaluations:
     """Which versions are evaluated, one at a time, without making the training wait.
 
-    One is due where a multiple of the interval was reached since the version before, for not every
-    step is published; it is skipped if the evaluation before still runs. The last version is not
-    among them: the end of the run always evaluates it.
+    An evaluation is due where a multiple of the interval was reached since the version before, for
+    not every step is published; it is skipped if the evaluation before still runs. The last version
+    is not among them: the end of the run always evaluates it.
     """
 
     def __init__(self, evaluator: Evaluator, *, interval_steps: int, max_steps: int) -> None:

@@ -78,13 +78,13 @@ class Publication:
     manifest: Manifest
     """Without any hash until then."""
     memory: bytearray | memoryview
-    """Its image, once that has arrived; not changed any more, as long as anybody holds it."""
+    """Its image, once that has arrived; unchanged as long as there is a reference to it."""
     ready: Future[CodedDelta | None] | None = None
     """As in `VersionImage`."""
 
     @property
     def image(self) -> bytearray | memoryview:
-        """Its bytes; whoever asks waits until they have come from a GPU."""
+        """Its bytes; the caller waits until they have come from a GPU."""
         _ = self.coded
         return self.memory
 
@@ -297,7 +297,8 @@ class Coder:
     def segments(self, publication: Publication, base: Transfer | None) -> Iterator[CodedSegment]:
         """Code a version against `base`, or on its own; the next segment is coded meanwhile.
 
-        One that is not sealed yet is coded on its base; another with the hashes of what comes out.
+        A version that is not sealed yet is coded on its base; another with the hashes of what comes
+        out.
         """
         block_bytes = block_bytes_of(publication.manifest.chunk_bytes)
         per_segment = max(1, SEGMENT_BYTES // block_bytes)

@@ -43,7 +43,7 @@ _ADVICE = {
     "lost_member": "this loss needs a trained token in each rollout of a group: raise "
     "sampling.max_completion_tokens or sync.max_staleness, or choose another loss.kind",
 }
-"""What helps where groups are left out for another reason than equal rewards."""
+"""Remedies where groups are left out for another reason than equal rewards."""
 
 
 class Progress:
@@ -91,7 +91,7 @@ class Progress:
         self._num_failed = 0
         self._cause = ""
         self.activity = "starting"
-        """What the learner does; empty while it waits for groups."""
+        """Activity of the learner; empty while it waits for groups."""
         self._waits: deque[tuple[float, float]] = deque()
         """(start, end) of the last waits, one for each step."""
         self._waiting_since: float | None = None
@@ -179,7 +179,7 @@ class Progress:
     ) -> None:
         """Count a step."""
         self.lengths.trained(groups)
-        # What was left out since the step before belongs to the same prompts' rewards.
+        # Groups left out since the step before belong to the same prompts' rewards.
         self._groups, self._left_out = GroupStats.of(groups) + self._left_out, GroupStats()
         num_groups = self._groups.num_groups
         # A reason that was met once is told from then on, so that its column has no holes.
@@ -289,7 +289,7 @@ class Progress:
         )
 
     def describe_zero_signal(self, step: int) -> str:
-        """Say that nothing is learned any more, and what could be done, in one line."""
+        """Say in one line that nothing is learned now, and what could be done."""
         what = (
             f"nothing could be learned from the last {self.zero_signal.num_groups} groups "
             f"({self._reasons_text}): the run ends at step {step}"
@@ -477,7 +477,7 @@ def _refusals(counts: Mapping[str, float]) -> dict[str, int]:
 # --- Metrics of the task's own code and the engines, over all workers: `env/`, `engine/` ---
 #
 # Workers count for themselves and tell their totals with every heartbeat; here the totals become
-# differences from one step to the next. A worker that starts anew counts from 0 again.
+# differences from one step to the next. A worker that restarts counts from 0 again.
 
 
 COUNTED = ("env/calls", "env/errors", "env/retries")

@@ -5,11 +5,11 @@ groups were accepted and not trained on the surviving line; those that may still
 to the buffer, the others end with their reason. Groups that were granted and not delivered are
 entered as leases of an unknown worker: the worker that has them claims them with its next
 heartbeat, otherwise they expire and are granted again. Checkpoints after the one that the run
-continues from are deleted: their steps are on no history any more.
+continues from are deleted: their steps are no longer on any history.
 
-What a disk has damaged is not used. Instead of a damaged checkpoint the one before it is, and the
-steps between them are void, as if the user had gone back; a damaged group ends as "lost", and
-another one is granted.
+Damaged files are not used. Instead of a damaged checkpoint the one before it is, and the steps
+between them are void, as if the user had gone back; a damaged group ends as "lost", and another one
+is granted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LOST_WORKER = "(before the restart)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartingPoint:
-    """What the learner starts from."""
+    """State that the learner starts from."""
 
     lineages: tuple[Lineage, ...]
     step: int = 0
@@ -57,11 +57,11 @@ class StartingPoint:
     buffered: list[Group] = field(default_factory=list)
     staleness_tokens: dict[int, int] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)
-    """Accepted groups that cannot be trained any more: id -> reason."""
+    """Accepted groups that can no longer be trained: id -> reason."""
     losses: list[str] = field(default_factory=list)
-    """What could not be read back, one line per group; they end as "lost"."""
+    """Groups that could not be read back, one line per group; they end as "lost"."""
     damage: tuple[str, ...] = ()
-    """What is wrong with newer checkpoints than `checkpoint`, the newest first."""
+    """Faults of newer checkpoints than `checkpoint`, the newest first."""
     uplinks: dict[str, float] = field(default_factory=dict)
     """Bytes per second that nodes could send, by name."""
 
@@ -95,7 +95,7 @@ def _holds_a_run(run_dir: Path) -> ConfigError:
 
 
 class SavedRun:
-    """What the disk has of a run."""
+    """A run as found on the disk."""
 
     def __init__(self, ledger: LedgerQueue, checkpoints: Checkpoints) -> None:
         """Take both, the ledger open."""
@@ -117,7 +117,7 @@ class SavedRun:
     ) -> StartingPoint:
         """Return where a run continues from its newest whole checkpoint; nothing is written yet.
 
-        With `trims_stale` a group of which some tokens have grown too old keeps the others.
+        With `trims_stale` a group keeps its other tokens when some have grown too old.
 
         Raises:
             ConfigError: if there is no run to continue.
@@ -219,7 +219,7 @@ class SavedRun:
 def finished_step(run_dir: Path) -> int | None:
     """Return the step after which a run came to its end; None where there is something left to do.
 
-    There is, too, where somebody has gone back to an earlier checkpoint, or taken the export away.
+    There is, too, where the user has gone back to an earlier checkpoint, or taken the export away.
 
     Raises:
         EchoError: if its ledger cannot be read.

@@ -80,7 +80,7 @@ from echo.wire.messages import Lease
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """What a worker is made of once it knows the run."""
+    """Parts of a worker once it knows the run."""
 
     engine: Engine
     host: TaskHost
@@ -94,19 +94,19 @@ class WorkerParts:
     max_prompt_tokens: int
     """Longest prompt that leaves room for a completion."""
     prompt_bound: str = "the model's window"
-    """What leaves no more: the model's window, or this worker's memory."""
+    """Limits on what leaves: the model's window, or this worker's memory."""
     groups_per_batch: int
-    """Groups that the engine holds at one time."""
+    """Groups that the engine holds concurrently."""
     note: str = ""
-    """What to tell the user of the engine, if anything."""
+    """Notice about the engine for the user, if any."""
     rules: PartialRules
-    """What becomes of unfinished rollouts."""
+    """Handling of unfinished rollouts."""
     partials_path: Path
     """File in which they outlive the process."""
     installed_path: Path
-    """File of which bytes are installed, to be compared with the published ones."""
+    """File of the installed bytes, to be compared with the published ones."""
     agents: AgentParts | None
-    """What outside agents get, where rollouts come from them."""
+    """Endpoint for outside agents, where rollouts come from them."""
     digests: dict[str, str]
     engine_name: str = ""
     """Kind and data type of the engine, for the comparison with other workers."""
@@ -115,7 +115,7 @@ class WorkerParts:
 
     @property
     def facts(self) -> EngineFacts:
-        """What the role needs to know of all this."""
+        """The facts of it that the role needs."""
         sampler: Sampler = "engine" if self.runner is None else "episodes"
         return EngineFacts(
             group_size=self.group_size,
@@ -156,7 +156,7 @@ class WorkerParts:
             work: what changes, and where.
             specs: what lies where in the image.
             is_loaded: whether the memory is what the engine was given last; else it may have the
-                same version from elsewhere, as from before it was fetched anew.
+                same version from elsewhere, as from before it was fetched again.
 
         Raises:
             EngineError: if it cannot be done; nothing is changed then.
@@ -190,13 +190,13 @@ def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> Non
 
 
 class NodeWatcher(Watcher):
-    """Stops a call of the engine when its node is over."""
+    """Stops a call of the engine when its node has ended."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
 
     def should_stop(self) -> bool:
-        """Return whether the node is over."""
+        """Return whether the node has ended."""
         return self.node.has_ended
 
 
@@ -223,7 +223,7 @@ class CallWatcher(EpisodeWatcher):
         """Watch the call of a node, in its loop."""
         super().__init__(node, call)
         self.ended: asyncio.Queue[Completion | None] = asyncio.Queue()
-        """What has ended; None behind the last."""
+        """Calls that have ended; None behind the last."""
         self._loop = asyncio.get_running_loop()
 
     def should_stop(self) -> bool:
@@ -244,7 +244,7 @@ class WorkerNode(DialingNode):
     """A worker."""
 
     _sample_pool: Pool
-    """Made once it is known how many groups the engine samples at one time."""
+    """Made once it is known how many groups the engine samples concurrently."""
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ class WorkerNode(DialingNode):
         self._file_pool = self.threads.pool("partials")
         self._parts: WorkerParts | None = None
         self._agents: Agents | None = None
-        """Who is lent the engine, where the run says so."""
+        """Borrowers of the engine, where the run says so."""
         self._machine = RentedMachine(on_release, log=log)
         self._drained = asyncio.Event()
         self._calls: set[EngineCall] = set()
@@ -298,7 +298,7 @@ class WorkerNode(DialingNode):
 
     @property
     def parts(self) -> WorkerParts:
-        """What this worker is made of; there once it is configured."""
+        """Parts of this worker; there once it is configured."""
         assert self._parts is not None
         return self._parts
 
@@ -466,7 +466,7 @@ class WorkerNode(DialingNode):
         """Tell the role what a call has raised.
 
         Raises:
-            EchoError: if the engine samples nothing any more.
+            EchoError: if the engine no longer samples.
         """
         if self.has_ended:
             return
@@ -512,7 +512,7 @@ class WorkerNode(DialingNode):
                 self.perform(self.role.scored(group, rewards, now=self.now))
 
     def _score_all(self, group: PartialGroup) -> list[float]:
-        """Return one reward per completion, fewer once nobody waits; runs in another thread."""
+        """Return one reward per completion, fewer once no caller waits; runs in another thread."""
         parts, rewards = self.parts, []
         texts = [parts.decode(member.token_ids.tolist()) for member in group.members]
         for reward in parts.host.score_all(Example(**group.lease.example), texts):
@@ -583,9 +583,9 @@ class WorkerNode(DialingNode):
     # --- stopping --------------------------------------------------------------------------------
 
     async def run(self) -> str:
-        """Run until stopped; give the machine back if the run is over."""
+        """Run until stopped; give the machine back if the run has ended."""
         reason = await super().run()
-        # What has begun goes on: the run may have ended in the middle of it.
+        # Calls that have begun go on: the run may have ended in the middle of it.
         if self._num_interrupts == 0 or self._machine.is_releasing:
             await self._machine.give_back(reason)
         return reason

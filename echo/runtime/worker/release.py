@@ -5,8 +5,9 @@ so long on standby, or without the learner (`roles/worker.py`). It then takes no
 delivers what it has in hand, runs the user's command that gives the machine back, and says goodbye
 with the news of how that went: only a release that is confirmed ends the learner's counting.
 
-The command also runs when the learner says that the run is over. It does not run after Ctrl-C or an
-error: then somebody will want to look at the machine.
+The command also runs when the learner reports the end of the run. It does not run after Ctrl-C or
+an
+error: then the operator will want to look at the machine.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class RentedMachine:
 
     @property
     def is_releasing(self) -> bool:
-        """Whether the command has begun; it goes on when the worker's node is over."""
+        """Whether the command has begun; it goes on when the worker's node has ended."""
         return self._releasing is not None
 
     async def give_back(self, reason: str) -> bool:

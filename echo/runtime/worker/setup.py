@@ -56,7 +56,7 @@ from echo.weights.manifest import hash_image
 
 @dataclass(frozen=True, slots=True)
 class WorkerTask:
-    """What a worker needs of a task."""
+    """The parts of a task that a worker needs."""
 
     host: TaskHost
     turns: int | None
@@ -237,7 +237,7 @@ def make_demand(config: Config, expected: Mapping[str, int]) -> Demand:
 
     Args:
         config: the worker's, with what it inherits.
-        expected: what the learner has told of them.
+        expected: the learner's settings for them.
     """
     # Twice the longest of the prompts that the learner has looked at: later ones may be longer.
     prompt_tokens = 2 * expected["prompt_tokens"] if expected else 1024
@@ -365,7 +365,7 @@ def make_engine(
     is_gpu = device.startswith("cuda")
     dtype = engine_dtype(config)
     if isinstance(how, VllmSection):
-        # Only here: its modules are of use to nobody else.
+        # Only here: no other code uses its modules.
         from echo.engine.vllm.engine import VllmEngine
 
         by_device: Process = "engine" if is_gpu else "inline"

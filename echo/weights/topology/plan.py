@@ -15,19 +15,19 @@ where no node of a region can serve others.
 **Replan.** The learner's `Planner` makes a plan when a node joins or leaves, when one is caught
 sending wrong chunks, and again every REPLAN_S while versions take longer than WORTHWHILE_S to
 spread: then what the transfers have shown of the links may ask for another one. While versions are
-on their way it must save more: whoever changes its parent in the middle of a transfer loses time,
-and what is under way. So one is made before a version goes out, too, unless there was one at rest
-less than REPLAN_S ago: where versions follow each other closely, links would otherwise be known
-better and better to no use. The plan in force is patched rather than replaced until another one
-would save a stated share of the time: rates that are measured again and again must not move
-anybody. Only in a small fleet it starts afresh when a node that can serve has come or gone.
-A fleet that has just joined is not left to a plan that knows nothing: NEWS_S after a plan another
-one is made if an uplink has been shown for the first time since.
+on their way it must save more: a node that changes its parent in the middle of a transfer loses
+time and the chunks under way. So one is made before a version goes out, too, unless there was one
+at rest less than REPLAN_S ago: where versions follow each other closely, links would otherwise be
+known better and better to no use. The plan in force is patched rather than replaced until another
+one would save a stated share of the time: rates that are measured again and again must not move any
+node. Only in a small fleet it starts afresh when a node that can serve has come or gone. A fleet
+that has just joined is not left to a plan that knows nothing: NEWS_S after a plan another one is
+made if an uplink has been shown for the first time since.
 
 **What is known.** Each node's uplink from the chunks that its children have acknowledged, its
 downlink where that limits it (`sites.py`), its round trip to its parent, its region and the price
-of its traffic from its configuration, and whom it caught sending wrong chunks: those serve nobody
-any more until the quarantine is over.
+of its traffic from its configuration, and whom it caught sending wrong chunks: those serve no node
+until the quarantine ends.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Rows:
     """The tree, row by row of equal distance from the learner."""
 
     def __init__(self, fleet: Sites, parents: Sequence[int]) -> None:
-        """Count hops; who can serve stands in its row, and every child knows its rank."""
+        """Count hops; the row holds the nodes that can serve, and every child knows its rank."""
         self._fleet, self._parents = fleet, parents
         self._depths = [0] * len(parents)
         self._ranks = [0] * len(parents)
@@ -161,8 +161,8 @@ class _Rows:
 
 # --- patch: keep a plan in force while nodes come and go ------------------------------------------
 #
-# Whoever has lost its parent (it left, cannot be dialled any more, or is suspected) moves with all
-# that hangs from it, and newcomers become leaves: each goes where it is nearest to the learner,
+# A node that has lost its parent (it left, can no longer be dialled, or is suspected) moves with
+# its whole subtree, and newcomers become leaves: each goes where it is nearest to the learner,
 # among the nodes that can feed one child more at the plan's rate, else to the one with the most to
 # spare. A newcomer's own uplink is used only by the next new plan. Where much has changed there is
 # nothing to keep.
@@ -244,7 +244,7 @@ class _Hosts:
             latencies[node] = latencies[parents[node]] + hop_s
 
     def choose(self, reached: list[int], latencies: list[float], node: int) -> int:
-        """Return the parent for a node; more of the learner only if nobody else has room."""
+        """Return the parent for a node: the learner once more only if no other has a place."""
         fleet = self._fleet
         hosts = [i for i in reached if fleet.uplinks[i] > 0]
         spare = {i: fleet.uplinks[i] / (self._counts[i] + 1) for i in hosts}
@@ -284,7 +284,7 @@ class Candidate:
     kind: Kind
     predicted_s: float
     rate_bytes_per_s: float
-    """What the slowest receiver would get."""
+    """Rate of the slowest receiver."""
     learner_copies: int
     """How often the payload would leave the learner."""
 
@@ -299,9 +299,9 @@ class Topology:
     predicted_s: float
     """Until the last node has it all, apart from those whose own downlink is far too slow."""
     rate_bytes_per_s: float
-    """What the slowest receiver should get: one that gets clearly less is limited by itself."""
+    """Expected rate of the slowest receiver: one that gets clearly less is limited by itself."""
     candidates: tuple[Candidate, ...]
-    """What was considered, fastest first."""
+    """Plans that were considered, fastest first."""
 
 
 def plan_topology(
@@ -361,7 +361,7 @@ class _Plan:
 
     @property
     def cost(self) -> tuple[float, ...]:
-        """What decides among plans that are equally fast."""
+        """Order among plans that are equally fast."""
         found = self.forecast
         price = round(found.egress_gb_price, 9)
         busiest = max(num_children(self.tree))
@@ -456,7 +456,7 @@ class _Planner:
 def plan_parents(sites: Sequence[Site]) -> dict[str, tuple[Hop, ...]]:
     """Return each node's parents, most wanted first, in one chain: relays, workers, then leaves.
 
-    The learner tells nobody its address: it is where a node has reached it. Suspects serve leaves
+    The learner tells no node its address: it is where a node has reached it. Suspects serve leaves
     alone, as the last before the learner, which those may be unable to reach.
 
     Args:
@@ -494,7 +494,7 @@ ASSUMED_PAYLOAD_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What is known of the links at one instant."""
+    """Facts about the links at one instant."""
 
     learner: Site
     sites: tuple[Site, ...]
@@ -589,10 +589,10 @@ class Planner:
         now: float,
         is_between: bool = False,
     ) -> dict[str, TopologyPlan]:
-        """Plan anew and return every node's plan, changed or not.
+        """Plan again and return every node's plan, changed or not.
 
-        Workers on standby get no weights: neither do they slow those down that generate, nor is
-        traffic paid for that nobody uses. Activated again, they fetch what they lack like a late
+        Workers on standby get no weights: they do not slow down those that generate, and their
+        unused traffic is not paid for. Activated again, they fetch what they lack like a late
         joiner.
 
         Args:
@@ -627,7 +627,7 @@ class Planner:
         now: float,
         is_between: bool = False,
     ) -> list[tuple[str, TopologyPlan]]:
-        """Plan anew, as `plan`; return (node id, plan) of those whose parents change."""
+        """Plan again, as `plan`; return (node id, plan) of those whose parents change."""
         plans = self.plan(
             nodes, uplink_bytes_per_s=uplink_bytes_per_s, now=now, is_between=is_between
         )
@@ -644,7 +644,7 @@ class Planner:
     ) -> Callable[[Collection[str]], float]:
         """Return (node ids) -> seconds of a broadcast to those of `nodes` alone.
 
-        What it returns knows the links as they are now, and may be called in another thread.
+        The returned function knows the links as they are now, and may be called in another thread.
         """
         view = self._survey(nodes, uplink_bytes_per_s)
         payload_bytes, chunk_bytes = self.payload_bytes, self._forwarded_bytes
@@ -707,8 +707,8 @@ class Planner:
     def _plan_behind_relays(self, sites: Sequence[Site]) -> dict[str, TopologyPlan]:
         """Plan one chain, relays first.
 
-        The learner tells nobody its address, so who reaches it through a relay cannot take weights
-        from it.
+        The learner tells no node its address, so a node that reaches it through a relay cannot take
+        weights from it.
         """
         self.epoch += 1
         return {

@@ -2,13 +2,12 @@
 
 Nodes are counted from 1 in the order given, the learner is 0, so that plans are lists of integers.
 
-Rates that nobody has measured yet are assumed: an unknown uplink is the median of the known ones
+Rates that have not been measured yet are assumed: an unknown uplink is the median of the known ones
 (the learner's among them), that of the learner the largest of them, and if none is known all are
 equal; an unknown downlink is no limit, since downlinks are told only of nodes that were seen to be
-limited by them. A node that cannot be
-dialled, or that is suspected of having sent a corrupt chunk, serves nobody: its uplink counts as
-nothing. The same holds for stragglers: nodes with a downlink so thin that whoever hung from them
-would starve.
+limited by them. A node that cannot be dialled, or that is suspected of having sent a corrupt chunk,
+serves no other node: its uplink counts as nothing. The same holds for stragglers: nodes with a
+downlink so thin that their children would starve.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ STRAGGLER_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What is known of a node."""
+    """Facts about a node."""
 
     node_id: str
     role: str
     address: str | None
     """Where it serves weights; None for a node that can only dial out: always a leaf."""
     uplink_bytes_per_s: float | None = None
-    """What it can send in all; None if no transfer has shown it yet."""
+    """Its uplink in all; None if no transfer has shown it yet."""
     downlink_bytes_per_s: float | None = None
-    """What it can take; None unless it took less than was offered (`weights/link.py`)."""
+    """Its downlink; None unless it took less than was offered (`weights/link.py`)."""
     region: str = ""
     """Where it stands, any name; empty for unknown: then it gets no special treatment."""
     price_per_gb: float = 0.0
     """Price of 1e9 bytes that leave its region."""
     is_suspect: bool = False
-    """Quarantined: always a leaf, nobody's parent."""
+    """Quarantined: always a leaf."""
 
 
 @dataclass(slots=True)
@@ -68,7 +67,7 @@ class PlannedNode:
     is_standby: bool = False
     """Whether it is given no weights for now."""
     plan: TopologyPlan | None = None
-    """What it was told of its parents last."""
+    """Its parents as it was told them last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class Sites:
     addresses: tuple[str, ...]
     """Where it is dialled; empty for "as you reached it" or not at all."""
     uplinks: tuple[float, ...]
-    """Bytes per second to others; 0 for a node that serves nobody."""
+    """Bytes per second to others; 0 for a node that serves no other."""
     downlinks: tuple[float, ...]
     stragglers: frozenset[int]
     """Nodes whose downlink cannot keep up with the others, whatever the plan: leaves."""
@@ -152,13 +151,13 @@ def _known(rate: float | None, assumed: float) -> float:
 #
 # As a rule a node receives what its parent can spare, and that says nothing of its downlink. To
 # take it for a limit would be worse than to know nothing: a plan that is slow for another reason
-# would prove itself right for ever. So a node is limited by itself only if its parent could
-# have given it clearly more: the parent receives faster than the node does, and all that it sends
-# is clearly less than its uplink has carried.
+# would prove itself right forever. So a node is limited by itself only if its parent could have
+# given it clearly more: the parent receives faster than the node does, and all that it sends is
+# clearly less than its uplink has carried.
 
 
 LIMIT_SHARE = 0.7
-"""What is below this share of another rate is clearly less."""
+"""A rate below this share of another one is clearly less."""
 
 
 def downlink_limits(

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from echo.weights.topology.sites import Sites
 
 HOP_WORK_S = 0.0005
-"""What a node does with a chunk before it can go on: store, hash, one turn of the loop."""
+"""Time that a node spends on a chunk before it can go on: store, hash, one turn of the loop."""
 
 Tree = Sequence[int]
 """The parent of each node by number; the learner's, at 0, is -1."""
@@ -36,12 +36,12 @@ Tree = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class PlanThroughput:
-    """What to expect of a plan."""
+    """Forecast of a plan."""
 
     predicted_s: float
     """Until the last receiver has everything, apart from stragglers."""
     rate_bytes_per_s: float
-    """What the slowest receiver gets that is no straggler."""
+    """Rate of the slowest receiver that is no straggler."""
     learner_copies: int
     """How often the payload leaves the learner."""
     egress_gb_price: float

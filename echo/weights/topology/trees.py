@@ -127,7 +127,7 @@ def slots_of(
         return low if low > high * 1e-6 else 0.0
 
     rate = largest(lambda slots: bool(slots.sum() >= needed))
-    if not rate:  # nobody but the learner can serve, and it is to be spared
+    if not rate:  # only the learner can serve, and it is to be spared
         return None
     if within.any():
         bound = feeds(slots_at(rate / (1 + REGION_COST))) >= 0
@@ -212,8 +212,8 @@ class _Grower:
     def grow(self) -> list[int]:
         """Attach every node: those with places first, most first, then the leaves.
 
-        Those of the learner's region come before all others, or it would have to be entered itself.
-        Then comes who can lead on to the most.
+        Nodes of the learner's region come before all others, or the region would have to be entered
+        itself. Then comes who can lead on to the most.
         """
         places, groups = self._places, self._groups
         surplus = tuple(self._surplus)
