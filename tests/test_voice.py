@@ -9,6 +9,8 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 MOST = 0.037
 """Share of the sentences that may have one; to fall to .01."""
@@ -68,6 +70,7 @@ def test_the_patterns_are_found() -> None:
     assert list(texts('"""A."""\nx = 1  # b\n# c\ny = 2\n"""D."""\n')) == ["A.", "D.", "", "b c"]
 
 
+@pytest.mark.slow
 def test_few_sentences_have_one() -> None:
     num_sentences, found = 0, list[str]()
     for path in sorted((ROOT / "echo").rglob("*.py")):

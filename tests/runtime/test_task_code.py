@@ -66,7 +66,9 @@ def test_a_tasks_code_is_killed_counted_and_survived_and_kept_where_it_runs(
             "network": {"lease_timeout_s": 1.0},
         }
         if where == "learner":
-            lease = load_data(run.config("learner", **settings)).prompts.lease(0, 0)
+            data = load_data(run.config("learner", **settings))
+            data.host.close()
+            lease = data.prompts.lease(0, 0)
             assert "kept" not in str(lease)
             assert (lease.example["answer"], lease.example["source"]) == (None, "")
             monkeypatch.setattr(setup, "load_task", Mock(side_effect=AssertionError("not needed")))
