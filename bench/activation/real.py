@@ -26,7 +26,7 @@ LEARNER, SITE = 0, 1
 WITHIN = 10.0
 """Times the learner's own steps that a run may take; a fleet that is chosen badly takes longer."""
 DWELL = 4.0
-"""Steps that a worker generates at least, in place of the minutes of a long run."""
+"""Steps between two questions, in place of the minutes of a long run."""
 START_S = 300.0
 """In which nodes import torch and join, on a busy machine."""
 
@@ -105,7 +105,7 @@ def run_real(name: str, *, num_steps: int, step_s: float, where: Path) -> dict[s
                 "--set", f"learner.listen={learner}", "--set", "activation.mode=on",
                 "--set", "sync.publish_period=auto", "--set", "network.chunk_bytes=65536",
                 f"--verdicts={verdicts}", f"--step-s={step_s}",
-                f"--dwell-s={DWELL * step_s}", f"--review-s={step_s / 2}",
+                f"--dwell-s={DWELL * step_s}",
                 *(f"--node={json.dumps(node)}" for node in nodes if of == "site"),
             ],
             within_s=START_S + WITHIN * num_steps * step_s,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from bench_activation import Broadcast, Verdict, best_of_all, judge, random_case
+import harness
+from bench_activation import Broadcast, best_of_all, judge, random_case
 
 from echo.config.fleet_schema import SimRow
 from echo.config.schema import ActivationSection, preset_publish_period
@@ -60,6 +63,15 @@ def scenario(
     )  # fmt: skip
 
 
+def as_simulated(worker: Offer, job: Job) -> Offer:
+    """Return a worker as the simulator has it: an engine takes whole groups.
+
+    No machine is lost in these minutes: what is compared is the choice.
+    """
+    groups = max(1, worker.concurrency // job.group_size)
+    return replace(worker, losses_per_h=0.0, concurrency=groups * job.group_size)
+
+
 def watch(
     scenario: Scenario,
 ) -> tuple[Summary, list[tuple[Question, ReviewAnswer]], frozenset[str]]:
@@ -86,8 +98,7 @@ def simulate(seed: int, *, most: int, num_steps: int) -> dict[str, Any] | None:
     Its gaps are to the best set by what the learner has measured, and by the true rates and links.
     """
     workers, job, links, periods = random_case(seed, most=most)
-    # No machine is lost in these minutes: what is compared is the choice.
-    workers = [replace(worker, losses_per_h=0.0) for worker in workers]
+    workers = [as_simulated(worker, job) for worker in workers]
     built = scenario(workers, job, links, periods, num_steps=num_steps)
     if built is None:
         return None
@@ -95,21 +106,21 @@ def simulate(seed: int, *, most: int, num_steps: int) -> dict[str, Any] | None:
     if not asked:
         return {"seed": seed, "workers": len(workers), "end": summary.end}
     question, answer = asked[-1]
+    question = replace(question, links=remembered(question.links))
     named = [replace(each, name=f"{each.name}-1") for each in workers]
-    true_links = replace(links, broadcast_s=Broadcast(named, job))
     true = Question(
-        workers=tuple(named), job=job, links=true_links, active=active, steady=active,
-        ready=active, idle_share=0.0, min_saving=0.0, periods=tuple(periods),
+        workers=tuple(named), job=job, links=replace(links, broadcast_s=Broadcast(named, job)),
+        active=active, ready=active, idle_share=0.0, periods=tuple(periods),
     )  # fmt: skip
-    own, truth = judge(question, active), judge(true, active)
     choice = choose(
         question.workers, question.job, question.links, preferred=active, periods=question.periods
     )
-    best = best_of_all(question.workers, question.job, question.links, question.periods)
-    chosen = Verdict.of((choice.slowdown, choice.outlook.cost_per_h), best)
+    chosen, own, truth = (
+        judge(question, choice.active), judge(question, active), judge(true, active)
+    )  # fmt: skip
     row = {
         "seed": seed, "workers": len(workers), "active": len(active),
-        "questions": len(asked), "changes": len(summary.decisions), "slowdown": best[0],
+        "questions": len(asked), "changes": len(summary.decisions), "slowdown": choice.slowdown,
         "choice_step": chosen.step_gap, "choice_cost": chosen.cost_gap,
         "active_step": own.step_gap, "active_cost": own.cost_gap,
         "true_step": truth.step_gap, "true_cost": truth.cost_gap,
@@ -118,9 +129,22 @@ def simulate(seed: int, *, most: int, num_steps: int) -> dict[str, Any] | None:
     return {name: round(each, 4) if isinstance(each, float) else each for name, each in row.items()}
 
 
-def summarise_simulated(rows: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+def remembered(links: Links) -> Links:
+    """Return links that compute the forecast for a set once: every set is judged several times."""
+    known: dict[frozenset[str], float] = {}
+
+    def broadcast_s(names: Collection[str]) -> float:
+        chosen = frozenset(names)
+        if chosen not in known:
+            known[chosen] = links.broadcast_s(chosen)
+        return known[chosen]
+
+    return replace(links, broadcast_s=broadcast_s)
+
+
+def summarise_simulated(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return how often simulated runs are within 2 and within 5 percent of the best set."""
-    known = [row for row in rows if row is not None and "active" in row]
+    known = [row for row in rows if "active" in row]
     result: dict[str, Any] = {"fleets": len(rows), "compared": len(known)}
     for name in ("choice", "active", "true"):
         for what in ("step", "cost"):
@@ -134,12 +158,29 @@ def summarise_simulated(rows: Sequence[dict[str, Any] | None]) -> dict[str, Any]
     return result
 
 
-def measure_simulated(num_cases: int, *, most: int, num_steps: int) -> dict[str, Any]:
-    """Simulate each fleet; return how good the sets are."""
-    rows = []
-    for seed in range(num_cases):
-        rows.append(simulate(seed, most=most, num_steps=num_steps))
-        print(rows[-1], flush=True)
-    result = summarise_simulated(rows)
+def measure_simulated(
+    num_cases: int, *, first: int, most: int, num_steps: int, rows: Path | None
+) -> dict[str, Any]:
+    """Simulate each fleet; return how good the sets are.
+
+    Args:
+        num_cases: how many fleets.
+        first: the seed of the first one.
+        most: workers at most.
+        num_steps: of each run.
+        rows: file of rows that are there already, to which each new one is added at once; so fleets
+            can be simulated by several processes, and a last call that finds all of them sums up.
+    """
+    known = {row["seed"]: row for row in (harness.read_rows(rows) if rows else [])}
+    for seed in range(first, first + num_cases):
+        if seed in known:
+            continue
+        known[seed] = simulate(seed, most=most, num_steps=num_steps) or {"seed": seed}
+        print(known[seed], flush=True)
+        if rows:
+            with rows.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(known[seed]) + "\n")
+    found = [known[seed] for seed in sorted(known)]
+    result = summarise_simulated(found)
     print(result, flush=True)
-    return {"steps": num_steps, "simulated": result, "rows": rows}
+    return {"steps": num_steps, "simulated": result, "rows": found}

@@ -58,7 +58,7 @@ def verdict(question: Question, answer: ReviewAnswer) -> dict[str, Any]:
     }
 
 
-def watch_choices(path: Path, *, dwell_s: float, review_s: float) -> None:
+def watch_choices(path: Path, *, dwell_s: float) -> None:
     """Have each answer judged, and decisions made sooner: these runs are short."""
     solve, settings = Question.solve, activation_settings
 
@@ -72,7 +72,7 @@ def watch_choices(path: Path, *, dwell_s: float, review_s: float) -> None:
         found = settings(*sections)
         if found is None:
             return None
-        return replace(found, min_dwell_s=dwell_s, review_s=review_s)
+        return replace(found, min_dwell_s=dwell_s)
 
     Question.solve = judged  # type: ignore[method-assign,assignment]
     setup.activation_settings = shortened  # type: ignore[assignment,attr-defined]
@@ -104,13 +104,12 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--verdicts", type=Path, help="where the learner writes its choices")
     parser.add_argument("--step-s", type=float, default=1.0)
-    parser.add_argument("--dwell-s", type=float, default=24.0, help="how long workers stay active")
-    parser.add_argument("--review-s", type=float, default=3.0, help="between two questions")
+    parser.add_argument("--dwell-s", type=float, default=24.0, help="between two questions")
     parser.add_argument("--node", type=json.loads, action="append", default=[])
     arguments = parser.parse_args()
     if arguments.role == "worker":
         return run_site(arguments.config, arguments.set, arguments.node)
-    watch_choices(arguments.verdicts, dwell_s=arguments.dwell_s, review_s=arguments.review_s)
+    watch_choices(arguments.verdicts, dwell_s=arguments.dwell_s)
     Trainer.step = make_timed_step(arguments.step_s)  # type: ignore[method-assign,assignment]
     config = read_run_file(arguments.config, arguments.set, arguments.role)
     return run_learner(config, resume=False, has_report=False)

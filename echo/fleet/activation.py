@@ -1,40 +1,38 @@
-"""Activation: the cheapest sufficient set of the workers that joined.
+"""Activation: the best set of the workers that joined, by a greedy search.
 
 A fleet file offers so many nodes of a kind; a run has workers, each with its own measured rate.
-Workers that are alike are put together as one offer. With more than MAX_OFFERS kinds those are put
-together that differ by less than a share that grows until few enough are left; the slowest and the
-dearest then stand for their kind, so what is chosen is sufficient in any case.
+Workers that are alike are put together as one kind. With more than MAX_KINDS kinds those are put
+together that differ by less than a share that grows until few enough are left.
 
 Every set is assessed with the caller's own forecast of a broadcast to exactly these workers, at the
-publish period that suits it best of those that are allowed. Up to MAX_TRIED sets all are tried. Of
-more, `echo.fleet.selection` answers with the broadcast of `echo.fleet.market`; where that was too
-optimistic about the set that was found, what is missing is added, and the search is made again.
+publish period that suits it best of those that are allowed. The best set is the cheapest that
+satisfies rule and budget. If none does, it is the set with the least longer step within the budget;
+of sets that are hardly slower, the cheapest. The learner then waits, and the decision says for how
+much of the time.
 
-If no set satisfies rule and budget, the choice is the set with the least longer step within the
-budget, and of those that are hardly slower the cheapest: the learner then waits, and by how much is
-told.
+The search begins with several sets: nobody, the active workers, and for each kind all workers whose
+broadcasts and groups take no longer than those of this kind, since one slow link or long group can
+rule out everything else. From each it changes the numbers of one kind, then of two, then of three,
+for as long as a change makes the set better, and within MAX_ASSESSED sets.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from echo.fleet.job import Job
 from echo.fleet.market import UNLIMITED, Counts, Offer, Region, RentedFleet
 from echo.fleet.overlap import least_slowdown, predict, required_rate
-from echo.fleet.selection import select
 
-MAX_OFFERS = 32
-"""Kinds of workers up to which HiGHS mostly answers within its second."""
+MAX_KINDS = 32
+"""Kinds of workers at most: a change of two kinds has a thousand forms, as many as are assessed."""
 _WIDTHS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0, math.inf)
 """By how much workers of one kind may differ, tried in order."""
-_MAX_CORRECTIONS = 4
-"""Searches after which the model's time of a broadcast is taken as it is."""
-MAX_TRIED = 1100
-"""Sets that are assessed: all of ten different workers. Each takes the forecast of a broadcast."""
+MAX_ASSESSED = 400
+"""Sets that one search assesses, each with a forecast: 1.5 ms for ten workers, 4 ms for 100."""
 HARDLY_SLOWER = 1.01
 """By how much longer a step may be than the least one, where a cheaper set is had for it."""
 
@@ -92,8 +90,6 @@ class Choice:
 
     active: frozenset[str]
     outlook: Outlook
-    is_exact: bool
-    """Whether no cheaper set would do (with as few kinds of workers as were looked at)."""
     slowdown: float = 1.0
     """The step over the learner's own time for which this set is the cheapest; 1 if it suffices."""
 
@@ -110,41 +106,34 @@ class Roll:
         self._fleets: dict[float, RentedFleet] = {}
         self.links = links
         self.kinds = by_kind(workers)
-        self._alone_s = [links.broadcast_s([kind[0].name]) for kind in self.kinds]
-        """Seconds of a broadcast to one worker of each kind: what any set with it needs."""
 
-    def fleet(
-        self, job: Job, *, overhead_s: float = 0.0, is_uplink_shared: bool = True
-    ) -> RentedFleet:
-        """Return the workers as offers.
-
-        Args:
-            job: whose versions are sent.
-            overhead_s: what each broadcast takes beyond the model's time.
-            is_uplink_shared: whether the learner serves everybody who cannot listen; else nobody
-                waits for its uplink, as where others pass everything on.
-        """
+    def fleet(self, job: Job) -> RentedFleet:
+        """Return the workers as offers, as the planner and the price of a set see them."""
         links = self.links
         regions = {
             name: Region(
                 name=name,
                 bytes_per_s=UNLIMITED,
-                latency_s=overhead_s,
                 price_per_gb=links.price_per_gb,
                 relay_bytes_per_s=UNLIMITED if name in links.relay_regions else None,
             )
             for name in {worker.region for worker in self.workers}
         }
         offers = []
-        for kind, alone_s in zip(self.kinds, self._alone_s, strict=True):
-            offer = _offer(kind[0].name, kind)
+        for kind in self.kinds:
+            offer, alone_s = _offer(kind[0].name, kind), links.broadcast_s([kind[0].name])
             rate = job.version_bytes / alone_s if alone_s > 0 else UNLIMITED
             offers.append(replace(offer, down_bytes_per_s=min(offer.down_bytes_per_s, rate)))
         return RentedFleet(
-            offers=tuple(offers),
-            regions=regions,
-            uplink_bytes_per_s=links.uplink_bytes_per_s if is_uplink_shared else UNLIMITED,
+            offers=tuple(offers), regions=regions, uplink_bytes_per_s=links.uplink_bytes_per_s
         )
+
+    def delay_s(self, job: Job) -> list[float]:
+        """Return the seconds of a broadcast and a group with one kind alone, by kind."""
+        return [
+            self.links.broadcast_s([kind[0].name]) + _offer(kind[0].name, kind).group_latency_s(job)
+            for kind in self.kinds
+        ]
 
     def counts(self, names: Collection[str]) -> tuple[int, ...]:
         """Return how many of each kind are in a set."""
@@ -215,32 +204,16 @@ class Roll:
             self._fleets[job.version_bytes] = self.fleet(job)
         return self._fleets[job.version_bytes]
 
-    def worst_first(self, job: Job, names: Collection[str]) -> list[str]:
-        """Return a set's members by what they cost for each rollout that they add.
-
-        Example: a worker of $0.30/h that makes 2 rollouts per second is worse than one of $0.40/h
-        that makes 4.
-        """
-        fleet = self.fleet(job)
-        value: dict[str, float] = {}
-        for index, kind in enumerate(self.kinds):
-            one = [int(other == index) for other in range(len(self.kinds))]
-            cost = fleet.cost_per_h(job, one)
-            for worker in kind:
-                rate = _offer("", [worker]).rollouts_per_s(job)
-                value[worker.name] = cost / rate if rate > 0 else math.inf
-        return sorted(names, key=lambda name: (-value[name], name))
-
 
 def by_kind(workers: Sequence[Offer]) -> list[list[Offer]]:
-    """Return the workers by kind, with at most MAX_OFFERS kinds if what they cost allows it."""
+    """Return the workers by kind, with at most MAX_KINDS kinds if what they cost allows it."""
     kinds: list[list[Offer]] = []
     for width in _WIDTHS:
         found: dict[object, list[Offer]] = {}
         for worker in workers:
             found.setdefault(_kind(worker, width), []).append(worker)
         kinds = list(found.values())
-        if len(kinds) <= MAX_OFFERS:
+        if len(kinds) <= MAX_KINDS:
             break
     return kinds
 
@@ -286,88 +259,114 @@ def _offer(name: str, kind: Sequence[Offer]) -> Offer:
 
 
 class _Search:
-    """Sets of workers that were looked at for one job, by their numbers of each kind."""
+    """Sets of workers that were assessed for one job, by their numbers of each kind."""
 
     def __init__(self, roll: Roll, job: Job, preferred: Collection[str]) -> None:
         self._roll, self._job, self._preferred = roll, job, frozenset(preferred)
-        self.most = tuple(len(kind) for kind in roll.kinds)
-        self.assessed: dict[Counts, Assessment] = {}
+        self._budget_per_h = job.budget_per_h * (1 + 1e-9)
+        self._most = tuple(len(kind) for kind in roll.kinds)
+        self._assessed: dict[Counts, Assessment] = {}
 
-    @property
-    def num_sets(self) -> int:
-        """How many sets there are."""
-        return math.prod(count + 1 for count in self.most)
-
-    def assess(self, counts: Counts) -> Assessment:
-        """Return what a set leads to."""
-        if counts not in self.assessed:
-            names = self._roll.names(counts, self._preferred)
-            self.assessed[counts] = self._roll.assess(self._job, names)
-        return self.assessed[counts]
-
-    def try_all(self) -> None:
-        """Judge every set."""
-        for counts in itertools.product(*(range(count + 1) for count in self.most)):
-            self.assess(counts)
-
-    def climb(self, counts: Counts) -> None:
-        """Judge what lies between a set and one whose step no single change makes shorter.
-
-        From there on to one that no single change makes cheaper with hardly a longer step.
-        """
-        counts = self._descend(counts, self._by_step)
+    def run(self) -> Choice:
+        """Return the best set that was found."""
+        starts = list(self._starts())
+        for counts in starts:
+            self._rank(counts, 1.0)
+        ends = [self._improve(counts, 1.0) for counts in starts]
+        # Where no step is short enough, sets that are hardly slower may be cheaper.
         limit = self._limit()
-        self._descend(
-            counts,
-            lambda assessed: (assessed.slowdown > limit, *reversed(self._by_step(assessed))),
+        for counts in ends:
+            self._improve(counts, limit)
+        _, counts = min(
+            (assessed.cost_per_h, counts)
+            for counts, assessed in self._assessed.items()
+            if assessed.slowdown <= self._limit() and not self._is_too_dear(assessed)
+        )
+        names = self._roll.names(counts, self._preferred)
+        return Choice(
+            active=names,
+            outlook=self._roll.outlook(self._job, names),
+            slowdown=self._assessed[counts].slowdown,
         )
 
-    def _descend(self, counts: Counts, rank: Callable[[Assessment], tuple[float, ...]]) -> Counts:
-        """Return the last of ever better sets, each a single change from the one before."""
-        while len(self.assessed) < MAX_TRIED:
-            nearest = min(self._neighbours(counts), key=lambda each: rank(self.assess(each)))
-            if rank(self.assess(nearest)) >= rank(self.assess(counts)):
-                break
-            counts = nearest
-        return counts
+    def _starts(self) -> Iterator[Counts]:
+        """Yield the sets to begin with, each once."""
+        delays_s = self._roll.delay_s(self._job)
+        starts = [(0,) * len(self._most), self._roll.counts(self._preferred)]
+        for limit_s in sorted(set(delays_s)):
+            pairs = zip(self._most, delays_s, strict=True)
+            starts.append(tuple(most if delay_s <= limit_s else 0 for most, delay_s in pairs))
+        yield from dict.fromkeys(starts)
 
-    def _by_step(self, assessed: Assessment) -> tuple[float, ...]:
-        """Rank by the step within the budget, then by the cost."""
-        is_too_dear = assessed.cost_per_h > self._job.budget_per_h * (1 + 1e-9)
-        return is_too_dear, assessed.slowdown, assessed.cost_per_h
+    def _improve(self, counts: Counts, limit: float) -> Counts:
+        """Return the last of better and better sets; a step up to `limit` counts as short enough.
 
-    def _neighbours(self, counts: Counts) -> Iterator[Counts]:
-        """Yield sets with one, half or all of a kind more or fewer, or one exchanged."""
-        for index, count in enumerate(counts):
-            for other in {0, count // 2, count - 1, count + 1, self.most[index]}:
-                if 0 <= other <= self.most[index] and other != count:
+        The changes of few kinds come first: there are fewer of them.
+        """
+        changes = (self._of_one_kind, self._of_two_kinds, self._of_three_kinds)
+        while True:
+            for change in changes:
+                best = counts
+                for each in change(counts):
+                    if self._rank(each, limit) < self._rank(best, limit):
+                        best = each
+                if best != counts:
+                    break
+            if best == counts:
+                return counts
+            counts = best
+
+    def _of_one_kind(self, counts: Counts) -> Iterator[Counts]:
+        """Yield the sets with one more or fewer of a kind, none, all, or half way to these."""
+        for index, (count, most) in enumerate(zip(counts, self._most, strict=True)):
+            half, middle = count // 2, (count + most + 1) // 2
+            for other in sorted({0, half, count - 1, count + 1, middle, most} - {count, -1}):
+                if other <= most:
                     yield (*counts[:index], other, *counts[index + 1 :])
-            for added in range(len(counts)):
-                if count and added != index and counts[added] < self.most[added]:
-                    changed = list(counts)
-                    changed[index], changed[added] = count - 1, counts[added] + 1
-                    yield tuple(changed)
+
+    def _of_two_kinds(self, counts: Counts) -> Iterator[Counts]:
+        """Yield the sets with one worker in place of one of another kind."""
+        for removed, added in itertools.permutations(range(len(counts)), 2):
+            yield from self._changed(counts, {removed: -1, added: 1})
+
+    def _of_three_kinds(self, counts: Counts) -> Iterator[Counts]:
+        """Yield the sets with two workers in place of one, or one in place of two."""
+        for sign in (1, -1):
+            for one in range(len(counts)):
+                others = [index for index in range(len(counts)) if index != one]
+                for index in others:
+                    yield from self._changed(counts, {one: -sign, index: 2 * sign})
+                for pair in itertools.combinations(others, 2):
+                    yield from self._changed(counts, {one: -sign, pair[0]: sign, pair[1]: sign})
+
+    def _changed(self, counts: Counts, changes: Mapping[int, int]) -> Iterator[Counts]:
+        """Yield the set with so many more or fewer of some kinds, if there are as many."""
+        changed = list(counts)
+        for index, change in changes.items():
+            changed[index] += change
+            if not 0 <= changed[index] <= self._most[index]:
+                return
+        yield tuple(changed)
+
+    def _rank(self, counts: Counts, limit: float) -> tuple[float, ...]:
+        """Rank by the step within the budget, then by the cost; last what may not be assessed."""
+        if counts not in self._assessed:
+            if len(self._assessed) >= MAX_ASSESSED:
+                return (math.inf,)
+            names = self._roll.names(counts, self._preferred)
+            self._assessed[counts] = self._roll.assess(self._job, names)
+        assessed = self._assessed[counts]
+        is_too_dear = self._is_too_dear(assessed)
+        return is_too_dear, max(assessed.slowdown, limit), assessed.cost_per_h
 
     def _limit(self) -> float:
         """Return up to which slowdown a set counts as no slower than the best within the budget."""
-        budget = self._job.budget_per_h * (1 + 1e-9)
-        steps = (each.slowdown for each in self.assessed.values() if each.cost_per_h <= budget)
-        least = min(steps, default=math.inf)
+        found = self._assessed.values()
+        least = min(each.slowdown for each in found if not self._is_too_dear(each))
         return 1.0 if least <= 1 else least * HARDLY_SLOWER
 
-    def best(self, *, is_exact: bool) -> Choice:
-        """Return the cheapest of the sets that are hardly slower than the fastest."""
-        # One of them is within the budget, and so is the cheapest.
-        limit = self._limit()
-        _, counts = min(
-            (assessed.cost_per_h, counts)
-            for counts, assessed in self.assessed.items()
-            if assessed.slowdown <= limit
-        )
-        names = self._roll.names(counts, self._preferred)
-        outlook = self._roll.outlook(self._job, names)
-        slowdown = self.assessed[counts].slowdown
-        return Choice(active=names, outlook=outlook, is_exact=is_exact, slowdown=slowdown)
+    def _is_too_dear(self, assessed: Assessment) -> bool:
+        return assessed.cost_per_h > self._budget_per_h
 
 
 def choose(
@@ -390,63 +389,22 @@ def choose(
     Returns:
         If no set is sufficient, the cheapest of those with hardly more than the least longer step.
     """
-    roll = Roll(workers, links, periods=periods)
-    search = _Search(roll, job, preferred)
-    if search.num_sets <= MAX_TRIED:
-        search.try_all()
-        return search.best(is_exact=True)
-    for period in roll.periods or (job.publish_period,):
-        found = _select(roll, replace(job, publish_period=period), preferred)
-        if found is not None:
-            return found
-    nobody = (0,) * len(search.most)
-    search.assess(nobody)
-    for start in (nobody, search.most):
-        search.climb(start)
-    return search.best(is_exact=False)
-
-
-def _select(roll: Roll, job: Job, preferred: Collection[str]) -> Choice | None:
-    """Return the cheapest sufficient set by the model of broadcasts, corrected; None without."""
-    for is_uplink_shared in (True, False):
-        overhead_s = 0.0
-        for _ in range(_MAX_CORRECTIONS):
-            fleet = roll.fleet(job, overhead_s=overhead_s, is_uplink_shared=is_uplink_shared)
-            selection = select(fleet, job)
-            if selection is None:
-                break
-            names = roll.names(selection.counts, preferred)
-            outlook = roll.outlook(job, names)
-            if outlook.is_sufficient:
-                return Choice(active=names, outlook=outlook, is_exact=selection.is_exact)
-            missing_s = outlook.broadcast_s - fleet.broadcast_s(job, selection.counts)
-            if missing_s <= 0:
-                break
-            overhead_s += missing_s
-    return None
+    return _Search(Roll(workers, links, periods=periods), job, preferred).run()
 
 
 # --- review ---------------------------------------------------------------------------------------
 #
-# What is active is compared with the cheapest set that satisfies the rule with its margin
-# (`choose`). Two things keep it calm:
-#
-# * *hysteresis*: what is active counts as enough with half the margin, and where the learner has
-#   not waited lately whatever the estimates say; a cheaper set must save `min_saving`, and one with
-#   other workers that much against the best that those which are active can do by themselves:
-#   estimates differ from one question to the next, equal workers by chance;
-# * *small steps*: where what is active is enough, a quarter of the workers at most is dropped at a
-#   time, the worst first: that which costs most for each rollout it adds. And only while those that
-#   hold weights are enough without it, so that one that is activated in another's place has caught
-#   up before the other is dropped.
-#
-# A budget goes before all that. Where nothing satisfies rule and budget, the answer is the cheapest
-# set for the least longer step; workers that make the step longer, since each of them makes the
-# broadcast longer, are dropped at once.
+# The active workers are compared with the best set (`choose`), from time to time. They are changed
+# where the best set saves MIN_SAVING of the step or of the cost, or the budget is passed. A worker
+# whose rate was never seen cannot be compared: it generates until its rate is known, for as much of
+# the budget as that takes; what is left of the budget is for the best set of the others.
 
 
+MIN_SAVING = 0.05
+"""Share of the step or of the cost that another set must save: rates are measured to some 5 %."""
 IDLE_TOLERANCE = 0.02
 """Share of the time that a learner may wait and still count as busy."""
+_PASSED = "the budget per hour is passed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -458,10 +416,9 @@ class ReviewAnswer:
     before: Outlook
     after: Outlook
     choice: Choice
+    """The best set of the workers with a known rate."""
     cause: str
     """Why anything changes; empty if nothing does."""
-    is_pending: bool
-    """Whether there is more to be changed that has to wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -472,90 +429,71 @@ class Question:
     job: Job
     links: Links
     active: frozenset[str]
-    steady: frozenset[str]
-    """Active workers whose dwell is over."""
+    untried: frozenset[str] = frozenset()
+    """Workers that have not generated for long enough to show a rate, which is a guess."""
     ready: frozenset[str]
     """Workers that hold weights which leases are granted for."""
     idle_share: float
-    """Measured, lately."""
-    min_saving: float
+    """Measured, since the last change."""
     periods: tuple[int, ...] = ()
     """Publish periods that may be had; the job's own if there are none."""
 
     def solve(self) -> ReviewAnswer:
         """Return what to do; takes seconds for many kinds of workers."""
         roll = Roll(self.workers, self.links, periods=self.periods)
-        calm = replace(self.job, margin=self.job.margin / 2)
-        before = roll.outlook(calm, self.active)
-        choice = self._choose()
-        is_enough = before.is_sufficient or self.idle_share <= IDLE_TOLERANCE
-        saving = before.cost_per_h - choice.outlook.cost_per_h
-        pays = saving > 0 and saving >= self.min_saving * before.cost_per_h
-        cause, wanted = "", self.active
-        if before.cost_per_h > self.job.budget_per_h * (1 + 1e-9):
-            cause, wanted = "the budget per hour is passed", choice.active
-        elif not is_enough:
-            cause = "the active workers are not enough"
-            spared = self.steady if choice.slowdown > 1 and pays else frozenset()
-            wanted = self._within_budget(roll, (self.active - spared) | choice.active, choice)
-            if roll.assess(self.job, wanted).slowdown > choice.slowdown * HARDLY_SLOWER:
-                # Each of the others makes the broadcast longer.
-                cause, wanted = "other workers alone make shorter steps", choice.active
-                if wanted <= self.active:
-                    cause = "the active workers are too many for the links"
-        elif pays:
-            cause = "fewer or cheaper workers are enough"
-            wanted = self._shrunk(roll, calm, choice)
-            if wanted > self.active:
-                cause = "cheaper workers are there, and begin before others are put on standby"
-        if wanted == self.active:
-            cause = ""
+        trials = self._trials(roll)
+        left_per_h = self.job.budget_per_h - roll.assess(self.job, trials).cost_per_h
+        job = replace(self.job, budget_per_h=left_per_h)
+        known = [worker for worker in self.workers if worker.name not in self.untried]
+        active = self.active - self.untried
+        choice = choose(known, job, self.links, preferred=active, periods=self.periods)
+        cause = self._saving(roll, job, active, choice)
+        if cause and not choice.active <= active:
+            # Between workers that are as good as each other a review would exchange them by chance.
+            members = [worker for worker in known if worker.name in active]
+            own = choose(members, job, self.links, periods=self.periods)
+            own_cause = self._saving(roll, job, active, own)
+            if own_cause and not self._saving(roll, job, own.active, choice):
+                choice, cause = own, own_cause
+        wanted = choice.active if cause else active
+        if wanted - self.ready and not active <= wanted:
+            # Nobody generates while all fetch weights: the others go with the next review.
+            both, before = roll.assess(job, active | wanted), roll.assess(job, active)
+            if both.cost_per_h <= left_per_h and both.slowdown <= before.slowdown:
+                cause, wanted = f"{cause}, and they begin first", active | wanted
+        if trials - self.active or (trials and cause == _PASSED):
+            cause = "workers without a measured rate are tried"
+        wanted |= trials
         return ReviewAnswer(
             active=wanted,
-            before=before,
-            after=roll.outlook(calm, wanted),
+            before=roll.outlook(self.job, self.active),
+            after=roll.outlook(self.job, wanted),
             choice=choice,
-            cause=cause,
-            is_pending=(bool(cause) or pays) and wanted != choice.active,
+            cause="" if wanted == self.active else cause or _PASSED,
         )
 
-    def _choose(self) -> Choice:
-        """Return the best set, or that of the active workers alone if it is hardly worse."""
-        choice = choose(
-            self.workers, self.job, self.links, preferred=self.active, periods=self.periods
-        )
-        if choice.active <= self.active or self.active <= choice.active:
-            return choice
-        members = [worker for worker in self.workers if worker.name in self.active]
-        own = choose(members, self.job, self.links, periods=self.periods)
-        if own.slowdown > 1 >= choice.slowdown:
-            return choice
-        if choice.slowdown > 1 and own.active and not self.active - choice.active <= self.steady:
-            return own  # an exchange waits for the dwell of those that others would replace
-        less = 1 - self.min_saving
-        is_faster = choice.slowdown < less * own.slowdown
-        is_cheaper = choice.outlook.cost_per_h < less * own.outlook.cost_per_h
-        return choice if is_faster or (is_cheaper and choice.slowdown <= own.slowdown) else own
+    def _trials(self, roll: Roll) -> frozenset[str]:
+        """Return the untried workers whose rates the budget pays for, the cheapest first."""
+        trials: frozenset[str] = frozenset()
+        for worker in sorted(self.workers, key=lambda worker: (worker.price_per_h, worker.name)):
+            if worker.name in self.untried:
+                more = trials | {worker.name}
+                if roll.assess(self.job, more).cost_per_h <= self.job.budget_per_h:
+                    trials = more
+        return trials
 
-    def _within_budget(self, roll: Roll, names: frozenset[str], choice: Choice) -> frozenset[str]:
-        """Return a set, or what was chosen instead if the set costs too much."""
-        cost_per_h = roll.outlook(self.job, names).cost_per_h
-        return names if cost_per_h <= self.job.budget_per_h else choice.active
-
-    def _shrunk(self, roll: Roll, job: Job, choice: Choice) -> frozenset[str]:
-        """Return the active workers without the worst of those that are not chosen.
-
-        Where none can be dropped before others have taken its place, these are activated first.
-        """
-        names, num_left = self.active, max(1, len(self.active) // 4)
-        dropped = [n for n in self.active - choice.active if n in self.steady]
-        for name in roll.worst_first(job, dropped):
-            without = names - {name}
-            if num_left and roll.outlook(job, without & self.ready).is_sufficient:
-                names, num_left = without, num_left - 1
-        if names == self.active and dropped:
-            return self._within_budget(roll, self.active | choice.active, choice)
-        return names
+    def _saving(self, roll: Roll, job: Job, names: frozenset[str], choice: Choice) -> str:
+        """Return why a choice is to take the place of a set of workers; empty if it is not."""
+        before, at_most = roll.assess(job, names), 1 - MIN_SAVING
+        if before.cost_per_h > job.budget_per_h * (1 + 1e-9):
+            return _PASSED
+        if self.idle_share > IDLE_TOLERANCE and choice.slowdown < at_most * before.slowdown:
+            if choice.active < names:
+                return "the active workers are too many for the links"
+            return "other workers make shorter steps"
+        if choice.outlook.cost_per_h < at_most * before.cost_per_h:
+            return "fewer or cheaper workers are enough"
+        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -575,7 +513,6 @@ class ActivationDecision:
     """Measured before the change."""
     slowdown: float
     """Above 1: no set satisfies rule and budget, and steps take so much longer."""
-    is_exact: bool
 
     def __str__(self) -> str:
         """Say what was decided, in one line."""

@@ -8,7 +8,7 @@ import pytest
 from activation.simulated import scenario, watch
 from bench_activation import UPLINK, Broadcast, judge
 
-from echo.fleet.activation import Links, Question, choose
+from echo.fleet.activation import MIN_SAVING, Links, Question, choose
 from echo.fleet.job import Job
 from echo.fleet.market import Offer
 
@@ -45,10 +45,8 @@ def make_question(active: set[str], workers: list[Offer] = EQUAL) -> Question:
         job=JOB,
         links=Links(broadcast_s=Broadcast(workers, JOB), uplink_bytes_per_s=UPLINK),
         active=names,
-        steady=names,
         ready=names,
         idle_share=0.2,
-        min_saving=0.05,
         periods=(1, 2),
     )
 
@@ -74,4 +72,4 @@ def test_a_simulated_learner_ends_with_as_many_as_its_uplink_serves_best() -> No
     for question, _ in asked:
         choice = choose(question.workers, question.job, question.links, periods=question.periods)
         assert judge(question, choice.active).step_gap <= 0.02
-    assert judge(asked[-1][0], active).step_gap <= asked[-1][0].min_saving
+    assert judge(asked[-1][0], active).step_gap <= MIN_SAVING

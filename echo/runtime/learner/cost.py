@@ -1,16 +1,12 @@
 """Activation of workers, and the cost of a run.
 
     look (often) -> measured rates, times, idle share
-    question (when something has drifted) -> answer, in a thread -> decision -> set_standby
+    question (now and then) -> answer, in a thread -> decision -> set_standby
 
-A question (`echo.fleet.activation`) is asked when a worker comes or goes, when a rate, a price or
-the learner's step has moved by DRIFT, when the learner waits, or while a change is still to be
-made. While answers change nothing and nothing drifts, questions come more and more seldom.
-
-A worker that was activated stays so for `min_dwell_s` before it is dropped for its cost, twice as
-long each time that it was dropped and soon missed. One that joins generates, so that its rate is
-seen; until then it is taken for as fast as the mean of the others. With it above the budget it
-stands by from the beginning.
+A question (`echo.fleet.activation`) is asked once in a dwell, and at once when an active worker is
+gone. A dwell is the longer of `min_dwell_s` and MIN_STEPS steps: so long a change stays as it is,
+its effect is measured, and a worker without a measured rate is tried. A worker that joins begins to
+generate; with it above the budget it stands by, and is tried with the next question.
 """
 
 from __future__ import annotations
@@ -19,16 +15,16 @@ import logging
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from statistics import fmean, median
 from typing import Any
 
 from echo.config.schema import ActivationSection, BatchSection, SamplingSection, SyncSection
 from echo.core.metrics import CostView
+from echo.core.rollout import PolicyVersion
 from echo.core.units import GIGABYTE
 from echo.fleet.activation import (
-    IDLE_TOLERANCE,
     ActivationDecision,
     Links,
     Outlook,
@@ -37,8 +33,7 @@ from echo.fleet.activation import (
 )
 from echo.fleet.job import Job
 from echo.fleet.market import UNLIMITED, Offer
-from echo.fleet.overlap import predict
-from echo.leases.dispatch import Throughput
+from echo.leases.dispatch import MIN_REPORTS, Throughput
 from echo.records.ledger import ActivationChanged, AnyRecord, Cost, LedgerQueue, totals_of
 from echo.roles.learner import Learner
 from echo.roles.members import Member, Roster
@@ -47,28 +42,14 @@ from echo.weights.schedule import PublishPace
 from echo.wire.actions import Action, Note
 from echo.wire.codec import BYTES_PER_TOKEN
 
-DRIFT = 0.2
-"""Change of a rate or time, as a share, that asks for another answer."""
-SURPRISE = 0.05
-"""By how much the learner may wait more than predicted before the rates count as too high."""
-RECOVERY = 0.2
-"""By how much of the difference to 1 the correction of the rates returns with each question."""
-LEAST_TRUST = 0.1
-"""Least correction of the rates."""
-TRUST_HALVINGS = 8
-"""Of the interval in which the correction is searched for: to half a percent."""
-CORRECTED = 0.9
-"""Below this correction the rates are asked about again once the learner waits no more."""
 RESTART_S = 300.0
 """Until a lost machine is replaced: renting one, starting it and catching up take minutes."""
 MIN_STEPS = 3
-"""Steps before T_train counts as known; the first ones contain start-up."""
+"""Steps before T_train counts as known, since the first contain start-up; steps of a dwell."""
 MAX_STEPS = 8
 """Steps over which times are averaged."""
-MAX_DOUBLINGS = 5
-"""Of a worker's dwell, and of the time between questions that change nothing."""
-MAX_PENDING_DOUBLINGS = 2
-"""Of that time while a change waits for something, such as the end of a dwell."""
+MIN_DWELL_S = 120.0
+"""Seconds between two questions at least: some times what a worker needs for the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +62,7 @@ class ActivationSettings:
     margin: float
     budget_per_h: float
     """$ per hour for workers and traffic; infinite without a cap."""
-    min_saving: float = 0.05
-    """Share of the cost that another set must save: rates are measured to some 5 %."""
-    min_dwell_s: float = 120.0
-    """How long a worker stays active at least: some times what it needs for the weights."""
-    review_s: float = 10.0
-    """Between two questions at least: an answer takes seconds, and no fleet changes faster."""
+    min_dwell_s: float = MIN_DWELL_S
     upload_bytes_per_token: float = BYTES_PER_TOKEN
 
 
@@ -107,9 +83,20 @@ class _State:
 
     incarnation: str
     throughput: Throughput
-    since: float
-    """When it became active, or was put on standby."""
-    num_doublings: int = 0
+    looked_at: float
+    active_s: float = 0.0
+    """Seconds in which it had weights and was not on standby."""
+    loaded_s: float = 0.0
+    """Of that, times the share of its places that had a group."""
+    installed: PolicyVersion | None = None
+    free_at: float = 0.0
+    """When it had its last version, or became active without: since then it can fetch another."""
+    took_s: float | None = None
+    """From the publication of a version, or since it could fetch it; None since the last change."""
+    late_s: float | None = None
+    """Of that, what the forecast for all active workers did not foresee; None if never seen."""
+    alone_s: float = 0.0
+    """The forecast for this worker alone, as its links were known when it was active."""
 
 
 class Activation:
@@ -122,37 +109,56 @@ class Activation:
         self._states: dict[str, _State] = {}
         self._steps: deque[StepTimes] = deque(maxlen=MAX_STEPS)
         self._steps_since_change = 0
-        self._inputs: dict[str, float] = {}
-        """What the last question for drift was asked about, by name."""
         self._asked_at = now
-        self._num_idle_answers = 0
-        self._is_pending = False
-        self._trust = 1.0
-        """By what the rates are multiplied: below 1 if the learner waited more than predicted."""
+        self._active: frozenset[str] = frozenset()
+        """The active workers, as of the last question or decision."""
+        self._published_at: dict[PolicyVersion, float] = {}
+        """When the last MAX_STEPS versions went out."""
+        self._shown_bytes_per_s = 0.0
+        """The most that the learner has sent: a version, until the first worker had it."""
 
     # --- measuring -------------------------------------------------------------------------------
 
     def look(self, role: Learner, *, now: float) -> list[Action]:
         """Take what workers have done since the last call; call it at least with each heartbeat."""
         members = role.roster.members("worker")
+        newest = role.broadcast.newest_complete
+        if newest is not None and newest not in self._published_at:
+            self._published_at[newest] = now
+            if len(self._published_at) > MAX_STEPS:
+                del self._published_at[min(self._published_at)]
         actions: list[Action] = []
         for member in members:
             state = self._states.get(member.node_id)
             if state is None or state.incarnation != member.incarnation:
                 throughput = Throughput(tokens_sampled=member.tokens_sampled, now=now)
-                self._states[member.node_id] = _State(member.incarnation, throughput, now)
+                self._states[member.node_id] = _State(
+                    member.incarnation, throughput, now, installed=member.installed, free_at=now
+                )
                 actions += self._welcome(role, member, now)
                 continue
             slots = max(1, member.worker.capacity // 2)
-            state.throughput.look(
-                load=role.leases.num_leases(member.node_id) / slots,
-                tokens_sampled=member.tokens_sampled,
-                now=now,
-            )
+            load = role.leases.num_leases(member.node_id) / slots
+            state.throughput.look(load=load, tokens_sampled=member.tokens_sampled, now=now)
+            state.loaded_s += min(1.0, load) * (now - state.looked_at)
+            if not member.is_standby and member.installed is not None:
+                state.active_s += now - state.looked_at
+            state.looked_at = now
+            if member.installed is not None and member.installed != state.installed:
+                self._installed(role, state, member.installed, now)
         if len(self._states) > len(members):
             present = {member.node_id for member in members}
             self._states = {name: s for name, s in self._states.items() if name in present}
         return actions
+
+    def _installed(self, role: Learner, state: _State, version: PolicyVersion, now: float) -> None:
+        """Note how long a worker needed for a version."""
+        state.took_s = now - max(self._published_at.get(version, now), state.free_at)
+        if state.installed is not None and version == role.broadcast.newest_complete:
+            # The first version of a worker may be one that it had kept.
+            shown = role.version_bytes / (state.took_s + LOOK_S)
+            self._shown_bytes_per_s = max(self._shown_bytes_per_s, shown)
+        state.installed, state.free_at = version, now
 
     def _welcome(self, role: Learner, member: Member, now: float) -> list[Action]:
         """Have a worker stand by that would be too dear; warn of one without a price."""
@@ -189,11 +195,20 @@ class Activation:
         return median(times.step_s - times.waited_s for times in self._steps)
 
     def idle_share(self, waiting_s: float = 0.0) -> float:
-        """Return the share of the time that the learner has waited since the last change."""
+        """Return the share of the time that the learner has waited since the last change.
+
+        Before any step since then it counts as waiting.
+        """
         recent = list(self._steps)[-self._steps_since_change :] if self._steps_since_change else []
         step_s = sum(times.step_s for times in recent) + waiting_s
         waited_s = sum(times.waited_s for times in recent) + waiting_s
-        return waited_s / step_s if step_s > 0 else 0.0
+        return waited_s / step_s if step_s > 0 else 1.0
+
+    @property
+    def dwell_s(self) -> float:
+        """Seconds between two questions."""
+        step_s = fmean(times.step_s for times in self._steps) if self._steps else 0.0
+        return max(self.settings.min_dwell_s, MIN_STEPS * step_s)
 
     # --- asking ----------------------------------------------------------------------------------
 
@@ -209,108 +224,65 @@ class Activation:
             if member.node_id in self._states and not member.worker.is_set_aside
         ]
         train_s = self.train_s
-        is_too_soon = now < self._asked_at + self.settings.review_s
-        if is_too_soon or not train_s or not any(member.price.per_h for member in members):
+        if train_s is None or not any(member.price.per_h for member in members):
             return None
-        if self.outlook is None and any(self._is_unknown(member, now) for member in members):
+        active = frozenset(member.node_id for member in members if not member.is_standby)
+        is_one_gone = not self._active <= active
+        if now < self._asked_at + self.dwell_s and not is_one_gone:
             return None
+        if is_one_gone:
+            self._steps_since_change = 0
         rates = self._rates(members)
-        if not rates or not self._is_due(members, rates, train_s, waiting_s, now):
+        if not rates:
             return None
-        self._asked_at = now
+        self._asked_at, self._active = now, active
         max_staleness = role.settings.leases.max_staleness
-        idle_share = self.idle_share(waiting_s)
-        job = self._job(role, train_s, pace.period)
-        offers = [self._worker(role, member, rates[member.node_id]) for member in members]
-        active = frozenset(m.node_id for m in members if not m.is_standby)
-        self._learn(job, [o for o in offers if o.name in active], pace.broadcast_s or 0.0)
         return Question(
-            workers=tuple(replace(o, tokens_per_s=o.tokens_per_s * self._trust) for o in offers),
-            job=job,
-            links=self._links(role, members, pace.broadcast_s),
+            workers=tuple(self._worker(role, each, rates[each.node_id]) for each in members),
+            job=self._job(role, train_s, pace.period),
+            links=self._links(role, members),
             active=active,
-            steady=frozenset(m.node_id for m in members if self._is_steady(m, now)),
+            untried=frozenset(m.node_id for m in members if self._is_untried(m)),
             ready=frozenset(
                 m.node_id
                 for m in members
                 if m.installed is not None and role.step - m.installed.step <= max_staleness
             ),
-            idle_share=idle_share,
-            min_saving=self.settings.min_saving,
+            idle_share=self.idle_share(waiting_s),
             periods=tuple(pace.choices),
         )
 
-    def _is_due(
-        self,
-        members: Iterable[Member],
-        rates: dict[str, float],
-        train_s: float,
-        waiting_s: float,
-        now: float,
-    ) -> bool:
-        """Return whether anything has drifted, or there is something to mend and time to do it."""
-        inputs = {f"rate of {name}": rate for name, rate in rates.items()}
-        inputs |= {f"price of {m.node_id}": m.price.per_h or 0.0 for m in members}
-        inputs["train_s"] = train_s
-        if _has_drifted(self._inputs, inputs):
-            self._inputs, self._num_idle_answers = inputs, 0
-            return True
-        has_seen_enough = self._steps_since_change >= MIN_STEPS or waiting_s > 2 * train_s
-        is_waiting = has_seen_enough and self.idle_share(waiting_s) > IDLE_TOLERANCE
-        most = MAX_PENDING_DOUBLINGS if self._is_pending else MAX_DOUBLINGS
-        pause_s = self.settings.review_s * 2 ** min(most, self._num_idle_answers)
-        has_cause = self._is_pending or is_waiting or self._trust < CORRECTED
-        return has_cause and now >= self._asked_at + pause_s
+    def _is_untried(self, member: Member) -> bool:
+        """Return whether a worker's rate is unknown, and a dwell has not been enough to show it."""
+        state = self._states[member.node_id]
+        return state.throughput.tokens_per_s is None and state.active_s < self.dwell_s
 
-    def _is_unknown(self, member: Member, now: float) -> bool:
-        """Return whether a worker may yet show its rate before anything is decided."""
-        is_active = not member.is_standby and not self._is_steady(member, now)
-        return is_active and self._states[member.node_id].throughput.tokens_per_s is None
+    def _rates(self, members: Collection[Member]) -> dict[str, float]:
+        """Return tokens per second by worker; empty if nothing is known of any.
 
-    def _rates(self, members: Iterable[Member]) -> dict[str, float]:
-        """Return tokens per second by worker; empty if nothing is known of any."""
+        A worker that has not shown one counts as the mean of the others, and as less if it had
+        enough to do: it has made less than MIN_REPORTS groups.
+        """
         found = {m.node_id: self._states[m.node_id].throughput.tokens_per_s for m in members}
         known = [rate for rate in found.values() if rate is not None]
         if not known:
             return {}
-        mean = fmean(known)
-        return {name: mean if rate is None else rate for name, rate in found.items()}
+        groups = MIN_REPORTS * self.settings.group_size * self._completion_tokens
+        rates = {}
+        for member in members:
+            name, rate, mean = member.node_id, found[member.node_id], fmean(known)
+            if rate is None and not self._is_untried(member):
+                rate = min(mean, groups / max(self._states[name].loaded_s, 1e-9))
+            rates[name] = mean if rate is None else rate
+        return rates
 
-    def _learn(self, job: Job, active: Collection[Offer], broadcast_s: float) -> None:
-        """Correct the rates by what the learner has waited beyond what they predict.
-
-        A wait that the broadcasts or the groups' own time explain says nothing about the rates.
-
-        Args:
-            job: of the question.
-            active: workers with their rates as measured.
-            broadcast_s: of the last version, as measured.
-        """
-        rate = sum(offer.rollouts_per_s(job) for offer in active)
-        latency_s = max((offer.group_latency_s(job) for offer in active), default=0.0)
-        recent = list(self._steps)[-MIN_STEPS:]
-        step_s, waited_s = sum(t.step_s for t in recent), sum(t.waited_s for t in recent)
-        unexplained = waited_s / step_s - IDLE_TOLERANCE - SURPRISE if step_s > 0 else 0.0
-
-        def is_explained(trust: float, share: float) -> bool:
-            slower = predict(
-                job, rate=trust * rate, broadcast_s=broadcast_s, latency_s=latency_s / trust
-            )
-            return slower.idle_share >= share
-
-        has_seen_enough = self._steps_since_change >= MIN_STEPS and rate > 0
-        if not has_seen_enough or unexplained <= 0 or is_explained(1.0, unexplained):
-            self._trust += RECOVERY * (1 - self._trust)
-            return
-        low, high = LEAST_TRUST, 1.0
-        for _ in range(TRUST_HALVINGS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if is_explained(middle, waited_s / step_s) else (low, middle)
-        self._trust = low
+    @property
+    def _completion_tokens(self) -> float:
+        return max(1.0, fmean(times.completion_tokens for times in self._steps))
 
     def _job(self, role: Learner, train_s: float, publish_period: int) -> Job:
         settings, steps = self.settings, self._steps
-        tokens = max(1.0, fmean(times.completion_tokens for times in steps))
+        tokens = self._completion_tokens
         bound = min(role.settings.leases.max_staleness, role.buffer.admission_staleness)
         return Job(
             groups_per_step=settings.groups_per_step,
@@ -345,33 +317,50 @@ class Activation:
             up_bytes_per_s=stats.uplink_bytes_per_s or UNLIMITED,
         )
 
-    def _links(self, role: Learner, members: Collection[Member], took_s: float | None) -> Links:
-        uplink = role.broadcast.uplink.bytes_per_s
+    def _links(self, role: Learner, members: Collection[Member]) -> Links:
+        """Return the learner's links, and a forecast of the broadcast to any set of workers.
+
+        The plan does not know every link. So a set takes what the plan says, and what its latest
+        worker has needed beyond that. What was seen of a worker is kept while it stands by.
+        """
         relays = role.roster.members("relay")
+        ahead = [relay.node_id for relay in relays]
         nodes = [member.node for member in (*relays, *members)]
+        active = {member.node_id for member in members if not member.is_standby}
+        uplink = self._uplink(role)
         forecast = role.planning.forecast(nodes, uplink_bytes_per_s=uplink)
-        active = [member.node_id for member in members if not member.is_standby]
+        all_s = forecast([*ahead, *active]) if active else 0.0
+        states = {member.node_id: self._states[member.node_id] for member in members}
+        for name, state in states.items():
+            if name in active and state.took_s is not None:
+                state.late_s = max(0.0, state.took_s - all_s)
+                state.alone_s = min(state.took_s, forecast([*ahead, name]))
+        # What coding and installing take, every worker needs.
+        least_s = min((s.late_s for s in states.values() if s.late_s is not None), default=0.0)
+        late_s = {n: least_s if s.late_s is None else s.late_s for n, s in states.items()}
+        alone_s = {n: 0.0 if n in active else s.alone_s for n, s in states.items()}
 
         @cache
-        def overhead_s() -> float:
-            # What coding, decoding and installing add to the forecast for those that hold weights.
-            everybody = [*(relay.node_id for relay in relays), *active]
-            return max(0.0, took_s - forecast(everybody)) if took_s else 0.0
-
-        def broadcast_s(names: Collection[str]) -> float:
-            return forecast([*(relay.node_id for relay in relays), *names]) + overhead_s()
+        def broadcast_s(names: frozenset[str]) -> float:
+            planned_s = forecast([*ahead, *names])
+            alone = max((alone_s[name] for name in names), default=0.0)
+            return max(planned_s, alone) + max((late_s[name] for name in names), default=0.0)
 
         return Links(
-            broadcast_s=broadcast_s,
+            broadcast_s=lambda names: broadcast_s(frozenset(names)),
             uplink_bytes_per_s=uplink or UNLIMITED,
             price_per_gb=role.settings.site.price_per_gb,
             relay_regions=frozenset(relay.node.region for relay in relays if relay.node.region),
         )
 
-    def _is_steady(self, member: Member, now: float) -> bool:
-        state = self._states[member.node_id]
-        dwell_s = self.settings.min_dwell_s * 2**state.num_doublings
-        return not member.is_standby and now >= state.since + dwell_s
+    def _uplink(self, role: Learner) -> float | None:
+        """Return the bytes per second that the learner can send; None if it never sent.
+
+        Its own estimate is too low where children are slow, and missing where versions are short.
+        """
+        estimate = role.broadcast.uplink.bytes_per_s
+        assumed = role.settings.site.uplink_bytes_per_s if estimate is None else None
+        return max(self._shown_bytes_per_s, estimate or 0.0, assumed or 0.0) or None
 
     # --- carrying out ----------------------------------------------------------------------------
 
@@ -394,11 +383,8 @@ class Activation:
         known = asked & members.keys() & self._states.keys()
         deactivated = sorted(n for n in known - answer.active if not members[n].is_standby)
         activated = sorted(n for n in known & answer.active if members[n].is_standby)
-        self._is_pending = answer.is_pending
         if not deactivated and not activated:
-            self._num_idle_answers += 1
             return [], None
-        self._num_idle_answers = 0
         standby = {n for n, m in members.items() if m.is_standby} - set(activated) | set(
             deactivated
         )
@@ -414,23 +400,14 @@ class Activation:
             train_s=question.job.train_s,
             idle_share=question.idle_share,
             slowdown=answer.choice.slowdown,
-            is_exact=answer.choice.is_exact,
         )
-        for name in [*deactivated, *activated]:
-            state = self._states[name]
-            if name in activated and now < state.since + 2 * self.settings.min_dwell_s:
-                # It was dropped and is missed already: not so soon again.
-                state.num_doublings = min(MAX_DOUBLINGS, state.num_doublings + 1)
-            state.since = now
+        for name in activated:
+            self._states[name].free_at = now
+        for state in self._states.values():
+            state.took_s = None
         self._steps_since_change = 0
+        self._active = answer.active & members.keys()
         return role.set_standby(standby, now=now), decision
-
-
-def _has_drifted(before: dict[str, float], after: dict[str, float]) -> bool:
-    """Return whether anything came or went, or moved by DRIFT of what it was."""
-    if before.keys() != after.keys():
-        return True
-    return any(abs(after[name] - value) > DRIFT * abs(value) for name, value in before.items())
 
 
 # --- The cost meter: total, and per hour ---
