@@ -76,8 +76,8 @@ class Provisioning:
     job: Job
     """With the publish period of the plan."""
     outcome: Forecast
-    is_exact: bool
-    """Whether the selection is the proven optimum."""
+    gap: float
+    """Share of the cost by which another selection may be cheaper; 0 for the proven optimum."""
     required_pausing: float
     """Rollouts per second by the reading for workers that pause during a broadcast."""
     required_overlapping: float
@@ -108,7 +108,7 @@ def describe_fleet(fleet: RentedFleet, selection: Selection) -> Provisioning:
         fleet=fleet,
         job=job,
         outcome=outcome,
-        is_exact=selection.is_exact,
+        gap=selection.gap,
         required_pausing=required_rate(job, outcome.broadcast_s, is_pausing=True),
         required_overlapping=required_rate(job, outcome.broadcast_s, is_pausing=False),
         binding=binding_resource(

@@ -1,36 +1,37 @@
-"""Cheapest sufficient set of nodes: exactly by HiGHS, else greedily."""
+"""Cheapest sufficient set of nodes, by one search that is bounded.
+
+The rule is convex in the number of nodes: the time of a broadcast is a maximum of linear functions,
+and both the rate that pausing workers need and the time of gathering a batch are convex. So the
+optimum is that of a mixed-integer linear programme (HiGHS) to which tangents are added until its
+answer satisfies the rule itself. Without a tangent at the answer it would be too optimistic, never
+too pessimistic.
+
+The search ends after MAX_NODES nodes of its tree. Its answer is then sufficient, and it says by how
+much the optimum may be cheaper.
+"""
 
 from __future__ import annotations
 
-import itertools
-import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from echo.core.errors import EchoError
 from echo.core.units import GIGABYTE
 from echo.fleet.job import Job
 from echo.fleet.market import Counts, Offer, RentedFleet
 from echo.fleet.overlap import is_enough, required_rate, window_s
 
-# --- selection ------------------------------------------------------------------------------------
-#
-# The rule is convex in the number of nodes: the time of a broadcast is a maximum of linear
-# functions, and both the rate that pausing workers need and the time of gathering a batch are
-# convex. So the exact optimum is a mixed-integer linear programme (HiGHS) to which tangents are
-# added until its answer satisfies the rule itself; without a tangent at the answer it would be too
-# optimistic, never too pessimistic. `select_greedily` answers for the sizes where HiGHS takes
-# longer than a second.
+MAX_NODES = 1000
+"""Nodes of one search: 40 offers that hardly differ need 2 s for as many, most fleets need ten."""
+MAX_ROUNDS = 60
+"""Tangents at most; a handful is usual."""
 
 
-TIME_LIMIT_S = 1.0
-"""What the exact solver may take for one programme."""
-
-_ADDED = (1, 2, 3, 5, 8, 13, 21, 34, 55)
-"""Nodes that an exchange tries to add."""
+class SearchLimitError(EchoError):
+    """The search has found neither a set nor a proof that there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +42,8 @@ class Selection:
     job: Job
     cost_per_h: float
     """$ per hour for nodes and traffic."""
-    is_exact: bool
-    """Whether it is the proven optimum."""
+    gap: float
+    """Share of the cost by which a set may be cheaper; 0 for the proven optimum."""
 
 
 def is_sufficient(fleet: RentedFleet, job: Job, counts: Counts) -> bool:
@@ -61,129 +62,15 @@ def select(
     """Return the cheapest sufficient set with the smallest publish period that has one."""
     for period in [job.publish_period] if periods is None else periods:
         tried = replace(job, publish_period=period)
-        counts, is_exact = _solve(fleet, tried)
-        if counts is not None:
+        found = _search(fleet, tried)
+        if found is not None:
+            counts, gap = found
             cost = fleet.cost_per_h(tried, counts)
-            return Selection(counts=counts, job=tried, cost_per_h=cost, is_exact=is_exact)
+            return Selection(counts=counts, job=tried, cost_per_h=cost, gap=gap)
     return None
 
 
-def _solve(fleet: RentedFleet, job: Job) -> tuple[tuple[int, ...] | None, bool]:
-    try:
-        return select_exactly(fleet, job, time_limit_s=TIME_LIMIT_S), True
-    except OutOfTimeError:
-        return select_greedily(fleet, job), False
-
-
-def select_greedily(fleet: RentedFleet, job: Job) -> tuple[int, ...] | None:
-    """Return a sufficient set by adding the best value first, then improve it by single changes.
-
-    Several starts, since a slow link or a long group of a cheap offer may rule the others out:
-    all offers, and for each offer those whose broadcast and groups are no slower than its own.
-    """
-    unbounded = replace(job, budget_per_h=math.inf)  # the improvement may yet bring it within
-    candidates = []
-    for allowed, keeps_time in itertools.product(_starts(fleet, job), (False, True)):
-        counts = _fill(fleet, unbounded, allowed, keeps_time=keeps_time)
-        if counts is not None:
-            candidates.append(_improve(fleet, unbounded, counts))
-    best = min(candidates, key=lambda counts: fleet.cost_per_h(job, counts), default=None)
-    return best if best is not None and is_sufficient(fleet, job, best) else None
-
-
-def _starts(fleet: RentedFleet, job: Job) -> list[frozenset[int]]:
-    """Return the sets of offers to start from, without repeats."""
-    indices = range(len(fleet.offers))
-    delay = [
-        offer.group_latency_s(job) + job.version_bytes / fleet.link_bytes_per_s(offer)
-        for offer in fleet.offers
-    ]
-    limits = {frozenset(j for j in indices if delay[j] <= delay[i]) for i in indices}
-    listening = frozenset(
-        j for j in indices if fleet.offers[j].can_listen or fleet.has_relay(fleet.offers[j])
-    )
-    ordered = {*limits, *(limit & listening for limit in limits)} - {frozenset()}
-    return sorted(ordered, key=lambda allowed: (len(allowed), sorted(allowed)))
-
-
-def _fill(
-    fleet: RentedFleet, job: Job, allowed: frozenset[int], *, keeps_time: bool
-) -> tuple[int, ...] | None:
-    """Add nodes, the most rollouts per dollar first, until they suffice; None if they never do."""
-    counts = [0] * len(fleet.offers)
-    for index in _by_value(fleet, job, allowed):
-        choices = [
-            [*counts[:index], count, *counts[index + 1 :]]
-            for count in range(fleet.offers[index].count + 1)
-        ]
-        if keeps_time:
-            choices = choices[: _first(choices, lambda c: not _has_time(fleet, job, c))]
-        enough = _first(choices, lambda c: is_sufficient(fleet, job, c))
-        counts = choices[min(enough, len(choices) - 1)] if choices else counts
-        if is_sufficient(fleet, job, counts):
-            return tuple(counts)
-    return None
-
-
-def _first(choices: list[list[int]], holds: Callable[[list[int]], bool]) -> int:
-    """Return the index of the first choice that holds, their number if none does."""
-    return bisect_left(choices, True, key=holds)
-
-
-def _has_time(fleet: RentedFleet, job: Job, counts: Counts) -> bool:
-    """Tell whether broadcast and groups would leave time enough if the rate were there."""
-    broadcast_s = fleet.broadcast_s(job, counts)
-    return is_enough(
-        job,
-        rate=max(fleet.rate(job, counts), required_rate(job, broadcast_s) * (1 + job.margin)),
-        broadcast_s=broadcast_s,
-        latency_s=fleet.latency_s(job, counts),
-    )
-
-
-def _by_value(fleet: RentedFleet, job: Job, allowed: frozenset[int]) -> list[int]:
-    def dollars_per_rollout(index: int) -> float:
-        offer = fleet.offers[index]
-        rate = offer.rollouts_per_s(job)
-        one = [int(j == index) for j in range(len(fleet.offers))]
-        return fleet.cost_per_h(job, one) / rate if rate > 0 else math.inf
-
-    return sorted((j for j in allowed if fleet.offers[j].count), key=dollars_per_rollout)
-
-
-def _improve(fleet: RentedFleet, job: Job, counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Drop nodes, or exchange one, two or all of an offer for some of another, while it pays."""
-    best, best_cost = counts, fleet.cost_per_h(job, counts)
-    while True:
-        better = [
-            (cost, changed)
-            for changed in _neighbours(fleet, best)
-            if (cost := fleet.cost_per_h(job, changed)) < best_cost * (1 - 1e-9)
-        ]
-        for cost, changed in sorted(better):
-            if is_sufficient(fleet, job, changed):
-                best, best_cost = changed, cost
-                break
-        else:
-            return best
-
-
-def _neighbours(fleet: RentedFleet, counts: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
-    for index, count in enumerate(counts):
-        for removed in {1, 2, count} - {0}:
-            if removed > count:
-                continue
-            fewer = [*counts[:index], count - removed, *counts[index + 1 :]]
-            yield tuple(fewer)
-            for other, offer in enumerate(fleet.offers):
-                for added in _ADDED:
-                    if other != index and fewer[other] + added <= offer.count:
-                        swapped = fewer.copy()
-                        swapped[other] += added
-                        yield tuple(swapped)
-
-
-# --- exact choice ---------------------------------------------------------------------------------
+# --- the programme --------------------------------------------------------------------------------
 #
 # Variables, in this order: x_j nodes of each offer, z_j whether an offer is used, r_g whether a
 # region's relay is used, t the seconds of a broadcast. Every constraint but one is linear as it
@@ -191,39 +78,30 @@ def _neighbours(fleet: RentedFleet, counts: tuple[int, ...]) -> Iterable[tuple[i
 # others) enters as tangents, one per round, until the answer satisfies the rule itself.
 
 
-MAX_ROUNDS = 60
-"""Tangents at most; a handful is usual."""
-
 _Row = npt.NDArray[np.float64]
 _OPTIMAL, _INFEASIBLE = 0, 2
 _SLACK = 1e-9
 
 
-class OutOfTimeError(Exception):
-    """The solver did not finish within its time."""
-
-
-def select_exactly(
-    fleet: RentedFleet, job: Job, *, time_limit_s: float = 1.0
-) -> tuple[int, ...] | None:
-    """Return the counts of the cheapest sufficient set; None if there is none.
-
-    Raises:
-        OutOfTimeError: if the solver needs longer than `time_limit_s` for one programme.
-    """
+def _search(fleet: RentedFleet, job: Job) -> tuple[tuple[int, ...], float] | None:
+    """Return the counts of the cheapest sufficient set, and their gap; None if there is none."""
     if job.train_s <= 0 or not fleet.offers:
         return None
     programme = _Programme(fleet, job)
     for _ in range(MAX_ROUNDS):
-        counts = programme.solve(time_limit_s)
-        if counts is None:
+        found = programme.solve()
+        if found is None:
             return None
+        counts, _ = found
         rate, broadcast_s = fleet.rate(job, counts), fleet.broadcast_s(job, counts)
         latency_s = fleet.latency_s(job, counts)
         if is_enough(job, rate=rate, broadcast_s=broadcast_s, latency_s=latency_s):
-            return counts
+            return found
         programme.add_tangent(rate=rate, broadcast_s=broadcast_s)
-    raise OutOfTimeError
+    raise SearchLimitError(
+        f"no set of nodes was found that satisfies the rule, and no proof that there is none: "
+        f"{MAX_ROUNDS} tangents were not enough; put alike offers together"
+    )
 
 
 @dataclass(slots=True)
@@ -258,15 +136,15 @@ class _Programme:
         if job.budget_per_h < np.inf:
             self.constraints.add(-self.costs, -job.budget_per_h)
 
-    def solve(self, time_limit_s: float) -> tuple[int, ...] | None:
-        """Return the counts of the present optimum; None if there is none."""
+    def solve(self) -> tuple[tuple[int, ...], float] | None:
+        """Return the counts of the present optimum, and their gap; None if there is none."""
         offers, job = self.fleet.offers, self.job
         is_integer = np.ones(self.size)
         is_integer[self.time_index] = 0
         upper = np.ones(self.size)
         upper[: self.num_offers] = [offer.count for offer in offers]
         upper[self.time_index] = job.publish_period * job.train_s * (1 - _SLACK)
-        # Imported here: the runtime chooses on small nodes, which do without scipy.
+        # Imported here: a machine that has a plan does without scipy.
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         result = milp(
@@ -274,13 +152,18 @@ class _Programme:
             integrality=is_integer,
             bounds=Bounds(np.zeros(self.size), upper),
             constraints=LinearConstraint(np.array(self.constraints.rows), self.constraints.bounds),
-            options={"time_limit": time_limit_s, "mip_rel_gap": 0.0},
+            options={"node_limit": MAX_NODES, "mip_rel_gap": 0.0},
         )
-        if result.status == _INFEASIBLE:
+        # "Unbounded or infeasible" has no status of its own; no variable is unbounded.
+        if result.status == _INFEASIBLE or "infeasible" in result.message:
             return None
-        if result.status != _OPTIMAL:
-            raise OutOfTimeError
-        return tuple(int(value) for value in np.rint(result.x[: self.num_offers]))
+        if result.x is None:
+            raise SearchLimitError(
+                f"no set of nodes was found that satisfies the rule, and no proof that there is "
+                f"none, among {len(offers)} offers ({result.message}); put alike offers together"
+            )
+        counts = tuple(int(value) for value in np.rint(result.x[: self.num_offers]))
+        return counts, 0.0 if result.status == _OPTIMAL else float(result.mip_gap)
 
     def add_tangent(self, *, rate: float, broadcast_s: float) -> None:
         """Add the tangent of the convex constraint at one point."""

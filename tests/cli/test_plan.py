@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from echo.cli.parsers import node_parser
-from echo.cli.plan import _learner_commands, _signed, main, to_json
+from echo.cli.plan import _learner_commands, _signed, main, selection_text, to_json
 from echo.config.fleet_file import load_fleet
 from echo.config.load import load_config, parse_config
 from echo.fleet.hetero import Division, RolloutPlan
@@ -38,6 +38,8 @@ def test_the_plan_is_printed_with_its_figures(planned: tuple[Path, str]) -> None
     _, text = planned
     for words in ("fra-4090", "learner waits", "binding", "feasible S", "cost per step", "$/h"):
         assert words in text
+    assert "the proven optimum" in text
+    assert "another fleet may be up to 0.42% cheaper" in selection_text(0.0042)
     assert "10 fra-4090" not in text  # that is the plot's way to say it
     assert "note: learner: 75.6 s per step is an estimate" in text
 
