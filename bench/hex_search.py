@@ -23,6 +23,7 @@ from echo.fleet.hetero import (
     MICRO_BATCH_TOKENS,
     PARALLEL_SIZES,
     Cluster,
+    OverlappedStep,
     Replica,
     RolloutPlan,
     SiteJob,
@@ -201,9 +202,6 @@ def _gradients_s(cluster: Cluster, job: SiteJob, stages: Sequence[StagePlan]) ->
 # does not exist for whole GPUs, so it has a tolerance of half the largest GPU. From there single
 # and joint moves of GPUs are taken until none shortens the step any more.
 #
-# A step lasts max(C_T, C_I): generation (with rewards and the update of its weights) and training
-# overlap, as far as staleness allows.
-#
 # Source: AReaL-Hex, arXiv:2511.00796, Algorithm 1, Eqs. 1 and 3. Differs from the paper: the moves
 # at the end, the coarser divisions of large clusters, and the cost models of phase 1.
 
@@ -217,29 +215,12 @@ MAX_MOVE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class Schedule(OverlappedStep):
     """A division of the GPUs, and what it leads to."""
 
     train_counts: Mapping[str, int]
     """GPUs given to training, by type; the others generate."""
     training: TrainPlan
-    rollouts: RolloutPlan
-    train_s: float
-    """C_T, seconds of training per step."""
-    rollout_s: float
-    """C_I, seconds of generation, rewards and weight update per step."""
-    update_s: float
-    """The update's part of it."""
-
-    @property
-    def step_s(self) -> float:
-        """Seconds per step."""
-        return max(self.train_s, self.rollout_s)
-
-    @property
-    def rank(self) -> tuple[float, float]:
-        """What is minimised: the longer side, then the shorter."""
-        return self.step_s, min(self.train_s, self.rollout_s)
 
 
 class HexScheduler:

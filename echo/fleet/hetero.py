@@ -197,11 +197,9 @@ def share_rollouts(replicas: Sequence[tuple[Replica, int]], num_rollouts: int) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Division:
-    """Which GPUs train, which generate, and what it leads to."""
+class OverlappedStep:
+    """A step whose two sides overlap."""
 
-    train_gpu: str
-    num_train_gpus: int
     rollouts: RolloutPlan
     train_s: float
     """C_T, seconds of training per step."""
@@ -219,6 +217,14 @@ class Division:
     def rank(self) -> tuple[float, float]:
         """What is minimised: the longer side, then the shorter."""
         return self.step_s, min(self.train_s, self.rollout_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division(OverlappedStep):
+    """Which GPUs train, which generate, and what it leads to."""
+
+    train_gpu: str
+    num_train_gpus: int
 
 
 def find_division(cluster: Cluster, job: SiteJob) -> Division | None:
