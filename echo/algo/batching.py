@@ -106,7 +106,6 @@ class Segments:
         )
 
     def to(self, device: torch.device) -> Segments:
-        """Return the same on `device`."""
         return replace(
             self,
             ends=_moved(self.ends, device),

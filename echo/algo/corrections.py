@@ -100,7 +100,6 @@ class RolloutMasks:
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is ever left out."""
         return self == RolloutMasks()
 
     def dropped(self, inputs: LossInputs) -> dict[str, Tensor]:
@@ -142,7 +141,6 @@ class MaskedLoss:
 
     @property
     def needs(self) -> LossNeeds:
-        """The needs of the loss inside."""
         return needs_of(self.loss)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:

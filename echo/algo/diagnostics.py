@@ -53,7 +53,6 @@ class LengthBias:
         self._delivered[group.group_id] = _lengths(group)
 
     def trained(self, groups: Iterable[Group]) -> None:
-        """Note the groups of a step."""
         self._trained.extend(_lengths(group) for group in groups)
 
     def metrics(self, *, oldest_open: int | None) -> dict[str, float]:

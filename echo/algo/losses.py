@@ -223,7 +223,6 @@ class GrpoLoss(ClippedTokenLoss):
     """How token losses become one number."""
 
     def combine(self, token_losses: Tensor, inputs: LossInputs) -> Tensor:
-        """Return the mean over tokens or rollouts."""
         return aggregate(token_losses, inputs, self.aggregation)
 
 

@@ -17,7 +17,6 @@ class Counters:
         self._counts: dict[str, float] = {}
 
     def add(self, name: str, amount: float = 1) -> None:
-        """Add `amount` to the count of `name`."""
         self._counts[name] = self._counts.get(name, 0) + amount
 
     def __getitem__(self, name: str) -> float:

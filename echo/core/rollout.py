@@ -258,7 +258,6 @@ class PartialRollout(Tokens):
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has come to its end."""
         return bool(self.finish_reason)
 
     def extended(

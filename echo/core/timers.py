@@ -42,7 +42,6 @@ class RecentMap(Generic[RecentKey, Value]):
             del self._entries[next(iter(self._entries))]
 
     def get(self, key: RecentKey) -> Value | None:
-        """Return the value of `key`, or None."""
         return self._entries.get(key)
 
     def as_dict(self) -> dict[RecentKey, Value]:
@@ -50,11 +49,9 @@ class RecentMap(Generic[RecentKey, Value]):
         return dict(self._entries)
 
     def discard(self, key: RecentKey) -> None:
-        """Forget `key`, if it is there."""
         self._entries.pop(key, None)
 
     def discard_value(self, value: Value) -> None:
-        """Forget every key with this value."""
         self._entries = {k: v for k, v in self._entries.items() if v != value}
 
 

@@ -117,7 +117,6 @@ class Routes:
         return self._peers.get(node_id)
 
     def forget(self, peer: str) -> None:
-        """Forget a link that is lost."""
         self._peers.discard_value(peer)
 
     def to(self, node_id: str, message: Message, *payload: Frame) -> list[Action]:
@@ -135,7 +134,6 @@ class Complaints:
     """Report to the operator of nodes that misbehave: once a minute for each and each reason."""
 
     def __init__(self) -> None:
-        """Start with nothing said."""
         self._lines = OncePerMinute()
 
     def note(self, node_id: str, reason: str, text: str, *, now: float) -> list[Action]:
