@@ -410,7 +410,6 @@ class InstalledVersion:
         return self._installed
 
     def close(self) -> None:
-        """Uninstall the weights."""
         self._installed = None
 
     @contextmanager
@@ -477,7 +476,6 @@ class VersionSlots:
         return slots[-1].version if slots else None
 
     def close(self) -> None:
-        """Unload all versions."""
         with self._changed:
             self._slots = ()
             self._changed.notify_all()

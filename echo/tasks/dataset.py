@@ -572,7 +572,6 @@ class RowsTask(Task):
         )
 
     def tools(self, example: Example) -> list[dict[str, Any]]:
-        """Return the tools of a row."""
         return self._tools_of(example.columns.get(self.columns.get("tools", "tools")))
 
     def examine(self, fault_of: Callable[[Example], str]) -> None:
@@ -606,7 +605,6 @@ class RowsTask(Task):
         return replace(examples[index % len(examples)], index=index, split=split)
 
     def num_examples(self, *, split: str) -> int:
-        """Return the rows of a split."""
         return len(self._examples[split])
 
     def dataset_files(self) -> list[Path]:
@@ -912,7 +910,6 @@ class DatasetTask(RowsTask):
         return values
 
     def source_files(self) -> list[Path]:
-        """Return the file of the function."""
         return [] if self._reward.file is None else [self._reward.file]
 
 
@@ -959,7 +956,6 @@ class MixtureTask(Environment):
         self.has_turns = any(task.has_turns for task in self._parts.values())
 
     def prepare(self) -> None:
-        """Prepare every task."""
         for task in self._parts.values():
             task.prepare()
 
@@ -973,15 +969,12 @@ class MixtureTask(Environment):
         return replace(own, index=index, task=name)
 
     def reward(self, example: Example, completion: str) -> Reward:
-        """Ask the example's task."""
         return self.part_of(example).reward(example, completion)
 
     def compares_answers(self, example: Example) -> bool:
-        """Ask the example's task."""
         return self.part_of(example).compares_answers(example)
 
     def rewards(self, example: Example, completions: list[str]) -> Rewards:
-        """Ask the example's task."""
         return self.part_of(example).rewards(example, completions)
 
     def begin(self, example: Example) -> Any:
@@ -1017,16 +1010,13 @@ class MixtureTask(Environment):
         return task.tools(example)
 
     def part_of(self, example: Example) -> Task:
-        """Return the task that an example comes from."""
         return self._parts[example.task]
 
     def examine(self, fault_of: Callable[[Example], str]) -> None:
-        """Examine the rows of every task."""
         for task in self._parts.values():
             task.examine(fault_of)
 
     def dataset_files(self) -> list[Path]:
-        """Return the files of all tasks."""
         return [file for task in self._parts.values() for file in task.dataset_files()]
 
     def parts(self) -> list[Task]:

@@ -184,11 +184,9 @@ class ToolEnvironment(Environment):
         """
 
     def tools(self, example: Example) -> list[dict[str, Any]]:
-        """Return the schemas of the functions."""
         return [schema_of(function) for function in self.functions()]
 
     def begin(self, example: Example) -> ToolState:
-        """Return an episode in which nothing has been said."""
         return ToolState(example)
 
     def reply(self, state: ToolState, text: str) -> list[Message] | None:
@@ -202,7 +200,6 @@ class ToolEnvironment(Environment):
         return results or None
 
     def outcome(self, state: ToolState) -> Reward:
-        """Score what the policy has said."""
         return self.score(state.example, state.texts)
 
 

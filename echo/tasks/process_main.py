@@ -159,7 +159,6 @@ class Pipe:
             return False
 
     def close(self) -> None:
-        """Close this end."""
         self._socket.close()
 
     def _read(self, count: int, give_up_at: float | None) -> bytes:

@@ -308,7 +308,6 @@ class LaterHost(TaskHost):
         return CallAnswer([0.0] * len(call.texts))
 
     def take_counts(self) -> dict[str, int]:
-        """Return nothing: nothing was called."""
         return {}
 
 
@@ -646,7 +645,6 @@ class TaskProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be called."""
         return self._child.poll() is None and self._pipe.is_open
 
     def kill(self) -> None:

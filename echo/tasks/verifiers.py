@@ -77,7 +77,6 @@ class VerifiersTask(Environment):
         )
 
     def num_examples(self, *, split: str) -> int:
-        """Return the rows of a split."""
         return len(self._rows[split])
 
     def tools(self, example: Example) -> list[dict[str, Any]]:

@@ -151,12 +151,10 @@ class StaticBatch:
 
     @property
     def is_done(self) -> bool:
-        """Whether every row has ended."""
         return not self._is_running.any()
 
     @property
     def num_running(self) -> int:
-        """Rows that have not ended."""
         return int(self._is_running.sum())
 
     @property

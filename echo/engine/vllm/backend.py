@@ -87,7 +87,6 @@ class Facts:
     """Sequences sampled concurrently."""
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
 
@@ -419,7 +418,6 @@ class InlineBackend(Backend):
         self._engine.abort_request(list(request_ids))
 
     def num_sampled(self) -> dict[str, int]:
-        """Return the tokens so far of every request that runs."""
         return num_sampled(self._engine.output_processor)
 
     def update(self, weights: HandedOver, tag: str, *, clears_cache: bool) -> None:
@@ -603,7 +601,6 @@ class CrashReason:
         return ""
 
     def close(self) -> None:
-        """Remove the file."""
         self._path.unlink(missing_ok=True)
 
 
@@ -733,12 +730,10 @@ class ProcessBackend(Backend):
         return self._post(self._sample(request))
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests."""
         if self.death is None:
             self._post(self._engine.abort(list(request_ids)))
 
     def num_sampled(self) -> dict[str, int]:
-        """Return the tokens so far of every request that runs."""
         return num_sampled(self._engine.output_processor)
 
     def update(self, weights: HandedOver, tag: str, *, clears_cache: bool) -> None:

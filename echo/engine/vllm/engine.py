@@ -451,7 +451,6 @@ class VllmEngine(Engine):
 
     @property
     def installed(self) -> PolicyVersion | None:
-        """The version that samples."""
         return self._installed.installed
 
     def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
