@@ -45,7 +45,6 @@ class LogFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as text."""
         return "\n    ".join(map(one_line, without_keys(super().format(record)).split("\n")))
 
 

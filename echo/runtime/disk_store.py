@@ -440,7 +440,6 @@ class DiskStore(MemoryStore):
 
     @property
     def where(self) -> str:
-        """The place, for messages."""
         return f"network.store_dir = {self.directory}"
 
     def sealed(self, version: PolicyVersion, signed_manifest: bytes) -> None:

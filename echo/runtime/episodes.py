@@ -325,7 +325,6 @@ class _Play:
         return True
 
     def rollout(self) -> Rollout:
-        """Return it as it has ended."""
         return Rollout(
             token_ids=self._joined(0, np.int32),
             sampler_logprobs=self._joined(1, np.float32),

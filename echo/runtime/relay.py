@@ -23,7 +23,6 @@ class RelayNode(DialingNode):
     """A relay."""
 
     def on_action(self, action: Action) -> None:
-        """Carry out what concerns a relay."""
         match action:
             case VersionArrived():
                 self.perform([Note("info", f"holds {action.version}", "holds")])

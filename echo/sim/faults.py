@@ -45,11 +45,9 @@ class Stage(Protocol):
     history: History
     sites: list[SimulatedSite]
 
-    def start_worker(self, site: SimulatedSite) -> None:
-        """Start a process at a site."""
+    def start_worker(self, site: SimulatedSite) -> None: ...
 
-    def kill(self, worker: SimWorker, *, is_silent: bool) -> None:
-        """End a process."""
+    def kill(self, worker: SimWorker, *, is_silent: bool) -> None: ...
 
 
 class Faults:

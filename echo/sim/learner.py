@@ -281,5 +281,4 @@ class NoPrompts:
     """The prompts of a simulation, which say nothing."""
 
     def lease(self, group_id: int, attempt: int) -> Lease:
-        """Return the lease of a group."""
         return Lease(group_id=group_id, attempt=attempt, seed=group_id, prompt_ids=(0,), example={})

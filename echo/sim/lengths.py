@@ -92,7 +92,6 @@ class Groups:
         """Of groups that were finished."""
 
     def length(self, group_id: int) -> GroupLength:
-        """Return how long a group is."""
         return self._lengths.of(group_id)
 
     def num_bytes(self, header: Frame) -> float:
@@ -106,7 +105,6 @@ class Groups:
         self._shares.setdefault(lease.group_id, {})[lease.attempt] = shares
 
     def shares(self, group: Group) -> Shares:
-        """Return what a group consists of."""
         return self._shares[group.group_id][group.attempt]
 
     def waiting(self, group_id: int) -> float:
@@ -115,5 +113,4 @@ class Groups:
         return sum(share for _, share in next(iter(attempts.values()))) if attempts else 0.0
 
     def forget(self, group_id: int) -> None:
-        """Drop a group that has ended."""
         self._shares.pop(group_id, None)

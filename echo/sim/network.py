@@ -99,14 +99,11 @@ class Client(Protocol):
 
     port: Port
 
-    def on_connected(self, end: LinkEnd) -> None:
-        """Handle that a dialled connection stands."""
+    def on_connected(self, end: LinkEnd) -> None: ...
 
-    def on_refused(self, end: LinkEnd, reason: str) -> None:
-        """Handle that dialling came to nothing."""
+    def on_refused(self, end: LinkEnd, reason: str) -> None: ...
 
-    def on_disconnected(self, end: LinkEnd, reason: str) -> None:
-        """Handle the end of a connection."""
+    def on_disconnected(self, end: LinkEnd, reason: str) -> None: ...
 
     def on_message(self, end: LinkEnd, frames: list[Frame]) -> None:
         """Handle a message; the listener learns of a connection by its first message."""
@@ -242,7 +239,6 @@ class Network:
         self._listeners[address] = client
 
     def listener(self, address: str) -> Client | None:
-        """Return who listens on an address."""
         return self._listeners.get(address)
 
     # --- connections -----------------------------------------------------------------------------

@@ -60,5 +60,4 @@ class Scenario:
         return [node for each in rounds for node in each if node is not None]
 
     def with_seed(self, seed: int) -> Scenario:
-        """Return the same with another seed."""
         return replace(self, settings=self.settings.model_copy(update={"seed": seed}))

@@ -184,7 +184,6 @@ class TimedTrainer:
         return StepResult(metrics={})
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
-        """Find none."""
         return {}
 
     def tensors(self) -> dict[str, Any]:
@@ -274,7 +273,6 @@ class MemoryLedger(LedgerQueue):
         """Need nothing."""
 
     def close(self) -> None:
-        """Write the queue."""
         self.sync()
 
     def release(self) -> None:
@@ -297,7 +295,6 @@ class NoCheckpoints(Checkpoints):
         )
 
     def is_due(self, step: int, *, now: float) -> bool:
-        """Return that none is."""
         return False
 
     def save(

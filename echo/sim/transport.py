@@ -73,7 +73,6 @@ class SimTransport(Transport):
         return self.port.address
 
     async def start(self) -> None:
-        """Take the address."""
         self._network.listen(self)
 
     def dial(self, address: str, *, has_bulk: bool = False) -> PeerId:
@@ -141,7 +140,6 @@ class SimTransport(Transport):
         self._end(linger_s=None if is_silent else 0.0)
 
     def stats(self) -> TransportStats:
-        """Return the totals so far."""
         return dataclasses.replace(self._stats)
 
     # --- what the network tells ------------------------------------------------------------------

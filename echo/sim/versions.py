@@ -41,7 +41,6 @@ class Versions:
 
     @property
     def coder(self) -> Versions:
-        """The coder of the versions."""
         return self
 
     def make(self, weights: Any, version: PolicyVersion) -> Publication:
@@ -78,7 +77,6 @@ class SharedStore(VersionStore):
         self._images: WeakValueDictionary[PolicyVersion, memoryview] = WeakValueDictionary()
 
     def __len__(self) -> int:
-        """Return how many images there are."""
         return len(self._images)
 
     def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:

@@ -266,7 +266,6 @@ class _TensorBoard:
         self._writer.flush()
 
     def close(self) -> None:
-        """Flush and close the event file."""
         self._writer.close()
 
 

@@ -257,7 +257,6 @@ class Episodes:
 
     @property
     def leases(self) -> list[Lease]:
-        """What is in hand."""
         return [hand.lease for hand in self._hands.values()]
 
     @property
@@ -270,7 +269,6 @@ class Episodes:
         return bool(self._hands[key_of(lease)].sessions)
 
     def add(self, lease: Lease, *, now: float) -> None:
-        """Take a lease in hand."""
         self._hands[key_of(lease)] = _Hand(lease, deque(range(self._group_size)), now)
 
     def begin(self, *, now: float) -> Session | None:
