@@ -196,7 +196,6 @@ class NodeWatcher(Watcher):
         self.node = node
 
     def should_stop(self) -> bool:
-        """Return whether the node has ended."""
         return self.node.has_ended
 
 
@@ -231,11 +230,9 @@ class CallWatcher(EpisodeWatcher):
         return self.call.is_recalled or self.node.has_ended
 
     def on_tokens(self, number: int) -> None:
-        """Count tokens."""
         self.call.on_tokens(number)
 
     def on_completion(self, completion: Completion) -> None:
-        """Pass a completion on."""
         if not self.node.has_ended:
             self._loop.call_soon_threadsafe(self.ended.put_nowait, completion)
 
