@@ -342,15 +342,6 @@ class Policy:
             )
             yield indices, batch
 
-    def no_micro_batch(self) -> MicroBatch:
-        """Return what `micro_batches` yields where there are not enough rows."""
-        return collate([NO_ROW], is_packed=self.is_packed)
-
-    def abandon(self) -> None:
-        """Let go of what a forward or backward that has failed in the middle has left behind."""
-        if self._root is not None:
-            sharding.abandon(self._root)
-
     @property
     def _fills_rows(self) -> bool:
         """Whether rows are filled to a few sizes: only where each size takes memory."""

@@ -30,8 +30,8 @@ above that (config/losses.py).
 
 Several processes may train one model (ranks/sharding.py): each has a trainer, and all make the same
 calls with the same arguments. What they return is the same on each, and so is what they raise,
-unless a process fails by itself. One that runs out of memory in a pass does not: all make the pass
-again in smaller micro-batches, or refuse the batch.
+unless a process fails by itself, which ends the job. A process alone that runs out of memory in a
+pass makes the pass again in smaller micro-batches, or refuses the batch; one of several fails.
 
 Where adapters are trained there may be several, by name, on the one base in memory: `add_adapter`
 adds one, and from `use` on everything here is about the adapter that it names. The model has a
@@ -1049,7 +1049,8 @@ class Trainer:
             f"{what}; it goes on with learner.micro_batch_tokens = {smaller}: set that, or "
             f"learner.gradient_checkpointing = true, before the next start ({shortage})"
         )
-        self._free_memory()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # others may have the memory that nothing lies in
 
     def _take_gradient(self, batch: StepBatch) -> Sums:
         """Add the gradient of a batch under the step's own loss.
@@ -1095,7 +1096,7 @@ class Trainer:
     def _in_memory(
         self, rows: Sequence[TrainingRow], make: Callable[[], T], *, can_begin_again: bool = True
     ) -> T:
-        """Make a pass, again in smaller micro-batches if the memory of any rank is too small.
+        """Make a pass; a process alone that lacks memory makes it again in smaller micro-batches.
 
         Args:
             rows: that go through the model.
@@ -1119,57 +1120,35 @@ class Trainer:
                 raise StepError(text, reason="out_of_memory")
 
     def _make_rounds(
-        self,
-        policy: Policy,
-        micro_batches: Iterable[tuple[Sequence[int], MicroBatch]],
-        make: MakeRound,
+        self, micro_batches: Iterable[tuple[Sequence[int], MicroBatch]], make: MakeRound
     ) -> None:
         """Make the rounds of a pass, and find out what all ranks have to know of it.
 
-        A rank that runs out of memory makes the rest of that round, and the rounds to come, with
-        nothing: so no other rank waits for it, and at the end of the pass all of them are told.
-
         Args:
-            policy: whose micro-batches they are.
             micro_batches: of this rank, on the CPU.
             make: makes a round, and returns what it has failed with if that is this rank's affair
                 alone.
 
         Raises:
-            MemoryShortageError: on all ranks, if the memory of one was too small.
+            MemoryShortageError: if the memory of a process alone was too small.
             StepError: on all ranks, if `make` returned one on any.
+            torch.OutOfMemoryError: if the memory of one of several ranks was too small.
         """
         ranks, failure = self._ranks, None
         for indices, micro in micro_batches:
-            if isinstance(failure, MemoryShortageError):
-                make((), policy.no_micro_batch().to(self.device))
-                continue
-            ranks.collectives.begin_round()
             try:
                 failure = make(indices, micro.to(self.device)) or failure
                 continue
             except torch.OutOfMemoryError as error:
-                if not indices:
-                    raise  # not even a token
-                failure = MemoryShortageError(
+                if not ranks.is_alone:
+                    raise
+                shortage = MemoryShortageError(
                     str(error).partition("\n")[0],
                     num_rows=len(indices),
                     num_tokens=micro.input_ids.numel(),
                 )
-            # Here the error is gone, and with it what its frames held.
-            if ranks.is_alone:
-                raise failure
-            for each in self._policies:
-                each.abandon()
-            self._free_memory()
-            ranks.collectives.begin_round_again()
-            make((), policy.no_micro_batch().to(self.device))
+            raise shortage  # here the error is gone, and with it what its frames held
         ranks.raise_together(failure)
-
-    def _free_memory(self) -> None:
-        """Let others have the memory that nothing lies in."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _accumulate_gradients(self, batch: StepBatch, loss: Loss) -> Sums:
         """Run forward and backward over the micro-batches of a batch."""
@@ -1206,7 +1185,7 @@ class Trainer:
 
         micro_batches = self._policy.micro_batches(batch.samples, whole_groups=needs.whole_groups)
         try:
-            self._make_rounds(self._policy, self._speed.packing(micro_batches), make_round)
+            self._make_rounds(self._speed.packing(micro_batches), make_round)
         except MemoryShortageError:
             self._drop_gradients()
             raise
@@ -1311,7 +1290,7 @@ class Trainer:
                 advantages.append(micro.pick(micro.advantages[:, None].expand_as(logprobs)))
 
         micro_batches = self._policy.micro_batches(samples, whole_groups=needs.whole_groups)
-        self._make_rounds(self._policy, micro_batches, make_round)
+        self._make_rounds(micro_batches, make_round)
         own = {"log_ratios": torch.cat(log_ratios), "advantages": torch.cat(advantages)}
         parts = self._ranks.gather_tensors(own)
         return BatchScores(
@@ -1338,7 +1317,7 @@ class Trainer:
             for index, values in zip(indices, score(micro).cpu(), strict=False):
                 own[str(index)] = values[: rows[index].rollout.num_tokens].clone()
 
-        self._make_rounds(policy, policy.micro_batches(rows, score_all=True), make_round)
+        self._make_rounds(policy.micro_batches(rows, score_all=True), make_round)
         parts = self._ranks.gather_tensors(own)
         scores = {name: values.numpy() for part in parts for name, values in part.items()}
         return [scores[str(index)] for index in range(len(rows))]

@@ -5,7 +5,6 @@ What it returns is of JSON, and that of rank 0 counts.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -113,18 +112,11 @@ class Pair:
 
     def compare(self, *batches: Sequence[Group]) -> dict[str, float]:
         """Return how far they are apart, relative where a number may be of any size."""
-        results = [self.together.step(groups) for groups in batches]
-        found = [result.metrics for result in results]
-        self.notices = [notice for result in results for notice in result.notices]
+        found = [self.together.step(groups).metrics for groups in batches]
         scores, weights = self.together.forward(batches[0][:1]), weights_of(self.together)
         off: dict[str, float] = {}
         if self.alone is None:
             return off
-        # Cut rows where the ranks had to cut them: of a gradient of almost nothing, Adam makes a
-        # step that hangs on the order of its sums.
-        for policy in filter(None, (self.alone._policy, self.alone._reference)):
-            smaller = self.together.compute.micro_batch_tokens
-            policy.compute = replace(policy.compute, micro_batch_tokens=smaller)
         before = {name: tensor.clone() for name, tensor in self.alone.snapshot().items()}
         for groups, metrics in zip(batches, found, strict=True):
             wanted = self.alone.step(groups).metrics
@@ -250,70 +242,6 @@ def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
         except NonfiniteWeightsError as error:
             found["nan"] = error.names
     found["nan"] = [each.decode() for each in ranks.gather(" ".join(found["nan"]).encode())]
-    return found
-
-
-SHORTAGES: dict[str, dict[str, Any]] = {
-    "backward": {"gradient_checkpointing": True},
-    "reference": {"loss": REFERENCE_LOSS},
-    # Before the update of a second minibatch its rows are scored.
-    "layer": {"loss": LOSSES["decoupled_ppo"], "optimizer": TWO_UPDATES},
-}
-"""Where a rank may run out of memory, and what has it pass there."""
-
-
-class Memory:
-    """Of a rank's device: for so many tokens at a time, wherever they are looked at."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
-
-    def take(self, per_token: torch.Tensor) -> None:
-        if per_token.numel() > self.num_tokens:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB.\nDetails")
-
-    def limit(self, trainer: Trainer, where: str) -> None:
-        """Look in the middle of a unit of the model."""
-        policy = trainer._policy if where != "reference" else trainer._reference
-        assert policy is not None
-        layer = policy.model.model.layers[0].mlp
-
-        def look_later(_: Any, __: Any, output: torch.Tensor) -> None:
-            if output.requires_grad:
-                output.register_hook(lambda gradient: self.take(gradient[..., 0]))
-
-        if where == "backward":
-            layer.register_forward_hook(look_later)
-        else:
-            layer.register_forward_pre_hook(lambda _, given: self.take(given[0][..., 0]))
-
-
-def short_of_memory(crew: Crew, model_dir: str, reference_dir: str) -> dict[str, Any]:
-    """Steps of ranks of which the last has less memory, or all have too little for one group."""
-    ranks, groups = crew.ranks, make_groups(6)
-    found: dict[str, Any] = {}
-    for where, options in SHORTAGES.items():
-        reference = ModelSource(model_dir=Path(reference_dir))
-        given = {"reference": reference} if where == "reference" else {}
-        pair = Pair(model_dir, ranks, **options, **given)
-        memory = Memory(20 if ranks.rank == ranks.size - 1 else 1000)
-        memory.limit(pair.together, where)
-        off = pair.compare(groups)
-        said = [pair.together.compute.micro_batch_tokens, *pair.notices]
-        told = [json.loads(each) for each in ranks.gather(json.dumps(said).encode())]
-        found[where] = {"off": off, "told": told}
-    # The last pair goes on.
-    short, long = make_group([1, 0], 0), make_group([1, 0, 0, 1], 5)
-    longest = max(rollout.num_tokens for rollout in long.rollouts)
-    memory.num_tokens = len(long.prompt_ids) + longest - 2
-    reason = ""
-    try:
-        pair.together.step([short, long])
-    except StepError as error:
-        reason = f"{error.reason}: {error}"
-    found["reasons"] = [each.decode() for each in ranks.gather(reason.encode())]
-    found["faulty"] = list(pair.together.find_faulty([short, long]))
-    found["next"] = pair.compare([short])
     return found
 
 
@@ -673,11 +601,11 @@ def fail_later(trainer: Trainer, how: str) -> None:
     def fail(*_: object, **__: object) -> None:
         if how == "hangs":
             time.sleep(60)
+        if how == "has no memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB.\nDetails")
         os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[how])
 
-    if how == "has no memory":
-        Memory(0).limit(trainer, "layer")
-    elif how == "killed":
+    if how == "killed":
         vars(sharded_state).update(save=fail)
     else:
         assert trainer._rescorer is not None

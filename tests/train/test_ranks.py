@@ -70,7 +70,6 @@ def answers(
         "variants": ("variants", size, {"model_dir": tiny, "untied_dir": untied}),
         "trouble": ("trouble", size, {"model_dir": tiny}),
         "bfloat16": ("in_bfloat16", size, {"model_dir": tiny}),
-        "memory": ("short_of_memory", size, {"model_dir": tiny, "reference_dir": other}),
     }
     adapters = {"model_dir": tiny, "directory": str(tmp_path_factory.mktemp("adapters"))}
     asked["adapters"] = ("adapters", size, adapters)
@@ -256,30 +255,6 @@ def test_nothing_is_left_of_a_failure(answers: Answers) -> None:
     assert answers["trouble"]["faulty"] == [3]
 
 
-@pytest.mark.parametrize("where", rank_cases.SHORTAGES)
-def test_all_ranks_go_on_with_what_the_memory_of_one_holds(
-    where: str, answers: Answers, request: pytest.FixtureRequest
-) -> None:
-    found = answers["memory"][where]
-    assert_near(found["off"], weights=0.02)  # The ranks' rows were cut otherwise.
-    first, *others = found["told"]
-    assert all(told == first for told in others)
-    smaller, *notices = first
-    assert 10 <= smaller <= 40
-    assert f"learner.micro_batch_tokens = {smaller}: set that" in notices[-1]
-    cause = f"(rank {last_rank(request)}: CUDA out of memory. Tried to allocate 7 GiB.)"
-    assert all(notice.endswith(cause) for notice in notices)
-
-
-def test_a_rollout_that_no_rank_holds_ends_its_group_on_all(answers: Answers) -> None:
-    found = answers["memory"]
-    assert len(set(found["reasons"])) == 1
-    assert found["reasons"][0].startswith("out_of_memory: step 2, 4 rollouts of ")
-    assert ", which cannot be cut: " in found["reasons"][0]
-    assert found["faulty"] == [5]
-    assert_near(found["next"], weights=0.02)  # The ranks' rows were cut otherwise.
-
-
 def test_a_state_is_refused_that_would_lie_on_several_disks_or_holds_nan_on_one_rank(
     answers: Answers,
 ) -> None:
@@ -345,6 +320,7 @@ def test_a_rank_that_fails_ends_the_job_with_its_name(
     said = answer.found["says"]
     assert DEATHS[how].format(last_rank(request)) in said
     assert "cannot go on" in said
+    assert ("lower learner.micro_batch_tokens" in said) == (how == "has no memory")
     # A collective's time, which is 5 s here, and what explaining takes.
     assert answer.found["after_s"] < 15
     if how != "killed":  # which shows at once, and as silence after a while

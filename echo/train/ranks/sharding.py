@@ -12,9 +12,8 @@ shard.
 
 Ranks meet in every layer, forward and backward. So all of them make the same passes in the same
 order, and a rank that has nothing to compute in one passes a token through that counts for nothing.
-So does a rank that runs out of memory within a pass: it begins the pass again with that token, and
-leaves out the collectives that it has taken part in already (`Collectives`). No other rank waits
-for longer than that takes, and at the end of the pass all of them are told (trainer.py).
+A rank that runs out of memory within a pass ends the job (crew.py): the others wait for it in the
+next layer.
 
 Gradients are summed over the ranks and divided by nothing: losses are divided by counts of the
 whole batch already. Parameters and sums are float32; with a compute type of bfloat16 each unit is
@@ -28,8 +27,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,90 +42,10 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from echo.core.errors import EngineError
-from echo.train.step import MemoryShortageError, StepError
+from echo.train.step import StepError
 
 COLLECTIVE_S = 600.0
 """How long a rank waits for another one within a command: far longer than a micro-batch takes."""
-
-# --- what ranks do at the same time ---------------------------------------------------------------
-
-
-class Collectives:
-    """What puts a sharded model's weights together and its gradients apart, counted on each rank.
-
-    A round is a pass of each rank's micro-batch, all of whose collectives are the same on all
-    ranks, whatever the micro-batch. So one who fails in the middle of a round knows what the others
-    will still wait for: the same round without the collectives that were entered.
-    """
-
-    def __init__(self) -> None:
-        """Begin a round."""
-        self._num_entered = 0
-        self._num_left_out = 0
-
-    def begin_round(self) -> None:
-        """Count from 0."""
-        self._num_entered = self._num_left_out = 0
-
-    def begin_round_again(self) -> None:
-        """Leave out what this rank has entered of the round."""
-        self._num_entered, self._num_left_out = 0, self._num_entered
-
-    def enters(self) -> bool:
-        """Count one; return whether to take part in it, for this rank has not yet."""
-        self._num_entered += 1
-        return self._num_entered > self._num_left_out
-
-
-class _Collective:
-    """How a unit's ranks exchange; FSDP2 takes any such object, and exports no type of it."""
-
-    def __init__(self, counted: Collectives) -> None:
-        self._counted = counted
-
-    @staticmethod
-    def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _AllGather(_Collective):
-    """Puts the weights of a unit together; they are 0 where it was done before."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        if not self._counted.enters():
-            output_tensor.zero_()
-            return None
-        work: dist.Work | None = dist.all_gather_single(
-            output_tensor, input_tensor, group, async_op
-        )
-        return work
-
-
-class _ReduceScatter(_Collective):
-    """Adds up the gradients of a unit over the ranks; they are 0 where it was done before."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        if not self._counted.enters():
-            output_tensor.zero_()
-            return None
-        work: dist.Work | None = dist.reduce_scatter_single(
-            output_tensor, input_tensor, op, group, async_op
-        )
-        return work
-
 
 # --- what ranks tell each other -------------------------------------------------------------------
 
@@ -146,8 +65,6 @@ class Ranks:
     mesh: DeviceMesh | None
     """All of them, in the default process group, which takes tensors on the CPU, too; None for a
     process by itself."""
-    collectives: Collectives = field(default_factory=Collectives)
-    """Those of every model that is cut up over them."""
 
     @staticmethod
     def of_process_group(device_type: str) -> Ranks:
@@ -189,32 +106,18 @@ class Ranks:
         return [safetensors.torch.load(data) for data in self.gather(packed)]
 
     def raise_together(self, failure: StepError | None) -> None:
-        """Raise on all ranks what one of them has failed with, if any has.
+        """Raise on all ranks what the first of them that has failed has failed with.
 
         Raises:
-            MemoryShortageError: if the memory of one was too small; of several the one that can do
-                the least about it.
-            StepError: otherwise, of the first; of several ranks both name the rank.
+            StepError: of several ranks it names the rank.
         """
         if self.is_alone and failure is not None:
             raise failure
-        own = [] if failure is None else [str(failure), failure.reason, 0, 0]
-        if isinstance(failure, MemoryShortageError):
-            own[2:] = failure.num_rows, failure.num_tokens
-        told = [
-            (f"rank {rank}: {each[0]}", *each[1:])
-            for rank, each in enumerate(map(json.loads, self.gather(json.dumps(own).encode())))
-            if each
-        ]
-        shortages = [
-            MemoryShortageError(text, num_rows=num_rows, num_tokens=num_tokens)
-            for text, _, num_rows, num_tokens in told
-            if num_rows
-        ]
-        if shortages:
-            raise min(shortages, key=lambda each: (each.num_rows > 1, each.num_tokens))
-        for text, reason, *_ in told:
-            raise StepError(text, reason=reason) from failure
+        own = [] if failure is None else [str(failure), failure.reason]
+        for rank, told in enumerate(map(json.loads, self.gather(json.dumps(own).encode()))):
+            if told:
+                text, reason = told
+                raise StepError(f"rank {rank}: {text}", reason=reason) from failure
 
     def add_up(self, value: float) -> float:
         """Return the sum over the ranks, the same on each."""
@@ -289,8 +192,6 @@ def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> ShardedModel:
         unit.set_force_sum_reduction_for_comms(enable=True)  # gloo has no scaled sum
         # Or ranks whose tokens meet other experts would sum other gradients.
         unit.set_reduce_scatter_unused_params(reduce_scatter_unused_params=True, recurse=False)
-        unit.set_custom_all_gather(_AllGather(ranks.collectives))  # type: ignore[arg-type]
-        unit.set_custom_reduce_scatter(_ReduceScatter(ranks.collectives))  # type: ignore[arg-type]
     return root
 
 
@@ -301,12 +202,6 @@ def call(root: ShardedModel, compute: Callable[..., Any], *arguments: Any) -> An
         assert isinstance(root, FSDPModule), "shard() has made it one"
         root.reshard()  # which nothing but a backward does by itself
     return found
-
-
-def abandon(root: ShardedModel) -> None:
-    """Cut a model up again that has failed in the middle of a forward or backward."""
-    assert isinstance(root, FSDPModule), "shard() has made it one"
-    root.reset_iter_state()
 
 
 # --- shards as plain tensors ----------------------------------------------------------------------
