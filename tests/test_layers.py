@@ -112,7 +112,6 @@ OWNED = (
         others={
             "cli/interrupts.py": "ends the process where something else keeps it",
             "net/zmq.py": "the end of ZeroMQ's context, which waits for what lingers",
-            "train/ranks/crew.py": "beats, which must not stop while a rank computes",
             "train/ranks/sharded_images.py": "codes on a rank's cores, for the learner's thread",
             "ui/live.py": "draws, so that nobody waits for a terminal",
             "ui/sinks.py": "feeds trackers, whose libraries wait for a network",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from multiprocessing import Pipe
 from pathlib import Path
@@ -17,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from echo.core.errors import ConfigError
 from echo.engine.weights import INDEX_FILE
 from echo.train.ranks import crew, sharded_images
-from echo.train.ranks.crew import Beats, Launch, LeadTrainer, RankCommand, join
+from echo.train.ranks.crew import CrashReasons, Launch, LeadTrainer, RankCommand, join
 from echo.train.ranks.sharded_images import NearRank, address_of
 from echo.train.ranks.sharding import ALONE
 from echo.weights.delta import WordBytes, code_block
@@ -34,10 +32,10 @@ A_STEP = 3e-4
 """By how much a step moves a weight, at most."""
 
 DEATHS = {
-    "killed": "with save_state: rank {} gives no sign of life",
+    "killed": "with save_state: rank {} left no reason: killed",
     "has no memory": "with step: rank {}: step: OutOfMemoryError: CUDA out of memory",
-    "stopped": "with step: rank {} gives no sign of life",
-    "hangs": "with rescore: rank {} does not answer, and is alive: it hangs",
+    "stopped": "with step: rank {} left no reason: killed, stopped",
+    "hangs": "with rescore: rank {} left no reason: killed, stopped, hanging",
 }
 """Ways of a rank to fail, and what the leader says of it."""
 
@@ -166,18 +164,21 @@ def test_a_rank_without_a_gpu_is_told_how_many_there_are(monkeypatch: pytest.Mon
         join(launch, "cuda")
 
 
-def test_a_rank_that_is_busy_before_all_stand_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "BEAT_S", 0.001)
+def test_a_rank_with_a_reason_is_to_blame_and_not_one_that_has_yet_to_notice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(crew, "SETTLE_S", 0.0)
     store = torch.distributed.HashStore()  # type: ignore[attr-defined] # a star brings it there
-    silent = threading.Event()
-    beats = Beats(store, 0, 2, silent_s=0.0)  # and rank 1 has none
-    give_up_at = time.monotonic() + 10
-    while store.add("beat of 0", 0) < 10:
-        assert time.monotonic() < give_up_at, "it has stopped, and will seem to be gone itself"
-    beats.on_silence = lambda _: silent.set()
-    assert silent.wait(10)
-    assert store.add("has left words: 0", 0), "where a third rank would take it for gone, too"
-    beats.close()
+    reasons = [CrashReasons(store, rank, 4) for rank in range(4)]
+    missing = "left no reason: killed, stopped, hanging or cut off"
+    assert reasons[0].explain() == f"rank 1, rank 2, rank 3 {missing}"
+    reasons[1].leave("")
+    assert reasons[0].explain() == f"rank 2, rank 3 {missing}"
+    reasons[3].leave("step: ValueError")
+    assert reasons[0].explain() == "rank 3: step: ValueError"
+    assert not reasons[0].wait_for_others(0.0)
+    reasons[2].leave("")
+    assert reasons[0].wait_for_others(0.0)
 
 
 def test_the_others_are_told_a_path_that_is_the_same_in_any_directory() -> None:
@@ -323,8 +324,6 @@ def test_a_rank_that_fails_ends_the_job_with_its_name(
     assert ("lower learner.micro_batch_tokens" in said) == (how == "has no memory")
     # A collective's time, which is 5 s here, and what explaining takes.
     assert answer.found["after_s"] < 15
-    if how != "killed":  # which shows at once, and as silence after a while
-        assert bool(answer.found["silent"]) == (how == "stopped")
 
 
 def test_a_rank_is_not_asked_for_what_it_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:

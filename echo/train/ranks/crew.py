@@ -9,14 +9,13 @@ others what it is about to do, then does it too. Two process groups keep apart w
 and what may not. In the control group ranks wait for the next command, for hours if no rollouts
 come. Everything else is the default group's, where nobody waits for longer than COLLECTIVE_S.
 
-A rank that fails ends the job, and the leader says which one and why. (Memory that is short in a
-pass is no such failure: trainer.py.) Each rank beats, once a second, in the store through which
-they found each other, and leaves its crash reason there:
+A rank that fails ends the job, and the leader says which one and why: each rank leaves its crash
+reason in the store through which they found each other.
 
     it raised                 a reason; its peers notice at once (gloo) or by torchrun's SIGTERM
-    it was killed             no reason and no beat; noticed likewise
-    its machine is gone       no beat for SILENT_S: the leader ends by itself
-    it hangs                  it beats, and the others' collective runs out of time: COLLECTIVE_S
+    it was killed             no reason; noticed likewise
+    it hangs, or its          no reason; a collective of the others runs out of time: COLLECTIVE_S
+    machine is gone
 
 Nothing is saved then, since nobody could: the run continues from its last checkpoint, in a new
 life that torchrun begins (`--max-restarts`) or the user does.
@@ -25,8 +24,6 @@ life that torchrun begins (`--max-restarts`) or the user does.
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -53,9 +50,6 @@ from echo.train.step import NonfiniteWeightsError, StepError, StepResult
 from echo.train.trainer import Trainer
 from echo.wire.codec import decode_group, encode_group
 
-SILENT_S = 120.0
-"""Without a beat a rank counts as gone."""
-BEAT_S = 1.0
 SETTLE_S = 3.0
 """What a crash reason may take, once something has failed."""
 IDLE = timedelta(days=365)
@@ -148,7 +142,6 @@ def form(
     device: torch.device,
     *,
     collective_s: float = COLLECTIVE_S,
-    silent_s: float = SILENT_S,
 ) -> Crew:
     """Return the ranks that meet in a store, with their process groups."""
     dist.init_process_group(
@@ -161,99 +154,61 @@ def form(
     return Crew(
         Ranks.of_process_group(device.type),
         device,
-        Beats(PrefixStore("beats", store), rank, size, silent_s=silent_s),
+        CrashReasons(PrefixStore("crash reasons", store), rank, size),
         control=dist.new_group(backend="gloo", timeout=IDLE),
     )
 
 
-# --- who is alive ---------------------------------------------------------------------------------
+# --- why ranks ended ------------------------------------------------------------------------------
 
 
-class Beats:
-    """Signs of life and crash reasons of all ranks, in their store."""
+class CrashReasons:
+    """Why each rank has ended, in the ranks' store."""
 
-    def __init__(self, store: Store, rank: int, size: int, *, silent_s: float) -> None:
-        """Begin to beat, in a thread of its own, until `close`."""
-        self._store, self._rank, self._size, self._silent_s = store, rank, size, silent_s
-        self._is_over = threading.Event()
-        store.add(f"beat of {rank}", 1)
-        self.on_silence: Callable[[str], None] | None = None
-        """Called once, in that thread, with what to say if a rank has fallen silent, or all."""
-        self._thread = threading.Thread(target=self._beat, name="beats", daemon=True)
-        self._thread.start()
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        """Look at a store of these reasons alone, as one rank of several."""
+        self._store, self._rank = store, rank
+        self._others = [other for other in range(size) if other != rank]
 
-    def close(self) -> None:
-        """Stop; the rank ends, as it should."""
-        self._is_over.set()
-        self._thread.join()
+    def leave(self, reason: str) -> None:
+        """Say why this rank ends; "" if it is another one's failure, or none."""
+        with suppress(RuntimeError):  # the store may be gone with the rank that held it
+            self._store.set(f"reason of {self._rank}", reason)
+            self._store.add(f"has ended: {self._rank}", 1)
 
-    def leave(self, words: str) -> None:
-        """Say why this rank ends."""
-        with suppress(RuntimeError):  # the store may be gone with whoever held it
-            self._store.set(f"words of {self._rank}", words)
-            self._store.add(f"has left words: {self._rank}", 1)
+    def wait_for_others(self, seconds: float) -> bool:
+        """Wait until all others have left a reason, for so long at most; return whether they have.
 
-    def wait_for_others(self, seconds: float) -> None:
-        """Wait until all others have left, for so long at most."""
+        Raises:
+            RuntimeError: if the store is gone.
+        """
         give_up_at = time.monotonic() + seconds
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        with suppress(RuntimeError):
-            while not all(self._count(f"has left words: {rank}") for rank in others):
-                if time.monotonic() > give_up_at:
-                    return
-                time.sleep(0.01)
+        while not all(map(self._has_ended, self._others)):
+            if time.monotonic() > give_up_at:
+                return False
+            time.sleep(0.01)
+        return True
 
     def explain(self) -> str:
-        """Say which of the other ranks have failed, and how; it takes SETTLE_S."""
-        others = [rank for rank in range(self._size) if rank != self._rank]
+        """Say which of the other ranks have failed, and how; it takes up to SETTLE_S."""
         try:
-            before = {rank: self._count(f"beat of {rank}") for rank in others}
-            time.sleep(SETTLE_S)
-            found = []
-            for rank in others:
-                if self._count(f"has left words: {rank}"):
-                    words = self._store.get(f"words of {rank}").decode()
-                    found += [f"rank {rank}: {words}"] if words else []
-                elif self._count(f"beat of {rank}") == before[rank]:
-                    found.append(f"rank {rank} gives no sign of life: it was killed, or is cut off")
-                else:
-                    found.append(f"rank {rank} does not answer, and is alive: it hangs")
+            self.wait_for_others(SETTLE_S)
+            found, missing = [], []
+            for rank in self._others:
+                if not self._has_ended(rank):
+                    missing.append(f"rank {rank}")
+                elif reason := self._store.get(f"reason of {rank}").decode():
+                    found.append(f"rank {rank}: {reason}")
         except RuntimeError:
             return "the store through which the ranks know of each other is gone"
+        if missing and not found:
+            found.append(
+                f"{', '.join(missing)} left no reason: killed, stopped, hanging or cut off"
+            )
         return "; ".join(found) or "all of them have lost each other"
 
-    def _count(self, key: str) -> int:
-        return int(self._store.add(key, 0))
-
-    def _beat(self) -> None:
-        heard: dict[int, tuple[int, float]] = {}
-        words = ""
-        while not words and not self._is_over.wait(BEAT_S):
-            try:
-                self._store.add(f"beat of {self._rank}", 1)
-                # While models are built a rank may be busy for longer than a beat is waited for.
-                silent = None if self.on_silence is None else self._find_silent(heard)
-            except RuntimeError:
-                words = "the store through which the ranks know of each other is gone"
-            else:
-                if silent is not None:
-                    words = f"rank {silent} has given no sign of life for {self._silent_s:.0f} s: "
-                    words += "it was stopped, or its machine is gone"
-        if words and not self._is_over.is_set() and self.on_silence is not None:
-            self.leave("")  # or this rank, which ends now, would seem to be gone itself
-            self.on_silence(words)
-
-    def _find_silent(self, heard: dict[int, tuple[int, float]]) -> int | None:
-        now = time.monotonic()
-        for rank in range(self._size):
-            count = self._count(f"beat of {rank}")
-            if rank not in heard or heard[rank][0] != count:
-                heard[rank] = (count, now)
-            elif now - heard[rank][1] > self._silent_s and not self._count(
-                f"has left words: {rank}"
-            ):
-                return rank
-        return None
+    def _has_ended(self, rank: int) -> bool:
+        return bool(self._store.add(f"has ended: {rank}", 0))
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -297,7 +252,7 @@ class Crew:
     """In the default process group."""
     device: torch.device
     """This rank's."""
-    beats: Beats
+    reasons: CrashReasons
     control: dist.ProcessGroup | None
     """The group in which commands are told."""
     _is_broken: bool = False
@@ -349,7 +304,7 @@ class Crew:
         """Return what is to be said of a command that others have not carried out."""
         self._is_broken = True
         return RankError(
-            f"the learner's processes cannot go on with {command.name}: {self.beats.explain()} "
+            f"the learner's processes cannot go on with {command.name}: {self.reasons.explain()} "
             f"({_first_line(error)})"
         )
 
@@ -358,13 +313,12 @@ class Crew:
         if not self._is_broken:
             with suppress(RuntimeError):
                 self.tell(RankCommand("stop"))
-                self.beats.wait_for_others(10.0)  # the store may end with this process
+                self.reasons.wait_for_others(10.0)  # the store may end with this process
         self.leave()
 
     def leave(self) -> None:
         """Part with the others."""
-        self.beats.leave("")
-        self.beats.close()
+        self.reasons.leave("")
         if not self._is_broken:
             dist.destroy_process_group()
 
@@ -423,7 +377,6 @@ class LeadTrainer:
                 lost=lambda error: crew.lost(write_rows, error),
             )
             """What versions are made with."""
-        crew.beats.on_silence = end_at_once
 
     @property
     def compute(self) -> Compute:
@@ -489,14 +442,6 @@ def _with_groups(name: str, groups: Sequence[Group], path: str | None = None) ->
     return RankCommand(name, path, groups=tuple(encode_group(group) for group in groups))
 
 
-def end_at_once(words: str) -> None:
-    """End this process, which may wait for another one for ever."""
-    logging.getLogger("echo.learner").error(
-        "%s; --resume continues from the last checkpoint", words
-    )
-    os._exit(1)
-
-
 # --- the others -----------------------------------------------------------------------------------
 
 
@@ -515,16 +460,15 @@ def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
             crew.ranks.add_up(0.0)
             places = find_places(trainer.tensors(), command.dtype, trainer.unrounded)
             images = FollowImages(crew.ranks, places, trainer.tensors(), trainer.copy_stream)
-            crew.beats.on_silence = end_at_once
             while (command := crew.hear()).name != "stop":
                 images.check()
                 crew.ranks.add_up(0.0)
                 _obey(trainer, images, command, log)
     except BaseException as error:
         if not is_loss(error):
-            crew.beats.leave(_words(command, error))
+            crew.reasons.leave(_words(command, error))
             raise
-        crew.beats.leave("")  # it is another one's failure
+        crew.reasons.leave("")  # it is another one's failure
         raise RankError(
             f"rank {crew.ranks.rank} has lost the others at {command.name}: {_first_line(error)}"
         ) from error
