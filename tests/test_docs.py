@@ -476,7 +476,7 @@ def test_its_loss_works(saved: Path) -> None:
     import torch
 
     from echo.algo.loss import LossInputs
-    from echo.train.trainer import load_loss
+    from echo.train.custom_loss import load_loss
 
     [table] = blocks(DOCS / "old-rollouts.md", "toml")
     section = tomllib.loads(table)["loss"]

@@ -47,37 +47,31 @@ rounds differently: sums in the backward of embeddings and attention have no fix
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import json
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
-
 from echo.algo.batching import MicroBatch, TrainingRow
 from echo.algo.diagnostics import Mismatch, mismatch_by_group, mismatch_sums
-from echo.algo.loss import BatchScores, Loss, LossInputs, LossNeeds, LossOutput, needs_of
-from echo.algo.losses import ClippedTokenLoss, CustomLoss, make_loss
-from echo.core.errors import ConfigError, DataError, EngineError, StorageError
+from echo.algo.loss import BatchScores, Loss, LossInputs, LossNeeds, needs_of
+from echo.algo.losses import ClippedTokenLoss
+from echo.core.errors import ConfigError, DataError, EngineError
 from echo.core.rollout import Group
 from echo.core.units import format_bytes
 from echo.engine import allocator
 from echo.engine.lora import NAME, draw_adapter
-from echo.engine.weights import find_nonfinite, write_tensors
+from echo.engine.weights import find_nonfinite
 from echo.kernels.logprob import EntropyMode, TokenLosses
+from torch import Tensor
+
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
 from echo.train.optimizer import KINDS, STEP, AdamW
 from echo.train.passes import (
@@ -90,9 +84,9 @@ from echo.train.passes import (
     pass_metrics,
 )
 from echo.train.policy import Compute, ModelSource, Policy
-from echo.train.ranks import sharded_state, sharding
-from echo.train.ranks.sharding import ALONE, Ranks
+from echo.train.ranks import sharding
 from echo.train.rescoring import Rescorer, Rescoring, read_version
+from echo.train.saved_state import TRAINER_FILE, find_adapters, load, save
 from echo.train.speed import Speedometer
 from echo.train.step import (
     MemoryShortageError,
@@ -145,183 +139,6 @@ class OptimizerSettings:
         if self.lr_schedule == "linear":
             return self.learning_rate * (1.0 - progress)
         return self.learning_rate * (1.0 + math.cos(math.pi * progress)) / 2
-
-
-# --- policy loss by name or import path -----------------------------------------------------------
-#
-# A loss of one's own is a function of `LossInputs` and keyword options that returns a `LossOutput`:
-#
-#     def my_loss(inputs: LossInputs, *, strength: float = 1.0) -> LossOutput: ...
-#
-# It gets whole rollouts. If it needs more, it says so: `my_loss.needs =
-# LossNeeds(whole_groups=True)` (algo/loss.py). It divides by the counts of the whole batch in
-# `inputs`, or its gradient depends on how the batch was cut.
-
-
-def load_loss(kind: str, options: Mapping[str, Any]) -> Loss:
-    """Return the loss that `kind` names, without masks.
-
-    Args:
-        kind: a name of `LOSSES`, or "package.module:function". Modules are looked for in the
-            current directory too.
-        options: its fields, or the keyword arguments of the function.
-
-    Raises:
-        ConfigError: if there is no such function or it does not take these options.
-    """
-    if ":" not in kind:
-        return make_loss(kind, **options)
-    module_name, _, name = kind.partition(":")
-    function = _find_function(kind, module_name, name)
-    _check_options(kind, function, options)
-    needs: object = getattr(function, "needs", LossNeeds())
-    if not isinstance(needs, LossNeeds):
-        raise ConfigError(
-            f"loss.kind = {kind!r}: its attribute needs is {needs!r}, expected "
-            "echo.algo.loss.LossNeeds(...)"
-        )
-    return CustomLoss(kind=kind, function=function, options=options, needs=needs)
-
-
-def _find_function(kind: str, module_name: str, name: str) -> Callable[..., LossOutput]:
-    directory = str(Path.cwd())
-    if directory not in sys.path:
-        # Stays: the user's module may import its neighbours later.
-        sys.path.insert(0, directory)
-        importlib.invalidate_caches()
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ConfigError(
-            f"loss.kind = {kind!r}: importing {module_name!r} failed (the current directory "
-            f"{directory} is searched too): {type(error).__name__}: {error}"
-        ) from error
-    function: object = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(f"loss.kind = {kind!r}: {module_name} has no function {name!r}")
-    return function
-
-
-def _check_options(
-    kind: str, function: Callable[..., LossOutput], options: Mapping[str, Any]
-) -> None:
-    try:
-        inspect.signature(function).bind(None, **options)
-    except (TypeError, ValueError) as error:  # the second: of one that is not Python's
-        raise ConfigError(
-            f"loss.kind = {kind!r} is called as function(inputs, **options) with the options "
-            f"{sorted(options)} of [loss.options]: {error}"
-        ) from error
-
-
-# --- state on disk --------------------------------------------------------------------------------
-#
-# weights.safetensors     float32 master weights, tied ones once
-# optimizer.safetensors   "<parameter>/exp_avg", "<parameter>/step", ... (optimizer.py)
-# trainer.json            counters, and the state of torch's random generators as hex
-#
-# Several ranks write the tensors of the first two, under the same names, into files of their own
-# (ranks/sharded_state.py), and rank 0 the third. Any number of ranks continues from either.
-#
-# Of several adapters each has a directory of its own with these files, by its name: a trainer of
-# one adapter continues from it, too.
-#
-# The caller makes the directory and renames it into place: half a state is never a checkpoint.
-
-
-WEIGHTS_FILE = "weights.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
-TRAINER_FILE = "trainer.json"
-
-COUNTERS = ("step_count", "num_skipped_nonfinite")
-
-
-def save(
-    directory: Path,
-    *,
-    weights: Mapping[str, Tensor],
-    moments: Mapping[str, Tensor],
-    counters: Mapping[str, int],
-    device: torch.device,
-    ranks: Ranks = ALONE,
-) -> None:
-    """Write a trainer's state, with that of torch's random generators.
-
-    Args:
-        directory: exists.
-        weights: by name, cut up where there are several ranks.
-        moments: likewise.
-        counters: by name.
-        device: that the trainer computes on.
-        ranks: those that call this together.
-
-    Raises:
-        StorageError: if a file cannot be written.
-    """
-    generators = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        generators["cuda"] = torch.cuda.get_rng_state(device)
-    record = {
-        "counters": dict(counters),
-        "generators": {name: bytes(state.numpy()).hex() for name, state in generators.items()},
-    }
-    try:
-        if ranks.is_alone:
-            write_tensors(
-                directory / WEIGHTS_FILE, {n: t.detach().contiguous() for n, t in weights.items()}
-            )
-            write_tensors(
-                directory / OPTIMIZER_FILE, {n: t.contiguous() for n, t in moments.items()}
-            )
-        else:
-            sharded_state.write_cut(directory, {**weights, **moments}, ranks)
-        if ranks.rank == 0:
-            (directory / TRAINER_FILE).write_text(json.dumps(record, indent=1))
-    except OSError as error:
-        raise StorageError(f"{directory}: cannot write the trainer's state: {error}") from error
-
-
-def load(
-    directory: Path, device: torch.device, *, own: Mapping[str, Tensor] | None = None
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
-    """Return the weights, moments and counters that `save` wrote; set torch's random generators.
-
-    Args:
-        directory: that it was written into, by however many ranks.
-        device: that the trainer computes on.
-        own: weights of this rank, cut up, for a state that is cut up likewise; None for whole ones.
-
-    Raises:
-        StorageError: if a file is missing or damaged.
-        DataError: if it belongs to another model; only where `own` are given is that seen here.
-    """
-    try:
-        record = json.loads((directory / TRAINER_FILE).read_text())
-        generators = {
-            name: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
-            for name, state in record["generators"].items()
-        }
-        if own is not None:
-            weights, moments = sharded_state.read_cut(directory, own)
-        elif next(directory.glob(sharded_state.PATTERN), None) is not None:
-            weights, moments = sharded_state.read_whole(directory)
-        else:
-            weights = load_file(directory / WEIGHTS_FILE)
-            moments = load_file(directory / OPTIMIZER_FILE)
-        counters = {name: int(record["counters"][name]) for name in COUNTERS}
-        torch.set_rng_state(generators["cpu"])
-        if device.type == "cuda" and "cuda" in generators:
-            torch.cuda.set_rng_state(generators["cuda"], device)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(f"{directory}: cannot read the trainer's state: {error!r}") from error
-    return weights, moments, counters
-
-
-def find_adapters(directory: Path) -> tuple[str, ...]:
-    """Return the adapters that a state names, sorted; none where it is that of a single model."""
-    if (directory / TRAINER_FILE).exists():
-        return ()
-    return tuple(sorted(path.parent.name for path in directory.glob(f"*/{TRAINER_FILE}")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -26,8 +26,8 @@ from echo.runtime.learner.checkpoint import (
     list_checkpoints,
 )
 from echo.runtime.learner.resume import SavedRun, StartingPoint, finished_step
-from echo.train import trainer
-from echo.train.trainer import OPTIMIZER_FILE, TRAINER_FILE, WEIGHTS_FILE
+from echo.train import saved_state
+from echo.train.saved_state import OPTIMIZER_FILE, TRAINER_FILE, WEIGHTS_FILE
 from echo.wire.codec import encode_group
 from tests.core import groups
 from tests.core.groups import make_rollout
@@ -293,7 +293,7 @@ def make_group(group_id: int, *, lineage: int = 1, step: int = 0) -> Group:
 class TorchTrainer:
     def save_state(self, directory: Path) -> None:
         tensors = {"layer": torch.arange(4.0)}
-        trainer.save(
+        saved_state.save(
             directory, weights=tensors, moments=tensors, counters={}, device=torch.device("cpu")
         )
 

@@ -11,7 +11,7 @@ import pytest
 from echo.algo.loss import LossNeeds, needs_of
 from echo.algo.losses import GrpoLoss
 from echo.core.errors import ConfigError
-from echo.train.trainer import load_loss
+from echo.train.custom_loss import load_loss
 from tests.algo.batches import doubles, gradient, make_inputs
 
 SOURCE = """

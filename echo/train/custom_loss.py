@@ -1,0 +1,79 @@
+"""Policy loss by its name or import path.
+
+A loss of one's own is a function of `LossInputs` and keyword options that returns a `LossOutput`:
+
+    def my_loss(inputs: LossInputs, *, strength: float = 1.0) -> LossOutput: ...
+
+It gets whole rollouts. If it needs more, it says so: `my_loss.needs =
+LossNeeds(whole_groups=True)` (algo/loss.py). It divides by the counts of the whole batch in
+`inputs`, or its gradient depends on how the batch was cut.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from echo.algo.loss import Loss, LossNeeds, LossOutput
+from echo.algo.losses import CustomLoss, make_loss
+from echo.core.errors import ConfigError
+
+
+def load_loss(kind: str, options: Mapping[str, Any]) -> Loss:
+    """Return the loss that `kind` names, without masks.
+
+    Args:
+        kind: a name of `LOSSES`, or "package.module:function". Modules are looked for in the
+            current directory too.
+        options: its fields, or the keyword arguments of the function.
+
+    Raises:
+        ConfigError: if there is no such function or it does not take these options.
+    """
+    if ":" not in kind:
+        return make_loss(kind, **options)
+    module_name, _, name = kind.partition(":")
+    function = _find_function(kind, module_name, name)
+    _check_options(kind, function, options)
+    needs: object = getattr(function, "needs", LossNeeds())
+    if not isinstance(needs, LossNeeds):
+        raise ConfigError(
+            f"loss.kind = {kind!r}: its attribute needs is {needs!r}, expected "
+            "echo.algo.loss.LossNeeds(...)"
+        )
+    return CustomLoss(kind=kind, function=function, options=options, needs=needs)
+
+
+def _find_function(kind: str, module_name: str, name: str) -> Callable[..., LossOutput]:
+    directory = str(Path.cwd())
+    if directory not in sys.path:
+        # Stays: the user's module may import its neighbours later.
+        sys.path.insert(0, directory)
+        importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigError(
+            f"loss.kind = {kind!r}: importing {module_name!r} failed (the current directory "
+            f"{directory} is searched too): {type(error).__name__}: {error}"
+        ) from error
+    function: object = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"loss.kind = {kind!r}: {module_name} has no function {name!r}")
+    return function
+
+
+def _check_options(
+    kind: str, function: Callable[..., LossOutput], options: Mapping[str, Any]
+) -> None:
+    try:
+        inspect.signature(function).bind(None, **options)
+    except (TypeError, ValueError) as error:  # the second: of one that is not Python's
+        raise ConfigError(
+            f"loss.kind = {kind!r} is called as function(inputs, **options) with the options "
+            f"{sorted(options)} of [loss.options]: {error}"
+        ) from error

@@ -1,0 +1,124 @@
+"""State of a trainer on disk.
+
+    weights.safetensors     float32 master weights, tied ones once
+    optimizer.safetensors   "<parameter>/exp_avg", "<parameter>/step", ... (optimizer.py)
+    trainer.json            counters, and the state of torch's random generators as hex
+
+Several ranks write the tensors of the first two, under the same names, into files of their own
+(ranks/sharded_state.py), and rank 0 the third. Any number of ranks continues from either.
+
+Of several adapters each has a directory of its own with these files, by its name: a trainer of one
+adapter continues from it, too.
+
+The caller makes the directory and renames it into place: half a state is never a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from echo.core.errors import StorageError
+from echo.engine.weights import write_tensors
+from echo.train.ranks import sharded_state
+from echo.train.ranks.sharding import ALONE, Ranks
+
+WEIGHTS_FILE = "weights.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+TRAINER_FILE = "trainer.json"
+
+COUNTERS = ("step_count", "num_skipped_nonfinite")
+
+
+def save(
+    directory: Path,
+    *,
+    weights: Mapping[str, Tensor],
+    moments: Mapping[str, Tensor],
+    counters: Mapping[str, int],
+    device: torch.device,
+    ranks: Ranks = ALONE,
+) -> None:
+    """Write a trainer's state, with that of torch's random generators.
+
+    Args:
+        directory: exists.
+        weights: by name, cut up where there are several ranks.
+        moments: likewise.
+        counters: by name.
+        device: that the trainer computes on.
+        ranks: those that call this together.
+
+    Raises:
+        StorageError: if a file cannot be written.
+    """
+    generators = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        generators["cuda"] = torch.cuda.get_rng_state(device)
+    record = {
+        "counters": dict(counters),
+        "generators": {name: bytes(state.numpy()).hex() for name, state in generators.items()},
+    }
+    try:
+        if ranks.is_alone:
+            write_tensors(
+                directory / WEIGHTS_FILE, {n: t.detach().contiguous() for n, t in weights.items()}
+            )
+            write_tensors(
+                directory / OPTIMIZER_FILE, {n: t.contiguous() for n, t in moments.items()}
+            )
+        else:
+            sharded_state.write_cut(directory, {**weights, **moments}, ranks)
+        if ranks.rank == 0:
+            (directory / TRAINER_FILE).write_text(json.dumps(record, indent=1))
+    except OSError as error:
+        raise StorageError(f"{directory}: cannot write the trainer's state: {error}") from error
+
+
+def load(
+    directory: Path, device: torch.device, *, own: Mapping[str, Tensor] | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
+    """Return the weights, moments and counters that `save` wrote; set torch's random generators.
+
+    Args:
+        directory: that it was written into, by however many ranks.
+        device: that the trainer computes on.
+        own: weights of this rank, cut up, for a state that is cut up likewise; None for whole ones.
+
+    Raises:
+        StorageError: if a file is missing or damaged.
+        DataError: if it belongs to another model; only where `own` are given is that seen here.
+    """
+    try:
+        record = json.loads((directory / TRAINER_FILE).read_text())
+        generators = {
+            name: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
+            for name, state in record["generators"].items()
+        }
+        if own is not None:
+            weights, moments = sharded_state.read_cut(directory, own)
+        elif next(directory.glob(sharded_state.PATTERN), None) is not None:
+            weights, moments = sharded_state.read_whole(directory)
+        else:
+            weights = load_file(directory / WEIGHTS_FILE)
+            moments = load_file(directory / OPTIMIZER_FILE)
+        counters = {name: int(record["counters"][name]) for name in COUNTERS}
+        torch.set_rng_state(generators["cpu"])
+        if device.type == "cuda" and "cuda" in generators:
+            torch.cuda.set_rng_state(generators["cuda"], device)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StorageError(f"{directory}: cannot read the trainer's state: {error!r}") from error
+    return weights, moments, counters
+
+
+def find_adapters(directory: Path) -> tuple[str, ...]:
+    """Return the adapters that a state names, sorted; none where it is that of a single model."""
+    if (directory / TRAINER_FILE).exists():
+        return ()
+    return tuple(sorted(path.parent.name for path in directory.glob(f"*/{TRAINER_FILE}")))
