@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -398,26 +399,12 @@ def collate(
     row, places = _lay_out(
         samples, is_packed=is_packed, units=units, fills_up_to=fills_up_to, window=window
     )
-    num_filled = 0
-    if is_packed and fills_up_to:
-        num_filled = filled_size(row.size, max_tokens=fills_up_to) - row.size
-        for _ in range(num_filled):
-            row.add(1)
-    input_ids = np.full(row.size, PAD_ID, dtype=np.int64)
-    for sample, (prompt, start) in zip(samples, places, strict=True):
-        input_ids[prompt : prompt + len(sample.prompt_ids)] = sample.prompt_ids
-        tokens = sample.rollout.token_ids
-        input_ids[start : start + len(tokens) - 1] = tokens[:-1]
+    num_filled = _fill(row, fills_up_to) if is_packed and fills_up_to else 0
+    input_ids = _input_ids(samples, places, row.size)
     rollouts = [sample.rollout for sample in samples]
     sizes = np.array([rollout.num_tokens for rollout in rollouts])
     is_token = np.arange(sizes.max()) < sizes[:, None]
-
-    def padded(values: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Return [B, T] with those of each rollout in its row."""
-        rows = np.zeros(is_token.shape, dtype)
-        rows[is_token] = np.concatenate(values)
-        return rows
-
+    padded = partial(_padded, is_token)
     mask = is_token
     if not score_all:
         mask = padded([rollout.completion_mask for rollout in rollouts], np.bool_)
@@ -445,3 +432,32 @@ def collate(
         segments=Segments.of(row.lengths, row.prefixes) if is_packed else None,
         num_filled=num_filled,
     )
+
+
+def _fill(row: _Row, max_tokens: int) -> int:
+    """Add segments of a token each, up to one of a few sizes; return how many."""
+    num_filled = filled_size(row.size, max_tokens=max_tokens) - row.size
+    for _ in range(num_filled):
+        row.add(1)
+    return num_filled
+
+
+def _input_ids(
+    samples: Sequence[TrainingRow], places: Sequence[tuple[int, int]], size: int
+) -> npt.NDArray[np.int64]:
+    """Return the [size] tokens of a row, or of rows one after the other; see `_lay_out`."""
+    input_ids = np.full(size, PAD_ID, dtype=np.int64)
+    for sample, (prompt, start) in zip(samples, places, strict=True):
+        input_ids[prompt : prompt + len(sample.prompt_ids)] = sample.prompt_ids
+        tokens = sample.rollout.token_ids
+        input_ids[start : start + len(tokens) - 1] = tokens[:-1]
+    return input_ids
+
+
+def _padded(
+    is_token: npt.NDArray[np.bool_], values: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike
+) -> npt.NDArray[Any]:
+    """Return [B, T] with the values of each rollout in its row, 0 where there is no token."""
+    rows = np.zeros(is_token.shape, dtype)
+    rows[is_token] = np.concatenate(values)
+    return rows

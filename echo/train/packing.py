@@ -24,6 +24,7 @@ Shapes: L tokens of a row, H heads of width D, n segments.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
@@ -138,16 +139,10 @@ def packed_attention(
     Raises:
         NotImplementedError: if the model asks for what this attention has not.
     """
-    for name in UNSUPPORTED:
-        if others.get(name) is not None:
-            raise NotImplementedError(f"packed attention has no {name}")
-    if attention_mask is not None or dropout or is_causal is False:
-        raise NotImplementedError("packed attention is causal, without dropout and without a mask")
-    if sliding_window is None and getattr(module, "sliding_window", None):
-        name = type(module).__name__
-        raise NotImplementedError(f"{name} says its sliding window in the mask only")
-    if query.shape[2] != key.shape[2]:
-        raise NotImplementedError("packed attention has no cache")
+    is_masked = attention_mask is not None or bool(dropout) or is_causal is False
+    _refuse_unsupported(
+        module, query, key, is_masked=is_masked, window=sliding_window, others=others
+    )
     if segment_runs is not None:
         return _attend_runs(query, key, value, segment_runs, scaling, sliding_window), None
     if cu_seq_lens_q is None:
@@ -158,6 +153,28 @@ def packed_attention(
 
 
 AttentionInterface.register(NAME, packed_attention)
+
+
+def _refuse_unsupported(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    *,
+    is_masked: bool,
+    window: int | None,
+    others: Mapping[str, object],
+) -> None:
+    """Raise a NotImplementedError where a model asks for what this attention has not."""
+    for name in UNSUPPORTED:
+        if others.get(name) is not None:
+            raise NotImplementedError(f"packed attention has no {name}")
+    if is_masked:
+        raise NotImplementedError("packed attention is causal, without dropout and without a mask")
+    if window is None and getattr(module, "sliding_window", None):
+        name = type(module).__name__
+        raise NotImplementedError(f"{name} says its sliding window in the mask only")
+    if query.shape[2] != key.shape[2]:
+        raise NotImplementedError("packed attention has no cache")
 
 
 def _attend(

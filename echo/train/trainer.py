@@ -59,6 +59,8 @@ from typing import Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+
 from echo.algo.batching import MicroBatch, TrainingRow
 from echo.algo.diagnostics import Mismatch, mismatch_by_group, mismatch_sums
 from echo.algo.loss import BatchScores, Loss, LossInputs, LossNeeds, needs_of
@@ -70,8 +72,6 @@ from echo.engine import allocator
 from echo.engine.lora import NAME, draw_adapter
 from echo.engine.weights import find_nonfinite
 from echo.kernels.logprob import EntropyMode, TokenLosses
-from torch import Tensor
-
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
 from echo.train.optimizer import KINDS, STEP, AdamW
 from echo.train.passes import (
@@ -251,8 +251,7 @@ class Trainer:
             optimizer: its settings in a step.
             temperature: of sampling, > 0.
             advantages: how rewards become advantages; None takes the defaults.
-            reference: the frozen policy that the loss pulls towards, if it does. It never changes,
-                so no state holds it.
+            reference: the frozen policy that the loss pulls towards, if it does; in no state.
             rescoring: what `rescore` is asked for, if it is.
 
         Raises:
@@ -270,7 +269,6 @@ class Trainer:
         torch.manual_seed(compute.seed)
         self._policy = Policy(source, compute)
         self._loss = loss
-        self._needs = needs_of(loss)
         self._advantages = advantages or AdvantageSettings()
         self._settings = optimizer
         self._inv_temperature = 1.0 / temperature
@@ -290,8 +288,12 @@ class Trainer:
         self._notices: list[str] = []
         self._by_group: dict[int, Mismatch] = {}
         """Of the groups of the step that is made."""
-        self._num_skipped_nonfinite = 0
-        self._step_count = 0
+        self._num_skipped_nonfinite = self._step_count = 0
+
+    @property
+    def _needs(self) -> LossNeeds:
+        """What the step's own loss declares."""
+        return needs_of(self._loss)
 
     @property
     def compute(self) -> Compute:

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from echo.algo import batching
-from echo.algo.loss import Loss, LossInputs, LossNeeds, LossOutput, needs_of
+from echo.algo.loss import Loss, LossInputs, LossNeeds, LossOutput
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
 from echo.core.errors import RankError, StorageError
 from echo.core.rollout import Group, PolicyVersion
@@ -108,7 +108,7 @@ class Pair:
         """Begin anew with another loss."""
         for trainer, undo in self._start:
             trainer._put_back(undo)
-            trainer._loss, trainer._needs = loss, needs_of(loss)
+            trainer._loss = loss
 
     def compare(self, *batches: Sequence[Group]) -> dict[str, float]:
         """Return how far they are apart, relative where a number may be of any size."""
