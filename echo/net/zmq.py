@@ -66,16 +66,13 @@ import errno
 import functools
 import itertools
 import logging
-import math
 import random
-import resource
 import secrets
 import socket
 import struct
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import zmq
@@ -84,6 +81,7 @@ from zmq.utils.monitor import parse_monitor_message
 from echo.core.errors import TransportError
 from echo.core.timers import OncePerMinute
 from echo.net.curve import CurveKeys
+from echo.net.kernel import MAX_SOCKETS, descriptor_limit, num_sockets
 from echo.net.transport import (
     MESSAGE_OVERHEAD_BYTES,
     Connected,
@@ -105,119 +103,6 @@ from echo.net.transport import (
     with_key,
     without_key,
 )
-
-# --- kernel: what it allows the transport, read once when a node starts ---------------------------
-#
-# One TCP connection over a long link is as fast as its buffers and its congestion control permit,
-# whatever ZeroMQ does. At 1 Gbit/s and 100 ms, whose bandwidth-delay product is 12.5 MB, one
-# connection with the usual 4 MiB of `tcp_wmem` reaches a quarter of the link, since about 0.7 of a
-# buffer is window, and several together all of it. With losses cubic falls far below, BBR does not.
-# So nodes open several connections to a parent where buffers are small or BBR cannot be had, and
-# say which sysctl would make that unnecessary. All values are of the network namespace.
-
-ASSUMED_RATE_BYTES_PER_S = 125e6
-"""1 Gbit/s: the link for which `auto` provides."""
-ASSUMED_RTT_S = 0.1
-BDP_BYTES = ASSUMED_RATE_BYTES_PER_S * ASSUMED_RTT_S
-WINDOW_SHARE = 0.7
-"""Measured share of a kernel buffer that is in flight at most; the rest is bookkeeping."""
-WANTED_BUFFER_BYTES = 64 << 20
-"""What to set the buffers to: room for several times the product above."""
-SOCKETS_WITHOUT_BBR = 4
-"""Least number of connections where one lost packet halves a connection's rate."""
-MAX_SOCKETS = 8
-"""Beyond, nothing was gained."""
-ONE_SOCKET_RTT_S = 0.045
-"""Round trip up to which one connection with 4 MiB of buffer carries 500 Mbit/s."""
-RTT_PER_SOCKET_S = 0.012
-"""One connection more for each so much beyond: 6 at 100 ms, which fill 1 Gbit/s. Fewer leave some
-of it, and 8 push so much more than the link takes that it drops packets."""
-
-WANTED_DESCRIPTORS = 1 << 16
-"""Open files: enough for a learner with thousands of workers that have several links each."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelFacts:
-    """Settings of TCP; None where the system does not tell."""
-
-    congestion_control: str | None = None
-    """What new sockets use."""
-    can_use_bbr: bool | None = None
-    """Whether this process may choose BBR for a socket of its own."""
-    is_bbr_available: bool | None = None
-    """Whether the kernel has it, whoever may choose it."""
-    max_send_buffer_bytes: int | None = None
-    max_receive_buffer_bytes: int | None = None
-    slow_start_after_idle: bool | None = None
-
-
-def most_sockets(facts: KernelFacts) -> int:
-    """Return how many connections one link needs for 1 Gbit/s at 100 ms."""
-    sizes = (facts.max_send_buffer_bytes, facts.max_receive_buffer_bytes)
-    known = [size for size in sizes if size is not None]
-    num_sockets = 1 if known and facts.can_use_bbr is not False else SOCKETS_WITHOUT_BBR
-    if known and min(known) < 2 * BDP_BYTES:
-        enough = BDP_BYTES / (WINDOW_SHARE * max(1, min(known)))
-        num_sockets = max(num_sockets, 2 ** math.ceil(math.log2(max(1.0, enough))))
-    return min(MAX_SOCKETS, num_sockets)
-
-
-def num_sockets(rtt_s: float, *, most: int) -> int:
-    """Return how many connections to open over a link with this round trip, at most `most`."""
-    more = math.ceil((rtt_s - ONE_SOCKET_RTT_S) / RTT_PER_SOCKET_S)
-    return min(most, max(1, 1 + more))
-
-
-def costly_settings(facts: KernelFacts) -> list[str]:
-    """Return a line per setting that costs speed on long links, with the sysctl and its value."""
-    lines = []
-    for name, size, usual in (
-        ("tcp_wmem", facts.max_send_buffer_bytes, 16384),
-        ("tcp_rmem", facts.max_receive_buffer_bytes, 131072),
-    ):
-        if size is not None and size < 2 * BDP_BYTES:
-            window = WINDOW_SHARE * size
-            rtt_ms = round(window / ASSUMED_RATE_BYTES_PER_S * 1e3)
-            mbit_per_s = round(window / ASSUMED_RTT_S * 8e-6)
-            lines.append(
-                f"net.ipv4.{name} allows {size} bytes, per connection 1 Gbit/s up to {rtt_ms} ms "
-                f"and about {mbit_per_s} Mbit/s at 100 ms: "
-                f'sysctl -w net.ipv4.{name}="4096 {usual} {WANTED_BUFFER_BYTES}"'
-            )
-    if facts.can_use_bbr is False:
-        load = "" if facts.is_bbr_available else "modprobe tcp_bbr && "
-        lines.append(
-            f"bbr cannot be chosen, so weights go out by {facts.congestion_control}, which "
-            f"crawls on links that lose packets: {load}sysctl -w "
-            'net.ipv4.tcp_allowed_congestion_control="reno cubic bbr"'
-        )
-        if facts.slow_start_after_idle:
-            lines.append(
-                "net.ipv4.tcp_slow_start_after_idle is 1: every version starts slowly again: "
-                "sysctl -w net.ipv4.tcp_slow_start_after_idle=0"
-            )
-    return lines
-
-
-def raise_descriptor_limit(wanted: int = WANTED_DESCRIPTORS) -> int:
-    """Raise the limit of open files as far as it may be; return what it is now.
-
-    Every link takes descriptors, and the usual soft limit of 1024 is meant for programs that use
-    `select`, which nothing here does.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < target:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
-    return descriptor_limit()
-
-
-def descriptor_limit() -> int:
-    """Return how many files this process may have open."""
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return WANTED_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
-
 
 # --- listening socket, made here to choose its congestion control ---------------------------------
 #

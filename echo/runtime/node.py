@@ -21,7 +21,6 @@ import re
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from echo import __version__
@@ -46,6 +45,7 @@ from echo.core.rollout import KEEP_VERSIONS
 from echo.core.timers import OncePerMinute
 from echo.core.units import one_line
 from echo.net.curve import CurveKeys
+from echo.net.kernel import descriptor_limit, most_sockets, read_kernel, slow_settings
 from echo.net.transport import (
     Connected,
     DialFailed,
@@ -57,13 +57,7 @@ from echo.net.transport import (
     parse_key,
     with_key,
 )
-from echo.net.zmq import (
-    KernelFacts,
-    ZmqTransport,
-    costly_settings,
-    descriptor_limit,
-    most_sockets,
-)
+from echo.net.zmq import ZmqTransport
 from echo.roles.joining import NodeSettings
 from echo.roles.node import DialingRole, Role
 from echo.runtime.disk_store import MemoryStore
@@ -405,50 +399,6 @@ class Node:
         return True
 
 
-# --- Limits of the kernel on the transport, read once when a node starts ---
-#
-# What follows from them: `net/zmq.py`.
-
-
-_SYSCTLS = Path("/proc/sys/net/ipv4")
-
-
-def read_kernel(sysctls: Path = _SYSCTLS) -> KernelFacts:
-    """Return what the kernel tells; other systems than Linux tell nothing."""
-    available = _read(sysctls / "tcp_available_congestion_control")
-    after_idle = _read(sysctls / "tcp_slow_start_after_idle")
-    default = _read(sysctls / "tcp_congestion_control")
-    return KernelFacts(
-        congestion_control=default[0] if default else None,
-        can_use_bbr=None if not available else _can_choose("bbr"),
-        is_bbr_available=None if not available else "bbr" in available,
-        max_send_buffer_bytes=_last_number(_read(sysctls / "tcp_wmem")),
-        max_receive_buffer_bytes=_last_number(_read(sysctls / "tcp_rmem")),
-        slow_start_after_idle=None if not after_idle else after_idle != ["0"],
-    )
-
-
-def _read(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="ascii").split()
-    except (OSError, UnicodeDecodeError):
-        return []
-
-
-def _last_number(words: list[str]) -> int | None:
-    return int(words[-1]) if words and words[-1].isdigit() else None
-
-
-def _can_choose(name: str) -> bool:
-    """Try it: what may be chosen depends on the list of allowed ones and on privileges."""
-    with socket.socket() as probe:
-        try:
-            probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
-        except OSError:
-            return False
-    return True
-
-
 # --- Nodes that dial out: what they have found on their disk, and their links ---
 
 
@@ -563,14 +513,15 @@ async def start_transport(
 
 
 def tell_of_kernel(*addresses: str | None, profile: str, log: logging.Logger) -> None:
-    """Say which settings of the kernel cost speed, unless all links stay on this machine.
+    """Log in one line which settings of the kernel cost speed on long links.
 
-    In one building they cost nothing: there it is no warning.
+    Nothing is logged if all links stay on this machine, and only information where they are short.
     """
     if all(address is None or is_loopback(address) for address in addresses):
         return
     level = logging.WARNING if profile == "wan" else logging.INFO
-    for line in costly_settings(read_kernel()):
+    line = slow_settings(read_kernel())
+    if line is not None:
         log.log(level, "%s", line)
 
 

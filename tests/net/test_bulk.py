@@ -17,6 +17,7 @@ import zmq
 from echo.core.errors import TransportError
 from echo.net import zmq as transport_of_zmq
 from echo.net.curve import CurveKeys
+from echo.net.kernel import MAX_SOCKETS
 from echo.net.transport import (
     Connected,
     Disconnected,
@@ -28,7 +29,6 @@ from echo.net.transport import (
 )
 from echo.net.zmq import (
     GREETING_BYTES,
-    MAX_SOCKETS,
     MAX_STRANGER_BYTES,
     TOKEN_BYTES,
     ZmqTransport,

@@ -32,8 +32,7 @@ from echo.net.transport import (
     TransportEvent,
     TransportOptions,
 )
-from echo.net.zmq import KernelFacts, ZmqTransport, costly_settings, most_sockets, num_sockets
-from echo.runtime.node import read_kernel
+from echo.net.zmq import ZmqTransport
 from tests.net import conftest
 from tests.net.conftest import Run, each_loop_with_all, num_open_files
 
@@ -522,80 +521,3 @@ def test_connections_that_come_and_go_leave_nothing_behind(run: Run) -> None:
             assert dialler._peers == {}
 
     run(scenario())
-
-
-MIB = 1 << 20
-REPOSITORY = Path(__file__).parents[2]
-
-
-def facts(send: int, receive: int, *, bbr: bool = True, after_idle: bool = True) -> KernelFacts:
-    return KernelFacts(
-        congestion_control="bbr" if bbr else "cubic",
-        can_use_bbr=bbr,
-        is_bbr_available=bbr,
-        max_send_buffer_bytes=send,
-        max_receive_buffer_bytes=receive,
-        slow_start_after_idle=after_idle,
-    )
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (facts(64 * MIB, 64 * MIB), 1),
-        (facts(64 * MIB, 64 * MIB, bbr=False), 4),
-        (facts(4 * MIB, 6 * MIB), 8),  # Linux as it is installed, with BBR
-        (facts(4 * MIB, 6 * MIB, bbr=False), 8),
-        (facts(16 * MIB, 32 * MIB), 2),
-        (facts(64 * MIB, 8 * MIB), 4),
-        (facts(4096, 4096), 8),
-        (facts(0, 0), 8),
-        (KernelFacts(), 4),
-    ],
-)
-def test_as_many_sockets_as_a_gigabit_at_100_ms_takes(given: KernelFacts, expected: int) -> None:
-    assert most_sockets(given) == expected
-
-
-def test_long_links_get_more_connections() -> None:
-    rtts = (0.0005, 0.04, 0.06, 0.1, 0.3)
-    assert [num_sockets(rtt_s, most=8) for rtt_s in rtts] == [1, 1, 3, 6, 8]
-    assert num_sockets(0.3, most=1) == 1
-
-
-def test_a_warning_names_the_sysctl_and_its_value() -> None:
-    given = facts(4 * MIB, 6 * MIB, bbr=False)
-    send, receive, bbr, idle = costly_settings(given)
-    assert "4194304 bytes, per connection 1 Gbit/s up to 23 ms and about 235 Mbit/s" in send
-    assert 'sysctl -w net.ipv4.tcp_wmem="4096 16384 67108864"' in send
-    assert 'sysctl -w net.ipv4.tcp_rmem="4096 131072 67108864"' in receive
-    assert "weights go out by cubic" in bbr
-    assert 'modprobe tcp_bbr && sysctl -w net.ipv4.tcp_allowed_congestion_control="reno' in bbr
-    assert "sysctl -w net.ipv4.tcp_slow_start_after_idle=0" in idle
-
-
-@pytest.mark.parametrize("given", [facts(64 * MIB, 64 * MIB), KernelFacts()])
-def test_nothing_is_said_where_nothing_is_wrong_or_known(given: KernelFacts) -> None:
-    assert costly_settings(given) == []
-
-
-def test_facts_come_from_files_and_missing_ones_are_unknown(tmp_path: Path) -> None:
-    assert read_kernel(tmp_path / "none") == KernelFacts()
-    (tmp_path / "tcp_wmem").write_text("4096\t16384\t4194304\n")
-    (tmp_path / "tcp_rmem").write_text("nonsense\n")
-    (tmp_path / "tcp_slow_start_after_idle").write_text("0\n")
-    (tmp_path / "tcp_congestion_control").write_text("cubic\n")
-    (tmp_path / "tcp_available_congestion_control").write_text("reno cubic\n")
-    found = read_kernel(tmp_path)
-    assert found.max_send_buffer_bytes == 4 * MIB
-    assert found.max_receive_buffer_bytes is None
-    assert found.slow_start_after_idle is False
-    assert (found.congestion_control, found.is_bbr_available) == ("cubic", False)
-    assert found.can_use_bbr is not None
-
-
-@pytest.mark.skipif(not Path("/proc/sys/net/ipv4/tcp_wmem").exists(), reason="no Linux /proc here")
-def test_this_kernel_can_be_read() -> None:
-    found = read_kernel()
-    assert found.max_send_buffer_bytes
-    assert most_sockets(found) >= 1

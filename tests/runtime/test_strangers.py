@@ -22,8 +22,9 @@ import pytest
 
 from echo.config.load import parse_config
 from echo.net import zmq
+from echo.net.kernel import descriptor_limit, raise_descriptor_limit
 from echo.net.transport import Connected, Received, TransportOptions, parse_address
-from echo.net.zmq import ZmqTransport, descriptor_limit, raise_descriptor_limit
+from echo.net.zmq import ZmqTransport
 from echo.runtime import node
 from echo.runtime.learner.setup import Options, build_learner
 from echo.runtime.worker.setup import build_worker

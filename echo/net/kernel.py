@@ -1,0 +1,137 @@
+"""Settings of the kernel that bound the transport, read once when a node starts.
+
+One TCP connection over a long link is as fast as its buffers and its congestion control permit.
+At 1 Gbit/s and 100 ms the bandwidth-delay product is 12.5 MB. About 0.7 of a buffer is window, so
+one connection with the usual 4 MiB of `tcp_wmem` reaches a quarter of the link, and several
+connections together reach all of it. With losses cubic falls far below the link's rate, and BBR
+does not. So nodes open several connections to a parent where buffers are small or BBR may not be
+chosen. docs/broadcast.md names the sysctls that make that unnecessary.
+
+Open files: each connection takes a descriptor, so the limit is raised as far as it may be.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+ASSUMED_RATE_BYTES_PER_S = 125e6
+"""1 Gbit/s: the link for which `auto` provides."""
+ASSUMED_RTT_S = 0.1
+BDP_BYTES = ASSUMED_RATE_BYTES_PER_S * ASSUMED_RTT_S
+WINDOW_SHARE = 0.7
+"""Measured share of a kernel buffer that is in flight at most; the rest is bookkeeping."""
+SOCKETS_WITHOUT_BBR = 4
+"""Least number of connections where one lost packet halves a connection's rate."""
+MAX_SOCKETS = 8
+"""Beyond, nothing was gained."""
+ONE_SOCKET_RTT_S = 0.045
+"""Round trip up to which one connection with 4 MiB of buffer carries 500 Mbit/s."""
+RTT_PER_SOCKET_S = 0.012
+"""One connection more for each so much beyond: 6 at 100 ms, which fill 1 Gbit/s. Fewer leave some
+of it, and 8 push so much more than the link takes that it drops packets."""
+
+WANTED_DESCRIPTORS = 1 << 16
+"""Open files: enough for a learner with thousands of workers that have several links each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelFacts:
+    """Settings of TCP in this network namespace; None where the system does not report them."""
+
+    congestion_control: str | None = None
+    """What new sockets use."""
+    can_use_bbr: bool | None = None
+    """Whether this process may choose BBR for a socket of its own."""
+    max_send_buffer_bytes: int | None = None
+    max_receive_buffer_bytes: int | None = None
+
+
+_SYSCTLS = Path("/proc/sys/net/ipv4")
+
+
+def read_kernel(sysctls: Path = _SYSCTLS) -> KernelFacts:
+    """Return what the kernel reports; systems other than Linux report nothing."""
+    available = _read(sysctls / "tcp_available_congestion_control")
+    default = _read(sysctls / "tcp_congestion_control")
+    return KernelFacts(
+        congestion_control=default[0] if default else None,
+        can_use_bbr=None if not available else _can_choose("bbr"),
+        max_send_buffer_bytes=_last_number(_read(sysctls / "tcp_wmem")),
+        max_receive_buffer_bytes=_last_number(_read(sysctls / "tcp_rmem")),
+    )
+
+
+def _read(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").split()
+    except (OSError, UnicodeDecodeError):
+        return []
+
+
+def _last_number(words: list[str]) -> int | None:
+    return int(words[-1]) if words and words[-1].isdigit() else None
+
+
+def _can_choose(name: str) -> bool:
+    """Try it: what may be chosen depends on the list of allowed ones and on privileges."""
+    with socket.socket() as probe:
+        try:
+            probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+        except OSError:
+            return False
+    return True
+
+
+def most_sockets(facts: KernelFacts) -> int:
+    """Return how many connections one link needs for 1 Gbit/s at 100 ms."""
+    sizes = (facts.max_send_buffer_bytes, facts.max_receive_buffer_bytes)
+    known = [size for size in sizes if size is not None]
+    num_sockets = 1 if known and facts.can_use_bbr is not False else SOCKETS_WITHOUT_BBR
+    if known and min(known) < 2 * BDP_BYTES:
+        enough = BDP_BYTES / (WINDOW_SHARE * max(1, min(known)))
+        num_sockets = max(num_sockets, 2 ** math.ceil(math.log2(max(1.0, enough))))
+    return min(MAX_SOCKETS, num_sockets)
+
+
+def num_sockets(rtt_s: float, *, most: int) -> int:
+    """Return how many connections to open over a link with this round trip, at most `most`."""
+    more = math.ceil((rtt_s - ONE_SOCKET_RTT_S) / RTT_PER_SOCKET_S)
+    return min(most, max(1, 1 + more))
+
+
+def slow_settings(facts: KernelFacts) -> str | None:
+    """Return one line about the settings that cost speed on long links; None if none does."""
+    sizes = {"tcp_wmem": facts.max_send_buffer_bytes, "tcp_rmem": facts.max_receive_buffer_bytes}
+    faults = [
+        f"net.ipv4.{name} allows {size} bytes"
+        for name, size in sizes.items()
+        if size is not None and size < 2 * BDP_BYTES
+    ]
+    if facts.can_use_bbr is False:
+        faults.append(f"bbr may not be chosen, so weights go out by {facts.congestion_control}")
+    if not faults:
+        return None
+    return f"slow on links of 100 ms: {'; '.join(faults)}; see docs/broadcast.md, Long, fat links"
+
+
+def raise_descriptor_limit(wanted: int = WANTED_DESCRIPTORS) -> int:
+    """Raise the limit of open files as far as it may be; return what it is now.
+
+    Every link takes descriptors, and the usual soft limit of 1024 is meant for programs that use
+    `select`, which nothing here does.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    return descriptor_limit()
+
+
+def descriptor_limit() -> int:
+    """Return how many files this process may have open."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return WANTED_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
