@@ -1,15 +1,14 @@
 """Partial groups: sampled token by token, parked, shipped, and continued elsewhere.
 
 A **partial group** is a leased group while it is sampled. A worker keeps it among its leases
-(`PartialGroups`), applies the staleness policy whenever it goes back into an engine, and ships it
-to the learner now and then (`ShippedPartials`), which hands it to whoever is leased the group next.
+(`leases/held.py`), applies the staleness policy whenever it goes back into an engine, and ships it
+to the learner now and then (`ShippedPartials`), which hands it to the next worker of the group.
 """
 
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -32,9 +31,9 @@ from echo.core.metrics import Counters
 from echo.core.rollout import Lineage, PartialRollout, PolicyVersion, StaleTokens, is_surviving
 from echo.core.timers import RecentMap
 from echo.leases.book import MAX_WORKERS, LeasedWorker
-from echo.leases.outbox import Outbox
+from echo.leases.held import PartialGroup
 from echo.wire.codec import DECODE_ERRORS, Frame
-from echo.wire.messages import Grant, Heartbeat, Lease, LeaseState, Message
+from echo.wire.messages import Grant, Heartbeat, Lease
 
 # --- Partial groups and the staleness policy ---
 #
@@ -58,66 +57,6 @@ from echo.wire.messages import Grant, Heartbeat, Lease, LeaseState, Message
 # * Where one version alone may sample a group, a member of another version begins anew.
 #
 # Each segment has a seed of its own: with the old one the random choices would repeat themselves.
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class PartialGroup:
-    """A leased group while it is sampled; it keeps its lease, whoever else has held it before."""
-
-    lease: Lease
-    members: list[PartialRollout]
-    num_progress: int = 0
-    """Signs of life, tokens and rewards, since it came here: what renews the lease."""
-    shipped_at: float = -1e18
-    """When the learner was last sent what is here."""
-    num_shipped: int = 0
-    """Tokens that it was sent then."""
-    began_at: float | None = None
-    """When the engine took it."""
-    is_continued: bool = False
-    """Whether it was begun before that, here or elsewhere."""
-    is_unwanted: bool = False
-    """Whether nobody waits for it any more, though an engine has it."""
-    is_reclaimed: bool = False
-    """Whether another worker is to continue it as soon as it leaves the engine."""
-
-    def seconds(self, now: float) -> float:
-        """Return how long all of it took; 0 where that is not known."""
-        return 0.0 if self.began_at is None or self.is_continued else now - self.began_at
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """(group id, attempt)."""
-        return key_of(self.lease)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all members so far."""
-        return sum(member.num_tokens for member in self.members)
-
-    @property
-    def num_unfinished(self) -> int:
-        """Members that have not come to their end."""
-        return sum(not member.is_finished for member in self.members)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all members have come to their end."""
-        return not self.num_unfinished
-
-    @property
-    def oldest_step(self) -> int | None:
-        """Step of the oldest version that has sampled for it; None without a token."""
-        steps = [int(m.policy_versions[:, 1].min()) for m in self.members if m.num_tokens]
-        return min(steps, default=None)
-
-    def seed_of(self, member: int) -> int:
-        """Return the seed of a member's next segment."""
-        num_segments = self.members[member].num_segments
-        if not num_segments:
-            return self.lease.seed + member
-        text = f"{self.lease.seed}/{member}/{num_segments}"
-        return random.Random(text).getrandbits(48)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,226 +141,6 @@ def _refresh_one(
         return member.anew() if is_behind or is_too_old.any() else member
     fresh = member.without(is_too_old)
     return fresh if not member.is_finished or fresh.completion_mask.any() else member.anew()
-
-
-# --- A worker's leases ---
-#
-#     queue --take--> running --deliver--> outbox --acknowledged-->
-#                      |   ^
-#                   park   take            parked groups go before fresh ones, oldest first
-#                      v   |
-#                   interrupted
-#
-# A lease is in one of the four places until the learner knows what became of it, or does not want
-# it any more; all of them are listed in each heartbeat, so the learner counts them all. What a
-# place holds is bounded by the number of leases that the learner grants.
-
-
-LeaseKey = tuple[int, int]
-"""(group id, attempt)."""
-
-
-def key_of(lease: Lease) -> LeaseKey:
-    """Return the key of a lease."""
-    return lease.group_id, lease.attempt
-
-
-class PartialGroups:
-    """The leases of a worker, with what has been sampled for them."""
-
-    def __init__(self, outbox: Outbox) -> None:
-        """Begin without leases."""
-        self.queue: dict[LeaseKey, Lease] = {}
-        """Not begun."""
-        self.running: dict[LeaseKey, PartialGroup] = {}
-        """In the engine, or being scored."""
-        self.interrupted: dict[LeaseKey, PartialGroup] = {}
-        """Begun, and waiting to be continued."""
-        self.outbox = outbox
-        """Over, and not yet acknowledged."""
-
-    def __contains__(self, key: LeaseKey) -> bool:
-        return any(
-            key in place for place in (self.queue, self.running, self.interrupted, self.outbox)
-        )
-
-    def __len__(self) -> int:
-        return len(self.queue) + len(self.running) + len(self.interrupted) + len(self.outbox)
-
-    def add(self, lease: Lease, members: Sequence[PartialRollout] = ()) -> None:
-        """Take in a new lease, with what others have sampled for it."""
-        key = key_of(lease)
-        if members:
-            self.interrupted[key] = PartialGroup(lease, list(members), is_continued=True)
-        else:
-            self.queue[key] = lease
-
-    def restore(self, partials: Sequence[PartialGroup]) -> None:
-        """Take in what a former process of this worker has left."""
-        self.interrupted.update(
-            (partial.key, partial) for partial in partials if partial.key not in self
-        )
-
-    def limit_tokens(self, max_tokens: int) -> int:
-        """Have members begin anew that are longer than a completion may be; return their tokens.
-
-        So they are once a former process has left them and the run was resumed with a lower limit.
-        """
-        num_dropped = 0
-        for partial in self.interrupted.values():
-            for index, member in enumerate(partial.members):
-                if member.num_tokens + (not member.is_finished) > max_tokens:
-                    partial.members[index] = member.anew()
-                    num_dropped += member.num_tokens
-        return num_dropped
-
-    def take(
-        self,
-        max_groups: int,
-        *,
-        group_size: int,
-        max_rollouts: int | None = None,
-        now: float | None = None,
-        installed: PolicyVersion | None = None,
-    ) -> list[PartialGroup]:
-        """Move groups into the engine: what was begun first, oldest first; none is passed over.
-
-        But those that want a newer version than `installed` stay where they are. A partial group
-        that does not have `group_size` members, such as one from before a change of the
-        configuration, begins anew.
-
-        Args:
-            max_groups: take no more than these.
-            group_size: rollouts of a group.
-            max_rollouts: room for those that are to be sampled; None for any number.
-            now: the present instant.
-            installed: the newest version that can sample them.
-        """
-        partials: list[PartialGroup] = []
-        waiting = {key_of(lease) for lease in self.awaiting(installed)}
-        keys = [*sorted(self.interrupted.keys() - waiting), *sorted(self.queue.keys() - waiting)]
-        for key in keys[: max(0, max_groups)]:
-            partial = self.interrupted.get(key) or PartialGroup(self.queue[key], [])
-            is_anew = len(partial.members) != group_size
-            num_rollouts = group_size if is_anew else partial.num_unfinished
-            if max_rollouts is not None:
-                if num_rollouts > max_rollouts:
-                    break
-                max_rollouts -= num_rollouts
-            if self.interrupted.pop(key, None) is None:
-                del self.queue[key]
-            else:
-                partial.is_continued = True
-            partial.began_at = now
-            if is_anew:
-                partial.members = [PartialRollout()] * group_size
-            partials.append(partial)
-        self.running.update((partial.key, partial) for partial in partials)
-        return partials
-
-    def awaiting(self, installed: PolicyVersion | None) -> list[Lease]:
-        """Return the leases here that want a newer version than the one that is installed."""
-        outside = [*self.queue.values(), *(partial.lease for partial in self.interrupted.values())]
-        return [
-            lease
-            for lease in outside
-            if lease.min_version is not None
-            and (installed is None or installed < lease.min_version)
-        ]
-
-    def park(self, partial: PartialGroup) -> bool:
-        """Put a partial group aside until a place is free; return whether it is still wanted."""
-        if self.running.pop(partial.key, None) is None or partial.is_unwanted:
-            return False
-        self.interrupted[partial.key] = partial
-        return True
-
-    def end(self, key: LeaseKey) -> bool:
-        """Forget a group that was in the engine; return whether its result is still wanted."""
-        partial = self.running.pop(key, None)
-        return partial is not None and not partial.is_unwanted
-
-    def deliver(self, key: LeaseKey, message: Message, *payload: Frame) -> None:
-        """Let the learner be told what has become of a lease, wherever it is, until it knows."""
-        for place in (self.queue, self.running, self.interrupted):
-            place.pop(key, None)
-        self.outbox.put(key, message, *payload)
-
-    def revoke(self, key: LeaseKey) -> int:
-        """Give up a lease that is not wanted any more; return how many tokens were in vain.
-
-        One that is in the engine is given up when it leaves it.
-        """
-        running = self.running.get(key)
-        if running is not None:
-            is_news, running.is_unwanted = not running.is_unwanted, True
-            return running.num_tokens if is_news else 0
-        self.queue.pop(key, None)
-        partial = self.interrupted.pop(key, None)
-        return 0 if partial is None else partial.num_tokens
-
-    def outside(self, keys: Iterable[LeaseKey]) -> list[LeaseKey]:
-        """Return which of these leases are here and neither in the engine nor over."""
-        return [key for key in keys if key in self.queue or key in self.interrupted]
-
-    def reclaim(self, keys: Collection[LeaseKey]) -> None:
-        """Note that others are to continue these groups once they leave the engine unfinished."""
-        for key, partial in self.running.items():
-            partial.is_reclaimed |= key in keys and not partial.is_whole
-
-    def take_reclaimed(self) -> list[LeaseKey]:
-        """Return the parked groups that others are to continue, and note that it was done."""
-        reclaimed = [key for key, partial in self.interrupted.items() if partial.is_reclaimed]
-        for key in reclaimed:
-            self.interrupted[key].is_reclaimed = False
-        return reclaimed
-
-    def begun(self) -> list[PartialGroup]:
-        """Return every group with tokens that is not on its way to the learner, oldest first."""
-        partials = sorted((self.interrupted | self.running).items())
-        return [partial for _, partial in partials if partial.num_tokens]
-
-    def take_due(self, *, interval_s: float, now: float) -> list[PartialGroup]:
-        """Return the parked partial groups that have grown since they were shipped, and note it."""
-        due = [
-            partial
-            for _, partial in sorted(self.interrupted.items())
-            if partial.num_tokens > partial.num_shipped and now >= partial.shipped_at + interval_s
-        ]
-        for partial in due:
-            partial.shipped_at, partial.num_shipped = now, partial.num_tokens
-        return due
-
-    def forget_shipments(self) -> None:
-        """Have all of them shipped again: whoever was sent them may have lost them."""
-        for partial in (*self.interrupted.values(), *self.running.values()):
-            partial.num_shipped = 0
-
-    def states(self, *, now: float = 0.0) -> list[LeaseState]:
-        """Return the leases here as a heartbeat lists them, now."""
-        waiting = dict.fromkeys(self.queue, 0)
-        waiting |= {key: partial.num_progress for key, partial in self.interrupted.items()}
-        running = {key: partial.num_progress for key, partial in self.running.items()}
-        held = [
-            LeaseState(
-                group_id=key[0],
-                attempt=key[1],
-                num_tokens=num,
-                is_waiting=is_waiting,
-                running_s=0.0 if is_waiting else self._running_s(key, now),
-            )
-            for places, is_waiting in ((waiting, True), (running, False))
-            for key, num in places.items()
-        ]
-        delivered = (
-            LeaseState(group_id=group_id, attempt=attempt, num_tokens=-1)
-            for group_id, attempt in self.outbox.keys
-        )
-        return [*held, *delivered]
-
-    def _running_s(self, key: LeaseKey, now: float) -> float:
-        began_at = self.running[key].began_at
-        return 0.0 if began_at is None else max(0.0, now - began_at)
 
 
 # --- Shipped partial groups: the learner keeps them for whoever is leased the group next ---

@@ -1,14 +1,14 @@
 """The worker's role: leases in, groups out.
 
-A lease waits in the queue, runs in the engine, may be parked between two calls of the engine, and
-its result lies in the outbox until the learner has it on disk (`leases/partials.py`). All places
-are listed in each heartbeat, so the learner knows what it must send again and what it need not
-renew. A cut changes nothing here: running groups go on, results are kept, and after the next
-Admitted everything unacknowledged is sent again.
+A lease waits in the queue, runs in the engine, may be interrupted between two calls of the engine,
+and its result lies in the outbox until the learner has it on disk (`leases/held.py`: a table of
+these states). Each heartbeat lists all of them, so the learner knows what it must send again and
+what it need not renew. A cut changes nothing here: running groups go on, results are kept, and
+after the next Admitted everything unacknowledged is sent again.
 
-What is parked is shipped to the learner now and then (`ship`), which leases it to others if this
-worker does not come back; a worker that does come back lists what it still has, and is told what is
-not wanted any more.
+Interrupted groups are shipped to the learner now and then (`ship`), which leases them to others if
+this worker does not come back. A worker that does come back lists the groups that it still has, and
+the learner tells it which of them are not wanted any more.
 
 The role decides, and its shell (`runtime/worker/node.py`, or a simulation) carries out and reports:
 
@@ -68,18 +68,30 @@ from echo.core.rollout import (
 )
 from echo.core.timers import earliest
 from echo.core.units import format_duration, one_line
-from echo.leases.outbox import Outbox
-from echo.leases.partials import (
+from echo.leases.held import (
+    BUSY,
+    WAITING,
+    Closed,
+    Dropped,
+    GroupState,
+    HandedOver,
+    HeldLeases,
     LeaseKey,
     PartialGroup,
-    PartialGroups,
+    Reclaimed,
+    Reported,
+    Stopped,
+    Whole,
+    key_of,
+)
+from echo.leases.outbox import Outbox
+from echo.leases.partials import (
     PartialRules,
     apply_staleness_policy,
     decode_continuations,
     decode_groups,
     encode_groups,
     encode_members,
-    key_of,
 )
 from echo.roles.joining import NodeSettings
 from echo.roles.members import IDLE
@@ -315,7 +327,7 @@ class Worker(DialingRole):
         self.tokens_sampled = 0
         self.num_accepted = 0
         """Groups that the learner has taken since this process started."""
-        self.partials = PartialGroups(outbox)
+        self.held = HeldLeases(outbox)
         self.partial_counts: Counter[str] = Counter()
         """What became of unfinished rollouts, for the learner's metrics."""
         self._version_wait_s = version_wait_s
@@ -326,7 +338,6 @@ class Worker(DialingRole):
         self._calls: list[EngineCall] = []
         self._max_together = MAX_LEASES
         """Groups to sample in one call: fewer after one that raised, to find whose fault it is."""
-        self._scoring: dict[LeaseKey, PartialGroup] = {}
         self._installing: PolicyVersion | None = None
         self._refusal: tuple[PolicyVersion, str] | None = None
         """The version that the engine refused last, and why; None once it has installed one."""
@@ -341,6 +352,21 @@ class Worker(DialingRole):
         self._has_handed_over = self._is_drained = False
         self._retiring = ""
         """Why this worker gives its machine back; empty if it does not."""
+
+    def validate(self) -> None:
+        """Check that leases, outbox and calls of the engine agree; for tests.
+
+        Raises:
+            AssertionError: if they do not.
+        """
+        self.held.validate()
+        in_calls = [group for call in self._calls for group in call.groups]
+        assert len(set(in_calls)) == len(in_calls), "two calls of the engine have the same group"
+        if self.engine is not None and self.engine.sampler != "agents":
+            sampled = self.held.of(GroupState.RUNNING, GroupState.RECLAIMED)
+            assert set(sampled) <= set(in_calls), "no call of the engine has a running group"
+        is_waiting = self._waits_for_whole and self._installing is not None
+        assert not (is_waiting and self._calls), "newer weights come into a running group"
 
     # --- what the learner and the operator are told ----------------------------------------------
 
@@ -369,7 +395,7 @@ class Worker(DialingRole):
             return "serving agents"
         if self._calls:
             return "sampling"
-        if self._scoring:
+        if self.held.of(GroupState.SCORING):
             return "scoring"
         if self._installing is not None:
             return f"installing {self._installing}"
@@ -377,13 +403,13 @@ class Worker(DialingRole):
             return "standing by"
         if self.installed_version is None:
             return "waiting for weights"
-        if self.partials.awaiting(self.installed_version):
+        if self.held.awaiting(self.installed_version):
             return "waiting for newer weights"
         return "waiting for acks" if len(self.outbox) else IDLE
 
     def lease_states(self) -> tuple[LeaseState, ...]:
         """Return every lease here: waiting, running, or not yet acknowledged."""
-        return tuple(self.partials.states(now=self._beat_at)[:MAX_LEASES])
+        return tuple(self.held.states(now=self._beat_at)[:MAX_LEASES])
 
     def stats(self) -> NodeStats:
         """Return what to tell the learner about this worker."""
@@ -407,7 +433,7 @@ class Worker(DialingRole):
         A group that is being rewarded lives: every call of a task's code is bounded, also one that
         hangs or waits for a free thread. Its end, and not that of its lease, tells what was wrong.
         """
-        for group in self._scoring.values():
+        for group in self.held.of(GroupState.SCORING):
             group.num_progress += 1
         return super().heartbeat(now=now)
 
@@ -443,39 +469,43 @@ class Worker(DialingRole):
                 numbers = f"{len(message.leases)} leases with {len(begun)} continuations"
                 raise RemoteProtocolError(numbers)
         pairs = zip(message.leases, begun, strict=True)
-        fresh = [pair for pair in pairs if key_of(pair[0]) not in self.partials]
+        fresh = [pair for pair in pairs if key_of(pair[0]) not in self.held]
         for lease, members in fresh:
-            self.partials.add(lease, members)
+            self.held.add(lease, members)
         return self._next(now) if fresh else []
 
     def _on_reclaim(self, message: Reclaim, now: float) -> list[Action]:
         """Give up leases that others wait for; what the engine has of them, once it has stopped."""
-        engine = self.engine
+        groups = [g for key in message.leases if (g := self.held.get(key)) is not None]
         calls: list[EngineCall] = []
-        if message.is_begun_too and engine is not None and engine.sampler == "engine":
-            self.partials.reclaim(message.leases)
-            calls = [call for call in self._calls if any(g.is_reclaimed for g in call.groups)]
-        given_up = self._hand_over(self.partials.outside(message.leases), now)
+        if message.is_begun_too and self.engine is not None and self.engine.sampler == "engine":
+            for group in groups:
+                self.held.handle(group, Reclaimed())
+            is_reclaimed = GroupState.RECLAIMED
+            calls = [c for c in self._calls if any(g.state is is_reclaimed for g in c.groups)]
+        given_up = self._hand_over([g for g in groups if g.state in WAITING], now)
         return [*self._recall(calls), *given_up]
 
-    def _hand_over(self, keys: Sequence[LeaseKey], now: float) -> list[Action]:
-        """Give up leases that are not in the engine, and what was sampled for them, to others."""
-        if not keys or not self.is_admitted:
+    def _hand_over(self, groups: Sequence[PartialGroup], now: float) -> list[Action]:
+        """Give up groups that are not in the engine, and what was sampled for them, to others."""
+        if not groups or not self.is_admitted:
             return []
         shipped = self.ship(interval_s=0.0, now=now)
-        for key in keys:
-            self.partials.revoke(key)
+        for group in groups:
+            self.held.handle(group, HandedOver())
         return [*shipped, *self.heartbeat(now=now)]
 
     def _on_ack(self, message: Ack, now: float) -> list[Action]:
-        key = (message.group_id, message.attempt)
-        was_full = self.outbox.is_full
-        if not self.outbox.acknowledge(key):
+        group = self.held.get((message.group_id, message.attempt))
+        if group is None:
+            return []
+        was, was_full = group.state, self.outbox.is_full
+        self.held.handle(group, Closed())
+        if was is not GroupState.DELIVERED:
             # A lease that is acknowledged before it is delivered is not wanted any more.
-            group = self.partials.running.get(key)
-            is_news = group is not None and not group.is_unwanted
-            self.partial_counts["wasted_tokens"] += self.partials.revoke(key)
-            if not is_news:
+            if was is not GroupState.UNWANTED:
+                self.partial_counts["wasted_tokens"] += group.num_tokens
+            if was in WAITING or was is GroupState.UNWANTED:
                 return []
             self.counters.add("cancelled")
             text = f"group {message.group_id} was finished by another worker"
@@ -499,7 +529,7 @@ class Worker(DialingRole):
         """
         actions = super().on_admitted(now=now)
         self.outbox.resend_all()
-        self.partials.forget_shipments()
+        self.held.forget_shipments()
         return [*actions, *self.heartbeat(now=now), *self._send_due(now)]
 
     def on_version(self, *, now: float) -> list[Action]:
@@ -513,7 +543,7 @@ class Worker(DialingRole):
         self.engine = engine
         self.broadcast.patch_mode = "on_install" if engine.takes_patches else "copy"
         self.max_groups = engine.max_groups
-        num_dropped = self.partials.limit_tokens(engine.max_completion_tokens)
+        num_dropped = self.held.limit_tokens(engine.max_completion_tokens)
         self.partial_counts["wasted_tokens"] += num_dropped
         return [*self.configured(digests, now=now), *self._next(now)]
 
@@ -527,7 +557,7 @@ class Worker(DialingRole):
         if engine.sampler == "engine":
             actions += self._recall(call for call in self._calls if self._has_enough(call, now))
             if not self._calls:
-                # What is parked now is not continued soon.
+                # What is interrupted now is not continued soon.
                 actions += self.ship(interval_s=0.0, now=now)
         return [*actions, *self._settle(now)]
 
@@ -537,7 +567,7 @@ class Worker(DialingRole):
         if num_free <= 0:
             return []
         is_batch = engine.sampler == "engine" and not engine.is_continuous
-        taken = self.partials.take(
+        taken = self.held.take(
             min(num_free, self._max_together),
             group_size=engine.group_size,
             max_rollouts=engine.groups_per_batch * engine.group_size if is_batch else None,
@@ -680,21 +710,17 @@ class Worker(DialingRole):
         It ends for good: elsewhere it would most likely be the same. Nobody waits for what else the
         engine has of it.
         """
-        if group.is_unwanted:
+        if not group.is_sampled:
             return []
-        actions = self.failed(group.lease, BAD_LOGPROBS, why, now=now)
-        group.is_unwanted = True
-        return [*actions, *self._next(now)]
+        return [*self.failed(group.lease, BAD_LOGPROBS, why, now=now), *self._next(now)]
 
     def _score(self, group: PartialGroup) -> list[Action]:
-        if group.is_unwanted:
-            self.partials.end(group.key)
-            return []
-        self._scoring[group.key] = group
-        return [Score(group)]
+        is_wanted = group.is_sampled
+        self.held.handle(group, Whole())
+        return [Score(group)] if is_wanted else []
 
     def returned(self, call: EngineCall, *, num_tokens: int, now: float) -> list[Action]:
-        """Take back a call that has ended, and park what it has left unfinished."""
+        """Take back a call that has ended, and keep the groups that it has left unfinished."""
         self._calls.remove(call)
         self._max_together = min(2 * self._max_together, MAX_LEASES)
         self.tokens_sampled += num_tokens
@@ -702,11 +728,8 @@ class Worker(DialingRole):
         assert engine is not None
         if engine.sampler != "engine":
             return self._next(now)
-        for group in call.groups:
-            if not group.is_whole:
-                self.partials.park(group)
-                self.partial_counts["interrupted"] += 1
-        actions = self._hand_over(self.partials.take_reclaimed(), now)
+        self.partial_counts["interrupted"] += sum(not group.is_whole for group in call.groups)
+        actions = self._stop(call.groups, now)
         interval_s = engine.rules.ship_s
         if interval_s is None:
             return [*actions, *self._next(now)]
@@ -724,12 +747,18 @@ class Worker(DialingRole):
         actions: list[Action] = []
         if call.version == self.installed_version:
             for group in call.groups:
-                actions += self._refuse(group.lease, "version_not_installed", why)
+                actions += self._refuse(group, why)
         else:
             self._versions = tuple(v for v in self._versions if v != call.version)
-            for group in call.groups:
-                self.partials.park(group)
+            actions += self._stop(call.groups, now)
         return [*actions, *self._send_due(now), *self._next(now)]
+
+    def _stop(self, groups: Sequence[PartialGroup], now: float) -> list[Action]:
+        """Take unfinished groups back from the engine; hand over those that others wait for."""
+        reclaimed = [group for group in groups if group.state is GroupState.RECLAIMED]
+        for group in groups:
+            self.held.handle(group, Stopped())
+        return self._hand_over(reclaimed, now)
 
     def raised(
         self, call: EngineCall, why: str, *, traceback: str, is_usable: bool, now: float
@@ -746,19 +775,20 @@ class Worker(DialingRole):
         """
         self.counters.add("engine/calls_failed")
         calls = [call] if is_usable else list(self._calls)
-        unfinished = [group for each in calls for group in each.groups if not group.is_whole]
+        kept = GroupState.RUNNING, GroupState.RECLAIMED, GroupState.UNWANTED
+        unfinished = [group for each in calls for group in each.groups if group.state in kept]
         self._calls.remove(call)
         actions: list[Action] = []
         if not is_usable:
-            for lease in (group.lease for group in unfinished if not group.is_unwanted):
-                actions += self._report(
-                    lease, ENGINE_ERROR, why, is_elsewhere=True, traceback=traceback
-                )
+            for group in unfinished:
+                if group.is_sampled:
+                    actions += self._report(
+                        group, ENGINE_ERROR, why, is_elsewhere=True, traceback=traceback
+                    )
             return [*actions, *self._send_due(now)]
         if len(unfinished) > 1:
             self._max_together = len(unfinished) // 2
-            for group in unfinished:
-                self.partials.park(group)
+            actions += self._stop(unfinished, now)
         else:
             for group in unfinished:
                 actions += self.failed(group.lease, ENGINE_ERROR, why, traceback=traceback, now=now)
@@ -768,8 +798,8 @@ class Worker(DialingRole):
         """Return whether what is unfinished in a call goes on another time."""
         if call.num_whole == len(call.groups):
             return False  # it returns by itself
-        if all(group.is_unwanted for group in call.groups):
-            return True
+        if not any(group.is_sampled for group in call.groups):
+            return True  # nobody waits for what the engine still samples
         if self._has_several and call.version not in self._usable():
             return True  # nobody can be trained on it, and its place is wanted
         if now >= call.ends_at:
@@ -778,7 +808,7 @@ class Worker(DialingRole):
                 return True
             assert self.engine is not None
             call.ends_at = now + (self.engine.rules.ship_s or 0.0)
-        has_others = bool(self.partials.queue or self.partials.interrupted)
+        has_others = bool(self.held.of(*WAITING))
         return call.num_whole >= call.num_awaited and has_others
 
     def _recall(self, calls: Iterable[EngineCall]) -> list[Action]:
@@ -794,8 +824,8 @@ class Worker(DialingRole):
 
     def scored(self, group: PartialGroup, rewards: Sequence[float], *, now: float) -> list[Action]:
         """Deliver a whole group with its rewards; they may be fewer where it became unwanted."""
-        if group.is_unwanted:
-            return self._end_unwanted(group.key, now)
+        if group.state is not GroupState.SCORING:
+            return self._drop(group, now)
         assert self.engine is not None
         stale_tokens = self.engine.rules.stale_tokens
         rollouts = [
@@ -817,10 +847,9 @@ class Worker(DialingRole):
 
     def finished(self, group: Group, *, now: float) -> list[Action]:
         """Deliver a finished group."""
-        key = (group.group_id, group.attempt)
-        partial = self.partials.running.get(key)
-        if partial is None or partial.is_unwanted:
-            return self._end_unwanted(key, now)
+        partial = self.held.get((group.group_id, group.attempt))
+        if partial is None:
+            return self._settle(now)
         payload = encode_group(group)
         if (num_bytes := payload_bytes(payload)) > MAX_PAYLOAD_BYTES:
             detail = (
@@ -830,59 +859,55 @@ class Worker(DialingRole):
             return self.failed(partial.lease, "group_too_large", detail, now=now)
         seconds = partial.seconds(now)
         message = Deliver(group_id=group.group_id, attempt=group.attempt, seconds=seconds)
-        self._deliver(key, message, *payload)
+        self.held.handle(partial, Reported(message, tuple(payload)))
         return [*self._send_due(now), *self._settle(now)]
-
-    def _deliver(self, key: LeaseKey, message: Message, *payload: Frame) -> None:
-        self._scoring.pop(key, None)
-        self.partials.deliver(key, message, *payload)
 
     def failed(
         self, lease: Lease, reason: str, detail: str, *, traceback: str = "", now: float
     ) -> list[Action]:
         """Report a group that cannot be finished and that trying again will not mend."""
-        key = key_of(lease)
-        running = self.partials.running.get(key)
-        if running is not None and running.is_unwanted:
-            return self._end_unwanted(key, now)
+        group = self.held.get(key_of(lease))
+        if group is None or group.state is GroupState.UNWANTED:
+            return self._drop(group, now)
         self.counters.add(f"failed/{reason}")
-        report = self._report(lease, reason, detail, traceback=traceback)
+        report = self._report(group, reason, detail, traceback=traceback)
         return [*report, *self._send_due(now), *self._settle(now)]
 
-    def _end_unwanted(self, key: LeaseKey, now: float) -> list[Action]:
-        self.partials.end(key)
-        self._scoring.pop(key, None)
+    def _drop(self, group: PartialGroup | None, now: float) -> list[Action]:
+        if group is not None:
+            self.held.handle(group, Dropped())
         return self._settle(now)
 
     def _report(
         self,
-        lease: Lease,
+        group: PartialGroup,
         reason: str,
         detail: str,
         *,
         is_elsewhere: bool = False,
         traceback: str = "",
     ) -> list[Action]:
+        group_id, attempt = group.key
         message = Failed(
-            group_id=lease.group_id,
-            attempt=lease.attempt,
+            group_id=group_id,
+            attempt=attempt,
             reason=reason,
             detail=detail[:MAX_DETAIL_LENGTH],
             is_elsewhere=is_elsewhere,
             traceback=traceback[-MAX_TRACEBACK_LENGTH:],
         )
-        self._deliver(key_of(lease), message)
+        self.held.handle(group, Reported(message))
         # It may be what a task's code says of what the model said.
         text = one_line(detail[:MAX_DETAIL_LENGTH])
-        return [Note("warning", f"group {lease.group_id}: {reason}: {text}", reason)]
+        return [Note("warning", f"group {group_id}: {reason}: {text}", reason)]
 
-    def _refuse(self, lease: Lease, reason: str, detail: str) -> list[Action]:
-        """Give a lease back whose version is not the one that samples here."""
-        key = key_of(lease)
-        if key in self.partials.running and not self.partials.end(key):
+    def _refuse(self, group: PartialGroup, detail: str) -> list[Action]:
+        """Give a lease back whose version is not here."""
+        if group.state is GroupState.UNWANTED:
+            self.held.handle(group, Stopped())
             return []
         self.counters.add("engine/version_refused")
-        return self._report(lease, reason, detail, is_elsewhere=True)
+        return self._report(group, "version_not_installed", detail, is_elsewhere=True)
 
     # --- agents ----------------------------------------------------------------------------------
 
@@ -895,13 +920,13 @@ class Worker(DialingRole):
 
     def dropped(self, lease: Lease, *, now: float) -> list[Action]:
         """Note that no agent works on a lease, nor will; the learner finds that out by itself."""
-        return self._end_unwanted(key_of(lease), now)
+        return self._drop(self.held.get(key_of(lease)), now)
 
     def progress(self, lease: Lease, number: int) -> None:
         """Note how many signs of life there were of a lease that agents have."""
-        partial = self.partials.running.get(key_of(lease))
-        if partial is not None:
-            partial.num_progress = number
+        group = self.held.get(key_of(lease))
+        if group is not None:
+            group.num_progress = number
 
     # --- weights ---------------------------------------------------------------------------------
 
@@ -963,7 +988,7 @@ class Worker(DialingRole):
     def _give_back(self, now: float) -> list[Action]:
         """Give back the leases whose version has not come in time."""
         installed = self.installed_version
-        waiting = {key_of(lease): lease for lease in self.partials.awaiting(installed)}
+        waiting = {group.key: group for group in self.held.awaiting(installed)}
         self._waiting_since = {key: self._waiting_since.get(key, now) for key in waiting}
         late = [
             waiting[key]
@@ -972,17 +997,17 @@ class Worker(DialingRole):
         ]
         # First what was sampled of them before, for whoever goes on.
         actions = self.ship(interval_s=0.0, now=now) if late else []
-        for lease in late:
+        for group in late:
             here = f"{installed or 'no version'} is installed and no newer one has come"
             wait = f"in {self._version_wait_s:g} s"
-            why = f"{lease.min_version} or newer is wanted, {here} {wait}"
-            actions += self._refuse(lease, "version_not_installed", why)
+            why = f"{group.lease.min_version} or newer is wanted, {here} {wait}"
+            actions += self._refuse(group, why)
         return actions
 
     # --- unfinished groups: to the learner, and across a restart ---------------------------------
 
     def ship(self, *, interval_s: float, now: float) -> list[Action]:
-        """Send the learner what has been sampled for parked partial groups, where it is news.
+        """Send the learner what has been sampled for interrupted groups since it was last sent.
 
         Args:
             interval_s: seconds between two shipments of one partial group; 0 where this worker is
@@ -992,7 +1017,7 @@ class Worker(DialingRole):
         if not self.is_admitted:
             return []
         actions: list[Action] = []
-        for partial in self.partials.take_due(interval_s=interval_s, now=now):
+        for partial in self.held.take_due(interval_s=interval_s, now=now):
             message = Partial(group_id=partial.lease.group_id, attempt=partial.lease.attempt)
             frame = encode_members(partial.members)
             if payload_bytes([frame]) > MAX_PAYLOAD_BYTES:
@@ -1008,7 +1033,7 @@ class Worker(DialingRole):
         except RemoteProtocolError as error:
             return [Note("warning", f"dropped the unfinished groups that were left here: {error}")]
         self._saved = bytes(saved)
-        self.partials.restore(partials)
+        self.held.restore(partials)
         if not partials:
             return []
         num_tokens = sum(partial.num_tokens for partial in partials)
@@ -1016,7 +1041,7 @@ class Worker(DialingRole):
 
     def _save(self, now: float) -> list[Action]:
         self._saved_at = now
-        partials = self.partials.begun()
+        partials = self.held.begun()
         data = encode_groups(self.broadcast.trust.run_id, partials)
         if data == self._saved or not (partials or self._saved):
             return []
@@ -1062,7 +1087,7 @@ class Worker(DialingRole):
                 actions.append(Note("warning", text))
             self._has_handed_over, self._drain_until = True, now + DRAIN_S
             actions += [*self.ship(interval_s=0.0, now=now), *self._save(now)]
-        is_busy = bool(self.partials.running or len(self.outbox) or self._num_saving)
+        is_busy = bool(self.held.of(*BUSY) or len(self.outbox) or self._num_saving)
         if is_busy and now < self._drain_until:
             return actions
         self._is_drained = True

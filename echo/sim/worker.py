@@ -11,7 +11,7 @@ import numpy as np
 
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import PartialRollout, PolicyVersion
-from echo.leases.partials import LeaseKey, key_of
+from echo.leases.held import LeaseKey, key_of
 from echo.roles.joining import Configure
 from echo.roles.worker import (
     Drained,

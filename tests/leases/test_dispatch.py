@@ -36,6 +36,7 @@ from echo.leases.dispatch import (
     hedges,
     moves,
 )
+from echo.leases.held import GroupState
 from echo.leases.scheduler import AppendRecord
 from echo.wire.messages import LeaseState
 from tests.leases.test_scheduler import make_granting, make_worker
@@ -578,8 +579,7 @@ def test_copies_save_a_batch_from_a_worker_that_is_suddenly_slow() -> None:
     held = [group for name in fleet for group in world.leased(name)]
     assert num_cancelled >= num_issued - (len(held) - len(set(held)))
     for name in fleet:
-        running = world.node(name).role.partials.running.values()
-        assert not any(group.is_unwanted for group in running)
+        assert not world.node(name).role.held.of(GroupState.UNWANTED)
 
 
 # --- what a worker could make ---------------------------------------------------------------------

@@ -20,11 +20,18 @@ from echo.core.rollout import (
     find_fault,
     trim_stale,
 )
+from echo.leases.held import (
+    Closed,
+    GroupState,
+    HeldLeases,
+    PartialGroup,
+    Reported,
+    Stopped,
+    Whole,
+)
 from echo.leases.outbox import Outbox
 from echo.leases.partials import (
     FreshPartials,
-    PartialGroup,
-    PartialGroups,
     apply_staleness_policy,
     decode_groups,
     decode_members,
@@ -38,8 +45,8 @@ from tests.roles.harness import make_lease
 FIRST = (Lineage(1, 0),)
 
 
-def make_partials() -> PartialGroups:
-    return PartialGroups(Outbox(max_deliveries=8, retry_s=5.0))
+def make_partials() -> HeldLeases:
+    return HeldLeases(Outbox(max_deliveries=8, retry_s=5.0))
 
 
 def partial(*versions: tuple[int, int], reason: str = "abort") -> PartialRollout:
@@ -182,7 +189,7 @@ def test_begun_groups_go_first_oldest_first() -> None:
     taken = partials.take(2, group_size=2)
     assert [partial_group.lease.group_id for partial_group in taken] == [2, 4]
     for partial_group in reversed(taken):
-        assert partials.park(partial_group)
+        partials.handle(partial_group, Stopped())
     partials.add(make_lease(1))
     assert [d.lease.group_id for d in partials.take(3, group_size=2)] == [2, 4, 1]
     assert len(partials) == 4
@@ -209,31 +216,13 @@ def test_room_is_counted_in_rollouts_that_are_to_be_sampled_and_none_is_passed_o
     assert taken(3) == [5]
 
 
-def test_a_group_that_is_not_wanted_any_more_is_forgotten_wherever_it_is() -> None:
-    partials = make_partials()
-    for group_id in range(3):
-        partials.add(make_lease(group_id))
-    running, interrupted = partials.take(2, group_size=1)
-    interrupted.members = [partial((1, 0), (1, 0))]
-    partials.park(interrupted)
-    assert [partials.revoke((group_id, 0)) for group_id in (1, 2, 7)] == [2, 0, 0]
-    running.members = [partial((1, 0))]
-    assert [partials.revoke((0, 0)), partials.revoke((0, 0))] == [1, 0], "counted once"
-    assert not partials.park(running)
-    assert not len(partials)
-    partials.add(make_lease(8), [partial((1, 0), reason="stop")])
-    [partial_group] = partials.take(1, group_size=1)
-    partials.revoke((8, 0))
-    assert not partials.end(partial_group.key), "nobody wants its result"
-
-
 def test_a_lease_is_listed_until_the_learner_knows_what_has_become_of_it() -> None:
     partials = make_partials()
     for group_id in range(4):
         partials.add(make_lease(group_id))
     _, interrupted, over = partials.take(3, group_size=1)
-    partials.park(interrupted)
-    partials.deliver(over.key, Deliver(group_id=2, attempt=0))
+    partials.handle(interrupted, Stopped())
+    partials.handle(over, Reported(Deliver(group_id=2, attempt=0)))
 
     def listed() -> list[tuple[int, bool, int]]:
         return [(s.group_id, s.is_waiting, s.num_tokens) for s in partials.states()]
@@ -241,10 +230,13 @@ def test_a_lease_is_listed_until_the_learner_knows_what_has_become_of_it() -> No
     assert listed() == [(3, True, 0), (1, True, 0), (0, False, 0), (2, False, -1)]
     for group_id in (3, 1):  # that were not begun, or not to their end
         failed = Failed(group_id=group_id, attempt=0, reason="version_not_installed", detail="")
-        partials.deliver((group_id, 0), failed)
+        group = partials.get((group_id, 0))
+        assert group is not None
+        partials.handle(group, Reported(failed))
     assert listed() == [(0, False, 0), (2, False, -1), (3, False, -1), (1, False, -1)]
     assert all((group_id, 0) in partials for group_id in range(4))
-    assert partials.outbox.acknowledge(over.key)
+    partials.handle(over, Closed())
+    assert not partials.outbox.acknowledge(over.key)
     assert over.key not in partials
     assert len(partials) == 3
 
@@ -254,7 +246,7 @@ def test_only_news_is_shipped() -> None:
     partials.add(make_lease(0), [partial((1, 0))])
     assert [d.key for d in partials.take_due(interval_s=30, now=5.0)] == [(0, 0)]
     assert partials.take_due(interval_s=0, now=6.0) == []
-    partials.interrupted[0, 0].members = [partial((1, 0), (1, 0))]
+    partials.of(GroupState.INTERRUPTED)[0].members = [partial((1, 0), (1, 0))]
     assert partials.take_due(interval_s=30, now=34.0) == []
     assert len(partials.take_due(interval_s=30, now=35.0)) == 1
     partials.forget_shipments()
@@ -284,7 +276,7 @@ class Life:
             self.next_id += 1
 
     def take(self) -> None:
-        waiting = sorted(self.partials.interrupted)
+        waiting = sorted(group.key for group in self.partials.of(GroupState.INTERRUPTED))
         taken = self.partials.take(self.random.randrange(1, 4), group_size=2)
         assert [partial_group.key for partial_group in taken][: len(waiting)] == waiting[
             : len(taken)
@@ -333,12 +325,13 @@ class Life:
             if partial_group.is_whole:
                 self.deliver(partial_group)
             else:
-                self.partials.park(partial_group)
+                self.partials.handle(partial_group, Stopped())
         self.engine = []
 
     def deliver(self, partial_group: PartialGroup) -> None:
-        self.partials.deliver(partial_group.key, Deliver(group_id=partial_group.key[0], attempt=0))
-        assert self.partials.outbox.acknowledge(partial_group.key)
+        message = Deliver(group_id=partial_group.key[0], attempt=0)
+        for event in (Whole(), Reported(message), Closed()):
+            self.partials.handle(partial_group, event)
         rollouts = [m.rollout(1.0, stale_tokens=self.stale_tokens) for m in partial_group.members]
         group = Group(
             group_id=partial_group.lease.group_id, attempt=0, worker_id="w",
@@ -374,12 +367,13 @@ class Life:
             self.random.choice(events)()
             held = {group_id for group_id, _ in self.keys()}
             assert held == self.open, "a lease was lost, or is counted and not held"
+            self.partials.validate()
             states = self.partials.states()
             assert {(s.group_id, s.attempt) for s in states} == set(self.keys())
             assert len(states) == len(self.partials) == len(self.open)
 
     def keys(self) -> list[tuple[int, int]]:
-        return [*self.partials.queue, *self.partials.running, *self.partials.interrupted]
+        return [group.key for group in self.partials.of(*GroupState)]
 
 
 @pytest.mark.slow

@@ -45,6 +45,7 @@ from echo.core.metrics import Snapshot
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import NOBODY, UNVERSIONED, Completion, Engine, Request, Sampling, Watcher
 from echo.engine.weights import find_nonfinite
+from echo.leases.held import BUSY, GroupState
 from echo.leases.partials import PartialRules
 from echo.net.transport import PeerId, TransportOptions
 from echo.records.ledger import AnyRecord, Ledger, Published
@@ -744,6 +745,17 @@ class World:
                 stop(reason, error)
 
             node.stop = stopping
+            perform = node.perform
+
+            def perform_and_validate(actions: Sequence[Any]) -> None:
+                perform(actions)
+                try:
+                    node.role.validate()
+                except AssertionError as error:
+                    self._failure = self._failure or error
+
+            if hasattr(node.role, "validate"):
+                node.perform = perform_and_validate
             process.task = asyncio.create_task(node.run(), name=process.name)
 
         self._loop.run_until_complete(self._loop.create_task(start(), context=process.context))
@@ -952,7 +964,7 @@ class World:
         heartbeat = role.heartbeat
 
         def lying(*, now: float) -> Any:
-            for partial in role.partials.running.values():
+            for partial in role.held.of(*BUSY):
                 partial.num_progress += num_tokens
             return heartbeat(now=now)
 
@@ -1391,13 +1403,12 @@ class World:
 
     def sampling(self, worker: str) -> set[int]:
         """Return the groups that a worker's engine has."""
-        return {group for group, _ in self.node(worker).role.partials.running}
+        return {group.lease.group_id for group in self.node(worker).role.held.of(*BUSY)}
 
     def partial_tokens(self, worker: str, group: int) -> list[list[int]]:
         """Return the tokens that a worker holds of each unfinished rollout of a group."""
-        partials = self.node(worker).role.partials
-        held = partials.interrupted | partials.running
-        [partial] = [held[key] for key in held if key[0] == group]
+        held = self.node(worker).role.held.of(GroupState.INTERRUPTED, *BUSY)
+        [partial] = [each for each in held if each.lease.group_id == group]
         return [member.token_ids.tolist() for member in partial.members]
 
     def undelivered(self, worker: str) -> int:

@@ -21,6 +21,7 @@ from echo.core.bounds import (
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.metrics import Counters
 from echo.core.rollout import PolicyVersion
+from echo.leases.held import Reported
 from echo.leases.partials import MemberHeader, ShippedPartials
 from echo.leases.scheduler import StoreGroup
 from echo.roles import worker
@@ -290,7 +291,7 @@ def test_no_word_of_a_peer_names_a_metric(hung_world: World) -> None:
     assert role.counters["discarded/other"] == 1
     worker = hung_world.node("w1").role
     peer = worker._control.peer
-    worker.outbox.put((1, 0), failed)
+    worker.held.handle(worker.held.get((1, 0)), Reported(failed))
     ack = messages.Ack(group_id=1, attempt=0, outcome="refused", reason="x" * 99)
     channel = role.roster.channel_of("w1")
     frames = encode(ack, source="learner", target="w1", channel=channel)

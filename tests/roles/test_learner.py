@@ -11,8 +11,8 @@ import pytest
 
 from echo.core.metrics import Counters
 from echo.core.rollout import PartialRollout
+from echo.leases.held import GroupState, HandedOver, PartialGroup, Stopped
 from echo.leases.partials import (
-    PartialGroup,
     ShippedPartials,
     encode_continuations,
     encode_members,
@@ -33,12 +33,13 @@ def partial(num_tokens: int, *, step: int = 0, reason: str = "abort") -> Partial
 def begin(world: World, *members: PartialRollout) -> list[PartialGroup]:
     """Have the engine of w1, which hangs, give up its first group, and ship what there is of it."""
     role = world.node("w1").role
-    group = role.partials.running[0, 0]
+    group = role.held.get((0, 0))
     group.members = list(members)
-    role.partials.park(group)
+    role.held.handle(group, Stopped())
     world.perform("w1", role.ship(interval_s=0, now=world.now))
     world.run(0.1)
-    return [*role.partials.interrupted.values()]
+    interrupted: list[PartialGroup] = role.held.of(GroupState.INTERRUPTED)
+    return interrupted
 
 
 def tokens_of(world: World, worker: str, group: int) -> list[int]:
@@ -93,8 +94,7 @@ def test_what_a_dead_worker_has_shipped_is_continued_by_another(hung_world: Worl
     world.run_until(lambda: 0 in world.leased("w2"))
     world.run(1.0)
     assert tokens_of(world, "w2", 0) == [3, 5]
-    partials = world.node("w2").role.partials
-    group = (partials.interrupted | partials.running)[0, 1]
+    group = world.node("w2").role.held.get((0, 1))
     assert [member.finish_reason for member in group.members] == ["stop", ""]
     assert world.count("learner", "partials/handed_over") == 1
 
@@ -117,9 +117,10 @@ def test_what_the_learner_before_was_sent_is_shipped_to_the_one_that_follows(
 
 def test_a_lost_grant_is_sent_again_with_what_there_is(hung_world: World) -> None:
     begin(hung_world, partial(3), partial(5))
-    partials = hung_world.node("w1").role.partials
-    partials.interrupted.clear()
-    hung_world.run_until(lambda: (0, 0) in partials.interrupted, within_s=5.0)
+    held = hung_world.node("w1").role.held
+    for group in held.of(GroupState.INTERRUPTED):
+        held.handle(group, HandedOver())
+    hung_world.run_until(lambda: (0, 0) in held, within_s=5.0)
     assert tokens_of(hung_world, "w1", 0) == [3, 5]
 
 
@@ -135,8 +136,8 @@ def test_a_machine_that_returns_with_its_partials_goes_on_with_those_still_wante
     world.run_until(lambda: 0 in world.trained())
     world.worker("w1", serves=True)
     back = world.node("w1").role
-    back.partials.restore(left)
-    world.run_until(lambda: world.is_admitted("w1") and (0, 0) not in back.partials)
+    back.held.restore(left)
+    world.run_until(lambda: world.is_admitted("w1") and (0, 0) not in back.held)
     assert back.partial_counts["wasted_tokens"] == 8, "its group was made by another long ago"
     node = world.node("learner").role.roster.nodes["w1"].node
     assert node.advertise == "tcp://w1:7700"
@@ -160,13 +161,13 @@ def test_a_worker_that_returns_keeps_its_leases_if_no_other_has_its_groups_by_no
         world.run_until(lambda: 0 in world.leased("w2"))
     world.worker("w1", sample_s=math.inf)
     back = world.node("w1").role
-    back.partials.restore(left)
+    back.held.restore(left)
     world.run_until(lambda: world.is_admitted("w1"))
     world.run(6.0)
     leases = world.node("learner").role.leases
     assert leases.workers_of(0) == [holder]
     assert leases.num_attempts(0) == (1 if holder == "w1" else 2), "the same lease as before"
-    assert ((0, 0) in back.partials) == (holder == "w1")
+    assert ((0, 0) in back.held) == (holder == "w1")
     # Two groups of each worker that works, none of them counted twice.
     assert leases.num_running == (2 if holder == "w1" else 4)
 

@@ -149,7 +149,7 @@ def test_no_order_of_the_learner_can_be_forged(make_world: MakeWorld) -> None:
         say(world, message)
         world.run(0.03)
         assert world.count("w1", "refused/forged") == number, message
-    assert (900, 0) not in world.node("w1").role.partials
+    assert (900, 0) not in world.node("w1").role.held
     step = world.step
     world.run_until(lambda: world.step > step + 2)
     assert world.is_admitted("w1")

@@ -7,6 +7,7 @@ import pytest
 
 from echo.core.rollout import PolicyVersion
 from echo.leases.book import most_promised, oldest_step
+from echo.leases.held import Closed, GroupState, Stopped
 from echo.roles.worker import MAX_VERSION_WAIT_S, Worker
 from echo.wire.messages import Lease
 from tests.promises.conftest import MakeWorld
@@ -26,8 +27,10 @@ def test_a_lease_waits_for_so_long_and_no_longer() -> None:
     late_at = 10.0 + MAX_VERSION_WAIT_S
 
     def given_back(now: float, *leases: Lease) -> list[int]:
-        role.partials.queue = {(each.group_id, 0): each for each in leases}
-        role.outbox._deliveries.clear()
+        for group in role.held.of(*GroupState):
+            role.held.handle(group, Closed())
+        for lease in leases:
+            role.held.add(lease)
         paper.do(role.expire(now=now))
         return paper.delivered()
 
@@ -60,13 +63,14 @@ def test_the_oldest_step_is_the_first_that_admission_lets_through(
 def role_with(*leases: Lease, version: PolicyVersion) -> Paper:
     """Return a worker with a version whose engine has begun none of its leases."""
     paper = Paper(version=version)
-    paper.role.partials.queue = {(each.group_id, 0): each for each in leases}
+    for lease in leases:
+        paper.role.held.add(lease)
     return paper
 
 
 def taken(role: Worker, installed: PolicyVersion | None) -> list[int]:
     """Return the groups that an engine with this version samples."""
-    groups = role.partials.take(9, group_size=2, installed=installed)
+    groups = role.held.take(9, group_size=2, installed=installed)
     return [group.lease.group_id for group in groups]
 
 
@@ -76,7 +80,8 @@ def test_older_weights_sample_nothing_of_it_and_newer_ones_do() -> None:
     assert taken(role, OLD) == [1, 2]
     assert taken(role, PolicyVersion(1, 8)) == [0]
     # One that was begun waits, too.
-    role.partials.park(role.partials.running[0, 0])
+    [group] = [group for group in role.held.of(GroupState.RUNNING) if group.key == (0, 0)]
+    role.held.handle(group, Stopped())
     assert taken(role, PolicyVersion(1, 6)) == []
 
 
@@ -87,17 +92,17 @@ def test_what_has_waited_in_vain_goes_to_another_worker(make_world: MakeWorld) -
     world.worker("w1")
     role = world.node("w1").role
     learner = world.node("learner").role
-    world.run_until(lambda: role.partials.queue)
+    world.run_until(lambda: role.held.of(GroupState.QUEUED))
     world.hang_engine("w1")
-    queue = role.partials.queue
+    queue = role.held.of(GroupState.QUEUED)
     newest = learner.broadcast.newest_complete
-    assert all(lease.min_version is not None for lease in queue.values()), "as the learner says"
-    assert all(lease.min_version <= newest for lease in queue.values())
-    waiting = {key[0] for key in queue}
-    for key, lease in queue.items():
-        queue[key] = msgspec.structs.replace(lease, min_version=PolicyVersion(1, 99))
+    assert all(group.lease.min_version is not None for group in queue), "as the learner says"
+    assert all(group.lease.min_version <= newest for group in queue)
+    waiting = {group.key[0] for group in queue}
+    for group in queue:
+        group.lease = msgspec.structs.replace(group.lease, min_version=PolicyVersion(1, 99))
     role.max_groups = 0  # so that it is not the one that gets them again
-    world.run_until(lambda: not role.partials.queue, within_s=5.0)
+    world.run_until(lambda: not role.held.of(GroupState.QUEUED), within_s=5.0)
     assert role.counters["engine/version_refused"] == len(waiting)
     world.run_until(lambda: not world.undelivered("w1"))
     assert learner.counters["leases_given_back"] == len(waiting)

@@ -11,8 +11,9 @@ import pytest
 
 from echo.core.errors import EngineError
 from echo.core.rollout import Lineage, PartialRollout, PolicyVersion
+from echo.leases.held import BUSY, GroupState, PartialGroup
 from echo.leases.outbox import Outbox
-from echo.leases.partials import PartialGroup, PartialRules, decode_groups, encode_groups
+from echo.leases.partials import PartialRules, decode_groups, encode_groups
 from echo.roles.worker import (
     DRAIN_S,
     INSTALL_AGAIN_S,
@@ -104,7 +105,7 @@ class Paper:
 
     def grant(self, *leases: Lease, members: Sequence[PartialRollout] = ()) -> None:
         for each in leases or [make_lease(group_id) for group_id in sorted(self.lengths)]:
-            self.role.partials.add(each, members)
+            self.role.held.add(each, members)
         self.do(self.role._next(self.now))
 
     def do(self, actions: Sequence[Action]) -> None:
@@ -346,7 +347,7 @@ def test_a_group_that_cannot_be_sampled_ends_once_and_the_others_of_its_call_go_
     assert paper.role.counters["failed/bad_logprobs"] == 1
     assert not call.is_recalled
     assert paper.run() == [0, 1]
-    assert not paper.role.partials.running
+    assert not paper.role.held.of(*BUSY)
     # Where each group has a call of its own, only that one is of no use any more.
     paper = Paper({0: (9, 9), 1: (9, 9)}, is_continuous=True)
     paper.grant()
@@ -415,9 +416,9 @@ def test_a_group_that_another_has_finished_is_recalled_and_not_delivered(is_whol
     assert first.is_recalled != is_whole
     assert paper.role.counters["cancelled"] == 1
     if is_whole:
-        assert score.group.is_unwanted, "its rewards may stop"
+        assert score.group.state is GroupState.UNWANTED, "its rewards may stop"
         paper.do(paper.role.scored(score.group, [1.0], now=1.0))
-    assert (0, 0) not in paper.role.partials
+    assert (0, 0) not in paper.role.held
     assert not paper.delivered()
 
 
@@ -690,7 +691,7 @@ def test_a_worker_that_leaves_hands_over_what_is_unfinished_and_waits_for_the_re
     [note] = again.restore(save.data)
     assert isinstance(note, Note)
     assert note.text == "found 1 unfinished groups of 4 tokens"
-    assert (1, 0) in again.partials
+    assert (1, 0) in again.held
 
 
 def test_a_worker_whose_engine_hangs_leaves_without_it() -> None:
@@ -734,7 +735,7 @@ def test_what_was_left_here_and_is_longer_than_allowed_by_now_begins_anew() -> N
     role = make_role()
     role.restore(encode_groups("", [PartialGroup(make_lease(0), members)]))
     role.built(EngineFacts(group_size=5, groups_per_batch=1, max_completion_tokens=8), {}, now=0.0)
-    [group] = role.partials.interrupted.values()
+    [group] = role.held.of(GroupState.INTERRUPTED)
     assert [member.num_tokens for member in group.members] == [0, 0, 0, 8, 7]
     assert role.partial_counts["wasted_tokens"] == 9 + 8 + 9
 

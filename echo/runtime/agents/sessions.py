@@ -30,7 +30,7 @@ from echo.engine.engine import (
     describe_error,
     describe_nonfinite,
 )
-from echo.leases.partials import LeaseKey, key_of
+from echo.leases.held import LeaseKey, key_of
 from echo.roles.worker import Worker
 from echo.runtime.node import Node
 from echo.runtime.threads import Pool, Threads

@@ -42,7 +42,8 @@ from echo.engine.engine import (
     is_out_of_memory,
 )
 from echo.engine.weights import tensors_from_image
-from echo.leases.partials import PartialGroup, PartialRules
+from echo.leases.held import GroupState, PartialGroup
+from echo.leases.partials import PartialRules
 from echo.net.transport import Transport
 from echo.records.files import write_file
 from echo.roles.joining import Configure, NodeState
@@ -514,7 +515,7 @@ class WorkerNode(DialingNode):
         texts = [parts.decode(member.token_ids.tolist()) for member in group.members]
         for reward in parts.host.score_all(Example(**group.lease.example), texts):
             rewards.append(NO_OPINION if reward is None else reward)
-            if self.has_ended or group.is_unwanted:
+            if self.has_ended or group.state is not GroupState.SCORING:
                 break
         return rewards
 
