@@ -1,11 +1,11 @@
 """Book of leases, and the admission rule that bounds how many are granted.
 
-A lease is (group, attempt) given to one worker for a time; progress renews it. An expired lease
-returns its group to the front of the queue and the next attempt is granted to whoever asks; the
-first valid result of a group wins, whatever its attempt, so a late one is a benign duplicate. An
-expired lease is remembered until its group ends, so that a worker which still lists it does not
-get it back. Who was granted which attempt is remembered as long, and by the ledger for a restart:
-nobody else has a say in it.
+A lease is (group, attempt) given to one worker for a time; progress renews it. The group of an
+expired lease waits to be granted again, before new groups (`leases/groups.py`: a table of these
+states). The first valid result of a group wins, whatever its attempt, so a late one is a benign
+duplicate. The book remembers an expired lease until its group ends, so that a worker which still
+lists it does not get it back. It remembers each attempt's worker as long, and the ledger does for a
+restart: from any other worker the learner takes neither a result nor an end of the group.
 
 Admission (DESIGN.md 5): a lease is granted to a worker with installed step w while
 
@@ -18,13 +18,27 @@ w. A group that two workers run counts once.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from echo.core.errors import LocalProtocolError
 from echo.core.rollout import Lineage, PolicyVersion, is_surviving
+from echo.core.tables import IMPOSSIBLE
 from echo.core.timers import Deadlines
+from echo.leases.groups import (
+    TABLE,
+    Event,
+    GroupEnded,
+    LastLeaseEnded,
+    Leased,
+    LeaseEnded,
+    OpenGroup,
+    OpenState,
+    ResultArrived,
+)
 
+LOST_WORKER = "(before the restart)"
+"""Stands for the holder of a lease from before a restart that no worker has claimed."""
 MAX_WORKERS = 10_000
 """Workers of whom something is remembered, the newest; those that are away keep theirs."""
 
@@ -131,26 +145,44 @@ class LeaseRecord:
 
 
 class LeaseBook:
-    """The leases that are out, and the groups that wait to be granted again."""
+    """The leases that are out, and the open groups that they are of."""
 
     def __init__(self, *, timeout_s: float) -> None:
         """Start with nothing granted; leases expire after `timeout_s` without progress."""
         self.timeout_s = timeout_s
-        self._by_group: dict[int, list[LeaseRecord]] = {}
+        self._groups: dict[int, OpenGroup] = {}
+        """Those that are not closed."""
+        self._by_state: dict[OpenState, set[int]] = {state: set() for state in OpenState}
+        """Ids of the same groups, by state."""
         self._by_worker: dict[str, list[LeaseRecord]] = {}
-        self._attempts: dict[int, int] = {}
-        self._holders: dict[int, dict[int, str]] = {}
-        self._returned: list[int] = []
-        self._expired: dict[int, set[tuple[int, str]]] = {}
-        self._fatal: dict[int, set[int]] = {}
-        """Group -> the attempts that ended the engine of their worker."""
         self._deadlines: Deadlines[LeaseRecord] = Deadlines(self)
         self._changes: dict[str, int] = {}
 
     @property
     def num_running(self) -> int:
-        """Distinct groups that are leased."""
-        return len(self._by_group)
+        """Groups that are leased or being stored."""
+        by_state = self._by_state
+        return len(by_state[OpenState.GRANTED]) + len(by_state[OpenState.STORING])
+
+    @property
+    def waiting(self) -> list[int]:
+        """The groups that wait to be granted again, oldest first."""
+        return sorted(self._by_state[OpenState.WAITING])
+
+    @property
+    def group_ids(self) -> list[int]:
+        """The groups that are open."""
+        return list(self._groups)
+
+    @property
+    def worker_ids(self) -> set[str]:
+        """The workers that hold a lease."""
+        return {name for name, records in self._by_worker.items() if records}
+
+    @property
+    def oldest_open(self) -> int | None:
+        """The first group that is open; None if there is none."""
+        return min(self._groups, default=None)
 
     @property
     def deadline(self) -> float | None:
@@ -162,10 +194,45 @@ class LeaseBook:
         is_watched = not record.is_over and not record.is_delivered
         return record.renewed_at + self.timeout_s if is_watched else None
 
-    @property
-    def oldest_open(self) -> int | None:
-        """The first group that is leased or waits to be granted again; None if there is none."""
-        return min((*self._by_group, *self._returned), default=None)
+    # --- what is known of a group ---
+
+    def group(self, group_id: int) -> OpenGroup:
+        """Return what is known of a group; of one that is not open, nothing."""
+        return self._groups.get(group_id) or OpenGroup(group_id)
+
+    def is_storing(self, group_id: int) -> bool:
+        """Return whether the result of a group is being stored."""
+        return group_id in self._by_state[OpenState.STORING]
+
+    def leases_of(self, group_id: int) -> list[LeaseRecord]:
+        """Return the leases of a group that are out."""
+        return list(self.group(group_id).leases)
+
+    def workers_of(self, group_id: int) -> list[str]:
+        """Return the workers that have a lease of this group."""
+        return self.group(group_id).workers
+
+    def newest_attempt(self, group_id: int) -> int:
+        """Return the newest attempt of a group that is out; -1 if none is."""
+        return max((record.attempt for record in self.group(group_id).leases), default=-1)
+
+    def num_attempts(self, group_id: int) -> int:
+        """Return how often a group has been granted: the number of its next attempt."""
+        return self.group(group_id).num_attempts
+
+    def was_granted(self, group_id: int, attempt: int, worker_id: str) -> bool:
+        """Return whether an open group was granted to this worker, as this attempt.
+
+        The lease may have expired since, or its worker been gone: its result is welcome all the
+        same.
+        """
+        return self.group(group_id).holders.get(attempt) == worker_id
+
+    def has_expired(self, group_id: int, attempt: int, worker_id: str) -> bool:
+        """Return whether this lease of a group that has not ended is over."""
+        return (attempt, worker_id) in self.group(group_id).expired
+
+    # --- what is known of a worker ---
 
     def num_changes(self, worker_id: str) -> int:
         """Return how often a worker was given a lease, or one of its leases ended."""
@@ -189,119 +256,95 @@ class LeaseBook:
     def load(self, worker_id: str, group_id: int, attempt: int) -> float:
         """Return how many leases a worker held while it made a group: the mean of start and end."""
         now = max(1, self.num_leases(worker_id))
-        for record in self._by_group.get(group_id, ()):
-            if (record.attempt, record.worker_id) == (attempt, worker_id):
-                return (record.num_beside + now) / 2
-        return now
+        record = self.group(group_id).find(attempt, worker_id)
+        return now if record is None else (record.num_beside + now) / 2
 
-    def running_alone(self) -> list[LeaseRecord]:
-        """Return the leases of the groups that only one worker has."""
-        return [records[0] for records in self._by_group.values() if len(records) == 1]
+    # --- events ---
 
-    def leases_of(self, group_id: int) -> list[LeaseRecord]:
-        """Return the leases of a group that are out."""
-        return list(self._by_group.get(group_id, ()))
+    def _handle(self, group: OpenGroup, event: Event) -> None:
+        """Do what the table says of an event: the one place where the state of a group changes.
 
-    def workers_of(self, group_id: int) -> list[str]:
-        """Return who holds a lease of this group."""
-        return [record.worker_id for record in self._by_group.get(group_id, ())]
-
-    def newest_attempt(self, group_id: int) -> int:
-        """Return the newest attempt of a group that is out; -1 if none is."""
-        return max((record.attempt for record in self._by_group.get(group_id, ())), default=-1)
-
-    def next_returned(self) -> int | None:
-        """Take the oldest group that waits to be granted again, if any."""
-        return heapq.heappop(self._returned) if self._returned else None
-
-    def _take_returned(self, group_id: int) -> None:
-        if group_id in self._returned:
-            self._returned.remove(group_id)
-            heapq.heapify(self._returned)
-
-    def return_group(self, group_id: int) -> None:
-        """Put a group without any lease into the queue of groups to be granted again."""
-        if group_id not in self._by_group and group_id not in self._returned:
-            heapq.heappush(self._returned, group_id)
+        Raises:
+            LocalProtocolError: if it cannot happen in the state of the group.
+        """
+        step = TABLE[group.state][event]
+        if step is IMPOSSIBLE:
+            raise LocalProtocolError(
+                f"{event.__name__} of group {group.group_id}, which is {group.state}"
+            )
+        if step.then is not None:
+            self._by_state[group.state].discard(group.group_id)
+            group.state = step.then
+            if step.then is OpenState.CLOSED:
+                del self._groups[group.group_id]
+            else:
+                self._by_state[step.then].add(group.group_id)
 
     def grant(self, group_id: int, worker_id: str, *, now: float) -> LeaseRecord:
         """Lease a group to a worker, as the next attempt."""
-        attempt = self._attempts.get(group_id, 0)
-        return self.adopt(group_id, attempt, worker_id, now=now)
+        return self.adopt(group_id, self.num_attempts(group_id), worker_id, now=now)
 
     def adopt(self, group_id: int, attempt: int, worker_id: str, *, now: float) -> LeaseRecord:
         """Enter a lease that is already out, as after a restart of the learner."""
+        group = self._groups.setdefault(group_id, OpenGroup(group_id))
+        self._handle(group, Leased)
         record = LeaseRecord(group_id, attempt, worker_id, now, now, sent_at=now)
-        self._by_group.setdefault(group_id, []).append(record)
+        group.leases.append(record)
+        group.num_attempts = max(group.num_attempts, attempt + 1)
+        group.holders[attempt] = worker_id
         self._by_worker.setdefault(worker_id, []).append(record)
         self._deadlines.add(record)
         self._changed(worker_id)
-        self._attempts[group_id] = max(self._attempts.get(group_id, 0), attempt + 1)
-        self._holders.setdefault(group_id, {})[attempt] = worker_id
-        self._take_returned(group_id)
         return record
 
-    def restore(
-        self, group_id: int, holders: Mapping[int, str], worker_id: str, *, now: float
-    ) -> None:
+    def restore(self, group_id: int, holders: Mapping[int, str], *, now: float) -> None:
         """Enter the attempts of a group, by number, from before a restart of the learner.
 
-        The newest is out to `worker_id`, who is nobody, until its holder claims it or it expires.
+        The newest is out to LOST_WORKER until its holder claims it or it expires.
         """
-        self.adopt(group_id, max(holders), worker_id, now=now)
-        self._holders[group_id] = dict(holders)
-
-    def was_granted(self, group_id: int, attempt: int, worker_id: str) -> bool:
-        """Return whether an open group was granted to this worker, as this attempt.
-
-        It may have expired since, or its worker been gone: its result is welcome all the same.
-        """
-        return self._holders.get(group_id, {}).get(attempt) == worker_id
-
-    def num_attempts(self, group_id: int) -> int:
-        """Return how often a group has been granted."""
-        return self._attempts.get(group_id, 0)
-
-    def deliver(self, group_id: int, attempt: int, worker_id: str) -> None:
-        """Note that the result of a lease is here, which may take its time to be judged."""
-        for record in self._by_group.get(group_id, ()):
-            if (record.attempt, record.worker_id) == (attempt, worker_id):
-                record.is_delivered = True
+        self.adopt(group_id, max(holders), LOST_WORKER, now=now)
+        self._groups[group_id].holders = dict(holders)
 
     def renew(self, record: LeaseRecord, *, num_tokens: int, now: float) -> None:
         """Prolong a lease whose worker shows progress on it, be it tokens, rewards or tools."""
         record.num_tokens = num_tokens
         record.renewed_at = now
 
+    def deliver(self, group_id: int, attempt: int, worker_id: str) -> None:
+        """Note that the valid result of an attempt is here and being stored."""
+        group = self._groups[group_id]
+        self._handle(group, ResultArrived)
+        group.result = worker_id, attempt
+        record = group.find(attempt, worker_id)
+        if record is not None:
+            record.is_delivered = True
+
     def finish(self, group_id: int) -> None:
-        """End all leases of a group that has come to its end."""
-        for record in self._by_group.pop(group_id, []):
-            record.is_over = True
-            self._by_worker[record.worker_id].remove(record)
-            self._changed(record.worker_id)
-        self._take_returned(group_id)
-        self._attempts.pop(group_id, None)
-        self._holders.pop(group_id, None)
-        self._expired.pop(group_id, None)
-        self._fatal.pop(group_id, None)
+        """Close a group that has come to its end, with all of its leases."""
+        group = self.group(group_id)
+        for record in group.leases:
+            self._end(record)
+        if group_id in self._groups:
+            self._handle(group, GroupEnded)
+
+    def revoke(self, record: LeaseRecord) -> None:
+        """End one lease; a group with no other lease waits to be granted again."""
+        group = self._groups[record.group_id]
+        group.leases.remove(record)
+        self._end(record)
+        self._handle(group, LeaseEnded if group.leases else LastLeaseEnded)
+
+    def _end(self, record: LeaseRecord) -> None:
+        record.is_over = True
+        self._by_worker[record.worker_id].remove(record)
+        self._changed(record.worker_id)
 
     def _changed(self, worker_id: str) -> None:
         self._changes[worker_id] = self._changes.get(worker_id, 0) + 1
 
-    def revoke(self, record: LeaseRecord) -> None:
-        """End one lease; a group with no other lease waits to be granted again."""
-        record.is_over = True
-        records = self._by_group[record.group_id]
-        records.remove(record)
-        self._by_worker[record.worker_id].remove(record)
-        self._changed(record.worker_id)
-        if not records:
-            del self._by_group[record.group_id]
-            self.return_group(record.group_id)
-
     def revoke_attempt(self, group_id: int, attempt: int) -> None:
-        """End an attempt, whoever holds it: after the learner's restart that may be nobody yet."""
-        for record in list(self._by_group.get(group_id, ())):
+        """End an attempt, whichever worker holds it; after a restart that may be none yet."""
+        for record in self.leases_of(group_id):
             if record.attempt == attempt:
                 self.revoke(record)
 
@@ -310,28 +353,20 @@ class LeaseBook:
         late = self._deadlines.take_due(now=now)
         for record in late:
             self.revoke(record)
-            self._remember(record.group_id, record.attempt, record.worker_id)
+            self._groups[record.group_id].expired.add((record.attempt, record.worker_id))
         return late
 
     def give_back(self, group_id: int, attempt: int, worker_id: str) -> None:
         """End an attempt that its worker gives up; its group waits to be granted again."""
         self.revoke_attempt(group_id, attempt)
-        self.return_group(group_id)
-        # It lists it until it knows that this was heard.
-        self._remember(group_id, attempt, worker_id)
+        # The worker lists it until it knows that this was received.
+        self._groups[group_id].expired.add((attempt, worker_id))
 
     def note_fatal(self, group_id: int, attempt: int) -> int:
         """Note that an attempt ended its worker's engine; return how many of the group have."""
-        fatal = self._fatal.setdefault(group_id, set())
+        fatal = self._groups[group_id].fatal
         fatal.add(attempt)
         return len(fatal)
-
-    def _remember(self, group_id: int, attempt: int, worker_id: str) -> None:
-        self._expired.setdefault(group_id, set()).add((attempt, worker_id))
-
-    def has_expired(self, group_id: int, attempt: int, worker_id: str) -> bool:
-        """Return whether this lease of a group that has not ended is over."""
-        return (attempt, worker_id) in self._expired.get(group_id, ())
 
     def drop_worker(self, worker_id: str) -> None:
         """End all leases of a worker that is gone, and forget it."""
@@ -339,6 +374,26 @@ class LeaseBook:
             self.revoke(record)
         self._by_worker.pop(worker_id, None)
         self._changes.pop(worker_id, None)
+
+    def validate(self) -> None:
+        """Check that states, leases and workers agree; for tests.
+
+        Raises:
+            AssertionError: if they do not.
+        """
+        for state, group_ids in self._by_state.items():
+            for group_id in group_ids:
+                group = self._groups[group_id]
+                assert group.state is state, f"{group_id} is {group.state} among the {state}"
+                assert (state is OpenState.STORING) is (group.result is not None), f"{group_id}"
+                if state is not OpenState.STORING:
+                    has_leases = bool(group.leases)
+                    assert has_leases is (state is OpenState.GRANTED), f"{group_id} is {state}"
+        assert sum(map(len, self._by_state.values())) == len(self._groups), "a group has no state"
+        of_groups = [record for group in self._groups.values() for record in group.leases]
+        of_workers = [record for records in self._by_worker.values() for record in records]
+        assert set(map(id, of_groups)) == set(map(id, of_workers)), "groups and workers disagree"
+        assert not any(record.is_over for record in of_groups), "a lease that is over is held"
 
 
 # --- Finished groups, in little memory ---

@@ -26,13 +26,13 @@ a state holds is bounded by the number of leases that the learner grants.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import PartialRollout, PolicyVersion
+from echo.core.tables import IGNORED, IMPOSSIBLE, Move
 from echo.leases.outbox import Outbox
 from echo.wire.codec import Frame
 from echo.wire.messages import Lease, LeaseState, Message
@@ -385,18 +385,6 @@ def _lease_state(
 # --- The table ---
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """What an event means in one state: a move to `then`, and what is done after it."""
-
-    then: GroupState | None = None
-    handle: Callable[[HeldLeases, PartialGroup, Any], None] | None = None
-
-
-IGNORED = Step()
-IMPOSSIBLE = Step()
-
-
 def _begin(leases: HeldLeases, group: PartialGroup, event: Taken) -> None:
     group.began_at = event.now
 
@@ -413,41 +401,41 @@ def _forget_report(leases: HeldLeases, group: PartialGroup, event: Closed) -> No
     leases.outbox.acknowledge(group.key)
 
 
-_BUSY_STEPS: dict[type[Event], Step] = {
+_BUSY_STEPS: dict[type[Event], Move[GroupState]] = {
     Taken: IMPOSSIBLE,
     HandedOver: IMPOSSIBLE,
     Reclaimed: IGNORED,
-    Reported: Step(GroupState.DELIVERED, _report),
-    Closed: Step(GroupState.UNWANTED),
-    Dropped: Step(GroupState.ENDED),
+    Reported: Move(GroupState.DELIVERED, _report),
+    Closed: Move(GroupState.UNWANTED),
+    Dropped: Move(GroupState.ENDED),
 }
-_RUNNING_STEPS: dict[type[Event], Step] = _BUSY_STEPS | {
-    Whole: Step(GroupState.SCORING),
-    Stopped: Step(GroupState.INTERRUPTED),
+_RUNNING_STEPS: dict[type[Event], Move[GroupState]] = _BUSY_STEPS | {
+    Whole: Move(GroupState.SCORING),
+    Stopped: Move(GroupState.INTERRUPTED),
 }
-_WAITING_STEPS: dict[type[Event], Step] = {
+_WAITING_STEPS: dict[type[Event], Move[GroupState]] = {
     Whole: IMPOSSIBLE,
     Stopped: IMPOSSIBLE,
     Reclaimed: IGNORED,
-    HandedOver: Step(GroupState.ENDED),
-    Reported: Step(GroupState.DELIVERED, _report),
-    Closed: Step(GroupState.ENDED),
+    HandedOver: Move(GroupState.ENDED),
+    Reported: Move(GroupState.DELIVERED, _report),
+    Closed: Move(GroupState.ENDED),
     Dropped: IMPOSSIBLE,
 }
-_OVER_STEPS: dict[type[Event], Step] = dict.fromkeys(EVENTS, IGNORED) | {
+_OVER_STEPS: dict[type[Event], Move[GroupState]] = dict.fromkeys(EVENTS, IGNORED) | {
     Taken: IMPOSSIBLE,
     HandedOver: IMPOSSIBLE,
 }
-TABLE: dict[GroupState, dict[type[Event], Step]] = {
-    GroupState.QUEUED: _WAITING_STEPS | {Taken: Step(GroupState.RUNNING, _begin)},
-    GroupState.RUNNING: _RUNNING_STEPS | {Reclaimed: Step(GroupState.RECLAIMED)},
+TABLE: dict[GroupState, dict[type[Event], Move[GroupState]]] = {
+    GroupState.QUEUED: _WAITING_STEPS | {Taken: Move(GroupState.RUNNING, _begin)},
+    GroupState.RUNNING: _RUNNING_STEPS | {Reclaimed: Move(GroupState.RECLAIMED)},
     GroupState.RECLAIMED: _RUNNING_STEPS,
-    GroupState.INTERRUPTED: _WAITING_STEPS | {Taken: Step(GroupState.RUNNING, _continue)},
+    GroupState.INTERRUPTED: _WAITING_STEPS | {Taken: Move(GroupState.RUNNING, _continue)},
     GroupState.SCORING: _BUSY_STEPS | {Whole: IMPOSSIBLE, Stopped: IGNORED},
     GroupState.UNWANTED: _BUSY_STEPS
-    | dict.fromkeys((Whole, Stopped, Reported, Dropped), Step(GroupState.ENDED))
+    | dict.fromkeys((Whole, Stopped, Reported, Dropped), Move(GroupState.ENDED))
     | {Closed: IGNORED},
-    GroupState.DELIVERED: _OVER_STEPS | {Closed: Step(GroupState.ENDED, _forget_report)},
+    GroupState.DELIVERED: _OVER_STEPS | {Closed: Move(GroupState.ENDED, _forget_report)},
     GroupState.ENDED: _OVER_STEPS,
 }
 """What each event means to a group, by its state."""

@@ -12,9 +12,10 @@ whether a lease moves to another worker, and whether a late group is hedged on o
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import msgspec
@@ -159,6 +160,40 @@ class RunState:
     """Ids below it that are accepted or ended."""
 
 
+@dataclass(slots=True)
+class _Round:
+    """What a round of grants has decided; nothing changes before all of it is."""
+
+    grants: list[tuple[Lease, LeasedWorker, int | None]] = field(default_factory=list)
+    """A lease, the worker that is to have it, and the attempt that it repeats elsewhere."""
+    ends: list[tuple[int, DataError | None]] = field(default_factory=list)
+    """A group that ends, and what is wrong with its prompt; None where it was granted too often."""
+    fault: DataError | None = None
+    """Why no prompt can be had any more."""
+    released: list[int] = field(default_factory=list)
+    """Groups given up for a worker, whether that worker can take them or not."""
+    num_given: Counter[str] = field(default_factory=Counter)
+    """Worker -> its new leases."""
+    group_ids: set[int] = field(default_factory=set)
+    """Of the new leases that are no copies."""
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that will run because of this round."""
+        return len(self.group_ids)
+
+    def grant(self, lease: Lease, worker: LeasedWorker) -> None:
+        """Give a group to a worker."""
+        self.grants.append((lease, worker, None))
+        self.group_ids.add(lease.group_id)
+        self.num_given[worker.node_id] += 1
+
+    def copy(self, original: LeaseRecord, lease: Lease, worker: LeasedWorker) -> None:
+        """Give a copy of a running group to a worker."""
+        self.grants.append((lease, worker, original.attempt))
+        self.num_given[worker.node_id] += 1
+
+
 @dataclass(frozen=True, slots=True)
 class _Outlook:
     """When a worker will be done with what it has."""
@@ -238,14 +273,14 @@ class Scheduler:
         self._outlooks: RecentMap[str, _Outlook] = RecentMap(max_entries=MAX_WORKERS)
         self._routes = routes
         self._complaints = complaints
-        self._storing: dict[int, tuple[str, int]] = {}
-        """Group -> the worker and attempt whose result is on its way to the disk."""
+        self._round = _Round()
+        """What was decided so far, while groups are being granted."""
+        self.prompt_fault: DataError | None = None
+        """Why no group can be granted any more, where no prompt can be had."""
         self._asked: list[LeaseRecord] = []
         """Leases whose holders are to be asked for them."""
         self._released: dict[int, str] = {}
         """Group that its holder has given up -> the worker for which it did."""
-        self._unreturned: list[Action] = []
-        """Ends of groups that were decided by a `grant` that failed."""
 
     def is_open(self, group_id: int) -> bool:
         """Return whether a group has been granted and its result is still wanted."""
@@ -325,105 +360,95 @@ class Scheduler:
     def grant(
         self, workers: Sequence[LeasedWorker], *, now: float
     ) -> tuple[list[Action], dict[str, list[Lease]]]:
-        """Hand out groups; return the records to be made, and the new leases of each worker."""
-        records, self._unreturned = self._unreturned, []
-        granted: dict[str, list[Lease]] = {}
-        made: list[LeaseRecord] = []
+        """Grant groups; return the records to be made, and the new leases of each worker."""
+        decided = self._decide(workers, now)
+        return self._apply(decided, now)
+
+    def _decide(self, workers: Sequence[LeasedWorker], now: float) -> _Round:
+        """Decide which groups are granted and which end; change nothing if that fails."""
+        self._round = decided = _Round()
         try:
-            self._grant(workers, records, granted, made, now)
-        except Exception:
-            # None of them will be recorded, and so none may be out.
-            for record in made:
-                self.leases.revoke(record)
-            # Groups that have ended stay so, and their ends will be recorded.
-            self._unreturned = [
-                each
-                for each in records
-                if not isinstance(each, AppendRecord) or not isinstance(each.record, Granted)
-            ]
-            raise
-        return records, granted
+            bounds = self._bounds(workers)
+            able = {worker.node_id: worker for worker in workers if worker.is_able(bounds)}
+            is_waiting = self._is_batch_waiting
+            if is_waiting or self._has_use(able.values(), bounds):
+                self._decide_released(able, bounds)
+                self.finish_times.refresh(list(able))
+                foreseen = [self._outlook_of(w, now) for w in workers] if is_waiting else []
+                self._decide_groups(able, bounds, now)
+            if is_waiting:
+                running = [each for outlook in foreseen for each in outlook.running]
+                self._ask(able, bounds, running, now)
+                for original, node_id in self._copies(able, bounds, running, now):
+                    if self._find_prompt_fault(original.group_id) is None:
+                        decided.copy(original, self._copy_of(original), able[node_id])
+        finally:
+            self._round = _Round()
+        return decided
 
-    def _grant(
-        self,
-        workers: Sequence[LeasedWorker],
-        records: list[Action],
-        granted: dict[str, list[Lease]],
-        made: list[LeaseRecord],
-        now: float,
-    ) -> None:
-        bounds = self._bounds(workers)
-        able = {worker.node_id: worker for worker in workers if worker.is_able(bounds)}
-        is_waiting = self._is_batch_waiting
-        if not is_waiting and not self._has_use(able.values(), bounds):
-            return
-        self._hand_over(able, bounds, records, granted, made, now)
-        self.finish_times.refresh(list(able))
-        loads = self._loads(able.values(), bounds, now)
-        foreseen = [self._outlook_of(worker, now) for worker in workers] if is_waiting else []
-        num_promised = self._num_promised
-        for node_id in by_finish(loads, num_promised=num_promised):
-            group_id = self._next_group(records)
-            if group_id is None:
-                break
-            record = self.leases.grant(group_id, node_id, now=now)
-            made.append(record)
-            record.min_version = self._oldest_version(num_promised)
-            num_promised += 1
-            self._enter(record, able[node_id], records, granted)
-        for node_id in granted:
-            self.leases.note_load(node_id, now=now)
-        if is_waiting:
-            running = [each for outlook in foreseen for each in outlook.running]
-            self._ask(able, bounds, running, now)
-            for original, node_id in self._copies(able, bounds, running, now):
-                if self._find_prompt_fault(original.group_id) is not None:
-                    continue
-                record = self.leases.grant(original.group_id, node_id, now=now)
-                made.append(record)
-                record.copy_of, record.min_version = original.attempt, original.min_version
-                self.counters.add("hedges/issued")
-                self._enter(record, able[node_id], records, granted)
-
-    def _hand_over(
-        self,
-        able: dict[str, LeasedWorker],
-        bounds: Bounds,
-        records: list[Action],
-        granted: dict[str, list[Lease]],
-        made: list[LeaseRecord],
-        now: float,
-    ) -> None:
+    def _decide_released(self, able: Mapping[str, LeasedWorker], bounds: Bounds) -> None:
         """Grant what was given up for a worker to that one, if it can take it."""
-        released, self._released = self._released, {}
-        for group_id, node_id in sorted(released.items()):
+        for group_id, node_id in sorted(self._released.items()):
+            self._round.released.append(group_id)
             worker, num_promised = able.get(node_id), self._num_promised
             is_free = self.is_open(group_id) and not self.leases.workers_of(group_id)
             if worker is None or not is_free or self._find_prompt_fault(group_id) is not None:
                 continue
             if self._num_held(worker) < worker.capacity and bounds[worker.installed] > num_promised:
-                record = self.leases.grant(group_id, node_id, now=now)
-                made.append(record)
-                record.min_version = self._oldest_version(num_promised)
-                self._enter(record, worker, records, granted)
+                self._round.grant(self._next_lease(group_id), worker)
 
-    def _enter(
-        self,
-        record: LeaseRecord,
-        worker: LeasedWorker,
-        records: list[Action],
-        granted: dict[str, list[Lease]],
-    ) -> None:
-        lease = self._lease_of(record)
-        grant = Granted(
-            group=lease.group_id,
-            attempt=lease.attempt,
-            worker=worker.node_id,
-            version=worker.installed,
-            copy_of=record.copy_of,
-        )
-        records.append(AppendRecord(grant))
-        granted.setdefault(worker.node_id, []).append(lease)
+    def _decide_groups(self, able: Mapping[str, LeasedWorker], bounds: Bounds, now: float) -> None:
+        """Grant groups in the order of their predicted finish, as long as prompts can be had."""
+        loads = self._loads(able.values(), bounds, now)
+        candidates = self._candidates()
+        for node_id in by_finish(loads, num_promised=self._num_promised):
+            group_id = self._next_group(candidates)
+            if group_id is None:
+                break
+            self._round.grant(self._next_lease(group_id), able[node_id])
+
+    def _apply(self, decided: _Round, now: float) -> tuple[list[Action], dict[str, list[Lease]]]:
+        """Enter what a round has decided; return its records, and the leases of each worker."""
+        for group_id in decided.released:
+            del self._released[group_id]
+        records: list[Action] = []
+        for group_id, fault in decided.ends:
+            self.next_group_id = max(self.next_group_id, group_id + 1)
+            if fault is None:
+                records += self.end(group_id, "attempts_exhausted")
+            else:
+                records += self._leave_out(group_id, fault)
+        granted: dict[str, list[Lease]] = {}
+        for lease, worker, copy_of in decided.grants:
+            self.next_group_id = max(self.next_group_id, lease.group_id + 1)
+            record = self.leases.grant(lease.group_id, worker.node_id, now=now)
+            record.min_version, record.copy_of = lease.min_version, copy_of
+            grant = Granted(
+                group=lease.group_id,
+                attempt=lease.attempt,
+                worker=worker.node_id,
+                version=worker.installed,
+                copy_of=copy_of,
+            )
+            records.append(AppendRecord(grant))
+            granted.setdefault(worker.node_id, []).append(lease)
+            if copy_of is not None:
+                self.counters.add("hedges/issued")
+        for node_id in granted:
+            self.leases.note_load(node_id, now=now)
+        self.prompt_fault = decided.fault
+        return records, granted
+
+    def _next_lease(self, group_id: int) -> Lease:
+        """Return the next lease of a group, as the round stands."""
+        lease = self.prompts.lease(group_id, self.leases.num_attempts(group_id))
+        return msgspec.structs.replace(lease, min_version=self._oldest_version(self._num_promised))
+
+    def _copy_of(self, original: LeaseRecord) -> Lease:
+        """Return a copy of a lease: the next attempt, with the seed of the original."""
+        lease = self.prompts.lease(original.group_id, self.leases.num_attempts(original.group_id))
+        seed = self.prompts.lease(original.group_id, original.attempt).seed
+        return msgspec.structs.replace(lease, seed=seed, min_version=original.min_version)
 
     def _lease_of(self, record: LeaseRecord) -> Lease:
         """Return what the worker is sent; a copy has the seed of its original."""
@@ -444,8 +469,9 @@ class Scheduler:
     @property
     def _num_promised(self) -> int:
         """Groups consumed, accepted or running; one that two workers run counts once."""
+        num_running = self.leases.num_running + self._round.num_groups
         consumed = self.step * self.settings.groups_per_step
-        return consumed + self.buffer.num_unspent(step=self.step) + self.leases.num_running
+        return consumed + self.buffer.num_unspent(step=self.step) + num_running
 
     @property
     def _is_batch_waiting(self) -> bool:
@@ -456,7 +482,8 @@ class Scheduler:
         )
 
     def _num_held(self, worker: LeasedWorker) -> int:
-        return self.leases.num_leases(worker.node_id) + worker.num_unknown
+        num_held = self.leases.num_leases(worker.node_id) + worker.num_unknown
+        return num_held + self._round.num_given[worker.node_id]
 
     def _bounds(self, workers: Iterable[LeasedWorker]) -> Bounds:
         """Return the versions in use from which may still be sampled, and what each is good for."""
@@ -494,18 +521,20 @@ class Scheduler:
             alone_s = self._alone_s(speed, len(free_at))
             if newest is not None and installed is not None and installed < newest:
                 soon, soon_at = self._soon(worker, installed, newest, own, now)
-            loads.append(
-                Load(
-                    name,
-                    capacity,
-                    self._num_held(worker),
-                    own,
-                    soon,
-                    alone_s,
-                    alone_s / self.finish_times.hope(speed, now=now),
-                    [at if at > soon_at else soon_at for at in free_at],
-                )
+            num_given = self._round.num_given[name]
+            load = Load(
+                name,
+                capacity,
+                self._num_held(worker) - num_given,
+                own,
+                soon,
+                alone_s,
+                alone_s / self.finish_times.hope(speed, now=now),
+                [at if at > soon_at else soon_at for at in free_at],
             )
+            for _ in range(num_given):
+                load.add()
+            loads.append(load)
         return loads
 
     def _soon(
@@ -669,27 +698,32 @@ class Scheduler:
         is_free = record.is_begun_too or not record.running_s
         return bool(record.reclaimed_for) and is_free and record.copy_of is None
 
-    def _next_group(self, records: list[Action]) -> int | None:
+    def _candidates(self) -> Iterator[int]:
+        """Yield the groups to be granted: those that wait, the oldest first, then new ones."""
+        decided = self._round
+        for group_id in self.leases.waiting:
+            if self.leases.num_attempts(group_id) >= MAX_ATTEMPTS:
+                decided.ends.append((group_id, None))
+            elif group_id not in decided.group_ids:
+                yield group_id
+        yield from itertools.count(self.next_group_id)
+
+    def _next_group(self, candidates: Iterator[int]) -> int | None:
         """Return the group to grant next, passing over those whose prompt cannot be had.
 
-        None where its prompt is still being made.
-
-        Raises:
-            DataError: if there are too many of these in a row.
+        None where its prompt is still being made, or too many in a row cannot be had.
         """
         fault: DataError | PromptPendingError | None = None
-        for _ in range(MAX_UNUSABLE):
-            group_id = self._candidate(records)
+        for group_id in itertools.islice(candidates, MAX_UNUSABLE):
             fault = self._find_prompt_fault(group_id)
             if fault is None:
                 return group_id
             if isinstance(fault, PromptPendingError):
-                self.leases.return_group(group_id)
                 return None
-            records += self._leave_out(group_id, fault)
-        raise DataError(
-            f"{MAX_UNUSABLE} prompts in a row cannot be used, the last because: {fault}"
-        )
+            self._round.ends.append((group_id, fault))
+        text = f"{MAX_UNUSABLE} prompts in a row cannot be used, the last because: {fault}"
+        self._round.fault = DataError(text)
+        return None
 
     def _find_prompt_fault(self, group_id: int) -> DataError | PromptPendingError | None:
         """Return why the prompt of a group cannot be had; it may have been before a restart."""
@@ -702,17 +736,6 @@ class Scheduler:
     def _leave_out(self, group_id: int, fault: DataError) -> list[Action]:
         note = Note("warning", f"group {group_id} is left out: {fault}")
         return [note, *self.end(group_id, "prompt_error")]
-
-    def _candidate(self, records: list[Action]) -> int:
-        """Return one that came back, otherwise a new one."""
-        while (group_id := self.leases.next_returned()) is not None:
-            if group_id in self.finished:
-                continue
-            if self.leases.num_attempts(group_id) < MAX_ATTEMPTS:
-                return group_id
-            records += self.end(group_id, "attempts_exhausted")
-        self.next_group_id += 1
-        return self.next_group_id - 1
 
     def heard(
         self, worker: LeasedWorker, message: Heartbeat, *, has_progress: bool, now: float
@@ -802,14 +825,20 @@ class Scheduler:
             worker.num_unknown += state.num_tokens >= 0
         return unwanted
 
+    def validate(self) -> None:
+        """Check that the book and what is known of groups agree; for tests.
+
+        Raises:
+            AssertionError: if they do not.
+        """
+        self.leases.validate()
+        for group_id in self.leases.group_ids:
+            assert self.is_open(group_id), f"group {group_id} is in the book and not open"
+        assert not self._round.grants, "a round of grants is not over"
+
     # --- results ---------------------------------------------------------------------------------
     #
-    # Life of a group id (they are handed out in ascending order, and each stands for one prompt):
-    #
-    #     granted --Deliver, valid--> storing --stored()--> accepted --> trained, discarded
-    #        | ^
-    #        | +-- expired, worker gone, refused: granted again   (any later result: "duplicate")
-    #        +--Failed--> ended with the worker's reason; or granted again, where others can do it
+    # The states of a group: `leases/groups.py`.
     #
     # * What ends a group comes from a worker that was granted the attempt it speaks of, now or
     #   before; of anybody else it is refused, and the lease stays as it is.
@@ -848,7 +877,7 @@ class Scheduler:
         """
         if len(payload) != 2:
             raise RemoteProtocolError(f"a Deliver from {node_id} without its two frames")
-        if message.group_id in self._storing:
+        if self.leases.is_storing(message.group_id):
             return []
         if message.group_id in self.finished:
             self.counters.add("duplicates")
@@ -877,7 +906,6 @@ class Scheduler:
         reason = self._find_fault(group, message, node_id)
         if reason is not None:
             return self._refuse(node_id, message, reason, now)
-        self._storing[group.group_id] = (node_id, group.attempt)
         self.leases.deliver(group.group_id, group.attempt, node_id)
         self.finish_times.made(
             node_id,
@@ -966,8 +994,6 @@ class Scheduler:
             if reason not in NO_FAULT:
                 records += self._count(node_id, is_useful=False, now=now)
         leases.revoke_attempt(group_id, attempt)
-        if self.is_open(group_id):
-            leases.return_group(group_id)
         return [*records, *self._ack(node_id, message, "refused", reason)]
 
     def _ack(
@@ -980,11 +1006,12 @@ class Scheduler:
 
     def stored(self, group_id: int, *, is_useful: bool, now: float) -> list[Action]:
         """Acknowledge a group that the ledger now holds; count it for or against its worker."""
-        node_id, attempt = self._storing.pop(group_id)
-        leases = self.leases.leases_of(group_id)
+        group = self.leases.group(group_id)
+        assert group.result is not None, "it was stored without a result"
+        node_id, attempt = group.result
+        first, leases = group.find(attempt, node_id), group.leases
         self.settle(group_id)
         self.counters.add("accepted")
-        first = next((r for r in leases if (r.worker_id, r.attempt) == (node_id, attempt)), None)
         others = [record for record in leases if record.attempt != attempt]
         if first is not None and others:
             self.counters.add("hedges/lost" if first.copy_of is None else "hedges/won")
@@ -1052,7 +1079,7 @@ class Scheduler:
 
     def on_failed(self, node_id: str, message: Failed, *, now: float) -> list[Action]:
         """End a group that a worker could not finish, with its reason."""
-        if message.group_id in self._storing or not self.is_open(message.group_id):
+        if self.leases.is_storing(message.group_id) or not self.is_open(message.group_id):
             return self._ack(node_id, message, "duplicate")
         if not self._may_end(node_id, message):
             return self._disown(node_id, message, now)

@@ -23,7 +23,7 @@ from echo.core.errors import DataError, ForgedError, LocalProtocolError, RemoteP
 from echo.core.metrics import Counters, NodeView
 from echo.core.timers import Paced, RecentMap, earliest
 from echo.core.units import one_line
-from echo.leases.book import LeaseBook, LeasedWorker
+from echo.leases.book import LOST_WORKER, LeaseBook, LeasedWorker
 from echo.leases.mismatch import Sampled
 from echo.leases.scheduler import (
     GRANT_S,
@@ -116,8 +116,6 @@ class Learner(Role):
         if LEARNER_ID in settings.uplinks:
             broadcast.uplink.show(settings.uplinks[LEARNER_ID])
         self.is_granting = True
-        self.prompt_fault: DataError | None = None
-        """Why nothing can be granted any more, where no prompt can be had."""
         self._plans, self._grants = Paced(PLAN_S), Paced(GRANT_S)
         self._decided: list[Action] = []
         self._routes = Routes(self.counters, self.roster.channel_of)
@@ -388,12 +386,24 @@ class Learner(Role):
             return []
         if not self._grants.may(len(self.roster.nodes), now=now):
             return []
-        try:
-            return self._scheduler.hand_out(self._workers, now=now)
-        except DataError as error:
-            # There are no more prompts. Raised here it would end the learner before it has saved.
-            self.prompt_fault, self.is_granting = error, False
-            return []
+        actions = self._scheduler.hand_out(self._workers, now=now)
+        self.is_granting = self.prompt_fault is None
+        return actions
+
+    @property
+    def prompt_fault(self) -> DataError | None:
+        """Why nothing can be granted any more, where no prompt can be had."""
+        return self._scheduler.prompt_fault
+
+    def validate(self) -> None:
+        """Check that nodes, leases and groups agree; for tests.
+
+        Raises:
+            AssertionError: if they do not.
+        """
+        self._scheduler.validate()
+        known = {*self.roster.nodes, LOST_WORKER}
+        assert self.leases.worker_ids <= known, "a node that is gone holds a lease"
 
     def obstacle(self) -> Obstacle:
         """Return what keeps the groups of the next batch from being granted."""

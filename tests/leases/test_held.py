@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from echo.core.errors import LocalProtocolError
+from echo.core.tables import IGNORED, IMPOSSIBLE
 from echo.leases import held
 from echo.leases.held import (
     BUSY,
     EVENTS,
-    IGNORED,
-    IMPOSSIBLE,
     TABLE,
     WAITING,
     Closed,

@@ -131,23 +131,32 @@ def test_prompts_that_cannot_be_had_are_left_out_and_counted() -> None:
     assert granting.counters["discarded/prompt_error"] == 2
 
 
-def test_an_end_that_was_decided_before_granting_failed_is_recorded_by_the_next() -> None:
+def test_a_round_of_grants_that_fails_changes_nothing() -> None:
     faults: dict[int, Exception] = {12: DataError("no chat template"), 14: ZeroDivisionError()}
     granting, worker = make_granting(prompts=Prompts(faults)), make_worker("w1", (2, 3), 3)
     with pytest.raises(ZeroDivisionError):
         granting.grant([worker], now=0.0)
+    granting.validate()
+    assert granting.next_group_id == 12
+    assert granting.leases.num_running == 0
+    assert not granting.counters["discarded/prompt_error"]
     del faults[14]
     for ended in ([12], []):
         records, _ = granting.grant([worker], now=0.0)
         assert [each.group for each in recorded(records, Discarded)] == ended
-    # What was granted with it is granted anew.
     assert 13 in {record.group_id for record in granting.leases.worker_leases("w1")}
 
 
 def test_prompts_none_of_which_can_be_had_end_the_run() -> None:
-    prompts = Prompts(dict.fromkeys(range(2000), DataError("no chat template")))
-    with pytest.raises(DataError, match="1000 prompts in a row cannot be used"):
-        make_granting(prompts=prompts).grant([make_worker("w1", (2, 3), 3)], now=0.0)
+    """With the groups that were granted before, and an end of every one that cannot be."""
+    prompts = Prompts(dict.fromkeys(range(13, 2000), DataError("no chat template")))
+    granting = make_granting(prompts=prompts)
+    records, leases = granting.grant([make_worker("w1", (2, 3), 3)], now=0.0)
+    assert "1000 prompts in a row cannot be used, the last because: no" in str(
+        granting.prompt_fault
+    )
+    assert [lease.group_id for lease in leases["w1"]] == [12]
+    assert [each.group for each in recorded(records, Discarded)] == list(range(13, 1013))
 
 
 def test_a_prompt_that_is_gone_when_its_group_comes_back_costs_that_group_only() -> None:
@@ -215,9 +224,9 @@ def test_what_a_worker_can_do_once_it_has_newer_weights_is_left_to_it_if_that_is
 def test_returned_groups_are_granted_before_new_ones_and_settled_ones_never() -> None:
     granting = make_granting()
     for group_id in (12, 13, 14):
-        granting.leases.return_group(group_id)
+        granting.leases.revoke(granting.leases.grant(group_id, "w0", now=0.0))
     granting.next_group_id = 15
-    granting.finished.add(13)
+    granting.settle(13)
     assert granted(granting, make_worker("w1", (2, 3), 3)) == {"w1": [12, 14, 15]}
 
 
@@ -237,7 +246,7 @@ def test_what_the_worker_lacks_is_sent_again_and_what_the_book_lacks_is_entered(
     granting, worker = make_granting(), make_worker("w1", (2, 3), 2)
     assert granted(granting, worker) == {"w1": [12, 13]}
     granting.next_group_id = 30
-    granting.leases.restore(25, {0: "w2", 3: "w1"}, "(before the restart)", now=0.0)
+    granting.leases.restore(25, {0: "w2", 3: "w1"}, now=0.0)
 
     def reconcile(now: float, *leases: tuple[int, int, int]) -> tuple[list[int], Any]:
         lost, unwanted = granting.reconcile(worker, listing(*leases), has_progress=False, now=now)
@@ -261,7 +270,7 @@ def test_an_expired_lease_is_not_entered_again_and_binds_its_worker_until_it_is_
     assert len(granting.leases.expire(now=10.0)) == 2
     beat = listing((12, 0, 0), (13, 0, -1))
     granting.reconcile(worker, beat, has_progress=False, now=10.1)
-    assert len(granting.leases._returned) == 2
+    assert granting.leases.waiting == [12, 13]
     # 13 lies finished in its outbox; 12 still occupies its engine.
     assert (worker.num_unknown, worker.is_stuck) == (1, True)
     assert granted(granting, worker) == {}
@@ -299,7 +308,7 @@ def test_nobody_but_its_holder_has_a_say_in_a_lease() -> None:
 def test_a_lease_from_before_a_restart_is_no_rival_of_whoever_claims_it(is_listed: bool) -> None:
     granting, worker = make_granting(next_group_id=14), make_worker("w1", (2, 3), 2)
     for group_id in (12, 13):
-        granting.leases.restore(group_id, {0: "w2", 1: "w1"}, "(before the restart)", now=0.0)
+        granting.leases.restore(group_id, {0: "w2", 1: "w1"}, now=0.0)
     if is_listed:
         beat = listing((12, 1, 5), (13, 1, 5))
         granting.reconcile(worker, beat, has_progress=True, now=0.1)

@@ -271,12 +271,13 @@ def test_leases_of_a_round_that_fails_are_not_out(
     role.leases.drop_worker("w1")
     granting, calls = role._scheduler, iter([None])
     workers = [member.worker for member in role.roster.active("worker")]
-    enter = granting._enter
-    monkeypatch.setattr(granting, "_enter", lambda *args: (next(calls), enter(*args)))
+    lease = granting._next_lease
+    monkeypatch.setattr(granting, "_next_lease", lambda group_id: (next(calls), lease(group_id))[1])
     with pytest.raises(StopIteration):
         granting.grant(workers, now=3.0)
+    granting.validate()
     assert role.leases.num_running == 0
-    monkeypatch.setattr(granting, "_enter", enter)
+    monkeypatch.setattr(granting, "_next_lease", lease)
     _, granted = granting.grant(workers, now=3.1)
     assert [lease.group_id for lease in granted["w1"]] == [0, 1]
 

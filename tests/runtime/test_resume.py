@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from echo.core.rollout import Lineage
-from echo.leases.book import LeaseBook
+from echo.leases.book import LOST_WORKER, LeaseBook
 from echo.runtime.learner.resume import (
-    LOST_WORKER,
     UPLINKS_FILE,
     StartingPoint,
     read_uplinks,
@@ -29,9 +28,9 @@ def test_a_lease_that_was_out_is_granted_again_if_nobody_claims_it() -> None:
     start.enter_leases(book, now=10.0)
     assert [(r.group_id, r.attempt) for r in book.worker_leases(LOST_WORKER)] == [(5, 0), (7, 1)]
     assert [book.was_granted(7, attempt, "w1") for attempt in (0, 1)] == [True, False]
-    assert book.next_returned() is None
+    assert book.waiting == []
     book.expire(now=70.0)
-    assert [book.next_returned(), book.next_returned()] == [5, 7]
+    assert book.waiting == [5, 7]
     assert book.grant(7, "w1", now=70.0).attempt == 2
 
 

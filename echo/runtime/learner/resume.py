@@ -38,9 +38,6 @@ from echo.runtime.learner.checkpoint import (
     newest_name,
 )
 
-LOST_WORKER = "(before the restart)"
-"""Holder of leases that were out when the learner died, until their worker claims them."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartingPoint:
@@ -73,7 +70,7 @@ class StartingPoint:
     def enter_leases(self, leases: LeaseBook, *, now: float) -> None:
         """Enter the leases that were out, until their workers claim them or they expire."""
         for group_id, holders in sorted(self.open_attempts.items()):
-            leases.restore(group_id, holders, LOST_WORKER, now=now)
+            leases.restore(group_id, holders, now=now)
 
 
 def check_unused(run_dir: Path) -> None:
