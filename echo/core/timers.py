@@ -100,6 +100,11 @@ class Paced:
         self.deadline = self._done_at + pause_s
         return False
 
+    def want(self, *, now: float) -> None:
+        """Have it done now, or when it can be afforded."""
+        if self.deadline is None:
+            self.deadline = now
+
     def is_due(self, *, now: float) -> bool:
         """Return whether it is wanted and can be afforded now."""
         return self.deadline is not None and now >= self.deadline

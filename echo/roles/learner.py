@@ -4,7 +4,9 @@ Theory of operation. The learner binds; everybody dials. Each routed message of 
 over the link on which it came, so a node may change its way (another relay, or none) at any time.
 
 Nothing here waits: what cannot be done now is done when the next heartbeat, result or step makes it
-possible. `buffer` is read for its size; putting groups in and taking them out is the caller's.
+possible. A message makes a round of grants due, and `expire` makes it: so a fault in granting loses
+nothing of what was decided about the message. The role reads the size of `buffer`; its caller puts
+groups in and takes them out.
 
 Its parts: `roles/joining.py` admits nodes, `leases/scheduler.py` grants leases and judges results,
 `weights/broadcast.py` distributes the weights along the plan of `weights/topology/plan.py`.
@@ -117,7 +119,6 @@ class Learner(Role):
             broadcast.uplink.show(settings.uplinks[LEARNER_ID])
         self.is_granting = True
         self._plans, self._grants = Paced(PLAN_S), Paced(GRANT_S)
-        self._decided: list[Action] = []
         self._routes = Routes(self.counters, self.roster.channel_of)
         self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
         self._complaints = Complaints()
@@ -175,15 +176,12 @@ class Learner(Role):
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         """Handle one message; a peer's mistake is counted and noted, never raised."""
         try:
-            actions = self._receive(peer, decode_envelope(frames), frames[1:], now)
+            return self._receive(peer, decode_envelope(frames), frames[1:], now)
         except RemoteProtocolError as error:
             self.counters.add("protocol_errors")
             source = describe(frames)[0] or peer
-            actions = self._complaints.note(
-                source, "protocol", f"refused a message: {error}", now=now
-            )
-        self._decided = []
-        return actions
+            text = f"refused a message: {error}"
+            return self._complaints.note(source, "protocol", text, now=now)
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         """Part with the node that sent a message, or with the link if it concerned the link alone.
@@ -192,14 +190,14 @@ class Learner(Role):
         grants follow when the next deadline is due.
         """
         self.counters.add("internal_errors")
-        decided, self._decided = self._decided, []
         source, target, _ = describe(frames)
         if target != LEARNER_ID:
-            return [*decided, HangUp(peer), *self.disconnected(peer, "an internal error", now=now)]
+            return [HangUp(peer), *self.disconnected(peer, "an internal error", now=now)]
         if self._routes.peer_of(source) == peer and self._admission.expel(source, now=now):
             self.leases.drop_worker(source)
-            self._plans.deadline = self._grants.deadline = now
-        return decided
+            self._plans.want(now=now)
+            self._grants.want(now=now)
+        return []
 
     def _receive(
         self, peer: str, envelope: Envelope, payload: list[Frame], now: float
@@ -292,9 +290,8 @@ class Learner(Role):
             case Heartbeat():
                 return self._on_heartbeat(member, message, now)
             case Deliver() | Partial() | Failed():
-                # Kept if granting fails: a group that is being stored must be stored.
-                self._decided = self._scheduler.receive(member.node_id, message, payload, now=now)
-                return [*self._decided, *self.review_workers(now=now), *self.grant(now=now)]
+                self._grants.want(now=now)
+                return self._scheduler.receive(member.node_id, message, payload, now=now)
             case Goodbye():
                 if message.is_released:
                     self.roster.release(member)
@@ -350,7 +347,8 @@ class Learner(Role):
     def drop(self, member: Member, *, now: float) -> list[Action]:
         """Take back everything a node was given; it is no longer in the roster or was replaced."""
         self.leases.drop_worker(member.node_id)
-        return [*self.replan(now), *self.grant(now=now)]
+        self._grants.want(now=now)
+        return self.replan(now)
 
     # --- heartbeats and leases -------------------------------------------------------------------
 
@@ -375,8 +373,9 @@ class Learner(Role):
             actions += self._routes.to(member.node_id, plan)
         if has_new_suspects or self.planning.is_due(now=now):
             actions += self.replan(now)
-        actions += self._scheduler.heard(member.worker, message, has_progress=has_progress, now=now)
-        return actions + self.grant(now=now)
+        self._grants.want(now=now)
+        heard = self._scheduler.heard(member.worker, message, has_progress=has_progress, now=now)
+        return [*actions, *heard]
 
     def grant(self, *, now: float) -> list[Action]:
         """Hand out as many groups as admission and capacities allow, soon if not now."""
@@ -589,8 +588,9 @@ class Learner(Role):
             actions.append(Note("warning", text, "expired leases"))
         if silent or self._plans.is_due(now=now):
             actions += self.replan(now)
-        is_open = bool(actions) or self._grants.is_due(now=now)
-        return children + actions + (self.grant(now=now) if is_open else [])
+        if actions or self._grants.is_due(now=now):
+            actions += [*self.review_workers(now=now), *self.grant(now=now)]
+        return children + actions
 
     def _describe_silent(self, silent: Sequence[Member], now: float) -> str:
         """Say in one line who is given up, however many they are."""
