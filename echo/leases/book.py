@@ -32,6 +32,7 @@ from echo.leases.groups import (
     LastLeaseEnded,
     Leased,
     LeaseEnded,
+    LeaseRecord,
     OpenGroup,
     OpenState,
     ResultArrived,
@@ -101,47 +102,6 @@ def oldest_version(
     )
     versions = (PolicyVersion(lineage.lineage, step) for lineage in lineages)
     return min((v for v in versions if is_surviving(v, lineages)), default=None)
-
-
-@dataclass(slots=True, eq=False)
-class LeaseRecord:
-    """One lease that is out."""
-
-    group_id: int
-    attempt: int
-    worker_id: str
-    granted_at: float
-    renewed_at: float
-    num_tokens: int = 0
-    sent_at: float = 0.0
-    is_confirmed: bool = False
-    """Whether a heartbeat of the worker has listed it since it was (last) sent."""
-    is_delivered: bool = False
-    """Whether its result is here and being judged or written: it does not expire any more."""
-    is_over: bool = False
-    """Whether it was ended, in whatever way."""
-    running_s: float = 0.0
-    """How long the worker has been at it, as its last heartbeat said; 0 while it waits there."""
-    heard_at: float = 0.0
-    """When `longest` and `rate` were estimated last (`leases/dispatch.py`)."""
-    heard_tokens: int = 0
-    """`num_tokens` at that instant."""
-    longest: float = 0.0
-    """Tokens that its longest completion is expected to have had then."""
-    rate: float = 0.0
-    """Tokens per second that are expected to be added to that one."""
-    num_beside: int = 1
-    """Groups that its worker held when it was granted, itself included."""
-    min_version: PolicyVersion | None = None
-    """The oldest version to sample it under."""
-    copy_of: int | None = None
-    """The attempt that it repeats elsewhere, with the same seed (`leases/dispatch.py`)."""
-    reclaimed_for: str = ""
-    """The idle worker for which its holder was asked to give it up; empty if it was not asked."""
-    reclaimed_at: float = 0.0
-    """When its holder was asked first."""
-    is_begun_too: bool = False
-    """Whether its holder was to give it up begun or not."""
 
 
 class LeaseBook:

@@ -23,7 +23,8 @@ from itertools import accumulate
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import RecentMap
 from echo.core.units import format_duration
-from echo.leases.book import MAX_WORKERS, LeaseRecord
+from echo.leases.book import MAX_WORKERS
+from echo.leases.groups import LeaseRecord
 from echo.wire.messages import LeaseState
 
 # --- Finish times ---

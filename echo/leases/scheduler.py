@@ -41,7 +41,6 @@ from echo.leases.book import (
     FinishedGroups,
     LeaseBook,
     LeasedWorker,
-    LeaseRecord,
     most_promised,
     oldest_version,
 )
@@ -60,6 +59,7 @@ from echo.leases.dispatch import (
     moves,
     slowdown,
 )
+from echo.leases.groups import LeaseRecord
 from echo.leases.mismatch import Mismatches
 from echo.leases.partials import ShippedPartials, decode_members
 from echo.wire.actions import Action, Complaints, Note, Routes

@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.core.records import Granted
-from echo.leases.book import LeaseRecord
 from echo.leases.dispatch import (
     ALONE_S,
     AWAY_S,
@@ -36,6 +35,7 @@ from echo.leases.dispatch import (
     hedges,
     moves,
 )
+from echo.leases.groups import LeaseRecord
 from echo.leases.held import GroupState
 from echo.leases.scheduler import AppendRecord
 from echo.wire.messages import LeaseState
