@@ -1076,6 +1076,7 @@ class World:
         self.perform(LEARNER, actions)
         for action in actions:
             if isinstance(action, Send) and isinstance(ack := message_of(action.frames), Ack):
+                self.run(0.005)  # in which the group is granted again
                 return ack.outcome, ack.reason
         is_stored = any(type(action).__name__ == "StoreGroup" for action in actions)
         return ("stored", "") if is_stored else ("ignored", "")
