@@ -131,7 +131,7 @@ class Publisher(Node):
                 case ["publish"]:
                     assert self._next is not None
                     tell(at=time.monotonic())
-                    self.perform(self.role.make_way(now=self.now))
+                    self.perform(self.role.plan_publish(now=self.now))
                     await self._encoded_versions(self._codec).publish(self._next)
                 case ["force", kind, ways, count]:
                     force(self.role, kind, int(ways))

@@ -280,7 +280,7 @@ class PartialRollout(Tokens):
             num_segments=self.num_segments + 1,
         )
 
-    def anew(self) -> PartialRollout:
+    def reset(self) -> PartialRollout:
         """Return it without its tokens; the next segment gets another seed than the first had."""
         return PartialRollout(num_segments=self.num_segments)
 

@@ -41,7 +41,7 @@ from echo.leases.groups import (
 LOST_WORKER = "(before the restart)"
 """Stands for the holder of a lease from before a restart that no worker has claimed."""
 MAX_WORKERS = 10_000
-"""Workers of whom something is remembered, the newest; those that are away keep theirs."""
+"""The number of workers that are remembered, the newest; those that are away keep theirs."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class LeasedWorker:
     num_places: int = 0
     """Groups that it samples at a time; 0 if it has not said."""
     num_unknown: int = 0
-    """Leases that it still holds although they have expired or are not wanted any more."""
+    """Leases that it still holds although they have expired or are unwanted."""
     is_stuck: bool = False
     """Whether it holds such leases and nothing shows that it works."""
     is_set_aside: bool = False
@@ -111,7 +111,7 @@ class LeaseBook:
         """Start with nothing granted; leases expire after `timeout_s` without progress."""
         self.timeout_s = timeout_s
         self._groups: dict[int, OpenGroup] = {}
-        """Those that are not closed."""
+        """All but the closed ones."""
         self._by_state: dict[OpenState, set[int]] = {state: set() for state in OpenState}
         """Ids of the same groups, by state."""
         self._by_worker: dict[str, list[LeaseRecord]] = {}
@@ -150,7 +150,7 @@ class LeaseBook:
         return self._deadlines.first
 
     def deadline_of(self, record: LeaseRecord) -> float | None:
-        """Return when a lease expires; None if it is over."""
+        """Return when a lease expires; None if it has ended."""
         is_watched = not record.is_over and not record.is_delivered
         return record.renewed_at + self.timeout_s if is_watched else None
 
@@ -189,7 +189,7 @@ class LeaseBook:
         return self.group(group_id).holders.get(attempt) == worker_id
 
     def has_expired(self, group_id: int, attempt: int, worker_id: str) -> bool:
-        """Return whether this lease of a group that has not ended is over."""
+        """Return whether this lease of an open group has ended."""
         return (attempt, worker_id) in self.group(group_id).expired
 
     # --- what is known of a worker ---

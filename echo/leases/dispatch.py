@@ -2,7 +2,7 @@
 
 Four estimates, and what is decided by them:
 
-* finish times: when a worker will be done with a group, from lengths and speeds of late;
+* finish times: when a worker will be done with a group, from recent lengths and speeds;
 * throughput: what a worker could make if it had enough to do;
 * dispatch: the next group goes to the worker that will have finished it first; hedging: a running
   group that is expected late is given to a faster, idle worker as well;
@@ -34,32 +34,31 @@ from echo.wire.messages import LeaseState
 # delivery: rewards, tools and prefill are in it, and it hardly depends on how many groups run
 # beside.
 #
-# What is left of a group that already has n tokens is read from the lengths of the groups that were
-# accepted lately: the mean of those above n, less n. With a heavy tail that grows with n; beyond
+# The rest of a group that already has n tokens is read from the lengths of the groups that were
+# accepted recently: the mean of those above n, less n. With a heavy tail that grows with n; beyond
 # the longest of them the rest is taken to be as long as what has been sampled.
 #
-# What a running group has is not told, only the progress of all its completions together. Its
-# longest one adds at most the worker's speed, and at most all of that progress: so a group that has
-# stalled shows, and one of which a single completion still runs does not look stalled.
+# A heartbeat reports the progress of all completions of a running group together, and not of its
+# longest. The longest one adds at most the worker's speed, and at most all of that progress: so a
+# stalled group shows, and a group with a single running completion does not look stalled.
 #
 # A worker whose speed has not been measured is tried: it counts as twice as fast as the fastest,
-# and what it then holds as on its way at the median of the others. A speed that was measured long
-# ago grows more hopeful while the worker is given nothing (it doubles every `HOPE_GROUPS` groups'
-# worth of its own time, up to the fastest), so that a worker that was slow for a while is tried
-# again with one group, the less often the slower it was.
+# and what it then holds as on its way at the median of the others. An idle worker's speed estimate
+# doubles every `RETRY_GROUPS` group times, up to the fastest worker's, so that a slow worker is
+# tried again with one group, the less often the slower it was.
 
 
 MAX_LENGTHS = 256
 """Groups whose lengths are remembered, the newest."""
 
 MAX_TIMES = 64
-"""Groups of which it is remembered how long they took, the newest."""
+"""Groups whose durations are remembered, the newest."""
 
 MAX_VERSIONS = 16
-"""Versions of which it is remembered when the first worker had them."""
+"""Versions whose first installation is remembered, the newest."""
 
 MEMORY = 0.8
-"""Weight of what was known of a speed when another group comes."""
+"""Weight of the speed so far when another group is measured."""
 
 MAX_SPEED = 1e6
 """Tokens per second of one completion: no engine is faster, whatever its worker says."""
@@ -71,7 +70,7 @@ made: what heartbeats show by then is that uncertain."""
 SLOWEST = 1 / 64
 """A group's own rate in relation to its worker's speed counts as this much at least."""
 
-HOPE_GROUPS = 4.0
+RETRY_GROUPS = 4.0
 """Idle time, in groups that the worker could have made, after which its speed counts double."""
 
 
@@ -103,7 +102,7 @@ class LengthHistory:
         self.mean = self.rest(0.0)
 
     def rest(self, num_tokens: float) -> float:
-        """Return how many tokens a group is expected to need that has so many; above 0."""
+        """Return how many more tokens a group with `num_tokens` is expected to need; above 0."""
         if not self._sorted:
             return max(1.0, (self._max_tokens - num_tokens) / 2)
         first = bisect_right(self._sorted, num_tokens)
@@ -115,7 +114,7 @@ class LengthHistory:
 
 @dataclass(slots=True)
 class Speed:
-    """What is known of one worker."""
+    """The measured speed of one worker."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -155,7 +154,7 @@ class FinishTimes:
         self._usual = 1.0
         self._fastest = 1.0
         self._seconds: deque[float] = deque(maxlen=MAX_TIMES)
-        """Of the groups that were made, whoever made them."""
+        """Durations of the last groups, of all workers."""
 
     @property
     def knows_a_group(self) -> bool:
@@ -184,7 +183,7 @@ class FinishTimes:
         """Note a group that was accepted.
 
         Args:
-            worker_id: who made it.
+            worker_id: the worker that made it.
             num_tokens: of its longest completion.
             seconds: from its start there to its delivery; 0 if that is not known.
             load: groups that the worker had in hand meanwhile, this one included.
@@ -242,7 +241,7 @@ class FinishTimes:
     def has_made_a_group(self, worker_id: str) -> bool:
         """Return whether a worker's speed is that of whole groups, rewards and tools included.
 
-        What heartbeats show of a first group is its sampling alone, until a reward takes long.
+        Heartbeats show only the sampling of a first group, until a reward takes long.
         """
         return self.of(worker_id).seconds > 0
 
@@ -251,46 +250,46 @@ class FinishTimes:
         measured = speed.measured
         return 2 * self._fastest if measured is None else measured
 
-    def hope(self, speed: Speed, *, now: float) -> float:
+    def retry_factor(self, speed: Speed, *, now: float) -> float:
         """Return how many times faster than it was a worker may be by now; at least 1."""
         known = self.known_speed(speed)
         if known >= self._fastest:
             return 1.0
         idle_groups = (now - speed.busy_at) * known / self.lengths.mean
-        hope: float = 2.0 ** min(idle_groups / HOPE_GROUPS, 60.0)
-        return max(1.0, min(hope, self._fastest / known))
+        retry_factor: float = 2.0 ** min(idle_groups / RETRY_GROUPS, 60.0)
+        return max(1.0, min(retry_factor, self._fastest / known))
 
     def speed(self, worker_id: str, *, now: float) -> float:
         """Return the tokens per second that a worker is expected to make of one group."""
         speed = self.of(worker_id)
-        return self.known_speed(speed) * self.hope(speed, now=now)
+        return self.known_speed(speed) * self.retry_factor(speed, now=now)
 
-    def heard(self, record: LeaseRecord, state: LeaseState, *, now: float) -> None:
+    def on_lease_state(self, record: LeaseRecord, state: LeaseState, *, now: float) -> None:
         """Note what a heartbeat says of a lease."""
         if state.running_s <= 0 or state.num_tokens < 0:
             return
         speed = self.of(record.worker_id).measured or self._usual
         is_first = record.running_s <= 0
         if is_first:
-            record.heard_at, record.rate = now - state.running_s, speed
+            record.seen_at, record.rate = now - state.running_s, speed
         record.running_s = state.running_s
-        elapsed_s = now - record.heard_at
+        elapsed_s = now - record.seen_at
         if elapsed_s < 0.75 * self._heartbeat_s and not is_first:
-            return  # a heartbeat out of turn: the worker may not have counted anew
-        progress = max(0, state.num_tokens - record.heard_tokens)
+            return  # a heartbeat out of turn: the worker may not have counted again
+        progress = max(0, state.num_tokens - record.seen_tokens)
         own = min(speed * elapsed_s, float(progress))
         record.longest += own
         if elapsed_s > 0:
             own_rate = max(own / elapsed_s, SLOWEST * speed)
             record.rate = own_rate if is_first and progress else (record.rate + own_rate) / 2
-        record.heard_at, record.heard_tokens = now, state.num_tokens
+        record.seen_at, record.seen_tokens = now, state.num_tokens
 
-    def outlook(self, record: LeaseRecord, *, is_running: bool, now: float) -> tuple[float, float]:
+    def forecast(self, record: LeaseRecord, *, is_running: bool, now: float) -> tuple[float, float]:
         """Return how long a leased group will be, and how long it will still run.
 
         Args:
             record: the lease.
-            is_running: whether the worker should have begun it, where no heartbeat has said so.
+            is_running: whether the worker should have begun it, where no heartbeat has shown that.
             now: the present instant.
 
         Returns:
@@ -301,7 +300,7 @@ class FinishTimes:
         sampled = 0.0
         if record.running_s > 0:
             rate = record.rate
-            sampled = record.longest + rate * (now - record.heard_at)
+            sampled = record.longest + rate * (now - record.seen_at)
         elif is_running:
             sampled = rate * (now - max(record.granted_at, speed.freed_at))
         rest = self.lengths.rest(sampled)
@@ -311,11 +310,10 @@ class FinishTimes:
 # --- Throughput: what a worker could make if it had enough to do ---
 #
 # Leases are paced, so a worker that is not needed in full looks slow. Each instant therefore counts
-# in proportion to its load: the share of the groups that it can run at one time for which it holds
-# leases. Tokens over loaded seconds is exact at full load and too much below it where an engine
-# gains by batching; who puts workers on standby by it must look again after each
-# (`fleet/activation.py`), since the load of the others grows and their estimate becomes exact just
-# when it matters.
+# in proportion to its load: the leases that it holds over the groups that it can run at once.
+# Tokens over loaded seconds is exact at full load and too much below it where an engine gains by
+# batching; after each worker that `fleet/activation.py` puts on standby it must look again, since
+# the load of the others grows and their estimates become exact just when they matter.
 
 
 THROUGHPUT_WINDOW_S = 300.0
@@ -394,7 +392,7 @@ another worker may be ready that is preferred for having less to do.
 
 
 def slowdown(num_groups: float, num_places: int) -> float:
-    """Return how many times longer a group takes among so many than in an empty engine."""
+    """Return how many times longer a group takes among `num_groups` than in an empty engine."""
     return 1 + (FULL_SLOWDOWN - 1) * min(1.0, num_groups / num_places)
 
 
@@ -407,12 +405,13 @@ class Load:
     """Groups that it can hold."""
     num_held: int
     most_promised: int
-    """It gets no group once so many are promised to the batches that may train on its version."""
+    """It gets no group once this number is promised to the batches that may train on its
+    version."""
     most_soon: int
     """The same for the version that it will have soon."""
     group_s: float = 1.0
     """Seconds that it would need for one group in an empty engine."""
-    hoped_s: float = 1.0
+    trial_s: float = 1.0
     """The same for one that it is tried with while it holds none; at most `group_s`."""
     free_at: list[float] = field(default_factory=lambda: [0.0])
     """When each of its places is free for another group, not before now; a heap."""
@@ -435,7 +434,7 @@ class Load:
     @property
     def finish_at(self) -> float:
         """When it would have finished another group."""
-        group_s = self.group_s if self.num_held else self.hoped_s
+        group_s = self.group_s if self.num_held else self.trial_s
         return self.free_at[0] + group_s * slowdown(self.num_held + 1, len(self.free_at))
 
     def add(self) -> None:
@@ -482,13 +481,14 @@ def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
 # because the estimate of its speed is too rough before.
 #
 # Before the first group of a run is made, nothing is known of lengths and speeds. All workers count
-# as equal then: a newcomer is given as many groups as each of the others has, so that the first
-# batch does not wait for the worker that was ready first. An engine has often begun all groups by
-# then, so groups that were begun move as well, with what was sampled for them. Episodes of
-# environments and agents stay where they were begun.
+# as equal then: a newcomer is given an equal number of groups, so that the first batch does not
+# wait for the worker that was ready first. An engine has often begun all groups by then, so groups
+# that were begun move as well, with what was sampled for them. Episodes of environments and agents
+# stay where they were begun.
 #
 # A lost request is repeated. A holder that keeps a lease for RELEASE_BEATS heartbeats is not asked
-# for it again, and the idle worker copies the group: the holder may be dead, or lie.
+# for it again, and the idle worker copies the group: the holder may be dead, or report
+# falsely.
 
 
 RELEASE_BEATS = 4
@@ -553,7 +553,7 @@ def even_out(
 # --- Hedging: a second copy of a late group on a faster worker ---
 #
 # Only workers with a free place, and for which admission has no group left, copy anything, and only
-# while the next batch is not complete: what they do costs nothing but power. Two rules:
+# while the next batch is not complete: their copies cost nothing but power. Two rules:
 #
 # * A group that has no copy is copied where the copy, made from the start, should be done `factor`
 #   times sooner than the original. The worker must have made a group.
@@ -570,7 +570,7 @@ def even_out(
 AGE_FACTOR = 4.0
 """How many times `factor` times older than usual a group must be to be copied for its age."""
 USUAL_FACTOR = 2.0
-"""What stands for `factor` in that rule where hedging is switched off."""
+"""The `factor` of that rule where hedging is switched off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -636,7 +636,7 @@ def hedges(
     return chosen
 
 
-# --- Usefulness: whose groups teach something, and how far one worker speaks for the fleet ---
+# --- Usefulness: which workers deliver useful groups, and when one worker decides for the fleet ---
 #
 # Prompts are granted without regard to who gets them, so a group that teaches something is as
 # likely to come from any honest worker as that worker's part of all groups delivered. A worker that
@@ -644,17 +644,17 @@ def hedges(
 # most of the leases. Two rules keep it from stopping a run.
 #
 # **Set aside.** Of each useful group, every worker is credited with the part that it had in the
-# deliveries since the useful group before. Once that sums up to EXPECTED groups and no more than a
-# tenth as many of its own were useful, it is given nothing for AWAY_S, and then begins anew. For an
-# honest worker the number of useful groups is at most as scattered as Poisson's law says: 2 or
-# fewer in place of 20 have a probability of 5e-7. Where the whole fleet learns nothing nobody is
-# credited with anything, so nobody is set aside.
+# deliveries since the useful group before. Once that sums up to EXPECTED groups and at most a tenth
+# of that number of its own were useful, it is given nothing for AWAY_S, and then judged from the
+# start. For an honest worker the number of useful groups is at most as scattered as Poisson's law
+# says: 2 or fewer in place of 20 have a probability of 5e-7. Where the whole fleet learns nothing
+# no worker is credited with anything, so none is set aside.
 #
-# **A second opinion.** A run is zero-signal after so many groups in a row that teach nothing. Are
-# they mainly one worker's, it is given no more until the others have delivered a batch: so a fast
-# one cannot end the run between two useful groups of slower ones. Where there is no other, or none
-# that can sample for ALONE_S, its word will do. What was delivered by those that are set aside
-# never counts.
+# **A quorum.** A run is zero-signal after `max_zero_signal_groups` in a row without a useful one.
+# If they are mainly one worker's, that worker is given no more until the others have delivered a
+# batch: so a fast worker cannot end the run between two useful groups of slower ones. Where there
+# is no other worker, or none that can sample for ALONE_S, its own groups suffice. Groups of workers
+# that are set aside never count.
 
 
 EXPECTED = 20.0
@@ -664,12 +664,12 @@ LEAST_SHARE = 0.1
 AWAY_S = 600.0
 """How long it is set aside."""
 ALONE_S = 60.0
-"""How long nobody else may be able to sample before one that is set aside is wanted after all."""
+"""Seconds without any other worker that can sample, after which a worker is no longer set aside."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """What one worker was expected to deliver, and what it did."""
+    """The useful groups that one worker was expected to deliver, and those that it did."""
 
     expected: float = 0.0
     useful: float = 0.0
@@ -679,33 +679,38 @@ class Usefulness:
     """Counts useful groups per worker."""
 
     def __init__(self, *, max_zero_signal_groups: int, groups_per_step: int) -> None:
-        """Start without groups; the run ends after so many of which none was useful."""
+        """Start without groups; the run ends after `max_zero_signal_groups` without a useful
+        one.
+        """
         self._max_zero_signal_groups = max_zero_signal_groups
-        self._second_opinion = max(1, min(groups_per_step, max_zero_signal_groups // 2))
+        self._quorum = max(1, min(groups_per_step, max_zero_signal_groups // 2))
         self._records: RecentMap[str, _Record] = RecentMap(max_entries=MAX_WORKERS)
         self._since_useful: dict[str, int] = {}
-        """Groups by worker since the last useful one of anybody."""
+        """Groups by worker since the last useful one of the fleet."""
         self._num_void = 0
         """Such groups of workers that were set aside."""
         self._away_until: dict[str, float] = {}
-        self._loudest: str | None = None
-        """Who is given nothing until the others have been heard."""
+        self._dominant: str | None = None
+        """The worker with nearly all zero-signal groups: it gets none until others have
+        delivered."""
         self._has_asked = False
-        """Whether others were waited for in vain since the last useful group."""
+        """Whether no other worker could deliver in ALONE_S, since the last useful group."""
         self._alone_since: float | None = None
 
     @property
     def num_discounted(self) -> int:
         """Groups since the last useful one that do not say whether the run is zero-signal."""
-        loudest = 0 if self._loudest is None else self._since_useful[self._loudest]
-        return self._num_void + loudest
+        dominant = 0 if self._dominant is None else self._since_useful[self._dominant]
+        return self._num_void + dominant
 
     def is_set_aside(self, worker_id: str) -> bool:
         """Return whether this worker is to be given no groups."""
-        return worker_id == self._loudest or worker_id in self._away_until
+        return worker_id == self._dominant or worker_id in self._away_until
 
     def delivered(self, worker_id: str, *, is_useful: bool, now: float) -> list[str]:
-        """Count a group; return what to tell of workers that are set aside from now on."""
+        """Count a group; return the lines for the operator about workers that are set aside from
+        now on.
+        """
         if not is_useful:
             if worker_id in self._away_until:
                 self._num_void += 1
@@ -714,7 +719,7 @@ class Usefulness:
             return []
         counts = self._since_useful
         counts[worker_id] = counts.get(worker_id, 0) + 1
-        self._since_useful, self._num_void, self._loudest = {}, 0, None
+        self._since_useful, self._num_void, self._dominant = {}, 0, None
         self._has_asked = False
         num_groups = sum(counts.values())
         texts = []
@@ -739,7 +744,9 @@ class Usefulness:
         )
 
     def exclude(self, worker_id: str, why: str, *, now: float) -> str:
-        """Set a worker aside for another reason than its rewards; return what to tell of it."""
+        """Set a worker aside for another reason than its rewards; return the line for the
+        operator.
+        """
         self._away_until[worker_id] = now + AWAY_S
         self._records.discard(worker_id)
         return (
@@ -748,16 +755,16 @@ class Usefulness:
         )
 
     @property
-    def is_calm(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether a review would change nothing."""
         return (
             not self._away_until
-            and self._loudest is None
+            and self._dominant is None
             and sum(self._since_useful.values()) < self._max_zero_signal_groups
         )
 
     def review(self, workers: Mapping[str, bool], *, now: float) -> list[str]:
-        """Decide who is to be heard of those who take part; return what to tell of it.
+        """Decide which workers are set aside; return the lines for the operator.
 
         Args:
             workers: name -> whether it can sample just now.
@@ -775,32 +782,35 @@ class Usefulness:
                 del self._away_until[name]
                 texts.append(f"{name} is no longer set aside")
         counts = self._since_useful
-        if self._loudest is not None:
-            if sum(counts.values()) - counts[self._loudest] >= self._second_opinion:
-                self._loudest = None
+        if self._dominant is not None:
+            if sum(counts.values()) - counts[self._dominant] >= self._quorum:
+                self._dominant = None
             elif is_alone:
-                # Its word will do, but not what it said in the hurry.
-                self._num_void += counts.pop(self._loudest)
-                self._loudest, self._has_asked = None, True
-        elif (text := self._find_loudest(others)) is not None:
+                # It is the only worker, so its groups count, but not those from before it was held
+                # back.
+                self._num_void += counts.pop(self._dominant)
+                self._dominant, self._has_asked = None, True
+        elif (text := self._find_dominant(others)) is not None:
             texts.append(text)
-        if not self._away_until and self._loudest is None:
+        if not self._away_until and self._dominant is None:
             self._alone_since = None
         return texts
 
-    def _find_loudest(self, others: Collection[str]) -> str | None:
-        """Look whether one worker alone has only zero-signal groups; return what to tell then."""
+    def _find_dominant(self, others: Collection[str]) -> str | None:
+        """Set the worker aside that delivered nearly all zero-signal groups; return the line for
+        the operator.
+        """
         counts = self._since_useful
         num_groups = sum(counts.values())
         if num_groups < self._max_zero_signal_groups or self._has_asked:
             return None
-        loudest = max(counts, key=lambda name: counts[name])
-        is_only_one = all(name == loudest for name in others)
-        if is_only_one or num_groups - counts[loudest] >= self._second_opinion:
+        dominant = max(counts, key=lambda name: counts[name])
+        is_only_one = all(name == dominant for name in others)
+        if is_only_one or num_groups - counts[dominant] >= self._quorum:
             return None
-        self._loudest = loudest
+        self._dominant = dominant
         return (
-            f"{loudest} is set aside until other workers have delivered {self._second_opinion} "
+            f"{dominant} is set aside until other workers have delivered {self._quorum} "
             f"groups: nothing could be learned from the last {num_groups}, of which "
-            f"{counts[loudest]} are its own"
+            f"{counts[dominant]} are its own"
         )

@@ -48,11 +48,11 @@ class Leased:
 
 
 class LeaseEnded:
-    """A lease is over, and another worker still has one."""
+    """A lease has ended, and another worker still has one."""
 
 
 class LastLeaseEnded:
-    """The last lease is over: expired, given back, refused, or its worker is gone."""
+    """The last lease has ended: expired, given back, refused, or its worker is gone."""
 
 
 class ResultArrived:
@@ -83,7 +83,7 @@ TABLE: dict[OpenState, dict[Event, Move[OpenState]]] = {
         GroupEnded: Move(OpenState.CLOSED),
     },
     OpenState.STORING: {
-        # What a worker has claimed by its list of leases, though its group is being stored.
+        # A worker may list a lease of a group that is being stored.
         Leased: IGNORED,
         LeaseEnded: IGNORED,
         LastLeaseEnded: IGNORED,
@@ -98,7 +98,7 @@ TABLE: dict[OpenState, dict[Event, Move[OpenState]]] = {
         GroupEnded: IGNORED,
     },
 }
-"""What each event means to a group, by its state."""
+"""The move of each event, by state."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,14 +115,14 @@ class LeaseRecord:
     is_confirmed: bool = False
     """Whether a heartbeat of the worker has listed it since it was (last) sent."""
     is_delivered: bool = False
-    """Whether its result is here and being judged or written: it does not expire any more."""
+    """Whether its result is here and being judged or written: it no longer expires."""
     is_over: bool = False
     """Whether it was ended, in whatever way."""
     running_s: float = 0.0
     """How long the worker has been at it, as its last heartbeat said; 0 while it waits there."""
-    heard_at: float = 0.0
+    seen_at: float = 0.0
     """When `longest` and `rate` were estimated last (`leases/dispatch.py`)."""
-    heard_tokens: int = 0
+    seen_tokens: int = 0
     """`num_tokens` at that instant."""
     longest: float = 0.0
     """Tokens that its longest completion is expected to have had then."""
@@ -149,13 +149,13 @@ class OpenGroup:
     group_id: int
     state: OpenState = OpenState.WAITING
     leases: list[LeaseRecord] = field(default_factory=list)
-    """Those that are out."""
+    """The leases that are out."""
     num_attempts: int = 0
     """How often it has been granted."""
     holders: dict[int, str] = field(default_factory=dict)
-    """Attempt -> the worker that was granted it, also where the lease is over."""
+    """Attempt -> the worker that was granted it, also where the lease has ended."""
     expired: set[tuple[int, str]] = field(default_factory=set)
-    """(attempt, worker) of leases that are over, though the worker may still list them."""
+    """(attempt, worker) of leases that have ended, though the worker may still list them."""
     fatal: set[int] = field(default_factory=set)
     """The attempts that ended the engine of their worker."""
     result: tuple[str, int] | None = None

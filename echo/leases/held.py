@@ -19,8 +19,8 @@ All states and events (`TABLE`): what an event moves a group to; `-` leaves the 
     delivered    !        -        -            -          !           -          ended     -
     ended        !        -        -            -          !           -          -         -
 
-A heartbeat lists every group that has not ended, so the learner knows what it must send again. What
-a state holds is bounded by the number of leases that the learner grants.
+A heartbeat lists every group that has not ended, so the learner knows what it must send again. The
+number of groups in a state is bounded by the number of leases that the learner grants.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class GroupState(StrEnum):
     SCORING = "scoring"
     """All members have ended; they are being rewarded."""
     UNWANTED = "unwanted"
-    """The engine or a reward still has it; the learner wants no result any more."""
+    """The engine or a reward still has it; the learner wants no result."""
     DELIVERED = "delivered"
     """Its result, or why there is none, is in the outbox until the learner acknowledges it."""
     ENDED = "ended"
@@ -84,9 +84,9 @@ class PartialGroup:
     num_progress: int = 0
     """Signs of life, tokens and rewards, since it came here: what renews the lease."""
     shipped_at: float = -1e18
-    """When the learner was last sent what is here."""
+    """When its members were last sent to the learner."""
     num_shipped: int = 0
-    """Tokens that it was sent then."""
+    """Tokens of the members that were sent then."""
     began_at: float | None = None
     """When the engine took it."""
     is_continued: bool = False
@@ -153,7 +153,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The call of the engine that had the group is over."""
+    """The call of the engine that had the group has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +263,7 @@ class HeldLeases:
         for group in self.of(GroupState.INTERRUPTED):
             for index, member in enumerate(group.members):
                 if member.num_tokens + (not member.is_finished) > max_tokens:
-                    group.members[index] = member.anew()
+                    group.members[index] = member.reset()
                     num_dropped += member.num_tokens
         return num_dropped
 
@@ -438,4 +438,4 @@ TABLE: dict[GroupState, dict[type[Event], Move[GroupState]]] = {
     GroupState.DELIVERED: _OVER_STEPS | {Closed: Move(GroupState.ENDED, _forget_report)},
     GroupState.ENDED: _OVER_STEPS,
 }
-"""What each event means to a group, by its state."""
+"""The move of each event, by state."""

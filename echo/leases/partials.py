@@ -1,4 +1,4 @@
-"""Partial groups: sampled token by token, parked, shipped, and continued elsewhere.
+"""Partial groups: sampled token by token, kept, shipped, and continued elsewhere.
 
 A **partial group** is a leased group while it is sampled. A worker keeps it among its leases
 (`leases/held.py`), applies the staleness policy whenever it goes back into an engine, and ships it
@@ -38,8 +38,8 @@ from echo.wire.messages import Grant, Heartbeat, Lease
 # --- Partial groups and the staleness policy ---
 #
 # Each member has its tokens so far, with the log-probability and the version that each was sampled
-# with, so nothing is ever sampled twice and nothing of it is a guess: a continued rollout is exact
-# token by token, whoever continues it.
+# with, so no token is sampled twice and no token is a guess: a continued rollout is exact token by
+# token, whichever worker continues it.
 #
 #     empty --sampled--> unfinished <--continued--> ... --> finished          one member
 #     all members finished --> the group is scored and delivered              the partial group
@@ -47,21 +47,21 @@ from echo.wire.messages import Grant, Heartbeat, Lease
 # What old tokens are worth is decided whenever a partial group goes (back) into an engine
 # (`apply_staleness_policy`):
 #
-# * Tokens of a lineage that was left are of no use: the member begins anew.
+# * Tokens of an abandoned lineage are useless: the member is reset.
 # * Tokens older than the age cap (at most S, the bound on staleness) are never trained on. They are
-#   masked and stay as context; with stale_tokens = "drop" the member begins anew.
+#   masked and stay as context; with stale_tokens = "drop" the member is reset.
 # * Tokens of older versions within the cap: "keep" trains on them with their own log-probabilities;
 #   "mask" masks them once the rollout is finished, so that only what its newest version sampled is
-#   trained on; "drop" has every unfinished member begin anew under the present weights.
-# * A finished member without one token to train on begins anew: a group must not lose a member.
-# * Where one version alone may sample a group, a member of another version begins anew.
+#   trained on; "drop" resets every unfinished member, which begins again under the present weights.
+# * A finished member without one token to train on is reset: a group must not lose a member.
+# * Where one version alone may sample a group, a member of another version is reset.
 #
 # Each segment has a seed of its own: with the old one the random choices would repeat themselves.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialRules:
-    """What becomes of unfinished rollouts."""
+    """The settings for unfinished rollouts."""
 
     over_submission: float = 1.0
     """Groups in the engine for each that is waited for, at least 1."""
@@ -77,7 +77,7 @@ class PartialRules:
 
 @dataclass(frozen=True, slots=True)
 class FreshPartials:
-    """What became of the tokens of members that are continued."""
+    """The members that are continued, and how many of their tokens were masked or dropped."""
 
     members: list[PartialRollout]
     num_masked: int
@@ -112,7 +112,7 @@ def apply_staleness_policy(
     for member in members:
         fresh = member
         if only_version is not None and set(member.versions) - {only_version}:
-            fresh = member.anew()
+            fresh = member.reset()
         fresh = _refresh_one(fresh, stale_tokens, max_age, step, installed, lineages)
         if fresh.num_tokens < member.num_tokens:
             num_dropped += member.num_tokens
@@ -134,20 +134,20 @@ def _refresh_one(
         return member
     versions = member.versions
     if not all(is_surviving(version, lineages) for version in versions):
-        return member.anew()
+        return member.reset()
     is_too_old = member.policy_versions[:, 1] < step - max_age
     if stale_tokens == "drop":
         is_behind = not member.is_finished and versions[0] < installed
-        return member.anew() if is_behind or is_too_old.any() else member
+        return member.reset() if is_behind or is_too_old.any() else member
     fresh = member.without(is_too_old)
-    return fresh if not member.is_finished or fresh.completion_mask.any() else member.anew()
+    return fresh if not member.is_finished or fresh.completion_mask.any() else member.reset()
 
 
-# --- Shipped partial groups: the learner keeps them for whoever is leased the group next ---
+# --- Shipped partial groups: the learner keeps them for the next worker of the group ---
 #
 # Only the newest of each group is kept, in memory: after the learner's restart the workers ship
-# again. What does not fit into the bound is not kept and counted; its group then begins anew if its
-# worker is lost, which costs tokens and nothing else.
+# again. Rollouts beyond the bound are dropped and counted; if their worker is lost, their group is
+# sampled from the start, which costs tokens and nothing else.
 
 
 MAX_HELD_BYTES = 1 << 30
@@ -158,7 +158,7 @@ PARTIAL_COUNTS = (
     "interrupted", "resumed", "resumed_tokens", "masked_tokens", "wasted_tokens", "age_sum",
     "shipped",
 )  # fmt: skip
-"""What workers count of unfinished rollouts."""
+"""Names of the counts of unfinished rollouts that workers report."""
 
 
 def _split(

@@ -4,9 +4,9 @@ Every grant is recorded before it is sent (`AppendRecord`), so that after a cras
 is unknown. Workers list their leases in each heartbeat; `reconcile` compares that list with the
 book: what the worker lacks is sent again, what the book lacks is entered, what has ended is told.
 
-How many groups may be granted is decided by the admission rule (`leases/book.py`); who gets them,
-whether a lease moves to another worker, and whether a late group is hedged on one, by
-`leases/dispatch.py`.
+How many groups may be granted is decided by the admission rule (`leases/book.py`); which worker
+gets each of them, whether a lease moves to another worker, and whether a late group is hedged on
+one, by `leases/dispatch.py`.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ from echo.wire.messages import (
 )
 
 GRANT_S = 3e-4
-"""Seconds per node between two rounds of grants: 0.3 s with 1000 nodes, of which each holds more
-groups than it samples at a time."""
+"""Seconds per node between two rounds of grants: 0.3 s with 1000 nodes; each holds more groups than
+it samples at a time."""
 MAX_ATTEMPTS = 20
 """Grants of one group after which it is given up: something about it kills workers."""
 MAX_FATAL = 3
@@ -88,13 +88,14 @@ MAX_FATAL = 3
 MAX_UNUSABLE = 1000
 """Prompts in a row that cannot be turned into tokens, after which the run ends."""
 MAX_CAUSE_LENGTH = 2600
-"""Of what a worker says of it, the last characters: a sentence and a traceback."""
+"""The last characters that are kept of the cause that a worker reports: a sentence and a
+traceback."""
 
 NO_FAULT = frozenset({"stale", "abandoned_version"})
 """Why a result is refused that was right when it was sampled."""
 
-Obstacle = Literal["", "outdated", "no_worker", "no_weights", "no_agent", "busy"]
-"""Why nobody can be given a group for the next batch; "" if somebody can, or the batch is out."""
+WaitReason = Literal["", "outdated", "no_worker", "no_weights", "no_agent", "busy"]
+"""Why no worker can be given a group for the next batch; "" if one can, or the batch is out."""
 
 Bounds = Mapping[PolicyVersion | None, int]
 """Installed version -> how many groups may be promised before it is good for no more."""
@@ -117,12 +118,13 @@ class AppendRecord(Action):
     worker_id: str = ""
     """Of a group that ends: the worker that could not finish it; empty where none was asked to."""
     cause: str = ""
-    """What that worker says of it, with the traceback of the task's code in further lines."""
+    """The cause that this worker reports, with the traceback of the task's code in further
+    lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseSettings:
-    """What is asked of groups, and how many are under way."""
+    """The requirements on groups, and how many are under way."""
 
     max_staleness: int
     groups_per_step: int
@@ -162,14 +164,14 @@ class RunState:
 
 @dataclass(slots=True)
 class _Round:
-    """What a round of grants has decided; nothing changes before all of it is."""
+    """The decisions of a round of grants; nothing changes before all of them are made."""
 
     grants: list[tuple[Lease, LeasedWorker, int | None]] = field(default_factory=list)
     """A lease, the worker that is to have it, and the attempt that it repeats elsewhere."""
     ends: list[tuple[int, DataError | None]] = field(default_factory=list)
     """A group that ends, and what is wrong with its prompt; None where it was granted too often."""
     fault: DataError | None = None
-    """Why no prompt can be had any more."""
+    """Why there are no more prompts."""
     released: list[int] = field(default_factory=list)
     """Groups given up for a worker, whether that worker can take them or not."""
     num_given: Counter[str] = field(default_factory=Counter)
@@ -195,7 +197,7 @@ class _Round:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outlook:
+class _Forecast:
     """When a worker will be done with what it has."""
 
     key: tuple[int, int, int]
@@ -221,7 +223,7 @@ class AcceptedGroups(Protocol):
 
 
 class PromptPendingError(EchoError):
-    """A prompt is being made; whoever makes it then has `grant` called."""
+    """A prompt is being made; its maker has `grant` called afterwards."""
 
 
 class Prompts(Protocol):
@@ -270,13 +272,13 @@ class Scheduler:
             groups_per_step=settings.groups_per_step,
         )
         self.mismatches = Mismatches()
-        self._outlooks: RecentMap[str, _Outlook] = RecentMap(max_entries=MAX_WORKERS)
+        self._forecasts: RecentMap[str, _Forecast] = RecentMap(max_entries=MAX_WORKERS)
         self._routes = routes
         self._complaints = complaints
         self._round = _Round()
-        """What was decided so far, while groups are being granted."""
+        """The decisions so far, while groups are being granted."""
         self.prompt_fault: DataError | None = None
-        """Why no group can be granted any more, where no prompt can be had."""
+        """Why no more groups can be granted: there are no more prompts."""
         self._asked: list[LeaseRecord] = []
         """Leases whose holders are to be asked for them."""
         self._released: dict[int, str] = {}
@@ -287,7 +289,7 @@ class Scheduler:
         return 0 <= group_id < self.next_group_id and group_id not in self.finished
 
     def settle(self, group_id: int) -> None:
-        """End all leases of a group: its result is here, or is not wanted any more."""
+        """End all leases of a group: its result is here, or is unwanted."""
         self.finished.add(group_id)
         self.leases.finish(group_id)
         self.shipped.discard(group_id)
@@ -295,7 +297,9 @@ class Scheduler:
     def end(
         self, group_id: int, reason: str, *, worker_id: str = "", cause: str = ""
     ) -> list[Action]:
-        """End a group that was never accepted; who could not finish it, and why, if anybody."""
+        """End a group that was never accepted; `worker_id` could not finish it, for this cause, if
+        any was asked to.
+        """
         self.settle(group_id)
         self.counters.add(f"discarded/{reason}")
         record = Discarded(group=group_id, reason=reason, step=self.step)
@@ -304,7 +308,7 @@ class Scheduler:
     # --- who gets what ---------------------------------------------------------------------------
 
     def is_closed(self, newest: PolicyVersion | None) -> bool:
-        """Return whether nobody can be given a group, without looking at anybody.
+        """Return whether no worker can be given a group, without a look at the workers.
 
         So it is most of the time in a fleet that is fast enough: all that admission allows to a
         worker with the newest version is promised.
@@ -312,7 +316,9 @@ class Scheduler:
         step = self.step if newest is None else newest.step
         return self._num_promised >= self._limit(step) and not self._is_batch_waiting
 
-    def obstacle(self, workers: Sequence[LeasedWorker], newest: PolicyVersion | None) -> Obstacle:
+    def wait_reason(
+        self, workers: Sequence[LeasedWorker], newest: PolicyVersion | None
+    ) -> WaitReason:
         """Return what keeps the groups of the next batch from being granted."""
         num_unspent = self.buffer.num_unspent(step=self.step)
         if self.leases.num_running or num_unspent >= self.settings.groups_per_step:
@@ -327,11 +333,11 @@ class Scheduler:
             return "no_weights"
         if any(w.is_able(bounds) and self._num_held(w) < w.capacity for w in fresh):
             return ""
-        # Where agents play, a worker takes as many groups as they ask for.
+        # Where agents play, a worker takes the groups that they ask for.
         is_asked = any(w.capacity > 0 or w.num_unknown > 0 for w in fresh)
         return "no_agent" if self.settings.prompts_are_free and not is_asked else "busy"
 
-    def hand_out(self, workers: Sequence[LeasedWorker], *, now: float) -> list[Action]:
+    def send_grants(self, workers: Sequence[LeasedWorker], *, now: float) -> list[Action]:
         """Grant groups, have them recorded, and send them with what others have sampled of them."""
         actions, granted = self.grant(workers, now=now)
         for node_id, leases in granted.items():
@@ -374,10 +380,10 @@ class Scheduler:
             if is_waiting or self._has_use(able.values(), bounds):
                 self._decide_released(able, bounds)
                 self.finish_times.refresh(list(able))
-                foreseen = [self._outlook_of(w, now) for w in workers] if is_waiting else []
+                forecasts = [self._forecast_of(w, now) for w in workers] if is_waiting else []
                 self._decide_groups(able, bounds, now)
             if is_waiting:
-                running = [each for outlook in foreseen for each in outlook.running]
+                running = [each for forecast in forecasts for each in forecast.running]
                 self._ask(able, bounds, running, now)
                 for original, node_id in self._copies(able, bounds, running, now):
                     if self._find_prompt_fault(original.group_id) is None:
@@ -512,7 +518,7 @@ class Scheduler:
         loads: list[Load] = []
         for worker in able:
             name, installed, capacity = worker.node_id, worker.installed, worker.capacity
-            free_at = self._outlook_of(worker, now).free_at
+            free_at = self._forecast_of(worker, now).free_at
             speed = self.finish_times.of(name)
             if speed.measured is None:
                 capacity = min(capacity, len(free_at))  # no queue before it shows its speed
@@ -529,7 +535,7 @@ class Scheduler:
                 own,
                 soon,
                 alone_s,
-                alone_s / self.finish_times.hope(speed, now=now),
+                alone_s / self.finish_times.retry_factor(speed, now=now),
                 [at if at > soon_at else soon_at for at in free_at],
             )
             for _ in range(num_given):
@@ -556,42 +562,44 @@ class Scheduler:
         load = slowdown(speed.load, num_places)
         return self.finish_times.lengths.mean / self.finish_times.known_speed(speed) / load
 
-    def _outlook_of(self, worker: LeasedWorker, now: float) -> _Outlook:
+    def _forecast_of(self, worker: LeasedWorker, now: float) -> _Forecast:
         """Return when a worker will be done with what it has; a little old, if nothing changed."""
         key = (
             self.leases.num_changes(worker.node_id),
             worker.num_unknown,
             worker.num_places or max(1, worker.capacity),
         )
-        known = self._outlooks.get(worker.node_id)
+        known = self._forecasts.get(worker.node_id)
         if known is None or known.key != key or now > known.made_at + self.settings.heartbeat_s:
-            known = self._outlooks[worker.node_id] = self._foresee(worker, key, now)
+            known = self._forecasts[worker.node_id] = self._make_forecast(worker, key, now)
         return known
 
-    def _foresee(self, worker: LeasedWorker, key: tuple[int, int, int], now: float) -> _Outlook:
+    def _make_forecast(
+        self, worker: LeasedWorker, key: tuple[int, int, int], now: float
+    ) -> _Forecast:
         _, num_unknown, num_places = key
-        outlook = _Outlook(key, now, [now] * num_places, [])
+        forecast = _Forecast(key, now, [now] * num_places, [])
         records = self.leases.worker_leases(worker.node_id)
         records.sort(key=lambda record: (not record.running_s, record.group_id))
         for index, record in enumerate(records):
-            num_tokens, rest_s = self.finish_times.outlook(
+            num_tokens, rest_s = self.finish_times.forecast(
                 record, is_running=index < num_places, now=now
             )
-            done_at = outlook.free_at[0] + rest_s
-            heapq.heapreplace(outlook.free_at, done_at)
-            outlook.running.append(RunningGroup(record, done_at, num_tokens))
+            done_at = forecast.free_at[0] + rest_s
+            heapq.heapreplace(forecast.free_at, done_at)
+            forecast.running.append(RunningGroup(record, done_at, num_tokens))
         for _ in range(num_unknown):
             speed = self.finish_times.speed(worker.node_id, now=now)
-            done_at = outlook.free_at[0] + self.finish_times.lengths.mean / speed
-            heapq.heapreplace(outlook.free_at, done_at)
-        return outlook
+            done_at = forecast.free_at[0] + self.finish_times.lengths.mean / speed
+            heapq.heapreplace(forecast.free_at, done_at)
+        return forecast
 
     def _idle(self, able: dict[str, LeasedWorker], bounds: Bounds) -> dict[str, int]:
         """Return the workers that admission has no group for, and how many each could begin."""
         free = {
             node_id: (worker.num_places or worker.capacity) - self._num_held(worker)
             for node_id, worker in able.items()
-            # What it makes must be as fresh as what was promised.
+            # Its groups must be as fresh as the promised ones.
             if bounds[worker.installed] >= self._num_promised
         }
         return {node_id: number for node_id, number in free.items() if number > 0}
@@ -737,10 +745,12 @@ class Scheduler:
         note = Note("warning", f"group {group_id} is left out: {fault}")
         return [note, *self.end(group_id, "prompt_error")]
 
-    def heard(
+    def on_heartbeat(
         self, worker: LeasedWorker, message: Heartbeat, *, has_progress: bool, now: float
     ) -> list[Action]:
-        """Send a worker again what it does not list, and tell it what is not wanted any more."""
+        """Send a worker the leases again that it does not list, and acknowledge the unwanted
+        ones.
+        """
         lost, unwanted = self.reconcile(worker, message, has_progress=has_progress, now=now)
         actions = self._send(worker.node_id, lost)
         earlier = now - self.settings.heartbeat_s
@@ -768,12 +778,12 @@ class Scheduler:
             now: the present instant.
 
         Returns:
-            The leases to send again, and (group, attempt) of those that are not wanted any more.
+            The leases to send again, and (group, attempt) of the unwanted ones.
         """
         self.shipped.count(worker, message)
         listed = {(state.group_id, state.attempt): state for state in message.leases}
         records = self.leases.worker_leases(worker.node_id)
-        # What waits behind a running group shares its progress.
+        # A group that waits behind a running one shares its progress.
         has_progress |= any(
             (record.group_id, record.attempt) in listed
             and listed[record.group_id, record.attempt].num_tokens > record.num_tokens
@@ -784,7 +794,7 @@ class Scheduler:
             state = listed.pop((record.group_id, record.attempt), None)
             if state is not None:
                 record.is_confirmed = True
-                self.finish_times.heard(record, state, now=now)
+                self.finish_times.on_lease_state(record, state, now=now)
                 is_idle = state.num_tokens <= 0 or state.is_waiting
                 if state.num_tokens > record.num_tokens or (has_progress and is_idle):
                     num_tokens = max(state.num_tokens, record.num_tokens)
@@ -801,15 +811,15 @@ class Scheduler:
         self.finish_times.seen(worker.node_id, records, now=now)
         if worker.installed is not None:
             self.finish_times.installed(worker.node_id, worker.installed, now=now)
-        self._outlooks.discard(worker.node_id)
-        unwanted = self._take_in(worker, listed, now=now)
+        self._forecasts.discard(worker.node_id)
+        unwanted = self._enter_listed(worker, listed, now=now)
         worker.is_stuck = worker.num_unknown > 0 and not has_progress
         return lost, unwanted
 
-    def _take_in(
+    def _enter_listed(
         self, worker: LeasedWorker, listed: dict[tuple[int, int], LeaseState], *, now: float
     ) -> list[tuple[int, int]]:
-        """Enter what a worker lists and the book lacks; return what is not wanted any more."""
+        """Enter what a worker lists and the book lacks; return the unwanted ones."""
         unwanted: list[tuple[int, int]] = []
         worker.num_unknown = 0
         for (group_id, attempt), state in listed.items():
@@ -821,7 +831,7 @@ class Scheduler:
                 record = self.leases.adopt(group_id, attempt, worker.node_id, now=now)
                 record.is_confirmed = True
                 continue
-            # An expired lease's result is welcome, but it does not bind the group any more.
+            # An expired lease's result is welcome, but it no longer binds the group.
             worker.num_unknown += state.num_tokens >= 0
         return unwanted
 
@@ -840,8 +850,8 @@ class Scheduler:
     #
     # The states of a group: `leases/groups.py`.
     #
-    # * What ends a group comes from a worker that was granted the attempt it speaks of, now or
-    #   before; of anybody else it is refused, and the lease stays as it is.
+    # * A group is ended by a worker that was granted the named attempt, now or before; from any
+    #   other worker it is refused, and the lease stays as it is.
     # * A group is acknowledged only after `stored`: the ledger holds it.
     # * A group's content is checked against what was asked: prompt, group size, finite numbers.
     # * A result whose samples are too old or from an abandoned lineage is refused with that reason
@@ -921,7 +931,7 @@ class Scheduler:
     ) -> list[Action]:
         """End a group that cannot be compared with what was asked for; not yet, if that may come.
 
-        What is not acknowledged is delivered again.
+        The worker delivers it again until it is acknowledged.
         """
         if isinstance(fault, PromptPendingError):
             return []
@@ -974,7 +984,7 @@ class Scheduler:
         return not self.is_open(group_id) or self.leases.was_granted(group_id, attempt, node_id)
 
     def _disown(self, node_id: str, message: Deliver | Failed, now: float) -> list[Action]:
-        """Refuse what a worker says of somebody else's lease, which stays as it is."""
+        """Refuse the result or the end of another worker's lease, which stays as it is."""
         self.counters.add("refused/not_leased")
         text = f"{node_id} was not granted attempt {message.attempt} of group {message.group_id}"
         notes = self._complaints.note(node_id, "not_leased", text, now=now)
@@ -985,7 +995,7 @@ class Scheduler:
         self.counters.add(f"refused/{reason}")
         group_id, attempt = message.group_id, message.attempt
         leases = self.leases
-        # Once per lease, so that nobody can fill the disk with them.
+        # Once per lease, so that no worker can fill the disk with them.
         is_leased = any(record.attempt == attempt for record in leases.leases_of(group_id))
         records: list[Action] = []
         if is_leased:
@@ -1039,7 +1049,8 @@ class Scheduler:
         return actions
 
     def on_partial(self, node_id: str, message: Partial, payload: list[Frame]) -> list[Action]:
-        """Keep what a worker has sampled for a group, for whoever may have to continue it.
+        """Keep the rollouts that a worker has sampled for a group: another may have to continue
+        them.
 
         Only from a worker that holds a lease of it; anything else may be late, or invented.
 
@@ -1105,7 +1116,9 @@ class Scheduler:
         ]
 
     def _is_too_fatal(self, message: Failed) -> bool:
-        """Return whether a group has ended so many engines that nobody else is to try it."""
+        """Return whether a group has ended MAX_FATAL engines, so that no other worker is to try
+        it.
+        """
         if message.reason != ENGINE_ERROR:
             return False
         return self.leases.note_fatal(message.group_id, message.attempt) >= MAX_FATAL

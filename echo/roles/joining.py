@@ -856,7 +856,7 @@ class Admission:
         is_joining = isinstance(message, Hello | Ready | AssetRequest)
         return source in self.roster.nodes and not is_joining
 
-    def bears_name(self, source: str, message: Message) -> bool:
+    def proves_name(self, source: str, message: Message) -> bool:
         """Return whether a message shows that it is of the process that has its name, if any.
 
         It is sealed in a channel of that process, or there is none yet.
@@ -968,7 +968,7 @@ class Admission:
     def _on_hello(
         self, source: str, member: Member, message: Hello, payload: list[Frame], now: float
     ) -> list[Action]:
-        member.heard_at, member.node.advertise = now, message.advertise
+        member.last_seen_at, member.node.advertise = now, message.advertise
         return self._routes.to(source, self._welcome(member, message))
 
     def _on_restarted(
@@ -1076,7 +1076,7 @@ class Admission:
     def _on_ready_again(
         self, source: str, member: Member, message: Ready, payload: list[Frame], now: float
     ) -> list[Action]:
-        member.heard_at = now
+        member.last_seen_at = now
         return self._routes.to(source, Admitted(incarnation=message.incarnation))
 
     def _on_stranger(

@@ -1,6 +1,7 @@
 """The learner's role: admission, leases out, groups in, weights out.
 
-Theory of operation. The learner binds; everybody dials. Each routed message of a node is answered
+Theory of operation. The learner binds; all other nodes dial. Each routed message of a node is
+answered
 over the link on which it came, so a node may change its way (another relay, or none) at any time.
 
 Nothing here waits: what cannot be done now is done when the next heartbeat, result or step makes it
@@ -31,10 +32,10 @@ from echo.leases.scheduler import (
     GRANT_S,
     AcceptedGroups,
     LeaseSettings,
-    Obstacle,
     Prompts,
     RunState,
     Scheduler,
+    WaitReason,
 )
 from echo.roles.joining import Admission, AdmissionSettings
 from echo.roles.members import Member, Roster, Shutdown
@@ -82,7 +83,7 @@ MAX_WORKERS_TOLD = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
-    """What the learner's role is told by the configuration, by plane."""
+    """The learner's settings, by plane."""
 
     admission: AdmissionSettings
     leases: LeaseSettings
@@ -236,9 +237,9 @@ class Learner(Role):
     ) -> list[Action]:
         """Handle what comes under the name of a node.
 
-        A node is heard over the link on which its process has joined, and answered there. What
-        comes under its name over another link is answered on that one, and changes nothing unless
-        it is sealed by that process.
+        A node is heard over the link on which its process has joined, and answered there. A message
+        under its name over another link is answered there, and is ignored unless that process has
+        sealed it.
         """
         source = envelope.source
         try:
@@ -256,13 +257,15 @@ class Learner(Role):
                 return self._routes.to(source, Rehello())
             return self._on_heard(source, message, payload, now)
         finally:
-            if peer != former and not self._admission.bears_name(source, message):
+            if peer != former and not self._admission.proves_name(source, message):
                 self._routes.restore(source, former)
 
     def _refuse_forged(
         self, peer: str, source: str, message: Message, error: ForgedError, now: float
     ) -> list[Action]:
-        """Drop what somebody between has made or changed, and name the link that it came over."""
+        """Drop a message that was forged or changed on the way, and name the link that it arrived
+        over.
+        """
         self.counters.add("refused/forged")
         name = self._peer_names.get(peer) or peer
         over = f"it came over the link of {name}"
@@ -285,7 +288,7 @@ class Learner(Role):
     def on_work(
         self, member: Member, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        """Handle what a node says beside joining; its Goodbye is work, too."""
+        """Handle a node's messages other than joining, including Goodbye."""
         match message:
             case Heartbeat():
                 return self._on_heartbeat(member, message, now)
@@ -304,7 +307,7 @@ class Learner(Role):
 
     @property
     def version_bytes(self) -> int:
-        """What the newest version takes on the wire; 0 before the first."""
+        """Bytes of the newest version on the wire; 0 before the first."""
         payload = self.broadcast.payload
         return 0 if payload is None else payload.num_bytes
 
@@ -339,7 +342,7 @@ class Learner(Role):
             self.planning.has_news = True
         return actions
 
-    def make_way(self, *, now: float) -> list[Action]:
+    def plan_publish(self, *, now: float) -> list[Action]:
         """Plan for a version that is about to go out, if a plan is due."""
         is_due = self.planning.is_due(now=now, is_between=True)
         return self.replan(now, is_between=True) if is_due else []
@@ -374,24 +377,26 @@ class Learner(Role):
         if has_new_suspects or self.planning.is_due(now=now):
             actions += self.replan(now)
         self._grants.want(now=now)
-        heard = self._scheduler.heard(member.worker, message, has_progress=has_progress, now=now)
+        heard = self._scheduler.on_heartbeat(
+            member.worker, message, has_progress=has_progress, now=now
+        )
         return [*actions, *heard]
 
     def grant(self, *, now: float) -> list[Action]:
-        """Hand out as many groups as admission and capacities allow, soon if not now."""
+        """Grant the groups that admission and capacities allow, soon if not now."""
         is_over = self.finish_reason is not None or not self.is_granting
         if is_over or self._scheduler.is_closed(self.broadcast.newest_complete):
             self._grants.deadline = None
             return []
         if not self._grants.may(len(self.roster.nodes), now=now):
             return []
-        actions = self._scheduler.hand_out(self._workers, now=now)
+        actions = self._scheduler.send_grants(self._workers, now=now)
         self.is_granting = self.prompt_fault is None
         return actions
 
     @property
     def prompt_fault(self) -> DataError | None:
-        """Why nothing can be granted any more, where no prompt can be had."""
+        """Why no more groups can be granted: there are no more prompts."""
         return self._scheduler.prompt_fault
 
     def validate(self) -> None:
@@ -404,9 +409,9 @@ class Learner(Role):
         known = {*self.roster.nodes, LOST_WORKER}
         assert self.leases.worker_ids <= known, "a node that is gone holds a lease"
 
-    def obstacle(self) -> Obstacle:
+    def wait_reason(self) -> WaitReason:
         """Return what keeps the groups of the next batch from being granted."""
-        return self._scheduler.obstacle(self._workers, self.broadcast.newest_complete)
+        return self._scheduler.wait_reason(self._workers, self.broadcast.newest_complete)
 
     @property
     def _workers(self) -> list[LeasedWorker]:
@@ -451,9 +456,11 @@ class Learner(Role):
         return self._scheduler.usefulness.num_discounted
 
     def review_workers(self, *, now: float) -> list[Action]:
-        """Decide whose groups are wanted; call it now and then: nobody is set aside for ever."""
+        """Decide which workers are set aside; call it now and then: no worker is set aside
+        forever.
+        """
         usefulness = self._scheduler.usefulness
-        if usefulness.is_calm and not self._has_set_aside:
+        if usefulness.is_idle and not self._has_set_aside:
             return []
         members = self.roster.members("worker")
         can_sample = {
@@ -497,16 +504,18 @@ class Learner(Role):
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the run is over; None while it is not."""
+        """Why the run has ended; None while it has not."""
         return self._shutdown.reason
 
     def finish(self, reason: str) -> list[Action]:
-        """Tell every node that the run is over, the relays once nobody is behind them any more."""
+        """Send Finish to every node; to relays once no node behind them is left."""
         self._shutdown.reason = reason
         return self._shutdown.tell()
 
     def dismiss_all(self) -> list[Action]:
-        """Tell the nodes that are still here, and from now on whoever speaks."""
+        """Send Finish to the nodes that are still here, and from now on to every node that
+        sends.
+        """
         self._shutdown.is_last_call = True
         return self._shutdown.tell()
 
@@ -597,7 +606,7 @@ class Learner(Role):
         names = [member.node_id for member in silent]
         if len(names) > MAX_NAMES_TOLD:
             names[MAX_NAMES_TOLD:] = [f"{len(names) - MAX_NAMES_TOLD} others"]
-        silent_s = min(now - member.heard_at for member in silent)
+        silent_s = min(now - member.last_seen_at for member in silent)
         num_groups = sum(self.leases.num_leases(member.node_id) for member in silent)
         verb = "is" if len(silent) == 1 else "are"
         return (

@@ -33,7 +33,7 @@ IDLE = "waiting for leases"
 """State of a worker that has none."""
 
 Claim = Literal["new", "again", "restarted", "wait", "name_taken"]
-"""What a Hello's claim to a name comes to."""
+"""The judgement of a Hello's claim to a name."""
 
 
 class Presence(StrEnum):
@@ -41,23 +41,23 @@ class Presence(StrEnum):
 
     UNKNOWN = "unknown"
     KNOWN = "known"
-    """It has said Hello."""
+    """Its Hello was accepted."""
     ADMITTED = "admitted"
-    """It has said Ready with the right hashes."""
+    """Its Ready had the right hashes."""
 
 
 @dataclass(slots=True)
 class Member:
-    """One node: who it is, when it was heard, and what each plane keeps of it."""
+    """One node: its identity, when it was last seen, and the state that each plane keeps of it."""
 
     node_id: str
     role: str
     incarnation: str
-    heard_at: float
+    last_seen_at: float
     node: PlannedNode
-    """What the plan of the weights knows of it."""
+    """Its state in the plan of the weights."""
     worker: LeasedWorker
-    """What the scheduler of leases knows of it."""
+    """Its state in the scheduler of leases."""
     price: Price = field(default_factory=Price)
     presence: Presence = Presence.UNKNOWN
     seals: Seals = field(default_factory=Seals)
@@ -98,7 +98,7 @@ class Member:
         """Take a heartbeat; return whether the node has sampled anything since the last one."""
         stats = message.stats
         has_progress = stats.tokens_sampled != self.tokens_sampled
-        self.heard_at, self.tokens_sampled = now, stats.tokens_sampled
+        self.last_seen_at, self.tokens_sampled = now, stats.tokens_sampled
         self.node.stats, self.node.installed = stats, message.installed
         self.worker.installed, self.worker.capacity = message.installed, message.capacity
         self.worker.num_places = stats.num_places
@@ -114,7 +114,7 @@ class Member:
 
     @property
     def stats(self) -> NodeStats:
-        """What its last heartbeat says of it."""
+        """The statistics of its last heartbeat."""
         return self.node.stats
 
     @property
@@ -139,12 +139,14 @@ class Member:
         return (tokens_now - tokens) / elapsed_s, (bytes_now - num_bytes) / elapsed_s
 
     def _state(self, num_leases: int) -> str:
-        """What the node told last; with leases by now, it is not waiting for any."""
+        """Return the state that the node reported last; with leases by now, it is not waiting for
+        any.
+        """
         state = self.stats.state
         return "leases under way" if num_leases and state == IDLE else state
 
     def describe(self, num_leases: int) -> str:
-        """Say what a worker with so many leases does, in a few words."""
+        """Describe the work of a worker with `num_leases`, in a few words."""
         stats = self.stats
         if stats.fetching is None:
             return f"{self.node_id} has {num_leases} ({self._state(num_leases)})"
@@ -177,7 +179,7 @@ class Member:
             bytes_per_s=bytes_per_s,
             num_leases=num_leases,
             parent=stats.parent,
-            seen_s=now - self.heard_at,
+            seen_s=now - self.last_seen_at,
         )
 
 
@@ -204,7 +206,7 @@ class Roster:
     def deadline_of(self, member: Member) -> float | None:
         """Return when a node counts as gone; None if it is."""
         is_here = self.nodes.get(member.node_id) is member
-        return member.heard_at + self.dead_after_s if is_here else None
+        return member.last_seen_at + self.dead_after_s if is_here else None
 
     def channel_of(self, node_id: str) -> Channel | None:
         """Return the channel in which a node's messages are sealed."""
@@ -220,7 +222,7 @@ class Roster:
         return [member for member in self.members(role) if not member.is_standby]
 
     def move(self, member: Member, to: Presence) -> None:
-        """Change the presence of a node; whoever bore its name before is forgotten."""
+        """Change the presence of a node; a former process of its name is forgotten."""
         if to is Presence.UNKNOWN:
             del self.nodes[member.node_id]
             if member.role == "worker":
@@ -246,11 +248,11 @@ class Roster:
             return "new"
         if known.incarnation == message.incarnation:
             return "again"
-        if now - known.heard_at >= 2 * self.heartbeat_s:
+        if now - known.last_seen_at >= 2 * self.heartbeat_s:
             return "restarted"
         first_at, last_at = known.contested or (now, now)
         if now - last_at > self.dead_after_s:
-            first_at = now  # somebody else, long ago
+            first_at = now  # another process, long ago
         known.contested = first_at, now
         return "name_taken" if now - first_at > self.dead_after_s else "wait"
 
@@ -259,14 +261,14 @@ class Roster:
         return self._deadlines.take_due(now=now)
 
 
-# --- Shutdown: the order in which nodes are told that the run is over ---
+# --- Shutdown: the order in which nodes are told that the run has ended ---
 #
-# What goes to a worker may pass through a relay, so relays are told last, and not before nobody
-# else is left, except from the last call on.
+# A Finish for a worker may pass through a relay. So relays are told last, once all other nodes have
+# gone or the time is up.
 
 
 class Shutdown:
-    """Tells the nodes that the run is over."""
+    """Sends Finish to the nodes."""
 
     def __init__(self, roster: Roster, routes: Routes) -> None:
         self.reason: str | None = None
@@ -275,7 +277,7 @@ class Shutdown:
         self._routes = routes
 
     def tell(self) -> list[Action]:
-        """Tell whoever may leave, if the run is over."""
+        """Send Finish to every node that may leave, if the run has ended."""
         if self.reason is None:
             return []
         finish = Finish(reason=self.reason)
@@ -288,7 +290,7 @@ class Shutdown:
         ]
 
     def may_leave(self, member: Member) -> bool:
-        """Return whether no other node may need this one to hear that the run is over."""
+        """Return whether no other node may need this one to receive its Finish."""
         return (
             self.is_last_call
             or member.role != "relay"

@@ -95,7 +95,7 @@ class DialingRole:
         self._probing = UplinkProbe(broadcast.uplink, node_id=settings.node_id)
         self._control: Connection | None = None
         self._address_index = 0
-        self._lost_at = self._heard_at = now
+        self._lost_at = self._learner_seen_at = now
         self._heartbeat_at = self._beat_at = now
         self.learner_step = 0
         self._complaints = Complaints()
@@ -172,7 +172,7 @@ class DialingRole:
 
     def start(self, *, now: float) -> list[Action]:
         """Dial the first address."""
-        self._lost_at = self._heard_at = now
+        self._lost_at = self._learner_seen_at = now
         return self._dial_control(now)
 
     def dialled(self, address: str, purpose: str, peer: str) -> None:
@@ -367,7 +367,7 @@ class DialingRole:
                 return []
             self._control.node_id = message.node_id
             self._faults.pop(self._control.address, None)
-            self._heard_at = now
+            self._learner_seen_at = now
             self._joining.via = f"{self._control.address.partition('#')[0]} ({message.node_id})"
             return self._joining.linked(now=now)
         return self._weights.greeted(peer, message.node_id, now=now)
@@ -376,7 +376,7 @@ class DialingRole:
         self, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
         if not isinstance(message, Rehello):  # that anybody between may say for ever
-            self._heard_at = self._lost_at = now
+            self._learner_seen_at = self._lost_at = now
         return self._joining.receive(message, payload, now=now)
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
@@ -439,7 +439,7 @@ class DialingRole:
         """When `expire` must be called next."""
         own: tuple[float, ...] = ()
         if self.is_admitted:
-            own = (self._heartbeat_at, self._heard_at + self._joining.dead_after_s)
+            own = (self._heartbeat_at, self._learner_seen_at + self._joining.dead_after_s)
         elif self.state is not NodeState.STOPPED:
             give_up_at = math.inf if self.is_leaving else self._give_up_at
             own = (self._joining.retry_at, give_up_at)
@@ -454,7 +454,7 @@ class DialingRole:
         return actions if self.state is NodeState.STOPPED else actions + self._expire_joining(now)
 
     def _expire_admitted(self, now: float) -> list[Action]:
-        if now >= self._heard_at + self._joining.dead_after_s:
+        if now >= self._learner_seen_at + self._joining.dead_after_s:
             text = f"nothing heard from the learner for {self._joining.dead_after_s:.0f} s"
             return [Note("warning", text, "silent learner"), *self._next_address(now)]
         return self.heartbeat(now=now) if now >= self._heartbeat_at else []
@@ -468,7 +468,10 @@ class DialingRole:
             return []
         is_silent = self.is_leaving or self.state is NodeState.CONFIGURING
         actions = [] if is_silent else self._tell_wait(remaining_s, now)
-        if self.state is NodeState.DIALLING or now >= self._heard_at + self._joining.dead_after_s:
+        if (
+            self.state is NodeState.DIALLING
+            or now >= self._learner_seen_at + self._joining.dead_after_s
+        ):
             return actions + self._next_address(now)
         return actions + self._joining.repeat(now)
 

@@ -8,12 +8,12 @@ after the next Admitted everything unacknowledged is sent again.
 
 Interrupted groups are shipped to the learner now and then (`ship`), which leases them to others if
 this worker does not come back. A worker that does come back lists the groups that it still has, and
-the learner tells it which of them are not wanted any more.
+the learner acknowledges the unwanted ones.
 
 The role decides, and its shell (`runtime/worker/node.py`, or a simulation) carries out and reports:
 
-    Sample         ->  sampled or spoilt, for each group as it grows; then returned, refused, or
-                       raised
+    Sample         ->  sampled or on_nonfinite, for each group as it grows; then returned, refused,
+                       or raised
     Recall             stop that call of the engine: it returns what it has
     OfferEpisodes  ->  finished, or failed; Withdraw -> dropped  (agents)
     Score          ->  scored, or failed
@@ -26,14 +26,14 @@ An engine that takes requests at any time gets one call per group, as soon as th
 Any other gets one batch of groups after another, and a batch lasts as long as its longest rollout,
 while fewer and fewer of its rows do anything. So with `over_submission` = f > 1 (active partial
 rollouts, APRIL) a batch of N groups is recalled when N / f of them are whole and others wait for
-the room: what is unfinished is parked with its tokens, log-probabilities and versions, and goes on
+the room: what is unfinished is kept with its tokens, log-probabilities and versions, and goes on
 in the next batch, before fresh groups, oldest first, under the newest weights. A continued group
 takes only the rows of its unfinished rollouts, and fresh groups take the others. A group that is
 whole is scored and delivered at once, whatever the others do. An engine that takes requests at any
-time has no batch to wait for: there f times as many groups as its memory holds are handed to it, so
-that its queue never runs dry while stragglers hold on to theirs.
+time has no batch to wait for: there it is handed f times the groups that its memory holds, so that
+its queue never runs dry while stragglers keep their places.
 
-A call lasts `ship_s` at most: then what it has sampled is parked, saved in this worker's own file,
+A call lasts `ship_s` at most: then what it has sampled is saved in this worker's own file,
 shipped to the learner, and continued. So a worker that is killed loses no more than that.
 
 The newest complete version is installed in flight: no rollout has to end for it, and each token
@@ -42,7 +42,7 @@ says which version sampled it. If the engine refuses it, the one before goes on 
 An engine may hold several versions side by side (adapters in vLLM). Then each call names the one
 that samples it: the newest for a fresh group, and for a continued one that which began it, so that
 no group mixes versions. A group whose version is too old to be trained on, or has left the engine,
-begins anew.
+is sampled from the start.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ from echo.wire.messages import (
 MAX_VERSION_WAIT_S = 30.0
 """Seconds that a lease waits for its version.
 
-The learner counts on the version that a worker has told of. A worker that holds an older one by
-now, as after a restart, has the newer one soon, or never: its uplink may be cut off, or the version
-refused by its engine. So it waits, and then gives the lease back, for somebody else.
+The learner grants by the version that the worker reported last. A worker that holds an older one
+since, as after a restart, has the newer one soon, or never: its uplink may be cut off, or its
+engine may refuse the version. So it waits, and then gives the lease back for another worker.
 """
 
 
@@ -138,22 +138,22 @@ class EngineFacts:
 
     group_size: int
     groups_per_batch: int
-    """Groups that the engine holds at one time."""
+    """Groups that the engine holds at once."""
     is_continuous: bool = False
     """Whether groups may join those that it samples."""
     num_versions: int = 1
     """Versions that it samples from side by side; 1 where a new one takes over in flight."""
     sampler: Sampler = "engine"
-    """Who samples: the engine alone, which can be stopped and continue; episodes of several turns,
+    """The sampler: the engine alone, which can be stopped and continue; episodes of several turns,
     which are played to their end, because no other worker has their environment; or agents, to whom
     all leases are offered at once, as many as they ask for."""
     max_prompt_tokens: int = 1 << 30
     """Longest prompt that leaves room for a completion."""
     prompt_bound: str = "the model's window"
-    """What leaves no more."""
+    """The reason for that limit, in words."""
     max_completion_tokens: int = 1 << 30
     rules: PartialRules = field(default_factory=PartialRules)
-    """What becomes of unfinished rollouts."""
+    """The settings for unfinished rollouts."""
     takes_patches: bool = False
     """Whether it takes a version as the words that change, in place."""
     name: str = ""
@@ -163,12 +163,12 @@ class EngineFacts:
 
     @property
     def num_places(self) -> int:
-        """Groups that the engine has at one time, if each has all of its rollouts to sample."""
+        """Groups that the engine has at once, if each has all of its rollouts to sample."""
         return self._num_over if self.is_continuous else self.groups_per_batch
 
     @property
     def max_groups(self) -> int:
-        """Groups to have here at one time; agents ask for theirs."""
+        """Groups to hold at once; agents ask for theirs."""
         if self.sampler == "agents":
             return 0
         return max(1, round(self._num_over + self.queue_share * self.groups_per_batch))
@@ -182,8 +182,8 @@ class EngineFacts:
 class EngineCall:
     """Groups that are sampled together, and how far they are.
 
-    Whoever samples may count at any time and from its own thread, which is the only one that writes
-    what was `seen`; all else belongs to the role, which is told of it (`counted`).
+    The sampler's thread counts at any time and is the only one that writes `seen_tokens` and
+    `seen_signs`; all else belongs to the role, to which the shell reports both (`counted`).
     """
 
     groups: list[PartialGroup]
@@ -286,7 +286,7 @@ If all workers refuse the newest version, and what they have is too old, no newe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseTerms:
-    """For how long a machine is kept; None is for ever."""
+    """For how long a machine is kept; None is forever."""
 
     standby_s: float | None = None
     learner_gone_s: float | None = None
@@ -311,7 +311,7 @@ class Worker(DialingRole):
             settings: of the node.
             broadcast: its part of the weights plane.
             outbox: for results.
-            terms: for how long its machine is kept; None for ever.
+            terms: for how long its machine is kept; None is forever.
             version_wait_s: for how long a lease may wait for its version.
             now: the present.
         """
@@ -329,12 +329,12 @@ class Worker(DialingRole):
         """Groups that the learner has taken since this process started."""
         self.held = HeldLeases(outbox)
         self.partial_counts: Counter[str] = Counter()
-        """What became of unfinished rollouts, for the learner's metrics."""
+        """Counts of unfinished rollouts, for the learner's metrics."""
         self._version_wait_s = version_wait_s
         self._waiting_since: dict[LeaseKey, float] = {}
         """Of leases that ask for newer weights."""
         self._versions: tuple[PolicyVersion, ...] = ()
-        """Those that the engine holds, as they were installed."""
+        """The versions that the engine holds, as they were installed."""
         self._calls: list[EngineCall] = []
         self._max_together = MAX_LEASES
         """Groups to sample in one call: fewer after one that raised, to find whose fault it is."""
@@ -386,7 +386,7 @@ class Worker(DialingRole):
 
     @property
     def activity(self) -> str:
-        """What this worker does, or what it waits for."""
+        """The present work of this worker, or the thing that it waits for."""
         if self._retiring and self._is_drained:
             return "releasing"
         if self.engine is None:
@@ -502,7 +502,7 @@ class Worker(DialingRole):
         was, was_full = group.state, self.outbox.is_full
         self.held.handle(group, Closed())
         if was is not GroupState.DELIVERED:
-            # A lease that is acknowledged before it is delivered is not wanted any more.
+            # A lease that is acknowledged before it is delivered is unwanted.
             if was is not GroupState.UNWANTED:
                 self.partial_counts["wasted_tokens"] += group.num_tokens
             if was in WAITING or was is GroupState.UNWANTED:
@@ -524,8 +524,8 @@ class Worker(DialingRole):
     def on_admitted(self, *, now: float) -> list[Action]:
         """Tell where this worker stands and send again what was not acknowledged.
 
-        What is unfinished is shipped again when its time comes: a learner that was started anew has
-        lost all of it, and a shipment may have been lost with the link.
+        Unfinished groups are shipped again when their time comes: a restarted learner has lost all
+        of them, and a shipment may have been lost with the link.
         """
         actions = super().on_admitted(now=now)
         self.outbox.resend_all()
@@ -557,7 +557,7 @@ class Worker(DialingRole):
         if engine.sampler == "engine":
             actions += self._recall(call for call in self._calls if self._has_enough(call, now))
             if not self._calls:
-                # What is interrupted now is not continued soon.
+                # Interrupted groups are not continued soon.
                 actions += self.ship(interval_s=0.0, now=now)
         return [*actions, *self._settle(now)]
 
@@ -583,7 +583,7 @@ class Worker(DialingRole):
                 self._apply_staleness(group, engine.rules)
             num_prompt = len(group.lease.prompt_ids)
             if group.is_whole:
-                # By somebody else, or by this worker before it was stopped.
+                # By another worker, or by this worker before it was stopped.
                 actions += self._score(group)
             elif num_prompt > engine.max_prompt_tokens:
                 detail = (
@@ -686,7 +686,7 @@ class Worker(DialingRole):
         call.num_tokens, call.num_signs = num_tokens, num_signs
 
     def count(self, name: str, number: float = 1) -> None:
-        """Count what engine or task has told the shell."""
+        """Add to a count of the engine or the task."""
         self.counters.add(name, number)
 
     def sampled(
@@ -704,11 +704,11 @@ class Worker(DialingRole):
         call.num_whole += 1
         return [*self._score(group), *self._next(now)]
 
-    def spoilt(self, group: PartialGroup, why: str, *, now: float) -> list[Action]:
+    def on_nonfinite(self, group: PartialGroup, why: str, *, now: float) -> list[Action]:
         """End a group for one of whose members the model gives no probabilities.
 
-        It ends for good: elsewhere it would most likely be the same. Nobody waits for what else the
-        engine has of it.
+        It ends for good: elsewhere it would most likely be the same. The rest of its rollouts is
+        not awaited.
         """
         if not group.is_sampled:
             return []
@@ -739,7 +739,7 @@ class Worker(DialingRole):
         return [*actions, *self._next(now)]
 
     def refused(self, call: EngineCall, why: str, *, now: float) -> list[Action]:
-        """Have another version begin groups whose version the engine does not hold any more.
+        """Have another version begin groups whose version the engine no longer holds.
 
         Where that is the newest there is no other, and they are given back.
         """
@@ -763,7 +763,7 @@ class Worker(DialingRole):
     def raised(
         self, call: EngineCall, why: str, *, traceback: str, is_usable: bool, now: float
     ) -> list[Action]:
-        """End a group whose sampling raised; of several, sample half as many to see which it is.
+        """End a group whose sampling raised; of several groups, sample half at once to find it.
 
         Args:
             call: what raised.
@@ -799,11 +799,11 @@ class Worker(DialingRole):
         if call.num_whole == len(call.groups):
             return False  # it returns by itself
         if not any(group.is_sampled for group in call.groups):
-            return True  # nobody waits for what the engine still samples
+            return True  # no group of it is wanted
         if self._has_several and call.version not in self._usable():
-            return True  # nobody can be trained on it, and its place is wanted
+            return True  # its tokens are too old to be trained on, and its slot is wanted
         if now >= call.ends_at:
-            # With something to show for it, or a slow start would be repeated for ever.
+            # Only with some tokens, or a slow start would be repeated forever.
             if call.num_tokens or call.num_whole:
                 return True
             assert self.engine is not None
@@ -865,7 +865,7 @@ class Worker(DialingRole):
     def failed(
         self, lease: Lease, reason: str, detail: str, *, traceback: str = "", now: float
     ) -> list[Action]:
-        """Report a group that cannot be finished and that trying again will not mend."""
+        """Report a group that cannot be finished and that a retry will not mend."""
         group = self.held.get(key_of(lease))
         if group is None or group.state is GroupState.UNWANTED:
             return self._drop(group, now)
@@ -912,14 +912,14 @@ class Worker(DialingRole):
     # --- agents ----------------------------------------------------------------------------------
 
     def demand(self, num_groups: int, *, now: float) -> list[Action]:
-        """Ask for as many groups as agents need, those that they have included."""
+        """Ask for the number of groups that agents need, those that they have included."""
         if num_groups == self.max_groups:
             return []
         self.max_groups = num_groups
         return self.heartbeat(now=now) if self.is_admitted else []
 
     def dropped(self, lease: Lease, *, now: float) -> list[Action]:
-        """Note that no agent works on a lease, nor will; the learner finds that out by itself."""
+        """Note that no agent works on a lease, nor will; the lease expires at the learner."""
         return self._drop(self.held.get(key_of(lease)), now)
 
     def progress(self, lease: Lease, number: int) -> None:
@@ -981,7 +981,7 @@ class Worker(DialingRole):
         return self._next(now)
 
     def damaged(self, *, now: float) -> list[Action]:
-        """Sample from nothing that lies in damaged memory until a version has come anew."""
+        """Sample nothing from damaged memory: a version must be received again first."""
         self.installed_version = None
         return self._next(now)
 
@@ -995,7 +995,7 @@ class Worker(DialingRole):
             for key, since in self._waiting_since.items()
             if now >= since + self._version_wait_s
         ]
-        # First what was sampled of them before, for whoever goes on.
+        # First what was sampled of them, for the worker that continues them.
         actions = self.ship(interval_s=0.0, now=now) if late else []
         for group in late:
             here = f"{installed or 'no version'} is installed and no newer one has come"
@@ -1021,7 +1021,7 @@ class Worker(DialingRole):
             message = Partial(group_id=partial.lease.group_id, attempt=partial.lease.attempt)
             frame = encode_members(partial.members)
             if payload_bytes([frame]) > MAX_PAYLOAD_BYTES:
-                continue  # what a lost worker has of it is sampled anew
+                continue  # if this worker is lost, it is sampled again
             actions += self.to_learner(message, frame)
             self.partial_counts["shipped"] += 1
         return actions

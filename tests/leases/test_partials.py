@@ -125,7 +125,7 @@ def test_each_segment_has_a_seed_of_its_own() -> None:
         finish_reason="abort",
     )  # fmt: skip
     third = partial_group.seed_of(0)
-    partial_group.members[0] = partial_group.members[0].anew()
+    partial_group.members[0] = partial_group.members[0].reset()
     assert len({3000, 3001, second, third}) == 4
     assert partial_group.seed_of(0) == third, "what begins anew must not repeat the first segment"
 

@@ -374,7 +374,7 @@ def beat(
 ) -> list[Reclaim]:
     """Let a worker list its leases; return what it is asked for again."""
     message = Heartbeat(installed=None, capacity=0, leases=states, stats=NodeStats())
-    return reclaims(granting.heard(worker, message, has_progress=True, now=now))
+    return reclaims(granting.on_heartbeat(worker, message, has_progress=True, now=now))
 
 
 def reclaims(actions: Sequence[Any]) -> list[Reclaim]:
@@ -395,7 +395,7 @@ def shared(*, num_begun: int = 8, **changes: Any) -> tuple[Scheduler, LeasedWork
     first, second = make_worker("first", (2, 3)), make_worker("second", (2, 3))
     for worker in (first, second):
         granting._routes.learn(worker.node_id, f"to {worker.node_id}")
-    granting.hand_out([first], now=0.0)
+    granting.send_grants([first], now=0.0)
     ids = range(12, 20)
     waiting = begun(*ids[num_begun:], running_s=0.0)
     beat(granting, first, *begun(*ids[:num_begun]), *waiting, now=1.0)
@@ -405,10 +405,10 @@ def shared(*, num_begun: int = 8, **changes: Any) -> tuple[Scheduler, LeasedWork
 def test_a_newcomer_is_given_half_of_the_first_groups_once_their_holder_has_given_them_up() -> None:
     granting, first, second = shared()
     workers = [first, second]
-    [asked] = reclaims(granting.hand_out(workers, now=1.0))
+    [asked] = reclaims(granting.send_grants(workers, now=1.0))
     moving = (16, 17, 18, 19)
     assert asked == Reclaim(leases=tuple((g, 0) for g in moving), is_begun_too=True)
-    assert reclaims(granting.hand_out(workers, now=1.1)) == [], "it is asked once"
+    assert reclaims(granting.send_grants(workers, now=1.1)) == [], "it is asked once"
     assert granted(granting, *workers, now=1.2) == {}, "until then they are the first one's"
     # The request may be lost: what is still listed is asked for again.
     assert beat(granting, first, *begun(*range(12, 20)), now=2.1) == [asked]
@@ -417,13 +417,13 @@ def test_a_newcomer_is_given_half_of_the_first_groups_once_their_holder_has_give
     assert granting.counters["leases_moved"] == 4
     assert granting.leases.num_running == 8
     beat(granting, second, *(msgspec.structs.replace(s, attempt=1) for s in begun(16)), now=2.5)
-    assert reclaims(granting.hand_out(workers, now=2.5)) == []
+    assert reclaims(granting.send_grants(workers, now=2.5)) == []
 
 
 def test_what_a_holder_keeps_is_copied_and_counts_once() -> None:
     granting, first, second = shared(hedge_factor=None)
     workers, states = [first, second], begun(*range(12, 20))
-    granting.hand_out(workers, now=1.0)
+    granting.send_grants(workers, now=1.0)
     beat(granting, first, *states, now=4.9)
     assert granted(granting, *workers, now=5.0) == {}
     assert beat(granting, first, *states, now=5.1) == [], "it was asked often enough"
@@ -437,21 +437,21 @@ def test_only_what_was_not_begun_moves_once_a_group_was_made() -> None:
     granting, first, second = shared(num_begun=4)
     first.num_places = 4
     granting.finish_times.made("first", num_tokens=10, seconds=20.0, now=1.0)
-    [asked] = reclaims(granting.hand_out([first, second], now=1.0))
+    [asked] = reclaims(granting.send_grants([first, second], now=1.0))
     assert not asked.is_begun_too
     assert {group_id for group_id, _ in asked.leases} <= {16, 17, 18, 19}
     third = make_worker("third", (2, 3))
     granting._routes.learn("third", "to third")
-    again = reclaims(granting.hand_out([first, third], now=1.1))
+    again = reclaims(granting.send_grants([first, third], now=1.1))
     assert not {*asked.leases} & {each for message in again for each in message.leases}
     granting, first, second = shared(num_begun=8)
     granting.finish_times.made("first", num_tokens=10, seconds=20.0, now=1.0)
-    assert reclaims(granting.hand_out([first, second], now=1.0)) == []
+    assert reclaims(granting.send_grants([first, second], now=1.0)) == []
 
 
 def test_episodes_of_agents_are_not_asked_for_once_begun() -> None:
     granting, first, second = shared(prompts_are_free=True)
-    [asked] = reclaims(granting.hand_out([first, second], now=1.0))
+    [asked] = reclaims(granting.send_grants([first, second], now=1.0))
     assert not asked.is_begun_too
 
 
@@ -469,4 +469,4 @@ def test_nothing_moves_without_need(change: str) -> None:
         granting.settings = make_settings(max_staleness=2)
     else:
         granting.leases.worker_leases("first")[0].is_confirmed = False
-    assert reclaims(granting.hand_out([first, second], now=1.0)) == []
+    assert reclaims(granting.send_grants([first, second], now=1.0)) == []

@@ -557,7 +557,7 @@ def believe_every_name(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(LeaseBook, "was_granted", lambda self, group_id, attempt, worker_id: True)
     patch.setattr(Admission, "is_missing_hello", lambda self, source, message: False)
-    patch.setattr(Admission, "bears_name", lambda self, source, message: True)
+    patch.setattr(Admission, "proves_name", lambda self, source, message: True)
     patch.setattr(Admission, "is_genuine", lambda self, envelope, message, payload: True)
 
 

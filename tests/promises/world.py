@@ -1469,7 +1469,7 @@ class World:
     def heard_ago_s(self, name: str) -> float:
         """Return how long ago the learner has heard of a node."""
         roster = self.node(LEARNER).role.roster
-        return float(self.now - roster.nodes[name].heard_at)
+        return float(self.now - roster.nodes[name].last_seen_at)
 
     def waiting_for(self) -> str:
         """Return the learner's sentence about what it waits for."""

@@ -142,5 +142,5 @@ def note_ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ready.append(role.step)
         return []
 
-    monkeypatch.setattr(Learner, "make_way", noting)
+    monkeypatch.setattr(Learner, "plan_publish", noting)
     return ready

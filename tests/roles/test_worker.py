@@ -336,7 +336,7 @@ def test_a_group_that_cannot_be_sampled_ends_once_and_the_others_of_its_call_go_
     [call] = paper.engine
     spoilt, _ = call.groups
     for _ in spoilt.members:
-        paper.do(paper.role.spoilt(spoilt, "NaN under v0", now=1.0))
+        paper.do(paper.role.on_nonfinite(spoilt, "NaN under v0", now=1.0))
     failed = paper.role.outbox._deliveries[0, 0].message
     assert isinstance(failed, Failed)
     assert (failed.reason, failed.detail, failed.is_elsewhere) == (
@@ -352,7 +352,7 @@ def test_a_group_that_cannot_be_sampled_ends_once_and_the_others_of_its_call_go_
     paper = Paper({0: (9, 9), 1: (9, 9)}, is_continuous=True)
     paper.grant()
     first, second = paper.engine
-    paper.do(paper.role.spoilt(first.groups[0], "NaN under v0", now=0.0))
+    paper.do(paper.role.on_nonfinite(first.groups[0], "NaN under v0", now=0.0))
     assert (first.is_recalled, second.is_recalled) == (True, False)
 
 
@@ -614,7 +614,7 @@ def test_a_version_that_the_engine_refuses_is_tried_again_or_replaced() -> None:
     assert paper.take(Note)[-1].text == "cannot install v1, keeping v0: no memory just now"
     assert paper.role.counters["engine/installs_failed"] == 1
     assert paper.arrive(V1) == []
-    paper.role._heartbeat_at = paper.role._heard_at = 1e9
+    paper.role._heartbeat_at = paper.role._learner_seen_at = 1e9
     assert paper.role.deadline == INSTALL_AGAIN_S
     paper.do(paper.role.expire(now=INSTALL_AGAIN_S))
     assert [action.version for action in paper.take(Install)] == [V1]
@@ -700,7 +700,7 @@ def test_a_worker_whose_engine_hangs_leaves_without_it() -> None:
     paper.turn()
     paper.role._calls[0].is_recalled = True  # it is told so, and does nothing
     paper.do(paper.role.drain(now=1.0))
-    paper.role._heartbeat_at = paper.role._heard_at = 1e9
+    paper.role._heartbeat_at = paper.role._learner_seen_at = 1e9
     assert paper.role.deadline == 1.0 + DRAIN_S
     paper.do(paper.role.expire(now=DRAIN_S))
     assert not paper.take(Save)
@@ -751,7 +751,7 @@ def test_a_machine_is_given_back_after_so_long_for_nothing(why: str) -> None:
     paper.grant()
     paper.do(role.expire(now=due_at - 0.1))
     assert not role.is_leaving
-    role._heartbeat_at = role._heard_at = 1e9
+    role._heartbeat_at = role._learner_seen_at = 1e9
     assert role.deadline == due_at
     paper.do(role.expire(now=due_at))
     assert why in paper.take(Note)[-1].text

@@ -89,7 +89,7 @@ def test_who_died_long_ago_is_not_waited_for_and_relays_are_told(make_world: Mak
 
     def forget(learner: Any) -> None:
         for name in ("r2", "w2"):
-            roster.nodes[name].heard_at -= 300.0
+            roster.nodes[name].last_seen_at -= 300.0
         began.append(world.now)
 
     before_the_end(world, forget)

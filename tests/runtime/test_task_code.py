@@ -210,13 +210,13 @@ def test_an_environment_is_played_masked_trained_on_and_evaluated(
             network={"lease_timeout_s": 30.0},
         )
         groups: list[Group] = []
-        take_in = learner.take_in
+        accept = learner.accept
 
         def note(action: StoreGroup) -> None:
             groups.append(action.group)
-            take_in(action)
+            accept(action)
 
-        monkeypatch.setattr(learner, "take_in", note)
+        monkeypatch.setattr(learner, "accept", note)
         async with running(learner, await run.worker("w1")) as (learning, _):
             assert await learning == "finished"
         rollouts = [rollout for group in groups for rollout in group.rollouts]

@@ -482,10 +482,10 @@ def test_a_version_goes_out_under_a_plan_of_what_the_ones_before_have_shown(
         return made(*args, is_between=is_between, **kwargs)
 
     planning.plan = noting  # type: ignore[method-assign]
-    assert role.make_way(now=now + 2 * REPLAN_S) == []
+    assert role.plan_publish(now=now + 2 * REPLAN_S) == []
     assert calls == [], "versions are small, and fast under any plan"
     planning.topology = dataclasses.replace(planning.topology, predicted_s=WORTHWHILE_S)
-    role.make_way(now=now + 2 * REPLAN_S)
+    role.plan_publish(now=now + 2 * REPLAN_S)
     assert calls == [True]
 
 
@@ -498,7 +498,7 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
     role: Learner = world.node("learner").role
     world.run_until(lambda: role.leases.num_running > 0)
     world.kill("w0", silently=True)
-    now = role.roster.nodes["w0"].heard_at
+    now = role.roster.nodes["w0"].last_seen_at
     num_leases = role.leases.num_leases("w0")
     for number in range(1, 200):
         member = Member.of(make_hello(f"w{number}"), now=now if number < 140 else now + 1.0)

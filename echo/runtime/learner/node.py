@@ -6,7 +6,7 @@
 
 The training loop awaits three things only: a full batch of admissible groups, its own model work,
 and (every so often) a checkpoint. It never waits for the network otherwise: versions are handed to
-the broadcast and pulled by whoever needs them.
+the broadcast and pulled by the nodes that need them.
 
 Order of events, which a resume relies on: what a batch of actions records is committed before its
 messages leave; groups are synced before they are acknowledged; the record of a step is committed
@@ -51,7 +51,7 @@ from echo.core.records import Discarded, Refused
 from echo.core.rollout import NO_OPINION, Group, PolicyVersion, scored_part
 from echo.core.units import format_duration
 from echo.engine.engine import Watcher, is_out_of_memory
-from echo.leases.scheduler import NO_FAULT, AppendRecord, Obstacle, StoreGroup
+from echo.leases.scheduler import NO_FAULT, AppendRecord, StoreGroup, WaitReason
 from echo.net.transport import Transport
 from echo.records.ledger import BoundChanged, Finished, LedgerQueue, Published
 from echo.roles.learner import Learner
@@ -121,16 +121,16 @@ class LearnerRewards:
 # --- Waiting for a batch: ask again, say why, give up at last ---
 #
 # Groups are granted and versions published when something happens: a heartbeat, a result, a step.
-# Where nothing happens any more, these looks still do, one per heartbeat:
+# Where no event happens, one look per heartbeat still does:
 #
 #     no version may be sampled for the next step   the learner publishes at once, due or not
-#     nobody can be given a group                   told once per reason, if it lasts
+#     no worker can be given a group                told once per reason, if it lasts
 #     no worker at all                              told each minute; after a bound the run ends
 #
 # Once there were workers the bound is `network.reconnect_for_s`: for so long those that have lost
-# the learner try to come back. Before the first one it is FIRST_WORKER_S, if that is longer:
-# whoever starts a learner may rent or start the workers much later. A worker counts from its Hello
-# on, so one that loads its model is here, and so is one on standby.
+# the learner try to come back. Before the first one it is FIRST_WORKER_S, if that is longer: its
+# operator may rent or start the workers much later. A worker counts from its Hello on, so one that
+# loads its model is here, and so is one on standby.
 
 
 MIN_TRAINED_SHARE = 0.5
@@ -140,7 +140,7 @@ FIRST_WORKER_S = 4 * 3600.0
 TELL_S = 60.0
 """Between two lines about missing workers."""
 
-_OBSTACLES = {
+_WAIT_REASONS = {
     "outdated": "nothing can be granted{}: the newest version is too old for the next step",
     "no_weights": "nothing can be granted{}: no worker holds weights that the next step may be "
     "trained on",
@@ -168,19 +168,19 @@ class BatchWait:
         self._last_worker: str | None = None
         self._alone_since = 0.0
         self._told_at = 0.0
-        self._obstacle: Obstacle = ""
-        self._obstacle_since = 0.0
+        self._wait_reason: WaitReason = ""
+        self._wait_reason_since = 0.0
         self._is_told = False
         self.look_at = 0.0
         """When to look next."""
 
     def begin(self, *, now: float) -> None:
-        """Note that the learner waits from now on; while it trained, nobody looked."""
-        self._alone_since = self._told_at = self._obstacle_since = now
-        self._obstacle, self._is_told = "", False
+        """Note that the learner waits from now on; while it trained, nothing was looked at."""
+        self._alone_since = self._told_at = self._wait_reason_since = now
+        self._wait_reason, self._is_told = "", False
         self.look_at = now + self._role.settings.leases.heartbeat_s
 
-    def look(self, *, now: float) -> Obstacle:
+    def look(self, *, now: float) -> WaitReason:
         """Look whether anything can come of the waiting; return what keeps groups from workers.
 
         Raises:
@@ -194,9 +194,9 @@ class BatchWait:
         else:
             self._last_worker = worker
             self._alone_since = self._told_at = now
-        obstacle = self._role.obstacle()
-        self._note(obstacle, now)
-        return obstacle
+        wait_reason = self._role.wait_reason()
+        self._note(wait_reason, now)
+        return wait_reason
 
     def _alone(self, now: float) -> None:
         alone_s = now - self._alone_since
@@ -216,14 +216,14 @@ class BatchWait:
                 self._address, format_duration(alone_s), since, format_duration(limit_s - alone_s),
             )  # fmt: skip
 
-    def _note(self, obstacle: Obstacle, now: float) -> None:
+    def _note(self, wait_reason: WaitReason, now: float) -> None:
         """Tell a reason once, as soon as it has lasted for as long as a silent node counts."""
-        if obstacle != self._obstacle:
-            self._obstacle, self._obstacle_since, self._is_told = obstacle, now, False
-        lasted_s = now - self._obstacle_since
+        if wait_reason != self._wait_reason:
+            self._wait_reason, self._wait_reason_since, self._is_told = wait_reason, now, False
+        lasted_s = now - self._wait_reason_since
         dead_after_s = self._role.settings.admission.dead_after_s
-        is_urgent = obstacle == "outdated" or lasted_s >= dead_after_s
-        what = _OBSTACLES.get(obstacle)
+        is_urgent = wait_reason == "outdated" or lasted_s >= dead_after_s
+        what = _WAIT_REASONS.get(wait_reason)
         if what is None or self._is_told or not is_urgent:
             return
         self._is_told = True
@@ -235,7 +235,7 @@ class BatchWait:
 REFRESH_S = 0.25
 """Seconds between snapshots for the display."""
 MAX_FAILED_STEPS = 5
-"""Batches in a row of which no step could be made, after which the run ends with the cause."""
+"""Failed steps in a row after which the run ends with the cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,12 +260,12 @@ class OpenedRun:
     export: Callable[[Path, Publication], None]
     """Writes a version as a directory for other programs."""
     prompts: PromptsAhead | None = None
-    """What the role asks for prompts; None where it need not wait for any."""
+    """The source of prompts that the role asks; None where it need not wait for any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSections:
-    """What a learner's node reads of the configuration."""
+    """The sections of the configuration that a learner's node reads."""
 
     run: RunSection
     run_dir: Path
@@ -282,7 +282,7 @@ class Follower(Protocol):
     """Follows a run from outside: its metrics, and its display."""
 
     is_watching: bool
-    """Whether anybody looks at snapshots."""
+    """Whether snapshots are displayed."""
 
     def write_metrics(self, step: int, row: Row) -> None:
         """Append one row of metrics."""
@@ -387,7 +387,7 @@ class LearnerNode(Node):
         self._is_work_over = asyncio.Event()
 
     def release(self) -> None:
-        """Let go of the ledger; where the end was not a clean one it is still open."""
+        """Release the ledger; after an unclean end it is still open."""
         self._opened.publisher.coder.close()
         self._ledger.release()
 
@@ -416,7 +416,7 @@ class LearnerNode(Node):
             await self._commit()
 
     async def _commit(self) -> None:
-        """Commit the records so far, and let go of the batches that wait for them."""
+        """Commit the records so far, and perform the batches that wait for them."""
         held, self._held = self._held, []
         await self._disk_pool.run(self._ledger.commit)
         for batch in held:
@@ -426,7 +426,7 @@ class LearnerNode(Node):
         """Carry out what concerns the learner."""
         match action:
             case StoreGroup() if self._takes_groups:
-                self.take_in(action)
+                self.accept(action)
             case AppendRecord() if self._takes_groups:
                 self._ledger.append(action.record)
                 self._note_failure(action)
@@ -456,21 +456,21 @@ class LearnerNode(Node):
     # acknowledged, gives its admission back, and another is granted for it. All others are written
     # to the ledger, and acknowledged and put into the buffer once they are on the disk.
     #
-    # Who delivers nothing that can be learned from while others do is set aside by the role.
+    # The role sets a worker aside that delivers no useful groups while others do.
 
     @property
     def _is_zero_signal(self) -> bool:
         """Whether nothing could be learned from any of the last `max_zero_signal_groups`.
 
-        Those of workers that are set aside do not count.
+        Groups of workers that are set aside do not count.
         """
         num_groups = self._progress.zero_signal.num_groups - self.role.num_discounted
         return num_groups >= self.role.settings.leases.max_zero_signal_groups
 
-    def take_in(self, action: StoreGroup) -> None:
-        """Have a group scored if nobody has; then write it, or end it and grant another."""
+    def accept(self, action: StoreGroup) -> None:
+        """Have a group scored unless a worker has; then write it, or end it and grant another."""
         if self._opened.rewards is None:
-            self._accept(action)
+            self._store_group(action)
         else:
             self.spawn(self._score(self._opened.rewards, action.group), name="reward")
 
@@ -488,9 +488,9 @@ class LearnerNode(Node):
             for rollout, reward in zip(group.rollouts, scores, strict=True)
         )
         group = replace(group, rollouts=rollouts)
-        self._accept(StoreGroup(group, *encode_group(group)))
+        self._store_group(StoreGroup(group, *encode_group(group)))
 
-    def _accept(self, action: StoreGroup) -> None:
+    def _store_group(self, action: StoreGroup) -> None:
         """Write a group that counts towards a step; end one that does not, and grant another."""
         if not self._takes_groups:
             return
@@ -576,7 +576,7 @@ class LearnerNode(Node):
     # --- the training loop -----------------------------------------------------------------------
 
     async def work(self) -> None:
-        """Train until the last step, then tell everybody and end."""
+        """Train until the last step, then send Finish to every node and end."""
         self._store_task = self.spawn(self._store_loop(), name="store")
         self.spawn(self._commit_records(), name="records")
         if self._opened.prompts is not None:
@@ -735,7 +735,7 @@ class LearnerNode(Node):
         self.perform(self.role.grant(now=self.now))
 
     async def _next_batch(self) -> list[Group] | None:
-        """Wait for a full batch of groups within the bound; None if the training is over."""
+        """Wait for a full batch of groups within the bound; None if the training has ended."""
         self._progress.begin("", now=self.now)
         self._waiting.begin(now=self.now)
         while not self.is_stopping:
@@ -768,21 +768,21 @@ class LearnerNode(Node):
         return None
 
     async def _look(self) -> None:
-        """Ask again what nothing else may ask: who can be given a group, and from which version."""
+        """Look again which worker can be given a group, and from which version."""
         self.perform(self.role.review_workers(now=self.now))
-        obstacle = self._waiting.look(now=self.now)
-        if obstacle == "outdated" and self._published_step != self.role.step:
+        wait_reason = self._waiting.look(now=self.now)
+        if wait_reason == "outdated" and self._published_step != self.role.step:
             await self._publish()
             self._progress.begin("", now=self.now)
-        if obstacle == "no_weights":
+        if wait_reason == "no_weights":
             stats = [member.stats for member in self.role.roster.members("worker")]
             self._is_in_doubt |= any(each.refused.get("engine/installs_failed") for each in stats)
         self.perform(self.role.grant(now=self.now))
 
-    # A worker whose model gives no probabilities says so, ends the group and lives on. Only the
-    # learner can tell whether its weights are at fault, for which it looks once through the version
-    # that is out, and through those that a checkpoint is to be made of. Where they hold NaN nobody
-    # will ever sample again, so the run ends there, and they are not saved (again).
+    # A worker whose model gives no probabilities reports that, ends the group and goes on. The
+    # learner then checks the published version for NaN, once, and the weights of every checkpoint
+    # before they are saved. Where they hold NaN no worker can ever sample again, so the run ends
+    # there, and they are not saved (again).
 
     async def _examine_published(self) -> str:
         """Look once through the version that is out; return what is wrong with it, if anything."""
@@ -851,7 +851,7 @@ class LearnerNode(Node):
         self.pace.published(version, num_bytes=publication.manifest.num_bytes, now=self.now)
         self._published_step = role.step
         self._has_published.set()
-        self.perform(role.make_way(now=self.now))
+        self.perform(role.plan_publish(now=self.now))
         await self._encoded_versions.publish(publication)
         self._progress.published(self.now - began_at)
         evaluations = self._opened.evaluations
@@ -992,13 +992,13 @@ class LearnerNode(Node):
 
     # A node that has lost its way to the learner dials at growing pauses: after the learner's
     # crash, a relay's, or a link's. A run that ends meanwhile would be over before such a node came
-    # once; it would dial in vain and end with an error. So the learner stays until each node that
-    # was heard of a moment ago has gone, or has had the time to come back; and one that goes on
-    # where another one stopped stays until whoever worked for that one has had the same time.
+    # once; its dials would fail, and it would end with an error. So the learner stays until each
+    # node that was heard of a moment ago has gone, or has had the time to come back; and a learner
+    # that resumes a run stays until the nodes of the former process have had the same time.
 
     @property
     def _return_s(self) -> float:
-        """Seconds in which a node has dialled twice, and each time has said who it is."""
+        """Seconds in which a node has dialled twice, and was greeted each time."""
         heartbeat_s = self.role.settings.leases.heartbeat_s
         return max(LINGER_S, 2 * (self.transport.options.max_redial_s + heartbeat_s))
 
@@ -1017,7 +1017,7 @@ class LearnerNode(Node):
         def is_over() -> bool:
             now = self.now
             return now >= self._missing_until and not any(
-                node.role in roles and now < node.heard_at + return_s for node in nodes.values()
+                node.role in roles and now < node.last_seen_at + return_s for node in nodes.values()
             )
 
         within_s = max(return_s, self._missing_until - self.now)
@@ -1092,7 +1092,7 @@ class LearnerNode(Node):
         }
 
     async def _show_loop(self) -> None:
-        """Draw again and again, until everybody is told that the run is over."""
+        """Draw again and again, until every node is told that the run has ended."""
         while self.role.finish_reason is None:
             self.display()
             await asyncio.sleep(REFRESH_S)

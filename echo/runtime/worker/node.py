@@ -402,7 +402,7 @@ class WorkerNode(DialingNode):
             group, index = members[completion.request_id]
             if completion.finish_reason == "nonfinite":
                 why = describe_nonfinite(completion)
-                self.perform(role.spoilt(group, why, now=self.now))
+                self.perform(role.on_nonfinite(group, why, now=self.now))
                 return
             longer = list(group.members)
             longer[index] = longer[index].extended(
