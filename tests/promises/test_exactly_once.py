@@ -217,7 +217,8 @@ def test_13_after_an_older_checkpoint_later_steps_are_void_and_their_groups_end_
     finish(world)
 
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(1, 100))]
+SEEDS = [5, *(pytest.param(n, marks=pytest.mark.matrix) for n in range(100) if n != 5)]
+"""With 5 results come a second time."""
 
 
 @pytest.mark.slow
