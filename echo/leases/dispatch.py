@@ -679,9 +679,7 @@ class Usefulness:
     """Counts useful groups per worker."""
 
     def __init__(self, *, max_zero_signal_groups: int, groups_per_step: int) -> None:
-        """Start without groups; the run ends after `max_zero_signal_groups` without a useful
-        one.
-        """
+        """Start without groups, with the bound after which a run without a useful one ends."""
         self._max_zero_signal_groups = max_zero_signal_groups
         self._quorum = max(1, min(groups_per_step, max_zero_signal_groups // 2))
         self._records: RecentMap[str, _Record] = RecentMap(max_entries=MAX_WORKERS)
@@ -708,9 +706,7 @@ class Usefulness:
         return worker_id == self._dominant or worker_id in self._away_until
 
     def delivered(self, worker_id: str, *, is_useful: bool, now: float) -> list[str]:
-        """Count a group; return the lines for the operator about workers that are set aside from
-        now on.
-        """
+        """Count a group; return lines for the operator on workers that are set aside now."""
         if not is_useful:
             if worker_id in self._away_until:
                 self._num_void += 1
@@ -744,9 +740,7 @@ class Usefulness:
         )
 
     def exclude(self, worker_id: str, why: str, *, now: float) -> str:
-        """Set a worker aside for another reason than its rewards; return the line for the
-        operator.
-        """
+        """Set a worker aside for another reason than its rewards; return a line about it."""
         self._away_until[worker_id] = now + AWAY_S
         self._records.discard(worker_id)
         return (
@@ -797,9 +791,7 @@ class Usefulness:
         return texts
 
     def _find_dominant(self, others: Collection[str]) -> str | None:
-        """Set the worker aside that delivered nearly all zero-signal groups; return the line for
-        the operator.
-        """
+        """Set a worker aside that delivered nearly all zero-signal groups; return a line on it."""
         counts = self._since_useful
         num_groups = sum(counts.values())
         if num_groups < self._max_zero_signal_groups or self._has_asked:

@@ -297,9 +297,7 @@ class Scheduler:
     def end(
         self, group_id: int, reason: str, *, worker_id: str = "", cause: str = ""
     ) -> list[Action]:
-        """End a group that was never accepted; `worker_id` could not finish it, for this cause, if
-        any was asked to.
-        """
+        """End a group that was never accepted: `worker_id` could not finish it, for this cause."""
         self.settle(group_id)
         self.counters.add(f"discarded/{reason}")
         record = Discarded(group=group_id, reason=reason, step=self.step)
@@ -748,9 +746,7 @@ class Scheduler:
     def on_heartbeat(
         self, worker: LeasedWorker, message: Heartbeat, *, has_progress: bool, now: float
     ) -> list[Action]:
-        """Send a worker the leases again that it does not list, and acknowledge the unwanted
-        ones.
-        """
+        """Send a worker the leases that it lacks again, and acknowledge the unwanted ones."""
         lost, unwanted = self.reconcile(worker, message, has_progress=has_progress, now=now)
         actions = self._send(worker.node_id, lost)
         earlier = now - self.settings.heartbeat_s
@@ -1049,8 +1045,7 @@ class Scheduler:
         return actions
 
     def on_partial(self, node_id: str, message: Partial, payload: list[Frame]) -> list[Action]:
-        """Keep the rollouts that a worker has sampled for a group: another may have to continue
-        them.
+        """Keep the rollouts that a worker has sampled for a group, for the next worker of it.
 
         Only from a worker that holds a lease of it; anything else may be late, or invented.
 
@@ -1116,9 +1111,7 @@ class Scheduler:
         ]
 
     def _is_too_fatal(self, message: Failed) -> bool:
-        """Return whether a group has ended MAX_FATAL engines, so that no other worker is to try
-        it.
-        """
+        """Return whether a group has ended MAX_FATAL engines, so that no other is to try it."""
         if message.reason != ENGINE_ERROR:
             return False
         return self.leases.note_fatal(message.group_id, message.attempt) >= MAX_FATAL

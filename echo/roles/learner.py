@@ -263,9 +263,7 @@ class Learner(Role):
     def _refuse_forged(
         self, peer: str, source: str, message: Message, error: ForgedError, now: float
     ) -> list[Action]:
-        """Drop a message that was forged or changed on the way, and name the link that it arrived
-        over.
-        """
+        """Drop a message that was forged or changed on the way, and name its link."""
         self.counters.add("refused/forged")
         name = self._peer_names.get(peer) or peer
         over = f"it came over the link of {name}"
@@ -456,9 +454,7 @@ class Learner(Role):
         return self._scheduler.usefulness.num_discounted
 
     def review_workers(self, *, now: float) -> list[Action]:
-        """Decide which workers are set aside; call it now and then: no worker is set aside
-        forever.
-        """
+        """Decide which workers are set aside, and for how long; call it now and then."""
         usefulness = self._scheduler.usefulness
         if usefulness.is_idle and not self._has_set_aside:
             return []
@@ -513,9 +509,7 @@ class Learner(Role):
         return self._shutdown.tell()
 
     def dismiss_all(self) -> list[Action]:
-        """Send Finish to the nodes that are still here, and from now on to every node that
-        sends.
-        """
+        """Send Finish to the nodes that are still here, and to every node that sends later."""
         self._shutdown.is_last_call = True
         return self._shutdown.tell()
 

@@ -139,9 +139,7 @@ class Member:
         return (tokens_now - tokens) / elapsed_s, (bytes_now - num_bytes) / elapsed_s
 
     def _state(self, num_leases: int) -> str:
-        """Return the state that the node reported last; with leases by now, it is not waiting for
-        any.
-        """
+        """Return the state that the node reported last, without "waiting" if it has leases."""
         state = self.stats.state
         return "leases under way" if num_leases and state == IDLE else state
 
