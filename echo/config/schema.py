@@ -729,7 +729,7 @@ def inherited_keys() -> tuple[str, ...]:
 
 
 SHOWN_DEPTH = 64
-"""Tables and lists within each other that are written; more are refused (`load.MAX_DEPTH`)."""
+"""Tables and lists within each other that are written; more are refused (`layers.MAX_DEPTH`)."""
 
 
 def show(value: object, depth: int = SHOWN_DEPTH) -> str:

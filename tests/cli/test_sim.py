@@ -179,6 +179,7 @@ def test_the_examples_are_scenarios(name: str) -> None:
             {"sim": {"rent": {"gpu": 10**12}}},
             "rent.gpu = 1000000000000: is more than its count of 4",
         ),
+        ({"sim": {"rent": {"gpu": 1.5}}}, "rent.gpu = 1.5: must be a valid integer"),
         ({"sim": {"rent": {"gpu": 0}}}, "rent leaves no node"),
         ({"sim": {"heartbeat_s": 9, "dead_after_s": 5}}, "must be longer than heartbeat_s = 9"),
         ({"faults": [{"at_s": 1, "kind": "kill", "target": "gpu-9"}]}, "faults[1]: target"),
@@ -221,6 +222,7 @@ def test_bad_rows_are_named(change: dict[str, Any], complaint: str) -> None:
         (["FILE", "--set", "num_steps=3"], "did you mean sim.num_steps?"),
         (["FILE", "--set", "offers.gpi.count=3"], "no row of [[offers]] called 'gpi'"),
         (["FILE", "--sweep", "sim.seed="], "write key=value,value"),
+        (["FILE", "--sweep", "sim.seed=-1"], "--sweep: [sim]: seed = -1: must be an integer"),
         (["missing.toml"], "cannot be read"),
     ],
 )

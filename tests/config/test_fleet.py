@@ -126,7 +126,7 @@ def test_the_files_own_gpus_and_models_are_known() -> None:
         ("offers.0.region", "frankfort", '"frankfort": unknown; did you mean "frankfurt"?'),
         ("regions.0.mbit_per_s", ..., 'region "frankfurt" has no path from the learner'),
         ("regions", [], "there are no [[regions]]"),
-        ("offers", [], "the fleet is empty; describe what can be rented"),
+        ("offers", [], "fleet.toml: offers: the fleet is empty; describe what can be rented"),
         ("offers", ..., "the fleet is empty"),
         ("job", ..., "[job] is missing"),
         ("job.modl", "x", '[job]: modl = "x": unknown key; did you mean model?'),
@@ -165,6 +165,11 @@ def test_rows_that_are_wrong_are_compared_with_the_others_all_the_same() -> None
         'model = "none"', "publish_period = 20", "price_per_h: missing", 'gpu = "H1000-SXM"',
     ):  # fmt: skip
         assert part in text
+
+
+def test_a_value_that_is_wrong_in_itself_is_told_once() -> None:
+    text = problems(("job.publish_period", 20.5))
+    assert text.startswith('fleet.toml: [job]: publish_period = 20.5: must be "auto" or an integer')
 
 
 def test_a_bad_row_is_known_by_its_name() -> None:
@@ -282,7 +287,7 @@ def test_a_fleets_problems_and_a_scenarios_are_found_in_one_pass() -> None:
         ("count=4", "did you mean offers.NAME.count?"),
         ("regions.frankfort.latency_s=1", "called 'frankfort'; did you mean 'frankfurt'?"),
         ("regions.frankfurt.relay=3", "relay = 3: must be a table with mbit_per_s, price_per_h, "),
-        ("regions.frankfurt.relay.price_per_h=1", "relay.mbit_per_s: missing (Its uplink)"),
+        ("regions.frankfurt.relay.price_per_h=1", "--set: regions[1] (frankfurt): relay.mbit_per_s: missing"),
         ("offers=3", "[[offers]] is a list; write offers.NAME=3"),
         ("job=3", "--set: job = 3: must be written [job], one table"),
         ("sim.rent.RTX 4090=-1", "rent.RTX 4090 = -1: must be greater than or equal to 0"),
