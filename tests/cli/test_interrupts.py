@@ -28,6 +28,7 @@ from echo.sim.transport import SimTransport
 from tests.runtime.test_node import Script
 
 REPOSITORY = Path(__file__).parents[2]
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 HEAVY = 'print("importing", flush=True)\nimport time\ntime.sleep(60)\n'
 
 
@@ -194,3 +195,23 @@ def test_a_key_that_is_pressed_again_and_again_stops_at_once(
         return signals.received
 
     assert asyncio.run(press()) == [signal.SIGINT] * 2
+
+
+@pytest.mark.parametrize(("sinks", "codes"), [([], []), (["tensorboard"], [0])])
+def test_a_learner_ends_soon_whatever_the_library_of_a_tracker_waits_for(
+    sinks: list[str], codes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its end wandb asks a server that never answers for another minute."""
+    hurried: list[int] = []
+    monkeypatch.setattr(interrupts, "hurry", hurried.append)
+    monkeypatch.setattr(node_command, "run_role", lambda *_, **__: 0)
+    options = [
+        "--config",
+        str(CONFIG),
+        "--set",
+        f"metrics.sinks={sinks}".replace("'", '"'),
+        "--set",
+        "model.name=m",
+    ]
+    assert node_command.main(["--role", "learner", *options]) == 0
+    assert hurried == codes
