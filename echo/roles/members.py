@@ -29,6 +29,8 @@ from echo.wire.seals import Channel, Seals
 NODE_RATE_WINDOW_S = 10.0
 """Seconds over which a node's rates are averaged for the display."""
 MAX_NAMES_KEPT = 10_000
+MAX_NODES = 1 << 16
+"""Nodes that are known at one time: each Hello of a new name costs 2 kB until that falls silent."""
 IDLE = "waiting for leases"
 """State of a worker that has none."""
 
@@ -243,7 +245,7 @@ class Roster:
         """Judge the claim of a Hello to its name, and note one to a name that is taken."""
         known = self.nodes.get(message.node_id)
         if known is None:
-            return "new"
+            return "new" if len(self.nodes) < MAX_NODES else "wait"
         if known.incarnation == message.incarnation:
             return "again"
         if now - known.last_seen_at >= 2 * self.heartbeat_s:

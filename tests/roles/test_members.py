@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from echo.core.rollout import PolicyVersion
+from echo.roles import members
 from echo.roles.members import Member, Presence, Roster
 from echo.wire.messages import Heartbeat, NodeStats
 from tests.roles.harness import make_hello
@@ -42,6 +43,21 @@ def test_each_of_several_rivals_is_told_that_the_name_is_taken(roster: Roster) -
         assert hello(roster, f"i{now % 3 + 2}", now=float(now)) == "wait"
     roster.nodes["w1"].beat(beat(), now=12.0)
     assert [hello(roster, name, now=12.0) for name in ("i2", "i3", "i4")] == ["name_taken"] * 3
+
+
+def test_names_that_a_member_makes_up_are_bounded_until_they_fall_silent(
+    roster: Roster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "MAX_NODES", 2)
+    assert [hello(roster, "i1", now=0.0, name=name) for name in ("w1", "x1", "x2")] == [
+        "new",
+        "new",
+        "wait",
+    ]
+    assert hello(roster, "i1", now=1.0, name="w1") == "again", "who is known stays"
+    for member in roster.take_silent(now=10.5):
+        roster.move(member, Presence.UNKNOWN)
+    assert hello(roster, "i1", now=10.5, name="x2") == "new"
 
 
 def test_rates_are_of_the_last_ten_seconds(roster: Roster) -> None:
