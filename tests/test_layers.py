@@ -42,7 +42,13 @@ NOT_PURE = {"core/extras.py", "core/paths.py"}  # our own metadata; where a home
 # A foreign package, and the only files that may import it.
 OWNERS: dict[str, tuple[str, ...]] = {
     "aiohttp": ("runtime/agents/endpoint.py",),
-    "zmq": ("net/zmq.py",),
+    "zmq": (
+        "net/admission.py",
+        "net/channel.py",
+        "net/dialler.py",
+        "net/listener.py",
+        "net/zmq.py",
+    ),
     "zstandard": ("weights/delta.py",),
     "psutil": ("config/memory.py", "engine/model.py"),
     "rich": ("ui/*", "cli/*"),
@@ -170,7 +176,7 @@ OWNED = (
         "ZeroMQ",
         rooms=("runtime", "net"),
         others={"cli/node.py": "tries addresses, and raises the limit of sockets, before a start"},
-        imports=("zmq", "echo.net.zmq"),
+        imports=("zmq", "echo.net.zmq", "echo.net.listener"),
     ),
 )  # fmt: skip
 

@@ -52,8 +52,8 @@ from echo.core.paths import local_path
 from echo.core.units import format_duration
 from echo.engine import allocator
 from echo.net.kernel import raise_descriptor_limit
+from echo.net.listener import bound_socket
 from echo.net.transport import is_loopback
-from echo.net.zmq import bound_socket
 from echo.records.ledger import has_begun
 from echo.records.run_files import read_metrics
 from echo.runtime import node

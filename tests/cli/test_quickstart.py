@@ -41,7 +41,7 @@ from echo.config.load import (
     save_resolved,
 )
 from echo.core.extras import find_config
-from echo.net.zmq import bound_socket, listen_on
+from echo.net.listener import bound_socket, listen_on
 from echo.records.ledger import lock_run
 from echo.runtime.identity import Join
 

@@ -15,9 +15,13 @@ import pytest
 import zmq
 
 from echo.core.errors import TransportError
-from echo.net import zmq as transport_of_zmq
+from echo.net import dialler as dialling
+from echo.net.admission import MAX_STRANGER_BYTES
+from echo.net.channel import BULK_ASK, BULK_OFFER, BULK_PORT_OFFSET, TOKEN_BYTES, ZmqChannel
 from echo.net.curve import CurveKeys
+from echo.net.dialler import GREETING_BYTES
 from echo.net.kernel import MAX_SOCKETS
+from echo.net.listener import Inbound
 from echo.net.transport import (
     Connected,
     Disconnected,
@@ -27,12 +31,7 @@ from echo.net.transport import (
     TransportOptions,
     parse_address,
 )
-from echo.net.zmq import (
-    GREETING_BYTES,
-    MAX_STRANGER_BYTES,
-    TOKEN_BYTES,
-    ZmqTransport,
-)
+from echo.net.zmq import ZmqTransport
 from tests.net.conftest import Run
 from tests.net.test_zmq import resident_bytes
 from tests.net.test_zmq_curve import ANY_PORT, LEARNER, OPTIONS, SERVER, opened, worker
@@ -56,10 +55,8 @@ class Pair:
         return self.parent._bulk_port
 
     @property
-    def inbound(self) -> transport_of_zmq.Inbound:
-        [found] = [
-            p for p in self.parent._peers.values() if isinstance(p, transport_of_zmq.Inbound)
-        ]
+    def inbound(self) -> Inbound:
+        [found] = [p for p in self.parent._peers.values() if isinstance(p, Inbound)]
         return found
 
     async def until(self, is_done: Callable[[], bool]) -> None:
@@ -245,7 +242,7 @@ def test_silent_strangers_are_bounded_and_make_way(
 def test_a_long_link_has_several_bulk_connections_and_the_emptiest_is_taken(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport_of_zmq, "num_sockets", lambda rtt_s, *, most: most)
+    monkeypatch.setattr(dialling, "num_sockets", lambda rtt_s, *, most: most)
 
     async def scenario() -> None:
         async with pair(dataclasses.replace(OPTIONS, max_bulk_connections=3)) as both:
@@ -273,12 +270,12 @@ def test_a_token_is_good_for_one_connection_of_a_link_that_stands(run: Run) -> N
             async with opened(None, worker(both.parent.listen_address or "")) as other:
                 link = other.dial(both.parent.listen_address or "")
                 await other.receive()
-                other.send(link, [transport_of_zmq.BULK_ASK])
+                other.send(link, [BULK_ASK])
                 [offer] = await other.receive()
                 assert isinstance(offer, Received)
                 unused = bytes(offer.frames[2])
                 for _ in range(2 * MAX_SOCKETS):  # no more than that are handed out
-                    other.send(link, [transport_of_zmq.BULK_ASK])
+                    other.send(link, [BULK_ASK])
                 await both.until(
                     lambda: len(both.parent._admission.tokens) == MAX_SOCKETS  # type: ignore[union-attr]
                 )
@@ -296,7 +293,7 @@ def test_a_member_says_nothing_over_a_bulk_connection(run: Run) -> None:
     async def scenario() -> None:
         async with pair() as both:
             bulk = both.child._peers[both.link]._bulk[0].channel  # type: ignore[union-attr]
-            assert isinstance(bulk, transport_of_zmq.ZmqChannel)
+            assert isinstance(bulk, ZmqChannel)
             for _ in range(10):
                 bulk.socket.send(b"listen to me", zmq.NOBLOCK)
             await both.until(lambda: both.parent.stats().discarded_messages == 10)
@@ -323,7 +320,7 @@ def test_a_link_whose_bulk_connection_ends_is_dialled_anew(run: Run) -> None:
             assert both.child.send(both.link, [b"greet"])
             await both.until(
                 lambda: (
-                    [*map(type, both.parent._peers.values())] == [transport_of_zmq.Inbound]
+                    [*map(type, both.parent._peers.values())] == [Inbound]
                     and old not in both.parent._peers.values()
                 )
             )
@@ -385,7 +382,7 @@ def test_an_offer_that_is_none_ends_nothing(run: Run, offer: list[bytes]) -> Non
             link = child.dial(parent.listen_address or "", has_bulk=True)
             assert await child.receive() == [Connected(link, parent.listen_address)]
             [connected] = await parent.receive()  # as the child asks for a bulk connection
-            for frames in ([transport_of_zmq.BULK_OFFER, *offer], SMALL):
+            for frames in ([BULK_OFFER, *offer], SMALL):
                 assert parent.send(connected.peer, frames)
             assert await child.receive() == [Received(link, SMALL)]
 
@@ -402,12 +399,12 @@ def test_the_bulk_port_follows_the_listeners_own(
             address = f"tcp://127.0.0.1:{port}"
             with contextlib.suppress(Exception):
                 async with opened(address, LEARNER) as first:
-                    if first._bulk_port == port + transport_of_zmq.BULK_PORT_OFFSET:
+                    if first._bulk_port == port + BULK_PORT_OFFSET:
                         break
         else:
             raise AssertionError("the port was never so much above")
         with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1] - transport_of_zmq.BULK_PORT_OFFSET
+            port = server.getsockname()[1] - BULK_PORT_OFFSET
             async with opened(f"tcp://127.0.0.1:{port}", LEARNER) as second:
                 taken = server.getsockname()[1]
                 assert second._bulk_port not in (0, taken)

@@ -22,7 +22,8 @@ from pathlib import Path
 import pytest
 
 from echo.core.errors import TransportError
-from echo.net import zmq
+from echo.net import dialler as dialling
+from echo.net.listener import Inbound
 from echo.net.transport import (
     Connected,
     DialFailed,
@@ -287,7 +288,7 @@ def test_a_peer_that_never_reads_costs_no_memory_beyond_its_bound(run: Run) -> N
                             refused += 1
                             await asyncio.sleep(0.01)
                     peer = listener._peers[stuck]
-                    assert isinstance(peer, zmq.Inbound)
+                    assert isinstance(peer, Inbound)
                     waiting = peer.outbox.unsent_bytes
                     assert 0 <= OPTIONS.max_unsent_bytes - waiting < (1 << 18) + 1024
                     # Its own queue and unread messages, plus what the two kernels buffer.
@@ -433,7 +434,7 @@ def test_why_nobody_is_reached_is_told_apart(run: Run, monkeypatch: pytest.Monke
                     (OSError(113, "No route to host"), "cannot be reached: No route to host"),
                 ):
                     with monkeypatch.context() as patch:
-                        patch.setattr(zmq, "look_at", raising(error))
+                        patch.setattr(dialling, "look_at", raising(error))
                         assert text in (await first_failure(dialler, closed))[0]
             server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
             tunnel = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"

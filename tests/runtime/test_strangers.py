@@ -21,7 +21,7 @@ from unittest.mock import Mock
 import pytest
 
 from echo.config.load import parse_config
-from echo.net import zmq
+from echo.net import channel as channels
 from echo.net.kernel import descriptor_limit, raise_descriptor_limit
 from echo.net.transport import Connected, Received, TransportOptions, parse_address
 from echo.net.zmq import ZmqTransport
@@ -215,7 +215,7 @@ def test_the_code_of_the_model_is_imported_before_strangers_can_connect(
 def test_who_connects_and_leaves_all_the_time_does_not_hold_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(zmq, "NEWS_PER_TURN", 4)
+    monkeypatch.setattr(channels, "NEWS_PER_TURN", 4)
 
     async def scenario() -> None:
         listener = ZmqTransport("tcp://127.0.0.1:0")
@@ -223,7 +223,7 @@ def test_who_connects_and_leaves_all_the_time_does_not_hold_the_loop(
         heard, turn = Counter[int](), 0
         assert listener._listener is not None
         channel = listener._listener.channel
-        assert isinstance(channel, zmq.ZmqChannel)
+        assert isinstance(channel, channels.ZmqChannel)
         channel._on_news = lambda *_: heard.update([turn])
         where = parse_address(str(listener.listen_address))
         for _ in range(20):

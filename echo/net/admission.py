@@ -1,0 +1,197 @@
+"""Admission of inbound connections: keys, tokens, and bounds on what strangers take.
+
+libzmq asks inside its own process, by messages to an agreed address (ZAP, RFC 27), while it
+shakes hands with a client. The answers come from the loop: no thread, and no list of keys to
+keep, since the run has one key for all who dial. A client that is refused learns that it was, and
+is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import socket
+import struct
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+import zmq
+
+from echo.net.channel import Socket
+from echo.net.transport import PeerId, TransportOptions
+
+MAX_STRANGER_BYTES = 256
+"""Of one frame of somebody who has shown no token: a handshake's are shorter."""
+LOOK_S = 0.1
+"""Between two looks for unfinished messages that have become too long."""
+CONNECTIONS_PER_LOOK = 512
+"""Connections in one look, by a call of the kernel for each; of more, each less often."""
+_BYTES_RECEIVED = struct.Struct("=128xQ")
+"""`tcpi_bytes_received` of Linux's struct tcp_info."""
+
+
+class AcceptedConnections:
+    """The connections that libzmq has accepted, with two bounds that libzmq does not have.
+
+    **Strangers** are connections over which no message has come. libzmq accepts every connection,
+    and each takes a descriptor, without which the node can neither write its files nor dial. So at
+    most `max_strangers` stay open: the oldest is closed first. A member sends its first message
+    within a few round trips, so only many more connections in that time can displace it.
+
+    **Unfinished messages.** libzmq shows a message when its last frame has come. It bounds the size
+    of a frame and not the number of frames, so it would store a message without an end. The kernel
+    counts the bytes of each connection; one that has received more than `max_message_bytes` since
+    its last whole message is closed. Linux only: other kernels do not report the count.
+
+    The descriptors are libzmq's. It reports that a connection is over before it closes the
+    descriptor, so after all news is read a number still stands for the connection that was noted,
+    but for a few microseconds. A number that has become another's in those is harmless: `shutdown`
+    fails on a file, and a link that it ends is dialled again.
+    """
+
+    def __init__(self, max_strangers: int, max_message_bytes: int) -> None:
+        self._max_strangers = max_strangers
+        self._max_message_bytes = max_message_bytes
+        self._strangers: dict[int, None] = {}
+        self._whole_bytes: OrderedDict[int, int] = OrderedDict()
+        """Descriptor -> bytes received when the last look found a whole message. Next look first.
+        """
+        self._has_spoken: set[int] = set()
+        """Those over which a whole message has come since their last look."""
+
+    def __contains__(self, descriptor: int) -> bool:
+        return descriptor in self._whole_bytes
+
+    @property
+    def has_excess(self) -> bool:
+        """Whether there are more strangers than may stay."""
+        return len(self._strangers) > self._max_strangers
+
+    def add(self, descriptor: int) -> None:
+        """Note a connection that libzmq has accepted."""
+        self._strangers[descriptor] = None
+        self._whole_bytes[descriptor] = 0
+
+    def discard(self, descriptor: int) -> None:
+        """Note that a connection is over."""
+        self._strangers.pop(descriptor, None)
+        self._whole_bytes.pop(descriptor, None)
+        self._has_spoken.discard(descriptor)
+
+    def spoke(self, descriptor: int) -> None:
+        """Note that a whole message has come over a connection."""
+        if descriptor in self._whole_bytes:
+            self._strangers.pop(descriptor, None)
+            self._has_spoken.add(descriptor)
+
+    def close_excess(self) -> int:
+        """Close the oldest strangers beyond the bound; return how many. All news must be read."""
+        excess = list(self._strangers)[: max(0, len(self._strangers) - self._max_strangers)]
+        for descriptor in excess:
+            del self._strangers[descriptor]
+            _shut_down(descriptor)
+        return len(excess)
+
+    def close_unfinished(self) -> int:
+        """Close connections whose unfinished message is too long; return how many."""
+        num_closed = 0
+        for descriptor in list(itertools.islice(self._whole_bytes, CONNECTIONS_PER_LOOK)):
+            self._whole_bytes.move_to_end(descriptor)
+            received = _bytes_received(descriptor)
+            if descriptor in self._has_spoken:
+                self._has_spoken.discard(descriptor)
+                self._whole_bytes[descriptor] = received
+            elif received - self._whole_bytes[descriptor] > self._max_message_bytes:
+                self.discard(descriptor)
+                _shut_down(descriptor)
+                num_closed += 1
+        return num_closed
+
+
+@contextlib.contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """Yield a socket object for a descriptor that stays libzmq's to close."""
+    connection = socket.socket(fileno=descriptor)
+    try:
+        yield connection
+    finally:
+        connection.detach()
+
+
+def _shut_down(descriptor: int) -> None:
+    """End a connection; libzmq closes it when it reads the end."""
+    with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _bytes_received(descriptor: int) -> int:
+    """Return what a connection has received; 0 where the kernel does not say."""
+    if sys.platform != "linux":
+        return 0
+    try:
+        with _borrowed(descriptor) as connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
+    except OSError:
+        return 0
+    whole = len(info) == _BYTES_RECEIVED.size
+    return int(_BYTES_RECEIVED.unpack(info)[0]) if whole else 0
+
+
+def largest_message(options: TransportOptions) -> int:
+    """Return how many bytes a whole message may take on the wire, with what CURVE adds."""
+    return options.max_message_bytes * 17 // 16 + (1 << 20)
+
+
+_ENDPOINT = "inproc://zeromq.zap.01"
+DOMAIN, BULK_DOMAIN = b"echo", b"echo bulk"
+
+
+class ZapHandler:
+    """Answers libzmq's questions about clients of the listeners of one context."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Socket],
+        loop: asyncio.AbstractEventLoop,
+        client_key: bytes,
+        warn: Callable[[str, str, str], None],
+    ) -> None:
+        """Admit who has `client_key`; must exist before the listener is bound."""
+        self._loop = loop
+        self._client_key = client_key
+        self._warn = warn
+        self.tokens: dict[bytes, PeerId] = {}
+        """Whose bulk connection is awaited, by the token that it shows: once."""
+        self._socket: Socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(_ENDPOINT)
+        loop.add_reader(self._socket.FD, self.answer)
+        self.answer()  # only a reader that has seen EAGAIN is woken
+
+    def answer(self) -> None:
+        """Answer all questions that have come."""
+        while not self._socket.closed:
+            try:
+                envelope, _, version, request, *facts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            domain, host, _identity, mechanism, *credentials = facts
+            user: PeerId | None = None
+            if (domain, mechanism) == (DOMAIN, b"CURVE") and credentials == [self._client_key]:
+                user = ""
+            elif (domain, mechanism) == (BULK_DOMAIN, b"PLAIN"):
+                user = self.tokens.pop(credentials[-1], None)
+            status = (b"400", b"unknown key") if user is None else (b"200", b"OK")
+            name = (user or "").encode()
+            self._socket.send_multipart([envelope, b"", version, request, *status, name, b""])
+            if user is None:
+                where = host.decode(errors="replace")
+                text = f"refused a connection without the secret of this run, from {where}"
+                self._warn("", "secret", text)
+
+    def close(self) -> None:
+        """Stop to answer; clients that come later are refused by libzmq."""
+        self._loop.remove_reader(self._socket.FD)
+        self._socket.close(linger=0)

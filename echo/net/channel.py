@@ -1,0 +1,321 @@
+"""Raw sockets of ZeroMQ: their messages, the news of their connections, the bytes they owe.
+
+What libzmq does, to which this file answers, is described in `zmq.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import itertools
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from echo.core.errors import TransportError
+from echo.net.transport import (
+    MESSAGE_OVERHEAD_BYTES,
+    Frame,
+    PeerId,
+    Received,
+    TransportEvent,
+    TransportOptions,
+    TransportStats,
+)
+
+# --- bulk connections: how they are asked for. No message of the protocol begins like that. ---
+
+BULK_ASK = b"\0bulk?"
+BULK_OFFER = b"\0bulk!"
+BULK_PORT_OFFSET = 1000
+"""The port is so much above the listener's own, where it is free."""
+TOKEN_BYTES = 16
+
+
+class News(enum.Enum):
+    """What can happen to a connection."""
+
+    ACCEPTED = enum.auto()
+    UP = enum.auto()
+    HANDSHAKE_FAILED = enum.auto()
+    REFUSED = enum.auto()
+    """The side that listens did not admit the other's key."""
+    OVER = enum.auto()
+
+
+OnNews = Callable[[News, int], None]
+"""Called with the news and the file descriptor it is about; of a handshake none is known."""
+
+
+class Burst:
+    """What one `receive` returns, and how much room is left in it."""
+
+    def __init__(self, options: TransportOptions, stats: TransportStats) -> None:
+        self.events: list[TransportEvent] = []
+        self._bytes_left = options.max_burst_bytes
+        self._messages_left = options.max_burst_messages
+        self._stats = stats
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further message should be taken."""
+        return self._bytes_left <= 0 or self._messages_left <= 0
+
+    def add(self, peer: PeerId, frames: list[Frame], *, is_public: bool = False) -> None:
+        """Add a message."""
+        num_bytes = sum(map(len, frames))
+        self._bytes_left -= num_bytes
+        self._messages_left -= 1
+        self._stats.messages_in += 1
+        self._stats.bytes_in += num_bytes
+        self._stats.public_messages_in += is_public
+        self.events.append(Received(peer, frames, is_public))
+
+    def discard(self) -> None:
+        """Count a message that nobody wants; it takes room, or a flood of them would hold us."""
+        self._messages_left -= 1
+        self._stats.discarded_messages += 1
+
+
+class Host(Protocol):
+    """What listeners and dialled links use of the transport that they belong to."""
+
+    options: TransportOptions
+    totals: TransportStats
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that the transport was started on."""
+
+    def note(self, source: Any) -> None:
+        """Remember that a channel has something for `receive`."""
+
+    def warn(self, place: str, reason: str, text: str) -> None:
+        """Log a warning, once a minute for a place and a reason."""
+
+
+Socket: TypeAlias = "zmq.Socket[bytes]"
+
+NEWS_PER_TURN = 1024
+"""News of connections read in one turn of the loop: of strangers there may always be more."""
+
+# Below this libzmq copies, which is cheaper than a release notice per frame; pyzmq's own choice.
+_ZERO_COPY_BYTES = zmq.COPY_THRESHOLD
+# Plain numbers: what Python does with pyzmq's enumerations takes longer than what libzmq does.
+_AT_ONCE, _MORE_AT_ONCE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
+_READABLE = int(zmq.POLLIN)
+_NEWS: dict[int, News] = {
+    zmq.EVENT_ACCEPTED: News.ACCEPTED,
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: News.UP,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: News.HANDSHAKE_FAILED,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: News.HANDSHAKE_FAILED,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: News.REFUSED,
+    zmq.EVENT_DISCONNECTED: News.OVER,
+    zmq.EVENT_CONNECT_RETRIED: News.OVER,  # an attempt that never became a connection
+}
+
+
+_MAX_MS = 6_553_599
+"""What libzmq takes for a time to live, which has 16 bits; for other times it takes more."""
+
+
+def _ms(seconds: float) -> int:
+    return min(max(1, round(seconds * 1000)), _MAX_MS) if seconds > 0 else 0
+
+
+class ZmqOutbox:
+    """Sends on one connection, and counts what libzmq has not yet passed on to the kernel."""
+
+    def __init__(self, to: Socket, identity: bytes, max_unsent_bytes: int) -> None:
+        self._to = to
+        self._identity = identity
+        self._max_unsent_bytes = max_unsent_bytes
+        self._unsent_bytes = 0
+        self._untracked_bytes = 0
+        self._tracked: deque[tuple[int, zmq.MessageTracker]] = deque()
+
+    def send(self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> bool:
+        """Accept a message, or refuse it."""
+        charge = num_bytes + MESSAGE_OVERHEAD_BYTES
+        if self.unsent_bytes + charge > self._max_unsent_bytes:
+            return False
+        is_tracked = self._untracked_bytes + charge >= _ZERO_COPY_BYTES
+        try:
+            tracker = self._hand_over(frames, is_tracked)
+        except zmq.ZMQError as error:
+            # Only the first part can fail: the rest follows into the pipe that took it.
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                return False
+            raise TransportError(f"cannot send {num_bytes} bytes: {error}") from error
+        self._unsent_bytes += charge
+        self._untracked_bytes += charge
+        if tracker is not None:
+            self._tracked.append((self._untracked_bytes, tracker))
+            self._untracked_bytes = 0
+        return True
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes accepted that libzmq has not yet passed on to the kernel, overhead included."""
+        while self._tracked and self._tracked[0][1].done:
+            self._unsent_bytes -= self._tracked.popleft()[0]
+        return self._unsent_bytes
+
+    def _hand_over(
+        self, frames: Sequence[bytes | bytearray | memoryview], is_tracked: bool
+    ) -> zmq.MessageTracker | None:
+        *first, last = frames
+        if self._identity:
+            self._to.send(self._identity, _MORE_AT_ONCE)
+        for frame in first:
+            self._to.send(frame, _MORE_AT_ONCE, copy=len(frame) < _ZERO_COPY_BYTES)
+        if is_tracked:
+            tracked = zmq.Frame(last, track=True, copy=False)
+            return self._to.send(tracked, _AT_ONCE, copy=False, track=True)
+        self._to.send(last, _AT_ONCE)
+        return None
+
+
+class ZmqChannel:
+    """One raw socket and its monitor, watched by the loop."""
+
+    _ids = itertools.count(1)
+
+    def __init__(
+        self,
+        context: zmq.Context[Socket],
+        kind: int,
+        options: TransportOptions,
+        loop: asyncio.AbstractEventLoop,
+        on_readable: Callable[[], None],
+        on_news: OnNews,
+        more: Mapping[int, int | bytes],
+    ) -> None:
+        """Make a ROUTER or DEALER; whoever asked for it binds or connects it.
+
+        `more` are options of the socket, beside or in place of what follows from the others.
+        """
+        self._loop = loop
+        self._on_readable = on_readable
+        self._on_news = on_news
+        self._options = options
+        self._first_part: zmq.Frame | None = None
+        self._is_router = kind == zmq.ROUTER
+        self.socket: Socket = context.socket(kind)
+        usual: dict[int, int | bytes] = {
+            zmq.LINGER: 0,
+            zmq.SNDHWM: 0,
+            zmq.RCVHWM: options.max_unread_messages,
+            zmq.MAXMSGSIZE: options.max_message_bytes,
+            zmq.CONNECT_TIMEOUT: _ms(options.connect_timeout_s),
+            zmq.HANDSHAKE_IVL: _ms(options.connect_timeout_s),
+            zmq.HEARTBEAT_IVL: _ms(options.heartbeat_s),
+            zmq.HEARTBEAT_TIMEOUT: _ms(options.dead_after_s),
+            zmq.HEARTBEAT_TTL: _ms(options.dead_after_s),
+        }
+        endpoint = f"inproc://monitor-{next(self._ids)}"
+        try:
+            for option, value in {**usual, **more}.items():
+                self.socket.setsockopt(option, value)
+            self.socket.monitor(endpoint, sum(_NEWS))
+            self._monitor: Socket = context.socket(zmq.PAIR)
+        except zmq.ZMQError:  # no descriptor left, or a peer's token that cannot be one
+            self.socket.close(linger=0)  # the context waits for every socket it has
+            raise
+        self._monitor.setsockopt(zmq.RCVHWM, 0)
+        self._monitor.connect(endpoint)
+        self._is_reading_on = self._will_look = self._is_closed = False
+        self._loop.add_reader(self._monitor.FD, self._read_some_news)
+        self._loop.add_reader(self.socket.FD, self.look)
+        self.read_news()  # only a reader that has seen EAGAIN is woken
+
+    def has_whole_message(self) -> bool:
+        """Return whether a message waits to be received; it is looked at in the next turn."""
+        self.look_soon()  # this question may swallow the edge
+        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & _READABLE)
+
+    def look(self) -> None:
+        """Consume an edge, and note the socket if it has messages."""
+        self._will_look = False
+        if not self._is_closed and int(self.socket.getsockopt(zmq.EVENTS)) & _READABLE:
+            self._on_readable()
+
+    def look_soon(self) -> None:
+        """Look in the next turn of the loop: once, whatever is sent until then."""
+        if not self._will_look:
+            self._will_look = True
+            self._loop.call_soon(self.look)
+
+    def read_news(self, at_most: int | None = None) -> bool:
+        """Read the monitor, and return whether it has been read empty."""
+        for _ in itertools.count() if at_most is None else range(at_most):
+            if self._monitor.closed:
+                return True
+            try:
+                parts = self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            report = parse_monitor_message(parts)
+            self._on_news(_NEWS[report["event"]], report["value"])
+        return False
+
+    def _read_some_news(self) -> None:
+        """Read a turn's share: who connects and leaves all the time must not hold the loop."""
+        if self._is_reading_on:
+            return
+        if not self.read_news(NEWS_PER_TURN):
+            self._is_reading_on = True
+            self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        self._is_reading_on = False
+        self._read_some_news()
+
+    def receive(self) -> tuple[bytes, list[Frame]] | None:
+        """Take one message; None is EAGAIN, which arms the edge again."""
+        try:
+            parts = [self.socket.recv(_AT_ONCE, copy=False)]
+        except zmq.Again:
+            self._first_part = None
+            return None
+        while parts[-1].more:
+            parts.append(self.socket.recv(_AT_ONCE, copy=False))
+        if not self._is_router:
+            return b"", [_as_frame(part) for part in parts]
+        self._first_part, *payload = parts
+        return self._first_part.bytes, [_as_frame(part) for part in payload]
+
+    def descriptor(self) -> int | None:
+        """Return the file descriptor that the last message came in on; None for a stranger."""
+        try:
+            return None if self._first_part is None else int(self._first_part.get(zmq.SRCFD))
+        except zmq.ZMQError:  # ZMTP 1 has no metadata, and almost any bytes pass for ZMTP 1
+            return None
+
+    def user(self) -> PeerId:
+        """Return whose token the connection showed that the last message came in on."""
+        try:
+            return "" if self._first_part is None else str(self._first_part.get("User-Id"))
+        except zmq.ZMQError:
+            return ""
+
+    def outbox(self, identity: bytes) -> ZmqOutbox:
+        """Return the means to send on one connection."""
+        return ZmqOutbox(self.socket, identity, self._options.max_unsent_bytes)
+
+    def close(self, linger_s: float) -> None:
+        """Close the socket; libzmq goes on sending for at most `linger_s`."""
+        self._loop.remove_reader(self._monitor.FD)
+        self._loop.remove_reader(self.socket.FD)
+        self._is_closed = True
+        self.socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self.socket.close(linger=_ms(linger_s))
+
+
+def _as_frame(part: zmq.Frame) -> Frame:
+    # A small one is a slice of libzmq's shared read buffer, which a view would keep alive.
+    return part.bytes if len(part) < _ZERO_COPY_BYTES else part.buffer

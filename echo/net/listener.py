@@ -1,0 +1,308 @@
+"""Listening sockets, and the connections that others open to them.
+
+It is bound first and listens later: the address is taken before a node has opened its files, and
+strangers cannot take the descriptors that it opens them with. Two learners may start on one port
+within the minutes that a model takes, and Linux lets both bind it until one listens. So a socket
+listens for an instant, and then no longer lets others share its port (`_hold`).
+
+Accepted connections inherit the setting, and it rules the direction that carries the weights:
+from the parent, who binds, to its children. BBR keeps its rate under loss where cubic collapses.
+Where the kernel does not permit the wanted algorithm, and on loopback, the system's default
+stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import socket
+import sys
+from typing import Protocol
+
+from echo.core.errors import TransportError
+from echo.net.admission import LOOK_S, AcceptedConnections, largest_message
+from echo.net.channel import BULK_ASK, Burst, Host, News, ZmqChannel, ZmqOutbox
+from echo.net.kernel import descriptor_limit
+from echo.net.transport import Connected, Disconnected, Frame, PeerId, format_address, parse_address
+
+_MAX_BACKLOG = 512
+"""Connections that wait in the kernel for libzmq, which accepts all of them at once; a sixteenth of
+the limit of open files at most."""
+_REMEDIES = {
+    errno.EADDRINUSE: "another process listens there; stop it or choose another port",
+    errno.EADDRNOTAVAIL: "this machine has no such address; use one of its own or 0.0.0.0",
+    errno.EACCES: "ports below 1024 need privileges; choose a higher one",
+}
+
+
+async def bound_socket(
+    address: str,
+    congestion_control: str | None,
+) -> socket.socket:
+    """Return a non-blocking TCP socket that is bound to `address` and does not listen yet.
+
+    Args:
+        address: tcp://host:port.
+        congestion_control: how accepted connections are to send, where the kernel permits it; None
+            for the system's default.
+
+    Raises:
+        TransportError: if it cannot be bound; the message names the address and the remedy.
+    """
+    host, port = parse_address(address)
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, where = found[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(where)
+            if port:
+                _hold(bound)
+            _set_congestion_control(bound, congestion_control)
+            bound.setblocking(False)
+        except OSError:
+            bound.close()
+            raise
+    except (OSError, UnicodeError) as error:  # the latter for what cannot be a host's name
+        raise _refusal(address, error) from error
+    return bound
+
+
+def _hold(bound: socket.socket) -> None:
+    """Have the kernel refuse the port to whoever binds it from now on; newcomers are refused, too.
+
+    Raises:
+        OSError: if somebody else listens there already.
+    """
+    if sys.platform == "linux":  # others refuse a port that is bound
+        bound.listen(1)
+        bound.shutdown(socket.SHUT_RDWR)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+
+
+def listen_on(bound: socket.socket) -> None:
+    """Let others connect.
+
+    Raises:
+        TransportError: if the kernel refuses.
+    """
+    try:
+        # Connections of a process before this one may linger at the port.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.listen(min(_MAX_BACKLOG, descriptor_limit() // 16))
+    except OSError as error:
+        raise _refusal(format_address(*bound.getsockname()[:2]), error) from error
+
+
+def _refusal(address: str, error: OSError | UnicodeError) -> TransportError:
+    remedy = _REMEDIES.get(getattr(error, "errno", None) or 0, "check the host and the port")
+    return TransportError(f"cannot listen on {address}: {error}: {remedy}")
+
+
+def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
+    """Choose how accepted connections send; keep the default where the kernel refuses."""
+    host = str(bound.getsockname()[0])
+    if name is None or host == "::1" or host.startswith("127."):
+        return
+    with contextlib.suppress(OSError):  # `costly_settings` says what that costs
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+
+
+STRANGERS_NEWS = 1024
+"""News that is read in one go to learn who they are."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Inbound:
+    """One connection that somebody else opened."""
+
+    peer: PeerId
+    identity: bytes
+    outbox: ZmqOutbox
+    descriptor: int = -1
+    """Of its connection; -1 once that is over."""
+    is_hung_up: bool = False
+    tokens: list[bytes] = dataclasses.field(default_factory=list)
+    """One for each bulk connection that it has asked for."""
+    bulk: list[ZmqOutbox] = dataclasses.field(default_factory=list)
+
+
+class ListenerHost(Host, Protocol):
+    """What a listener uses of its transport."""
+
+    def mint(self, prefix: str) -> PeerId:
+        """Return a new id."""
+
+    def adopt(self, inbound: Inbound) -> None:
+        """Enter an inbound peer."""
+
+    def forget(self, inbound: Inbound) -> None:
+        """Remove an inbound peer whose connection is over."""
+
+    def find_inbound(self, peer: PeerId) -> Inbound | None:
+        """Return an inbound peer; None if it is gone."""
+
+    def offer_bulk(self, inbound: Inbound) -> None:
+        """Send an inbound peer the port and a token of its bulk connection."""
+
+
+class Listener:
+    """All inbound peers, and the one channel that they share."""
+
+    def __init__(self, host: ListenerHost) -> None:
+        self.channel: ZmqChannel
+        self._host = host
+        self._by_identity: dict[bytes, Inbound] = {}
+        self._by_descriptor: dict[int, Inbound] = {}
+        self._accepted = AcceptedConnections(
+            host.options.max_strangers, largest_message(host.options)
+        )
+        self._look: asyncio.TimerHandle | None = None
+        """The next look for unfinished messages that have become too long."""
+        self._closing: asyncio.Handle | None = None
+        """The next look at strangers of whom there are too many."""
+        self._ended: list[Inbound] = []
+
+    def drain(self, burst: Burst) -> bool:
+        """Move messages into the burst; return whether all have been taken."""
+        while not burst.is_full:
+            message = self.channel.receive()
+            if message is None:
+                self._report_ended(burst)
+                return True
+            identity, frames = message
+            inbound = self._by_identity.get(identity) or self._admit(identity, burst)
+            if inbound is not None:
+                self._accepted.spoke(inbound.descriptor)
+            if inbound is None or inbound.is_hung_up:
+                burst.discard()
+            else:
+                self._hear(inbound, frames, burst)
+        return False
+
+    def _hear(self, inbound: Inbound, frames: list[Frame], burst: Burst) -> None:
+        """Take in a message."""
+        if frames == [BULK_ASK]:
+            self._host.offer_bulk(inbound)
+        else:
+            burst.add(inbound.peer, frames)
+
+    def on_news(self, news: News, descriptor: int) -> None:
+        """Take in what happened to the connection behind a descriptor."""
+        if news is News.REFUSED:
+            self._host.totals.refused_clients += 1
+        elif news is News.HANDSHAKE_FAILED:
+            self._host.totals.failed_handshakes += 1
+        elif news is News.ACCEPTED:
+            self._accepted.add(descriptor)
+            if self._look is None:
+                self._look = self._host.loop.call_later(LOOK_S, self._close_unfinished)
+            if self._accepted.has_excess and self._closing is None:
+                self._closing = self._host.loop.call_soon(self._close_strangers)
+        elif news is News.OVER:
+            self._accepted.discard(descriptor)
+            inbound = self._by_descriptor.pop(descriptor, None)
+            if inbound is not None:
+                inbound.descriptor = -1  # the next connection may get the number
+                self._ended.append(inbound)
+                self._host.note(self)
+
+    def close(self, linger_s: float) -> None:
+        """Close the channel, and so every connection."""
+        for handle in (self._closing, self._look):
+            if handle is not None:
+                handle.cancel()
+        self.channel.close(linger_s)
+
+    def _close_strangers(self) -> None:
+        """Close the oldest of too many strangers, as soon as all news of connections is read."""
+        # A turn's share of the news only, so that a flood does not hold the loop.
+        is_current = self.channel.read_news(STRANGERS_NEWS)
+        num_closed = self._accepted.close_excess() if is_current else 0
+        if num_closed:
+            text = (
+                "closed connections that said nothing: more than "
+                f"{self._host.options.max_strangers} were open at once; if they are nodes of this "
+                "run, raise the limit of open files (ulimit -n)"
+            )
+            self._host.warn("", "strangers", text)
+            self._host.totals.closed_strangers += num_closed
+        self._closing = None
+        if num_closed or not is_current:
+            self._closing = self._host.loop.call_soon(self._close_strangers)
+
+    def _close_unfinished(self) -> None:
+        """Close connections whose unfinished message is too long, and look again soon.
+
+        Not while whole messages wait for the node to receive them: those are finished.
+        """
+        is_idle = not self.channel.has_whole_message()
+        num_closed = self._accepted.close_unfinished() if is_idle else 0
+        if num_closed:
+            text = "closed a connection over which a message came that was too long, in many frames"
+            self._host.warn("", "unfinished", text)
+            self._host.totals.discarded_messages += num_closed
+        self._look = self._host.loop.call_later(LOOK_S, self._close_unfinished)
+
+    def _admit(self, identity: bytes, burst: Burst) -> Inbound | None:
+        descriptor = self.channel.descriptor()
+        if descriptor is None:
+            return None
+        self.channel.read_news()
+        inbound = self._meet(identity, burst)
+        if inbound is None:
+            return None
+        self._by_identity[identity] = inbound
+        previous = self._by_descriptor.pop(descriptor, None)
+        if previous is not None:
+            previous.descriptor = -1
+            self._ended.append(previous)
+        if descriptor in self._accepted:
+            inbound.descriptor = descriptor
+            self._by_descriptor[descriptor] = inbound
+        else:  # gone before it was heard
+            self._ended.append(inbound)
+        return inbound
+
+    def _meet(self, identity: bytes, burst: Burst) -> Inbound | None:
+        """Return the peer whose first message has come; None if it is nobody's."""
+        inbound = Inbound(self._host.mint("in"), identity, self.channel.outbox(identity))
+        self._host.adopt(inbound)
+        burst.events.append(Connected(inbound.peer, None))
+        return inbound
+
+    def _report_ended(self, burst: Burst) -> None:
+        for inbound in self._ended:
+            del self._by_identity[inbound.identity]
+            self._host.forget(inbound)
+            if not inbound.is_hung_up:
+                burst.events.append(Disconnected(inbound.peer, "the peer's connection closed"))
+        self._ended.clear()
+
+
+class BulkListener(Listener):
+    """The bulk connections of inbound peers."""
+
+    def _meet(self, identity: bytes, burst: Burst) -> Inbound | None:
+        owner = self._host.find_inbound(self.channel.user())
+        if owner is None:
+            return None
+        outbox = self.channel.outbox(identity)
+        owner.bulk.append(outbox)
+        return Inbound(owner.peer, identity, outbox)
+
+    def _hear(self, inbound: Inbound, frames: list[Frame], burst: Burst) -> None:
+        if frames != [b""]:  # its first message has been told by `_meet`, and says nothing
+            burst.discard()
+
+    def _report_ended(self, burst: Burst) -> None:
+        for inbound in self._ended:
+            del self._by_identity[inbound.identity]
+            owner = self._host.find_inbound(inbound.peer)
+            if owner is not None and inbound.outbox in owner.bulk:
+                owner.bulk.remove(inbound.outbox)
+        self._ended.clear()
