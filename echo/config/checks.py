@@ -22,8 +22,10 @@ MAX_CURVE_CHUNK_BYTES = 1 << 20
 MAX_GROUP_BYTES = 60 << 20
 """A little below the largest message of the transport (runtime/node.py)."""
 RATIO_UNDER_TOP_K = 0.9
-"""What a loss has to reach down to with top-k. What that takes away has no bound, so this is a
-judgement: ranges of .2, as PPO's, are used with it; those of some percent clip every token."""
+"""Ratio that a loss has to reach down to with top-k. The probability that it takes away has no
+bound, so this is a judgement: ranges of .2, as PPO's, are used with it; those of some percent clip
+every token.
+"""
 
 
 def check_config(config: Config, role: Role | None) -> list[Problem]:

@@ -209,7 +209,8 @@ def rented_nodes(
 ) -> dict[str, int]:
     """Return the nodes of each offer: what [sim] rents of it, or the plan, or all there are.
 
-    A number above the offered one is reported and left out: memory may not hold so many nodes.
+    A number above the offered one is reported and left out: memory may not hold that number of
+    nodes.
     """
     counts = dict(offered)
     if plan is not None:

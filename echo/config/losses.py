@@ -1,7 +1,7 @@
 """Keys of [loss]: a class per loss, with those of its equation.
 
-What the keys mean to the gradient stands with the losses in echo/algo, which a relay cannot load:
-it has no torch. A test holds names and defaults to the classes there.
+The losses in echo/algo, which a relay cannot load, say what the keys mean to the gradient: it has
+no torch. A test holds names and defaults to the classes there.
 
 Truncated sampling. With top-p or top-k a worker's log-probabilities are of the distribution that
 is left, the learner's of the whole one, so a token's ratio of learner to sampler is Z, the
@@ -66,7 +66,7 @@ class LossSection(Section):
 
 
 class MaskedLossSection(LossSection):
-    """A loss over rollouts, some of which may be left out."""
+    """A loss over rollouts that may leave some out."""
 
     geometric_low: float | None = Field(default=None, ge=0, le=1)
     """Leave out rollouts with a geometric mean ratio below; drops nearly all under staleness."""

@@ -30,7 +30,7 @@ from echo.core.units import format_bytes
 # of a few MiB are left out. tests/train/test_footprint.py holds them against the tensors of real
 # steps, and bench/bench_memory.py against the memory of real processes.
 #
-# What a step takes beside what is always there differs from moment to moment: the head's logits
+# A step's own memory, beside the permanent one, differs from moment to moment: the head's logits
 # come when all activations are there, and most gradients when these have gone. So a footprint has
 # several moments, and counts the fullest one.
 
@@ -40,7 +40,7 @@ DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _BYTES_PER_SAMPLED_TOKEN = 17  # a rollout's id (4), log-prob (4), version (8) and mask (1)
 VOCAB_CHUNK = 8192
-"""Columns of logits that exist at one time; as in kernels/logprob.py, which loads torch."""
+"""Columns of logits that exist at once; as in kernels/logprob.py, which loads torch."""
 DRAWING_BYTES = 32
 """Of each row of the vocabulary while a rollout's token is drawn; as in engine/hf/engine.py, which
 loads torch, too."""
@@ -77,7 +77,7 @@ CHECKPOINTING: Mapping[bool | str, str] = {
     True: " and gradient checkpointing",
     "offload": " and gradient checkpointing with offloaded inputs",
 }
-"""What learner.gradient_checkpointing may be once it is chosen, the quicker first, in words."""
+"""Values of learner.gradient_checkpointing once it is chosen, the quicker first, in words."""
 FREED_BYTES = 64 << 20
 """By which a process on a CPU grows before it returns what it has freed; as GROWN_BYTES in
 engine/allocator.py, which lives on a floor above."""
@@ -130,9 +130,9 @@ class _Pass:
     num_keys: int
     """That they attend to: those of a shared prompt count once for each of its completions."""
     num_scored: int
-    """Of which the head is asked: completion tokens."""
+    """Tokens that the head is asked for: completion tokens."""
     mask_bytes: int
-    """Of which tokens see which keys, in each layer, where they share a prompt on a CPU."""
+    """Mask of the keys that each token sees, in each layer, where they share a prompt on a CPU."""
     is_only: bool
     """Whether it is the whole step, so that no gradient is there before it."""
 
@@ -647,7 +647,7 @@ class Saving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What a role needs against what there is."""
+    """Needs of a role against the machine's memory."""
 
     fits: bool
     line: str
@@ -656,17 +656,17 @@ class Budget:
     needed_bytes: int
     """In the memory that is short, or else in the one that the model lies in."""
     max_concurrent_rollouts: int | None = None
-    """What a worker's memory holds; None for other roles."""
+    """Contents of a worker's memory; None for other roles."""
     gradient_checkpointing: bool | str = False
-    """What a learner does with activations, as it was told or as they fit."""
+    """A learner's handling of activations, as set or as they fit."""
     recompute_above: int = 0
     """Tokens of the largest micro-batch whose activations fit, where a learner that may choose
     computes those of larger ones again."""
     has_versions_on_gpu: bool = False
     """Whether a learner keeps the last version on its GPU, where there is room for it."""
     evaluation_bytes: int = 0
-    """What the held-out rollouts under way may take beside a learner that is one process: half of
-    what all else leaves, and what one of them takes in any case."""
+    """Memory for held-out rollouts under way beside a learner that is one process: half of what all
+    else leaves, and what one of them takes in any case."""
     remedies: tuple[Saving, ...] = ()
     """Settings that save by themselves, the milder first; empty if it fits or nothing helps."""
 
@@ -774,7 +774,7 @@ def _who(footprint: Footprint, role: Role) -> str:
 
 
 def _chosen(footprint: Footprint, role: Role) -> str:
-    """Say what a learner's memory follows from, whoever has decided it."""
+    """Say what a learner's memory follows from, set or chosen."""
     if role != "learner":
         return ""
     config = footprint.config
@@ -821,7 +821,7 @@ def _worker_budget(footprint: Footprint, machine: Machine) -> Budget:
 def _learner_changes(footprint: Footprint, available: int) -> list[tuple[str, Any]]:
     """Return settings that may save memory, the milder first.
 
-    Those that change no number of the run come before those that do, or that slow each step.
+    Settings that change no number of the run come before those that do, or that slow each step.
     """
     tokens = footprint.micro_batch_tokens
     while tokens // 2 >= footprint.rollout_tokens:
@@ -919,7 +919,7 @@ class _Memory:
 def _decisive(items: Iterable[Item], machine: Machine) -> _Memory:
     """Return the memory that decides: the model's, unless main memory beside it is short.
 
-    What lies beside a GPU is versions of the weights, and no setting makes those smaller.
+    The memory beside a GPU holds versions of the weights, and no setting makes those smaller.
     """
     own, *others = _memories(items, machine)
     return next((memory for memory in others if memory.missing_bytes > 0), own)
@@ -938,7 +938,7 @@ def _memories(items: Iterable[Item], machine: Machine) -> list[_Memory]:
 
 # --- the machine and the model --------------------------------------------------------------------
 #
-# Nothing here imports torch: free GPU memory comes from whoever has it.
+# Nothing here imports torch: other processes have to free GPU memory.
 
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})

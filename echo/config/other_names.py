@@ -209,7 +209,7 @@ ELSEWHERE: dict[str, str] = {
     "lam": "Echo has no critic: advantages are relative to the group",
     "critic": "Echo has no critic: advantages are relative to the group",
 }
-"""What answers names that have no row: of other programs, or without a counterpart."""
+"""Answers for names without a row: of other programs, or without a counterpart."""
 
 
 def our_name(path: Sequence[str]) -> str | None:
@@ -247,7 +247,7 @@ def translations() -> Iterator[tuple[str, str, str]]:
 
 
 def _same_part(cell: str, name: str, keys: str) -> str:
-    """Return one of several keys of ours where a cell has as many names, in the same order."""
+    """Return the key of ours for a name, where a cell has the same number of names."""
     names, ours = cell.split(", "), keys.split(", ")
     return ours[names.index(name)] if len(names) == len(ours) and name in names else keys
 

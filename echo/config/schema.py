@@ -82,7 +82,8 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
         "network.dead_after_s": 45.0,
         "network.lease_timeout_s": 180.0,
         "network.reconnect_for_s": 3600.0,
-        # What learned best from old rollouts in this project's experiments: bench/README.md.
+        # Settings that learned best from old rollouts in this project's experiments:
+        # bench/README.md.
         "loss.kind": "gspo",
     },
 }
@@ -90,7 +91,7 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
 
 
 PULL: Mapping[str, Any] = {"sync.max_staleness": 0, "sync.publish_period": 1}
-"""What `sync.mode = "pull"` means, in place of a profile's defaults: on-policy, step by step."""
+"""Settings of `sync.mode = "pull"`, in place of a profile's defaults: on-policy, step by step."""
 
 
 def preset_publish_period(max_staleness: int) -> int:
@@ -208,7 +209,7 @@ class SyncSection(Section):
 
 
 class LeasesSection(Section):
-    """Who is given which group of prompts."""
+    """Assignment of groups of prompts to workers."""
 
     hedge_factor: Annotated[float, Field(ge=1)] | Off = 2.0
     """Idle workers repeat a group of a waiting batch if so much sooner; false: for its age only."""
@@ -364,20 +365,20 @@ class WorkerSection(RentedSection):
     num_threads: int = Field(default=0, ge=0)
     """CPU threads of torch; 0 takes all cores."""
     max_concurrent_rollouts: int | None = Field(default=None, ge=1)
-    """Rollouts generated at one time; left out, as many as the memory holds."""
+    """Rollouts generated concurrently; left out, as many as the memory holds."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type to compute in; auto is bfloat16 on a GPU, and on a CPU that is faster at it, as the
     start measures; else float32."""
 
 
 class RolloutSection(Section):
-    """What becomes of rollouts that are not finished when something else happens."""
+    """Handling of rollouts that are unfinished when something else happens."""
 
     roles = ("learner", "worker")
     over_submission: Inherited[float] = Field(default=1.0, ge=1, le=16)
     """Groups in the engine for each that is waited for; the rest goes on later; 1 is off."""
     stale_tokens: Inherited[Literal["keep", "mask", "drop"]] = "keep"
-    """Tokens of older versions in a continued rollout: train on them, mask them, begin anew."""
+    """Tokens of older versions in a continued rollout: train on them, mask them, start again."""
     exact_version: Inherited[bool] = False
     """Sample each group by one version alone: newer weights wait until running groups are whole."""
     partial_ship_s: Inherited[OptionalSeconds] = Field(default=30.0, ge=1)
@@ -385,7 +386,7 @@ class RolloutSection(Section):
 
 
 class EngineSection(Section):
-    """What samples on a worker."""
+    """The engine that samples on a worker."""
 
     roles = ("worker",)
     kv_cache: Literal["recompute", "keep"] = "recompute"
@@ -426,7 +427,7 @@ class AgentSection(Section):
     max_session_tokens: Inherited[int] = Field(default=4096, ge=2, le=2**24)
     """Tokens of one session's longest conversation, everything in it."""
     session_timeout_s: Seconds = Field(default=600.0, gt=0)
-    """Seconds without a call after which a session is over and another agent gets its episode."""
+    """Seconds without a call after which a session ends and another agent gets its episode."""
 
 
 class RelaySection(PricedSection):
@@ -524,7 +525,7 @@ class MetricsSection(Section):
 
 
 class UiSection(Section):
-    """What is shown while it runs."""
+    """The display while it runs."""
 
     roles = ROLES
     live: Literal["auto", "on", "off"] = "auto"
@@ -638,7 +639,7 @@ class Leaf:
 
     path: KeyPath
     expected: str
-    """What its value must be, as in "must be ..."."""
+    """Condition on its value, as in "must be ..."."""
     choices: tuple[str, ...]
     """The words it takes, where it takes only certain ones."""
     help: str

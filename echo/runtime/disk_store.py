@@ -35,9 +35,9 @@ What happens when
   not the machine), or raise vm.dirty_ratio.
   Manifests are written, and files removed, in a thread of their own, in order. On the
   loop remain what an image needs before its first chunk: its file is made, given its room and
-  renamed, once per version, mostly in milliseconds (a spare needs no more than a new name); and
-  the pages of one that nobody reads any more are unmapped.
-  A disk that fails to read a page back kills the process (SIGBUS), as for any mapped file.
+  renamed, once per version, mostly in milliseconds (a spare needs no more than a new name); and the
+  pages of a store without a reader are unmapped. A disk that fails to read a page back kills the
+  process (SIGBUS), as for any mapped file.
 * **Shared by mistake**: the second process gets StorageError with the pid of the first.
 * **Other runs**: their versions are removed in `recover`. Files of other names are never touched.
 """
@@ -98,10 +98,9 @@ def held_chunks(manifest: Manifest, storage: memoryview) -> bytearray:
 # --- The one thread in which small files beside the version stores are written and removed, in
 # order ---
 #
-# Even a small write waits where the kernel holds back whoever dirties more pages, or commits the
-# journal of its file system; the loop must not. What is done here is of use to a later process
-# only, so nobody waits for it either, but `flush`: before the directory is read, or its room
-# counted.
+# Even a small write waits where the kernel holds back processes that dirty pages, or commits the
+# journal of its file system; the loop must not. This work is of use to a later process only, so
+# only `flush` waits for it: before the directory is read, or its room counted.
 
 
 _log = logging.getLogger(__name__)
@@ -150,7 +149,7 @@ def _report(future: Future[None]) -> None:
 # A dropped version store may still be on its way out: libzmq sends slices of it without a copy,
 # long after the protocol has forgotten the version. So nothing is ever unmapped by hand. Each view
 # is lent by a small exporter object whose only owners are the view and what was sliced or made from
-# it. While the exporter lives, somebody can read the bytes; when it has died, nobody can. The pages
+# it. While the exporter lives, the bytes can be read; when it has died, they cannot. The pages
 # themselves follow by reference counting.
 #
 # That same test makes recycling safe. The first touch of fresh memory costs a page fault, more than
@@ -164,12 +163,11 @@ def _report(future: Future[None]) -> None:
 # torch.frombuffer keeps the view alive as it should, but does not notice `release()` on it: never
 # release a view that was lent.
 #
-# Not thread-safe, but for `write`, and for `verify_held`, which takes long and belongs into a
-# thread.
+# Not thread-safe, except `write`, and `verify_held`, which takes long and belongs into a thread.
 
 
 MAX_SPARES = 2
-"""Dropped images kept for recycling: one is still being sent while the other is filled anew."""
+"""Dropped images kept for recycling: one is still being sent while the other is filled again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +201,7 @@ class Pages:
 
     @property
     def is_lent(self) -> bool:
-        """Whether anybody can still reach the bytes."""
+        """Whether the bytes can still be reached."""
         return self._exporter is not None and self._exporter() is not None
 
 
@@ -219,7 +217,7 @@ def map_memory(num_bytes: int) -> Pages:
 
 
 def advise_huge_pages(mapping: mmap.mmap) -> None:
-    """Ask for pages of 2 MiB, each of which saves 511 faults; a wish that needs no answer."""
+    """Ask for pages of 2 MiB; each saves 511 faults; a wish that needs no answer."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
 
@@ -275,7 +273,7 @@ class MemoryStore(VersionStore):
             self._free(pages)
             return
         self._spares.append(pages)
-        # The largest stay: small ones are cheap to make anew.
+        # The largest stay: small ones are cheap to make again.
         self._spares.sort(key=len, reverse=True)
         for spare in self._spares[MAX_SPARES:]:
             self._free(spare)
@@ -311,7 +309,7 @@ class MemoryStore(VersionStore):
         return held_chunks(manifest, storage)
 
     def close(self) -> None:
-        """Let go of everything but what a later process may recover; views stay valid."""
+        """Drop everything except the files that a later process may recover; views stay valid."""
         self._drop_spares()
         self._live.clear()
 
@@ -340,7 +338,7 @@ class MemoryStore(VersionStore):
         return True
 
     def _free(self, pages: Pages) -> None:
-        """Let go of pages for good; they are unmapped when the last view of them has gone."""
+        """Free pages for good; they are unmapped when the last view of them has gone."""
 
     def _drop_spares(self) -> None:
         for spare in self._spares:
@@ -487,8 +485,8 @@ class DiskStore(MemoryStore):
     def recover(self, run_id: str) -> list[Saved]:
         """Return what a former process left of this run, newest first, and remove the rest.
 
-        Must be called before the first `create`. What this process itself holds is not returned;
-        if it is of another run, it is dropped. May take long, and belongs into a thread.
+        Must be called before the first `create`. Stores that this process itself holds are not
+        returned; if it is of another run, it is dropped. May take long, and belongs into a thread.
         """
         run = blake3(run_id.encode()).hexdigest()[:16]
         if run != self._run:
@@ -581,7 +579,7 @@ class DiskStore(MemoryStore):
     def _leave(self, version: PolicyVersion, pages: Pages) -> bool:
         """Make a spare of a file, and remove its manifest, which says nothing without it.
 
-        What had to be kept in memory is not recycled: the next version may fit on the disk again.
+        Memory in place of a file is not recycled: the next version may fit on the disk again.
         """
         if pages.path is None:
             return False
@@ -672,7 +670,7 @@ class DiskStore(MemoryStore):
         return self._free_bytes() + sum(taken)
 
     def _warn(self, text: str) -> None:
-        """Warn once: whoever has read it need not read it again with every version."""
+        """Warn once: a thread that has read it need not read it again with every version."""
         if not self._has_warned:
             self._has_warned = True
             _log.warning("%s: %s", self.where, text)

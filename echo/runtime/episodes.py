@@ -61,7 +61,7 @@ from echo.tasks.tokenization import UNUSABLE, TextCodec
 from echo.wire.messages import BAD_LOGPROBS, Lease
 
 MAX_THREADS = 64
-"""Replies that are waited for at one time; how many run is the host's affair."""
+"""Replies that are waited for concurrently; how many run is the host's affair."""
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
 """Between the seeds of an episode's turns."""
@@ -149,7 +149,7 @@ class EpisodeRunner:
         return results
 
     def close(self) -> None:
-        """Wait for nobody any more."""
+        """Stop waiting for replies."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _play(
@@ -163,7 +163,7 @@ class EpisodeRunner:
         try:
             self._each(self._begin, everybody, watcher)
             for turn in range(self._max_turns):
-                # The first fault fails its group, so nobody goes on with the others of it.
+                # The first fault fails its group, so its other episodes stop.
                 running = [
                     play
                     for group in groups
@@ -210,7 +210,7 @@ class EpisodeRunner:
             watcher.on_tokens(max(1, len(done)))
             for future in done:
                 future.result()
-            # `close` cancels what has not begun, and `wait` would wait for it for ever.
+            # `close` cancels calls that have not begun, and `wait` would wait for them forever.
             running = {future for future in running if not future.cancelled()}
 
     def _begin(self, play: _Play) -> None:
@@ -275,10 +275,10 @@ class _Play:
         self.episode: Episode | None = None
         self.fault: RewardError | None = None
         self.reason = ""
-        """Why it is over; empty while it goes on."""
+        """Why it ended; empty while it goes on."""
         self.reward = 0.0
         self.turn_ids: npt.NDArray[np.int32] = np.empty(0, np.int32)
-        """What was sampled last."""
+        """The last sample."""
         self.is_cut = False
         """Whether that was cut off at the limit."""
         self._member = member

@@ -75,7 +75,7 @@ def is_equal(reference: str, answer: str) -> bool:
     """Return whether two normalised answers are the same text, or equal to math-verify.
 
     An answer with powers or factorials counts as text only: `9**9**9**9` would keep the computer
-    algebra busy for ever. So do words, which it takes for products of letters.
+    algebra busy forever. So do words, which it takes for products of letters.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 

@@ -117,7 +117,7 @@ _FOREIGN = {
     b"PAR1": "Parquet: call it .parquet",
     b"ARROW1": "an Arrow file: save it as Parquet",
 }
-"""What files begin with that are no JSON Lines, and what to do."""
+"""First bytes of files that are no JSON Lines, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,7 +453,7 @@ def _download(path: str, **options: Any) -> list[Path]:
             **options,
         )
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        # What a dry run raises only says that it was one.
+        # An error of a dry run only shows that it was one.
         cause = (options.get("dry_run") and error.__cause__) or error
         line = str(cause).splitlines()[0].rstrip(".")
         raise DataError(
@@ -808,7 +808,7 @@ def _without_nulls(part: dict[str, Any]) -> Message:
 
 
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content|from)['"]\s*:""")
-"""What messages begin with as Python prints them, or as JSON that was cut."""
+"""First characters of messages as Python prints them, or as JSON that was cut."""
 
 
 def _parse_json(value: Any, start: str) -> Any:

@@ -18,7 +18,7 @@
         def outcome(self, state: dict[str, Any]) -> float:
             return float(state["is_found"])
 
-What the environment says becomes tokens of the rollout that are never trained on; what the policy
+The environment's replies become tokens of the rollout that are never trained on; what the policy
 said stays the tokens that were sampled, never decoded and encoded again. An episode ends when
 `reply` returns None, or for want of turns or tokens; `outcome` is asked in either case.
 
@@ -44,8 +44,8 @@ A call stands in the policy's text as the Qwen and Hermes families write it:
     </tool_call>
 
 The chat template is told of the functions, with a JSON schema made from signature and docstring. A
-turn without a call is the last one. What the policy does wrong (an unknown name, wrong arguments)
-is answered with an error message, and so is what a function raises; connection errors are tried
+turn without a call is the last one. A wrong call of the policy (an unknown name, wrong arguments)
+is answered with an error message, and so is an exception of a function; connection errors are tried
 again, as everywhere.
 """
 
@@ -65,7 +65,7 @@ from echo.tasks.messages import Message
 from echo.tasks.task import Example, RetryCall, Reward, Task, did_you_mean
 
 Reply: TypeAlias = str | Message | list[Message] | None
-"""What an environment says to a turn; None ends the episode."""
+"""An environment's reply to a turn; None ends the episode."""
 
 
 class Environment(Task):
@@ -81,7 +81,7 @@ class Environment(Task):
 
     @abc.abstractmethod
     def reply(self, state: Any, text: str) -> Reply | Awaitable[Reply]:
-        """Return what the environment says to the policy's turn; None when the episode is over.
+        """Return what the environment says to the policy's turn; None when the episode has ended.
 
         Text is one message of the user's. For the last turn that there was room for this is asked,
         too, and what it returns is dropped.
@@ -161,7 +161,7 @@ _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", 
 
 @dataclass(slots=True)
 class ToolState:
-    """An episode: the example, and what the policy has said."""
+    """An episode: the example, and the policy's turns."""
 
     example: Example
     texts: list[str] = field(default_factory=list)

@@ -24,7 +24,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _OTHER_NAMES = {"human": "user", "prompter": "user"} | dict.fromkeys(
     ("ai", "bot", "chatbot", "gpt", "model"), "assistant"
 )
-"""What datasets call them: a template would write such a role as it stands."""
+"""Names of roles in datasets: a template would write such a role as it stands."""
 
 
 def fault_of_message(part: object) -> str:

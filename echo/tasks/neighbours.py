@@ -1,9 +1,9 @@
 """Files that a user's Python file imports from beside it, found without running any.
 
-`python sub/rewards.py` finds modules in `sub`; so does a task. What lies there, or in the current
-directory, decides what the task does as much as the named file, so it is compared between learner
-and workers, too. Imports are read from the syntax, wherever they stand in a file; those of
-neighbours are followed. Echo itself and installed packages are no neighbours.
+`python sub/rewards.py` finds modules in `sub`; so does a task. Files there, or in the current
+directory, decide about the task as much as the named file, so they are compared between learner and
+workers, too. Imports are read from the syntax, wherever they stand in a file; those of neighbours
+are followed. Echo itself and installed packages are no neighbours.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _imports(path: Path, directories: Sequence[Path]) -> Iterator[tuple[str, Seq
         if isinstance(node, ast.Import):
             names, bases = [alias.name for alias in node.names], directories
         elif isinstance(node, ast.ImportFrom):
-            # What is imported from a package may be a module in it.
+            # A name imported from a package may be a module in it.
             prefix = f"{node.module}." if node.module else ""
             names = [prefix + alias.name for alias in node.names]
             names += [node.module] if node.module else []

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import asyncio
 
 TRANSIENT_ERRORS = (RetryCall, ConnectionError, TimeoutError)
-"""What a task's code raises where the same call may work a moment later."""
+"""Errors of a task's code after which the same call may work a moment later."""
 
 _LOOP_ADVICE = (
     "; make the function `async` and await in it: all calls then share one event loop, for which a "
@@ -67,12 +67,12 @@ class TaskCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
     method: Literal["example", "reward", "begin", "reply", "outcome", "end"]
     label: str = ""
-    """What messages call the example, once it is known."""
+    """Number of the example in messages, once it is known."""
     index: int = 0
     split: str = ""
     example: dict[str, Any] = {}
     text: str = ""
-    """What the policy says in its turn."""
+    """The policy's turn."""
     texts: tuple[str, ...] = ()
     """Answers to be rewarded."""
     episode: str = ""
@@ -90,7 +90,7 @@ class TaskCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CallFault(msgspec.Struct, frozen=True):
-    """What went wrong, as `rewards.RewardError` has it."""
+    """The fault, as `rewards.RewardError` has it."""
 
     reason: str
     text: str
@@ -100,14 +100,14 @@ class CallFault(msgspec.Struct, frozen=True):
 
 
 class CallAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a call came to."""
+    """The result of a call."""
 
     value: Any = None
     fault: CallFault | None = None
 
 
 class TaskSpec(msgspec.Struct, frozen=True):
-    """What a process needs to build its task."""
+    """Inputs from which a process builds its task."""
 
     kind: str
     options: dict[str, Any]
@@ -180,7 +180,7 @@ class Pipe:
 class Performer:
     """Carries out calls on one task, and holds the state of its episodes.
 
-    What the task's code returns may be awaitable: all of it is awaited in one event loop, so that a
+    The task's code may return an awaitable: all of it is awaited in one event loop, so that a
     client, lock or queue that is made once serves every call.
     """
 
@@ -336,7 +336,7 @@ def _shown(value: object) -> str:
     """Return a value as text of a bounded length."""
     try:
         return reprlib.repr(value)
-    except ValueError:  # Python prints no number of so many digits
+    except ValueError:  # Python prints no number with this many digits
         return f"{type(value).__name__} beyond all bounds"
 
 
@@ -442,7 +442,8 @@ def main(fd: int, node: int) -> None:
 
 def _limit_memory(memory_bytes: int | None) -> None:
     if memory_bytes is not None:
-        # What it has by now is not counted against the task: imports differ between machines.
+        # Memory that it has by now is not counted against the task: imports differ between
+        # machines.
         limit = memory_bytes + _data_bytes()
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 

@@ -61,7 +61,7 @@ MAX_RETRIES = 2
 """How often a call is repeated whose code asks for it or lacks a connection."""
 
 TICK_S = 1.0
-"""Seconds after which somebody who waits for a reward says that all is well."""
+"""Seconds after which a process that waits for a reward reports that it lives."""
 
 MAX_STUCK_THREADS = 8
 """Abandoned calls that may be pending at once; each holds a stack and perhaps a core."""
@@ -105,7 +105,7 @@ class Limits:
     """How much a task's code may take."""
 
     score_s: float
-    """Seconds for one reward; a call for several answers has as many times that."""
+    """Seconds for one reward; a call for several answers has that for each."""
     step_s: float
     """Seconds for one example, or one call of an environment."""
     memory_bytes: int | None = None
@@ -149,7 +149,7 @@ class TaskHost(abc.ABC):
     def score_all(
         self, example: Example, completions: Sequence[str]
     ) -> Generator[float | None, None, None]:
-        """Yield what each answer is worth, in their order; who stops early cancels the rest.
+        """Yield the reward of each answer, in order; a reader that stops early cancels the rest.
 
         All are judged in one call where the task asks for it. None is no opinion.
 
@@ -255,8 +255,8 @@ class TaskHost(abc.ABC):
                 )
         return value
 
-    def close(self) -> None:  # noqa: B027, a stand-in has nothing to let go of
-        """Let go of everything; calls that still run end with an error."""
+    def close(self) -> None:  # noqa: B027, a stand-in holds nothing
+        """Drop everything; calls that still run end with an error."""
 
     # --- counts ----------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class Episode:
         self._episode = episode
 
     def reply(self, text: str) -> list[Message] | None:
-        """Return what the environment says to a turn; None when the episode is over."""
+        """Return what the environment says to a turn; None when the episode has ended."""
         messages: list[Message] | None = self._perform("reply", text)
         return messages
 
@@ -313,7 +313,7 @@ class LaterHost(TaskHost):
 
 @dataclass(frozen=True, slots=True)
 class ExampleCall:
-    """What a task's reward gives for one example, asked as in a run."""
+    """Result of a task's reward for one example, asked as in a run."""
 
     line: str
     """The rewards, or why there are none."""
@@ -429,7 +429,7 @@ class _CallingThread(threading.Thread):
 class PoolHost(TaskHost):
     """A task in a bounded number of processes of its own.
 
-    Whoever finds no free process waits; the wait is bounded, because every call is.
+    A call that finds no free process waits; the wait is bounded, because every call is.
     """
 
     def __init__(
@@ -497,7 +497,7 @@ class PoolHost(TaskHost):
             self._free = []
             self._changed.notify_all()
         for process in busy:
-            process.kill()  # whoever waits for its answer learns that it is gone
+            process.kill()  # the caller that waits for its answer learns that it is gone
         for process in free:
             process.discard()
 

@@ -94,7 +94,7 @@ class RetryCall(Exception):  # noqa: N818 -- a request of the task's, not an err
 
 
 Reward: TypeAlias = float | Awaitable[float | None] | None
-"""What one answer is worth, or None for no opinion; `async` methods return it as well."""
+"""The value of one answer, or None for no opinion; `async` methods return it as well."""
 Rewards: TypeAlias = Sequence[float | None] | Awaitable[Sequence[float | None]]
 """The same of each answer of a group."""
 
@@ -417,7 +417,7 @@ def _find_modules(value: object) -> Iterator[str]:
             if found is not None:
                 yield found["module"]
         case Mapping():
-            # Those of `verifiers` are named without a function, with dashes and an owner.
+            # Environments of `verifiers` are named without a function, with dashes and an owner.
             options = value.get("options", value)
             if value.get("kind") == "verifiers" and isinstance(options, Mapping):
                 yield str(options.get("env", "")).rpartition("/")[2].replace("-", "_")

@@ -4,11 +4,11 @@ Learner and worker must agree on every byte of this: the tokenizer's files, the 
 its arguments, and the ids that end a completion are hashed, and compared when a worker joins.
 
 **Control tokens.** `<|im_end|>` in a row's text, in an environment's reply or in an agent's message
-is text: only the chat template writes control tokens, or whoever echoes text could write turns of
-the system. Each is cut after its first character before the template is rendered (`MARK` stands at
-the cut), and the pieces are encoded one by one. What an assistant's message holds is left whole,
-since models write control tokens themselves. Text that goes in without a template is raw: there a
-control token is one.
+is text: only the chat template writes control tokens, or an echoed text could write turns of the
+system. Each is cut after its first character before the template is rendered (`MARK` stands at the
+cut), and the pieces are encoded one by one. An assistant's message is left whole, since models
+write control tokens themselves. Text that goes in without a template is raw: there a control token
+is one.
 
 **Beginnings.** Where the last message is the assistant's, its turn is opened as the template opens
 one, and goes on behind the message's content; nothing closes it.
@@ -91,7 +91,7 @@ def load_tokenizer(
 
 
 UNUSABLE = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError)
-"""What tokenizers and chat templates raise on messages that they were not made for."""
+"""Errors of tokenizers and chat templates on messages that they were not made for."""
 
 
 _TIME_DIRECTIVES = [
@@ -176,7 +176,7 @@ _TEMPLATED = re.compile(
     r"(?:<\|(?:im_start|start_header_id|system|user|assistant|start)\|>|<start_of_turn>|\[INST\]"
     r"|<\uff5cUser\uff5c>)"
 )
-"""What the prompts of common chat templates begin with."""
+"""First characters of the prompts of common chat templates."""
 
 
 def control_tokens(tokenizer: Any) -> dict[str, int]:
@@ -248,7 +248,7 @@ def _declared_stop_ids(tokenizer: PreTrainedTokenizerBase, directory: str | Path
     paths = [Path(directory) / name for name in ("generation_config.json", "config.json")]
     if paths[0].is_file():
         return found | _listed_stop_ids(paths[0])
-    # As transformers does without that file; config.json may have the default of its model type.
+    # As transformers without that file; config.json may have the default of its model type.
     return found or (_listed_stop_ids(paths[1]) if paths[1].is_file() else set())
 
 
@@ -372,7 +372,7 @@ class TextCodec:
     def encode_raw(self, text: str) -> list[int]:
         """Turn text into token ids as it stands: its control tokens are ones.
 
-        What the tokenizer puts behind a text is left out: the model is to go on.
+        Tokens that the tokenizer puts behind a text are left out: the model is to go on.
 
         Raises:
             DataError: if the text ends with a stop token, or for tokens that the model does not

@@ -10,7 +10,7 @@ loop, stop conditions, tools and rubric; only its model is another: `_Policy` be
 verifiers' whose answers come from our workers' engines. So each episode is a coroutine of the
 environment's, which waits there for every turn of the policy.
 
-What the environment adds to a conversation must come after what is there already: it may not
+Messages that the environment adds to a conversation must come after the present ones: it may not
 rewrite what was said, since those are the tokens that are trained on. Rubrics that compare the
 rollouts of a group have no place here, as episodes are judged one by one.
 """

@@ -113,7 +113,7 @@ _UNABLE: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class _Body(msgspec.Struct):
-    """What both kinds of calls have; beside these and `_UNABLE` all is ignored."""
+    """Fields that both kinds of calls have; beside these and `_UNABLE` all is ignored."""
 
     max_tokens: Int | None = None
     max_completion_tokens: Int | None = None

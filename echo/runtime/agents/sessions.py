@@ -122,7 +122,7 @@ class CallSampler:
         except EchoError:
             raise
         except Exception as error:
-            # Of one request, or of an engine that is of no use to any other.
+            # A fault of one request, or of an engine that cannot serve any other.
             if not await self._pool.run(self._engine.can_sample):
                 raise
             raise EngineError(f"the engine has raised {describe_error(error)}") from error
@@ -130,13 +130,13 @@ class CallSampler:
 
 # --- Sessions of calls of outside agents, and the groups made of them ---
 #
-# A lease of group size G becomes G episodes; whoever asks is given one, as a session. A session
+# A lease of group size G becomes G episodes; each agent that asks gets one, as a session. A session
 # records each call's tokens. A call whose context begins with all that an earlier call saw and
-# sampled goes on from it, token by token; any other begins anew, such as after an agent has
+# sampled goes on from it, token by token; any other starts a new chain, such as after an agent has
 # rewritten its history. When the reward comes, the chain of calls with the most sampled tokens
 # becomes the rollout: what was sampled is trained on, what stands between is masked.
 #
-# The prompts of a group's sessions may differ (names, times, tools). What all begin with is the
+# The prompts of a group's sessions may differ (names, times, tools). Their common beginning is the
 # group's prompt, and the rest of each is the masked beginning of its rollout.
 
 
@@ -204,7 +204,7 @@ class Session:
 
     @property
     def opening(self) -> dict[str, Any]:
-        """What an agent is told of its episode."""
+        """An agent's view of its episode."""
         example = self.lease.example
         prompt = example["prompt"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -232,7 +232,7 @@ class _Hand:
 
     lease: Lease
     waiting: deque[int]
-    """Members that nobody has, in order."""
+    """Members without a session, in order."""
     touched_at: float
     num_attempts: dict[int, int] = field(default_factory=dict)
     outcomes: dict[int, SessionOutcome] = field(default_factory=dict)
@@ -261,7 +261,7 @@ class Episodes:
 
     @property
     def num_free(self) -> int:
-        """Episodes that nobody has."""
+        """Episodes without a session."""
         return sum(len(hand.waiting) for hand in self._hands.values())
 
     def has_sessions(self, lease: Lease) -> bool:
@@ -312,7 +312,7 @@ class Episodes:
     def begin_call(self, session: Session, *, now: float) -> None:
         """Note that a call is being sampled, and its agent lives.
 
-        One that is refused is no such sign: an agent that repeats it for ever times out.
+        A refused call is no such sign: an agent that repeats it forever times out.
         """
         self._touch(session, now)
         session.num_running += 1
@@ -427,7 +427,7 @@ def _make_rollout(outcome: SessionOutcome, start: int) -> Rollout:
     chain = outcome.leaf.chain
     logprobs = np.zeros(len(ids), np.float32)
     mask = np.zeros(len(ids), np.bool_)
-    # Nobody sampled what is masked; the codec wants a version there, and none that is newer.
+    # Masked tokens were not sampled; the codec wants a version there, and none that is newer.
     versions = np.tile(chain[0].completion.policy_versions[:1], (len(ids), 1))
     for turn in chain:
         first = len(turn.context_ids)
@@ -455,7 +455,7 @@ def _num_shared(contexts: Sequence[Ids]) -> int:
 
 # --- Calls of outside agents as tokens: sampled ones go in again as they were sampled ---
 #
-# An agent sends text. Tokenising that anew could give other tokens than were sampled ("12" sampled
+# An agent sends text. Tokenising that again could give other tokens than were sampled ("12" sampled
 # as "1", "2"), so the learner would train on a context that the sampler never saw. Where the text
 # of a call begins with what an earlier one saw and sampled, its tokens are taken, and only the rest
 # is encoded.
@@ -538,7 +538,7 @@ class Dialogue:
 
 
 def _behind(text: str, length: int) -> str:
-    """Return the rest of rendered text behind so many characters, not counting `MARK`s."""
+    """Return the rest of rendered text behind a number of characters, not counting `MARK`s."""
     end = length
     while (num_marks := text.count(MARK, 0, end)) != end - length:
         end = length + num_marks
@@ -551,7 +551,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentParts:
-    """What agents get to work with."""
+    """The parts that agents work with."""
 
     dialogue: Dialogue
     sampling: Sampling
@@ -574,7 +574,7 @@ class AgentParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
-    """What a call asks for; a session's calls are limited in tokens only."""
+    """The request of a call; a session's calls are limited in tokens only."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -623,7 +623,7 @@ class Agents:
         self._has_news.set()
 
     async def watch(self) -> None:
-        """Keep leases alive while agents work on them, and give up those that nobody works on."""
+        """Keep leases alive while agents work on them, and give up the others."""
         num_ticks = 0
         while True:
             await asyncio.sleep(self.role.heartbeat_s / 2)
@@ -635,7 +635,7 @@ class Agents:
             self._demand()
 
     def close(self) -> None:
-        """Hand out nothing more; what nobody works on is given back to the learner."""
+        """Hand out nothing more; a lease without an agent is given back to the learner."""
         self._is_over = True
         for lease in self._episodes.leases:
             if not self._episodes.has_sessions(lease):
@@ -643,7 +643,7 @@ class Agents:
         self._has_news.set()
 
     def _demand(self) -> None:
-        """Ask for as many leases as waiting agents need."""
+        """Ask for the leases that waiting agents need."""
         missing = max(0, self._num_waiting - self._episodes.num_free)
         held = len(self._episodes.leases) + len(self.role.outbox)
         wanted = 0 if self._is_over else held + math.ceil(missing / self.parts.group_size)
@@ -655,7 +655,7 @@ class Agents:
     # --- sessions --------------------------------------------------------------------------------
 
     async def begin(self, *, wait_s: float) -> Session | None:
-        """Return a new session, or None if there is no episode within so many seconds.
+        """Return a new session, or None if there is no episode within the time.
 
         Raises:
             StoppingError: if there will never be one.

@@ -54,7 +54,7 @@ MIN_DWELL_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationSettings:
-    """What the configuration says."""
+    """Settings of the configuration."""
 
     groups_per_step: int
     group_size: int
@@ -68,7 +68,7 @@ class ActivationSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """What one optimizer step has shown."""
+    """Measurements of one optimizer step."""
 
     step_s: float
     waited_s: float
@@ -79,7 +79,7 @@ class StepTimes:
 
 @dataclass(slots=True)
 class _State:
-    """What is kept of a worker."""
+    """Record of a worker."""
 
     incarnation: str
     throughput: Throughput
@@ -105,7 +105,7 @@ class Activation:
     def __init__(self, settings: ActivationSettings, *, now: float) -> None:
         self.settings = settings
         self.outlook: Outlook | None = None
-        """Of what is active, by the last answer."""
+        """Forecast for the active workers, by the last answer."""
         self._states: dict[str, _State] = {}
         self._steps: deque[StepTimes] = deque(maxlen=MAX_STEPS)
         self._steps_since_change = 0
@@ -216,8 +216,9 @@ class Activation:
         self, role: Learner, pace: PublishPace, *, waiting_s: float, now: float
     ) -> Question | None:
         """Return what is to be answered now, if anything is."""
-        # Who is set aside delivers nothing that counts, whatever rate and price it states; who was
-        # not looked at yet, as in a large fleet, takes part in the next question.
+        # A worker that is set aside delivers nothing that counts, whatever rate and price it
+        # states; a worker that was not looked at yet, as in a large fleet, takes part in the next
+        # question.
         members = [
             member
             for member in role.roster.members("worker")
@@ -321,7 +322,7 @@ class Activation:
         """Return the learner's links, and a forecast of the broadcast to any set of workers.
 
         The plan does not know every link. So a set takes what the plan says, and what its latest
-        worker has needed beyond that. What was seen of a worker is kept while it stands by.
+        worker has needed beyond that. A worker's measurements are kept while it stands by.
         """
         relays = role.roster.members("relay")
         ahead = [relay.node_id for relay in relays]
@@ -335,7 +336,7 @@ class Activation:
             if name in active and state.took_s is not None:
                 state.late_s = max(0.0, state.took_s - all_s)
                 state.alone_s = min(state.took_s, forecast([*ahead, name]))
-        # What coding and installing take, every worker needs.
+        # Every worker needs the time of coding and installing.
         least_s = min((s.late_s for s in states.values() if s.late_s is not None), default=0.0)
         late_s = {n: least_s if s.late_s is None else s.late_s for n, s in states.items()}
         alone_s = {n: 0.0 if n in active else s.alone_s for n, s in states.items()}
@@ -413,9 +414,9 @@ class Activation:
 # --- The cost meter: total, and per hour ---
 #
 # A machine counts from its first Hello until the learner knows that it was given back: until a
-# Goodbye that says so. A worker on standby counts, because its machine bills. One that fell silent,
-# or left without giving its machine back, counts for LOST_COUNTS_FOR_S more, since nobody can tell
-# from here whether it still bills; if it comes back meanwhile it simply goes on.
+# Goodbye that says so. A worker on standby counts, because its machine bills. A worker that fell
+# silent, or left without giving its machine back, counts for LOST_COUNTS_FOR_S more, since the
+# learner cannot know whether it still bills; if it comes back meanwhile it simply goes on.
 #
 # Traffic counts by the bytes that nodes report: weights in and out, and rollouts out. Their
 # counters go on while the learner is away, so what a node reports first to one that was resumed is
@@ -423,7 +424,7 @@ class Activation:
 
 
 LOST_COUNTS_FOR_S = 3600.0
-"""The usual step of a bill: nobody is told that a machine which vanished bills no more."""
+"""The usual step of a bill: no message says that a machine which vanished no longer bills."""
 _TRAFFIC_WINDOW_S = 300.0
 """Seconds over which traffic is averaged."""
 
@@ -651,7 +652,7 @@ class CostControl:
         return self._activation.question(self._role, self._pace, waiting_s=waiting_s, now=now)
 
     def decide(self, question: Question, answer: ReviewAnswer, *, now: float) -> list[Action]:
-        """Follow the answer to what `review` has asked, unless the run is over."""
+        """Follow the answer to the question of `review`, unless the run has ended."""
         if self._activation is None or self._role.finish_reason is not None:
             return []
         actions, decision = self._activation.decide(self._role, question, answer, now=now)

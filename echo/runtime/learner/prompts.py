@@ -107,13 +107,13 @@ class PromptSource:
         return msgspec.structs.replace(prompt.lease, attempt=attempt, seed=seed)
 
     def close(self) -> None:
-        """Let go of the threads in which the task is asked."""
+        """End the threads in which the task is asked."""
         self._host.close()
 
     def check(self) -> None:
         """Raise as `make` for prompts that cannot be turned into tokens, as far as some show it.
 
-        What is no fault, yet not what everybody expects, is told in a line each.
+        Properties that are no fault, yet unexpected, get a line each.
         """
         number = min(CHECKED_PROMPTS, self._num_examples or CHECKED_PROMPTS)
         made = [self.make(group_id) for group_id in range(number)]
@@ -166,7 +166,7 @@ class PromptSource:
         return {split: self._count(split) for split in SPLITS}
 
     def preview(self, num_groups: int) -> list[str]:
-        """Return what a run of so many groups begins with, in lines for a terminal.
+        """Return the first prompts of a run of `num_groups`, in lines for a terminal.
 
         Sizes of the splits, passes over the data, the first prompt as the model gets it, and what
         the task's reward says of two answers to it.
@@ -364,7 +364,7 @@ class PromptsAhead:
     ) -> None:
         """Begin with the groups `again`, which are out already, then with `first` and on.
 
-        At least the prompts of `num_out` groups, which may be out at one time, are kept.
+        At least the prompts of `num_out` groups, which may be out at once, are kept.
         """
         self._source = source
         self._num_kept = max(MIN_KEPT, 2 * num_out)

@@ -113,7 +113,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """What rollouts are made from and judged by."""
+    """The parts that make and judge rollouts."""
 
     model_dir: Path
     task: Task
@@ -547,7 +547,7 @@ class Options:
     log: logging.Logger
     resume: bool = False
     earlier: LearningCurve | None = None
-    """What the run had learned before it is resumed, for the display."""
+    """The run's learning curve from before it is resumed, for the display."""
     threads: Threads | None = None
     crew: Crew | None = None
     """All processes of a learner that are several; this is the first of them."""
@@ -555,7 +555,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """What the parts of a run are made from, and the making of each."""
+    """Inputs of the parts of a run, and the making of each."""
 
     config: Config
     data: Data
