@@ -94,8 +94,21 @@ def troubled(seed: int = 1) -> Scenario:
 
 @pytest.fixture(scope="module")
 def trouble() -> tuple[Summary, History]:
-    """What becomes of that fleet."""
-    return simulate(troubled())
+    """What becomes of that fleet, whose roles are validated after every event."""
+    with pytest.MonkeyPatch.context() as patch:
+        for shell in (SimLearner, SimWorker):
+            patch.setattr(shell, "perform", validated(shell.perform))
+        return simulate(troubled())
+
+
+def validated(perform: Any) -> Any:
+    """Return `perform` followed by a look over the whole state of the role."""
+
+    def perform_and_validate(self: Any, actions: Any) -> None:
+        perform(self, actions)
+        self.role.validate()
+
+    return perform_and_validate
 
 
 HISTORY = """
