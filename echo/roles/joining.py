@@ -6,18 +6,18 @@ The node's end (`Joining.TABLE`):
                             ^                                           |                      |
                             +------------------ Rehello ----------------+----------------------+
 
-From any of these states `Lost` leads back to dialling; Refuse, Finish and `GaveUp` end the node.
-A node that has built its engine before passes from Welcome to readying at once. A Welcome that
-comes later with other keys is of a learner that was restarted: the node says hello to it anew, and
-other settings end the node.
+From any of these states `Lost` leads back to dialling; Refuse, Finish and `GaveUp` end the node. A
+node that has built its engine before passes from Welcome to readying at once. A Welcome that comes
+later with other keys is of a learner that was restarted: the node sends it another Hello, and other
+settings end the node.
 
 The learner's end (`Admission.TABLE`), for each node:
 
     unknown --Hello--> known --Ready--> admitted
 
 Goodbye, silence, wrong hashes and an internal error lead back to unknown. A Hello of a new process
-under a name that has fallen silent leads back to known. Whoever is not admitted and speaks of work
-is told to say hello again (Rehello).
+under a name that has fallen silent leads back to known. A node that sends work before it is
+admitted gets a Rehello.
 
 An event is a message, or what an end finds out by itself. Each end looks up what an event means in
 its present state, moves, and calls the method that the table names; no state changes elsewhere.
@@ -27,11 +27,10 @@ brings none of them inherits the files from the learner (configuration and token
 and never weights) and is right by construction.
 
 Whatever is inherited is signed by the learner, and checked before any of it is used: a relay that
-forwards it may be anybody with the run's secret. The join string holds the fingerprint of the key,
-which a node therefore knows before anybody has told it anything. Where no fingerprint is known
-(links that are not encrypted, `security.curve = false`) a node can only check that one key has
-signed everything it sees. Files have a name out of a fixed table.
-"""
+forwards it may be any process with the run's secret. The join string holds the fingerprint of the
+key, so a node knows it before it receives anything. Where no fingerprint is known (links that are
+not encrypted, `security.curve = false`) a node can only check that one key has signed everything it
+sees. Files have a name out of a fixed table. """
 
 from __future__ import annotations
 
@@ -82,16 +81,16 @@ from echo.wire.messages import (
 from echo.wire.seals import Channel, SealKeys, Seals, channel_of
 
 WORK_OF_LEARNER = (TopologyPlan, Pulse, Grant, Reclaim, Ack)
-"""What the learner says to nodes beside joining; the role itself handles it."""
+"""Messages of the learner other than joining; the role itself handles it."""
 WORK_OF_NODE = (Heartbeat, Deliver, Partial, Failed)
-"""What nodes say to the learner beside joining."""
+"""Messages of nodes to the learner other than joining."""
 
 State = TypeVar("State", bound=StrEnum)
 
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[State]):
-    """What an event means in one state: who handles it, after a move to `then`; None stays."""
+    """The effect of an event in one state: a move to `then`; None stays. Then its handler."""
 
     handle: Callable[..., list[Action]]
     then: State | None = None
@@ -115,7 +114,7 @@ def _each(events: Iterable[type], step: Step[Any]) -> dict[type, Step[Any]]:
 # --- Trust: what the learner of the run has signed ---
 
 FINGERPRINT_BYTES = 16
-"""128 bits: whoever wants another key with the same fingerprint has 2^128 to try."""
+"""128 bits: another key with the same fingerprint takes 2^128 tries."""
 
 # Neither hash can be taken for a manifest's root, which the same key signs.
 _FINGERPRINT = "echo-rl 2026-11 fingerprint of a learner's signing key"
@@ -123,7 +122,7 @@ _ANSWER = "echo-rl 2026-11 answer to a hello"
 _HELLO = "echo-rl 2026-11 hello"
 
 Answer = TypeVar("Answer", Welcome, Refuse, Finish)
-"""What the learner may say to a Hello, signed."""
+"""The signed answers of the learner to a Hello."""
 
 
 def fingerprint(public_key: bytes) -> bytes:
@@ -163,7 +162,7 @@ def answer_fault(
 
     Args:
         answer: as it arrived.
-        known: the fingerprint of the learner's key; None where nothing has told it.
+        known: the fingerprint of the learner's key; None where it is not known.
     """
     found = fingerprint(answer.public_key)
     if known is not None and found != known:
@@ -196,7 +195,7 @@ def _hash(answer: Welcome | Refuse | Finish) -> bytes:
 CODE = "task.code"
 """Among the inherited settings: hash and path of each module of the task on the learner."""
 EXPECTED = "expected"
-"""Among them, too: how many rollouts the learner expects at one time, and how long prompts are."""
+"""Among them, too: how many rollouts the learner expects at once, and how long prompts are."""
 INHERITED_FILES = frozenset({
     "config.json", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -288,7 +287,7 @@ class Assets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """What a node is told by its own configuration."""
+    """The settings of a node's own configuration."""
 
     node_id: str
     role: str
@@ -308,7 +307,7 @@ class NodeSettings:
     """Until Welcome says otherwise."""
     dead_after_s: float = 45.0
     fingerprint: bytes | None = None
-    """Of the learner's signing key, from the join string; None where nothing has told it."""
+    """Of the learner's signing key, from the join string; None where it is not known."""
     region: str = ""
     price_per_gb: float = 0.0
     price: Price = field(default_factory=Price)
@@ -318,7 +317,7 @@ class NodeState(StrEnum):
     """Where a node is on its way to the learner."""
 
     DIALLING = "dialling"
-    """No link stands, or its other end has not said who it is."""
+    """No link stands, or its other end has not sent its name."""
     JOINING = "joining"
     """Hello is repeated until Welcome."""
     CONFIGURING = "configuring"
@@ -331,7 +330,7 @@ class NodeState(StrEnum):
 
 
 class Linked:
-    """The control link's other end has said who it is."""
+    """The control link's other end has sent its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +378,7 @@ class JoiningRole(Protocol):
         """Return the Send of a message to the learner."""
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
-        """Handle that the learner has told its run, and what a version takes on the wire."""
+        """Handle a Welcome: it names the run, and the bytes of a version on the wire."""
 
     def on_admitted(self, *, now: float) -> list[Action]:
         """Handle that the learner has (again) admitted this node."""
@@ -396,7 +395,7 @@ class Joining:
         self.broadcast = broadcast
         self.state = NodeState.DIALLING
         self.via = ""
-        """Who the learner is reached through, for the operator."""
+        """The node through which the learner is reached, for the operator."""
         self.retry_at = 0.0
         self.run_id = ""
         self.lineages: tuple[Lineage, ...] = ()
@@ -438,7 +437,7 @@ class Joining:
         """Return whether a message is the learner's, to this node, and now: else it is late.
 
         Raises:
-            ForgedError: if somebody between has made, changed or replayed it.
+            ForgedError: if it was forged, changed or replayed on the way.
         """
         match message:
             case Asset() | Rehello():
@@ -729,7 +728,7 @@ class Joining:
             **_each((Asset, Admitted, Rehello), IGNORED),
         },
     }
-    """What each event means to a node, by state."""
+    """The effect of each event on a node, by state."""
 
 
 # --- The learner's end ---
@@ -737,14 +736,14 @@ class Joining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionSettings:
-    """What a node must match to be admitted, and what it is told then."""
+    """The requirements for admission, and the answer to an admitted node."""
 
     run_id: str
     key: Ed25519PrivateKey = field(repr=False)
     """Signs what nodes inherit."""
     seal_keys: SealKeys = field(repr=False)
     settings: dict[str, Any]
-    """What workers inherit."""
+    """The settings that workers inherit."""
     assets: dict[str, bytes]
     digests: dict[str, str]
     heartbeat_s: float
@@ -798,7 +797,7 @@ class AdmittingRole(Protocol):
 
     @property
     def version_bytes(self) -> int:
-        """What the newest version takes on the wire; 0 before the first."""
+        """Bytes of the newest version on the wire; 0 before the first."""
 
     def replan(self, now: float) -> list[Action]:
         """Handle that a node was admitted."""
@@ -873,11 +872,11 @@ class Admission:
     def is_genuine(self, envelope: Envelope, message: Message, payload: Sequence[Frame]) -> bool:
         """Return whether a message is of the process that has its name, and counts.
 
-        What is of another channel is late, as a rule; a node that has not shown the present one is
-        told to say hello again by its caller.
+        A message of another channel is late, as a rule; a node that has not shown the present one
+        is told to say hello again by its caller.
 
         Raises:
-            ForgedError: if somebody between has made, changed or replayed it.
+            ForgedError: if it was forged, changed or replayed on the way.
         """
         member = self.roster.nodes.get(envelope.source)
         if member is None or isinstance(message, UNSEALED):
@@ -1034,7 +1033,7 @@ class Admission:
         return [*notes, *self._routes.to(source, sign_answer(refuse, self.settings.key))]
 
     def finish(self, message: Hello, reason: str) -> list[Action]:
-        """Tell a node that says hello that the run is over."""
+        """Answer a Hello with a Finish."""
         finish = Finish(
             reason=reason,
             answers=hash_hello(message),
@@ -1125,4 +1124,4 @@ class Admission:
             **_each((Silent, Expelled), Step(_ignore, Presence.UNKNOWN)),
         },
     }
-    """What each event means to the learner, by the presence of the node that it comes from."""
+    """The effect of each event at the learner, by the presence of the node that sent it."""

@@ -83,7 +83,7 @@ MAX_PEER_NAMES = 10_000
 
 
 class DialingRole:
-    """A relay's or worker's conversation with everybody else, without IO and without a clock."""
+    """A relay's or worker's conversation with all other nodes, without IO and without a clock."""
 
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, *, now: float) -> None:
         """Start disconnected; call `start` for the first actions."""
@@ -217,7 +217,7 @@ class DialingRole:
         return self._joining.give_up(reason, error, now=now)
 
     def _leave_address(self, reason: str, text: str, now: float) -> list[Action]:
-        """Try another address: whoever answers at this one may not be honest."""
+        """Try another address: the process that answers at this one may not be honest."""
         if self._control is None or self.state is NodeState.STOPPED:
             return []
         address = self._control.address
@@ -375,7 +375,7 @@ class DialingRole:
     def _on_learner_message(
         self, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        if not isinstance(message, Rehello):  # that anybody between may say for ever
+        if not isinstance(message, Rehello):  # which any relay may send forever
             self._learner_seen_at = self._lost_at = now
         return self._joining.receive(message, payload, now=now)
 
@@ -536,10 +536,9 @@ class Role(Protocol):
         """Handle one message."""
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Part with whoever sent a message whose handling has failed by a fault of ours.
+        """Drop the sender of a message whose handling has failed by a fault of this node.
 
-        What had been decided when it failed is returned as well. Nothing here looks at what the
-        sender has said, which may be what the fault comes from.
+        Nothing here reads the message, which may be the cause of the fault.
         """
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
@@ -548,7 +547,7 @@ class Role(Protocol):
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
         """Take the result of work in a thread: what was wrong with it, or nothing."""
 
-    # What a role that dials nobody never hears of:
+    # Events that a role which dials no node never receives:
 
     def dialled(self, address: str, purpose: str, peer: str) -> None:
         """Note which peer a Dial has become."""

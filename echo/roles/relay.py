@@ -1,8 +1,8 @@
 """The relay's role: forward routed messages without looking inside.
 
 A routed message for the learner goes up the control link; one for a node goes down the link from
-which that node was last heard. What cannot be forwarded is dropped and counted: sender and
-receiver repeat everything that matters (`wire/messages.py`), so a relay keeps no copies and its
+which that node was last heard. A message that cannot be forwarded is dropped and counted: sender
+and receiver repeat everything that matters (`wire/messages.py`), so a relay keeps no copies and its
 death loses nothing but time.
 """
 
