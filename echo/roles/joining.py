@@ -30,7 +30,8 @@ Whatever is inherited is signed by the learner, and checked before any of it is 
 forwards it may be any process with the run's secret. The join string holds the fingerprint of the
 key, so a node knows it before it receives anything. Where no fingerprint is known (links that are
 not encrypted, `security.curve = false`) a node can only check that one key has signed everything it
-sees. Files have a name out of a fixed table. """
+sees. Files have a name out of a fixed table.
+"""
 
 from __future__ import annotations
 
