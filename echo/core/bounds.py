@@ -11,6 +11,7 @@ alone.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, TypeAlias
 
 from msgspec import Meta
@@ -89,3 +90,20 @@ Finite: TypeAlias = Annotated[float, Meta(ge=-1.7976931348623157e308, le=1.79769
 def clamped_rate(bytes_per_s: float | None) -> float | None:
     """Return a measured rate as it may be told to others."""
     return None if bytes_per_s is None else min(max(bytes_per_s, MIN_RATE), MAX_RATE)
+
+
+# --- connections over a long link ----------------------------------------------------------------
+
+MAX_CONNECTIONS = 8
+"""Connections for the chunks of one parent; beyond, nothing was gained."""
+ONE_CONNECTION_RTT_S = 0.045
+"""Round trip up to which one connection with 4 MiB of buffer carries 500 Mbit/s."""
+RTT_PER_CONNECTION_S = 0.012
+"""One connection more for each so much beyond: 6 at 100 ms, which fill 1 Gbit/s. Fewer leave some
+of it, and 8 push so much more than the link takes that it drops packets."""
+
+
+def num_connections(rtt_s: float, *, most: int = MAX_CONNECTIONS) -> int:
+    """Return how many connections to open over a link with this round trip, at most `most`."""
+    more = math.ceil((rtt_s - ONE_CONNECTION_RTT_S) / RTT_PER_CONNECTION_S)
+    return min(most, max(1, 1 + more))

@@ -14,10 +14,10 @@ from typing import Protocol
 
 import zmq
 
+from echo.core.bounds import num_connections
 from echo.core.errors import TransportError
 from echo.net.admission import BULK_DOMAIN
 from echo.net.channel import BULK_ASK, BULK_OFFER, Burst, Host, News, OnNews, ZmqChannel, ZmqOutbox
-from echo.net.kernel import num_sockets
 from echo.net.transport import (
     Connected,
     DialFailed,
@@ -176,7 +176,7 @@ class DialledLink:
             if is_first and self._outbox is not None:
                 took_s = self._host.loop.time() - self._asked_at
                 rtt_s = 0.0 if is_loopback(self.address) else took_s
-                for _ in range(num_sockets(rtt_s, most=self._most_bulk) - 1):
+                for _ in range(num_connections(rtt_s, most=self._most_bulk) - 1):
                     self._outbox.send([BULK_ASK], len(BULK_ASK))
 
     def _on_bulk_news(self, bulk: BulkChannel, news: News, descriptor: int) -> None:

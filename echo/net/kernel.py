@@ -18,6 +18,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from echo.core.bounds import MAX_CONNECTIONS
+
 ASSUMED_RATE_BYTES_PER_S = 125e6
 """1 Gbit/s: the link for which `auto` provides."""
 ASSUMED_RTT_S = 0.1
@@ -26,14 +28,6 @@ WINDOW_SHARE = 0.7
 """Measured share of a kernel buffer that is in flight at most; the rest is bookkeeping."""
 SOCKETS_WITHOUT_BBR = 4
 """Least number of connections where one lost packet halves a connection's rate."""
-MAX_SOCKETS = 8
-"""Beyond, nothing was gained."""
-ONE_SOCKET_RTT_S = 0.045
-"""Round trip up to which one connection with 4 MiB of buffer carries 500 Mbit/s."""
-RTT_PER_SOCKET_S = 0.012
-"""One connection more for each so much beyond: 6 at 100 ms, which fill 1 Gbit/s. Fewer leave some
-of it, and 8 push so much more than the link takes that it drops packets."""
-
 WANTED_DESCRIPTORS = 1 << 16
 """Open files: enough for a learner with thousands of workers that have several links each."""
 
@@ -94,13 +88,7 @@ def most_sockets(facts: KernelFacts) -> int:
     if known and min(known) < 2 * BDP_BYTES:
         enough = BDP_BYTES / (WINDOW_SHARE * max(1, min(known)))
         num_sockets = max(num_sockets, 2 ** math.ceil(math.log2(max(1.0, enough))))
-    return min(MAX_SOCKETS, num_sockets)
-
-
-def num_sockets(rtt_s: float, *, most: int) -> int:
-    """Return how many connections to open over a link with this round trip, at most `most`."""
-    more = math.ceil((rtt_s - ONE_SOCKET_RTT_S) / RTT_PER_SOCKET_S)
-    return min(most, max(1, 1 + more))
+    return min(MAX_CONNECTIONS, num_sockets)
 
 
 def slow_settings(facts: KernelFacts) -> str | None:

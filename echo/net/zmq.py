@@ -71,6 +71,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import zmq
 
+from echo.core.bounds import MAX_CONNECTIONS
 from echo.core.errors import TransportError
 from echo.core.timers import OncePerMinute
 from echo.net.admission import BULK_DOMAIN, DOMAIN, MAX_STRANGER_BYTES, ZapHandler
@@ -85,7 +86,6 @@ from echo.net.channel import (
 )
 from echo.net.curve import CurveKeys
 from echo.net.dialler import DialledLink
-from echo.net.kernel import MAX_SOCKETS
 from echo.net.listener import BulkListener, Inbound, Listener, bound_socket, listen_on
 from echo.net.transport import (
     PeerId,
@@ -259,6 +259,10 @@ class ZmqTransport(Transport):
                 queue = inbound.outbox
                 if is_public and inbound.bulk:
                     queue = min(inbound.bulk, key=lambda outbox: outbox.unsent_bytes)
+                    # Of equal ones that which was taken longest ago: the kernel's buffer hides
+                    # what waits there.
+                    inbound.bulk.remove(queue)
+                    inbound.bulk.append(queue)
                 is_sent = queue.send(frames, num_bytes)
                 self._listener.channel.look_soon()
                 if inbound.bulk and self._bulk_listener is not None:
@@ -340,7 +344,7 @@ class ZmqTransport(Transport):
 
     def offer_bulk(self, inbound: Inbound) -> None:
         """Tell an inbound peer where a bulk connection of it is awaited, port 0 for nowhere."""
-        if self._admission is None or len(inbound.tokens) >= MAX_SOCKETS:
+        if self._admission is None or len(inbound.tokens) >= MAX_CONNECTIONS:
             return
         token = secrets.token_hex(TOKEN_BYTES).encode()
         inbound.tokens.append(token)

@@ -39,8 +39,9 @@ burst of one chunk says nothing.
   `topology/sites.py` tells when it is a limit.
 
 **Credit and backpressure.** The window is what may be under way or wait to be written: 1.5 x rate x
-round trip + 2 chunks, of the rate that this link has shown, so that it grows by half with every
-round trip until the link is full, and shrinks with it.
+round trip + 2 chunks for each connection (a long link has several, `echo/net/zmq.py`), of the rate
+that this link has shown: it grows by half with every round trip until the link is full, and shrinks
+with it.
 
 **Timeout.** The parent is silent when something is awaited and neither a chunk nor a Waiting has
 come for `patience_s`: four round trips, or the time of four chunks at the rate that the link has
@@ -67,6 +68,7 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from echo.core.bounds import num_connections
 from echo.core.errors import LocalProtocolError
 from echo.wire.actions import Action, Send
 from echo.wire.codec import encode
@@ -218,8 +220,9 @@ def window_bytes(rate: float | None, rtt_s: float | None, chunk_bytes: int, *, f
     """Return how many bytes a receiver should have asked for at a time.
 
     One bandwidth-delay product keeps the link full; half of one more lets the estimate grow where
-    the window itself was the limit; two chunks are under way at the ends. More would lie in the
-    queue of a slow uplink, before all that comes later.
+    the window itself was the limit; two chunks are under way at the ends of each connection, of
+    which a long link has several. More would lie in the queue of a slow uplink, before all that
+    comes later.
 
     Args:
         rate: bytes per second of this link; None if not known yet.
@@ -227,7 +230,7 @@ def window_bytes(rate: float | None, rtt_s: float | None, chunk_bytes: int, *, f
         chunk_bytes: unit of transfer.
         first: what to ask for while nothing is known.
     """
-    least = 2 * chunk_bytes
+    least = 2 * chunk_bytes * (1 if rtt_s is None else num_connections(rtt_s))
     if rate is None or rtt_s is None:
         return min(max(first, least), MAX_WINDOW_BYTES)
     return int(min(1.5 * rate * (rtt_s + LOOP_S) + least, MAX_WINDOW_BYTES))

@@ -14,13 +14,13 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import zmq
 
+from echo.core.bounds import MAX_CONNECTIONS
 from echo.core.errors import TransportError
 from echo.net import dialler as dialling
 from echo.net.admission import MAX_STRANGER_BYTES
 from echo.net.channel import BULK_ASK, BULK_OFFER, BULK_PORT_OFFSET, TOKEN_BYTES, ZmqChannel
 from echo.net.curve import CurveKeys
 from echo.net.dialler import GREETING_BYTES
-from echo.net.kernel import MAX_SOCKETS
 from echo.net.listener import Inbound
 from echo.net.transport import (
     Connected,
@@ -242,7 +242,7 @@ def test_silent_strangers_are_bounded_and_make_way(
 def test_a_long_link_has_several_bulk_connections_and_the_emptiest_is_taken(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dialling, "num_sockets", lambda rtt_s, *, most: most)
+    monkeypatch.setattr(dialling, "num_connections", lambda rtt_s, *, most: most)
 
     async def scenario() -> None:
         async with pair(dataclasses.replace(OPTIONS, max_bulk_connections=3)) as both:
@@ -274,10 +274,10 @@ def test_a_token_is_good_for_one_connection_of_a_link_that_stands(run: Run) -> N
                 [offer] = await other.receive()
                 assert isinstance(offer, Received)
                 unused = bytes(offer.frames[2])
-                for _ in range(2 * MAX_SOCKETS):  # no more than that are handed out
+                for _ in range(2 * MAX_CONNECTIONS):  # no more than that are handed out
                     other.send(link, [BULK_ASK])
                 await both.until(
-                    lambda: len(both.parent._admission.tokens) == MAX_SOCKETS  # type: ignore[union-attr]
+                    lambda: len(both.parent._admission.tokens) == MAX_CONNECTIONS  # type: ignore[union-attr]
                 )
                 assert unused in both.parent._admission.tokens  # type: ignore[union-attr]
             await both.until(lambda: unused not in both.parent._admission.tokens)  # type: ignore[union-attr]

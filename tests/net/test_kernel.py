@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from echo.net.kernel import KernelFacts, most_sockets, num_sockets, read_kernel, slow_settings
+from echo.net.kernel import KernelFacts, most_sockets, read_kernel, slow_settings
 
 MIB = 1 << 20
 
@@ -36,12 +36,6 @@ def facts(send: int, receive: int, *, bbr: bool = True) -> KernelFacts:
 )
 def test_as_many_sockets_as_a_gigabit_at_100_ms_takes(given: KernelFacts, expected: int) -> None:
     assert most_sockets(given) == expected
-
-
-def test_long_links_get_more_connections() -> None:
-    rtts = (0.0005, 0.04, 0.06, 0.1, 0.3)
-    assert [num_sockets(rtt_s, most=8) for rtt_s in rtts] == [1, 1, 3, 6, 8]
-    assert num_sockets(0.3, most=1) == 1
 
 
 def test_one_line_names_all_settings_that_cost_speed() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo.core.bounds import num_connections
 from echo.core.errors import LocalProtocolError
 from echo.weights import link as link_module
 from echo.weights.link import (
@@ -42,7 +43,7 @@ CHUNK = 1 << 20
 STALL_S = 2.0
 
 
-def make(*, rtt_s: float | None = 0.1, first: int = 2 * CHUNK) -> ParentLink:
+def make(*, rtt_s: float | None = 0.04, first: int = 2 * CHUNK) -> ParentLink:
     link = ParentLink(first_window_bytes=first, stall_s=STALL_S)
     link.connect("p", rtt_s=rtt_s)
     link.has_spare = True
@@ -158,12 +159,13 @@ def test_a_link_in_disorder_is_found() -> None:
 
 @pytest.mark.parametrize("rate", [1e6, 3e8, 3e9])
 @pytest.mark.parametrize("rtt_s", [0.001, 0.1])
-def test_the_window_grows_to_one_and_a_half_products_and_two_chunks(
+def test_the_window_grows_to_one_and_a_half_products_and_two_chunks_a_connection(
     rate: float, rtt_s: float
 ) -> None:
     link = make(rtt_s=rtt_s)
     _, credit = pull(link, rate, num_chunks=1000)
-    wanted = min(1.5 * rate * (rtt_s + LOOP_S) + 2 * CHUNK, MAX_WINDOW_BYTES)
+    at_the_ends = 2 * CHUNK * num_connections(rtt_s)
+    wanted = min(1.5 * rate * (rtt_s + LOOP_S) + at_the_ends, MAX_WINDOW_BYTES)
     assert link.window == pytest.approx(wanted, rel=0.01)
     # All that has come and the window: nothing more is under way.
     assert credit + link.unspent_bytes == 1000 * CHUNK + link.window
@@ -173,13 +175,13 @@ def test_the_window_shrinks_with_the_rate() -> None:
     """What is asked for ahead lies in the queue of a slow uplink, before all that comes later."""
     link = make(first=100 * CHUNK)
     at, credit = pull(link, 1e6, num_chunks=400)
-    assert link.window == pytest.approx(1.5e6 * (0.1 + LOOP_S) + 2 * CHUNK, rel=0.01)
+    assert link.window == pytest.approx(1.5e6 * (0.04 + LOOP_S) + 2 * CHUNK, rel=0.01)
     assert credit + link.unspent_bytes == 400 * CHUNK + link.window
     pull(link, 1e8, num_chunks=1000, at=at)
-    assert link.window == pytest.approx(1.5e8 * (0.1 + LOOP_S) + 2 * CHUNK, rel=0.01)
+    assert link.window == pytest.approx(1.5e8 * (0.04 + LOOP_S) + 2 * CHUNK, rel=0.01)
 
 
-@pytest.mark.parametrize("rtt_s", [None, 0.1])
+@pytest.mark.parametrize("rtt_s", [None, 0.04])
 def test_without_a_rate_or_a_round_trip_the_window_stays(rtt_s: float | None) -> None:
     link = make(rtt_s=rtt_s)
     pull(link, 1e8, num_chunks=1000 if rtt_s is None else 3)
@@ -283,6 +285,12 @@ def test_what_the_parent_itself_waits_for_is_no_gap() -> None:
     link.rate.pause()  # as a Waiting does
     take(link, now=3.0)
     assert link.longest_gap_s == 0.0
+
+
+def test_long_links_get_more_connections() -> None:
+    rtts = (0.0005, 0.04, 0.06, 0.1, 0.3)
+    assert [num_connections(rtt_s) for rtt_s in rtts] == [1, 1, 3, 6, 8]
+    assert num_connections(0.3, most=1) == 1
 
 
 # --- rates ----------------------------------------------------------------------------------------
@@ -412,8 +420,10 @@ def test_other_ways_of_sending_only_raise_it() -> None:
 
 def test_the_window_holds_what_is_under_way_and_grows_from_its_own_limit() -> None:
     first = 4 * MIB
-    assert window_bytes(125e6, 0.1, MIB, first=first) == int(1.5 * 125e6 * (0.1 + LOOP_S)) + 2 * MIB
-    assert window_bytes(None, 0.1, MIB, first=first) == first
+    assert (
+        window_bytes(125e6, 0.04, MIB, first=first) == int(1.5 * 125e6 * (0.04 + LOOP_S)) + 2 * MIB
+    )
+    assert window_bytes(None, 0.04, MIB, first=first) == first
     assert window_bytes(1e3, 0.001, MIB, first=first) == int(1.5e3 * (0.001 + LOOP_S)) + 2 * MIB
     assert window_bytes(1e10, 1.0, MIB, first=first) == 64 * MIB
     # A link of 1 Gbit/s and 100 ms: what a window lets through decides the next one.
