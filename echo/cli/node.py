@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,11 +152,7 @@ def check_start(
     """Look at the model, files, sinks and addresses that a role starts with."""
     data = _look_at_data(config, role)
     problems = [*data.problems, *map(str, _taken_addresses(config, role))]
-    if why := why_unwritable(config.run_dir):
-        remedy = "set run.dir to a directory that can be"
-        problems.append(f"run.dir = {show(config.run.dir)} cannot be written: {why}; {remedy}")
-    if log_events is not None and (why := why_unwritable(log_events.parent, is_made=False)):
-        problems.append(f"--log-events: {log_events} cannot be written: {why}")
+    problems += _unwritable_places(config, role, log_events)
     if role == "learner":
         problems += sinks_missing(config.metrics.sinks)
         try:
@@ -170,11 +166,25 @@ def check_start(
     except EchoError as error:
         problems.append(str(error))
     try:
+        if role == "worker":
+            _gpu_bytes(config, role)  # whose device has to be here
         check_model(config, role)
         _check_architecture(config, role)
     except EchoError as error:
         problems.insert(0, str(error))
     return replace(data, problems=tuple(problems))
+
+
+def _unwritable_places(config: Config, role: Role, log_events: Path | None) -> Iterator[str]:
+    """Yield where a node cannot write that is to, and why."""
+    if why := why_unwritable(config.run_dir):
+        remedy = "set run.dir to a directory that can be"
+        yield f"run.dir = {show(config.run.dir)} cannot be written: {why}; {remedy}"
+    store = config.network.store_dir
+    if role != "learner" and store is not None and (why := why_unwritable(Path(store))):
+        yield f"network.store_dir = {show(store)} cannot be written: {why}"
+    if log_events is not None and (why := why_unwritable(log_events.parent, is_made=False)):
+        yield f"--log-events: {log_events} cannot be written: {why}"
 
 
 def why_unwritable(directory: Path, *, is_made: bool = True) -> str:

@@ -53,9 +53,13 @@ def toml_or_text(text: str) -> Any:
     return value if is_plain else text
 
 
+NO_VALUES = frozenset({"null", "None", "~"})
+"""Words for a missing value in YAML, JSON and Python; TOML has none."""
+
+
 def override_of(key: str, text: str) -> str:
     """Return the override that sets a key to a text, even one that is a number in TOML."""
-    is_plain = toml_or_text(text.strip()) == text
+    is_plain = toml_or_text(text.strip()) == text and text not in NO_VALUES
     return f"{key}={text if is_plain else json.dumps(text, ensure_ascii=False)}"
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from echo.config.fields import UNREADABLE, read_text, toml_or_text
+from echo.config.fields import NO_VALUES, UNREADABLE, read_text, toml_or_text
 from echo.config.schema import KeyPath, Leaf, show
 from echo.core.errors import ConfigError, in_one, nearest
 from echo.core.units import one_line
@@ -149,6 +149,11 @@ def read_override(schema: Schema, text: str, source: str = OVERRIDE) -> Layer:
     if not separator or not all(parts):
         problem = f'"{text}" is not an override; write {schema.override_form}'
         return Layer(problems=[Problem((), problem, Setting(None, source))])
+    if value.strip() in NO_VALUES:
+        problem = (
+            f"this is a null value; leave {key} out, or write '{key}=\"{value.strip()}\"' for text"
+        )
+        return Layer(problems=[Problem((tuple(parts),), problem, Setting(value.strip(), source))])
     table: Any = toml_or_text(value.strip())
     for part in reversed(parts):
         table = {part: table}

@@ -437,6 +437,30 @@ def test_a_revision_of_a_directory_is_refused_however_it_is_written(
     assert "model.revision = 'main' has no effect on the local directory model" in found
 
 
+@pytest.mark.parametrize(
+    ("role", "setting", "complaint"),
+    [
+        ("worker", {"network": {"store_dir": "/proc/version"}}, "/proc/version is no directory"),
+        ("relay", {"network": {"store_dir": "/proc/version"}}, "network.store_dir = "),
+        ("worker", {"worker": {"device": "cuda:99"}}, "device = 'cuda:99': PyTorch"),
+    ],
+)
+def test_what_other_roles_cannot_start_with_is_found(
+    tmp_path: Path, role: Role, setting: dict[str, Any], complaint: str
+) -> None:
+    table: dict[str, Any] = {
+        "run": {"dir": str(tmp_path)},
+        "security": {"curve": False},
+        "relay": {"listen": "tcp://127.0.0.1:0", "connect": ADDRESS},
+        "worker": {"connect": ADDRESS},
+    }
+    assert not check_start(parse_config(table, role=role), role).problems
+    for section, keys in setting.items():
+        table[section] = table.get(section, {}) | keys
+    [found] = check_start(parse_config(table, role=role), role).problems
+    assert complaint in found
+
+
 def test_an_event_log_that_cannot_be_written_is_found(
     model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

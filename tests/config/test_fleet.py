@@ -287,7 +287,10 @@ def test_a_fleets_problems_and_a_scenarios_are_found_in_one_pass() -> None:
         ("count=4", "did you mean offers.NAME.count?"),
         ("regions.frankfort.latency_s=1", "called 'frankfort'; did you mean 'frankfurt'?"),
         ("regions.frankfurt.relay=3", "relay = 3: must be a table with mbit_per_s, price_per_h, "),
-        ("regions.frankfurt.relay.price_per_h=1", "--set: regions[1] (frankfurt): relay.mbit_per_s: missing"),
+        (
+            "regions.frankfurt.relay.price_per_h=1",
+            "--set: regions[1] (frankfurt): relay.mbit_per_s: missing",
+        ),
         ("offers=3", "[[offers]] is a list; write offers.NAME=3"),
         ("job=3", "--set: job = 3: must be written [job], one table"),
         ("sim.rent.RTX 4090=-1", "rent.RTX 4090 = -1: must be greater than or equal to 0"),

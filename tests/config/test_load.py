@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo.config.fields import override_of
 from echo.config.layers import Setting, nest, read_layer
 from echo.config.load import (
     _UNSAFE,
@@ -400,6 +401,14 @@ def test_tables_within_tables_have_a_bound(tmp_path: Path, key: str) -> None:
             continue
         with pytest.raises(ConfigError, match=r"more than 32 tables and lists|unknown"):
             load_config(path)
+
+
+@pytest.mark.parametrize("word", ["null", "None", "~"])
+def test_a_null_value_is_called_one(word: str) -> None:
+    told = f'model.name = "{word}": this is a null value; leave model.name out, or write '
+    assert told in problems_of({}, f"model.name={word}")
+    assert parse_config({}, [f'model.name="{word}"']).model.name == word
+    assert parse_config({}, [override_of("model.name", word)]).model.name == word
 
 
 @pytest.mark.parametrize("text", ["run.seed", "=3", ".seed=3", "run..seed=3", ""])
