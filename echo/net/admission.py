@@ -1,9 +1,8 @@
 """Admission of inbound connections: keys, tokens, and bounds on what strangers take.
 
-libzmq asks inside its own process, by messages to an agreed address (ZAP, RFC 27), while it
-shakes hands with a client. The answers come from the loop: no thread, and no list of keys to
-keep, since the run has one key for all who dial. A client that is refused learns that it was, and
-is closed.
+During the handshake with a client libzmq asks whether to admit it, by messages to an address inside
+the process (ZAP, RFC 27). The event loop answers, so no thread is needed. The run has one key for
+all nodes that dial, so no list of keys is kept. libzmq tells a refused client and closes it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from echo.net.channel import Socket
 from echo.net.transport import PeerId, TransportOptions
 
 MAX_STRANGER_BYTES = 256
-"""Of one frame of somebody who has shown no token: a handshake's are shorter."""
+"""Largest frame of a connection that has shown no token; frames of a handshake are shorter."""
 LOOK_S = 0.1
 """Between two looks for unfinished messages that have become too long."""
 CONNECTIONS_PER_LOOK = 512
@@ -158,12 +157,12 @@ class ZapHandler:
         client_key: bytes,
         warn: Callable[[str, str, str], None],
     ) -> None:
-        """Admit who has `client_key`; must exist before the listener is bound."""
+        """Admit clients with `client_key`; must exist before the listener is bound."""
         self._loop = loop
         self._client_key = client_key
         self._warn = warn
         self.tokens: dict[bytes, PeerId] = {}
-        """Whose bulk connection is awaited, by the token that it shows: once."""
+        """Token -> the peer whose bulk connection may show it, once."""
         self._socket: Socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ENDPOINT)
@@ -171,7 +170,7 @@ class ZapHandler:
         self.answer()  # only a reader that has seen EAGAIN is woken
 
     def answer(self) -> None:
-        """Answer all questions that have come."""
+        """Answer all questions that have arrived."""
         while not self._socket.closed:
             try:
                 envelope, _, version, request, *facts = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -192,6 +191,6 @@ class ZapHandler:
                 self._warn("", "secret", text)
 
     def close(self) -> None:
-        """Stop to answer; clients that come later are refused by libzmq."""
+        """Stop answering; libzmq refuses later clients."""
         self._loop.remove_reader(self._socket.FD)
         self._socket.close(linger=0)

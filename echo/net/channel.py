@@ -1,6 +1,6 @@
 """Raw sockets of ZeroMQ: their messages, the news of their connections, the bytes they owe.
 
-What libzmq does, to which this file answers, is described in `zmq.py`.
+`zmq.py` describes the behaviour of libzmq that this file answers to.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OnNews = Callable[[News, int], None]
 
 
 class Burst:
-    """What one `receive` returns, and how much room is left in it."""
+    """The events that one `receive` returns, and the space left for more."""
 
     def __init__(self, options: TransportOptions, stats: TransportStats) -> None:
         self.events: list[TransportEvent] = []
@@ -75,7 +75,7 @@ class Burst:
         self.events.append(Received(peer, frames, is_public))
 
     def discard(self) -> None:
-        """Count a message that nobody wants; it takes room, or a flood of them would hold us."""
+        """Count an unwanted message; it counts against the burst, so that a flood ends one."""
         self._messages_left -= 1
         self._stats.discarded_messages += 1
 
@@ -119,7 +119,7 @@ _NEWS: dict[int, News] = {
 
 
 _MAX_MS = 6_553_599
-"""What libzmq takes for a time to live, which has 16 bits; for other times it takes more."""
+"""Largest time to live that libzmq accepts (16 bits of deciseconds); other times may be longer."""
 
 
 def _ms(seconds: float) -> int:
@@ -194,7 +194,7 @@ class ZmqChannel:
         on_news: OnNews,
         more: Mapping[int, int | bytes],
     ) -> None:
-        """Make a ROUTER or DEALER; whoever asked for it binds or connects it.
+        """Make a ROUTER or DEALER; the caller binds or connects it.
 
         `more` are options of the socket, beside or in place of what follows from the others.
         """
@@ -263,7 +263,7 @@ class ZmqChannel:
         return False
 
     def _read_some_news(self) -> None:
-        """Read a turn's share: who connects and leaves all the time must not hold the loop."""
+        """Read a turn's share, so that a flood of connections does not hold the loop."""
         if self._is_reading_on:
             return
         if not self.read_news(NEWS_PER_TURN):

@@ -1,15 +1,15 @@
-"""CURVE key pairs: who may connect, and to whom one has connected.
+"""CURVE key pairs: admission of nodes, and identity of listeners.
 
 All links are encrypted with CURVE (elliptic curve 25519, forward secret), and it answers two
 questions with two kinds of keys:
 
 * *Is this the process that I want?* Every process that listens has a **server key**, and its
   address says which: `tcp://host:port#KEY`. The learner tells these addresses to all nodes in its
-  plans, so nobody copies keys by hand but the first.
+  plans, so a user copies only the learner's key by hand.
 * *Does this one belong to the run?* The run has one **secret**. From it follows the key pair with
   which every node of the run dials, and a listener admits that key and no other.
 
-The server key of a worker is made anew at each start: its address is known from plans only. A relay
+A worker makes a new server key at each start: its address is known from plans only. A relay
 is different: its address stands in configurations. Its key follows from the secret, so that the
 one string of the run suffices on every machine and outlives the relay's restarts. The price: any
 insider can pose as a relay, if it also holds the relay's address. It cannot pose as the learner,
@@ -61,7 +61,7 @@ class CurveKeys:
 
     @classmethod
     def of_learner(cls, server: KeyPair, secret: bytes) -> CurveKeys:
-        """Return the keys of the learner, which dials nobody."""
+        """Return the keys of the learner, which does not dial."""
         return cls(
             server=server,
             client=_derive(secret, "client"),
@@ -90,7 +90,7 @@ class CurveKeys:
     def server_keys(self, address: str) -> tuple[bytes, ...]:
         """Return the keys that the process at `address` may have, the likeliest first.
 
-        One alone if the address says which or is known. Another address without a key leads to a
+        Only one if the address names it or is known. Another address without a key leads to a
         relay, or to one that is known under another name: the keys are tried in turn.
         """
         own = parse_key(address) or self.known.get(address)

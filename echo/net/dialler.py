@@ -98,7 +98,7 @@ class DialledLink:
         self._timer: asyncio.TimerHandle | None = None
         self._attempt: asyncio.Task[None] | None = None
         self._failure: DialFailed | None = None
-        """The last attempt, if it came to nothing and nobody has been told."""
+        """The last attempt, if it failed and `drain` has not reported it yet."""
         self._begin()
 
     def drain(self, burst: Burst) -> bool:
@@ -153,7 +153,7 @@ class DialledLink:
     def _open_bulk(self, offer: list[Frame]) -> None:
         """Connect to where the other side says that it waits; ask for more where the link is long.
 
-        Each connection has a token of its own: whoever reads one on the way cannot use it again.
+        Each connection has its own token, so a token read on the way cannot be used again.
         """
         try:
             _, port_bytes, token = map(bytes, offer)
@@ -277,7 +277,7 @@ class DialledLink:
             self._attempt = self._host.loop.create_task(self._explain())
 
     async def _explain(self) -> None:
-        """Find out why an attempt came to nothing, and dial again."""
+        """Find out why an attempt failed, and dial again."""
         options, place = self._host.options, without_key(self.address)
         took_s = self._host.loop.time() - self._began_at
         is_refused = False
@@ -290,7 +290,7 @@ class DialledLink:
         else:
             probe_s = min(PROBE_S, options.connect_timeout_s)
             try:
-                greeting = await look_at(
+                greeting = await read_greeting(
                     self._host.loop, self._ip_address, self._port, within_s=probe_s
                 )
             except TimeoutError:
@@ -303,14 +303,14 @@ class DialledLink:
             except OSError as error:
                 reason = f"{place} cannot be reached: {error.strerror or error}"
             else:
-                # One that is busy lets the handshake's time pass; one that refuses ends it at once.
+                # A busy node lets the handshake's time pass; one that refuses ends it at once.
                 is_prompt = self._fault is not None and took_s < options.connect_timeout_s / 2
                 reason, is_refused = self._diagnose(greeting, is_prompt=is_prompt)
         is_refused = is_refused and not self._has_other_key
         self._redial(reason, is_refused=is_refused)
 
     def _diagnose(self, greeting: bytes, *, is_prompt: bool) -> tuple[str, bool]:
-        """Say what is there instead of whom we want, and whether that is for good.
+        """Describe what answers at this address, and whether dialling again is useless.
 
         `greeting` is its first bytes; it `is_prompt` where it ended our handshake, and did not just
         let its time pass.
@@ -331,7 +331,7 @@ class DialledLink:
             return f"{place} did not finish the handshake in time: it is busy, or stopped", False
         return (
             f"{place} has another key than the address or the join string says: it is a learner of "
-            "another run, or one that lost its keys; copy runs/NAME/keys/join anew",
+            "another run, or one that lost its keys; copy runs/NAME/keys/join again",
             True,
         )
 
@@ -358,12 +358,13 @@ class DialledLink:
             self._host.note(self)
 
 
-async def look_at(
+async def read_greeting(
     loop: asyncio.AbstractEventLoop, ip_address: str, port: int, *, within_s: float
 ) -> bytes:
-    """Return the first bytes that a listener says to who greets it, up to the whole of a greeting.
+    """Send the start of a ZMTP greeting; return up to a whole greeting of the other side.
 
-    A raw socket of ZeroMQ's tells only that an attempt failed; this tells why.
+    libzmq reports that an attempt failed and not why: no error of the connection, and a difference
+    of mechanisms only if this side reads it before the other side closes.
 
     Raises:
         TimeoutError: if there is no connection in time.

@@ -1,14 +1,14 @@
 """Listening sockets, and the connections that others open to them.
 
-It is bound first and listens later: the address is taken before a node has opened its files, and
-strangers cannot take the descriptors that it opens them with. Two learners may start on one port
-within the minutes that a model takes, and Linux lets both bind it until one listens. So a socket
-listens for an instant, and then no longer lets others share its port (`_hold`).
+A socket is bound first and listens later: a node takes its address before it opens its files, and
+strangers cannot take the descriptors that those need. Loading a model takes minutes, in which a
+second learner may start on the same port, and Linux lets both bind it until one listens. So a bound
+socket listens for an instant and then stops sharing its port (`_hold`).
 
-Accepted connections inherit the setting, and it rules the direction that carries the weights:
-from the parent, who binds, to its children. BBR keeps its rate under loss where cubic collapses.
-Where the kernel does not permit the wanted algorithm, and on loopback, the system's default
-stays.
+The socket is made here and handed to libzmq, so that its congestion control can be chosen. Accepted
+connections inherit the choice, which rules the direction of the weights: from the parent, which
+listens, to its children. BBR keeps its rate under loss where cubic collapses. The system's default
+stays on loopback and where the kernel does not permit the wanted algorithm.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ async def bound_socket(
 
 
 def _hold(bound: socket.socket) -> None:
-    """Have the kernel refuse the port to whoever binds it from now on; newcomers are refused, too.
+    """Have the kernel refuse the port to later binds, and refuse connections to it.
 
     Raises:
-        OSError: if somebody else listens there already.
+        OSError: if another socket listens there already.
     """
     if sys.platform == "linux":  # others refuse a port that is bound
         bound.listen(1)
@@ -113,12 +113,12 @@ def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
 
 
 STRANGERS_NEWS = 1024
-"""News that is read in one go to learn who they are."""
+"""News of connections that is read in one turn before strangers are closed."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Inbound:
-    """One connection that somebody else opened."""
+    """One connection that another node opened."""
 
     peer: PeerId
     identity: bytes
@@ -181,18 +181,18 @@ class Listener:
             if inbound is None or inbound.is_hung_up:
                 burst.discard()
             else:
-                self._hear(inbound, frames, burst)
+                self._take(inbound, frames, burst)
         return False
 
-    def _hear(self, inbound: Inbound, frames: list[Frame], burst: Burst) -> None:
-        """Take in a message."""
+    def _take(self, inbound: Inbound, frames: list[Frame], burst: Burst) -> None:
+        """Handle a message."""
         if frames == [BULK_ASK]:
             self._host.offer_bulk(inbound)
         else:
             burst.add(inbound.peer, frames)
 
     def on_news(self, news: News, descriptor: int) -> None:
-        """Take in what happened to the connection behind a descriptor."""
+        """Handle what happened to the connection behind a descriptor."""
         if news is News.REFUSED:
             self._host.totals.refused_clients += 1
         elif news is News.HANDSHAKE_FAILED:
@@ -253,7 +253,7 @@ class Listener:
         if descriptor is None:
             return None
         self.channel.read_news()
-        inbound = self._meet(identity, burst)
+        inbound = self._admit_peer(identity, burst)
         if inbound is None:
             return None
         self._by_identity[identity] = inbound
@@ -268,8 +268,8 @@ class Listener:
             self._ended.append(inbound)
         return inbound
 
-    def _meet(self, identity: bytes, burst: Burst) -> Inbound | None:
-        """Return the peer whose first message has come; None if it is nobody's."""
+    def _admit_peer(self, identity: bytes, burst: Burst) -> Inbound | None:
+        """Return the peer whose first message has come; None if it belongs to no peer."""
         inbound = Inbound(self._host.mint("in"), identity, self.channel.outbox(identity))
         self._host.adopt(inbound)
         burst.events.append(Connected(inbound.peer, None))
@@ -287,7 +287,7 @@ class Listener:
 class BulkListener(Listener):
     """The bulk connections of inbound peers."""
 
-    def _meet(self, identity: bytes, burst: Burst) -> Inbound | None:
+    def _admit_peer(self, identity: bytes, burst: Burst) -> Inbound | None:
         owner = self._host.find_inbound(self.channel.user())
         if owner is None:
             return None
@@ -295,8 +295,8 @@ class BulkListener(Listener):
         owner.bulk.append(outbox)
         return Inbound(owner.peer, identity, outbox)
 
-    def _hear(self, inbound: Inbound, frames: list[Frame], burst: Burst) -> None:
-        if frames != [b""]:  # its first message has been told by `_meet`, and says nothing
+    def _take(self, inbound: Inbound, frames: list[Frame], burst: Burst) -> None:
+        if frames != [b""]:  # `_admit_peer` has handled its first message, which is empty
             burst.discard()
 
     def _report_ended(self, burst: Burst) -> None:

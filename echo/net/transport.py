@@ -6,21 +6,21 @@ others, and reports everything as events, in the order in which it happened to e
     Connected  Received*  Disconnected      and for a dialled peer the same again after each redial,
                                             with a DialFailed for each attempt that came to nothing
 
-Who is a peer: a *dialled* peer is the link that `dial` opened; it keeps its id through every loss
+A *dialled* peer is the link that `dial` opened; it keeps its id through every loss
 and redial until `hang_up`. An *inbound* peer is one connection that somebody else opened; when it
 is lost its id is dead, and the same node coming back is a new peer. Ids are never used twice.
 
-What is promised, by every implementation and in the contract tests:
+Every implementation promises this, and the contract tests hold it:
 
 * Between `Connected` and `Disconnected` messages arrive whole, once and in order. What was sent and
   had not arrived when a connection broke is gone: the protocol above acknowledges what matters.
 * What a peer sent before it closed is received before its `Disconnected`.
-* Whoever dials speaks first: an inbound peer becomes known with its first message.
+* The dialling side speaks first: an inbound peer becomes known with its first message.
 * A link may have **bulk connections** beside it, without encryption. What is sent over them
   (`is_public`) may overtake the rest and itself, and be overtaken. If one ends, the link does.
 * Everything is bounded by `TransportOptions`. A peer that does not read fills its own queue until
-  `send` says False, and disturbs nobody. A node that does not call `receive` stops reading, so its
-  peers' queues fill in turn.
+  `send` returns False, and does not affect other peers. A node that does not call `receive` stops
+  reading, so its peers' queues fill in turn.
 * Only the loop's thread may call a transport. `send`, `dial` and `hang_up` never block.
 
 A `Disconnected` may be late by `dead_after_s` (a vanished machine says nothing), and for an inbound
@@ -89,8 +89,8 @@ class DialFailed:
     reason: str
     """For the user."""
     is_refused: bool
-    """Whether something is there, and its keys or ours are not those that they should be: then
-    another attempt cannot help."""
+    """Whether a node answers whose keys or mechanism do not match ours: then another attempt cannot
+    help."""
 
 
 TransportEvent: TypeAlias = Connected | Disconnected | DialFailed | Received
@@ -160,7 +160,7 @@ class TransportStats:
     public_messages_in: int = 0
     """Of the messages received, those over bulk connections."""
     refused_clients: int = 0
-    """Connections of those who speak it and do not know the run's secret."""
+    """Connections that speak this protocol and do not know the run's secret."""
 
 
 class Transport(abc.ABC):
@@ -240,7 +240,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """Deliver what was accepted for at most `linger_s`, then let go of everything."""
+        """Deliver what was accepted for at most `linger_s`, then release everything."""
 
     @abc.abstractmethod
     def stats(self) -> TransportStats:

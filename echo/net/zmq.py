@@ -5,40 +5,40 @@ with its news. A `Listener` (`listener.py`) shares one channel among all inbound
 `admission.py` bounds. A `DialledLink` (`dialler.py`) owns at most one channel at a time.
 
     dialled    looking up -> connecting -> up (Connected) -> over (Disconnected) -> backoff -> again
-               looking up, or connecting, in vain (DialFailed) -> backoff -> again
+               looking up or connecting fails (DialFailed) -> backoff -> again
     inbound    accepted -> known with its first message (Connected) -> over (Disconnected)
 
-**One connection, one channel, one identity.** For a dialled link a new channel is opened for each
-attempt, since messages of two connections could otherwise mix in one pipe: libzmq's own
-reconnection is off, and ZMQ_IMMEDIATE stays 0, because 1 throws away what a peer said just before
-it closed. The end is told only when the channel has been drained after the news of it, so that last
-messages come first. The ROUTER names each inbound connection by itself (no routing id is sent), so
-a node that comes back after a half-open connection is a new peer at once instead of a refused
-duplicate. An inbound connection's end arrives as news about a file descriptor; the descriptor of a
-peer is asked for with its first message. The end is announced before the descriptor is closed, so
-reading the news before adopting a descriptor never mixes up two owners.
+**One connection, one channel, one identity.** A dialled link opens a new channel for each attempt,
+because libzmq would mix the messages of two connections in one pipe. So libzmq's own reconnection
+is off. ZMQ_IMMEDIATE stays 0: 1 discards what a peer sent just before it closed. The end of a
+connection is reported only after its channel has been drained, so last messages come first. The
+ROUTER names each inbound connection itself (no routing id is sent), so a node that comes back after
+a half-open connection is a new peer and not a refused duplicate. libzmq reports the end of an
+inbound connection by its descriptor, so a peer's descriptor is read with its first message. libzmq
+reports the end before it closes the descriptor: a number is never assigned to two peers at once.
 
-**Backpressure: bytes are counted by what libzmq has released.** A ROUTER cannot tell what waits for
-one peer, and its high-water mark counts messages, dropping silently unless ROUTER_MANDATORY is set.
-So there is none on sends. Instead pyzmq's tracker of a zero-copy frame says when libzmq has passed
-it on to the kernel; a connection sends in order, so one tracker settles everything before it. That
-is exact, needs no acknowledgements on the wire, and one tracker per 64 KiB keeps it cheap. On the
-other side RCVHWM stops reading, TCP fills, trackers stay open, and `send` refuses. (Left to
-admission: libzmq gathers the frames of one message without a bound on their number.)
+**Backpressure: bytes are counted by what libzmq has released.** A ROUTER does not report how much
+waits for one peer. Its high-water mark counts messages, and it drops messages silently unless
+ROUTER_MANDATORY is set. So sends have no high-water mark. Instead pyzmq's tracker of a zero-copy
+frame reports that libzmq has passed the frame to the kernel. A connection sends in order, so one
+tracker covers all frames before it. The count is exact and needs no acknowledgements on the wire;
+one tracker per 64 KiB keeps it cheap. On the receiving side RCVHWM stops reading, TCP fills,
+trackers stay open, and `send` refuses.
 
-**Sockets are drained raw, on the loop.** A reader callback only notes that a socket has something;
-`receive` takes messages until EAGAIN or the end of its budget, one wake-up per burst instead of one
-future per message, and yields to the loop before it goes on. The descriptor is edge-triggered: an
-edge means "look at ZMQ_EVENTS", any send may swallow one, so that the loop's next turn looks too,
-and a socket stays noted until it said EAGAIN. Monitors are drained in their callback at once, since
-libzmq's I/O thread waits on a full one.
+**Sockets are drained raw, on the loop.** A reader callback only marks a socket as readable.
+`receive` takes messages until EAGAIN or the end of its budget, and yields to the loop before it
+continues: one wake-up per burst, and no future per message. ZeroMQ's descriptor is edge-triggered:
+an edge means "read ZMQ_EVENTS", and any send may consume an edge. So the loop reads ZMQ_EVENTS
+again in the turn after a send, and a socket stays marked until it returns EAGAIN. Monitors are
+drained in their callback, because libzmq's I/O thread waits on a full one.
 
-**Encryption** is CURVE (`curve.py`), on all links of a transport with keys and on none of one
-without. A stranger who does not speak it, or nothing at all, is closed when the handshake's timeout
-is over; a plain listener has no such defence against the bytes of ZMTP 1.
+**Encryption** is CURVE (`curve.py`): on all links of a transport with keys, and on none of one
+without. libzmq closes a connection that does not finish the handshake in time. A listener without
+keys cannot do that for the bytes of ZMTP 1, which has no handshake.
 
-**Bulk connections** carry what is encrypted already: CURVE would cost more than all else on the way
-does. A dialled link asks for one, over CURVE, and is told a port and a token:
+**Bulk connections** carry chunks that are encrypted already, for which CURVE would cost more CPU
+than everything else on the way. A dialled link asks for each over CURVE, and gets a port and a
+token:
 
     dialler                              listener
       BULK_ASK                 ->                      over the link
@@ -47,12 +47,12 @@ does. A dialled link asks for one, over CURVE, and is told a port and a token:
       an empty message         ->                      names the connection; its last one
                                <-  what is_public says, from now on; the rest stays on the link
 
-A token is good for one connection of one link, and dies with the link. Who has none gets no further
-than the handshake, in which libzmq takes 256 bytes at a time and keeps nothing; that many strangers
-are let in as on the link's own port. Nothing but the empty message is read there. What comes to a
-dialler from there is marked `is_public`: somebody on the way may have made it. If a bulk connection
-cannot be had (its port is not let through), all goes over the link; if it ends, the link is dialled
-anew.
+A token is valid for one connection of one link, and expires with the link. Without a token the
+handshake fails; until then libzmq reads at most 256 bytes at a time and buffers nothing. Strangers
+are bounded there as on the link's own port. Only the empty message is accepted from a dialler. A
+dialler marks what it receives there `is_public`: another machine on the way may have made it. If a
+bulk connection cannot be opened (a firewall blocks its port), all messages take the link. If one
+ends, the link is dialled again.
 
 **Heartbeats** are ZMTP's, answered by libzmq's thread: a busy loop does not make a node look dead.
 """
@@ -170,7 +170,7 @@ class ZmqTransport(Transport):
             raise
 
     async def bind(self) -> None:
-        """Take the address, and let nobody connect before `listen`.
+        """Take the address, and refuse connections until `listen`.
 
         Raises:
             TransportError: as `start`.
@@ -331,7 +331,7 @@ class ZmqTransport(Transport):
         self._peers[inbound.peer] = inbound
 
     def forget(self, inbound: Inbound) -> None:
-        """Let go of an inbound peer whose connection is over."""
+        """Remove an inbound peer whose connection is over."""
         self._peers.pop(inbound.peer, None)
         if self._admission is not None:
             for token in inbound.tokens:
@@ -354,9 +354,9 @@ class ZmqTransport(Transport):
         inbound.outbox.send(offer, sum(map(len, offer)))
 
     def warn(self, place: str, reason: str, text: str) -> None:
-        """Tell the operator, unless that was told of this place within the last minute.
+        """Log a warning, unless the same was logged for this place within the last minute.
 
-        A link that is given up and dialled anew says nothing twice, nor do several to one place.
+        So neither redials nor several links to one place repeat it.
         """
         line = self._warnings.say(place, reason, text, now=self.loop.time())
         if line is not None:
@@ -419,7 +419,7 @@ class ZmqTransport(Transport):
                 self._admission = ZapHandler(
                     self.context, self.loop, self._keys.client.public, self.warn
                 )
-            more[zmq.ZAP_ENFORCE_DOMAIN] = 1  # nobody enters while nobody answers
+            more[zmq.ZAP_ENFORCE_DOMAIN] = 1  # libzmq refuses all clients until it is answered
             if isinstance(listener, BulkListener):
                 more[zmq.ZAP_DOMAIN] = BULK_DOMAIN
                 more[zmq.PLAIN_SERVER] = 1

@@ -3,11 +3,12 @@
     transport events, timer, results of model work  ->  role  ->  actions  ->  perform
 
 The role is called from the event loop only, so it needs no locks; model work runs in threads
-(`threads.py`) and its results come back to the loop. There is one timer. It is armed anew only for
-a deadline that comes earlier: one that fires too early looks again. An unexpected exception ends
-the node with that exception: a node that limps on with half its parts would be worse. Only while a
-peer's message is handled it ends that peer instead, or whoever can make one up could end every
-node: the role has decided nothing then that it does not return, and the peer may begin anew.
+(`threads.py`) and its results come back to the loop. There is one timer. It is set again only for
+an earlier deadline; a timer that fires too early sets the next one. An unexpected exception ends
+the node, because a node of which half has failed would do more harm. While a peer's message is
+being handled the exception drops the peer instead; otherwise one malformed message could stop the
+fleet. No decision is lost by that, since the role returns all of them as actions, and the peer may
+join again.
 """
 
 from __future__ import annotations
@@ -92,28 +93,28 @@ class Topics:
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._told_at: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
         self._waiting: dict[str, tuple[Note, int]] = {}
 
     def tell(self, note: Note, *, now: float) -> None:
         """Log a note, or count it."""
         self.tell_due(now=now)
         self._waiting.pop(note.ends, None)
-        if note.topic in self._told_at:
+        if note.topic in self._logged_at:
             _, number = self._waiting.get(note.topic, (note, 0))
             self._waiting[note.topic] = note, number + 1
             return
         if note.topic:
-            self._told_at[note.topic] = now
+            self._logged_at[note.topic] = now
         self._write(note, note.text)
 
     def tell_due(self, *, now: float) -> None:
         """Log what was counted a minute long, and forget the topics of which no more came."""
-        due = [topic for topic, at in self._told_at.items() if now >= at + REPEAT_S]
+        due = [topic for topic, at in self._logged_at.items() if now >= at + REPEAT_S]
         for topic in due:
-            del self._told_at[topic]
+            del self._logged_at[topic]
             if (waiting := self._waiting.pop(topic, None)) is not None:
-                self._told_at[topic] = now
+                self._logged_at[topic] = now
                 note, number = waiting
                 self._write(note, f"{note.text} ({number} like it in the last minute)")
 
@@ -149,7 +150,7 @@ class Node:
         self._weights_pool = self.threads.pool("weights", min(MAX_WORKERS, os.cpu_count() or 1))
         self._tasks: set[asyncio.Task[None]] = set()
         self.at_release: list[Callable[[], None]] = []
-        """What else is called at the end, whatever ended the node."""
+        """Called when the node has ended, for whatever reason."""
         self.event_log: EventLog | None = None
         """Where all that the role receives and returns is written; None for nowhere."""
 
@@ -169,7 +170,7 @@ class Node:
         """Finish what must not be lost, after the first interrupt."""
 
     def release(self) -> None:
-        """Let go of what the role holds, however the node has ended."""
+        """Release what the role holds, however the node has ended."""
 
     # --- running ---------------------------------------------------------------------------------
 
@@ -199,12 +200,12 @@ class Node:
                 # the callbacks that take them away never get their turn.
                 await asyncio.wait(self._tasks)
             self.threads.close()
-            for let_go in (self.release, *self.at_release):
+            for release in (self.release, *self.at_release):
                 try:
-                    let_go()
+                    release()
                 except Exception:
                     # The others follow, and the last messages of this node, which say why it ends.
-                    self.log.exception("the node ends, and cannot let go of something")
+                    self.log.exception("the node ends, and cannot release something")
             await self.transport.close()
 
     def interrupt(self) -> None:
@@ -237,7 +238,7 @@ class Node:
         task = asyncio.create_task(self._guard(work), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        # One that is cancelled before its first step never comes to await the work.
+        # A task that is cancelled before its first step never awaits the work.
         task.add_done_callback(lambda _: work.close())
         return task
 
@@ -303,7 +304,7 @@ class Node:
     # --- acting ----------------------------------------------------------------------------------
 
     def perform(self, actions: Iterable[Action]) -> None:
-        """Carry out actions in order, then arm the timer anew; of a burst of messages once."""
+        """Carry out actions in order, then set the timer; after a burst of messages only once."""
         for action in actions:
             if self.event_log is not None:
                 self.event_log.write("returned", action, now=self.now)
@@ -403,7 +404,7 @@ class Node:
 
 
 class DialingNode(Node):
-    """What relay and worker share: a role that dials out."""
+    """A node whose role dials: a relay or a worker."""
 
     def __init__(
         self,
@@ -443,7 +444,7 @@ class DialingNode(Node):
             self.perform(broadcast.recover(saved.version, frame, storage, has_chunk, now=self.now))
 
     def release(self) -> None:
-        """Let go of the version stores; what they hold is found by the next process."""
+        """Release the version stores; what they hold is found by the next process."""
         if self.version_store is not None:
             self.version_store.close()
 
@@ -456,7 +457,7 @@ class DialingNode(Node):
             super().stop(reason, error)
 
     async def drain(self) -> None:
-        """Say goodbye, so that nobody waits for this node; the transport delivers it."""
+        """Send a goodbye, so that no node waits for this one; the transport delivers it."""
         self.role.is_leaving = True
         self.perform(self.role.leave("stopped by its operator"))
 
@@ -471,7 +472,7 @@ MAX_ASSET_BYTES = MAX_PAYLOAD_BYTES
 MAX_STRANGERS = 4096
 """Connections at once that have not said anything yet; a quarter of all open files at most."""
 FIRST_WINDOW_CHUNKS = 4
-"""What a child asks for ahead until its link has shown its rate: several, so that they pipeline."""
+"""Chunks that a child requests ahead until its link has shown its rate: several, to pipeline."""
 MAX_FIRST_WINDOW_BYTES = 2 << 20
 """Of that; all of it may lie in the queue of a slow uplink, for four seconds at 4 Mbit/s. The
 broadcasts in bench/results were measured with it."""
@@ -488,7 +489,7 @@ async def start_transport(
 ) -> ZmqTransport:
     """Return a ZeroMQ transport with the configuration's bounds, bound to its address.
 
-    One that listens nowhere only dials; with `listens_later` the caller lets others connect, by
+    Without an address it only dials; with `listens_later` the caller lets others connect, by
     the transport's own `listen`. Without keys no link is encrypted.
 
     Raises:
@@ -556,7 +557,7 @@ def node_name(role: str, given: str | None) -> str:
 
 
 def advertised(listen: str | None, advertise: str | None) -> str | None:
-    """Return the address that others are told to dial, or None if there is none to tell.
+    """Return the address that other nodes shall dial, or None if there is none.
 
     A wildcard address says nothing to others, so such a listener needs `advertise`, to which the
     server key is added that `listen`, the transport's address, has.

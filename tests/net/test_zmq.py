@@ -434,7 +434,7 @@ def test_why_nobody_is_reached_is_told_apart(run: Run, monkeypatch: pytest.Monke
                     (OSError(113, "No route to host"), "cannot be reached: No route to host"),
                 ):
                     with monkeypatch.context() as patch:
-                        patch.setattr(dialling, "look_at", raising(error))
+                        patch.setattr(dialling, "read_greeting", raising(error))
                         assert text in (await first_failure(dialler, closed))[0]
             server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
             tunnel = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"

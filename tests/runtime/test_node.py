@@ -318,7 +318,7 @@ def test_what_cannot_be_let_go_of_keeps_nothing_else(caplog: pytest.LogCaptureFi
         assert (let_go, closed) == (["role", "engine"], [1])
 
     play(scenario)
-    assert "cannot let go of something" in caplog.text
+    assert "cannot release something" in caplog.text
 
 
 def test_an_interrupt_drains_once() -> None:
