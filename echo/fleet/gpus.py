@@ -144,7 +144,7 @@ BYTES_PER_WEIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """What one replica generates."""
+    """Output of one replica."""
 
     tokens_per_s: float
     """Completion tokens per second, all sequences together."""

@@ -42,7 +42,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteJob:
-    """What is trained, per optimizer step."""
+    """Training per optimizer step."""
 
     model: ModelShape
     rollouts_per_step: int
@@ -215,7 +215,7 @@ class OverlappedStep:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """What is minimised: the longer side, then the shorter."""
+        """The objective, to be minimised: the longer side, then the shorter."""
         return self.step_s, min(self.train_s, self.rollout_s)
 
 

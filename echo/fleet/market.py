@@ -84,7 +84,7 @@ class RentedFleet:
     offers: tuple[Offer, ...]
     regions: Mapping[str, Region]
     uplink_bytes_per_s: float
-    """What the learner can send."""
+    """Uplink of the learner."""
 
     def region_of(self, offer: Offer) -> Region:
         """Return where an offer stands."""

@@ -12,7 +12,7 @@ with R rollouts per step, S the staleness bound, kappa the publish period:
 `predict` does not use either. It follows the leases (leases/scheduler.py) step by step: batch k is
 generated after batch k - 1, begins once a version w with S + w + 1 > k is installed, and is trained
 after step k - 1. So the prediction holds also where the rule does not, and shows by how much. A
-batch is whole when the fleet has made so many rollouts, and no sooner than its first groups; where
+batch is whole when the fleet has made its rollouts, and no sooner than its first groups; where
 groups differ in length some workers are still busy with the last ones when the others go on with
 the next batch, or wait for it: half of a group's time at most.
 
@@ -37,11 +37,11 @@ _LARGEST_TAIL = 0.5
 MAX_STALENESS = 64
 """Largest S proposed: the longest lag that published systems survive."""
 _CHANGE = 0.9
-"""What a resource is multiplied by to see whether it binds."""
+"""Factor by which a resource is multiplied to see whether it binds."""
 
 
 class Resource(Enum):
-    """What can limit the speed of a run."""
+    """Resources that can limit the speed of a run."""
 
     LEARNER = "the learner's own steps"
     ROLLOUTS = "the rate of rollouts"
@@ -51,7 +51,7 @@ class Resource(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a fleet leads to."""
+    """Forecast for a fleet."""
 
     step_s: float
     """Mean seconds between optimizer steps; infinite if no rollout is ever made."""

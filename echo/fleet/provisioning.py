@@ -32,7 +32,7 @@ PARETO_SLOWDOWNS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What a set of active nodes leads to."""
+    """Forecast for a set of active nodes."""
 
     counts: tuple[int, ...]
     rate: float
@@ -59,7 +59,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """What one change does to idle share and cost."""
+    """Effect of one change on idle share and cost."""
 
     change: str
     idle_change: float
@@ -70,7 +70,7 @@ class Sensitivity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provisioning:
-    """What to rent and what to expect of it."""
+    """A fleet to rent and its forecast."""
 
     fleet: RentedFleet
     job: Job
@@ -333,7 +333,7 @@ def _without_budget(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Sel
 
 
 def _with_more_nodes(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Remedy | None:
-    """Return the offer of which the fewest more nodes suffice."""
+    """Return the offer that needs the fewest further nodes."""
     best: Remedy | None = None
     total = max(1, sum(offer.count for offer in fleet.offers))
     for index, offer in enumerate(fleet.offers):

@@ -25,7 +25,9 @@ from echo.fleet.market import Counts, Offer, RentedFleet
 from echo.fleet.overlap import is_enough, required_rate, window_s
 
 MAX_NODES = 1000
-"""Nodes of one search: 40 offers that hardly differ need 2 s for as many, most fleets need ten."""
+"""Nodes of one search: 40 offers that hardly differ need 2 s for this number, most fleets need ten
+nodes.
+"""
 MAX_ROUNDS = 60
 """Tangents at most; a handful is usual."""
 
@@ -144,7 +146,7 @@ class _Programme:
         upper = np.ones(self.size)
         upper[: self.num_offers] = [offer.count for offer in offers]
         upper[self.time_index] = job.publish_period * job.train_s * (1 - _SLACK)
-        # Imported here: a machine that has a plan does without scipy.
+        # Imported here: a machine that has a plan needs no scipy.
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         result = milp(

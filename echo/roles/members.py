@@ -30,7 +30,7 @@ NODE_RATE_WINDOW_S = 10.0
 """Seconds over which a node's rates are averaged for the display."""
 MAX_NAMES_KEPT = 10_000
 MAX_NODES = 1 << 16
-"""Nodes that are known at one time: each Hello of a new name costs 2 kB until that falls silent."""
+"""Nodes that are known at once: each Hello of a new name costs 2 kB until that falls silent."""
 IDLE = "waiting for leases"
 """State of a worker that has none."""
 

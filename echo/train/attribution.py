@@ -12,7 +12,7 @@ recorded as mu (nats):
 They add up to log pi - log mu. The last is 0 by construction; what a system that sends text would
 have added to it shows in `retokenised`: the share of rollouts whose text encodes to other ids.
 
-Versions that are not held any more are left out, and counted.
+Versions that are no longer held are left out, and counted.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _columns(scores: list[list[npt.NDArray[np.float32]]]) -> tuple[list[Floats],
 # --- version retention ----------------------------------------------------------------------------
 #
 # One safetensors file per version, written beside the publication and renamed into place. The bytes
-# are bounded: the oldest version goes first. What is not held is not an error, only unknown.
+# are bounded: the oldest version goes first. A version that is not held is no error, only unknown.
 
 
 _NAME = re.compile(r"v(\d+)_(\d+)\.safetensors")
@@ -217,7 +217,7 @@ class VersionRetention:
         Args:
             directory: made if it is missing.
             max_bytes: bound on all files together.
-            max_versions: bound on their number; older ones can belong to no group any more.
+            max_versions: bound on their number; older ones can no longer belong to a group.
 
         Raises:
             StorageError: if the directory cannot be made.
@@ -240,7 +240,7 @@ class VersionRetention:
 
     @property
     def versions(self) -> list[PolicyVersion]:
-        """What is held, oldest first."""
+        """Versions that are held, oldest first."""
         return sorted(self._sizes)
 
     def keep(self, manifest: Manifest, image: bytearray | memoryview) -> bool:
@@ -270,11 +270,11 @@ class VersionRetention:
         return True
 
     def find(self, version: PolicyVersion) -> Path | None:
-        """Return the file of a version, or None if it is not held (any more)."""
+        """Return the file of a version, or None if it is not, or no longer, held."""
         return self._path(version) if version in self._sizes else None
 
     def forget(self, version: PolicyVersion) -> None:
-        """Let go of a version.
+        """Drop a version.
 
         Raises:
             OSError: if its file cannot be deleted.

@@ -62,16 +62,16 @@ class AdvantageSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """What one step trains on."""
+    """The batch of one step."""
 
     samples: list[TrainingRow]
-    """Those that go through the model."""
+    """Rollouts that go through the model."""
     num_tokens: int
     """Trained tokens of the batch, of rollouts that need no model too."""
     num_rollouts: int
     """Rollouts with a trained token, likewise."""
     metrics: dict[str, float]
-    """What can be said without the model."""
+    """Metrics that need no model."""
     group_ids: tuple[int, ...]
     """Of the groups, in the order that `TrainingRow.group_index` counts."""
 

@@ -48,12 +48,12 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlops:
-    """What the operations of a model follow from."""
+    """Sizes that a model's operations follow from."""
 
     body: int
     """Weights in products, without the head's; of experts those that a token meets."""
     body_trained: int
-    """Those of them that have a gradient."""
+    """The part of them with a gradient."""
     head: int
     """Weights of the head, V x h."""
     head_trained: int
@@ -72,11 +72,11 @@ class ModelFlops:
         return self.weights(length) + head + sum(layer.flops(length) for layer in self.attention)
 
     def weights(self, num_tokens: int) -> int:
-        """Return the operations of so many tokens with the weights before the head."""
+        """Return the operations of `num_tokens` with the weights before the head."""
         return (4 * self.body + 2 * self.body_trained) * num_tokens
 
     def palm(self, row_lengths: Iterable[int]) -> int:
-        """Return what PaLM's convention makes of rows of so many tokens, padding left out."""
+        """Return the operations of rows by PaLM's convention, without padding."""
         weights = 4 * (self.body + self.head) + 2 * (self.body_trained + self.head_trained)
         width = sum(layer.width for layer in self.attention)
         return sum((weights + 12 * width * tokens) * tokens for tokens in row_lengths)

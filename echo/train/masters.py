@@ -2,10 +2,11 @@
 
 The model holds the masters rounded, as workers do: learner and sampler compute with the same
 numbers, and no operation casts a weight again. Its gradients come in 16 bits, once per micro-batch,
-and add up in float32 as those of the masters, which alone are trained, published and saved. What is
-not trained (the base of an adapter, a reference policy) has no master: 2 bytes per parameter.
+and add up in float32 as those of the masters, which alone are trained, published and saved. Weights
+that are not trained (the base of an adapter, a reference policy) have no master: 2 bytes per
+parameter.
 
-Shards do without (ranks/sharding.py): there each layer is rounded whenever it is put together.
+Shards need none (ranks/sharding.py): there each layer is rounded whenever it is put together.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Masters:
             if parameter.requires_grad:
                 master = self._masters[parameter] = nn.Parameter(parameter.detach())
                 # Of the master alone: hooks are out of sight of Python's collector, and one that
-                # knew of all masters would keep them, and itself, for ever.
+                # knew of all masters would keep them, and itself, forever.
                 parameter.register_post_accumulate_grad_hook(partial(_add_up, master))
             parameter.data = parameter.data.to(dtype)
 

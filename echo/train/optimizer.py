@@ -34,11 +34,11 @@ EPSILON = 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The running means of the gradient and of its square, by torch's names."""
 CODES, SCALES = "_codes", "_scales"
-"""What the two parts of an 8-bit moment add to its name."""
+"""Suffixes of the two parts of an 8-bit moment."""
 STEP = "step"
 """The number of updates, for the correction of AdamW's bias."""
 PARTS = (*MOMENTS, *(moment + part for moment in MOMENTS for part in (CODES, SCALES)), STEP)
-"""What the state of a parameter may consist of; the last is a number, all others have its rows."""
+"""Parts of a parameter's state; the last is a number, all others have its rows."""
 
 
 class AdamW:
@@ -118,7 +118,7 @@ class AdamW:
         }
 
     def _is_empty(self, key: str) -> bool:
-        """Return whether a part is that of a parameter of which other ranks alone have rows."""
+        """Return whether a part is of a parameter whose rows are all with other ranks."""
         shard = self._shards.get(key.rpartition("/")[0])
         return shard is not None and not shard.numel()
 

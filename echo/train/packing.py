@@ -1,23 +1,23 @@
 """Packed rows: rollouts one after the other in one row, kept apart by the attention.
 
 A row [1, L] has no padding, so nothing is computed for nothing, its size is nearly the budget's in
-every micro-batch, and whole groups fit where a padded rectangle would not. What keeps rollouts
-apart is the attention alone, registered with transformers as `packed`: torch's varlen kernel for 16
-bits on CUDA, scaled dot products for each run of equally long segments elsewhere, on a CPU in
-float32. No mask function is registered beside it, so transformers makes no mask (nothing of size
-L x L exists), and hands what `arguments` returns through to every layer.
+every micro-batch, and whole groups fit where a padded rectangle would not. The attention alone
+keeps rollouts apart, registered with transformers as `packed`: torch's varlen kernel for 16 bits on
+CUDA, scaled dot products for each run of equally long segments elsewhere, on a CPU in float32. No
+mask function is registered beside it, so transformers makes no mask (nothing of size L x L exists),
+and hands what `arguments` returns through to every layer.
 
 Completions of one prompt may share it: it is a segment of its own, and each of them attends to its
 keys before its own. The kernel gets those keys once for each completion; nothing else of a layer is
 computed more than once.
 
 All a mask would have said comes from here: causal, inside the segment, within the layer's window.
-What a model says in another way (caps, sinks, biases, windows in the mask only) is refused. Layers
-that mix tokens without attention know nothing of segments at all, and some architectures leak in
-silence. So `find_obstacle` tries each model before it is trusted: two short segments in one row
-must give what each gives alone. It cannot see a window or a chunk longer than its rows; only layers
-of full and sliding attention pass, and the sliding ones are tested by family. `can_share_prompts`
-tries two completions of one prompt in the same way.
+Other settings of a model's attention (caps, sinks, biases, windows in the mask only) are refused.
+Layers that mix tokens without attention know nothing of segments at all, and some architectures
+leak in silence. So `find_obstacle` tries each model before it is trusted: two short segments in one
+row must give what each gives alone. It cannot see a window or a chunk longer than its rows; only
+layers of full and sliding attention pass, and the sliding ones are tested by family.
+`can_share_prompts` tries two completions of one prompt in the same way.
 
 Shapes: L tokens of a row, H heads of width D, n segments.
 """
@@ -65,7 +65,7 @@ PROBE_ERRORS = (
     RuntimeError,
     AssertionError,
 )
-"""What the code of a model may raise that cannot work with packed rows."""
+"""Errors of a model's code that cannot work with packed rows."""
 
 
 def arguments(segments: Segments, *, uses_kernel: bool) -> dict[str, Any]:

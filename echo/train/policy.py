@@ -10,7 +10,7 @@ Rollouts go through it in packed rows where it keeps them apart, in padded ones 
 (packing.py); the numbers are the same. Where prompts are long beside their completions, rollouts of
 a prompt share it in a packed row: it is computed once.
 
-What is trained is float32. With a compute type of bfloat16 the model itself has these masters
+Trained weights are float32. With a compute type of bfloat16 the model itself has these masters
 rounded (masters.py), and hidden states and LM head are multiplied in that type with float32 sums.
 Only then a GPU's tensor cores work, and the fused kernels with them.
 
@@ -107,7 +107,7 @@ NO_ROW = TrainingRow(
     ),
     advantage=0.0,
 )
-"""What a rank computes with while others have a micro-batch and it has none."""
+"""The row of a rank without a micro-batch while others have one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -157,7 +157,7 @@ class Compute:
     seed: int = 0
     """Of torch's global generator when training begins, for models that draw random numbers."""
     ranks: Ranks = ALONE
-    """Those that the model is cut up over, if there are several."""
+    """Ranks that the model is cut up over, if there are several."""
 
 
 def learner_compute(
@@ -352,7 +352,7 @@ class Policy:
     ) -> tuple[list[list[int]], Sequence[int]]:
         """Return the rows of each of this rank's micro-batches, and which rows share prompts.
 
-        Those beside each other with the same number do.
+        Samples beside each other with the same number do.
         """
         ranks = self.compute.ranks
         lengths = [row.num_inputs for row in rows]
@@ -664,7 +664,7 @@ def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
 def _checkpoint_offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
     """Compute a layer, and again in the backward pass: from inputs that the host has kept.
 
-    What the layer itself saves is nobody's business here: the checkpoint drops it.
+    The tensors that the layer itself saves do not matter here: the checkpoint drops it.
     """
     with save_on_cpu(pin_memory=True):
         return checkpoint(layer, *inputs, use_reentrant=False)
@@ -673,7 +673,7 @@ def _checkpoint_offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
 def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
     """Return the float32 model on its device, with the directory's weights or arbitrary ones.
 
-    One that is to be cut up is on the CPU without any: memory that nobody writes to is none yet.
+    A model to be cut up is on the CPU without weights: pages that are never written take no memory.
     """
     device = compute.device
     options: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """Scores of rollouts under published weights, by a frozen model beside the one that is trained.
 
 It computes in float32, and is cut up over the ranks as the other one is. Its weights are those of
-the trainer as they would be published, or a version's from a file, of which each rank reads its own
+the trainer as they would be published, or a version's from a file, where each rank reads its own
 rows: no rank has the model whole.
 """
 
@@ -24,12 +24,12 @@ from echo.train.policy import Compute, ModelSource, frozen_policy
 from echo.train.ranks import sharding
 
 ROWS_AT_ONCE = 256
-"""Tokens whose full logits exist at one time, where truncation has to be looked at."""
+"""Tokens whose full logits exist at once, where truncation has to be looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescoring:
-    """What scores are relative to."""
+    """The distribution that scores are relative to."""
 
     sampling: Sampling
     """How workers sample."""

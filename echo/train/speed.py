@@ -29,7 +29,7 @@ RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 @dataclass(slots=True)
 class _Totals:
-    """Of one step."""
+    """Counts of one step."""
 
     began_at: float
     part_s: dict[str, float] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Speedometer:
         self._model = model
         self._device = compute.device
         self.micro_batch_tokens = compute.micro_batch_tokens
-        """What a micro-batch may hold."""
+        """Limit of a micro-batch."""
         self._peak_flops = peak_flops(compute.device)
         self._totals = _Totals(time.perf_counter())
 

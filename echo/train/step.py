@@ -11,7 +11,7 @@ from echo.core.errors import DataError, EchoError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step reports."""
+    """Report of one step."""
 
     metrics: dict[str, float]
     """Finite numbers under the field's names; a metric without meaning in this step is absent."""
@@ -20,7 +20,7 @@ class StepResult:
     by_group: Mapping[int, Mismatch] = field(default_factory=dict, compare=False)
     """Group id -> how what its worker has stated differs from the learner's own scores."""
     notices: tuple[str, ...] = field(default=(), compare=False)
-    """What the operator should know of it: that the memory ran short. Whoever makes steps saves."""
+    """Notices for the operator: that the memory ran short. The caller of steps saves."""
 
 
 class StepError(DataError):
@@ -43,9 +43,9 @@ class MemoryShortageError(StepError):
 
 
 class NonfiniteWeightsError(EchoError):
-    """Weights that hold NaN or infinity, of which nothing is saved."""
+    """Weights that hold NaN or infinity; nothing is saved of them."""
 
     def __init__(self, names: Sequence[str], *, num_tensors: int) -> None:
-        """Name those that do, of so many."""
+        """Name those that do, of `num_weights`."""
         super().__init__(f"NaN or infinity in {len(names)} of {num_tensors} tensors: {names[0]}")
         self.names, self.num_tensors = names, num_tensors

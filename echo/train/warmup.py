@@ -42,7 +42,9 @@ from echo.engine.model import (
 )
 
 FORMAT = 1
-"""Of what the code below makes from a recipe: raise it with a change that changes the model."""
+"""Version of what the code below makes from a recipe: raise it with a change that changes the
+model.
+"""
 
 IGNORED = -100
 """The label that cross_entropy leaves out."""
@@ -70,7 +72,7 @@ class WarmupView(Protocol):
 
 
 class Demonstrator(Protocol):
-    """What a warm-up needs of a task."""
+    """The parts of a task that a warm-up needs."""
 
     max_completion_tokens: int
 

@@ -1,4 +1,4 @@
-"""Ranks: the processes of one learner, of which the first leads and the others follow.
+"""Ranks: the processes of one learner; the first leads and the others follow.
 
     rank 0       event loop, network, ledger, and in its trainer's thread a LeadTrainer
                      |  a command: (name, arguments), over the control group
@@ -7,7 +7,7 @@
 Whatever touches the weights is a command, and all ranks carry it out together: the leader tells the
 others what it is about to do, then does it too. Two process groups keep apart what may take long
 and what may not. In the control group ranks wait for the next command, for hours if no rollouts
-come. Everything else is the default group's, where nobody waits for longer than COLLECTIVE_S.
+come. Everything else is the default group's, where no rank waits for longer than COLLECTIVE_S.
 
 A rank that fails ends the job, and the leader says which one and why: each rank leaves its crash
 reason in the store through which they found each other.
@@ -17,7 +17,7 @@ reason in the store through which they found each other.
     it hangs, or its          no reason; a collective of the others runs out of time: COLLECTIVE_S
     machine is gone
 
-Nothing is saved then, since nobody could: the run continues from its last checkpoint, in a new
+Nothing is saved then, since no rank could: the run continues from its last checkpoint, in a new
 life that torchrun begins (`--max-restarts`) or the user does.
 """
 
@@ -51,7 +51,7 @@ from echo.train.trainer import Trainer
 from echo.wire.codec import decode_group, encode_group
 
 SETTLE_S = 3.0
-"""What a crash reason may take, once something has failed."""
+"""Time for a crash reason, once something has failed."""
 IDLE = timedelta(days=365)
 """How long ranks wait for a command: there is no limit, and gloo wants one."""
 
@@ -60,7 +60,7 @@ IDLE = timedelta(days=365)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What torchrun tells a process."""
+    """Facts that torchrun gives a process."""
 
     rank: int
     size: int
@@ -107,7 +107,7 @@ def join(launch: Launch, device_type: str) -> Crew:
     """Meet the other ranks; return when all are there.
 
     Args:
-        launch: what torchrun has told.
+        launch: the facts from torchrun.
         device_type: "cpu" or "cuda".
 
     Raises:
@@ -215,7 +215,7 @@ class CrashReasons:
 
 
 class RankCommand(msgspec.Struct, frozen=True):
-    """What all ranks are about to do."""
+    """The next command of all ranks."""
 
     name: str
     """build, write_rows (of an image), stop, or a method of the trainer."""
@@ -241,7 +241,9 @@ AGREED: dict[str, tuple[type[EchoError], ...]] = {
     "rescore": (StepError, StorageError),
     "save_state": (NonfiniteWeightsError, StorageError),
 }
-"""What a command may raise on all ranks alike; whatever else one raises is its own failure."""
+"""Errors that a command may raise on all ranks alike; whatever else one raises is its own
+failure.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -277,7 +279,7 @@ class Crew:
 
     @contextmanager
     def together(self, command: RankCommand) -> Iterator[None]:
-        """Carry out a command on all ranks, of which this is the one that leads.
+        """Carry out a command on all ranks; this one leads.
 
         Raises:
             RankError: if one of the others has failed; none can go on.
@@ -288,7 +290,7 @@ class Crew:
             torch.cuda.set_device(self.device)  # the current one belongs to a thread
         try:
             self.tell(command)
-            self.ranks.add_up(0.0)  # who is not there shows before anything has begun
+            self.ranks.add_up(0.0)  # a missing rank shows before anything has begun
             yield
         except AGREED.get(command.name, ()):
             raise
@@ -324,7 +326,7 @@ class Crew:
 
 
 def _first_line(error: BaseException) -> str:
-    # gloo goes on with advice to whoever develops it.
+    # gloo goes on with advice to its developers.
     line = str(error).strip().partition("\n")[0].partition(". This is typically")[0]
     return line[:300] or type(error).__name__
 
@@ -376,7 +378,7 @@ class LeadTrainer:
                 together=lambda: crew.together(write_rows),
                 lost=lambda error: crew.lost(write_rows, error),
             )
-            """What versions are made with."""
+            """The maker of versions."""
 
     @property
     def compute(self) -> Compute:
@@ -435,7 +437,7 @@ class LeadTrainer:
 
 
 AnyTrainer = Trainer | LeadTrainer
-"""What a learner trains with."""
+"""The trainer of a learner."""
 
 
 def _with_groups(name: str, groups: Sequence[Group], path: str | None = None) -> RankCommand:

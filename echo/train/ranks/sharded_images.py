@@ -7,22 +7,22 @@
                                       machine; each codes its own, and rank 0 signs and sends
     behind that, for the seal         each of them hashes and encrypts its part of the chunks
 
-All of it is beside the next step. What a step waits for is that its rank's rows are rounded, on a
-CPU; on a GPU they cross to pinned memory on a stream of their own, and what changes the weights
-waits for that stream. Rows from another machine come in a process group of their own, since the
-next step needs the others.
+All of it is beside the next step. A step waits until its rank's rows are rounded, on a CPU; on a
+GPU they cross to pinned memory on a stream of their own, and what changes the weights waits for
+that stream. Rows from another machine come in a process group of their own, since the next step
+needs the others.
 
 Nothing is put together on one rank. Where a row lies in an image depends on the model alone, and a
 block codes alike wherever it is coded: versions are those of one process, byte for byte, and deltas
 go on after a resume on another number of ranks.
 
-Ranks of a machine meet at a Unix socket that rank 0 listens on: who cannot reach it is on another
-one. Two connections stay until a process ends. In the first rank 0 hands over the memory of images,
-which has no name and goes with the last process that maps it, and hears that rows are written; in
-the second it asks for coded blocks and for hashes. What a rank that is gone does not answer, rank 0
-does itself: that the job ends is said elsewhere (crew.py).
+Ranks of a machine meet at a Unix socket that rank 0 listens on: a rank that cannot reach it is on
+another one. Two connections stay until a process ends. In the first rank 0 hands over the memory of
+images, which has no name and goes with the last process that maps it, and hears that rows are
+written; in the second it asks for coded blocks and for hashes. Rank 0 does the work of a rank that
+is gone: that the job ends is said elsewhere (crew.py).
 
-Memory: two images on rank 0's machine, one more while somebody still reads an older one
+Memory: two images on rank 0's machine, one more while an older one is still read
 (`RecycledMemory`), and the coded blocks of a segment or two. On another machine two copies of each
 rank's own rows, and one piece. In each rank a piece of 64 MiB, rounded, where the weights are on a
 GPU. All that rows are written to is pinned there.
@@ -238,7 +238,7 @@ def address_of(image: memoryview) -> int:
 
 
 class Memory(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 says of its memory before an image is written; descriptors follow."""
+    """Rank 0's message about its memory before an image is written; descriptors follow."""
 
     image: int
     """Number of that which the image is written into."""
@@ -291,7 +291,7 @@ def answer(connection: _Socket) -> bytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Link:
-    """What connects rank 0 and another rank of its machine."""
+    """The connection of rank 0 and another rank of its machine."""
 
     memory: _Socket
     coding: _Socket
@@ -402,7 +402,7 @@ class NearRank:
 
 
 class LeadImages:
-    """Makes one image after the other, with the other ranks, each of which has `FollowImages`."""
+    """Makes one image after the other, with the other ranks, which have `FollowImages`."""
 
     def __init__(
         self,

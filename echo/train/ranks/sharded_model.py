@@ -1,9 +1,9 @@
 """Weights of a model directory, read into a model that is cut up: each rank its own rows.
 
-Nobody has the model whole. transformers finds which tensor of the files becomes which of the model,
-joins what it joins (experts, a layer's at a time), and reads of each what this rank has: nothing,
-if it has no rows of it, as where ranks outnumber experts. What it has read is copied into the
-shards, one decoder layer after the other.
+No rank has the model whole. transformers finds which tensor of the files becomes which of the
+model, joins what it joins (experts, a layer's at a time), and reads of each what this rank has:
+nothing, if it has no rows of it, as where ranks outnumber experts. The read tensors are copied into
+the shards, one decoder layer after the other.
 
 transformers joins and divides what each rank has cut out, so that is right only where a row of the
 result comes from the same row of each source. Other tensors every rank reads whole.
@@ -147,7 +147,7 @@ def _take(shapes: nn.Module, own: Mapping[str, Tensor]) -> set[str]:
 
 
 def _empty(shapes: nn.Module, name: str, own: Tensor) -> None:
-    """Let go of a tensor's memory; it keeps the form of another one."""
+    """Free a tensor's memory; it keeps the form of another one."""
     part = sharding.like(torch.empty_like(sharding.local(own), device="meta"), own)
     module, last = _place(shapes, name)
     is_parameter = isinstance(own, nn.Parameter)

@@ -55,7 +55,7 @@ class Ranks:
     """The processes that train one model together, seen from one of them.
 
     Its methods are called by all ranks, in the same order; each waits for the others. `ALONE` is a
-    process by itself, which finds nobody to wait for.
+    process by itself, which waits for no other.
     """
 
     rank: int
@@ -237,7 +237,7 @@ def local_parameter(tensor: Tensor) -> Tensor:
 def like(part: Tensor, tensor: Tensor) -> Tensor:
     """Return a part of this rank as a tensor that is cut as another one is, if that is cut.
 
-    It has as many rows as the other one's part, and the whole of it as many as the other one.
+    Its part has the number of rows of the other one's part, and the whole that of the other one.
     """
     if not isinstance(tensor, DTensor):
         return part
@@ -253,6 +253,6 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
 
 
 def norm_over(ranks: Ranks, parts: list[Tensor]) -> float:
-    """Return the norm of tensors of which each rank has a part."""
+    """Return the norm of tensors that are divided among the ranks."""
     norm = float(torch.nn.utils.get_total_norm(parts))
     return math.sqrt(ranks.add_up(norm * norm))  # the same number again, where one is alone
