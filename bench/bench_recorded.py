@@ -31,7 +31,7 @@ from bench_delta import Echo, XorZstd, rounded, timed
 from learning.quickstart import train
 from safetensors.numpy import load_file
 
-from echo.train.trainer import WEIGHTS_FILE
+from echo.train.saved_state import WEIGHTS_FILE
 from echo.weights.delta import BLOCK_BYTES
 
 COLUMNS = "{:<10} {:>8} {:>6} {:>10} {:>8} {:>14} {:>10} {:>9} {:>9}"
