@@ -447,6 +447,12 @@ class Joining:
                 return message.answers == self._hello_hash
             case Refuse() | Finish() if message.signature or isinstance(message, Refuse):
                 return self._is_own_answer(message)
+            case Finish():
+                # A learner that has just welcomed this node has not ended: a relay may have held
+                # back the end of the process before.
+                offered, seal = self.seals.offered, envelope.seal
+                if offered is not None and seal is not None and seal.channel != offered.name:
+                    return False
         return open_seal(self.seals, envelope, payload)
 
     def _is_own_answer(self, message: Refuse | Finish) -> bool:

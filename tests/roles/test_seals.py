@@ -200,7 +200,10 @@ def test_what_was_sealed_is_taken_once(make_world: MakeWorld) -> None:
     world.audit()
 
 
-def test_a_finish_of_before_a_resume_ends_nobody_after_it(make_world: MakeWorld) -> None:
+@pytest.mark.parametrize("is_admitted", [True, False])
+def test_a_finish_of_before_a_resume_ends_nobody_after_it(
+    make_world: MakeWorld, *, is_admitted: bool
+) -> None:
     world = fleet(make_world)
     relay, kept = world.node("r1").role, list[Any]()
     forward = relay.forward
@@ -220,11 +223,17 @@ def test_a_finish_of_before_a_resume_ends_nobody_after_it(make_world: MakeWorld)
     world.learner()
     roster = world.node("learner").role.roster
     world.drop("Ack", source="learner")
-    world.run_until(lambda: {m.node_id for m in roster.members()} == {"w1", "r1"})
-    world.run(0.1)  # w1 has received that it is admitted: until then its old channel counts as well
+    if is_admitted:
+        world.run_until(lambda: {m.node_id for m in roster.members()} == {"w1", "r1"})
+        world.run(0.1)  # w1 has received that it is admitted: until then its old channel counts
+    else:
+        seals = world.node("w1").role._joining.seals
+        world.run_until(lambda: seals.offered is not None)
     kinds = {type(decode_message(envelope)) for envelope, _ in kept}
     assert kinds == {Ack, Finish}
     held = world.undelivered("w1")
+    if not is_admitted:
+        kept = [each for each in kept if isinstance(decode_message(each[0]), Finish)]
     for envelope, frames in kept:
         world.perform("r1", forward(relay._control.peer, envelope, frames))
     world.run(0.05)
