@@ -40,7 +40,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from echo.algo.diagnostics import Mismatch, mismatch_by_group
 from echo.config.load import parse_config
 from echo.config.schema import Config
-from echo.core.errors import EchoError, EngineError, RefusedError, TransportError
+from echo.core.errors import (
+    EchoError,
+    EngineError,
+    LocalProtocolError,
+    RefusedError,
+    TransportError,
+)
 from echo.core.metrics import Snapshot
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import NOBODY, UNVERSIONED, Completion, Engine, Request, Sampling, Watcher
@@ -612,7 +618,7 @@ class World:
         self._noise, self._loss, self._luck = noise, loss, random.Random(f"{seed}/loss")
         self._watchers: list[Callable[[str, str, Any], bool | None]] = []
         self._acknowledged: list[int] = []
-        self._failure: AssertionError | None = None
+        self._failure: AssertionError | LocalProtocolError | None = None
         """Of who watches."""
         self.sample_s, self.train_s = sample_s, train_s
         self._slow_disks: dict[str, float] = {}
@@ -750,12 +756,13 @@ class World:
             def perform_and_validate(actions: Sequence[Any]) -> None:
                 perform(actions)
                 try:
-                    node.role.validate()
-                except AssertionError as error:
+                    node.role.broadcast.receiver.link.validate()
+                    if hasattr(node.role, "validate"):
+                        node.role.validate()
+                except (AssertionError, LocalProtocolError) as error:
                     self._failure = self._failure or error
 
-            if hasattr(node.role, "validate"):
-                node.perform = perform_and_validate
+            node.perform = perform_and_validate
             process.task = asyncio.create_task(node.run(), name=process.name)
 
         self._loop.run_until_complete(self._loop.create_task(start(), context=process.context))
