@@ -79,8 +79,8 @@ CHECKPOINTING: Mapping[bool | str, str] = {
 }
 """Values of learner.gradient_checkpointing once it is chosen, the quicker first, in words."""
 FREED_BYTES = 64 << 20
-"""By which a process on a CPU grows before it returns what it has freed; as GROWN_BYTES in
-engine/allocator.py, which lives on a floor above."""
+"""That a process on a CPU has freed and not yet returned: a quarter of what it grows by until then
+(GROWN_BYTES in engine/allocator.py, which is on a floor above)."""
 _RESERVED_SHARE, _RESERVED_BYTES = 0.05, 1_500_000_000
 """Of a GPU: what lies between tensors, and libraries with their workspaces."""
 
@@ -439,8 +439,7 @@ class Footprint:
         the other layers when it comes to the first layer. The head's gradient is there when the
         last layer's backward begins. That of a tied one waits for the embedding's, in the type of
         the products, and then both are added to the float32 one. On a CPU freed activations stay
-        with the process until it grows again, and half of the first gradients of layers find a
-        place there.
+        with the process until it grows again, and the first gradients of layers find a place there.
         """
         one = "one layer or head"
         if not self._is_alone:
@@ -483,7 +482,7 @@ class Footprint:
         if self._keeps_freed:
             held = layer if self._has_checkpointing else kept + layer
             if now.is_only and not self._has_checkpointing:
-                held -= min(held, inner // 2)
+                held -= min(held, inner)
         both = width * outside * (2 if facts.is_tied else 1)
         added = max(both, width * outside + cast) - made
         added = max(0, added)

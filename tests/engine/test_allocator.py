@@ -55,6 +55,7 @@ from echo.engine import allocator
 resident = lambda: int(open("/proc/self/statm").read().split()[1]) >> 8
 def make(size):
     return ctypes.memset(each := ctypes.create_string_buffer(size << 10), 1, size << 10) and each
+allocator.GROWN_BYTES = 64 << 20
 allocator.tune({})
 trim, before, kept, most = allocator.Trimmer(), resident(), [], 0
 for number in range(200):  # what comes and goes is larger each time, and smaller than what is kept
