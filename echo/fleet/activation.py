@@ -447,13 +447,15 @@ class Question:
         known = [worker for worker in self.workers if worker.name not in self.untried]
         active = self.active - self.untried
         choice = choose(known, job, self.links, preferred=active, periods=self.periods)
-        cause = self._saving(roll, job, active, choice)
+        is_waiting = self.idle_share > IDLE_TOLERANCE
+        cause = _saving(roll, job, active, choice, is_waiting=is_waiting)
         if cause and not choice.active <= active:
             # Between workers that are as good as each other a review would exchange them by chance.
             members = [worker for worker in known if worker.name in active]
             own = choose(members, job, self.links, periods=self.periods)
-            own_cause = self._saving(roll, job, active, own)
-            if own_cause and not self._saving(roll, job, own.active, choice):
+            own_cause = _saving(roll, job, active, own, is_waiting=is_waiting)
+            # Whether the learner waits was measured with all of them: of fewer it says nothing.
+            if own_cause and not _saving(roll, job, own.active, choice, is_waiting=True):
                 choice, cause = own, own_cause
         wanted = choice.active if cause else active
         if wanted - self.ready and not active <= wanted:
@@ -482,18 +484,21 @@ class Question:
                     trials = more
         return trials
 
-    def _saving(self, roll: Roll, job: Job, names: frozenset[str], choice: Choice) -> str:
-        """Return why a choice is to take the place of a set of workers; empty if it is not."""
-        before, at_most = roll.assess(job, names), 1 - MIN_SAVING
-        if before.cost_per_h > job.budget_per_h * (1 + 1e-9):
-            return _PASSED
-        if self.idle_share > IDLE_TOLERANCE and choice.slowdown < at_most * before.slowdown:
-            if choice.active < names:
-                return "the active workers are too many for the links"
-            return "other workers make shorter steps"
-        if choice.outlook.cost_per_h < at_most * before.cost_per_h:
-            return "fewer or cheaper workers are enough"
-        return ""
+
+def _saving(
+    roll: Roll, job: Job, names: frozenset[str], choice: Choice, *, is_waiting: bool
+) -> str:
+    """Return why a choice is to take the place of a set of workers; empty if it is not."""
+    before, at_most = roll.assess(job, names), 1 - MIN_SAVING
+    if before.cost_per_h > job.budget_per_h * (1 + 1e-9):
+        return _PASSED
+    if is_waiting and choice.slowdown < at_most * before.slowdown:
+        if choice.active < names:
+            return "the active workers are too many for the links"
+        return "other workers make shorter steps"
+    if choice.outlook.cost_per_h < at_most * before.cost_per_h:
+        return "fewer or cheaper workers are enough"
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

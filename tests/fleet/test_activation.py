@@ -165,12 +165,12 @@ def test_where_nothing_suffices_the_choice_is_as_good_as_that_of_every_set(seed:
 
 
 def test_one_slow_link_does_not_hide_what_the_others_are_good_for() -> None:
-    # With the dear one, nothing that is added to it shortens the step; without, two of them do.
-    workers = [worker("first", 5.0, 1.0), worker("second", 3.0, 1.0), worker("far", 6.0, 0.1)]
-    links = Links(broadcast_s=lambda names: 9.0 if "far" in names else 0.0)
+    # Nothing that is added to the far one shortens the step, and no two that take its place.
+    workers = [worker(f"w{n}", 2.4, 1.0 + n / 10) for n in range(3)] + [worker("far", 8.0, 0.1)]
+    links = Links(broadcast_s=lambda names: 15.0 if "far" in names else 0.0)
     job = replace(JOB, max_staleness=1)
     choice = choose(workers, job, links, preferred={"far"})
-    assert choice.active == {"first", "second"}
+    assert choice.active == {"w0", "w1", "w2"}
     assert choice.slowdown == 1
 
 
@@ -312,6 +312,14 @@ def test_a_budget_that_is_passed_is_kept_at_once() -> None:
     assert answer.active == {"w0", "w1"}
     assert answer.cause == "the budget per hour is passed"
     assert answer.after.cost_per_h <= 2.4
+
+
+def test_beyond_the_budget_somebody_generates_whether_the_learner_waits_or_not() -> None:
+    workers = (worker("dear", 8.0, 3.0), worker("cheap", 4.0, 1.0))
+    for idle_share in (0.0, 0.4):
+        question = ask(workers=workers, active=frozenset({"dear"}), idle_share=idle_share)
+        answer = replace(question, job=replace(JOB, budget_per_h=2.0)).solve()
+        assert answer.active == {"cheap"}
 
 
 def test_at_the_budget_the_best_of_it_is_made_and_the_slowdown_told() -> None:

@@ -250,18 +250,48 @@ def test_what_a_worker_was_late_counts_for_the_sets_with_it_and_while_it_stands_
     assert forecast_s("w2") == pytest.approx(second_s)
 
 
+def test_what_is_known_of_the_links_bounds_the_forecast_and_is_kept_on_standby(
+    make_world: MakeWorld,
+) -> None:
+    world = crowd(make_world, 0.3, 0.1)
+    node = world.node("learner")
+    control, role = node._costs._activation, node.role
+    world.run_until(lambda: control._states and all(s.took_s for s in control._states.values()))
+    # The first version may have been kept from another run: it shows nothing of the uplink.
+    assert control._shown_bytes_per_s == 0
+    world.run_until(lambda: world.step >= 2)
+    assert control._shown_bytes_per_s > role.version_bytes / 2.0
+    members = role.roster.members("worker")
+
+    def forecast_s(*names: str) -> float:
+        return float(control._links(role, members).broadcast_s(names))
+
+    control._shown_bytes_per_s = role.planning.payload_bytes / 5.0
+    for state in control._states.values():
+        state.took_s = 6.0
+    assert forecast_s("w1") == pytest.approx(5.0, rel=0.2)
+    [first] = [member for member in members if member.node_id == "w1"]
+    first.node.is_standby, control._states["w1"].took_s = True, None
+    control._shown_bytes_per_s, control._states["w2"].took_s = 1e9, 0.1
+    assert forecast_s("w2") < 1.0
+    assert forecast_s("w1", "w2") == pytest.approx(5.0, rel=0.2)
+
+
 def test_the_time_of_a_version_runs_from_when_the_worker_could_fetch_it(
     make_world: MakeWorld,
 ) -> None:
     world = crowd(make_world, 0.3)
     node = world.node("learner")
     control = node._costs._activation
+    published_at = control._published_at
     world.run_until(lambda: world.step >= 2)
+    world.run_until(lambda: world.now > max(published_at.values()) + 3.0)
     assert 0 < control._states["w1"].took_s < 1.0
+    newest = node.role.broadcast.newest_complete
     world.worker("late", worker={"price_per_h": 0.3})
     world.run_until(lambda: "late" in control._states and control._states["late"].took_s)
-    # The version that it fetches was published long before it came.
-    assert control._states["late"].took_s < 1.0
+    assert control._states["late"].installed == newest, "which went out long before it came"
+    assert control._states["late"].took_s < 1.5
 
 
 def test_a_worker_without_a_rate_is_untried_for_a_dwell_and_then_as_slow_as_it_seems(
