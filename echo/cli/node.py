@@ -689,7 +689,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.help_config:
         tell([schema_help(arguments.role)])
         return 0
-    has_tracker = False
     try:
         config = configuration_of(arguments)
         if _is_first_rank():
@@ -707,7 +706,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if arguments.role == "worker":  # a learner's rows have few lengths, and more shapes at once
             allocator.bound_onednn(os.environ)
-        has_tracker = arguments.role == "learner" and bool(config.metrics.sinks)
         code = run_role(
             config,
             arguments.role,
@@ -716,7 +714,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             log_events=arguments.log_events,
         )
     except EchoError as error:
-        code = fail(error)
+        return fail(error)  # it has not begun, so nothing can hold it up
+    has_tracker = arguments.role == "learner" and bool(config.metrics.sinks)
     if interrupts.is_interruption(code) or has_tracker:
         # A thread may still load a model or make a step, and at the end of a process a tracker's
         # library waits for its server once more; what was to be saved is saved.

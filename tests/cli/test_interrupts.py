@@ -22,6 +22,7 @@ import pytest
 from echo.cli import interrupts, sim
 from echo.cli import node as node_command
 from echo.cli.node import NodeSignals, run_loop, run_node
+from echo.core.errors import ConfigError
 from echo.runtime.node import Node
 from echo.sim.network import Network, Port
 from echo.sim.transport import SimTransport
@@ -215,3 +216,16 @@ def test_a_learner_ends_soon_whatever_the_library_of_a_tracker_waits_for(
     ]
     assert node_command.main(["--role", "learner", *options]) == 0
     assert hurried == codes
+
+
+def test_a_start_that_is_refused_needs_no_hurry(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise ConfigError("not so")
+
+    monkeypatch.setattr(interrupts, "hurry", lambda _: pytest.fail("it would end the caller"))
+    monkeypatch.setattr(node_command, "run_role", refuse)
+    options = ["--config", str(CONFIG), "--set", 'metrics.sinks=["tensorboard"]']
+    assert node_command.main(["--role", "learner", *options, "--set", "model.name=m"]) == 2
+    assert capsys.readouterr().err == "error: not so\n"
