@@ -54,7 +54,7 @@ def test_a_killed_process_ends_the_job_and_the_same_command_goes_on(cluster: Clu
     second.kill()
     assert cluster.wait_for_end(first, within_s=ENDS_WITHIN_S) == 1
     log = (cluster.run_dir / "logs" / "learner.log").read_text()
-    assert "rank 1 gives no sign of life" in log
+    assert "rank 1 left no reason" in log
     assert worker.is_running
 
     cluster.finish(*start_learner(cluster), worker)
@@ -112,4 +112,4 @@ def test_torchrun_begins_a_new_life_that_continues(machines: int, cluster: Clust
     assert len(lineages) == 2
     assert lineages[1]["fork_step"] >= 2
     cluster.audit()
-    assert "rank 1 gives no sign of life" in (cluster.run_dir / "logs" / "learner.log").read_text()
+    assert "rank 1 left no reason" in (cluster.run_dir / "logs" / "learner.log").read_text()
