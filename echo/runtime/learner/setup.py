@@ -351,9 +351,7 @@ def make_trainer(
         told = crew.ranks.gather(recompute_above.to_bytes(8, "little"))
         recompute_above = min(int.from_bytes(each, "little") for each in told)
     config = with_checkpointing(config, budget, crew)
-    learner, optimizer, loss = config.learner, config.optimizer, config.loss
-    max_tokens = config.sampling.max_completion_tokens
-    set_num_threads(learner.num_threads)
+    set_num_threads(config.learner.num_threads)
     source = ModelSource(model_dir=model_dir, lora=lora)
     if checkpoint is None:
         check_models(config, model_dir)
@@ -365,26 +363,9 @@ def make_trainer(
         source,
         compute,
         loss=build_loss(config),
-        optimizer=OptimizerSettings(
-            learning_rate=optimizer.learning_rate,
-            warmup_steps=optimizer.warmup_steps,
-            lr_schedule=optimizer.lr_schedule,
-            num_steps=config.run.max_steps,
-            weight_decay=optimizer.weight_decay,
-            betas=optimizer.betas,
-            max_grad_norm=optimizer.max_grad_norm,
-            minibatches_per_step=config.batch.minibatches_per_step,
-        ),
+        optimizer=_optimizer_settings(config),
         temperature=config.sampling.temperature,
-        advantages=AdvantageSettings(
-            normalize_by_std=loss.normalize_by_std,
-            leave_one_out=loss.leave_one_out,
-            max_completion_tokens=max_tokens,
-            overlong_buffer_tokens=loss.overlong_buffer_tokens,
-            overlong_filter=loss.overlong_filter,
-            keep_zero_variance=config.batch.keep_zero_variance,
-            max_abs_reward=config.task.max_reward,
-        ),
+        advantages=_advantage_settings(config),
         reference=find_reference(config, model_dir, lora),
         rescoring=(
             make_rescoring(config.sampling, config.model.dtype)
@@ -395,6 +376,33 @@ def make_trainer(
     if checkpoint is not None:
         trainer.load_state(checkpoint)
     return trainer
+
+
+def _optimizer_settings(config: Config) -> OptimizerSettings:
+    optimizer = config.optimizer
+    return OptimizerSettings(
+        learning_rate=optimizer.learning_rate,
+        warmup_steps=optimizer.warmup_steps,
+        lr_schedule=optimizer.lr_schedule,
+        num_steps=config.run.max_steps,
+        weight_decay=optimizer.weight_decay,
+        betas=optimizer.betas,
+        max_grad_norm=optimizer.max_grad_norm,
+        minibatches_per_step=config.batch.minibatches_per_step,
+    )
+
+
+def _advantage_settings(config: Config) -> AdvantageSettings:
+    loss = config.loss
+    return AdvantageSettings(
+        normalize_by_std=loss.normalize_by_std,
+        leave_one_out=loss.leave_one_out,
+        max_completion_tokens=config.sampling.max_completion_tokens,
+        overlong_buffer_tokens=loss.overlong_buffer_tokens,
+        overlong_filter=loss.overlong_filter,
+        keep_zero_variance=config.batch.keep_zero_variance,
+        max_abs_reward=config.task.max_reward,
+    )
 
 
 def _compute(config: Config) -> Compute:
@@ -586,16 +594,7 @@ class RunParts:
                 resume=options.resume,
                 log=options.log,
             )
-            trainer = build_trainer(
-                config,
-                data.model_dir,
-                start,
-                data.lora,
-                options.crew,
-                budget=self.budget,
-                prompt_tokens=data.prompts.longest,
-            )
-            options.log.info("%s", trainer.describe_rows())
+            trainer = self._trainer(start)
             attribution = self._attribution(trainer)
             buffer = self._buffer(start, trainer)
             prompts = PromptsAhead(
@@ -633,6 +632,20 @@ class RunParts:
             evaluations=evaluations,
             export=partial(export_directory, config, data),
         )
+
+    def _trainer(self, start: StartingPoint) -> AnyTrainer:
+        data, options = self.data, self.options
+        trainer = build_trainer(
+            self.config,
+            data.model_dir,
+            start,
+            data.lora,
+            options.crew,
+            budget=self.budget,
+            prompt_tokens=data.prompts.longest,
+        )
+        options.log.info("%s", trainer.describe_rows())
+        return trainer
 
     def _attribution(self, trainer: AnyTrainer) -> Attribution | None:
         """Return the measurement of where the mismatch with the sampler is from, if it is on."""
