@@ -145,7 +145,8 @@ def update_weights(
             update.root_correction2,
             MIN_SCALE,
         )
-        launch_update(weights, gradients, coded, squared, (first, second), numbers, block=BLOCK)
+        tables = (first, second)
+        launch_update(weights, gradients.contiguous(), coded, squared, tables, numbers, block=BLOCK)
         return
     weights.sub_(update.decay * weights)
     means = torch.lerp(mean.decoded(), gradients, 1 - update.beta1)
