@@ -67,7 +67,8 @@ from echo.runtime.identity import (
 )
 from echo.runtime.learner.resume import check_unused, finished_step
 from echo.runtime.node import INTERRUPTED, Node
-from echo.tasks.dataset import RowsTask, is_local
+from echo.tasks.dataset import RowsTask
+from echo.tasks.row_files import is_local
 from echo.tasks.task import Task, load_task
 from echo.ui.live import LiveView, StatusLine, WorkerStatus
 from echo.ui.plots import learning_curve

@@ -227,7 +227,7 @@ BUILT_IN_TASKS = {
     "countdown": "echo.tasks.builtin:CountdownTask",
     "dataset": "echo.tasks.dataset:DatasetTask",
     "gsm8k": "echo.tasks.builtin:Gsm8kTask",
-    "mixture": "echo.tasks.dataset:MixtureTask",
+    "mixture": "echo.tasks.mixture:MixtureTask",
     "verifiers": "echo.tasks.verifiers:VerifiersTask",
     "word_problems": "echo.tasks.word_problems:WordProblemTask",
 }
