@@ -70,10 +70,11 @@ from echo.runtime.node import INTERRUPTED, Node
 from echo.tasks.dataset import RowsTask
 from echo.tasks.row_files import is_local
 from echo.tasks.task import Task, load_task
-from echo.ui.live import LiveView, StatusLine, WorkerStatus
+from echo.ui.live import LiveView
 from echo.ui.plots import learning_curve
 from echo.ui.sinks import MetricsWriter, sinks_missing
 from echo.ui.summary import as_text, summarise_run
+from echo.ui.worker_status import StatusLine, WorkerStatus
 
 if TYPE_CHECKING:
     from echo.runtime.worker.node import WorkerNode

@@ -24,7 +24,7 @@ from echo.core.units import one_line, without_keys, without_secrets
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from echo.ui.live import StatusLine
+    from echo.ui.worker_status import StatusLine
 
 EXIT_CODES: dict[type[EchoError], int] = {
     ConfigError: 2,
@@ -96,7 +96,7 @@ def make_log(name: str, *, to_file: Path | None, to_terminal: bool) -> logging.L
     Raises:
         StorageError: if the file cannot be written.
     """
-    from echo.ui.live import StatusLine  # here, since --help answers without rich
+    from echo.ui.worker_status import StatusLine  # here, since --help answers without rich
 
     log = logging.getLogger(f"echo.{name}")
     log.setLevel(logging.INFO)
@@ -129,7 +129,7 @@ def others_in_log(log: logging.Logger) -> Iterator[None]:
     Libraries warn there, in C++ as well, and so do the processes that they start; it would break
     the status, and be gone with the next one.
     """
-    from echo.ui.live import StatusLine  # here, since --help answers without rich
+    from echo.ui.worker_status import StatusLine  # here, since --help answers without rich
 
     line = next((h for h in log.handlers if isinstance(h, StatusLine) and h.is_live), None)
     file = next((h for h in log.handlers if isinstance(h, logging.FileHandler)), None)

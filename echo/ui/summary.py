@@ -25,7 +25,8 @@ from echo.core.metrics import held_out
 from echo.core.units import format_bytes
 from echo.records.ledger import FILE, LedgerTotals, read_records, totals_of
 from echo.records.run_files import Evaluation, MetricsHistory, MetricsRow, read_config, read_metrics
-from echo.ui.live import clock, short_count, staleness_bars, staleness_bins, to_ascii
+from echo.ui.drawing import clock, short_count, to_ascii
+from echo.ui.screen import staleness_bars, staleness_bins
 
 # A run's learning, from its metrics: which groups taught, and how far off-policy
 

@@ -27,9 +27,9 @@ from echo.net.curve import CurveKeys, KeyPair
 from echo.net.transport import with_key, without_key
 from echo.net.zmq import ZmqTransport
 from echo.runtime.identity import Join
-from echo.ui.live import StatusLine
+from echo.ui.worker_status import StatusLine
 from tests.records.rows import write_ledger
-from tests.ui.test_live import Terminal
+from tests.ui.terminals import Terminal
 
 JOIN = f"tcp://127.0.0.1:9#{'k' * 43}.{'s' * 22}.{'f' * 22}"
 

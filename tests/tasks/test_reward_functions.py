@@ -15,7 +15,7 @@ from echo.core.errors import ConfigError, DataError
 from echo.tasks.dataset import DatasetTask
 from echo.tasks.rewards import ExampleCall, InlineHost, Limits, RewardError
 from echo.tasks.task import Example, load_function, load_task, task_digests
-from tests.tasks.test_dataset import write_jsonl
+from tests.tasks.rows import write_jsonl
 
 FUNCTIONS = """
 import asyncio, functools, math

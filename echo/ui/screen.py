@@ -1,0 +1,501 @@
+"""The rows that show a snapshot, and how they share a screen.
+
+Every function returns rows for rich no wider than asked for; `render_live` decides which of them,
+and how many rows of each, a terminal has room for. Text from other nodes is cleaned before it is
+shown.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.bar import Bar
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from echo.core.metrics import CostView, NodeView, Snapshot, SpeedView, held_out
+from echo.core.units import format_bytes
+from echo.ui.drawing import Curve, Marks, clean, clock, fit, line_chart, short_count, value_range
+
+_MIN_SIDE_BY_SIDE = 56
+"""Below this width a curve and a histogram beside each other are both unreadable."""
+_MAX_CHART_ROWS = 14
+_MAX_NOTICES = 6
+
+_LABEL_WIDTH = 9
+_WRAPPER = Console(file=io.StringIO())
+"""Width that rich needs for wrapping; nothing is printed on it."""
+_ROLE_ORDER = {"learner": 0, "relay": 1, "worker": 2}
+_STATE_STYLES = {"lost": "bold red", "waiting": "yellow", "refused": "bold red"}
+_NUMBER_COLUMNS = frozenset({"stale", "tok/s", "bytes/s", "mismatch", "reward", "leases", "seen"})
+_DISPENSABLE_COLUMNS = (
+    "seen", "parent", "leases", "role", "reward", "bytes/s", "mismatch", "tok/s", "stale",
+)  # fmt: skip
+"""Left out where the width does not suffice, in this order."""
+_MAX_CELL_WIDTHS = {"node": 12, "parent": 12, "state": 16}
+"""Width to which these columns are cut while others lack space."""
+
+
+def header(snapshot: Snapshot, width: int, *, eta_s: float | None) -> list[RenderableType]:
+    """Return two rows: run name, step and times; then the bar of steps done."""
+    name = Text.assemble(("echo ", "bold cyan"), (clean(snapshot.run_name), "bold"))
+    right = Text(f"step {snapshot.step}/{snapshot.max_steps}", "bold")
+    for part in (
+        f"{clock(snapshot.elapsed_s)} elapsed",
+        f"ETA {'-' if eta_s is None else clock(eta_s)}",
+    ):
+        if right.cell_len + len(part) + 3 <= width - 8:
+            right.append(f"   {part}", "default not bold")
+    name.truncate(max(width - right.cell_len - 2, 0), overflow="ellipsis")
+    gap = max(width - name.cell_len - right.cell_len, 1)
+    title = Text.assemble(name, " " * gap, right)
+    return [fit(title, width), _row(_progress(snapshot.step, snapshot.max_steps, width))]
+
+
+def reward_chart(snapshot: Snapshot, width: int, height: int) -> list[Text]:
+    """Return `height` rows: the newest numbers, then the curves against the step.
+
+    Below 4 rows there is no space for a curve, and the numbers are all.
+    """
+    rewards = snapshot.reward_history
+    sampled_glyph, greedy_glyph = "●", "◆"
+    title = Text.assemble(
+        ("reward ", "bold"), (f"{rewards[-1]:.3g}" if rewards else "-", "bold cyan")
+    )
+    if snapshot.eval_history:
+        step, sampled, greedy = snapshot.eval_history[-1]
+        num_errors = snapshot.eval_errors.get(step, 0)
+        if num_errors:
+            title.append(f"   {num_errors} rewards failed", "bold red")
+        parts = (
+            (f"   {held_out(snapshot.evals_are_rates)}", "bold"),
+            (f" {sampled_glyph} {sampled:.2f}", "green"),
+            (" sampled", "green"),
+            (f" {greedy_glyph} {greedy:.2f}", "magenta"),
+            (" greedy", "magenta"),
+            (f" at step {step}", "dim"),
+        )
+        # The longest of these that fits: everything, less and less, the bare numbers.
+        short = ("   held-out", "bold")
+        for wanted in (
+            parts,
+            parts[:-1],
+            (parts[0], parts[1], parts[3]),
+            (short, parts[1], parts[3]),
+            (parts[1], parts[3]),
+        ):
+            if title.cell_len + sum(len(text) for text, _ in wanted) <= width:
+                title.append_text(Text.assemble(*wanted))
+                break
+    if height < 4:
+        return [fit(title, width)][:height]
+    last = snapshot.resumed_at if snapshot.last_step is None else snapshot.last_step.step
+    first_step = last - len(rewards) + 1
+    values = [*rewards, *(v for _, *pair in snapshot.eval_history for v in pair)]
+    plot = line_chart(
+        [Curve([(first_step + i, reward) for i, reward in enumerate(rewards)], "cyan")],
+        [
+            Marks(
+                [(step, sampled) for step, sampled, _ in snapshot.eval_history],
+                "green",
+                sampled_glyph,
+            ),
+            Marks(
+                [(step, greedy) for step, _, greedy in snapshot.eval_history],
+                "magenta",
+                greedy_glyph,
+            ),
+        ],
+        width=width,
+        height=height - 1,
+        x_range=(0, max(snapshot.step, 1)),
+        y_range=value_range(values),
+    )
+    return [fit(title, width), *plot]
+
+
+def staleness_bins(
+    tokens: Mapping[int, int], max_staleness: int, max_bins: int
+) -> list[tuple[str, int, bool]]:
+    """Group trained tokens by staleness into at most `max_bins` bins.
+
+    Returns:
+        (label, tokens, whether it holds the bound S) per bin, from staleness 0 up to S, and beyond
+        S only if tokens lie there, which the learner never lets happen.
+    """
+    beyond = sum(count for staleness, count in tokens.items() if staleness > max_staleness)
+    room = max(max_bins - (beyond > 0), 1)
+    per_bin = -(-(max_staleness + 1) // room)
+    bins = []
+    for low in range(0, max_staleness + 1, per_bin):
+        high = min(low + per_bin - 1, max_staleness)
+        count = sum(tokens.get(staleness, 0) for staleness in range(low, high + 1))
+        bins.append((str(low) if low == high else f"{low}-{high}", count, high == max_staleness))
+    if beyond:
+        bins.append((f">{max_staleness}", beyond, False))
+    return bins
+
+
+def staleness_histogram(snapshot: Snapshot, width: int, height: int) -> list[RenderableType]:
+    """Return at most `height` rows: mean staleness of the trained tokens, a bar per staleness."""
+    tokens = snapshot.staleness_tokens
+    total = sum(tokens.values())
+    mean = sum(staleness * count for staleness, count in tokens.items()) / total if total else 0.0
+    title = Text.assemble(("staleness", "bold"), f" mean {mean:.2f}" if total else " -")
+    bins = staleness_bins(tokens, snapshot.max_staleness, max(height - 2, 1))
+    marked = [(label, count, "◂ bound" if is_bound else "") for label, count, is_bound in bins]
+    return [fit(title, width), staleness_bars(marked, width)]
+
+
+def staleness_bars(bins: Sequence[tuple[str, int, str]], width: int) -> Table:
+    """Return a row per bin: its label, a bar, its share of all tokens, and a note."""
+    counts = [count for _, count, _ in bins]
+    table = Table.grid(padding=(0, 1, 0, 0), expand=True)
+    table.width = width
+    table.add_column(style="dim", justify="right", no_wrap=True)
+    table.add_column(ratio=1)
+    table.add_column(no_wrap=True)
+    table.add_column(style="bold yellow", no_wrap=True)
+    for label, count, note in bins:
+        color = "red" if label.startswith(">") else "blue"
+        filled = Bar(max(counts) or 1, 0, count, color=color)
+        table.add_row(label, filled, _percent(count / (sum(counts) or 1)), note)
+    return table
+
+
+def status(snapshot: Snapshot, width: int, *, num_wait_rows: int) -> list[RenderableType]:
+    """Return 2 + `num_wait_rows` rows: flow, weights, and what the learner waits for.
+
+    A row more once a step was timed. Where anything has a price, a row or two more: what it costs,
+    and who was put on standby last.
+    """
+    flow = [
+        f"{snapshot.num_buffered} buffered, {snapshot.groups_per_step} needed",
+        f"{snapshot.num_leased} leased",
+    ]
+    if (last := snapshot.last_step) is not None:
+        flow.append(f"{short_count(last.accepted_tokens_per_s)} tokens/s in the last step")
+    groups = _labelled("groups", "   ".join(flow))
+    version = _labelled("weights", f"{clean(snapshot.broadcast_version)} ")
+    done = f" {snapshot.broadcast_done:4.0%}   {format_bytes(snapshot.broadcast_bytes)} sent"
+    room = width - version.cell_len - len(done)
+    bar_width = max(min(room - 1, 40), 4)
+    per_version = snapshot.publish_period
+    cadence = "   a version per " + ("step" if per_version == 1 else f"{per_version} steps")
+    if bar_width + len(cadence) <= room:
+        done += cadence
+    weights = _row(version, _progress(snapshot.broadcast_done, 1, bar_width), done)
+    waiting = _waiting(snapshot, width, num_wait_rows)
+    costs = [] if snapshot.cost is None else cost_rows(snapshot.cost, width)
+    speed = [] if snapshot.speed is None else [fit(speed_row(snapshot.speed), width)]
+    return [fit(groups, width), *speed, weights, *(fit(row, width) for row in waiting), *costs]
+
+
+def speed_row(speed: SpeedView) -> Text:
+    """Return a row with how fast the learner trains, and what takes its time."""
+    parts = [f"{short_count(speed.tokens_per_s)} tokens/s"]
+    if speed.mfu is not None:
+        parts.append(f"{speed.mfu:.0%} MFU")
+    parts.append(f"peak {format_bytes(int(speed.peak_memory_bytes))}")
+    parts.append(f"{speed.forward_backward_s:.2g} s passes, {speed.optimizer_s:.2g} s update")
+    return _labelled("trainer", "   ".join(parts))
+
+
+def cost_rows(cost: CostView, width: int) -> list[Text]:
+    """Return a row with what the run costs, and one with the last change of who generates."""
+    parts = [f"${cost.per_h:.2f}/h"]
+    total = f"${cost.total:.2f} so far"
+    if cost.budget_per_run is not None:
+        total += f" of ${cost.budget_per_run:.2f}"
+    parts.append(total)
+    if cost.per_million_tokens is not None:
+        parts.append(f"${cost.per_million_tokens:.3g} per million tokens")
+    parts.append(f"{cost.num_active} active, {cost.num_standby} on standby")
+    for amount, what in (
+        (cost.standby_per_h, "for machines on standby"),
+        (cost.unconfirmed_per_h, "for machines not known to be given back"),
+    ):
+        if amount:
+            parts.append(f"${amount:.2f}/h {what}")
+    # The first ones that fit: what it costs goes before where it goes to.
+    while len(parts) > 1 and len("   ".join(parts)) > width - _LABEL_WIDTH:
+        parts.pop()
+    rows = [_labelled("cost", "   ".join(parts))]
+    if cost.decision:
+        rows.append(_labelled("", clean(cost.decision), style="dim"))
+    return [fit(row, width) for row in rows]
+
+
+def node_table(nodes: Sequence[NodeView], width: int, height: int) -> list[Text]:
+    """Return at most `height` rows: a heading and a row per node, the rest summed up in the last.
+
+    Columns that do not fit are left out, the least telling first. Where there is no space for all
+    nodes, those in trouble and those that are not workers are shown first.
+    """
+    if not nodes or height < min(len(nodes) + 1, 3):
+        return []
+    ordered = sorted(nodes, key=_node_order)
+    hidden: list[NodeView] = []
+    if len(ordered) + 1 > height:
+        urgent = sorted(ordered, key=lambda node: (node.role == "worker", not _is_in_trouble(node)))
+        kept = {id(node) for node in urgent[: height - 2]}
+        hidden = [node for node in ordered if id(node) not in kept]
+        ordered = [node for node in ordered if id(node) in kept]
+    columns, gap = _fitting_columns(ordered, width)
+    heading = gap.join(_align(column.name, column) for column in columns)
+    rows = [fit(Text(heading, "dim"), width)]
+    for index, node in enumerate(ordered):
+        styles = {"state": _state_style(node), "node": "bold"}
+        cells = [(_align(c.cells[index], c) + gap, styles.get(c.name, "")) for c in columns]
+        rows.append(fit(Text.assemble(*cells), width))
+    if hidden:
+        words = [(clean(node.state).split() or ["-"])[0] for node in hidden]
+        states = Counter(words)
+        summary = ", ".join(f"{count} {state}" for state, count in states.most_common())
+        rows.append(fit(Text(f"and {len(hidden)} more: {summary}", "dim"), width))
+    return rows
+
+
+def refusals(refused: Mapping[str, int], width: int) -> list[Text]:
+    """Return a row with the groups refused or dropped by reason, most first, if there are any."""
+    counts = sorted(((n, reason) for reason, n in refused.items() if n), reverse=True)
+    if not counts:
+        return []
+    text = "   ".join(f"{clean(reason)} {n}" for n, reason in counts)
+    return [fit(_labelled("refused", text, style="yellow"), width)]
+
+
+def notices(lines: Sequence[str], width: int) -> list[list[Text]]:
+    """Return each notice, the oldest first, as the rows that it needs.
+
+    Nothing is cut: a notice may be a command or a path for the reader to copy. For the same reason
+    the rows after the first are not indented.
+    """
+    found = []
+    for line in lines:
+        text = Text("· " + clean(line), "dim")
+        rows = text.wrap(_WRAPPER, width, overflow="fold", no_wrap=False)
+        found.append([fit(row, width) for row in rows])
+    return found
+
+
+def idle_shares(snapshot: Snapshot) -> str:
+    """Return how much the learner waits, recently and since it started."""
+    return f"{snapshot.recent_idle_ratio:.0%} recently, {snapshot.idle_ratio:.0%} in all"
+
+
+def _row(*parts: RenderableType) -> Table:
+    """All of `parts` on one line, which it ends: a bar of rich does not."""
+    row = Table.grid()
+    for _ in parts:
+        row.add_column(no_wrap=True)
+    row.add_row(*parts)
+    return row
+
+
+def _progress(done: float, total: float, width: int) -> ProgressBar:
+    return ProgressBar(total or 1, done, width, complete_style="cyan", finished_style="green")
+
+
+def _percent(share: float) -> str:
+    """A share in five characters; what exists never shows as zero."""
+    if 0 < share < 0.001:
+        return "<0.1%"
+    return f"{share:5.1%}" if share < 0.9995 else " 100%"
+
+
+def _labelled(label: str, text: str, style: str = "") -> Text:
+    return Text.assemble((label.ljust(_LABEL_WIDTH), "dim"), (text, style))
+
+
+def _waiting(snapshot: Snapshot, width: int, num_rows: int) -> list[Text]:
+    state = f"waits for {clean(snapshot.waiting_for)}"
+    if not snapshot.waiting_for:
+        state = snapshot.activity or "training"
+    wrapped = textwrap.wrap(
+        f"idle {idle_shares(snapshot)}   {state}",
+        max(width - _LABEL_WIDTH, 20),
+        max_lines=num_rows,
+        placeholder=" ...",
+    )
+    style = "yellow" if snapshot.waiting_for else "green"
+    rows = [_labelled("" if i else "learner", line, style) for i, line in enumerate(wrapped)]
+    return rows + [Text()] * (num_rows - len(rows))
+
+
+def _node_order(node: NodeView) -> tuple[int, list[tuple[int, str]]]:
+    """By role, then by name with numbers in it counted: w2 before w10."""
+    parts = re.findall(r"[0-9]+|[^0-9]+", node.node_id)
+    # The length of a run of digits goes first; leading zeros then sort as text, which will do.
+    return _ROLE_ORDER.get(node.role, 3), [(len(p) if p[0].isdigit() else 0, p) for p in parts]
+
+
+def _is_in_trouble(node: NodeView) -> bool:
+    return node.state.startswith(("lost", "refused", "waiting"))
+
+
+def _state_style(node: NodeView) -> str:
+    first_word = node.state.split(" ", 1)[0]
+    return _STATE_STYLES.get(first_word, "green")
+
+
+@dataclass(slots=True)
+class _Column:
+    """A column of the table of nodes."""
+
+    name: str
+    cells: list[str]
+    width: int
+    is_number: bool
+
+
+def _align(cell: str, column: _Column) -> str:
+    """`cell` at exactly the width of `column`: words to the left, numbers to the right."""
+    missing = " " * max(column.width - cell_len(cell), 0)
+    text = missing + cell if column.is_number else cell + missing
+    return set_cell_size(text, column.width)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _fitting_columns(nodes: Sequence[NodeView], width: int) -> tuple[list[_Column], str]:
+    """The columns that fit into `width`, and the gap between them."""
+    content: dict[str, list[str]] = {
+        "node": [node.node_id for node in nodes],
+        "role": [node.role for node in nodes],
+        "version": [node.version for node in nodes],
+        "stale": ["-" if node.staleness is None else str(node.staleness) for node in nodes],
+        "tok/s": [short_count(node.tokens_per_s) if node.tokens_per_s else "-" for node in nodes],
+        "bytes/s": [format_bytes(node.bytes_per_s) if node.bytes_per_s else "-" for node in nodes],
+        "mismatch": [_number(node.mismatch_kl, ".2g") for node in nodes],
+        "reward": [_number(node.reward, ".3f") for node in nodes],
+        "leases": [str(node.num_leases) if node.num_leases else "-" for node in nodes],
+        "state": [node.state for node in nodes],
+        "parent": [node.parent for node in nodes],
+        "seen": ["-" if node.role == "learner" else f"{clock(node.seen_s)}" for node in nodes],
+    }
+    columns = []
+    for name, raw in content.items():
+        if name in ("mismatch", "reward") and set(raw) <= {"-"}:
+            continue  # nothing was trained yet
+        cells = [clean(cell) for cell in raw]
+        natural = max(map(cell_len, [name, *cells]))
+        limit = _MAX_CELL_WIDTHS.get(name, natural)
+        columns.append(_Column(name, cells, min(natural, limit), name in _NUMBER_COLUMNS))
+    gap = "  "
+    for dropped in ("", "", *_DISPENSABLE_COLUMNS):
+        columns = [column for column in columns if column.name != dropped]
+        if sum(column.width for column in columns) + len(gap) * (len(columns) - 1) <= width:
+            break
+        gap = " "
+    # The remaining width goes to the columns that were cut, the state before the names.
+    spare = width - sum(column.width for column in columns) - len(gap) * (len(columns) - 1)
+    for name in ("state", "node", "parent"):
+        for column in columns:
+            if column.name == name and spare > 0:
+                extra = min(max(map(cell_len, column.cells)) - column.width, spare)
+                column.width += max(extra, 0)
+                spare -= max(extra, 0)
+    return columns, gap
+
+
+# --- the whole screen ----------------------------------------------------------------------------
+
+
+def render_live(
+    snapshot: Snapshot,
+    width: int,
+    *,
+    height: int | None = None,
+    eta_s: float | None = None,
+) -> Group:
+    """Draw `snapshot` as rows of text that fill `width` and fit into `height`."""
+    width = max(width, 1)
+    rows_left = height if height is not None else 2 + _MAX_CHART_ROWS + len(snapshot.nodes) + 20
+    title = header(snapshot, width, eta_s=eta_s)
+    num_wait_rows = 2 if width < 100 and rows_left >= 22 else 1
+    state = status(snapshot, width, num_wait_rows=num_wait_rows)
+    refused = refusals(snapshot.refused, width)
+    told = notices(snapshot.notices[-_MAX_NOTICES:], width)
+    rows_of_newest, rows_of_notices = len(told[-1]) if told else 0, sum(map(len, told))
+    # Height of each part, the most important first; then air between the parts; then larger parts.
+    rows_left -= len(title) + len(state)
+    num_nodes = len(snapshot.nodes)
+    wanted = {
+        "chart": (6, _MAX_CHART_ROWS),
+        "table": (min(num_nodes, 5) + 1, num_nodes + 1),
+        "refused": (len(refused), len(refused)),
+        "notices": (rows_of_newest, rows_of_notices),
+        "gaps": (4 if refused or told else 3,) * 2,
+    }
+    granted = _share_out(wanted, rows_left)
+    table = node_table(snapshot.nodes, width, granted["table"])
+    charts = _charts(snapshot, width, granted["chart"])
+    foot = refused[: granted["refused"]] + _newest_whole(told, granted["notices"])
+    rows = _join([title, charts, state, table, foot], granted["gaps"])
+    return Group(*(rows if height is None else rows[:height]))
+
+
+def _newest_whole(notices: list[list[Text]], num_rows: int) -> list[Text]:
+    """Return the rows of the newest notices that fit as a whole, and of the newest in any case."""
+    rows: list[Text] = []
+    for notice in reversed(notices):
+        if rows and len(rows) + len(notice) > num_rows:
+            break
+        rows = notice + rows
+    return rows[:num_rows]
+
+
+def _share_out(wanted: Mapping[str, tuple[int, int]], num_rows: int) -> dict[str, int]:
+    """Grant each part its least rows while there are any, then the growing ones their most.
+
+    Args:
+        wanted: (least, most) rows per part, the most telling part first.
+        num_rows: rows to share out.
+    """
+    granted = dict.fromkeys(wanted, 0)
+    for name, limit in [
+        *((name, least) for name, (least, _) in wanted.items()),
+        *((name, wanted[name][1]) for name in ("table", "notices", "chart")),
+    ]:
+        extra = max(min(limit - granted[name], num_rows), 0)
+        granted[name] += extra
+        num_rows -= extra
+    return granted
+
+
+def _charts(snapshot: Snapshot, width: int, height: int) -> list[RenderableType]:
+    """The reward curve, and beside it the histogram of staleness where both have room."""
+    if width < _MIN_SIDE_BY_SIDE or height < 4:
+        return [*reward_chart(snapshot, width, height)]
+    right_width = min(max(width * 3 // 10, 21), 44)
+    left_width = width - right_width - 3
+    beside = Table.grid(padding=(0, 3, 0, 0))
+    for column_width in (left_width, right_width):
+        beside.add_column(width=column_width)
+    beside.add_row(
+        Group(*reward_chart(snapshot, left_width, height)),
+        Group(*staleness_histogram(snapshot, right_width, height)),
+    )
+    return [beside]
+
+
+def _join(blocks: Iterable[Sequence[RenderableType]], num_gaps: int) -> list[RenderableType]:
+    """All rows of `blocks` with a blank row before each block but the first, `num_gaps` at most."""
+    rows: list[RenderableType] = []
+    for block in blocks:
+        if block and rows and num_gaps > 0:
+            rows.append(Text())
+            num_gaps -= 1
+        rows += block
+    return rows

@@ -1,0 +1,93 @@
+"""The status of a worker: a line below its log, or a line of the log now and then."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from collections import deque
+from typing import TextIO
+
+from echo.core.metrics import WorkerView
+
+LOG_S = 60.0
+"""Seconds between two lines of a log."""
+RATE_WINDOW_S = 10.0
+"""Seconds over which tokens per second are averaged, at least."""
+
+_ERASE = "\r\x1b[K"
+
+
+class StatusLine(logging.StreamHandler[TextIO]):
+    """Writes log lines to a stream, and below them a status line if the stream is a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """Begin without a status."""
+        super().__init__(stream)
+        self.is_live = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        """Whether `show` shows anything."""
+        self._status = ""
+
+    def show(self, status: str) -> None:
+        """Show a status in place of the one before; an empty one erases it."""
+        if not self.is_live:
+            return
+        self.acquire()
+        try:
+            # A line that wraps could not be erased.
+            self._status = status[: shutil.get_terminal_size().columns - 1]
+            self.stream.write(_ERASE + self._status)
+            self.flush()
+        except OSError:  # the terminal is gone
+            self.is_live = False
+        finally:
+            self.release()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a log line above the status; the caller holds the handler's lock."""
+        status = self._status
+        if status:
+            self.show("")
+        super().emit(record)
+        if status:
+            self.show(status)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 -- logging's name
+        """Say nothing of a terminal that is gone: there is nowhere to."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+class WorkerStatus:
+    """Tells tokens per second, groups and version of a worker on its terminal, or in its log."""
+
+    def __init__(self, line: StatusLine, log: logging.Logger) -> None:
+        """Begin without a measurement."""
+        self._line, self._log = line, log
+        self._told_at: float | None = None
+        self._sampled: deque[tuple[float, int]] = deque()
+
+    def tell(self, view: WorkerView, *, now: float) -> None:
+        """Show a state, seconds on any clock; without a terminal one in LOG_S is logged."""
+        text = self.text(view, now=now)
+        if self._line.is_live:
+            self._line.show(text)
+        elif self._told_at is None:
+            self._told_at = now  # the log has just said that it starts
+        elif now >= self._told_at + LOG_S:
+            self._told_at = now
+            self._log.info("%s", text)
+
+    def text(self, view: WorkerView, *, now: float) -> str:
+        """Return the status at an instant, seconds on any clock."""
+        self._sampled.append((now, view.num_tokens))
+        while len(self._sampled) > 2 and self._sampled[1][0] <= now - RATE_WINDOW_S:
+            self._sampled.popleft()
+        (since, before), (_, newest) = self._sampled[0], self._sampled[-1]
+        rate = (newest - before) / (now - since) if now > since else 0.0
+        groups = "group" if view.num_groups == 1 else "groups"
+        return (
+            f"{view.version}  {rate:,.0f} tokens/s  {view.num_groups} {groups} delivered  "
+            f"{view.activity}"
+        )
