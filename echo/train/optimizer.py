@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,7 @@ from echo.core.errors import DataError
 from echo.kernels.adamw_8bit import BLOCK, CodedMoment, Update, update_weights
 
 OptimizerState = Literal["float32", "8bit", "offloaded"]
+LrSchedule = Literal["constant", "linear", "cosine"]
 
 EPSILON = 1e-8
 """As torch has it."""
@@ -39,6 +41,46 @@ STEP = "step"
 """The number of updates, for the correction of AdamW's bias."""
 PARTS = (*MOMENTS, *(moment + part for moment in MOMENTS for part in (CODES, SCALES)), STEP)
 """Parts of a parameter's state; the last is a number, all others have its rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW, with a learning rate that rises linearly and then follows its schedule."""
+
+    learning_rate: float = 1e-6
+    """The largest."""
+    warmup_steps: int = 10
+    """Steps until the full learning rate; step n of them, from 1, uses n / warmup_steps of it."""
+    lr_schedule: LrSchedule = "constant"
+    """How it goes on from there: as it is, or down to 0 after `num_steps`."""
+    num_steps: int = 0
+    """Steps of the whole run, for a schedule that falls."""
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first moment and of the second."""
+    max_grad_norm: float = 1.0
+    """Bound on the norm of the whole gradient; infinity for none."""
+    minibatches_per_step: int = 1
+    """Updates that a step makes, each of its share of the groups; `optim_step` is one of them."""
+
+    def __post_init__(self) -> None:
+        if self.lr_schedule != "constant" and self.num_steps < 1:
+            raise ValueError(f'lr_schedule = "{self.lr_schedule}" needs num_steps, where it ends')
+
+    def learning_rate_at(self, step: int) -> float:
+        """Return the learning rate of the step that makes version `step`, from 1.
+
+        The first step after the warm-up has all of it, and the last one still has some.
+        """
+        num_over = step - 1 - self.warmup_steps
+        if num_over < 0:
+            return self.learning_rate * step / self.warmup_steps
+        if self.lr_schedule == "constant":
+            return self.learning_rate
+        progress = min(1.0, num_over / max(1, self.num_steps - self.warmup_steps))
+        if self.lr_schedule == "linear":
+            return self.learning_rate * (1.0 - progress)
+        return self.learning_rate * (1.0 + math.cos(math.pi * progress)) / 2
 
 
 class AdamW:

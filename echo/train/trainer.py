@@ -54,7 +54,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -73,8 +73,7 @@ from echo.engine.lora import NAME, draw_adapter
 from echo.engine.weights import find_nonfinite
 from echo.kernels.logprob import EntropyMode, TokenLosses
 from echo.train.batch import AdvantageSettings, StepBatch, find_refusal, prepare_batch
-from echo.train.optimizer import KINDS, STEP, AdamW
-from echo.train.passes import (
+from echo.train.findings import (
     ENTROPY,
     LOSS,
     NUM_TOKENS,
@@ -83,6 +82,7 @@ from echo.train.passes import (
     gather_passes,
     pass_metrics,
 )
+from echo.train.optimizer import KINDS, STEP, AdamW, OptimizerSettings
 from echo.train.policy import Compute, ModelSource, Policy
 from echo.train.ranks import sharding
 from echo.train.rescoring import Rescorer, Rescoring, read_version
@@ -94,51 +94,6 @@ from echo.train.step import (
     StepError,
     StepResult,
 )
-
-# --- settings -------------------------------------------------------------------------------------
-
-
-LrSchedule = Literal["constant", "linear", "cosine"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
-    """AdamW, with a learning rate that rises linearly and then follows its schedule."""
-
-    learning_rate: float = 1e-6
-    """The largest."""
-    warmup_steps: int = 10
-    """Steps until the full learning rate; step n of them, from 1, uses n / warmup_steps of it."""
-    lr_schedule: LrSchedule = "constant"
-    """How it goes on from there: as it is, or down to 0 after `num_steps`."""
-    num_steps: int = 0
-    """Steps of the whole run, for a schedule that falls."""
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first moment and of the second."""
-    max_grad_norm: float = 1.0
-    """Bound on the norm of the whole gradient; infinity for none."""
-    minibatches_per_step: int = 1
-    """Updates that a step makes, each of its share of the groups; `optim_step` is one of them."""
-
-    def __post_init__(self) -> None:
-        if self.lr_schedule != "constant" and self.num_steps < 1:
-            raise ValueError(f'lr_schedule = "{self.lr_schedule}" needs num_steps, where it ends')
-
-    def learning_rate_at(self, step: int) -> float:
-        """Return the learning rate of the step that makes version `step`, from 1.
-
-        The first step after the warm-up has all of it, and the last one still has some.
-        """
-        num_over = step - 1 - self.warmup_steps
-        if num_over < 0:
-            return self.learning_rate * step / self.warmup_steps
-        if self.lr_schedule == "constant":
-            return self.learning_rate
-        progress = min(1.0, num_over / max(1, self.num_steps - self.warmup_steps))
-        if self.lr_schedule == "linear":
-            return self.learning_rate * (1.0 - progress)
-        return self.learning_rate * (1.0 + math.cos(math.pi * progress)) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -474,7 +429,7 @@ class Trainer:
             loss: any; it gets what it declares to need, rollouts left out of `batch` excepted.
 
         Returns:
-            What the pass found (train/passes.py), the loss as "loss/policy".
+            What the pass found (train/findings.py), the loss as "loss/policy".
 
         Raises:
             StepError: if it cannot be computed; the gradient of earlier calls is gone too.

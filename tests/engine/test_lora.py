@@ -20,7 +20,8 @@ from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import Lora, base_digest, build_adapted, export_adapter, load_adapter
 from echo.engine.model import load_directory
 from echo.engine.weights import save_safetensors
-from echo.train.trainer import OptimizerSettings, Trainer
+from echo.train.optimizer import OptimizerSettings
+from echo.train.trainer import Trainer
 from tests.engine.engine_contract import (
     SAMPLINGS,
     V1,

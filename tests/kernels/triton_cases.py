@@ -349,7 +349,7 @@ def test_a_step_of_the_learner_has_the_gradient_of_the_other_backend(
     make_tiny_model: Callable[..., Path], dtype: torch.dtype, least: float
 ) -> None:
     from echo.algo.losses import make_loss
-    from echo.train.trainer import OptimizerSettings
+    from echo.train.optimizer import OptimizerSettings
     from tests.train.test_trainer import gradients, make_groups
     from tests.train.trainers import trainer_of
 

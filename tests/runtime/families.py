@@ -24,7 +24,8 @@ from echo.engine.engine import Engine, Request, Sampling
 from echo.engine.lora import ALL_LINEAR, Lora
 from echo.engine.model import model_class
 from echo.engine.weights import VersionImages, tensors_from_image
-from echo.train.trainer import OptimizerSettings, Trainer
+from echo.train.optimizer import OptimizerSettings
+from echo.train.trainer import Trainer
 from echo.weights.manifest import TensorSpec
 from tests.core.groups import make_group
 from tests.engine.patches import BLOCK_BYTES, patch_between

@@ -17,7 +17,8 @@ from echo.core.errors import ConfigError, DataError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.engine.lora import Lora
 from echo.engine.weights import VersionImages, publish_image
-from echo.train.trainer import OptimizerSettings, Trainer
+from echo.train.optimizer import OptimizerSettings
+from echo.train.trainer import Trainer
 from tests.train.test_trainer import LateStream, equal, make_groups
 from tests.train.trainers import FAST, trainer_of
 

@@ -31,8 +31,9 @@ from echo.engine import allocator, weights
 from echo.engine.weights import write_image
 from echo.train import policy
 from echo.train.batch import AdvantageSettings
+from echo.train.optimizer import OptimizerSettings
 from echo.train.step import NonfiniteWeightsError, StepError
-from echo.train.trainer import OptimizerSettings, Trainer
+from echo.train.trainer import Trainer
 from tests.train.trainers import FAST, Descent, fast_trainer
 
 PROMPT = [1, 7, 11, 13, 8, 10, 14, 17]

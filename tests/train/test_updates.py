@@ -21,8 +21,9 @@ from echo.algo.losses import EntropyBonusLoss, GrpoLoss, make_loss
 from echo.core.errors import EngineError
 from echo.core.rollout import Group
 from echo.train.batch import StepBatch
+from echo.train.optimizer import OptimizerSettings
 from echo.train.step import StepError
-from echo.train.trainer import OptimizerSettings, Trainer
+from echo.train.trainer import Trainer
 from tests.train.test_trainer import (
     assert_close,
     equal,

@@ -8,9 +8,9 @@ import torch
 
 from echo.algo.losses import GrpoLoss
 from echo.train.batch import AdvantageSettings
-from echo.train.optimizer import AdamW
+from echo.train.optimizer import AdamW, OptimizerSettings
 from echo.train.policy import Compute, ModelSource, Policy
-from echo.train.trainer import OptimizerSettings, Trainer
+from echo.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 FAST = OptimizerSettings(learning_rate=3e-4, warmup_steps=0)
