@@ -464,7 +464,7 @@ def test_its_program_of_two_adapters_works(saved: Path, tiny_model_dir: Path) ->
     trained = train(tiny_model_dir, batches, saved / "state")
     for name, num_steps in (("default", 1), ("code", 2)):
         for trainer in (trained, fresh):
-            trainer.use(name)
+            trainer.adapters.use(name)
         assert trained.step_count == num_steps
         assert not equal(trained.snapshot(), fresh.snapshot())
     fresh.load_state(saved / "state")

@@ -129,7 +129,7 @@ def time_publication(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             "bfloat16",
             block_bytes=block_bytes_of(CHUNK_BYTES),
             is_on_device=False if arguments.last_version == "host" else None,
-            copy_stream=alone.copy_stream,
+            copy_stream=alone.weights.copy_stream,
         )
     elif crew.ranks.rank:
         follow(crew, build, logging.getLogger())

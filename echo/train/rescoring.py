@@ -61,6 +61,14 @@ class Rescorer:
                 part = sharding.local(tensor)
                 part.copy_(part.to(self._rescoring.published_dtype))
 
+    def load(self, version: Path) -> None:
+        """Take the weights of a published version from its safetensors file.
+
+        Raises:
+            StorageError: on all ranks, if one of them cannot read the file.
+        """
+        self.policy.load(read_version(version, self.policy.compute.ranks))
+
     def score(self, micro: MicroBatch) -> Tensor:
         """Return [B, T, 2]: a token's log-probability, and the log of what truncation leaves.
 

@@ -64,7 +64,7 @@ def test_it_starts_as_the_base_and_only_the_adapter_is_trained_and_published(
     ):
         for first, second in zip(one, other, strict=True):
             np.testing.assert_allclose(first, second, atol=1e-6)
-    base = {n: t.clone() for n, t in trainer._policy.model.named_parameters() if "lora" not in n}
+    base = {n: t.clone() for n, t in trainer.policy.model.named_parameters() if "lora" not in n}
     before = trainer.snapshot()
 
     trainer.step(make_groups())
@@ -73,7 +73,7 @@ def test_it_starts_as_the_base_and_only_the_adapter_is_trained_and_published(
     assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in after)
     assert len(after) == 2 * 2 * 7, "two matrices, two layers, seven linear modules"
     assert any(not torch.equal(after[name], before[name]) for name in before)
-    for name, tensor in trainer._policy.model.named_parameters():
+    for name, tensor in trainer.policy.model.named_parameters():
         if "lora" not in name:
             assert torch.equal(tensor, base[name]), name
 

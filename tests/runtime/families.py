@@ -431,7 +431,7 @@ def train_one_step(
     assert image == second
     tensors = tensors_from_image(specs, image.toreadonly())
     check(engine, tensors)
-    trainer._policy.load(tensors)
+    trainer.policy.load(tensors)
     assert farthest(trainer, sample(engine, V2)) < tolerance
 
 

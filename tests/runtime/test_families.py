@@ -155,7 +155,7 @@ def test_a_tower_is_neither_trained_nor_published_nor_sampled_with(tmp_path: Pat
 
 
 def test_experts_are_grouped_products_and_routers_have_no_loss_of_their_own(tmp_path: Path) -> None:
-    model = make_trainer("qwen3_moe", save_family(tmp_path, "qwen3_moe"))._policy.model
+    model = make_trainer("qwen3_moe", save_family(tmp_path, "qwen3_moe")).policy.model
     assert model.config._experts_implementation == "grouped_mm"
     assert not model.config.output_router_logits
 

@@ -181,11 +181,11 @@ def test_there_is_no_reference_and_one_update_unless_more_is_asked_for(model_dir
     config = make_config(model_dir, batch={"minibatches_per_step": 2})
     assert not isinstance(build_loss(config), ReferenceKlLoss)
     trainer = trainer_for(config, model_dir, START)
-    assert trainer._reference is None
+    assert trainer.models.reference is None
     groups = [make_group([1, 0], 2), make_group([0, 1], 1)]
-    updates = trainer._minibatches(groups, trainer._prepare(groups))
-    assert [len(each.samples) for each in updates] == [2, 2]
     assert "kl/reference" not in trainer.step(groups).metrics
+    moments = trainer.adapters.progress.optimizer.tensors()
+    assert {int(part) for name, part in moments.items() if name.endswith("/step")} == {2}
     assert trainer.refusal(EQUAL) == "zero_variance"
 
 
@@ -196,12 +196,12 @@ def test_the_reference_is_frozen_at_the_start_also_after_a_resume(
     config = make_config(model_dir, reference={"kl_coef": 0.1})
     trainer = trainer_for(config, model_dir, START)
     assert trainer.refusal(EQUAL) is None, "there is a pull without an advantage, too"
-    assert trainer._reference is not None
-    assert trainer._reference.parameters() == {}
-    before = {name: tensor.clone() for name, tensor in trainer._reference.tensors().items()}
+    assert trainer.models.reference is not None
+    assert trainer.models.reference.parameters() == {}
+    before = {name: tensor.clone() for name, tensor in trainer.models.reference.tensors().items()}
     assert pull(trainer) == pytest.approx(0.0, abs=1e-9)
     assert pull(trainer) > 1e-5
-    assert all(torch.equal(t, before[n]) for n, t in trainer._reference.tensors().items())
+    assert all(torch.equal(t, before[n]) for n, t in trainer.models.reference.tensors().items())
     trainer.save_state(tmp_path)
     expected = pull(trainer)
     resumed = StartingPoint(lineages=(Lineage(1, 0),), step=2, checkpoint=tmp_path)

@@ -98,17 +98,20 @@ class Pair:
     def __init__(self, model_dir: str, ranks: Ranks, **options: Any) -> None:
         self.together = make_trainer(model_dir, ranks, **options)
         self.alone = None if ranks.rank else make_trainer(model_dir, ALONE, **options)
-        self._start = [(trainer, trainer._keep()) for trainer in self._trainers]
+        self._start = [
+            (trainer, trainer.weights.back_up(trainer.adapters.progress.optimizer))
+            for trainer in self.trainers
+        ]
 
     @property
-    def _trainers(self) -> list[Trainer]:
+    def trainers(self) -> list[Trainer]:
         return [self.together] if self.alone is None else [self.together, self.alone]
 
     def restart(self, loss: Loss) -> None:
         """Begin anew with another loss."""
         for trainer, undo in self._start:
-            trainer._put_back(undo)
-            trainer._loss = loss
+            trainer.weights.restore(undo, trainer.adapters.progress.optimizer)
+            trainer.loss = loss
 
     def compare(self, *batches: Sequence[Group]) -> dict[str, float]:
         """Return how far they are apart, relative where a number may be of any size."""
@@ -161,9 +164,11 @@ def variants(crew: Crew, model_dir: str, untied_dir: str) -> dict[str, dict[str,
     found["few rows"] = Pair(model_dir, ranks).compare([make_group([1, 0], 0)])
     batching.MIN_SAVED = 0.0  # or it would take long prompts
     pair = Pair(model_dir, ranks)
-    rows = pair.together._prepare(batches[0]).samples
-    _, units = pair.together._policy._bins(rows, whole_groups=False)
-    assert len(set(units)) < len(rows)
+    for indices, micro in pair.together.policy.micro_batches(
+        pair.together.prepare(batches[0]).samples
+    ):
+        assert micro.segments is not None
+        assert len(micro.segments.lengths) > len(indices), "prompts are segments of their own"
     found["shared prompts"] = pair.compare(*batches)
     return found
 
@@ -173,19 +178,19 @@ def adapters(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
     lora = Lora(base_dir=Path(model_dir), rank=4, alpha=8)
 
     def add(trainer: Trainer) -> Trainer:
-        trainer.add_adapter("code", optimizer=TWO_UPDATES)
+        trainer.adapters.add("code", optimizer=TWO_UPDATES)
         return trainer
 
     pair = Pair(model_dir, crew.ranks, lora=lora)
     found: dict[str, Any] = {}
-    for trainer in pair._trainers:
+    for trainer in pair.trainers:
         add(trainer)
-        trainer.forward_backward(trainer._prepare(make_groups(3)), LOSSES["dapo"])
-        trainer.use("code")
+        trainer.forward_backward(trainer.prepare(make_groups(3)), LOSSES["dapo"])
+        trainer.adapters.use("code")
     found["code"] = pair.compare(make_groups(6), make_groups(5, seed=1))
-    for trainer in pair._trainers:
-        trainer.use("default")
-    norms = [trainer.optim_step(FAST) for trainer in pair._trainers]
+    for trainer in pair.trainers:
+        trainer.adapters.use("default")
+    norms = [trainer.optim_step(FAST) for trainer in pair.trainers]
     found["waited"] = max(norms) - min(norms)
     found["default"] = pair.compare(make_groups(4, seed=2))
     pair.together.save_state(Path(directory))
@@ -193,7 +198,7 @@ def adapters(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
     again.load_state(Path(directory))
     for name in ("default", "code"):
         for trainer in (again, pair.together):
-            trainer.use(name)
+            trainer.adapters.use(name)
         weights = weights_of(again)
         same = [torch.equal(weights[key], t) for key, t in weights_of(pair.together).items()]
         found[f"{name} again"] = [all(same), again.step_count]
@@ -211,7 +216,7 @@ def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
     # Of two minibatches the second fails, and the update of the first has to be taken back.
     for kind, num_minibatches in (("raises", 1), ("nan", 1), ("raises", 2)):
         pair.restart(Touchy(kind))
-        trainer._settings = replace(FAST, minibatches_per_step=num_minibatches)
+        trainer.adapters.progress.settings = replace(FAST, minibatches_per_step=num_minibatches)
         reason = ""
         try:
             trainer.step(groups)
@@ -229,8 +234,8 @@ def trouble(crew: Crew, model_dir: str) -> dict[str, Any]:
         except StorageError as error:
             found["apart"] = str(error).replace(own, "HERE").replace(socket.gethostname(), "THIS")
         found["left"] = [path.name for path in Path(own).iterdir()]
-    trainer._settings = FAST
-    trainer._num_skipped_nonfinite = 0
+    trainer.adapters.progress.settings = FAST
+    trainer.adapters.progress.num_skipped_nonfinite = 0
     pair.restart(Touchy())
     found["next"] = pair.compare(groups)
     if ranks.rank == ranks.size - 1:
@@ -387,7 +392,13 @@ def lead(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
         follow(crew, build, logging.getLogger())
         return {}
     groups, bad = make_groups(5), make_group([1, 1e9], 7)
-    led = LeadTrainer(crew, build, None, published_dtype="bfloat16")
+    own: list[Trainer] = []
+
+    def build_own(checkpoint: Path | None) -> Trainer:
+        own.append(build(checkpoint))
+        return own[0]
+
+    led = LeadTrainer(crew, build_own, None, published_dtype="bfloat16")
     alone = make_trainer(model_dir, ALONE, loss=Touchy(), rescoring=RESCORING)
     version = Path(directory).with_name("version")
     save_file(alone.snapshot(), version)
@@ -418,7 +429,7 @@ def lead(crew: Crew, model_dir: str, directory: str) -> dict[str, Any]:
     weights, wanted = saved.snapshot(), alone.snapshot()
     off["weights"] = max(float((weights[n] - tensor).abs().max()) for n, tensor in wanted.items())
     off = {name: abs(value) for name, value in off.items()}
-    rescorer = led._trainer._rescorer
+    rescorer = own[0].models.rescorer
     assert rescorer is not None
     tensors = rescorer.policy.tensors().values()
     held = sum(sharding.local(each).numel() for each in tensors) / sum(t.numel() for t in tensors)
@@ -606,8 +617,8 @@ def fail_later(trainer: Trainer, how: str) -> None:
     if how == "killed":
         vars(sharded_state).update(save=fail)
     else:
-        assert trainer._rescorer is not None
-        policy = trainer._rescorer.policy if how == "hangs" else trainer._policy
+        assert trainer.models.rescorer is not None
+        policy = trainer.models.rescorer.policy if how == "hangs" else trainer.policy
         policy.model.model.layers[0].mlp.register_forward_pre_hook(fail)
 
 

@@ -43,12 +43,12 @@ def make_trainer(base_dir: Path, **options: Any) -> Trainer:
 
 def make_two(base_dir: Path, **options: Any) -> Trainer:
     trainer = make_trainer(base_dir, **options)
-    trainer.add_adapter("code", optimizer=CODE)
+    trainer.adapters.add("code", optimizer=CODE)
     return trainer
 
 
 def tensors_of(trainer: Trainer, name: str) -> dict[str, Tensor]:
-    trainer.use(name)
+    trainer.adapters.use(name)
     return trainer.snapshot()
 
 
@@ -62,7 +62,7 @@ def test_in_turns_they_end_where_two_trainers_end(tiny_model_dir: Path, way: str
         "code": make_trainer(tiny_model_dir, tensors=start, optimizer=CODE, **WAYS[way]),
     }
     for seed, name in enumerate(["default", "code", "code", "default", "code"]):
-        both.use(name)
+        both.adapters.use(name)
         groups = make_groups(5, seed=seed)
         assert both.step(groups) == alone[name].step(groups)
         assert both.step_count == alone[name].step_count
@@ -82,41 +82,40 @@ def test_a_gradient_waits_for_the_update_of_its_adapter(tiny_model_dir: Path) ->
     }
     add_up = [("default", 0), ("code", 1), ("default", 2), ("code", 3)]
     for name, seed in add_up:
-        both.use(name)
+        both.adapters.use(name)
         if seed == 1:
             with pytest.raises(ConfigError, match=r"'code', has no .* one of default waits: use"):
                 both.optim_step(FAST)
             assert equal(both.snapshot(), start)
         for trainer in (both, alone[name]):
-            batch = trainer._prepare(make_groups(seed=seed))
+            batch = trainer.prepare(make_groups(seed=seed))
             trainer.forward_backward(batch, GrpoLoss())
     for name, settings in (("default", FAST), ("code", CODE)):
-        both.use(name)
+        both.adapters.use(name)
         assert both.optim_step(settings) == alone[name].optim_step(settings) > 0
     for name, trainer in alone.items():
         assert equal(tensors_of(both, name), trainer.snapshot()), name
-        assert all(tensor.grad is None for tensor in both._parameters.values())
+        assert all(tensor.grad is None for tensor in both.weights.parameters.values())
 
 
 @pytest.mark.slow
 def test_the_base_is_in_memory_once_and_stays(tiny_model_dir: Path) -> None:
     trainer = make_trainer(tiny_model_dir)
-    places = {name: tensor.data_ptr() for name, tensor in trainer._policy.model.named_parameters()}
+    places = {name: tensor.data_ptr() for name, tensor in trainer.policy.model.named_parameters()}
     base = {
         name: tensor.detach().clone()
-        for name, tensor in trainer._policy.model.named_parameters()
+        for name, tensor in trainer.policy.model.named_parameters()
         if ".lora_" not in name
     }
-    flops = trainer._policy.flops
-    trainer.add_adapter("code", optimizer=FAST)
+    flops = trainer.policy.flops
+    trainer.adapters.add("code", optimizer=FAST)
     for name in ("code", "default", "code"):
-        trainer.use(name)
+        trainer.adapters.use(name)
         trainer.step(make_groups(1))
-    own = dict(trainer._policy.model.named_parameters())
+    own = dict(trainer.policy.model.named_parameters())
     assert {name: tensor.data_ptr() for name, tensor in own.items()} == places
     assert all(torch.equal(own[name], tensor) for name, tensor in base.items())
-    assert trainer._policies == [trainer._policy]
-    assert trainer._policy.flops == flops
+    assert trainer.policy.flops == flops
 
 
 @pytest.mark.slow
@@ -127,9 +126,12 @@ def test_a_new_one_changes_nothing_yet_and_draws_nothing_of_the_others(
     first, drawn = trainer.snapshot(), torch.get_rng_state()
     start = trainer.forward(make_groups(1))
     for name in ("code", "math"):
-        trainer.add_adapter(name, optimizer=FAST)
+        trainer.adapters.add(name, optimizer=FAST)
     assert torch.equal(torch.get_rng_state(), drawn)
-    assert (trainer.adapter, trainer.adapters) == ("default", ("code", "default", "math"))
+    assert (trainer.adapters.in_use, trainer.adapters.names) == (
+        "default",
+        ("code", "default", "math"),
+    )
     assert equal(trainer.snapshot(), first)
     code, math_ = tensors_of(trainer, "code"), tensors_of(trainer, "math")
     np.testing.assert_array_equal(trainer.forward(make_groups(1))[0][0], start[0][0])
@@ -149,13 +151,13 @@ def test_a_new_one_changes_nothing_yet_and_draws_nothing_of_the_others(
 def test_the_state_holds_all_of_them(tiny_model_dir: Path, tmp_path: Path) -> None:
     trainer = make_two(tiny_model_dir)
     for name in ("default", "code", "code"):
-        trainer.use(name)
+        trainer.adapters.use(name)
         trainer.step(make_groups())
     trainer.save_state(tmp_path)
-    assert trainer.adapter == "code"
+    assert trainer.adapters.in_use == "code"
     resumed = make_two(tiny_model_dir, seed=5)
     resumed.load_state(tmp_path)
-    assert resumed.adapter == "default"
+    assert resumed.adapters.in_use == "default"
     # One by itself goes on, too, from files as one alone writes them.
     single = make_trainer(tiny_model_dir, optimizer=CODE, seed=6)
     single.load_state(tmp_path / "code")
@@ -166,7 +168,7 @@ def test_the_state_holds_all_of_them(tiny_model_dir: Path, tmp_path: Path) -> No
         assert (alone / path.name).read_bytes() == path.read_bytes(), path.name
     for name, num_steps in (("default", 1), ("code", 2)):
         for one in (trainer, resumed):
-            one.use(name)
+            one.adapters.use(name)
             assert one.step_count == num_steps
         expected = trainer.step(make_groups(seed=1))
         assert resumed.step(make_groups(seed=1)) == expected
@@ -184,7 +186,7 @@ def test_a_state_of_others_is_refused(tiny_model_dir: Path, tmp_path: Path) -> N
     ):
         directory.mkdir()
         trainer.save_state(directory)
-    with pytest.raises(DataError, match="has code, default: load it before add_adapter"):
+    with pytest.raises(DataError, match=r"default: load it before adapters\.add\(\)"):
         trainer.load_state(one)
     single = make_trainer(tiny_model_dir)
     with pytest.raises(DataError, match=r"holds the adapters code, default, .* has default: make"):
@@ -197,13 +199,13 @@ def test_a_state_of_others_is_refused(tiny_model_dir: Path, tmp_path: Path) -> N
         trainer.load_state(two)
     with pytest.raises(StorageError, match="nowhere: cannot read"):
         trainer.load_state(tmp_path / "nowhere")
-    assert trainer.adapter == "default"
+    assert trainer.adapters.in_use == "default"
 
 
 def test_what_cannot_be_is_refused(tiny_model_dir: Path) -> None:
     trainer = make_two(tiny_model_dir)
-    with pytest.raises(ConfigError, match=r"'cod': .* has code, default; add_adapter\(\) adds"):
-        trainer.use("cod")
+    with pytest.raises(ConfigError, match=r"'cod': .* has code, default; adapters.add\(\) adds"):
+        trainer.adapters.use("cod")
     for name, complaint in (
         ("code", "'code': there is one already"),
         ("default", "'default': there is one already"),
@@ -211,14 +213,14 @@ def test_what_cannot_be_is_refused(tiny_model_dir: Path) -> None:
         ("../code", "is of letters, digits"),
     ):
         with pytest.raises(ConfigError, match=complaint):
-            trainer.add_adapter(name, optimizer=FAST)
-    assert (trainer.adapter, trainer.adapters) == ("default", ("code", "default"))
+            trainer.adapters.add(name, optimizer=FAST)
+    assert (trainer.adapters.in_use, trainer.adapters.names) == ("default", ("code", "default"))
 
 
 def test_all_weights_have_no_adapters(tiny_model_dir: Path) -> None:
     trainer = trainer_of(tiny_model_dir, loss=GrpoLoss(), optimizer=FAST)
-    assert (trainer.adapter, trainer.adapters) == (None, ())
-    for act in (trainer.use, lambda name: trainer.add_adapter(name, optimizer=FAST)):
+    assert (trainer.adapters.in_use, trainer.adapters.names) == (None, ())
+    for act in (trainer.adapters.use, lambda name: trainer.adapters.add(name, optimizer=FAST)):
         with pytest.raises(ConfigError, match="trains all weights; one whose ModelSource has"):
             act("code")
 
@@ -232,10 +234,10 @@ def test_one_of_another_shape_is_refused(tiny_model_dir: Path) -> None:
         (dict(list(own.items())[2:]), "adapter 'code': weights lack 2"),
     ):
         with pytest.raises(DataError, match=complaint):
-            trainer.add_adapter("code", optimizer=FAST, tensors=tensors)
-    assert trainer.adapters == ("default",)
+            trainer.adapters.add("code", optimizer=FAST, tensors=tensors)
+    assert trainer.adapters.names == ("default",)
     given = {name: tensor + 1 for name, tensor in own.items()}
-    trainer.add_adapter("code", optimizer=FAST, tensors=given)
+    trainer.adapters.add("code", optimizer=FAST, tensors=given)
     assert equal(tensors_of(trainer, "code"), given)
     assert equal(tensors_of(trainer, "default"), own)
 
@@ -244,11 +246,11 @@ def test_a_version_that_comes_down_late_is_of_the_adapter_then_in_use(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, stream = make_two(tiny_model_dir), LateStream(monkeypatch)
-    trainer.copy_stream = stream  # type: ignore[assignment]
+    trainer.weights.copy_stream = stream  # type: ignore[assignment]
     images = VersionImages("bfloat16", block_bytes=1 << 16, copy_stream=stream)  # type: ignore[arg-type]
     _, before = publish_image(trainer.tensors(), "bfloat16")
     made = images.make(trainer.tensors(), PolicyVersion(1, 0))
-    trainer.use("code")
+    trainer.adapters.use("code")
     stream.run()  # at last, had nobody waited for it
     assert made.memory == before
     assert publish_image(trainer.tensors(), "bfloat16")[1] != before
@@ -257,21 +259,21 @@ def test_a_version_that_comes_down_late_is_of_the_adapter_then_in_use(
 @pytest.mark.slow
 def test_a_step_that_fails_is_the_affair_of_its_adapter(tiny_model_dir: Path) -> None:
     trainer = make_two(tiny_model_dir)
-    trainer.forward_backward(trainer._prepare(make_groups(1)), GrpoLoss())
-    trainer.use("code")
+    trainer.forward_backward(trainer.prepare(make_groups(1)), GrpoLoss())
+    trainer.adapters.use("code")
     before = trainer.snapshot()
 
     def nan(inputs: Any) -> Any:
         output = GrpoLoss()(inputs)
         return dataclasses.replace(output, loss=output.loss * math.nan)
 
-    trainer._loss = nan
+    trainer.loss = nan
     with pytest.raises(DataError, match="the loss is nan"):
         trainer.step(make_groups())
     assert equal(trainer.snapshot(), before)
-    trainer._loss = GrpoLoss()
-    trainer.use("default")
+    trainer.loss = GrpoLoss()
+    trainer.adapters.use("default")
     assert trainer.optim_step(FAST) > 0
     assert trainer.step(make_groups()).metrics["optimizer/skipped_nonfinite"] == 0
-    trainer.use("code")
+    trainer.adapters.use("code")
     assert trainer.step(make_groups()).metrics["optimizer/skipped_nonfinite"] == 1

@@ -75,7 +75,7 @@ def measure(tiny_model_dir: Path, tmp_path: Path) -> Measure:
         for version, weights in versions.items():
             data = weights if isinstance(weights, bytes) else save(dict(weights))
             paths[version].write_bytes(data)
-        trainer._rescorer = Rescorer(
+        trainer.models.rescorer = Rescorer(
             *split(tiny_model_dir, {"micro_batch_tokens": 40, "vocab_chunk": 16}),
             Rescoring(sampling=sampling(**changes), published_dtype=dtype),
         )

@@ -71,7 +71,7 @@ def make_groups() -> list[Group]:
 def peak_of_a_step(trainer: Trainer) -> int:
     """Return the most bytes of tensors that there are within the step."""
     tracker = MemTracker()
-    policy, optimizer = trainer._policy, trainer._optimizer
+    policy, optimizer = trainer.policy, trainer.adapters.progress.optimizer
     tracker.track_external(
         policy.model, *policy.parameters().values(), *optimizer._tensors().values()
     )
@@ -130,7 +130,7 @@ def test_the_budget_is_the_peak_of_a_real_step(
     sizes: dict[str, Any] = {name: SHAPE[name] for name in own}
     sizes |= {name: SHAPE[theirs] for name, theirs in names.items()}
     facts = ModelFacts(
-        num_params=sum(tensor.numel() for tensor in trainer._policy.parameters().values()),
+        num_params=sum(tensor.numel() for tensor in trainer.policy.parameters().values()),
         is_tied=is_tied,
         **sizes,
     )

@@ -78,7 +78,7 @@ def test_the_fused_operation_is_used_where_the_loss_has_that_form(
 ) -> None:
     calls: list[str] = []
     for name in ("logprobs", "token_losses"):
-        original = getattr(make_trainer(tiny_model_dir, FUSED["grpo"])._policy.__class__, name)
+        original = getattr(make_trainer(tiny_model_dir, FUSED["grpo"]).policy.__class__, name)
 
         def counted(*args: Any, name: str = name, original: Any = original, **kwargs: Any) -> Any:
             calls.append(name)
@@ -115,7 +115,7 @@ def test_bfloat16_gives_nearly_the_same_gradient_in_float32(
 
 def test_the_model_holds_its_masters_rounded(tiny_model_dir: Path, tmp_path: Path) -> None:
     trainer = make_trainer(tiny_model_dir, FUSED["grpo"], dtype=torch.bfloat16)
-    own = dict(trainer._policy.model.named_parameters())
+    own = dict(trainer.policy.model.named_parameters())
 
     def is_rounded() -> bool:
         pairs = [(own[name], tensor) for name, tensor in trainer.tensors().items()]
@@ -127,15 +127,15 @@ def test_the_model_holds_its_masters_rounded(tiny_model_dir: Path, tmp_path: Pat
     for _ in range(3):
         trainer.step(make_groups())
         assert is_rounded()
-    exact = [*trainer.snapshot().values(), *trainer._optimizer.tensors().values()]
+    exact = [*trainer.snapshot().values(), *trainer.adapters.progress.optimizer.tensors().values()]
     assert {tensor.dtype for tensor in exact} == {torch.float32}
     assert not all(torch.equal(weight, before[name]) for name, weight in own.items())
     trainer.load_state(tmp_path)
     assert all(torch.equal(weight, before[name]) for name, weight in own.items())
     trainer.step(make_groups())
-    undo = trainer._keep()
+    undo = trainer.weights.back_up(trainer.adapters.progress.optimizer)
     trainer.step(make_groups())
-    trainer._put_back(undo)
+    trainer.weights.restore(undo, trainer.adapters.progress.optimizer)
     assert is_rounded()
 
 
@@ -150,22 +150,25 @@ def test_it_scores_as_the_model_of_a_published_version_does(
     }
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16).eval()
     model.load_state_dict(published, strict=False)
-    ids = torch.arange(3, 12)[None]
+    [group] = make_groups(1)
+    [(_, micro)] = trainer.policy.micro_batches(trainer.prepare([group]).samples[:1])
+    rollout, before = group.rollouts[0], len(group.prompt_ids) - 1
+    ids = torch.tensor([*group.prompt_ids, *rollout.token_ids])[None, :-1]
     with torch.no_grad():
-        wanted = model.base_model(ids, use_cache=False).last_hidden_state.float()
-        found = trainer._policy._states(ids, None, torch.bfloat16).float()
+        wanted = model.base_model(ids, use_cache=False).last_hidden_state[0, before:].float()
+        found = trainer.policy.predictors(micro)[0].float()
     assert float((found - wanted).norm() / wanted.norm()) < 0.01
-    own = trainer._policy.model.state_dict()
+    own = trainer.policy.model.state_dict()
     assert all(torch.equal(own[name], tensor) for name, tensor in published.items())
 
 
 def test_gradients_of_micro_batches_add_up_in_float32(tiny_model_dir: Path) -> None:
     trainer = make_trainer(tiny_model_dir, make_loss("grpo"), dtype=torch.bfloat16)
-    batch = trainer._prepare(make_groups())
+    batch = trainer.prepare(make_groups())
     for number in range(1, 4):
         trainer.forward_backward(batch, make_loss("grpo"))
-        gradients = {name: tensor.grad for name, tensor in trainer._policy.parameters().items()}
-        assert all(weight.grad is None for weight in trainer._policy.model.parameters())
+        gradients = {name: tensor.grad for name, tensor in trainer.policy.parameters().items()}
+        assert all(weight.grad is None for weight in trainer.policy.model.parameters())
         if number == 1:
             once = {name: grad.clone() for name, grad in gradients.items() if grad is not None}
     assert once.keys() == gradients.keys()
@@ -211,7 +214,7 @@ def test_what_is_not_trained_has_no_master(tiny_model_dir: Path) -> None:
     trainer.step(make_groups())
     assert all("lora" in name for name in trainer.tensors())
     assert {tensor.dtype for tensor in trainer.tensors().values()} == {torch.float32}
-    base = [p for n, p in trainer._policy.model.named_parameters() if "lora" not in n]
+    base = [p for n, p in trainer.policy.model.named_parameters() if "lora" not in n]
     assert {weight.dtype for weight in base} == {torch.bfloat16}
 
 

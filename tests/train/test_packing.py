@@ -92,14 +92,14 @@ def make_trainer(model_dir: Path, how: str, **options: Any) -> Trainer:
 
 def pass_of(trainer: Trainer, groups: list[Group]) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The gradient of a batch, and then the metrics of its step."""
-    loss = trainer._loss
-    trainer.forward_backward(trainer._prepare(groups), loss)
+    loss = trainer.loss
+    trainer.forward_backward(trainer.prepare(groups), loss)
     found = {
         name: tensor.grad.clone()
-        for name, tensor in trainer._policy.parameters().items()
+        for name, tensor in trainer.policy.parameters().items()
         if tensor.grad is not None
     }
-    trainer._drop_gradients()
+    trainer.weights.drop_gradients()
     return found, trainer.step(groups).metrics
 
 
@@ -118,8 +118,8 @@ def test_packed_rows_give_the_padded_rows_loss_gradient_and_metrics(
     for shares in (False, True):
         # Several rows.
         packed = make_trainer(model_dir, "packed", micro_batch_tokens=60, share_prompts=shares)
-        assert packed._policy.is_packed
-        assert packed._policy.can_share_prompts is shares
+        assert packed.policy.is_packed
+        assert packed.policy.can_share_prompts is shares
         for one, other in zip(packed.forward(groups), scores, strict=True):
             for row, expected in zip(one, other, strict=True):
                 assert abs(row - expected).max() < 2e-6 * rounding
@@ -134,7 +134,8 @@ def test_packed_rows_give_the_padded_rows_loss_gradient_and_metrics(
             scale = max(float(tensor.abs().max()), 1e-3)
             difference = float((gradient[name] - tensor).abs().max())
             assert difference < 3e-6 * scale * rounding, name
-        num_tokens[shares] = packed._speed._totals.num_tokens
+        micro_batches = packed.policy.micro_batches(packed.prepare(groups).samples)
+        num_tokens[shares] = sum(micro.input_ids.numel() for _, micro in micro_batches)
     assert num_tokens[True] < 0.8 * num_tokens[False]
 
 
@@ -175,7 +176,7 @@ def test_every_kind_of_loss_sees_the_same(tiny_model_dir: Path, loss: str) -> No
 def test_whole_groups_and_the_longest_first(tiny_model_dir: Path) -> None:
     policy = policy_of(tiny_model_dir, micro_batch_tokens=30, share_prompts=False)
     trainer = make_trainer(tiny_model_dir, "packed")
-    rows = trainer._prepare(stale_groups()).samples
+    rows = trainer.prepare(stale_groups()).samples
     seen = []
     for indices, micro in policy.micro_batches(rows, whole_groups=True):
         assert micro.segments is not None
@@ -234,7 +235,7 @@ def test_the_kernel_is_told_of_the_same_segments(
     monkeypatch.setattr(packing, "arguments", arguments)
     for shares in (False, True):
         trainer = make_trainer(tiny_model_dir, "packed", share_prompts=shares)
-        monkeypatch.setattr(trainer._policy, "_row_arguments", lambda rows, _: arguments(rows))
+        monkeypatch.setattr(trainer.policy, "_row_arguments", lambda rows, _: arguments(rows))
         for one, two in zip(trainer.forward(groups), expected, strict=True):
             for row, other in zip(one, two, strict=True):
                 assert abs(row - other).max() < 2e-6
@@ -284,11 +285,11 @@ def test_filled_rows_train_the_same(
     monkeypatch.setattr(batching, "SIZES_PER_OCTAVE", 1)  # to the next power of two
     groups = stale_groups()
     filled, plain = (make_trainer(tiny_model_dir, rows, dtype=dtype) for _ in range(2))
-    monkeypatch.setattr(type(plain._policy), "_fills_rows", False)
+    monkeypatch.setattr(type(plain.policy), "_fills_rows", False)
     expected_gradient, expected = pass_of(plain, groups)
-    monkeypatch.setattr(type(filled._policy), "_fills_rows", True)
-    samples = filled._prepare(groups).samples
-    [(_, micro)] = filled._policy.micro_batches(samples, whole_groups=True)
+    monkeypatch.setattr(type(filled.policy), "_fills_rows", True)
+    samples = filled.prepare(groups).samples
+    [(_, micro)] = filled.policy.micro_batches(samples, whole_groups=True)
     assert micro.num_filled > 10 or len(micro.input_ids) > len(samples)
     assert micro.input_ids.numel().bit_count() == 1
     gradient, metrics = pass_of(filled, groups)
@@ -296,7 +297,9 @@ def test_filled_rows_train_the_same(
     for name, value in expected.items():
         if not name.startswith(("perf/", "time/")):
             assert metrics[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
-    assert filled._speed._totals.num_tokens == plain._speed._totals.num_tokens
+    speeds = [trainer.step(groups).speed for trainer in (filled, plain)]
+    num_seen = [each["perf/scored_tokens_per_s"] / each["perf/tokens_per_s"] for each in speeds]
+    assert num_seen[0] == pytest.approx(num_seen[1], rel=1e-12)
     if dtype == torch.float32:
         for name, tensor in expected_gradient.items():
             assert torch.allclose(gradient[name], tensor, atol=1e-6), name
@@ -322,7 +325,7 @@ def test_rows_of_ever_new_lengths_reach_the_model_in_few_shapes(
             )
             for number in range(generator.integers(1, 40))
         ]
-        found = trainer._policy.micro_batches(samples, whole_groups=whole_groups)
+        found = trainer.policy.micro_batches(samples, whole_groups=whole_groups)
         for indices, micro in found:
             shapes.add(micro.input_ids.shape)
             lengths.add(sum(samples[index].num_inputs for index in indices))
@@ -345,7 +348,7 @@ def test_only_a_cpu_in_16_bits_fills_rows_and_attends_in_float32(
     monkeypatch.setattr(packing, "scaled_dot_product_attention", watched)
     for dtype, fills in ((torch.float32, False), (torch.bfloat16, True)):
         trainer = make_trainer(tiny_model_dir, "packed", dtype=dtype)
-        micro_batches = trainer._policy.micro_batches(trainer._prepare(stale_groups()).samples)
+        micro_batches = trainer.policy.micro_batches(trainer.prepare(stale_groups()).samples)
         assert any(micro.num_filled for _, micro in micro_batches) is fills
         trainer.step(stale_groups())
     assert set(attended) == {torch.float32}
@@ -354,13 +357,12 @@ def test_only_a_cpu_in_16_bits_fills_rows_and_attends_in_float32(
 def test_a_model_that_does_not_share_prompts_rightly_keeps_them_apart(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attend = packing._attend
-
-    def at_the_left(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
+    def at_the_left(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
         size = query.shape[2]  # another alignment than the last key with the last query
-        return attend(query, key[:, :, :size], value[:, :, :size], *how)
+        how |= {"attn_mask": None, "is_causal": True}
+        return scaled_dot_product_attention(query, key[:, :, :size], value[:, :, :size], **how)
 
-    monkeypatch.setattr(packing, "_attend", at_the_left)
+    monkeypatch.setattr(packing, "scaled_dot_product_attention", at_the_left)
     policy = policy_of(tiny_model_dir)
     assert policy.is_packed
     assert not policy.can_share_prompts
@@ -370,7 +372,7 @@ def test_each_micro_batch_says_whether_it_is_computed_again(tiny_model_dir: Path
     """By its own tokens, and the numbers are the same."""
     groups = stale_groups()
     plain = make_trainer(tiny_model_dir, "packed", micro_batch_tokens=60)
-    micro_batches = plain._policy.micro_batches(plain._prepare(groups).samples)
+    micro_batches = plain.policy.micro_batches(plain.prepare(groups).samples)
     sizes = [micro.input_ids.numel() for _, micro in micro_batches]
     bound = min(sizes)
     num_larger = sum(size > bound for size in sizes)
@@ -384,7 +386,7 @@ def test_each_micro_batch_says_whether_it_is_computed_again(tiny_model_dir: Path
     )
     assert trainer.describe_rows().endswith(f"in the backward pass of more than {bound} tokens")
     calls: list[int] = []
-    layer = trainer._policy.model.model.layers[0].mlp
+    layer = trainer.policy.model.model.layers[0].mlp
     layer.register_forward_pre_hook(lambda *_: calls.append(1))
     (gradient, _), (expected, _) = pass_of(trainer, groups), pass_of(plain, groups)
     assert len(calls) == 2 * (len(sizes) + num_larger)  # a pass, and the step

@@ -117,10 +117,12 @@ def gradients_and_metrics(
     trainer: Trainer, groups: Sequence[Group]
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The unclipped gradient of one step, read off a step of plain descent, and its metrics."""
-    parameters = trainer._policy.parameters()
+    parameters = trainer.policy.parameters()
     before = {name: tensor.detach().clone() for name, tensor in parameters.items()}
-    trainer._optimizer = Descent(trainer)
-    trainer._settings = OptimizerSettings(learning_rate=1.0, warmup_steps=0, max_grad_norm=math.inf)
+    trainer.adapters.progress.optimizer = Descent(trainer)
+    trainer.adapters.progress.settings = OptimizerSettings(
+        learning_rate=1.0, warmup_steps=0, max_grad_norm=math.inf
+    )
     metrics = trainer.step(groups).metrics
     return {name: before[name] - tensor.detach() for name, tensor in parameters.items()}, metrics
 
@@ -249,7 +251,7 @@ def test_gradient_checkpointing_changes_nothing_and_offloaded_inputs_no_bit(
     )
     trainer = make_trainer(gradient_checkpointing="offload")
     assert equal(gradients(trainer, groups), expected)
-    config = trainer._policy.model.config
+    config = trainer.policy.model.config
     (shape,) = set(kept)
     assert shape[2] == config.hidden_size
     assert len(kept) % config.num_hidden_layers == 0, "what goes into each layer, and nothing else"
@@ -300,7 +302,7 @@ def test_a_version_that_comes_down_late_has_the_weights_of_its_step(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, stream = make_trainer(), LateStream(monkeypatch)
-    trainer.copy_stream = stream  # type: ignore[assignment]
+    trainer.weights.copy_stream = stream  # type: ignore[assignment]
     images = weights.VersionImages(
         "bfloat16",
         block_bytes=1 << 16,
@@ -339,7 +341,7 @@ def test_equal_rewards_leave_the_weights_bit_identical(make_trainer: MakeTrainer
     for index in (0, 1):
         masked = with_mask(masked, index, is_trained=False)
     trainer.step([masked])
-    found = trainer.forward_backward(trainer._prepare([make_group([1, 1])]), trainer._loss)
+    found = trainer.forward_backward(trainer.prepare([make_group([1, 1])]), trainer.loss)
     assert found["loss/policy"] == trainer.optim_step(decaying) == 0.0
     assert equal(trainer.snapshot(), before)
 
@@ -366,8 +368,10 @@ def test_the_gradient_is_clipped_to_its_norm(make_trainer: MakeTrainer) -> None:
     groups = make_groups()
     norm = make_trainer().step(groups).metrics["grad_norm"]
     trainer = make_trainer()
-    trainer._optimizer = Descent(trainer)
-    trainer._settings = OptimizerSettings(learning_rate=1.0, warmup_steps=0, max_grad_norm=norm / 4)
+    trainer.adapters.progress.optimizer = Descent(trainer)
+    trainer.adapters.progress.settings = OptimizerSettings(
+        learning_rate=1.0, warmup_steps=0, max_grad_norm=norm / 4
+    )
     before = trainer.snapshot()
     metrics = trainer.step(groups).metrics
     moved = torch.cat([(t - before[n]).flatten() for n, t in trainer.snapshot().items()]).norm()
@@ -385,7 +389,7 @@ def test_a_step_gives_back_what_it_has_freed(
     had_gradients: list[bool] = []
 
     def note() -> None:
-        tensors = trainer._policy.parameters().values()
+        tensors = trainer.policy.parameters().values()
         had_gradients.append(any(tensor.grad is not None for tensor in tensors))
 
     monkeypatch.setattr(allocator, "give_back", note)
@@ -405,7 +409,7 @@ def test_memory_is_looked_after_at_each_layer_that_keeps_any(
     trainer.forward(groups)
     assert not calls
     trainer.step(groups)
-    num_layers = trainer._policy.model.config.num_hidden_layers
+    num_layers = trainer.policy.model.config.num_hidden_layers
     assert len(calls) >= 2 * num_layers
     assert len(calls) == 2 * num_layers or has_checkpointing, "a layer that is computed again"
 
@@ -418,7 +422,7 @@ def test_a_step_that_fails_changes_nothing_and_names_its_groups(
     trainer = make_trainer()
     trainer.step(make_groups())
     before = trainer.snapshot()
-    good_loss = trainer._loss
+    good_loss = trainer.loss
 
     def failing(inputs: Any) -> Any:
         """Where a reward is far from the others'."""
@@ -429,7 +433,7 @@ def test_a_step_that_fails_changes_nothing_and_names_its_groups(
             raise OverflowError("too much")
         return dataclasses.replace(output, loss=output.loss * math.inf)
 
-    trainer._loss = failing
+    trainer.loss = failing
     groups = [*make_groups(2, seed=1), make_group([9, 0], 7)]
     with pytest.raises(StepError) as caught:
         trainer.step(groups)
@@ -561,9 +565,9 @@ def test_a_step_waits_for_its_device_a_few_times(
 ) -> None:
     trainer = make_trainer(micro_batch_tokens=24)
     groups = make_groups(8)
-    batch = trainer._prepare(groups)  # of numbers that no device has seen
-    monkeypatch.setattr(trainer, "_prepare", lambda _: batch)
-    num_micro_batches = len(list(trainer._policy.micro_batches(batch.samples)))
+    batch = trainer.prepare(groups)  # of numbers that no device has seen
+    monkeypatch.setattr(trainer, "prepare", lambda _: batch)
+    num_micro_batches = len(list(trainer.policy.micro_batches(batch.samples)))
     assert num_micro_batches > 2
     counts: Counter[str] = Counter()
     with Reads(counts), Shapes(counts):
@@ -609,7 +613,7 @@ def test_a_resumed_trainer_continues_bit_by_bit(
     make_trainer: MakeTrainer, tmp_path: Path, way: str
 ) -> None:
     trainer, resumed = (make_trainer(seed=seed, **RESUMED[way]) for seed in (0, 5))
-    trainer._num_skipped_nonfinite = 2
+    trainer.adapters.progress.num_skipped_nonfinite = 2
     resumed.step(make_groups(seed=9))  # state that has to vanish
     for seed in range(2):  # before the first step, and after it
         trainer.save_state(tmp_path)

@@ -99,7 +99,7 @@ def test_a_version_is_of_the_weights_before_the_next_step(
         "bfloat16",
         block_bytes=1 << 14,
         is_on_device=is_on_device,
-        copy_stream=trainer.copy_stream,
+        copy_stream=trainer.weights.copy_stream,
     )
     for step in range(4):
         _, expected = publish_image(trainer.snapshot(), "bfloat16")

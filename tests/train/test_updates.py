@@ -44,7 +44,7 @@ def useful_groups(count: int, *, seed: int = 0) -> list[Group]:
 
 def gradient_now(trainer: Trainer) -> dict[str, torch.Tensor]:
     found = {}
-    for name, tensor in trainer._policy.parameters().items():
+    for name, tensor in trainer.policy.parameters().items():
         assert tensor.grad is not None
         found[name] = tensor.grad.clone()
     return found
@@ -52,7 +52,7 @@ def gradient_now(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def halves(trainer: Trainer, groups: list[Group]) -> list[StepBatch]:
     """Both halves of a batch, with the counts of the whole."""
-    whole = trainer._prepare(groups)
+    whole = trainer.prepare(groups)
     half = len(whole.samples) // 2
     return [
         dataclasses.replace(whole, samples=rows)
@@ -70,7 +70,7 @@ def test_gradients_add_up_over_calls(tiny_model_dir: Path) -> None:
         metrics["loss/policy"]
     )
     assert trainer.optim_step(FAST) == pytest.approx(metrics["grad_norm"], rel=1e-5)
-    assert all(tensor.grad is None for tensor in trainer._policy.parameters().values())
+    assert all(tensor.grad is None for tensor in trainer.policy.parameters().values())
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def test_a_step_is_its_operations_in_a_row(tiny_model_dir: Path) -> None:
     by_hand = fast_trainer(tiny_model_dir)
     norms = []
     for part in (groups[::2], groups[1::2]):  # dealt, since the quick ones arrive first
-        by_hand.forward_backward(by_hand._prepare(part), GrpoLoss())
+        by_hand.forward_backward(by_hand.prepare(part), GrpoLoss())
         norms.append(by_hand.optim_step(FAST))
     assert equal(whole.snapshot(), by_hand.snapshot())
     assert metrics["grad_norm"] == sum(norms) / 2
@@ -106,7 +106,7 @@ def test_a_call_that_fails_leaves_no_gradient(tiny_model_dir: Path) -> None:
     trainer.forward_backward(first, GrpoLoss())
     with pytest.raises(StepError, match="the step raised OverflowError: too much"):
         trainer.forward_backward(second, raising)
-    assert all(tensor.grad is None for tensor in trainer._policy.parameters().values())
+    assert all(tensor.grad is None for tensor in trainer.policy.parameters().values())
 
 
 # ------------------------------------------------------------------------------- several updates
@@ -168,13 +168,13 @@ def test_a_later_update_that_fails_undoes_the_earlier_ones(
             raise OverflowError("too much")
         return dataclasses.replace(output, loss=output.loss * math.nan)
 
-    trainer._loss = failing
+    trainer.loss = failing
     with pytest.raises(StepError) as caught:
         trainer.step(useful_groups(4, seed=1))
     assert caught.value.reason == reason
     assert len(calls) == 2
     assert equal(trainer.snapshot(), before)
-    trainer._loss = GrpoLoss()
+    trainer.loss = GrpoLoss()
     trainer.step(useful_groups(4, seed=2))
     undisturbed = stepped(
         tiny_model_dir, useful_groups(4), useful_groups(4, seed=2), optimizer=TWO_UPDATES
@@ -243,7 +243,7 @@ def test_the_bonus_is_the_mean_entropy_of_every_rollout(tiny_model_dir: Path) ->
 
 def with_memory_for(trainer: Trainer, num_tokens: int, *, from_call: int = 0) -> Trainer:
     """The same trainer on a device that, from some call on, holds so many tokens at a time."""
-    score = trainer._policy.predictors
+    score = trainer.policy.predictors
     calls: list[int] = []
 
     def predictors(batch: MicroBatch) -> Any:
@@ -252,7 +252,7 @@ def with_memory_for(trainer: Trainer, num_tokens: int, *, from_call: int = 0) ->
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB.\nDetails")
         return score(batch)
 
-    trainer._policy.predictors = predictors  # type: ignore[method-assign]
+    trainer.policy.predictors = predictors  # type: ignore[method-assign]
     return trainer
 
 
@@ -301,7 +301,7 @@ def test_memory_that_the_optimizer_lacks_is_no_groups_fault(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     trainer = fast_trainer(tiny_model_dir)
-    monkeypatch.setattr(trainer._optimizer, "step", step)
+    monkeypatch.setattr(trainer.adapters.progress.optimizer, "step", step)
     with pytest.raises(EngineError, match=r"= .float32. ran out of memory beside 787 KiB"):
         trainer.step(useful_groups(1))
 
@@ -313,7 +313,7 @@ def test_gradients_of_earlier_calls_are_not_lost_in_silence(tiny_model_dir: Path
     with_memory_for(trainer, 60)
     with pytest.raises(StepError, match="gradients of earlier calls were lost"):
         trainer.forward_backward(second, GrpoLoss())
-    assert all(tensor.grad is None for tensor in trainer._policy.parameters().values())
+    assert all(tensor.grad is None for tensor in trainer.policy.parameters().values())
     trainer.forward_backward(first, GrpoLoss())  # with what the memory holds
     trainer.forward_backward(second, GrpoLoss())
 
@@ -325,12 +325,12 @@ def test_a_step_tells_its_speed(tiny_model_dir: Path) -> None:
     groups = [*useful_groups(3), make_group([1, 1], 7)]  # the last never gets to the model
     trainer = fast_trainer(tiny_model_dir, micro_batch_tokens=60, share_prompts=False)
     speed = trainer.step(groups).speed
-    rows = trainer._prepare(groups).samples
+    rows = trainer.prepare(groups).samples
     num_tokens, num_scored = sum(r.num_inputs for r in rows), sum(r.num_trained for r in rows)
     assert len(rows) == 12
     ratio = speed["perf/scored_tokens_per_s"] / speed["perf/tokens_per_s"]
     assert ratio == pytest.approx(num_scored / num_tokens)
-    num_micro_batches = sum(1 for _ in trainer._policy.micro_batches(rows))
+    num_micro_batches = sum(1 for _ in trainer.policy.micro_batches(rows))
     assert num_micro_batches > 1
     assert speed["perf/row_fill"] == pytest.approx(num_tokens / (60 * num_micro_batches))
     assert 0.5 < speed["perf/balance"] <= 1

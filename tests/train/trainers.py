@@ -49,7 +49,7 @@ class Descent(AdamW):
     """In AdamW's place: each weight less its gradient, whatever the settings."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._shards = trainer._shards
+        self._shards = trainer.weights.shards
 
     @torch.no_grad()
     def step(self, **settings: Any) -> None:

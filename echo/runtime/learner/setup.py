@@ -93,6 +93,7 @@ from echo.tasks.task import Task, code_digest, load_task, task_digests
 from echo.train.attribution import Attribution, RoundTrip, make_attribution, make_rescoring
 from echo.train.batch import AdvantageSettings
 from echo.train.custom_loss import load_loss
+from echo.train.models import check_vocabularies
 from echo.train.optimizer import OptimizerSettings
 from echo.train.policy import (
     Compute,
@@ -103,7 +104,7 @@ from echo.train.policy import (
 )
 from echo.train.ranks.crew import AnyTrainer, Crew, LeadTrainer, follow
 from echo.train.ranks.sharding import Ranks
-from echo.train.trainer import Trainer, check_vocabularies
+from echo.train.trainer import Trainer
 from echo.weights.topology.sites import Site
 from echo.wire.messages import LEARNER_ID
 
@@ -675,7 +676,7 @@ class RunParts:
                 self.config.network,
                 trainer.unrounded,
                 fits_on_gpu=fits,
-                copy_stream=trainer.copy_stream,
+                copy_stream=trainer.weights.copy_stream,
             )
         return Publisher(
             self.identity,

@@ -374,7 +374,7 @@ class LeadTrainer:
             self.images = LeadImages(
                 crew.ranks,
                 places,
-                self._trainer.copy_stream,
+                self._trainer.weights.copy_stream,
                 together=lambda: crew.together(write_rows),
                 lost=lambda error: crew.lost(write_rows, error),
             )
@@ -461,7 +461,9 @@ def follow(crew: Crew, build: Build, log: logging.Logger) -> None:
             trainer = build(None if command.path is None else Path(command.path))
             crew.ranks.add_up(0.0)
             places = find_places(trainer.tensors(), command.dtype, trainer.unrounded)
-            images = FollowImages(crew.ranks, places, trainer.tensors(), trainer.copy_stream)
+            images = FollowImages(
+                crew.ranks, places, trainer.tensors(), trainer.weights.copy_stream
+            )
             while (command := crew.hear()).name != "stop":
                 images.check()
                 crew.ranks.add_up(0.0)

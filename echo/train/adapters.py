@@ -1,0 +1,182 @@
+"""Adapters by name, on the one base in memory, of which one is in use at a time.
+
+The model has place for one adapter. The others lie aside: weights, a gradient that waits for its
+update, moments, settings, counts. `use` exchanges them, so no other part of a trainer knows that
+there are several. They have one shape, and share the trainer's loss, temperature, advantages and
+reference.
+
+A trainer of all weights has no adapters; `progress` is then that of all weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echo.core.errors import ConfigError, DataError
+from echo.engine.lora import draw_adapter
+from echo.train.optimizer import AdamW, OptimizerSettings
+from echo.train.policy import Policy
+from echo.train.ranks import sharding
+from echo.train.weights import SetAside, TrainedWeights
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TrainingProgress:
+    """What belongs to an adapter, or to all weights, beside the weights themselves."""
+
+    optimizer: AdamW
+    """Its moments; it updates whatever weights the model holds."""
+    settings: OptimizerSettings
+    """Of the updates in a step."""
+    step_count: int = 0
+    """Batches consumed."""
+    num_skipped_nonfinite: int = 0
+    """Batches refused because a loss or a gradient was not finite."""
+
+
+class Adapters:
+    """The adapters of a trainer, of which one is in use."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        weights: TrainedWeights,
+        *,
+        name: str | None,
+        settings: OptimizerSettings,
+    ) -> None:
+        """Begin with what the model holds.
+
+        Args:
+            policy: the model.
+            weights: its trained weights.
+            name: of the adapter in the model; None where all weights are trained.
+            settings: of its updates.
+
+        Raises:
+            EngineError: if there is no memory for moments.
+        """
+        self._policy = policy
+        self._weights = weights
+        self.in_use = name
+        """Name of the adapter in use; None where all weights are trained."""
+        self.progress = TrainingProgress(optimizer=weights.new_optimizer(), settings=settings)
+        """Of the adapter in use."""
+        self._others: dict[str, tuple[SetAside, TrainingProgress]] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all adapters, sorted."""
+        return () if self.in_use is None else tuple(sorted({self.in_use, *self._others}))
+
+    def add(
+        self,
+        name: str,
+        *,
+        optimizer: OptimizerSettings,
+        tensors: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Add an adapter on the same base, of the same shape; `use` begins with it.
+
+        Args:
+            name: of letters, digits, "_", "-" and "."; its state has a directory of this name.
+            optimizer: its settings in a step.
+            tensors: whole tensors to start from; None for an adapter that changes nothing yet.
+
+        Raises:
+            ConfigError: if there is an adapter of this name already, or all weights are trained.
+            DataError: if the tensors are those of an adapter of another shape.
+            EngineError: if there is no memory for its moments.
+        """
+        if self.in_use is None:
+            raise _no_adapters(name)
+        if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+            raise ConfigError(
+                f'adapter {name!r}: a name is of letters, digits, "_", "-" and ".", and begins '
+                "with none of the last two"
+            )
+        if name in self.names:
+            raise ConfigError(
+                f"adapter {name!r}: there is one already; use() it, or take another name"
+            )
+        own = self._policy.tensors()
+        if tensors is None:
+            shapes = {key: tensor.shape for key, tensor in own.items()}
+            tensors = draw_adapter(shapes, seed=self._policy.compute.seed + len(self.names))
+        try:
+            self._policy.check(tensors)
+        except DataError as error:
+            raise DataError(
+                f"adapter {name!r}: {error}; the adapters of a trainer have one shape, which its "
+                "ModelSource.lora says: another shape needs another trainer"
+            ) from error
+        weights = {
+            key: torch.empty_like(shard.detach()) for key, shard in self._weights.shards.items()
+        }
+        for key, part in weights.items():
+            sharding.copy_local(sharding.like(part, own[key]), tensors[key])
+        moments = self._weights.new_optimizer()
+        self._others[name] = (
+            SetAside(weights=weights, gradients={}),
+            TrainingProgress(optimizer=moments, settings=optimizer),
+        )
+
+    def use(self, name: str) -> None:
+        """Put an adapter into the model; the one in use is set aside.
+
+        A gradient that waits for its update waits until its adapter is in use again.
+
+        Raises:
+            ConfigError: if there is no adapter of this name.
+        """
+        if name == self.in_use:
+            return
+        if self.in_use is None:
+            raise _no_adapters(name)
+        if name not in self._others:
+            raise ConfigError(
+                f"adapter {name!r}: this trainer has {', '.join(self.names)}; adapters.add() "
+                "adds another one"
+            )
+        own = (self._weights.set_aside(), self.progress)
+        other, self.progress = self._others.pop(name)
+        self._others[self.in_use] = own
+        self.in_use = name
+        self._weights.take_back(other)
+
+    def check_gradient(self) -> None:
+        """Refuse to update an adapter that has no gradient while another one's waits.
+
+        Raises:
+            ConfigError: naming the adapters that have one.
+        """
+        waiting = sorted(name for name, (aside, _) in self._others.items() if aside.gradients)
+        if waiting and not self._weights.has_gradient:
+            raise ConfigError(
+                f"optim_step: the adapter in use, {self.in_use!r}, has no gradient, and one of "
+                f"{', '.join(waiting)} waits: use() that one before"
+            )
+
+    def for_each(self, act: Callable[[str], None]) -> None:
+        """Call a function with the name of each adapter while it is in use."""
+        before = self.in_use
+        assert before is not None, "all weights are trained, and there is no adapter"
+        try:
+            for name in self.names:
+                self.use(name)
+                act(name)
+        finally:
+            self.use(before)
+
+
+def _no_adapters(name: str) -> ConfigError:
+    """Return the error for an adapter that a trainer of all weights is asked for."""
+    return ConfigError(
+        f"adapter {name!r}: this trainer trains all weights; one whose ModelSource has a lora "
+        "trains adapters"
+    )

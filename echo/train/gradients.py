@@ -1,0 +1,253 @@
+"""The gradient of a batch under a loss, micro-batch by micro-batch.
+
+Each micro-batch goes forward through the policy and the reference, through the loss, and backward;
+gradients add up on the parameters. Every loss is divided by counts of the whole batch, so how the
+batch is divided into micro-batches does not change the gradient.
+
+A loss that declares further needs (algo/loss.py) gets them here: whole groups in a micro-batch, the
+group's expectation, a first pass over the batch, entropies, the proximal policy, the reference.
+
+Shapes: B rollouts of a micro-batch, T completion tokens (padded), N trained tokens of the
+micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from echo.algo.batching import MicroBatch
+from echo.algo.diagnostics import Mismatch, mismatch_by_group, mismatch_sums
+from echo.algo.loss import BatchScores, Loss, LossInputs, needs_of
+from echo.algo.losses import ClippedTokenLoss
+from echo.kernels.logprob import TokenLosses
+from echo.train.batch import StepBatch
+from echo.train.findings import ENTROPY, LOSS, NUM_TOKENS, Sums, gather_groups, gather_passes
+from echo.train.models import Models
+from echo.train.passes import blaming_the_batch, make_rounds
+from echo.train.ranks.sharding import Ranks
+from echo.train.scores import TokenScores
+from echo.train.speed import Speedometer
+from echo.train.step import StepError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchFindings:
+    """Sums over a batch whose gradient was taken, the same on all ranks."""
+
+    sums: Sums
+    """Sums over trained tokens by metric (findings.py), and the loss as "loss/policy"."""
+    by_group: Mapping[int, Mismatch]
+    """Group id -> difference between the worker's log-probabilities and the learner's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Scored:
+    """The policy's scores of a micro-batch."""
+
+    logprobs: Tensor
+    """[B, T] nats, with gradient if `tokens` is None."""
+    entropies: Tensor
+    """[N] nats."""
+    tokens: TokenLosses | None = None
+    """With gradient, where the loss is computed in one operation with the log-probabilities."""
+
+    @property
+    def no_loss(self) -> Tensor:
+        """0, with a gradient of 0: for a backward pass that only other ranks need."""
+        return 0.0 * (self.logprobs if self.tokens is None else self.tokens.losses).sum()
+
+
+@dataclass(slots=True, eq=False)
+class _RankFindings:
+    """What this rank has found in the micro-batches of one batch so far."""
+
+    sums: list[dict[str, Tensor]] = field(default_factory=list)
+    """Of each micro-batch, scalars on the device by metric."""
+    by_group: list[Tensor] = field(default_factory=list)
+    """Of each micro-batch, [G, 6] sums for the G groups of the batch."""
+    passed: list[tuple[list[tuple[int, int]], int]] = field(default_factory=list)
+    """Of each micro-batch, its spans and its trained tokens, as `Speedometer.passed` takes them."""
+    has_failed: bool = False
+    """Whether the loss has raised."""
+
+    def gather(self, group_ids: Sequence[int], ranks: Ranks) -> BatchFindings:
+        """Return the findings of all ranks as one; each rank calls this.
+
+        It waits for the device once for the sums and once for the groups.
+        """
+        tables = gather_groups(self.by_group, ranks)
+        return BatchFindings(
+            sums=gather_passes(self.sums, ranks),
+            by_group={
+                group_id: Mismatch(*row) for group_id, row in zip(group_ids, tables, strict=False)
+            },
+        )
+
+
+class Gradients:
+    """Adds the gradient of batches to the parameters of the policy."""
+
+    def __init__(
+        self, models: Models, scores: TokenScores, speed: Speedometer, *, inv_temperature: float
+    ) -> None:
+        """Take the parts.
+
+        Args:
+            models: the policy, whose parameters get the gradient, and the reference.
+            scores: of the reference, and of whole batches.
+            speed: counts what goes through the policy.
+            inv_temperature: 1 / sampling temperature.
+        """
+        self._models = models
+        self._scores = scores
+        self._speed = speed
+        self._inv_temperature = inv_temperature
+
+    def add(self, batch: StepBatch, loss: Loss, *, step_count: int) -> BatchFindings:
+        """Add the gradient of a batch to that on the parameters.
+
+        Args:
+            batch: the rows, and the counts that the loss divides by.
+            loss: any.
+            step_count: of the weights, for the staleness of tokens.
+
+        Raises:
+            MemoryShortageError: if the memory of a process alone was too small; the gradient on the
+                parameters is then incomplete, as after any other error.
+            StepError: on all ranks, if the loss raised on any.
+        """
+        if not batch.samples:
+            return BatchFindings(sums={LOSS: 0.0}, by_group={})
+        needs = needs_of(loss)
+        scores = self._scores.of_batch(batch.samples, needs) if needs.batch_scores else None
+        inputs = _BatchInputs(batch=batch, loss=loss, step_count=step_count, scores=scores)
+        found = _RankFindings()
+        micro_batches = self._models.policy.micro_batches(
+            batch.samples, whole_groups=needs.whole_groups
+        )
+        make_rounds(
+            self._speed.packing(micro_batches),
+            partial(self._make_round, inputs, found),
+            self._models.compute,
+        )
+        for spans, num_scored in found.passed:
+            self._speed.passed(spans, num_scored, is_packed=self._models.policy.is_packed)
+        return found.gather(batch.group_ids, self._models.compute.ranks)
+
+    def _make_round(
+        self, inputs: _BatchInputs, found: _RankFindings, indices: Sequence[int], micro: MicroBatch
+    ) -> StepError | None:
+        """Put a micro-batch forward and backward through the policy; see `MakeRound`.
+
+        After the loss has failed on a micro-batch of this rank, its others only take part.
+        """
+        failure: StepError | None = None
+        objective: Tensor | None = None
+        scored = self._score(micro, inputs.loss)
+        reference = self._scores.of_reference(micro)
+        if indices and not found.has_failed:
+            try:
+                with blaming_the_batch():
+                    objective, sums = inputs.apply(scored, micro, reference)
+                found.sums.append(sums)
+                found.by_group.append(
+                    _by_group(scored, micro, num_groups=len(inputs.batch.group_ids))
+                )
+            except StepError as error:
+                if self._models.compute.ranks.is_alone:
+                    raise
+                found.has_failed, failure = True, error
+        objective = scored.no_loss if objective is None else objective
+        objective.backward()
+        rows = [inputs.batch.samples[index] for index in indices]
+        found.passed.append((micro.spans(rows), sum(row.num_trained for row in rows)))
+        return failure
+
+    def _score(self, micro: MicroBatch, loss: Loss) -> _Scored:
+        """Put a micro-batch through the policy, fused with the loss where the loss allows it."""
+        policy = self._models.policy
+        if not isinstance(loss, ClippedTokenLoss) or loss.fused_clip is None:
+            has_bonus = needs_of(loss).entropies
+            logprobs, entropies = policy.logprobs(
+                micro,
+                inv_temperature=self._inv_temperature,
+                entropy="grad" if has_bonus else "value",
+            )
+            return _Scored(logprobs=logprobs, entropies=entropies)
+        tokens = policy.token_losses(
+            micro, clip=loss.fused_clip, inv_temperature=self._inv_temperature
+        )
+        return _Scored(logprobs=tokens.logprobs, entropies=tokens.entropies, tokens=tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _BatchInputs:
+    """A loss, and the inputs of it that a whole batch has in common."""
+
+    batch: StepBatch
+    loss: Loss
+    step_count: int
+    scores: BatchScores | None
+
+    def apply(
+        self, scored: _Scored, micro: MicroBatch, reference: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of one micro-batch, with gradient, and its sums by metric.
+
+        Args:
+            scored: the policy's scores.
+            micro: on the device.
+            reference: [B, T] nats; None without a reference.
+        """
+        inputs = replace(self._of(micro, scored.logprobs), reference_logprobs=reference)
+        if scored.tokens is not None:
+            assert isinstance(self.loss, ClippedTokenLoss)
+            output = self.loss.from_tokens(scored.tokens.losses, scored.tokens.ratios, inputs)
+        else:
+            if needs_of(self.loss).entropies:
+                inputs = replace(inputs, entropies=micro.spread(scored.entropies))
+            output = self.loss(inputs)
+        learner = micro.pick(scored.logprobs.detach())
+        return output.loss, {
+            LOSS: output.loss.detach(),
+            NUM_TOKENS: torch.full((), len(learner), device=learner.device),
+            ENTROPY: scored.entropies.detach().sum(dtype=torch.float64),
+            **mismatch_sums(learner, micro.pick(micro.sampler_logprobs)),
+            **output.token_counts,
+        }
+
+    def _of(self, micro: MicroBatch, logprobs: Tensor) -> LossInputs:
+        needs = needs_of(self.loss)
+        proximal = micro.proximal_logprobs
+        if needs.proximal_logprobs and proximal is None:
+            proximal = logprobs.detach()  # in the first update the two policies are one
+        return LossInputs(
+            learner_logprobs=logprobs,
+            sampler_logprobs=micro.sampler_logprobs,
+            advantages=micro.advantages,
+            completion_mask=micro.completion_mask,
+            num_tokens=self.batch.num_tokens,
+            num_rollouts=self.batch.num_rollouts,
+            group_index=micro.group_index,
+            proximal_logprobs=proximal,
+            staleness=self.step_count - micro.version_steps,
+            log_expectation=micro.log_expectations if needs.group_expectation else None,
+            batch_scores=self.scores,
+        )
+
+
+def _by_group(scored: _Scored, micro: MicroBatch, *, num_groups: int) -> Tensor:
+    """Return the [G, 6] sums of `mismatch_by_group` over a micro-batch, for G groups."""
+    rows = micro.scored.div(micro.token_ids.shape[1], rounding_mode="floor")
+    return mismatch_by_group(
+        micro.pick(scored.logprobs),
+        micro.pick(micro.sampler_logprobs),
+        scored.entropies,
+        group_of=micro.group_index.index_select(0, rows),
+        num_groups=num_groups,
+    )

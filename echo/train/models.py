@@ -1,0 +1,86 @@
+"""Models that the micro-batches of a trainer go through: the policy and those beside it.
+
+    policy     the model that is trained
+    reference  a frozen model that the loss pulls the policy towards, if the loss does
+    rescorer   a frozen model that takes the weights of published versions, if any is wanted
+
+All three see the same micro-batches, so they have one limit of tokens. The policy and the reference
+have one form of rows as well: if either cannot take packed rows, both take padded ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from echo.core.errors import DataError
+from echo.train.policy import Compute, ModelSource, Policy
+from echo.train.rescoring import Rescorer, Rescoring
+
+
+class Models:
+    """The policy, and the frozen models beside it."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        compute: Compute,
+        *,
+        reference: ModelSource | None,
+        rescoring: Rescoring | None,
+    ) -> None:
+        """Load the models.
+
+        Args:
+            source: the model that is trained.
+            compute: where and how all of them compute.
+            reference: the frozen reference policy; None for none.
+            rescoring: what published versions are scored relative to; None for no rescorer.
+
+        Raises:
+            DataError: if a model cannot be loaded, or the reference has another vocabulary.
+            EngineError: if the model cannot be trained here.
+        """
+        self.policy = Policy(source, compute)
+        self.reference = None if reference is None else self._load_reference(reference)
+        self.rescorer = None if rescoring is None else Rescorer(source, compute, rescoring)
+
+    @property
+    def compute(self) -> Compute:
+        """Where and how the policy computes, with the present limit of a micro-batch."""
+        return self.policy.compute
+
+    def limit_micro_batches(self, num_tokens: int) -> None:
+        """Set the limit of a micro-batch in tokens, padding counted, for every model."""
+        policies = [self.policy]
+        if self.reference is not None:
+            policies.append(self.reference)
+        if self.rescorer is not None:
+            policies.append(self.rescorer.policy)
+        for policy in policies:
+            policy.compute = replace(policy.compute, micro_batch_tokens=num_tokens)
+
+    def _load_reference(self, source: ModelSource) -> Policy:
+        compute = replace(self.compute, gradient_checkpointing=False)
+        reference = Policy(source, compute, is_frozen=True)
+        policy = self.policy
+        check_vocabularies(source.model_dir, reference.vocab_size, policy.vocab_size)
+        if reference.is_packed != policy.is_packed:
+            for one, other in ((reference, policy), (policy, reference)):
+                one.pad_rows(f"the reference shares them, and {other.describe_rows()}")
+        if not reference.can_share_prompts:
+            policy.can_share_prompts = False
+        return reference
+
+
+def check_vocabularies(reference_dir: Path, num_reference: int, num_own: int) -> None:
+    """Refuse a reference model that knows other token ids than the policy.
+
+    Raises:
+        DataError: with the number of each.
+    """
+    if num_reference != num_own:
+        raise DataError(
+            f"{reference_dir}: the reference model has {num_reference} token ids, the one being "
+            f"trained {num_own}; their tokenizers differ"
+        )

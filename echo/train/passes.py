@@ -1,0 +1,169 @@
+"""Passes of rows through the models, in rounds of a micro-batch each.
+
+Several ranks make a pass together (ranks/sharding.py). Every call to a model within a round is made
+by all of them, equally often and in the same order, even by a rank whose own micro-batch has failed
+or has no row. A rank that runs out of memory within a pass ends the job.
+
+A process alone that runs out of memory makes the pass again in smaller micro-batches. If one
+rollout alone is too large, the batch is refused.
+
+An error in a computation on a batch is that batch's fault and becomes a `StepError`, unless it is
+one of `FATAL_ERRORS`. Nothing has changed before it is raised, so the run can go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TypeVar
+
+import torch
+
+from echo.algo.batching import MicroBatch, TrainingRow
+from echo.core.errors import ConfigError, DataError
+from echo.train.models import Models
+from echo.train.policy import Compute
+from echo.train.speed import Speedometer
+from echo.train.step import MemoryShortageError, StepError
+
+T = TypeVar("T")
+
+MakeRound = Callable[[Sequence[int], MicroBatch], StepError | None]
+"""Puts a micro-batch through a model. Its arguments are the indices of this rank's rows, none if
+the rank only takes part in the round, and their micro-batch on the device. It returns the error of
+this rank alone, if there is one."""
+
+FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+"""Errors of the settings, the machine or the device, which another batch would meet as well."""
+
+
+@contextmanager
+def blaming_the_batch() -> Iterator[None]:
+    """Turn what a computation on a batch raises into a `StepError`, unless it is fatal."""
+    try:
+        yield
+    except StepError:
+        raise
+    except DataError as error:
+        raise StepError(str(error), reason="bad_group") from error
+    except FATAL_ERRORS:
+        raise
+    except Exception as error:
+        # Of any type, since a loss may be the user's code.
+        text = f"the step raised {type(error).__name__}: {error}"
+        raise StepError(text, reason="step_error") from error
+
+
+def make_rounds(
+    micro_batches: Iterable[tuple[Sequence[int], MicroBatch]],
+    make_round: MakeRound,
+    compute: Compute,
+) -> None:
+    """Make the rounds of one pass, on all ranks together.
+
+    Args:
+        micro_batches: of this rank, on the CPU, each with the indices of its rows.
+        make_round: makes one round.
+        compute: has the device and the ranks.
+
+    Raises:
+        MemoryShortageError: if the memory of a process alone was too small.
+        StepError: on all ranks, if `make_round` returned one on any.
+        torch.OutOfMemoryError: if the memory of one of several ranks was too small.
+    """
+    ranks, failure = compute.ranks, None
+    for indices, micro in micro_batches:
+        try:
+            failure = make_round(indices, micro.to(compute.device)) or failure
+            continue
+        except torch.OutOfMemoryError as error:
+            if not ranks.is_alone:
+                raise
+            shortage = MemoryShortageError(
+                str(error).partition("\n")[0],
+                num_rows=len(indices),
+                num_tokens=micro.input_ids.numel(),
+            )
+        raise shortage  # outside of `except`, where torch's error no longer keeps its frames alive
+    ranks.raise_together(failure)
+
+
+class Passes:
+    """Makes passes, and makes one again in smaller micro-batches if the memory was too small."""
+
+    def __init__(self, models: Models, speed: Speedometer) -> None:
+        """Take the models, and the measurement of their speed, whose limit of tokens may fall."""
+        self._models = models
+        self._speed = speed
+        self._notices: list[str] = []
+
+    def make(
+        self,
+        rows: Sequence[TrainingRow],
+        make_pass: Callable[[], T],
+        *,
+        step: int,
+        can_begin_again: bool = True,
+    ) -> T:
+        """Make a pass, again in smaller micro-batches for as long as the memory is too small.
+
+        Args:
+            rows: the rows of the pass.
+            make_pass: makes the pass once.
+            step: number of the step under way, from 1, for the notice to the operator.
+            can_begin_again: whether nothing is lost if the pass is made again.
+
+        Returns:
+            What `make_pass` returned.
+
+        Raises:
+            StepError: if the pass cannot be made, or not again.
+        """
+        # An error on one of several ranks is not the batch's fault, and ends the job.
+        blaming = blaming_the_batch if self._models.compute.ranks.is_alone else nullcontext
+        while True:
+            try:
+                with blaming():
+                    return make_pass()
+            except MemoryShortageError as error:
+                shortage = error
+            self._take_smaller_micro_batches(rows, shortage, step=step)
+            if not can_begin_again:
+                text = "the gradients of earlier calls were lost when the memory ran out"
+                raise StepError(text, reason="out_of_memory")
+
+    def take_notices(self) -> tuple[str, ...]:
+        """Return the notices for the operator since the last call."""
+        notices, self._notices = tuple(self._notices), []
+        return notices
+
+    def _take_smaller_micro_batches(
+        self, rows: Sequence[TrainingRow], shortage: MemoryShortageError, *, step: int
+    ) -> None:
+        """Set the limit to half of the micro-batch that the memory did not hold, and note it.
+
+        Raises:
+            StepError: if that micro-batch cannot be divided.
+        """
+        num_tokens = shortage.num_tokens
+        size = sum(row.num_inputs for row in rows)
+        what = (
+            f"step {step}, {len(rows)} rollouts of {size} tokens, ran out of "
+            f"memory with {num_tokens} tokens in a micro-batch"
+        )
+        compute = self._models.compute
+        if shortage.num_rows == 1 or num_tokens > compute.micro_batch_tokens:
+            text = (
+                f"{what}, which cannot be cut: set learner.gradient_checkpointing = true, or lower "
+                f"sampling.max_completion_tokens ({shortage})"
+            )
+            raise StepError(text, reason="out_of_memory")
+        smaller = num_tokens // 2
+        self._models.limit_micro_batches(smaller)
+        self._speed.micro_batch_tokens = smaller
+        self._notices.append(
+            f"{what}; it goes on with learner.micro_batch_tokens = {smaller}: set that, or "
+            f"learner.gradient_checkpointing = true, before the next start ({shortage})"
+        )
+        if compute.device.type == "cuda":
+            torch.cuda.empty_cache()  # other programs may need the memory that holds no tensor

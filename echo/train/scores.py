@@ -1,0 +1,133 @@
+"""TokenScores of tokens by a pass without a gradient.
+
+    of_rows       the policy's log-probability of every completion token
+    of_batch      log-ratio and advantage of every trained token, for a loss that needs them all
+    of_reference  the reference's log-probabilities of one micro-batch, within a training pass
+    of_version    a published version's scores of every completion token
+
+Log-probabilities are in nats, at the sampling temperature, of the whole distribution: top-k and
+top-p are not applied. All ranks call each method together and get the same result.
+
+Shapes: R rows, T completion tokens of a row, B rows of a micro-batch, N trained tokens of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from echo.algo.batching import MicroBatch, TrainingRow
+from echo.algo.loss import BatchScores, LossNeeds
+from echo.train.models import Models
+from echo.train.passes import make_rounds
+from echo.train.policy import Policy
+
+RowScores = list[npt.NDArray[np.float32]]
+"""[T, ...] scores of each row."""
+
+
+class TokenScores:
+    """TokenScores tokens by the policy and by the models beside it."""
+
+    def __init__(self, models: Models, *, inv_temperature: float) -> None:
+        """Take the models.
+
+        Args:
+            models: the policy and those beside it.
+            inv_temperature: 1 / sampling temperature.
+        """
+        self._models = models
+        self._inv_temperature = inv_temperature
+
+    def of_rows(self, rows: Sequence[TrainingRow]) -> RowScores:
+        """Return the policy's [T] log-probabilities of each row, masked tokens included.
+
+        Raises:
+            MemoryShortageError: if the memory of a process alone was too small.
+        """
+        return _score_rows(rows, self._models.policy, self._policy_logprobs)
+
+    def of_version(self, rows: Sequence[TrainingRow]) -> RowScores:
+        """Return [T, 2] scores of each row by the weights that the rescorer holds.
+
+        Returns:
+            Log-probability of each token, and the log of the mass that top_k and top_p leave.
+
+        Raises:
+            MemoryShortageError: if the memory of a process alone was too small.
+        """
+        rescorer = self._models.rescorer
+        assert rescorer is not None, "it is a model of its own, which the trainer was not given"
+        return _score_rows(rows, rescorer.policy, rescorer.score)
+
+    @torch.no_grad()
+    def of_reference(self, micro: MicroBatch) -> Tensor | None:
+        """Return the reference's [B, T] log-probabilities, 0 where masked; None without one."""
+        if self._models.reference is None:
+            return None
+        logprobs, _ = self._models.reference.logprobs(
+            micro, inv_temperature=self._inv_temperature, entropy="none"
+        )
+        return logprobs
+
+    @torch.no_grad()
+    def of_batch(self, rows: Sequence[TrainingRow], needs: LossNeeds) -> BatchScores:
+        """Return the [N] log-ratios and advantages of every trained token of a batch.
+
+        Args:
+            rows: the rows of the batch.
+            needs: of the loss, which say whether groups stay whole.
+
+        Raises:
+            MemoryShortageError: if the memory of a process alone was too small.
+        """
+        policy, compute = self._models.policy, self._models.compute
+        log_ratios = [torch.empty(0, device=compute.device)]
+        advantages = [torch.empty(0, device=compute.device)]
+
+        def make_round(indices: Sequence[int], micro: MicroBatch) -> None:
+            logprobs = self._policy_logprobs(micro)
+            if indices:
+                log_ratios.append(micro.pick(logprobs - micro.sampler_logprobs))
+                advantages.append(micro.pick(micro.advantages[:, None].expand_as(logprobs)))
+
+        micro_batches = policy.micro_batches(rows, whole_groups=needs.whole_groups)
+        make_rounds(micro_batches, make_round, compute)
+        own = {"log_ratios": torch.cat(log_ratios), "advantages": torch.cat(advantages)}
+        parts = compute.ranks.gather_tensors(own)
+        return BatchScores(
+            **{name: torch.cat([part[name] for part in parts]).to(compute.device) for name in own}
+        )
+
+    def _policy_logprobs(self, micro: MicroBatch) -> Tensor:
+        logprobs, _ = self._models.policy.logprobs(
+            micro, inv_temperature=self._inv_temperature, entropy="none"
+        )
+        return logprobs
+
+
+@torch.no_grad()
+def _score_rows(
+    rows: Sequence[TrainingRow], policy: Policy, score: Callable[[MicroBatch], Tensor]
+) -> RowScores:
+    """Return [T, ...] scores of every completion token of each row.
+
+    Args:
+        rows: any number, in any order.
+        policy: the model that makes micro-batches of them.
+        score: returns the [B, T, ...] scores of a micro-batch.
+    """
+    own: dict[str, Tensor] = {}
+
+    def make_round(indices: Sequence[int], micro: MicroBatch) -> None:
+        for index, values in zip(indices, score(micro).cpu(), strict=False):
+            own[str(index)] = values[: rows[index].rollout.num_tokens].clone()
+
+    make_rounds(policy.micro_batches(rows, score_all=True), make_round, policy.compute)
+    parts = policy.compute.ranks.gather_tensors(own)
+    scores = {name: values.numpy() for part in parts for name, values in part.items()}
+    return [scores[str(index)] for index in range(len(rows))]

@@ -1,0 +1,211 @@
+"""The weights that a trainer trains, with their gradients, as its process holds them.
+
+Parameters are those of the policy (float32 masters where the model computes in 16 bits). A shard is
+this rank's part of a parameter, in the same memory: the whole of it for a process alone. Optimizers
+see shards; forward and backward passes see parameters.
+
+On a GPU others copy the weights on `copy_stream` while the next gradient is computed (publication).
+Everything here that changes weights waits for that stream first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echo.core.errors import EngineError
+from echo.core.units import format_bytes
+from echo.engine import allocator
+from echo.train.optimizer import KINDS, STEP, AdamW, OptimizerSettings
+from echo.train.policy import Policy
+from echo.train.ranks import sharding
+from echo.train.step import StepError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Backup:
+    """Weights and moments before a step of several updates, in the host's memory."""
+
+    weights: Mapping[str, Tensor]
+    """This rank's shard of each parameter, by name."""
+    moments: Mapping[str, Tensor]
+    """The state of the optimizer (optimizer.py)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SetAside:
+    """Weights that make place for those of another adapter."""
+
+    weights: Mapping[str, Tensor]
+    """This rank's shard of each parameter, by name, float32."""
+    gradients: Mapping[str, Tensor]
+    """Gradients that wait for their update, as they were on the parameters; perhaps none."""
+
+
+class TrainedWeights:
+    """Trained parameters, their gradients, and the updates that an optimizer makes of these."""
+
+    def __init__(self, policy: Policy) -> None:
+        """Take the parameters of a policy that is trained."""
+        compute = policy.compute
+        self._policy = policy
+        self._device = compute.device
+        self._ranks = compute.ranks
+        self._state = compute.optimizer_state
+        self.parameters = policy.parameters()
+        """By name, float32, cut up over the ranks where there are several."""
+        self.shards = {
+            name: sharding.local_parameter(tensor) for name, tensor in self.parameters.items()
+        }
+        """This rank's part of each parameter, by name."""
+        is_on_gpu = self._device.type == "cuda"
+        # Of higher priority, or its few kernels would wait behind those of the step.
+        self.copy_stream = torch.cuda.Stream(self._device, priority=-1) if is_on_gpu else None
+        """The stream on which the weights are copied; None on a CPU, where copies do not run
+        beside anything."""
+
+    def new_optimizer(self) -> AdamW:
+        """Return an optimizer of these weights, with moments of 0.
+
+        Raises:
+            EngineError: if there is no memory for the moments.
+        """
+        with self._memory_of_adamw():
+            return KINDS[self._state](self.shards)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(tensor.grad is not None for tensor in self.parameters.values())
+
+    def grad_norm(self) -> float:
+        """Return the norm of the gradient over all parameters and ranks.
+
+        Raises:
+            StepError: if it is not finite.
+        """
+        gradients = [tensor.grad for tensor in self.parameters.values() if tensor.grad is not None]
+        norm = sharding.norm_over(self._ranks, [sharding.local(each) for each in gradients])
+        if not math.isfinite(norm):
+            text = f"the norm of the gradient is {norm:g}"
+            raise StepError(text, reason="nonfinite_gradient")
+        return norm
+
+    def update(self, optimizer: AdamW, settings: OptimizerSettings, *, step: int) -> float:
+        """Clip the gradient, have the optimizer apply it, and drop it.
+
+        Args:
+            optimizer: from `new_optimizer`.
+            settings: of this update.
+            step: number of the step under way, from 1, for the learning rate.
+
+        Returns:
+            The norm of the gradient before it was clipped.
+
+        Raises:
+            StepError: if the norm is not finite; the gradient is dropped, and no weight has
+                changed.
+            EngineError: if the memory is too small for the optimizer; weights may have changed.
+        """
+        try:
+            norm = self.grad_norm()
+            for name, shard in self.shards.items():
+                gradient = self.parameters[name].grad
+                shard.grad = None if gradient is None else sharding.local(gradient)
+            torch.nn.utils.clip_grads_with_norm_(
+                list(self.shards.values()),
+                settings.max_grad_norm,
+                torch.full((), norm, device=self._device),  # a copy of it would wait for a GPU
+            )
+            self.wait_for_copies()
+            with self._memory_of_adamw():
+                optimizer.step(
+                    learning_rate=settings.learning_rate_at(step),
+                    betas=settings.betas,
+                    weight_decay=settings.weight_decay,
+                )
+            self._policy.round()
+            if self._device.type == "cuda":
+                # Otherwise the update's seconds would count as those of the next part.
+                torch.cuda.synchronize(self._device)
+        finally:
+            self.drop_gradients()
+        return norm
+
+    def drop_gradients(self) -> None:
+        """Drop the gradient of every parameter, and return freed memory to the system."""
+        for tensor in (*self.parameters.values(), *self.shards.values()):
+            tensor.grad = None
+        if self._device.type == "cpu":
+            allocator.give_back()  # activations as well: the next step's have other sizes
+
+    def wait_for_copies(self) -> None:
+        """Have the device change the weights only after they have been copied."""
+        if self.copy_stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self.copy_stream)
+
+    def back_up(self, optimizer: AdamW) -> Backup:
+        """Return copies of the weights and of an optimizer's moments, in the host's memory."""
+        weights, moments = (
+            {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+            for tensors in (self.shards, optimizer.tensors())
+        )
+        return Backup(weights=weights, moments=moments)
+
+    @torch.no_grad()
+    def restore(self, backup: Backup, optimizer: AdamW) -> None:
+        """Give the weights, and an optimizer, the values of a backup."""
+        for name, shard in self.shards.items():
+            shard.copy_(backup.weights[name])
+        self._policy.round()
+        optimizer.load(backup.moments)
+
+    def set_aside(self) -> SetAside:
+        """Return copies of the weights, and their gradients themselves."""
+        return SetAside(
+            weights={name: shard.detach().clone() for name, shard in self.shards.items()},
+            gradients={
+                name: tensor.grad
+                for name, tensor in self.parameters.items()
+                if tensor.grad is not None
+            },
+        )
+
+    @torch.no_grad()
+    def take_back(self, aside: SetAside) -> None:
+        """Overwrite the weights and their gradients with others of the same shapes."""
+        self.wait_for_copies()
+        for name, shard in self.shards.items():
+            shard.copy_(aside.weights[name])
+            self.parameters[name].grad = aside.gradients.get(name)
+        self._policy.round()
+
+    def cut_as_parameters(self, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's rows of an optimizer's tensors as parts of whole ones.
+
+        Args:
+            moments: "<parameter>/<part>" -> tensor, as `AdamW.tensors` returns them.
+        """
+        found = {}
+        for key, part in moments.items():
+            name, _, kind = key.rpartition("/")
+            found[key] = part if kind == STEP else sharding.like(part, self.parameters[name])
+        return found
+
+    @contextmanager
+    def _memory_of_adamw(self) -> Iterator[None]:
+        """Raise an error that names the setting where the memory is too small for AdamW."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            num_trained = sum(shard.numel() for shard in self.shards.values())
+            raise EngineError(
+                f'AdamW with optimizer.state = "{self._state}" ran out of memory '
+                f"beside {format_bytes(8 * num_trained)} of weights and gradients: --dry-run tells "
+                "what is needed, and which setting makes it less"
+            ) from error
