@@ -29,9 +29,8 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import re
 import unicodedata
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,18 +40,14 @@ import msgspec
 from echo.core.bounds import MAX_LEASE_BYTES
 from echo.core.errors import ConfigError, DataError, EchoError
 from echo.core.units import format_bytes
-from echo.tasks.messages import Message, fault_of_messages, plain_message
+from echo.tasks.messages import plain_message
 from echo.tasks.reward_functions import RewardFunction
+from echo.tasks.row_examples import RowReader
 from echo.tasks.row_files import HUB_PREFIX, DatasetRow, dataset_files, is_local, read_rows
-from echo.tasks.task import Example, Reward, Rewards, Task, did_you_mean, is_heldout
+from echo.tasks.task import Example, Reward, Rewards, Task, is_heldout
 
 _log = logging.getLogger(__name__)
 
-READ_COLUMNS = ("prompt", "messages", "tools", "answer", "info")
-"""Columns with a meaning of their own."""
-TEMPLATE_COLUMNS = ("functions", "documents", "chat_template_kwargs")
-"""Columns that other trainers give to the chat template, and Echo does not."""
-ASSISTANT_LAST = ("", "continue", "drop")
 NO_PATH = "the task has no training rows: set task.options.path to a JSONL or Parquet file"
 
 
@@ -96,23 +91,7 @@ class RowsTask(Task):
         self.skip_bad = skip_bad
         self.columns = dict(columns or {})
         self.leave_out = tuple(leave_out)
-        self.assistant_last = assistant_last
-        self._prompt_columns = [self.columns.get(name, name) for name in ("prompt", "messages")]
-        for name in self.columns:
-            if name not in READ_COLUMNS:
-                raise ConfigError(
-                    f"task.options.columns.{name}: no such column is read"
-                    f"{did_you_mean(name, READ_COLUMNS)}; there are {', '.join(READ_COLUMNS)}"
-                )
-            if not isinstance(self.columns[name], str):
-                raise ConfigError(
-                    f"task.options.columns.{name} = {self.columns[name]!r}: must be the name of a "
-                    "column"
-                )
-        if assistant_last not in ASSISTANT_LAST:
-            raise ConfigError(
-                f"task.options.assistant_last = {assistant_last!r}: must be continue or drop"
-            )
+        self._reader = RowReader(self.columns, assistant_last)
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
         """Turn one row into an example; its index, split and source are filled in later.
@@ -121,27 +100,10 @@ class RowsTask(Task):
             ValueError, TypeError, LookupError: if a column is missing or of the wrong kind; the
                 caller adds file and row.
         """
-        own_names = {name: self.columns.get(name, name) for name in READ_COLUMNS}
-        values = {name: row.get(own) for name, own in own_names.items()}
-        prompt = self._prompt_of(row)
-        info = {} if values["info"] is None else _parse_json(values["info"], "{")
-        if not isinstance(info, dict):
-            raise TypeError(f"`{own_names['info']}` must be an object, not {type(info).__name__}")
-        self._tools_of(values["tools"])
-        answer = values["answer"]
-        if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-            prompt, said = self._without_last(prompt)
-            answer = said if answer is None else answer
-        # `tools` stays a column, which `tools` reads; so does what is not taken for the prompt.
-        read = {own_names["answer"], own_names["info"], self._prompt_column(row)}
-        read |= {name for name in self._prompt_columns if not row.get(name)}
-        rest = {name: value for name, value in row.items() if name not in read}
-        return Example(
-            index=0, split="train", prompt=prompt, answer=answer, info=info, columns=rest
-        )
+        return self._reader.example_of(row)
 
     def tools(self, example: Example) -> list[dict[str, Any]]:
-        return self._tools_of(example.columns.get(self.columns.get("tools", "tools")))
+        return self._reader.tools_of(example.columns)
 
     def examine(self, fault_of: Callable[[Example], str]) -> None:
         """Ask of each row what is wrong with it; see `Task.examine`."""
@@ -197,76 +159,6 @@ class RowsTask(Task):
             except EchoError as error:
                 problems.append(str(error))
         return problems
-
-    def _prompt_of(self, row: Mapping[str, Any]) -> str | list[Message]:
-        """Return a row's prompt, from whichever of its two columns has one.
-
-        Raises:
-            ValueError: naming the column and what is wrong with it.
-        """
-        names, name = self._prompt_columns, self._prompt_column(row)
-        if name is None:
-            here = next((name for name in names if name in row), None)
-            if here is not None:
-                what = "null" if row[here] is None else "empty"
-                raise ValueError(f"needs `{here}`, whose value is {what} in this row")
-            raise ValueError(
-                f"needs `{names[0]}` (text) or `{names[1]}` (chat messages); it has the columns "
-                f"{', '.join(row) or 'none'}; where the dataset calls it otherwise set "
-                'task.options.columns = { prompt = "ITS NAME" }'
-            )
-        value = _parse_json(row[name], "[{")
-        if isinstance(value, str):
-            if not value.strip():
-                raise ValueError(f"needs `{name}`, whose text is empty in this row")
-            if name == names[1] or _MESSAGES_AS_TEXT.match(value):
-                raise ValueError(
-                    f"needs `{name}` as chat messages; in this row it is text, and no list of "
-                    "messages in JSON; plain text belongs in the column `prompt`, or another that "
-                    "task.options.columns calls so"
-                )
-            return value
-        if not isinstance(value, list):
-            raise TypeError(
-                f"needs `{name}` as text or chat messages; in this row it is {type(value).__name__}"
-            )
-        if fault := fault_of_messages(value):
-            raise ValueError(f"`{name}`: {fault}")
-        said = (part.get("tool_calls") or plain_message(part)["content"].strip() for part in value)
-        if not any(said):
-            raise ValueError(f"needs `{name}`, whose messages are empty in this row")
-        return [_without_nulls(part) for part in value]
-
-    def _prompt_column(self, row: Mapping[str, Any]) -> str | None:
-        """Return the column that is a row's prompt; None if it has none."""
-        return next((name for name in self._prompt_columns if row.get(name)), None)
-
-    def _without_last(self, messages: list[Message]) -> tuple[list[Message], str | None]:
-        """Return messages whose last is the assistant's as they are asked, and what was dropped."""
-        if self.assistant_last == "continue":
-            return messages, None
-        if not self.assistant_last:
-            raise ValueError(
-                "its last message is the assistant's: the reference of supervised data, or the "
-                'beginning of an answer? Set task.options.assistant_last = "drop" to take it away '
-                '(it becomes the answer where the row has none), or "continue" to have the policy '
-                "go on behind it"
-            )
-        asked = messages
-        while asked and asked[-1]["role"] == "assistant":
-            asked = asked[:-1]
-        if not asked:
-            raise ValueError("all of its messages are the assistant's: nothing is asked")
-        return asked, str(plain_message(messages[-1])["content"])
-
-    def _tools_of(self, value: Any) -> list[dict[str, Any]]:
-        value = _parse_json(value, "[")
-        if value is None or value == "":
-            return []
-        if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-            name = self.columns.get("tools", "tools")
-            raise TypeError(f"`{name}` must be a list of objects, the schemas of functions")
-        return value
 
     @functools.cached_property
     def _examples(self) -> dict[str, list[Example]]:
@@ -324,27 +216,8 @@ class RowsTask(Task):
                 else ("the dataset is empty; write one JSON object per line")
             )
             raise DataError(f"{path}: {why}")
-        self._look_at_columns(path, names)
+        self._reader.check_columns(path, names, is_trained_on=path == self.path)
         return found
-
-    def _look_at_columns(self, path: str, names: Collection[str]) -> None:
-        """Refuse names of columns that no row has, and tell of columns that are not used."""
-        for name, own in self.columns.items():
-            if own not in names and path == self.path:
-                raise ConfigError(
-                    f"task.options.columns.{name} = {own!r}: {path} has no such column"
-                    f"{did_you_mean(own, names)}; it has {', '.join(sorted(names))}"
-                )
-        prompts = self._prompt_columns
-        if all(name in names for name in prompts):
-            _log.warning(
-                "%s: has the columns `%s` and `%s`: the first is the prompt; "
-                'task.options.leave_out = ["%s"] takes the other',
-                path, *prompts, prompts[0],
-            )  # fmt: skip
-        for name in TEMPLATE_COLUMNS:
-            if name in names and name not in self.columns.values():
-                _log.warning("%s: the column `%s` is not given to the chat template", path, name)
 
     def _example_of(self, row: DatasetRow) -> Example:
         try:
@@ -369,35 +242,6 @@ class RowsTask(Task):
                 "no reward needs with task.options.leave_out"
             )
         return example
-
-
-def _without_nulls(part: dict[str, Any]) -> Message:
-    """Drop the keys that a typed table gives every message, whether it has them or not."""
-    return {key: value for key, value in part.items() if value is not None}
-
-
-_MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content|from)['"]\s*:""")
-"""First characters of messages as Python prints them, or as JSON that was cut."""
-
-
-def _parse_json(value: Any, start: str) -> Any:
-    """Return a value that is JSON as text parsed; anything else as it is.
-
-    Args:
-        value: of a column.
-        start: what is parsed: "{" an object, "[" a list of objects, "[{" a list of messages.
-    """
-    if not isinstance(value, str) or not value.lstrip().startswith(start[:1]):
-        return value
-    try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-    if start == "{":
-        return parsed
-    is_objects = isinstance(parsed, list) and all(isinstance(part, dict) for part in parsed)
-    is_meant = start == "[" or any(part.keys() & {"role", "from"} for part in parsed)
-    return parsed if is_objects and is_meant else value
 
 
 def _key_of(example: Example) -> str:

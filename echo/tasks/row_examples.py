@@ -1,0 +1,217 @@
+"""Rows of any columns to examples.
+
+A row takes `prompt` (text or messages) or `messages` (a list of objects with `role` and
+`content`), and optionally `tools`, `answer` and `info`. All other columns keep their names. Each
+of the five may have another name in the dataset: `task.options.columns`.
+
+If the last message of a row is the assistant's, the row is usually supervised data and seldom the
+beginning of an answer. Training on the wrong reading would not fail, so `assistant_last` has to
+choose one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from echo.core.errors import ConfigError
+from echo.tasks.messages import Message, fault_of_messages, plain_message
+from echo.tasks.task import Example, did_you_mean
+
+_log = logging.getLogger(__name__)
+
+READ_COLUMNS = ("prompt", "messages", "tools", "answer", "info")
+"""Columns with a meaning of their own."""
+TEMPLATE_COLUMNS = ("functions", "documents", "chat_template_kwargs")
+"""Columns that other trainers pass to the chat template. Echo does not."""
+ASSISTANT_LAST = ("", "continue", "drop")
+
+
+class RowReader:
+    """Turns rows into examples; reads the columns that the settings name.
+
+    Args:
+        columns: the dataset's names of READ_COLUMNS, where they differ.
+        assistant_last: how a row is read whose last message is the assistant's; empty refuses it.
+
+    Raises:
+        ConfigError: if `columns` or `assistant_last` has a name or a value that is not read.
+    """
+
+    def __init__(self, columns: Mapping[str, str], assistant_last: str) -> None:
+        for name in columns:
+            if name not in READ_COLUMNS:
+                raise ConfigError(
+                    f"task.options.columns.{name}: no such column is read"
+                    f"{did_you_mean(name, READ_COLUMNS)}; there are {', '.join(READ_COLUMNS)}"
+                )
+            if not isinstance(columns[name], str):
+                raise ConfigError(
+                    f"task.options.columns.{name} = {columns[name]!r}: must be the name of a column"
+                )
+        if assistant_last not in ASSISTANT_LAST:
+            raise ConfigError(
+                f"task.options.assistant_last = {assistant_last!r}: must be continue or drop"
+            )
+        self._given = dict(columns)
+        self._names = {name: columns.get(name, name) for name in READ_COLUMNS}
+        """The dataset's name of each column that is read."""
+        self._prompts = (self._names["prompt"], self._names["messages"])
+        self._assistant_last = assistant_last
+
+    def example_of(self, row: Mapping[str, Any]) -> Example:
+        """Return the example of a row, with index 0, the split "train" and no source.
+
+        Raises:
+            ValueError, TypeError: naming the column that is missing or of the wrong kind.
+        """
+        prompt = self._prompt_of(row)
+        info = row.get(self._names["info"])
+        info = {} if info is None else _parse_json(info, "{")
+        if not isinstance(info, dict):
+            name = self._names["info"]
+            raise TypeError(f"`{name}` must be an object, not {type(info).__name__}")
+        self.tools_of(row)
+        answer = row.get(self._names["answer"])
+        if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+            prompt, dropped = self._without_last(prompt)
+            answer = dropped if answer is None else answer
+        # The column of tools stays, since `tools_of` reads it from the example.
+        read = {self._names["answer"], self._names["info"], self._prompt_column(row)}
+        read |= {name for name in self._prompts if not row.get(name)}
+        rest = {name: value for name, value in row.items() if name not in read}
+        return Example(
+            index=0, split="train", prompt=prompt, answer=answer, info=info, columns=rest
+        )
+
+    def tools_of(self, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the tools of a row, as JSON schemas.
+
+        Raises:
+            TypeError: if the column holds anything else than a list of objects.
+        """
+        name = self._names["tools"]
+        value = _parse_json(columns.get(name), "[")
+        if value is None or value == "":
+            return []
+        if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+            raise TypeError(f"`{name}` must be a list of objects, the schemas of functions")
+        return value
+
+    def check_columns(self, path: str, names: Collection[str], *, is_trained_on: bool) -> None:
+        """Warn of columns that are not used as a user may expect.
+
+        Args:
+            path: of the dataset, for messages.
+            names: the columns of all its rows together.
+            is_trained_on: whether it has the training rows; held-out rows may lack columns.
+
+        Raises:
+            ConfigError: if no row has a column that `task.options.columns` names.
+        """
+        for name, own in self._given.items():
+            if own not in names and is_trained_on:
+                raise ConfigError(
+                    f"task.options.columns.{name} = {own!r}: {path} has no such column"
+                    f"{did_you_mean(own, names)}; it has {', '.join(sorted(names))}"
+                )
+        if all(name in names for name in self._prompts):
+            _log.warning(
+                "%s: has the columns `%s` and `%s`: the first is the prompt; "
+                'task.options.leave_out = ["%s"] takes the other',
+                path, *self._prompts, self._prompts[0],
+            )  # fmt: skip
+        for name in TEMPLATE_COLUMNS:
+            if name in names and name not in self._given.values():
+                _log.warning("%s: the column `%s` is not given to the chat template", path, name)
+
+    def _prompt_of(self, row: Mapping[str, Any]) -> str | list[Message]:
+        """Return the prompt of a row, from the first of its two columns that has a value.
+
+        Raises:
+            ValueError, TypeError: naming the column and what is wrong with it.
+        """
+        names, name = self._prompts, self._prompt_column(row)
+        if name is None:
+            here = next((name for name in names if name in row), None)
+            if here is not None:
+                what = "null" if row[here] is None else "empty"
+                raise ValueError(f"needs `{here}`, whose value is {what} in this row")
+            raise ValueError(
+                f"needs `{names[0]}` (text) or `{names[1]}` (chat messages); it has the columns "
+                f"{', '.join(row) or 'none'}; where the dataset calls it otherwise set "
+                'task.options.columns = { prompt = "ITS NAME" }'
+            )
+        value = _parse_json(row[name], "[{")
+        if isinstance(value, str):
+            if not value.strip():
+                raise ValueError(f"needs `{name}`, whose text is empty in this row")
+            if name == names[1] or _MESSAGES_AS_TEXT.match(value):
+                raise ValueError(
+                    f"needs `{name}` as chat messages; in this row it is text, and no list of "
+                    "messages in JSON; plain text belongs in the column `prompt`, or another that "
+                    "task.options.columns calls so"
+                )
+            return value
+        if not isinstance(value, list):
+            raise TypeError(
+                f"needs `{name}` as text or chat messages; in this row it is {type(value).__name__}"
+            )
+        if fault := fault_of_messages(value):
+            raise ValueError(f"`{name}`: {fault}")
+        texts = (part.get("tool_calls") or plain_message(part)["content"].strip() for part in value)
+        if not any(texts):
+            raise ValueError(f"needs `{name}`, whose messages are empty in this row")
+        # A typed table gives every message the keys of all messages; they are null where unused.
+        return [
+            {key: value for key, value in message.items() if value is not None} for message in value
+        ]
+
+    def _prompt_column(self, row: Mapping[str, Any]) -> str | None:
+        """Return the column that holds the prompt of a row; None if both are empty or missing."""
+        return next((name for name in self._prompts if row.get(name)), None)
+
+    def _without_last(self, messages: list[Message]) -> tuple[list[Message], str | None]:
+        """Return the messages to prompt with, and the text of the assistant's that was dropped."""
+        if self._assistant_last == "continue":
+            return messages, None
+        if not self._assistant_last:
+            raise ValueError(
+                "its last message is the assistant's: the reference of supervised data, or the "
+                'beginning of an answer? Set task.options.assistant_last = "drop" to take it away '
+                '(it becomes the answer where the row has none), or "continue" to have the policy '
+                "go on behind it"
+            )
+        asked = messages
+        while asked and asked[-1]["role"] == "assistant":
+            asked = asked[:-1]
+        if not asked:
+            raise ValueError("all of its messages are the assistant's: nothing is asked")
+        return asked, str(plain_message(messages[-1])["content"])
+
+
+_MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content|from)['"]\s*:""")
+"""The first characters of messages that Python printed, or of truncated JSON."""
+
+
+def _parse_json(value: Any, start: str) -> Any:
+    """Return a value parsed if it is text that holds JSON, else unchanged.
+
+    Args:
+        value: of a column.
+        start: which JSON is parsed: "{" an object, "[" a list of objects, "[{" a list of messages.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith(start[:1]):
+        return value
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    if start == "{":
+        return parsed
+    is_objects = isinstance(parsed, list) and all(isinstance(part, dict) for part in parsed)
+    is_meant = start == "[" or any(part.keys() & {"role", "from"} for part in parsed)
+    return parsed if is_objects and is_meant else value
