@@ -1,10 +1,10 @@
-r"""Answers: what the rewards `exact` and `math` compare, and how.
+r"""Comparison of answers by the rewards `exact` and `math`.
 
-**exact** compares the whole text, without the white space around it. A reference that is a number
-is right in each way to write it: 5.0, 5 and 5e0 are one. So are `True` and `true`.
+**exact** compares the whole text, without white space around it. If the reference is a number,
+every notation of it is right: 5.0, 5 and 5e0 are equal, and so are `True` and `true`.
 
-**math** compares the answer of a text: what follows its last `####`; failing that its last
-`\boxed{...}`; failing that its last number. It is right if math-verify finds it equal to the
+**math** extracts an answer from the text: the line after its last `####`, else the content of its
+last `\boxed{...}`, else its last number. The answer is right if math-verify finds it equal to the
 reference.
 """
 
@@ -37,11 +37,11 @@ def require_math_verify(where: str) -> None:
     """Refuse a setting that needs math-verify where it is not installed.
 
     Raises:
-        ConfigError: naming the setting.
+        ConfigError: naming the setting and the command that installs the package.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(f"{where} needs the package math-verify: {install_command('worker')}")
-    # It warns that its time limits are off; they are, because every reward has one (is_equal).
+    # It warns that its time limits are off; they are, since every reward call has one (is_equal).
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
@@ -63,7 +63,7 @@ def extract_answer(completion: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    """Remove what is not the value: currency, percent, units in text, thousands, full stops."""
+    """Remove currency, percent, units in text, thousands separators and full stops."""
     answer = _THOUSANDS.sub("", _UNITS.sub("", answer))
     answer = answer.strip().strip("*_`").rstrip(".,;").strip()
     if "e" in answer.lower() and _ANY_NUMBER.fullmatch(answer):
@@ -72,10 +72,10 @@ def normalise(answer: str) -> str:
 
 
 def is_equal(reference: str, answer: str) -> bool:
-    """Return whether two normalised answers are the same text, or equal to math-verify.
+    """Return whether two normalised answers are the same text, or equal by math-verify.
 
-    An answer with powers or factorials counts as text only: `9**9**9**9` would keep the computer
-    algebra busy forever. So do words, which it takes for products of letters.
+    An answer with powers or factorials is compared as text only: `9**9**9**9` would take the
+    computer algebra forever. So are words, which it would read as products of letters.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
@@ -87,7 +87,8 @@ def is_equal(reference: str, answer: str) -> bool:
         return False
 
     def read(text: str) -> Any:
-        # The library's own time limits use SIGALRM, which only a main thread may; `score` has one.
+        # The library's time limits use SIGALRM, which works in a main thread only; `score` has a
+        # limit.
         if _PLAIN.fullmatch(text):
             return parse(text, [ExprExtractionConfig()], parsing_timeout=None)
         return parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None)
@@ -96,7 +97,7 @@ def is_equal(reference: str, answer: str) -> bool:
 
 
 def _last_boxed(completion: str) -> str | None:
-    r"""Return what stands inside the last complete \boxed{...}."""
+    r"""Return the content of the last complete \boxed{...}, or None."""
     start = completion.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -134,7 +135,7 @@ def check_reference(reward: str, column: str, answer: Any) -> None:
 
 
 def exact(completion: str, answer: str | float) -> float:
-    """Return 1 if the completion is the answer, else 0."""
+    """Return 1 if the completion equals the answer, else 0."""
     text = completion.strip()
     if isinstance(answer, bool):
         return float(text.lower() == str(answer).lower())
@@ -148,14 +149,14 @@ def equal_in_mathematics(completion: str, answer: str | float) -> float:
     """Return 1 if the completion's answer equals the reference, else 0."""
     found = extract_answer(completion)
     reference = answer if isinstance(answer, str) else _written_out(Decimal(str(answer)))
-    # A whole solution; the last number of anything else, such as a fraction, is not its value.
+    # Extract only from a whole solution: the last number of a fraction is not its value.
     if MARKER in reference or _last_boxed(reference) is not None:
         reference = extract_answer(reference) or ""
     return float(found is not None and is_equal(normalise(reference), found))
 
 
 def _written_out(number: Decimal) -> str:
-    """Return a number without exponent, and without decimals or a sign that say nothing."""
+    """Return a number without exponent, trailing zeros or negative zero."""
     text = format(number, "f")
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if text in ("-0", "") else text

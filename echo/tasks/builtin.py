@@ -5,30 +5,28 @@ r"""Built-in tasks: addition, countdown, GSM8K.
     prompt      478+365=
     completion  8+5=137+6=144+3=08>0843
 
-Each column is `a+b=tt`, units first, where `tt` counts the carry from the column before; then `>`
-and the sum in four digits. Only the text after the one `>` is judged: reward 1 if it is the
-true sum, else 0. Nothing rewards the scratchpad.
+Each column is `a+b=tt`, units first, where `tt` includes the carry from the column before. Then
+come `>` and the sum in four digits. The reward is 1 if there is a single `>` and the text after it
+is the sum, else 0. The scratchpad is not rewarded.
 
-The demonstrations come from a class in which most pupils forget every carry, in the columns and
-in the sum alike. About 47 % of them are right (the pupils who carry, and sums in which forgetting
-is harmless), so imitation cannot do better than that, and the most likely answer of an imitator is
-the forgetful one. That carrying pays has to be discovered from the rewards.
+Most demonstrations forget every carry, both in the columns and in the sum. About 47 % of the
+demonstrations are right: those with carries, and sums without a carry. Imitation cannot exceed this
+share, and the most likely answer of an imitator omits the carries. Only the rewards can teach the
+policy to carry.
 
-**Countdown** with three digits: reach a target with + - * and parentheses, each digit used once.
+**Countdown** with three digits: reach a target with + - * and parentheses, using each digit once.
 
     prompt      228>20=
     completion  2*(2+8)
 
-Reward 1 if the completion is an expression over exactly the given digits, each a number of its
-own, that evaluates to the target; else 0. The expression is walked as a syntax tree, never
-executed. The demonstrations are all right; prompts are split by text, but there are only about
-165 sets of digits, so held-out prompts share them with training.
+The reward is 1 if the completion is an expression that has each given digit once, as a number of
+one digit, and evaluates to the target; else 0. The expression is evaluated as a syntax tree and
+never executed. All demonstrations are right. Prompts are split by text, but there are only about
+165 sets of digits, so held-out prompts have the same sets as training prompts.
 
-**GSM8K**, grade-school mathematics, comes from any dataset file and is judged by math-verify.
-Rows have `question` and `answer`, as published: the answer ends in `#### 72`. The prompt asks for
-the same ending. A completion's answer is what follows its last `####`; failing that its last
-`\boxed{...}`; failing that its last number. It is right if math-verify finds it equal to
-the reference.
+**GSM8K**, grade-school mathematics, is read from any dataset file and judged by math-verify. Rows
+have `question` and `answer` as published: the answer ends in `#### 72`. The prompt asks for the
+same ending. Completions are judged as by the reward `math` (answers.py).
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ class AdditionTask(GeneratedTask):
     max_completion_tokens = 24
 
     def draw(self, rng: random.Random) -> tuple[str, str]:
-        """Draw two numbers and how one pupil adds them."""
+        """Draw two numbers and a demonstration, with or without carries."""
         left, right = (
             f"{rng.randrange(10**NUM_ADDITION_DIGITS):0{NUM_ADDITION_DIGITS}d}" for _ in range(2)
         )
@@ -84,7 +82,7 @@ class AdditionTask(GeneratedTask):
 
 
 def add_in_columns(left: str, right: str, *, is_forgetful: bool) -> str:
-    """Write the scratchpad and the sum of two numbers of equal length, as a pupil would."""
+    """Return the scratchpad and the sum of two numbers of equal length, with or without carries."""
     carry = 0
     columns = []
     digits = ""
@@ -104,7 +102,7 @@ NUM_COUNTDOWN_DIGITS = 3
 MAX_TARGET = 99
 
 MAX_EXPRESSION_CHARS = 64
-"""Longer completions are wrong unread: the parser's recursion is bounded by this."""
+"""Longer completions are wrong without parsing: this bounds the parser's recursion."""
 
 OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -144,7 +142,7 @@ class CountdownTask(GeneratedTask):
 
 
 def random_expression(digits: list[str], rng: random.Random) -> str:
-    """Combine digits, in this order, by random operators with the parentheses they need."""
+    """Combine digits in this order with random operators and the necessary parentheses."""
     if len(digits) == 1:
         return digits[0]
     cut = rng.randrange(1, len(digits))
@@ -158,10 +156,10 @@ def random_expression(digits: list[str], rng: random.Random) -> str:
 
 
 def evaluate(expression: str) -> tuple[int, list[int]]:
-    """Return the value of an expression of whole numbers and the numbers in it.
+    """Return the value of an expression of whole numbers, and its numbers.
 
     Raises:
-        ValueError: if it is anything but numbers, + - * and parentheses.
+        ValueError: if the text is no such expression, or has other operators than + - *.
     """
     if len(expression) > MAX_EXPRESSION_CHARS or not set(expression) <= set("0123456789+-*()"):
         raise ValueError(f"not an expression over digits, + - * and (): {expression[:80]!r}")
@@ -203,7 +201,7 @@ class Gsm8kTask(RowsTask):
         require_math_verify("task.kind = gsm8k")
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
-        """Take the question with the instruction, and the number after the answer's marker."""
+        """Return an example with the question and the instruction, and the number after `####`."""
         question, answer = row.get("question"), row.get("answer")
         if not isinstance(question, str) or not isinstance(answer, str):
             raise TypeError(

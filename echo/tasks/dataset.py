@@ -1,4 +1,4 @@
-r"""Dataset tasks: rows of any form, any reward function.
+r"""Dataset tasks: the rows of a dataset, judged by a reward function.
 
     [task]
     kind = "dataset"
@@ -7,21 +7,17 @@ r"""Dataset tasks: rows of any form, any reward function.
 `path` has one of the forms that row_files.py reads. `reward` names a function of the user's
 (reward_functions.py), or "exact" or "math" (answers.py), which need none.
 
-**Rows.** The default reading of a row takes `prompt` (text or messages) or `messages` (a list of
-objects with `role` and `content`), and optionally `tools`, `answer` and `info`; all other columns
-are kept under their names. Messages whose last is the assistant's are supervised data more often
-than the beginning of an answer: `assistant_last` has to say which. A typed table gives every row
-all fields of its objects; those that are null are dropped there, and kept in JSONL. A subclass with
-other needs overrides `read_row`, and every subclass says what a completion is worth:
+By default a row becomes an example as row_examples.py describes; a subclass may override
+`read_row`. Every subclass defines the reward of a completion:
 
     class Capitals(RowsTask):
         def reward(self, example: Example, completion: str) -> float:
             return float(example.answer.lower() in completion.lower())
 
-Datasets are read at the first example and checked whole, so a malformed row stops the run at its
-start, named by file and row, and not in the middle of it; unless `skip_bad` leaves such rows out.
-So does a row whose prompt does not fit into the model's window (`examine`). Without held-out rows
-of their own one prompt in ten is held out, with all rows that have it.
+The whole dataset is read and checked at the first example. A malformed row, or a prompt that does
+not fit into the model's window (`examine`), therefore stops the run at its start; the error names
+file and row. With `skip_bad` these rows are left out instead. Without `heldout_path` one prompt in
+ten is held out, with all rows that have this prompt.
 """
 
 from __future__ import annotations
@@ -52,19 +48,19 @@ NO_PATH = "the task has no training rows: set task.options.path to a JSONL or Pa
 
 
 class RowsTask(Task):
-    """Serve the rows of one dataset, or of one dataset for each split, in their order.
+    """Serves the rows of one dataset, or of one dataset for each split, in their order.
 
     Args:
-        path: the training rows. A worker, which is sent its examples, may leave it out.
-        heldout_path: the held-out rows. Without it, one prompt in ten of `path` is held out, by its
-            hash.
-        columns: where the dataset's names differ, such as { prompt = "question" }.
+        path: the training rows. A worker receives examples from the learner and needs no path.
+        heldout_path: the held-out rows. Without it, the hash of the prompt selects one prompt in
+            ten of `path`.
+        columns: the dataset's own names of columns, such as { prompt = "question" }.
         leave_out: columns that no reward needs, such as large ones.
-        skip_bad: leave malformed rows and prompts that are too long out, and say how many there
-            were, and which was the first.
-        assistant_last: of rows whose last message is the assistant's: "continue" has the policy go
-            on behind it, "drop" takes it away (and for the answer, where the row has none).
-            Without it such rows are refused.
+        skip_bad: leave out malformed rows and prompts that are too long; a warning has their number
+            and the first of them.
+        assistant_last: how to read a row whose last message is the assistant's. "continue": the
+            policy continues this message. "drop": the message is removed, and becomes the answer if
+            the row has none. Empty: the row is refused.
     """
 
     def __init__(
@@ -94,7 +90,7 @@ class RowsTask(Task):
         self._reader = RowReader(self.columns, assistant_last)
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
-        """Turn one row into an example; its index, split and source are filled in later.
+        """Return the example of a row; the caller sets its index, split and source.
 
         Raises:
             ValueError, TypeError, LookupError: if a column is missing or of the wrong kind; the
@@ -106,7 +102,7 @@ class RowsTask(Task):
         return self._reader.tools_of(example.columns)
 
     def examine(self, fault_of: Callable[[Example], str]) -> None:
-        """Ask of each row what is wrong with it; see `Task.examine`."""
+        """Check every row with `fault_of`; see `Task.examine`."""
         for split, examples in self._examples.items():
             faults = [(example, fault_of(example)) for example in examples]
             bad = [(example, fault) for example, fault in faults if fault]
@@ -139,7 +135,7 @@ class RowsTask(Task):
         return len(self._examples[split])
 
     def dataset_files(self) -> list[Path]:
-        """Return the files that were given; what is on the hub has its name for an identity."""
+        """Return the local files. A split on the hub has none: its name identifies it."""
         return [
             file
             for path in (self.path, self.heldout_path)
@@ -148,7 +144,7 @@ class RowsTask(Task):
         ]
 
     def data_problems(self) -> list[str]:
-        """Read every row that is here already; on the hub, ask whether there are any."""
+        """Read every local or cached row; ask the hub whether the other splits exist."""
         if not self.path:
             return [NO_PATH]
         problems = []
@@ -185,13 +181,13 @@ class RowsTask(Task):
 
     @functools.cached_property
     def _read(self) -> Callable[[str], list[Example]]:
-        return functools.cache(self._read_file)  # a look at the data comes before its use
+        return functools.cache(self._read_file)  # `data_problems` reads first, then `_examples`
 
     def _read_file(self, path: str) -> list[Example]:
         """Return the examples of all rows.
 
         Raises:
-            DataError: at a malformed row, unless such rows are skipped; or if nothing is left.
+            DataError: at a malformed row without `skip_bad`, or if there is no good row.
         """
         found: list[Example] = []
         bad: list[DataError] = []
@@ -245,9 +241,10 @@ class RowsTask(Task):
 
 
 def _key_of(example: Example) -> str:
-    """Return what decides an example's side: its prompt, without what does not make it another.
+    """Return the key that decides an example's split: its prompt, normalised.
 
-    White space, case and the form of Unicode do not, nor whether the only message is plain text.
+    Prompts are the same if they differ only in white space, case or Unicode form, or if one is
+    plain text and the other a single user message with this text.
     """
     text = example.prompt
     if not isinstance(text, str):
@@ -272,12 +269,12 @@ def _has_large_integer(value: Any) -> bool:
 
 
 class DatasetTask(RowsTask):
-    """Serve a dataset's rows and judge answers by a function.
+    """Serves a dataset's rows and judges answers by a function.
 
     Args:
         path, heldout_path, columns, leave_out, skip_bad, assistant_last: see `RowsTask`.
-        reward: "exact" (the text is `answer`), "math" (the last number or boxed expression equals
-            `answer`, a number, LaTeX or a solution that ends in one), or a function:
+        reward: "exact" (the completion is `answer`), "math" (the last number or boxed expression
+            equals `answer`: a number, LaTeX, or a solution that ends in either), or a function:
             "package.module:function" or "path/to/file.py:function".
     """
 
@@ -303,22 +300,22 @@ class DatasetTask(RowsTask):
         self._reward = RewardFunction(reward, self.columns)
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
-        """Read a row, and check that it has what the reward function asks for."""
+        """Read a row, and check that it has the columns that the reward function takes."""
         example = super().read_row(row)
         self._reward.check(example, row)
         return example
 
     def reward(self, example: Example, completion: str) -> Reward:
-        """Return what the function says; awaitable where it is asynchronous."""
+        """Return the function's value for one answer; awaitable if the function is asynchronous."""
         value: Reward = self._reward.one(example, completion)
         return value
 
     def compares_answers(self, example: Example) -> bool:
-        """Return whether the function takes lists."""
+        """Return whether the function takes the answers of a group as lists."""
         return self._reward.is_of_groups
 
     def rewards(self, example: Example, completions: list[str]) -> Rewards:
-        """Return what the function says; awaitable where it is asynchronous."""
+        """Return the function's values for a group; awaitable if the function is asynchronous."""
         values: Rewards = self._reward.all(example, completions)
         return values
 

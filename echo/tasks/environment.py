@@ -18,11 +18,11 @@
         def outcome(self, state: dict[str, Any]) -> float:
             return float(state["is_found"])
 
-The environment's replies become tokens of the rollout that are never trained on; what the policy
-said stays the tokens that were sampled, never decoded and encoded again. An episode ends when
-`reply` returns None, or for want of turns or tokens; `outcome` is asked in either case.
+The environment's replies become tokens of the rollout that are never trained on. The policy's turns
+keep their sampled tokens and are never decoded and encoded again. An episode ends when `reply`
+returns None, or when it runs out of turns or tokens. `outcome` is called in each case.
 
-**Tools** are functions that the policy calls by name, and it gets what they return.
+**Tools** are functions that the policy calls by name; a message returns the result to it.
 
     class Calculator(ToolEnvironment):
         def functions(self) -> list[Callable[..., object]]:
@@ -37,16 +37,15 @@ said stays the tokens that were sampled, never decoded and encoded again. An epi
         "Add two numbers."
         return a + b
 
-A call stands in the policy's text as the Qwen and Hermes families write it:
+The policy writes a call as the Qwen and Hermes families do:
 
     <tool_call>
     {"name": "add", "arguments": {"a": 1, "b": 2}}
     </tool_call>
 
-The chat template is told of the functions, with a JSON schema made from signature and docstring. A
-turn without a call is the last one. A wrong call of the policy (an unknown name, wrong arguments)
-is answered with an error message, and so is an exception of a function; connection errors are tried
-again, as everywhere.
+The chat template gets a JSON schema of each function, made from its signature and docstring. A turn
+without a call is the last turn. A wrong call (an unknown name, wrong arguments) and an exception of
+a function are answered with an error message. Connection errors are retried, as in every task.
 """
 
 from __future__ import annotations
@@ -73,36 +72,36 @@ class Environment(Task):
 
     has_turns = True
     max_turns: int | None = None
-    """Turns of the policy in one episode; None leaves it to task.max_turns."""
+    """Largest number of the policy's turns in an episode; None for task.max_turns."""
 
     @abc.abstractmethod
     def begin(self, example: Example) -> Any:
-        """Return the state of a new episode, any object; the other methods get it."""
+        """Return the state of a new episode: any object, which the other methods receive."""
 
     @abc.abstractmethod
     def reply(self, state: Any, text: str) -> Reply | Awaitable[Reply]:
-        """Return what the environment says to the policy's turn; None when the episode has ended.
+        """Return the environment's reply to a turn; None if the episode has ended.
 
-        Text is one message of the user's. For the last turn that there was room for this is asked,
-        too, and what it returns is dropped.
+        Text becomes one user message. After the last permitted turn this is called too, and its
+        result is dropped.
         """
 
     @abc.abstractmethod
     def outcome(self, state: Any) -> Reward:
-        """Return what the episode was worth, a finite number, whatever ended it.
+        """Return the reward of the episode: a finite number, however the episode ended.
 
-        None is no opinion: the episode is left out of its group.
+        None means no opinion: the episode is left out of its group.
         """
 
     def end(self, state: Any) -> Awaitable[None] | None:
-        """Release what the episode holds."""
+        """Release the resources of the episode."""
 
     def compares_answers(self, example: Example) -> bool:
         """Return False: each episode has an outcome of its own."""
         return False
 
     def reward(self, example: Example, completion: str) -> Reward:
-        """Return what an episode of one turn is worth."""
+        """Return the reward of an episode of one turn."""
         state = self.begin(example)
         try:
             self.reply(state, completion)
@@ -114,27 +113,27 @@ class Environment(Task):
 # --- calls of tools -------------------------------------------------------------------------------
 
 
-# White space around a call is left to the JSON: a pattern that skips it takes time quadratic in it.
+# The JSON parser skips white space around a call: a pattern for it would take quadratic time.
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call in the policy's text."""
+    """A tool call in the policy's text."""
 
     name: str
     arguments: dict[str, Any]
     fault: str = ""
-    """Why it cannot be carried out, for the policy to read; empty if it can be read."""
+    """Why the call cannot be parsed, for the policy to read; empty if it can."""
 
 
 def find_calls(text: str) -> list[ToolCall]:
-    """Return the calls in a turn, in their order; one cut off at the end counts, too."""
+    """Return the calls in a turn, in their order, with one that the end of the turn has cut off."""
     return [_parse_call(found) for found in _CALL.findall(text)]
 
 
 def without_calls(text: str) -> str:
-    """Return the rest of a turn, up to the white space at its end."""
+    """Return the text of a turn without its calls and without white space at its end."""
     return _CALL.sub("", text).rstrip()
 
 
@@ -148,7 +147,7 @@ def _parse_call(found: str) -> ToolCall:
         return ToolCall("", {}, '"name" must be a text and "arguments" an object')
     try:
         json.dumps(call, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # "\ud800" is JSON, and no text that could be sent or tokenised
+    except UnicodeEncodeError:  # "\ud800" is valid JSON, but cannot be encoded
         return ToolCall("", {}, "a text holds half of a surrogate pair")
     return ToolCall(name, arguments)
 
@@ -161,7 +160,7 @@ _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", 
 
 @dataclass(slots=True)
 class ToolState:
-    """An episode: the example, and the policy's turns."""
+    """The state of an episode: its example, and the policy's turns."""
 
     example: Example
     texts: list[str] = field(default_factory=list)
@@ -172,15 +171,15 @@ class ToolEnvironment(Environment):
 
     @abc.abstractmethod
     def functions(self) -> list[Callable[..., object]]:
-        """Return what the policy may call; annotated, with a docstring."""
+        """Return the functions that the policy may call, each with annotations and a docstring."""
 
     @abc.abstractmethod
     def score(self, example: Example, texts: list[str]) -> Reward:
-        """Return what an episode was worth; may be `async`.
+        """Return the reward of an episode; may be `async`.
 
         Args:
-            example: what it began with.
-            texts: the policy's turns, calls included; the last is its answer.
+            example: the example of the episode.
+            texts: the policy's turns with their calls; the last turn is the answer.
         """
 
     def tools(self, example: Example) -> list[dict[str, Any]]:
@@ -190,7 +189,7 @@ class ToolEnvironment(Environment):
         return ToolState(example)
 
     def reply(self, state: ToolState, text: str) -> list[Message] | None:
-        """Carry out the calls of a turn; None if there are none."""
+        """Execute the calls of a turn and return their results; None if there are no calls."""
         state.texts.append(text)
         functions = {function.__name__: function for function in self.functions()}
         results = [
@@ -204,7 +203,7 @@ class ToolEnvironment(Environment):
 
 
 def schema_of(function: Callable[..., object]) -> dict[str, Any]:
-    """Return the JSON schema of a function, as chat templates expect it."""
+    """Return the JSON schema of a function in the form that chat templates expect."""
     hints = typing.get_type_hints(function)
     parameters = inspect.signature(function).parameters
     required = [n for n, p in parameters.items() if p.default is inspect.Parameter.empty]

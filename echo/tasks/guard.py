@@ -1,12 +1,12 @@
-"""The guard of a task's process: ends it, and all that it starts, with its node.
+"""The guard of a task's process: ends it and its children when the node ends.
 
-    node  ->  guard  ->  the task's process  ->  whatever the task's code starts
+    node  ->  guard  ->  the task's process  ->  its children
 
-The guard runs none of the task's code, so no timer, handler or signal mask of that code can stop
-it. It ends the task's process when the node is dead, which it looks for every second, or when the
-node asks for it with SIGTERM. It adopts every process below it whose parent has died, so it also
-finds processes that have left their process group, and it kills until nothing is left. Then it ends
-as the task's process did: with the same exit code or signal.
+The guard executes no code of the task, so no timer, handler or signal mask of that code affects it.
+It checks every second whether the node lives. It ends the task's process when the node has died, or
+when the node sends SIGTERM. It adopts every process below it whose parent has died, so it also
+finds processes that have left their process group, and kills until none is left. Then it ends with
+the exit code or signal of the task's process.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 
 LOOK_S = 1.0
-"""Seconds between two looks whether the node is still there."""
+"""Seconds between two checks that the node lives."""
 
-# Of linux/prctl.h. Elsewhere there is no such call, and adopted processes stay.
+# From linux/prctl.h. Other systems have no such call; orphans there are not adopted.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -31,11 +31,11 @@ _WATCHED = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def fork_guarded(node: int, end: socket.socket) -> None:
-    """Return in a new process, for the task; this one becomes its guard and never returns.
+    """Fork: return in the child, which runs the task; this process becomes its guard.
 
     Args:
-        node: id of the node's process, this one's parent.
-        end: of the task's process; the guard closes its copy.
+        node: process id of the node, the parent of this process.
+        end: the task's side of the socket pair; the guard closes its copy.
     """
     guard = os.getpid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -49,13 +49,13 @@ def fork_guarded(node: int, end: socket.socket) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guard:
         os._exit(1)
-    # So what the task's code sends to its process group does not reach the guard.
+    # Signals that the task's code sends to its process group must not reach the guard.
     os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
 
 
 def _watch(node: int, task: int) -> None:
-    """Wait for the end of node or task, then end everything, and this process like the task."""
+    """Wait for the end of node or task, kill all children, and exit like the task's process."""
     status = None
     while status is None:
         received = signal.sigtimedwait(_WATCHED, LOOK_S)
@@ -63,12 +63,12 @@ def _watch(node: int, task: int) -> None:
             received is not None and received.si_signo == signal.SIGTERM
         )
         if is_over:
-            os.kill(task, signal.SIGKILL)  # not reaped yet, so the id is its own
+            os.kill(task, signal.SIGKILL)  # not reaped yet, so no other process has this id
         status = _reap(task, waits=is_over)
     _end_all()
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        with suppress(OSError):  # those of SIGKILL and SIGSTOP cannot be set, and need not be
+        with suppress(OSError):  # SIGKILL and SIGSTOP have no handler to reset
             signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         os.kill(os.getpid(), -code)
@@ -76,7 +76,7 @@ def _watch(node: int, task: int) -> None:
 
 
 def _reap(task: int, *, waits: bool) -> int | None:
-    """Return how the task's process ended, None if it has not; adopted ones are cleared away."""
+    """Return the wait status of the task's process, None while it runs; reap adopted processes."""
     while True:
         pid, status = os.waitpid(-1, 0 if waits else os.WNOHANG)
         if pid == task:
@@ -86,9 +86,9 @@ def _reap(task: int, *, waits: bool) -> int | None:
 
 
 def _end_all() -> None:
-    """Kill what is left; children of the killed become children of this process."""
+    """Kill all children; the children of a killed process become children of this one."""
     with suppress(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)  # mostly nothing is left, which is cheaper to ask than to search
+        os.waitpid(-1, os.WNOHANG)  # mostly there is none, and this call is cheaper than a search
         while True:
             for pid in _children(os.getpid()):
                 with suppress(OSError):

@@ -1,8 +1,8 @@
-"""Chat messages: what is taken as one, and the one form that chat templates are given.
+"""Chat messages: the accepted forms, and the one form that chat templates get.
 
-Rows, environments and agents write messages in several ways; templates are written for one of
-them. Text parts are joined to one text, a missing content becomes the empty text, and arguments of
-tools that are JSON as text become objects, as inference servers do it.
+Rows, environments and agents write messages in several forms; chat templates expect one. As in
+inference servers, text parts are joined, a missing content becomes the empty text, and tool
+arguments that are JSON text become objects.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 Message = dict[str, Any]
-"""A chat message: the text `role`, the `content`, and whatever else the chat template reads."""
+"""A chat message: the text `role`, the `content`, and other keys that the chat template reads."""
 
 _SAYS_WITHOUT_CONTENT = ("tool_calls", "reasoning_content")
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
-"""Of OpenAI's two interfaces."""
+"""The types of text parts in OpenAI's two interfaces."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles that chat templates know."""
 _OTHER_NAMES = {"human": "user", "prompter": "user"} | dict.fromkeys(
     ("ai", "bot", "chatbot", "gpt", "model"), "assistant"
 )
-"""Names of roles in datasets: a template would write such a role as it stands."""
+"""Role names of datasets and the usual name; a template would write the former unchanged."""
 
 
 def fault_of_message(part: object) -> str:
-    """Return why something is no chat message that can be tokenised; empty if it is one."""
+    """Return why an object is no chat message that can be tokenised; empty if it is one."""
     if not isinstance(part, Mapping):
         return f"is {type(part).__name__} and no object with `role` and `content`"
     if not isinstance(part.get("role"), str):
@@ -51,13 +51,13 @@ def fault_of_message(part: object) -> str:
 
 
 def fault_of_messages(messages: Iterable[object]) -> str:
-    """Return what is wrong with the first message that cannot be tokenised; empty for none."""
+    """Return the number and the fault of the first message that cannot be tokenised, or empty."""
     found = ((number, fault_of_message(part)) for number, part in enumerate(messages, 1))
     return next((f"message {number} {fault}" for number, fault in found if fault), "")
 
 
 def plain_message(message: Mapping[str, Any]) -> Message:
-    """Return a message without fault in the form that chat templates are written for."""
+    """Return an accepted message in the form that chat templates expect."""
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.get("content", "")
     if isinstance(content, list):

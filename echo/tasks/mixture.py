@@ -1,4 +1,4 @@
-"""Mixtures: several tasks in one run, by weight.
+"""Mixtures: several tasks in one run, with weights.
 
     [task]
     kind = "mixture"
@@ -11,10 +11,10 @@
     [[task.options.tasks]]
     kind = "my_task:Reverse"
 
-Of every thousand examples each task has its share, spread evenly, so a batch of any size is mixed
-as the weights say. A finite dataset is visited whole, in a new order, before it is visited again.
-Each example carries the name of its task; answers go to that one. Where an environment of several
-turns is among the tasks, the others are played as episodes of one turn.
+Every thousand examples contain each task in proportion to its weight, spread evenly, so a batch of
+any size is mixed by the weights. A finite dataset is visited completely before it is visited again
+in a new order. Each example has the name of its task, which judges the answers. If one of the tasks
+is an environment of several turns, the other tasks are played as episodes of one turn.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from echo.tasks.environment import Environment, Reply
 from echo.tasks.task import Example, Reward, Rewards, Task, did_you_mean, load_task
 
 CYCLE = 1000
-"""Examples in which every task has its exact share, to a thousandth."""
+"""Examples after which the schedule repeats; weights are rounded to thousandths."""
 
 _TABLE_KEYS = ("kind", "weight", "options", "name")
 
 
 class MixtureTask(Environment):
-    """Draw from several tasks.
+    """Draws examples from several tasks.
 
     Args:
-        tasks: tables with `kind`, and perhaps `options`, `weight` (1) and `name` (what metrics
-            call it; the kind's last part).
+        tasks: tables with `kind`, and optionally `options`, `weight` (default 1) and `name` (the
+            task's name in metrics; default: the last part of the kind).
     """
 
     def __init__(self, *, tasks: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -76,7 +76,7 @@ class MixtureTask(Environment):
             task.prepare()
 
     def example(self, index: int, *, split: str) -> Example:
-        """Return an example of the task whose turn it is."""
+        """Return an example of the task that the schedule has at this index."""
         cycle, position = divmod(index, CYCLE)
         part, rank = self._schedule[position]
         name = self._names[part]
@@ -100,7 +100,7 @@ class MixtureTask(Environment):
         return _begun(task, own) if inspect.isawaitable(own) else (task, own)
 
     def reply(self, state: Any, text: str) -> Reply | Awaitable[Reply]:
-        """Pass the turn on; a task of one turn says nothing."""
+        """Return the task's reply to a turn; a task of one turn has none."""
         task, own = state
         if isinstance(task, Environment):
             return task.reply(own, text)
@@ -108,7 +108,7 @@ class MixtureTask(Environment):
         return None
 
     def outcome(self, state: Any) -> Reward:
-        """Ask the example's task."""
+        """Return the reward by the example's task."""
         task, own = state
         if isinstance(task, Environment):
             return task.outcome(own)
@@ -116,7 +116,7 @@ class MixtureTask(Environment):
         return reward
 
     def end(self, state: Any) -> Awaitable[None] | None:
-        """End the episode."""
+        """End the episode of the example's task."""
         task, own = state
         return task.end(own) if isinstance(task, Environment) else None
 
@@ -136,7 +136,7 @@ class MixtureTask(Environment):
         return [file for task in self._parts.values() for file in task.dataset_files()]
 
     def parts(self) -> list[Task]:
-        """Return the tasks, in their order."""
+        """Return the mixed tasks in their order."""
         return list(self._parts.values())
 
     @functools.cached_property
@@ -157,9 +157,9 @@ async def _begun(task: Task, own: Awaitable[Any]) -> tuple[Task, Any]:
 
 
 def spread(shares: Sequence[float]) -> list[tuple[int, int]]:
-    """Return which part's turn it is at each place of a cycle, and how often it was before.
+    """Return the schedule of one cycle: the part at each place, and its count before this place.
 
-    Every prefix of the cycle has each part's share of it to within one.
+    In every prefix of n places a part with the share s occurs s*n times, within one.
     """
     counts = [0] * len(shares)
     schedule = []
@@ -178,7 +178,7 @@ def _order_of(name: str, epoch: int, size: int) -> list[int]:
 
 
 def _check_table(where: str, table: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the name and the weight of one table."""
+    """Check the table of one task, and return its name and weight."""
     for key in table:
         if key not in _TABLE_KEYS:
             raise ConfigError(

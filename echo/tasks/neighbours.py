@@ -1,9 +1,9 @@
-"""Files that a user's Python file imports from beside it, found without running any.
+"""Finding the neighbours of a user's Python file, which it imports, without running any.
 
-`python sub/rewards.py` finds modules in `sub`; so does a task. Files there, or in the current
-directory, decide about the task as much as the named file, so they are compared between learner and
-workers, too. Imports are read from the syntax, wherever they stand in a file; those of neighbours
-are followed. Echo itself and installed packages are no neighbours.
+`python sub/rewards.py` finds modules in `sub`, and so does a task. Imported files there or in the
+current directory affect the rewards as much as the named file, so learner and workers compare them
+too. Imports are read from the syntax tree of the file, at any depth, and of its neighbours. Echo
+itself and installed packages are no neighbours.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
 def neighbours_of(path: Path, directories: Sequence[Path]) -> dict[str, Path]:
-    """Return the neighbours of a file, its own not among them.
+    """Return the neighbours of a file, without the file itself.
 
     Args:
-        path: of the file, resolved.
-        directories: where absolute imports are looked for, in this order.
+        path: the resolved path of the file.
+        directories: the directories that are searched for absolute imports, in this order.
 
     Returns:
-        By the name under which they are imported; for a relative import this is the file's path.
+        The files by the name under which they are imported; by their path for relative imports.
     """
     found: dict[str, Path] = {}
     if INSTALLED & {*path.parts}:
@@ -42,25 +42,25 @@ def neighbours_of(path: Path, directories: Sequence[Path]) -> dict[str, Path]:
 
 
 def relative_level(path: Path) -> int:
-    """Return how many directories up the imports of a file reach; 0 if all are absolute."""
+    """Return the largest number of leading dots in the imports of a file; 0 if all are absolute."""
     return max((node.level for node in _nodes(path) if isinstance(node, ast.ImportFrom)), default=0)
 
 
 def _nodes(path: Path) -> Iterator[ast.AST]:
     try:
         tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):  # importing it says what is wrong
+    except (OSError, SyntaxError, ValueError, RecursionError):  # importing it raises the same
         return
     yield from ast.walk(tree)
 
 
 def _imports(path: Path, directories: Sequence[Path]) -> Iterator[tuple[str, Sequence[Path]]]:
-    """Yield dotted names that may be modules, and where to look for each."""
+    """Yield dotted names that may be modules, each with the directories to search."""
     for node in _nodes(path):
         if isinstance(node, ast.Import):
             names, bases = [alias.name for alias in node.names], directories
         elif isinstance(node, ast.ImportFrom):
-            # A name imported from a package may be a module in it.
+            # A name that is imported from a package may be one of its modules.
             prefix = f"{node.module}." if node.module else ""
             names = [prefix + alias.name for alias in node.names]
             names += [node.module] if node.module else []
@@ -75,7 +75,7 @@ def _imports(path: Path, directories: Sequence[Path]) -> Iterator[tuple[str, Seq
 
 
 def _resolve(name: str, bases: Sequence[Path]) -> list[tuple[str, Path]]:
-    """Return the files that importing a name would run, of the first directory that has any."""
+    """Return the files that importing a name would run, from the first directory that has it."""
     for base in bases:
         found: list[tuple[str, Path]] = []
         place, parts = base, name.split(".")

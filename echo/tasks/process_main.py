@@ -1,16 +1,16 @@
-"""Messages of reward calls, and the process that carries them out.
+"""The messages of task calls, and the process that executes them.
 
     example(index, split)    -> Example                in the learner's own process alone
-    reward(example, texts)   -> list of float or None  whole answers, one unless all are judged
-                                                       together; None is no opinion
+    reward(example, texts)   -> list of float or None  the rewards of one answer, or of all answers
+                                                       of a group; None means no opinion
     begin(episode, example)  -> None                   an episode of several turns
-    reply(episode, text)     -> messages, or None      what the environment says to a turn
-    outcome(episode)         -> float or None          what the episode was worth
-    end(episode)             -> None                   it is forgotten; it may be unknown
+    reply(episode, text)     -> messages, or None      the environment's reply to a turn
+    outcome(episode)         -> float or None          the reward of the episode
+    end(episode)             -> None                   releases the episode, which may be unknown
 
-Every call is answered by a CallAnswer: a value, or a fault. The process loads the task and nothing
-of what starts, watches and kills it (rewards.py). Both talk over a socket pair, one call at a time,
-msgpack behind a length; the process reads data only, and so does its parent.
+Every call gets a CallAnswer: a value, or a fault. The process imports the task and not rewards.py,
+the code that starts and kills processes. The two sides exchange msgpack messages, each after its
+length, over a socket pair, one call at a time. Neither side executes what it receives.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import asyncio
 
 TRANSIENT_ERRORS = (RetryCall, ConnectionError, TimeoutError)
-"""Errors of a task's code after which the same call may work a moment later."""
+"""Errors of a task's code after which the same call may succeed if it is repeated."""
 
 _LOOP_ADVICE = (
     "; make the function `async` and await in it: all calls then share one event loop, for which a "
@@ -52,7 +52,7 @@ _LOOP_ADVICE = (
 )
 
 MAX_TRACEBACK_LENGTH = 2000
-"""Characters of a traceback that are told, the last ones."""
+"""Characters of a traceback that are sent, counted from its end."""
 
 MAX_MESSAGE_BYTES = 64 << 20
 
@@ -67,7 +67,7 @@ class TaskCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
     method: Literal["example", "reward", "begin", "reply", "outcome", "end"]
     label: str = ""
-    """Number of the example in messages, once it is known."""
+    """The example's name in messages; empty before the example exists."""
     index: int = 0
     split: str = ""
     example: dict[str, Any] = {}
@@ -76,7 +76,7 @@ class TaskCall(msgspec.Struct, frozen=True, omit_defaults=True):
     texts: tuple[str, ...] = ()
     """Answers to be rewarded."""
     episode: str = ""
-    """Chosen by the caller, unique."""
+    """Unique id, chosen by the caller."""
 
     def __str__(self) -> str:
         if self.method == "example":
@@ -85,17 +85,17 @@ class TaskCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def needs_episode(self) -> bool:
-        """Whether it asks something of an episode that is open."""
+        """Whether the call is about an episode that began earlier."""
         return self.method in ("reply", "outcome", "end")
 
 
 class CallFault(msgspec.Struct, frozen=True):
-    """The fault, as `rewards.RewardError` has it."""
+    """The failure of a call, as data for `rewards.RewardError`."""
 
     reason: str
     text: str
     is_transient: bool = False
-    """Whether the same call may work a moment later."""
+    """Whether the same call may succeed if it is repeated."""
     traceback: str = ""
 
 
@@ -107,27 +107,27 @@ class CallAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TaskSpec(msgspec.Struct, frozen=True):
-    """Inputs from which a process builds its task."""
+    """The settings from which a process builds its task."""
 
     kind: str
     options: dict[str, Any]
     memory_bytes: int | None = None
     code: dict[str, dict[str, Any]] = {}
-    """`task.code_of`, when the node started."""
+    """The result of `task.code_of` at the start of the node."""
 
 
 class Pipe:
-    """Messages over one end of a socket pair."""
+    """Sends and receives messages over one side of a socket pair."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
 
     def send(self, message: Any, *, within_s: float | None = None) -> None:
-        """Send a message whole.
+        """Send a whole message.
 
         Raises:
-            TimeoutError: if the other end does not take it.
-            OSError: if it is gone.
+            TimeoutError: if the other side does not read it in time.
+            OSError: if the other side is closed.
         """
         data = msgspec.msgpack.encode(message)
         self._socket.settimeout(within_s)
@@ -137,9 +137,9 @@ class Pipe:
         """Return the next message.
 
         Raises:
-            TimeoutError: if it does not come.
-            OSError: if the other end is gone.
-            msgspec.DecodeError: if it is none.
+            TimeoutError: if no message arrives in time.
+            OSError: if the other side is closed, or sends more than MAX_MESSAGE_BYTES.
+            msgspec.DecodeError: if the bytes are no message of this kind.
         """
         give_up_at = None if within_s is None else time.monotonic() + within_s
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, give_up_at))
@@ -149,7 +149,7 @@ class Pipe:
 
     @property
     def is_open(self) -> bool:
-        """Whether the other end is open, or has left something to read."""
+        """Whether the other side is open, or has sent bytes that are still unread."""
         try:
             self._socket.settimeout(0)
             return bool(self._socket.recv(1, socket.MSG_PEEK))
@@ -178,10 +178,10 @@ class Pipe:
 
 
 class Performer:
-    """Carries out calls on one task, and holds the state of its episodes.
+    """Executes the calls of one task, and holds the state of its episodes.
 
-    The task's code may return an awaitable: all of it is awaited in one event loop, so that a
-    client, lock or queue that is made once serves every call.
+    The task's code may return awaitables. All of them are awaited in the same event loop, so that a
+    client, lock or queue that the code creates once works in every call.
     """
 
     def __init__(self, task: Task) -> None:
@@ -191,7 +191,7 @@ class Performer:
         self._loop_lock = threading.Lock()
 
     def answer(self, call: TaskCall) -> CallAnswer:
-        """Carry out a call, whatever it does; only what ends a process ends this one."""
+        """Execute a call and return its value or its fault; never raises."""
         where = f"{type(self._task).__name__}.{call}"
         try:
             return CallAnswer(self._perform(call, where))
@@ -200,7 +200,7 @@ class Performer:
             return CallAnswer(fault=CallFault("reward_memory", text))
         except _Refused as refused:
             return CallAnswer(fault=refused.fault)
-        except BaseException as error:  # noqa: BLE001 -- the caller learns of it, whatever it is
+        except BaseException as error:  # noqa: BLE001 -- every error goes to the caller as a fault
             advice = _LOOP_ADVICE if _is_about_loop(error) else ""
             text = f"{where} raised {what_it_raised(error)}{advice}"
             fault = CallFault("reward_error", text, is_transient(error), _traceback(error))
@@ -211,7 +211,7 @@ class Performer:
             case "example":
                 try:
                     return self._awaited(self._task.example(call.index, split=call.split))
-                except EchoError as error:  # such as a dataset's, which says where
+                except EchoError as error:  # a dataset's error names file and row already
                     raise _Refused(str(error)) from error
             case "reward":
                 return self._rewards(Example(**call.example), call.texts, where)
@@ -250,16 +250,16 @@ class Performer:
     def _awaited(self, value: Any) -> Any:
         if not inspect.isawaitable(value):
             return value
-        import asyncio  # which takes as long as the rest of a start, and few tasks need it
+        import asyncio  # here, since it doubles the time of a start and few tasks need it
 
-        # Of the threads of a host inside a node one waits for another; a process has no other.
+        # InlineHost calls from several threads, which take turns here.
         with self._loop_lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
             return self._loop.run_until_complete(_result_of(value))
 
     def wait_for(self, file: socket.socket) -> None:
-        """Wait until there is something to read; what the task's code has begun goes on."""
+        """Wait until the socket has data; meanwhile the loop runs the task's own asyncio tasks."""
         if self._loop is None:
             return
         import asyncio
@@ -291,7 +291,7 @@ class Performer:
 
 
 class _Refused(Exception):  # noqa: N818 -- it carries the fault that the caller is told
-    """A call or its result is refused here."""
+    """This process refuses a call, or the value that the task's code returned."""
 
     def __init__(self, text: str, *, reason: str = "reward_error") -> None:
         super().__init__(text)
@@ -303,7 +303,7 @@ async def _result_of(value: Awaitable[Any]) -> Any:
 
 
 def _opinion(value: object, where: str) -> float | None:
-    """Return a reward as a float, None as no opinion; refuse all but a finite number."""
+    """Return a reward as a float, or None; refuse anything else than a finite number."""
     if value is None:
         return None
     try:
@@ -319,7 +319,7 @@ def _opinion(value: object, where: str) -> float | None:
 
 
 def _advice(value: object) -> str:
-    """Return what to do about a value that is no reward, where its kind shows that."""
+    """Return the remedy for a value that is no reward, if its type suggests one, else empty."""
     if inspect.isgenerator(value) or inspect.isasyncgen(value):
         return ": say `return` in place of `yield`"
     if inspect.iscoroutine(value):
@@ -333,7 +333,7 @@ def _advice(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a value as text of a bounded length."""
+    """Return the repr of a value, shortened."""
     try:
         return reprlib.repr(value)
     except ValueError:  # Python prints no number with this many digits
@@ -341,7 +341,7 @@ def _shown(value: object) -> str:
 
 
 def _messages(said: str | Message | list[Message], where: str) -> list[Message]:
-    """Return what an environment says as messages; text is one message of the user's."""
+    """Return an environment's reply as messages; text becomes one user message."""
     if isinstance(said, str):
         return [{"role": "user", "content": said}]
     messages = [said] if isinstance(said, dict) else said
@@ -355,10 +355,10 @@ def _messages(said: str | Message | list[Message], where: str) -> list[Message]:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether the same call may work a moment later.
+    """Return whether the same call may succeed if it is repeated.
 
-    Clients of HTTP have errors of their own for a connection that cannot be had, with what the
-    socket said as their cause.
+    HTTP clients raise errors of their own for a failed connection, with the socket's error as the
+    cause, so the chain of causes is searched.
     """
     while not isinstance(error, TRANSIENT_ERRORS):
         cause = error.__cause__ or error.__context__
@@ -375,12 +375,12 @@ def _is_about_loop(error: BaseException) -> bool:
 
 
 def what_it_raised(error: BaseException) -> str:
-    """Return the kind and text of an error of a task's code, and where it was raised."""
+    """Return type and text of an error of a task's code, with file and line."""
     return f"{type(error).__name__}: {error}{raised_at(error)}"
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback of a task's code, without the frames of this module that called it."""
+    """Return the traceback of a task's code, without the frames of this module."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -389,7 +389,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the file and line where a task's code raised an error, where that is known."""
+    """Return " (file:line)" of the place that raised an error; empty if it is unknown."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -404,11 +404,11 @@ def raised_at(error: BaseException) -> str:
 
 
 def main(fd: int, node: int) -> None:
-    """Build the task, then answer one call after the other until the node closes its end.
+    """Build the task, then execute calls until the node closes its side of the socket.
 
     Args:
-        fd: this process's end of the socket pair.
-        node: id of the node's process.
+        fd: descriptor of this process's side of the socket pair.
+        node: process id of the node.
     """
     end = socket.socket(fileno=fd)
     fork_guarded(node, end)
@@ -432,9 +432,9 @@ def main(fd: int, node: int) -> None:
             performer.wait_for(end)
             call: TaskCall = pipe.receive(TaskCall)
             answer = performer.answer(call)
-            if os.getpid() != own_id:  # a fork of the task's code, which must not answer, too
+            if os.getpid() != own_id:  # a child that the task's code forked must not answer
                 os._exit(0)
-            # A timer that the call has left behind must not end the next one, or the wait for it.
+            # A timer that this call has set must not interrupt the next call or the wait for it.
             for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
                 signal.setitimer(timer, 0.0)
             _send(pipe, answer, call)
@@ -442,14 +442,13 @@ def main(fd: int, node: int) -> None:
 
 def _limit_memory(memory_bytes: int | None) -> None:
     if memory_bytes is not None:
-        # Memory that it has by now is not counted against the task: imports differ between
-        # machines.
+        # Imports differ between machines, so the limit counts from the memory used after them.
         limit = memory_bytes + _data_bytes()
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _data_bytes() -> int:
-    """Return the private writable memory of this process in bytes; 0 where that is not known."""
+    """Return the private writable memory of this process in bytes; 0 if it is unknown."""
     try:
         with open("/proc/self/status", encoding="ascii") as file:  # noqa: PTH123
             found = [line for line in file if line.startswith("VmData:")]

@@ -1,4 +1,4 @@
-"""A user's reward function, called with what its parameters name.
+"""Calling a user's reward function with the arguments that its parameters name.
 
     def correct(completion, answer, **row):              one answer -> a number
         return float(answer in completion)
@@ -7,14 +7,14 @@
         best = min(map(len, completions))
         return [float(len(text) == best) for text in completions]
 
-The second form is TRL's: all answers to a prompt come in one call, and every parameter is a list
-with an element for each. `prompt` or `prompts`, the row's columns, `answer` and `info` are given
-where a parameter of that name, or `**`, takes them. In the second form the completions of a chat
-prompt are lists of one message.
+The second form is TRL's: a call gets all answers to a prompt, and every argument is a list with one
+element per answer. The function gets `prompt` or `prompts`, the row's columns, `answer` and `info`
+if it has a parameter of that name or `**`. In the second form a completion of a chat prompt is a
+list of one message.
 
-Anything callable does that has such parameters: a function, an instance with `__call__`, a bound
-method, a `functools.partial`. Either form may be `async`. Either may give None for an answer on
-which it has no opinion.
+The function may be any callable with such parameters: a function, an instance with `__call__`, a
+bound method, a `functools.partial`. Both forms may be `async`. Both may return None for an answer
+to express no opinion.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from echo.tasks.task import Example, did_you_mean, import_module, load_function
 OPTION = "task.options.reward"
 
 BUILT_IN_REWARDS: dict[str, Callable[..., float]] = {"exact": exact, "math": equal_in_mathematics}
-"""Rewards that need no function of the user's."""
+"""The built-in rewards by name."""
 
 NEVER_GIVEN = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
-"""Parameters of TRL's that have no counterpart here."""
+"""Parameters in TRL that Echo does not provide."""
 
 _FORMS = (
     "a reward is f(completion, **row), called for each answer, or as in TRL f(prompts, "
@@ -51,30 +51,30 @@ def _is_plain(value: object) -> bool:
 
 
 def _bound_names(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the parameters that a functools.partial has set already, also one in a wrapper."""
+    """Return the parameters that a functools.partial has set, also inside a wrapper."""
     inner = inspect.unwrap(function)
     if not isinstance(inner, functools.partial):
         return frozenset()
     try:
         by_place = inspect.signature(inner.func).bind_partial(*inner.args).arguments
-    except (TypeError, ValueError):  # too many of them: the call says so
+    except (TypeError, ValueError):  # too many arguments; the call will raise
         by_place = {}
     return frozenset({*inner.keywords, *by_place})
 
 
 class RewardFunction:
-    """A built-in reward, or a user's function."""
+    """A built-in reward or a user's function, ready to be called for an example."""
 
     def __init__(self, spec: str, columns: Mapping[str, str]) -> None:
-        """Find the function that `spec` names.
+        """Import the function that `spec` names, and check its parameters.
 
         Args:
             spec: task.options.reward.
-            columns: what the dataset calls the columns that are read, where it calls them
-                otherwise; a function may name them by either name.
+            columns: the dataset's own names of columns, task.options.columns; a parameter may have
+                either name.
 
         Raises:
-            ConfigError: if there is none, or it cannot be called as a reward.
+            ConfigError: if there is no such function, or it cannot be called as a reward.
         """
         self.where = f"{OPTION} = {spec!r}"
         self._columns = columns
@@ -174,14 +174,14 @@ class RewardFunction:
             )
 
     def check(self, example: Example, row: Mapping[str, Any]) -> None:
-        """Refuse a row without what the function needs.
+        """Refuse a row that lacks an argument of the function.
 
         Args:
-            example: that was made of the row.
-            row: its values by column.
+            example: the example of the row.
+            row: the values by column.
 
         Raises:
-            ValueError: naming the columns.
+            ValueError: naming the missing columns.
         """
         known, answer_column = self._arguments(example), self._columns.get("answer", "answer")
         answers = {"answer", answer_column} if example.answer is None else set()
@@ -216,13 +216,13 @@ class RewardFunction:
             check_reference(self._built_in, answer_column, example.answer)
 
     def one(self, example: Example, completion: str) -> Any:
-        """Return what the function returns for one answer; it may be awaitable."""
+        """Return the function's value for one answer, which may be awaitable."""
         return self._call(
             self._arguments(example), {"prompt": example.prompt, "completion": completion}
         )
 
     def all(self, example: Example, completions: Sequence[str]) -> Any:
-        """Return what the function returns for the answers to a prompt; it may be awaitable."""
+        """Return the function's value for all answers to a prompt, which may be awaitable."""
         number = len(completions)
         answers: list[Any] = list(completions)
         if not isinstance(example.prompt, str):
@@ -241,7 +241,7 @@ class RewardFunction:
         )
 
     def _arguments(self, example: Example) -> dict[str, Any]:
-        """Return a row's values, where a function names them also by the dataset's own names."""
+        """Return the values of a row by name, and by the dataset's name if the function has it."""
         own = {"answer": example.answer, "info": example.info}
         read = {**own, "prompt": example.prompt}
         if not isinstance(example.prompt, str):

@@ -1,26 +1,27 @@
-"""Reward calls: a user's code in bounded time and memory.
+"""Calls of a task's code, in bounded time and memory.
 
-A group's way: `score_all` hands each answer to `perform`, or all of them where the task compares
-them. `perform` counts, tries again what asks for it and bounds the rewards; `_answer` carries a
-call out, in a thread (InlineHost) or in a process (PoolHost). A host is called from any thread and
-blocks it until the answer is there.
+To score a group, `score_all` passes each answer to `perform`, or all answers at once if the task
+compares them. `perform` counts the call, repeats it after a transient error, and checks the
+rewards' bounds. `_answer` executes the call, in a thread (InlineHost) or in a process (PoolHost). A
+host may be called from any thread, and blocks that thread until the call has returned.
 
-**Threads** are for tasks that say of themselves that they are bounded: handing a call to a thread
-costs much less than to a process, which at the thousands of short completions per second of a small
-model would be the larger part of the cost. The code may raise, return nonsense, or never return:
-then its thread is left alone and another takes its place. Their number is bounded, since Python
-cannot kill a thread. Code that keeps the interpreter's lock without end (catastrophic backtracking
-in one `re` match, one huge integer power) would stall this process whatever we do here.
+**Threads** are for tasks with `is_bounded`. A call in a thread costs much less than a call in a
+process: a small model makes thousands of short completions per second, and processes would then
+cost more than the scoring itself. The code may raise or return a wrong type. If it does not return,
+its thread is abandoned and a new one replaces it. The number of abandoned threads is bounded, since
+Python cannot kill a thread. Code that holds the interpreter's lock forever (catastrophic
+backtracking in one `re` match, one huge integer power) would stall this process, and no thread can
+prevent that.
 
-**Processes** are for all others. Each is another interpreter that has imported nothing of ours but
-the task (process_main.py). They start when they are first needed and are used again; an episode
-stays with the process in which it began, because that holds its state. A call that does not come
-back in time, or dies, takes its process with it, whatever that has started itself, and the episodes
-in there: they end as lost, and the next call starts a new process. Should this process die first,
-their guards (guard.py) end them within a second or two.
+**Processes** are for all other tasks. Each is an interpreter that imports the task and little else
+of Echo (process_main.py). A process starts at the first call that needs it and serves later calls
+too. An episode stays in the process in which it began, which holds its state. If a call takes too
+long, or its process dies, the process is killed together with every process that it has started.
+The episodes in it end as lost, and the next call starts a new process. If the node's process dies
+first, the guards (guard.py) end the task's processes within two seconds.
 
-A library's pool (pebble) does not do: it unpickles in this process what a user's code sends, bounds
-neither memory nor the size of an answer, and leaves alive what a killed process has started.
+A library's pool (pebble) would not be enough: it unpickles a user's data in this process, bounds
+neither memory nor the size of an answer, and does not kill the children of a killed process.
 """
 
 from __future__ import annotations
@@ -58,19 +59,19 @@ from echo.tasks.process_main import (
 from echo.tasks.task import Example, Task, code_of, search_path
 
 MAX_RETRIES = 2
-"""How often a call is repeated whose code asks for it or lacks a connection."""
+"""How often a call is repeated after RetryCall or a failed connection."""
 
 TICK_S = 1.0
-"""Seconds after which a process that waits for a reward reports that it lives."""
+"""Seconds between two reports of a process that waits for a reward."""
 
 MAX_STUCK_THREADS = 8
-"""Abandoned calls that may be pending at once; each holds a stack and perhaps a core."""
+"""Largest number of abandoned threads; each holds a stack and perhaps a core."""
 
 START_TIMEOUT_S = 120.0
-"""Seconds for a process to import the task: libraries of an environment can be large."""
+"""Seconds for a process to import the task, whose libraries can be large."""
 
 GUARD_TIMEOUT_S = 10.0
-"""Seconds for a guard to end what it guards."""
+"""Seconds for a guard to end its processes."""
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -79,51 +80,51 @@ _PROGRAM = (
 
 
 class RewardError(EchoError):
-    """A task's code raised, returned nonsense, took too long, or its process died.
+    """A call of a task's code failed: it raised, took too long, or returned no reward.
 
-    It is always counted, and never a reward of 0. `reason` is one word for counters and for the
-    group's end in the ledger:
+    It is counted, and never replaced by a reward of 0. `reason` is the word for it in counters and
+    in the ledger:
 
-        reward_error     it raised, or returned anything but a finite number
-        reward_too_large it returned a number beyond task.max_reward
-        reward_timeout   it did not return in time; its process was killed
-        reward_memory    it wanted more memory than it may have
-        reward_lost      its process is gone
-        reward_retries   it asked to be called again, once too often
-        bad_logprobs     nothing of this: the model could not say what was to be judged
+        reward_error     the code raised, or returned no finite number
+        reward_too_large the code returned a number beyond task.max_reward
+        reward_timeout   the code did not return in time; its process was killed
+        reward_memory    the code ran out of the memory that it may use
+        reward_lost      the task's process has ended
+        reward_retries   the error was transient, and remained after all retries
+        bad_logprobs     the engine returned no usable logprobs, so nothing was judged
     """
 
     def __init__(self, text: str, *, reason: str = "reward_error", traceback: str = "") -> None:
         super().__init__(text)
         self.reason = reason
         self.traceback = traceback
-        """Of the task's code, as Python prints it; empty where it raised nothing."""
+        """The traceback of the task's code, as Python prints it; empty if it raised nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much a task's code may take."""
+    """Limits of the calls of a task's code."""
 
     score_s: float
-    """Seconds for one reward; a call for several answers has that for each."""
+    """Seconds for one reward; a call for n answers may take n times as long."""
     step_s: float
     """Seconds for one example, or one call of an environment."""
     memory_bytes: int | None = None
-    """Bytes that a process of the task's may have; None for any number."""
+    """Bytes of memory that a process of the task may use; None for no limit."""
     max_abs_reward: float = 1e6
-    """Largest reward, either way."""
+    """Largest absolute value of a reward."""
 
     def seconds(self, call: TaskCall) -> float:
-        """Return what a call may take."""
+        """Return the time limit of a call in seconds."""
         return self.score_s * len(call.texts) if call.method == "reward" else self.step_s
 
     def key(self, call: TaskCall) -> str:
-        """Return the configuration's key of that limit."""
+        """Return the configuration's key for the time limit of a call."""
         return "task.reward_timeout_s" if call.method == "reward" else "task.step_timeout_s"
 
 
 class TaskHost(abc.ABC):
-    """A task that can be called; thread-safe. Calls, seconds and faults are counted (`env/...`)."""
+    """A task that can be called from any thread; counts calls, seconds and faults (`env/...`)."""
 
     def __init__(
         self,
@@ -134,9 +135,9 @@ class TaskHost(abc.ABC):
         """Start with nothing counted.
 
         Args:
-            name: of the task, in messages.
-            limits: of its calls.
-            compares_answers: whether all answers to an example are judged in one call.
+            name: the task's name in messages.
+            limits: the limits of its calls.
+            compares_answers: returns whether all answers to an example are judged in one call.
         """
         self.name = name
         self.limits = limits
@@ -151,10 +152,10 @@ class TaskHost(abc.ABC):
     ) -> Generator[float | None, None, None]:
         """Yield the reward of each answer, in order; a reader that stops early cancels the rest.
 
-        All are judged in one call where the task asks for it. None is no opinion.
+        All answers are judged in one call if the task compares them. None means no opinion.
 
         Raises:
-            RewardError: at the first that has no reward; the others are not waited for.
+            RewardError: at the first answer whose call fails, without waiting for the others.
         """
         if self.compares_answers(example):
             yield from self._rewards(example, completions)
@@ -166,10 +167,10 @@ class TaskHost(abc.ABC):
             yield self.score(example, text)
 
     def score(self, example: Example, completion: str) -> float | None:
-        """Return what an answer is worth, None for no opinion.
+        """Return the reward of an answer, None for no opinion.
 
         Raises:
-            RewardError: if the task's code cannot say.
+            RewardError: if the call fails.
         """
         return self._rewards(example, [completion])[0]
 
@@ -182,17 +183,17 @@ class TaskHost(abc.ABC):
         """Open an episode.
 
         Raises:
-            RewardError: if the task's code cannot.
+            RewardError: if the call fails.
         """
         label, episode = str(example), uuid.uuid4().hex
         self.perform(TaskCall("begin", label, example=asdict(example), episode=episode))
         return Episode(self, label, episode)
 
     def perform(self, call: TaskCall) -> Any:
-        """Return the value of a call, which is tried again where it asks for that.
+        """Return the value of a call; repeat the call after a transient fault.
 
         Raises:
-            RewardError: if there is none.
+            RewardError: if the call fails.
         """
         try:
             return self._perform(call)
@@ -232,15 +233,15 @@ class TaskHost(abc.ABC):
 
     @abc.abstractmethod
     def _answer(self, call: TaskCall) -> CallAnswer:
-        """Carry out a call.
+        """Execute a call once.
 
         Raises:
-            TimeoutError: if it does not come back in time.
-            RewardError: if it does not come back; trying again will not help.
+            TimeoutError: if the call exceeds its time limit.
+            RewardError: if the call was lost, and repeating it would not help.
         """
 
     def _bounded(self, call: TaskCall, value: Any) -> Any:
-        """Return what a call gave; a reward must be one that a step can bear."""
+        """Return the value of a call; refuse a reward beyond the bound."""
         bound = self.limits.max_abs_reward
         if call.method not in ("reward", "outcome"):
             return value
@@ -256,24 +257,24 @@ class TaskHost(abc.ABC):
         return value
 
     def close(self) -> None:  # noqa: B027, a stand-in holds nothing
-        """Drop everything; calls that still run end with an error."""
+        """Release threads and processes; calls that still run end with an error."""
 
     # --- counts ----------------------------------------------------------------------------------
 
     def take_counts(self) -> dict[str, int]:
-        """Return what was counted since the last call, by the counter's name."""
+        """Return the counts since the last call of this method, by the counter's name."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return dict(counts)
 
     def count(self, name: str, number: int = 1) -> None:
-        """Count something; names begin with "env/"."""
+        """Add to a counter, whose name begins with "env/"."""
         with self._lock:
             self._counts[name] += number
 
 
 class Episode:
-    """One episode that is open on a host."""
+    """An open episode on a host."""
 
     def __init__(self, host: TaskHost, label: str, episode: str) -> None:
         self._host = host
@@ -281,17 +282,17 @@ class Episode:
         self._episode = episode
 
     def reply(self, text: str) -> list[Message] | None:
-        """Return what the environment says to a turn; None when the episode has ended."""
+        """Return the environment's reply to a turn; None if the episode has ended."""
         messages: list[Message] | None = self._perform("reply", text)
         return messages
 
     def outcome(self) -> float | None:
-        """Return what the episode was worth, None for no opinion."""
+        """Return the reward of the episode, None for no opinion."""
         outcome: float | None = self._perform("outcome")
         return outcome
 
     def close(self) -> None:
-        """Let the host forget it."""
+        """End the episode and release its state on the host."""
         self._perform("end")
 
     def _perform(self, method: Literal["reply", "outcome", "end"], text: str = "") -> Any:
@@ -299,7 +300,7 @@ class Episode:
 
 
 class LaterHost(TaskHost):
-    """A stand-in where others judge: every answer is worth 0 for the time being."""
+    """A placeholder for rewards that another process computes later: every answer gets 0."""
 
     def __init__(self) -> None:
         super().__init__("later", Limits(score_s=1.0, step_s=1.0))
@@ -313,16 +314,16 @@ class LaterHost(TaskHost):
 
 @dataclass(frozen=True, slots=True)
 class ExampleCall:
-    """Result of a task's reward for one example, asked as in a run."""
+    """The result of calling a task's reward for one example before a run."""
 
     line: str
-    """The rewards, or why there are none."""
+    """The rewards, or the error, for the user to read."""
     fault: str = ""
-    """Why nothing can be trained with such rewards, and what to do."""
+    """Why a run with these rewards would train nothing, and the remedy; empty if it would train."""
 
     @classmethod
     def of(cls, host: TaskHost, example: Example) -> ExampleCall:
-        """Call the reward for the example's own answer, if it is a text or number, and for ""."""
+        """Call the reward for the empty answer, and for the reference if it is text or a number."""
         is_plain = isinstance(example.answer, str | int | float)
         texts = [*([str(example.answer)] if is_plain else []), ""]
         try:
@@ -346,13 +347,13 @@ class ExampleCall:
 
 
 class InlineHost(TaskHost):
-    """A task in this process: for one whose code is known to return soon."""
+    """A task in threads of this process, for code that is known to return soon."""
 
     def __init__(self, task: Task, limits: Limits) -> None:
         """Prepare the task; start no thread yet.
 
         Raises:
-            ConfigError: if the task's code cannot.
+            ConfigError: if the task's `prepare` raises.
         """
         super().__init__(type(task).__name__, limits, task.compares_answers)
         try:
@@ -371,7 +372,7 @@ class InlineHost(TaskHost):
         try:
             answer = thread.answer(call, self.limits.seconds(call))
         except TimeoutError:
-            thread.end()  # once the call has returned after all
+            thread.end()  # takes effect if the call ever returns
             with self._lock:
                 self._stuck.append(thread)
             raise
@@ -391,7 +392,7 @@ class InlineHost(TaskHost):
             return self._idle.pop() if self._idle else _CallingThread(self._performer)
 
     def close(self) -> None:
-        """End the threads that have nothing to do."""
+        """End the idle threads."""
         with self._lock:
             idle, self._idle = self._idle, []
         for thread in idle:
@@ -399,7 +400,7 @@ class InlineHost(TaskHost):
 
 
 class _CallingThread(threading.Thread):
-    """Answers calls one after the other until told to end."""
+    """Executes one call after the other until `end`."""
 
     def __init__(self, performer: Performer) -> None:
         super().__init__(name="echo-reward", daemon=True)
@@ -427,9 +428,9 @@ class _CallingThread(threading.Thread):
 
 
 class PoolHost(TaskHost):
-    """A task in a bounded number of processes of its own.
+    """A task in a bounded number of processes.
 
-    A call that finds no free process waits; the wait is bounded, because every call is.
+    A call waits for a free process. The wait is bounded, since every call before it is.
     """
 
     def __init__(
@@ -444,11 +445,11 @@ class PoolHost(TaskHost):
         """Start no process yet.
 
         Args:
-            kind: of the task, as in task.kind.
-            options: of the task.
-            limits: of its calls.
-            max_concurrent: processes, and so calls at a time; at least 1.
-            compares_answers: whether all answers to an example are judged in one call.
+            kind: task.kind.
+            options: task.options.
+            limits: the limits of its calls.
+            max_concurrent: largest number of processes and of simultaneous calls; at least 1.
+            compares_answers: returns whether all answers to an example are judged in one call.
         """
         super().__init__(kind.rpartition(":")[2], limits, compares_answers)
         code = code_of(kind, options)
@@ -463,10 +464,10 @@ class PoolHost(TaskHost):
         self._is_closed = False
 
     def _score_each(self, example: Example, completions: Sequence[str]) -> Iterator[float | None]:
-        """Score several at a time."""
+        """Score several answers at a time."""
         try:
             futures = [self._threads.submit(self.score, example, text) for text in completions]
-        except RuntimeError:  # its threads take no more work
+        except RuntimeError:  # the executor was shut down
             raise self._closing() from None
         try:
             for future in futures:
@@ -497,7 +498,7 @@ class PoolHost(TaskHost):
             self._free = []
             self._changed.notify_all()
         for process in busy:
-            process.kill()  # the caller that waits for its answer learns that it is gone
+            process.kill()  # the waiting caller gets a RewardError
         for process in free:
             process.discard()
 
@@ -505,7 +506,7 @@ class PoolHost(TaskHost):
         return RewardError(f"{self.name} is being closed", reason="reward_lost")
 
     def _take(self, call: TaskCall) -> TaskProcess | None:
-        """Wait for a process to be free; None where there is nothing left to end."""
+        """Wait for a free process and return it; None to end an episode that is gone already."""
         with self._changed:
             while True:
                 if self._is_closed:
@@ -536,9 +537,9 @@ class PoolHost(TaskHost):
         return len(self._free) + len(self._busy) + self._num_starting < self._size
 
     def _take_any(self) -> TaskProcess | None:
-        """Return the free process with the fewest episodes, unless a new one would have fewer."""
+        """Return the free process with the fewest episodes; None if a new one would have fewer."""
         for dead in [process for process in self._free if not process.is_alive]:
-            self._free.remove(dead)  # such as one that the system has killed for its memory
+            self._free.remove(dead)  # the system may have killed it to free memory
             self._bury(dead)
         process = min(self._free, key=lambda process: process.num_episodes, default=None)
         if process is None or (process.num_episodes and self._may_start):
@@ -585,7 +586,7 @@ class PoolHost(TaskHost):
             self._changed.notify_all()
 
     def _bury(self, process: TaskProcess) -> None:
-        """Forget a process that has ended, and the episodes in it."""
+        """Remove an ended process and its episodes."""
         process.discard()
         self._homes = {
             episode: home for episode, home in self._homes.items() if home is not process
@@ -593,18 +594,18 @@ class PoolHost(TaskHost):
 
 
 class TaskProcess:
-    """One process of a task's: bounded in time and memory, and killed where it does not obey."""
+    """A process that runs a task's code; a call that exceeds its limits gets it killed."""
 
     def __init__(self, spec: TaskSpec) -> None:
-        """Start the process and wait until it has its task.
+        """Start the process and wait until it has built its task.
 
         Raises:
-            RewardError: if it cannot.
+            RewardError: if the process cannot start or cannot build the task.
         """
         self.num_episodes = 0
         try:
             self._child, self._pipe = _start_child()
-        except OSError as error:  # no more processes, descriptors or memory can be had just now
+        except OSError as error:  # the system has no more processes, descriptors or memory
             raise RewardError(
                 f"the process of the task {spec.kind} cannot be started: {error}",
                 reason="reward_lost",
@@ -623,10 +624,10 @@ class TaskProcess:
             raise RewardError(answer.fault.text, reason=answer.fault.reason)
 
     def call(self, call: TaskCall, timeout_s: float) -> CallAnswer:
-        """Carry out a call.
+        """Execute a call.
 
         Raises:
-            TimeoutError: if it takes longer; the process has been killed.
+            TimeoutError: if the call takes longer; the process has been killed.
             RewardError: if the process died.
         """
         try:
@@ -648,16 +649,16 @@ class TaskProcess:
         return self._child.poll() is None and self._pipe.is_open
 
     def kill(self) -> None:
-        """End the process, and what it has started, at once; from any thread."""
+        """Kill the process and its children; from any thread."""
         self._child.terminate()
         try:
             self._child.wait(GUARD_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # something that it cannot kill, or it was stopped
+        except subprocess.TimeoutExpired:  # the guard is stopped, or cannot kill a child
             self._child.kill()
             self._child.wait()
 
     def discard(self) -> None:
-        """Kill the process and close the socket, which no other thread may be using."""
+        """Kill the process and close the socket; no other thread may be using the socket."""
         self.kill()
         self._pipe.close()
 
@@ -674,7 +675,7 @@ class TaskProcess:
 
 
 def _start_child() -> tuple[subprocess.Popen[bytes], Pipe]:
-    """Return a new process, and our end of the socket pair."""
+    """Start a process; return it and this side of the socket pair."""
     own, theirs = socket.socketpair()
     arguments = [json.dumps(search_path()), str(theirs.fileno()), str(os.getpid())]
     with theirs:

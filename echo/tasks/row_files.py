@@ -1,6 +1,6 @@
-r"""Rows of JSON Lines, Parquet files, saved datasets and the hub.
+r"""Reading rows from JSON Lines, Parquet files, saved datasets and the hub.
 
-A dataset has one of these forms; reading one runs no code of the dataset:
+A dataset has one of these forms; reading it runs no code of the dataset:
 
     rows.jsonl                          one JSON object per line, UTF-8 (any ending that is not
                                         below)
@@ -8,6 +8,9 @@ A dataset has one of these forms; reading one runs no code of the dataset:
     directory/                          all .parquet, else all .jsonl files in it, by name; or what
                                         `datasets.Dataset.save_to_disk` wrote
     hf://ORG/NAME/CONFIG/SPLIT          the hub's own Parquet copy of that split, downloaded once
+
+The package `datasets` is not used. It gives a column one type, so 5 becomes 5.0 beside 5.5, and the
+text 2024-01-02 becomes a datetime; and its errors name no row.
 """
 
 from __future__ import annotations
@@ -33,11 +36,11 @@ _log = logging.getLogger(__name__)
 HUB_PREFIX = "hf://"
 
 PARQUET_REVISION = "refs/convert/parquet"
-"""The branch on which the hub keeps every dataset as Parquet."""
+"""The branch on which the hub converts every dataset to Parquet."""
 
 NUM_BATCH_ROWS = 1024
 _FILES = "_data_files"
-"""Key under which a saved dataset's state.json has its files."""
+"""The key of the file list in a saved dataset's state.json."""
 _READ = (
     "a dataset is JSON Lines (UTF-8, one object a line), Parquet (.parquet), a directory of such "
     "files, or what datasets.save_to_disk wrote"
@@ -55,38 +58,38 @@ _FOREIGN = {
     b"PAR1": "Parquet: call it .parquet",
     b"ARROW1": "an Arrow file: save it as Parquet",
 }
-"""First bytes of files that are no JSON Lines, and the remedy."""
+"""First bytes of files of other formats, with the format and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetRow:
-    """One row, with where it stands."""
+    """A row and its place in a file."""
 
     source: str
-    """"train.jsonl:12" by line, "train.parquet:12" by row, both from 1."""
+    """"File and line, or file and row for a table, such as "train.jsonl:12"; both count from 1."""
     columns: dict[str, Any]
-    """Its values by column: plain JSON."""
+    """The values by column, as plain JSON."""
 
 
 Rows = Iterator[DatasetRow | DataError]
-"""Rows in their order; in place of a malformed one what is wrong with it, naming file and row."""
+"""Rows in their order, with an error that names file and row in place of each malformed row."""
 
 
 def read_rows(path: str, leave_out: Collection[str] = ()) -> Rows:
-    """Yield the rows of a dataset, and the errors of those that are malformed.
+    """Yield the rows of a dataset, or an error for a malformed row.
 
-    Columns of a table that no lease could carry are left out, and told.
+    Columns of bytes and durations are left out of tables with a warning: a lease cannot carry them.
 
     Args:
-        path: of the dataset.
-        leave_out: further columns that rows shall not have.
+        path: the dataset, in one of the forms above.
+        leave_out: further columns to leave out.
 
     Raises:
-        DataError: if it cannot be read.
-        ConfigError: if a package is missing, or no row has a column that is to be left out.
+        DataError: if the dataset cannot be read.
+        ConfigError: if a package is missing, or no row has a column of `leave_out`.
     """
     names: dict[str, str] = {}
-    """Of all columns so far, and what those of a table hold that cannot travel."""
+    """The columns of all files so far, each with the type in it that no lease carries, or empty."""
     for file in dataset_files(path):
         if file.suffix in (".parquet", ".arrow"):
             yield from _read_columns(file, path, leave_out, names)
@@ -105,10 +108,10 @@ def read_rows(path: str, leave_out: Collection[str] = ()) -> Rows:
 
 
 def is_local(path: str) -> bool:
-    """Return whether a dataset can be read without a download; the hub is asked for what cannot.
+    """Return whether a dataset can be read without a download; if not, ask the hub for it.
 
     Raises:
-        DataError: if it is not here, and the hub cannot be asked or has no such split.
+        DataError: if it is not local, and the hub is unreachable or has no such split.
     """
     if not path.startswith(HUB_PREFIX):
         return True
@@ -123,7 +126,7 @@ def dataset_files(path: str) -> list[Path]:
     """Return the files of a dataset, in the order in which they are read.
 
     Raises:
-        DataError: if a directory has none, or the hub cannot deliver.
+        DataError: if a directory has no such files, or the download fails.
     """
     if path.startswith(HUB_PREFIX):
         return _download(path)
@@ -131,7 +134,7 @@ def dataset_files(path: str) -> list[Path]:
         place = Path(path).expanduser()
         if not place.is_dir():
             return [place]
-    except (OSError, RuntimeError) as error:  # too long for a name, or an unknown user's home
+    except (OSError, RuntimeError) as error:  # too long a name, or an unknown user
         raise DataError(f"{path}: cannot read the dataset: {error}; see task.options") from error
     state = place / "state.json"
     if state.is_file():
@@ -167,7 +170,7 @@ def dataset_files(path: str) -> list[Path]:
 
 
 def _split_of(file: Path) -> str:
-    """Return which split a file is by its name, such as test-00000-of-00001; empty for none."""
+    """Return the split that a file's name begins with (test-00000-of-00001), or empty."""
     word = re.split(r"[-_.]", file.name.lower())[0]
     return {"val": "validation", "valid": "validation"}.get(word, word) if word in _SPLITS else ""
 
@@ -178,7 +181,7 @@ def _read_jsonl(path: Path) -> Rows:
     if kind := _foreign_kind(path, content):
         raise DataError(f"{path}: is {kind}; {_READ}")
     for number, line in enumerate(content.splitlines(), start=1):
-        raw = line.removeprefix(_BOM)  # editors on Windows write it, and joined files have several
+        raw = line.removeprefix(_BOM)  # Windows editors write one, and joined files have several
         if not raw.strip():
             continue
         source = f"{path}:{number}"
@@ -196,7 +199,7 @@ def _read_jsonl(path: Path) -> Rows:
 
 
 def _foreign_kind(path: Path, content: bytes) -> str:
-    """Return what a file is that is read as JSON Lines, and what to do; empty if it may be some."""
+    """Return the format of a file that is no JSON Lines, and the remedy; else empty."""
     head = content[:65536].removeprefix(_BOM).lstrip()
     for start, kind in _FOREIGN.items():
         if content.startswith(start):
@@ -223,7 +226,7 @@ def _is_list_without_objects(line: bytes) -> bool:
 
 
 def _parse_object(line: str) -> dict[str, Any]:
-    # Python writes NaN where a table had nothing.
+    # Python writes NaN for an empty cell of a table.
     row = json.loads(
         line,
         parse_constant=lambda name: None if name == "NaN" else float(name),
@@ -247,7 +250,7 @@ def _read_columns(
 ) -> Rows:
     pyarrow = _import_pyarrow(path)
     is_stream = path.suffix == ".arrow"
-    # Opened by hand: pyarrow's own error for a missing file names neither path nor remedy.
+    # Opened here, since pyarrow's error for a missing file names neither path nor remedy.
     with _open(path) as file:
         try:
             if is_stream:
@@ -279,7 +282,7 @@ def _tell_unable(path: str, columns: Mapping[str, str]) -> None:
 
 
 def _what_cannot_travel(pyarrow: Any, kind: Any) -> str:
-    """Return what a column of an Arrow type holds that no lease carries; empty for nothing."""
+    """Return which values in an Arrow type no lease carries, "bytes" or "durations", or empty."""
     types = pyarrow.types
     if types.is_struct(kind):
         inner = (_what_cannot_travel(pyarrow, field.type) for field in kind)
@@ -316,16 +319,16 @@ def _batch_rows(path: Path, batches: Any, names: Sequence[str]) -> Rows:
 
 
 def _to_json(value: Any, column: str, source: str) -> Any:
-    """Return a value as plain JSON: a lease carries it.
+    """Return a value as plain JSON, which a lease can carry.
 
-    A typed table gives each of its objects all fields: those that are null are dropped.
+    Null fields of objects are dropped: a typed table gives every object the fields of all objects.
     """
     match value:
         case float():
-            return None if math.isnan(value) else value  # as pandas writes that there is none
+            return None if math.isnan(value) else value  # pandas writes NaN for an empty cell
         case None | bool() | int() | str():
             return value
-        case list() if value and all(isinstance(item, tuple) for item in value):  # a map
+        case list() if value and all(isinstance(item, tuple) for item in value):  # an Arrow map
             return {str(key): _to_json(item, column, source) for key, item in value}
         case list():
             return [_to_json(item, column, source) for item in value]
@@ -371,7 +374,7 @@ def _open(path: Path) -> Any:
 
 
 def _download(path: str, **options: Any) -> list[Path]:
-    """Download one split from the hub, unless it is in its cache; a dry run only asks for it."""
+    """Return the files of one split on the hub; download them unless they are cached."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -391,7 +394,7 @@ def _download(path: str, **options: Any) -> list[Path]:
             **options,
         )
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        # An error of a dry run only shows that it was one.
+        # The outer error of a dry run says only that it was a dry run.
         cause = (options.get("dry_run") and error.__cause__) or error
         line = str(cause).splitlines()[0].rstrip(".")
         raise DataError(

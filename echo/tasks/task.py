@@ -1,9 +1,9 @@
 """Task: a source of prompts, and the reward of an answer.
 
-A task is the one small class that a user writes; everything else in the data plane follows from
-it. The learner calls `example` and sends the `Example` inside a lease; a worker calls `reward`
-with that example and needs no dataset. So an example must survive JSON, and `reward` must depend
-on nothing but the example and the completion.
+A task is the one small class that a user writes. The learner calls `example` and sends the
+`Example` inside a lease. A worker calls `reward` with that example and needs no dataset. So an
+example must consist of JSON values, and `reward` must depend on nothing but the example and the
+completion.
 
     class Reverse(Task):
         def example(self, index: int, *, split: str) -> Example:
@@ -13,9 +13,9 @@ on nothing but the example and the completion.
         def reward(self, example: Example, completion: str) -> float:
             return float(completion.strip() == example.answer)
 
-A worker is told by the learner which task to build, and settings may name code: the task's class, a
-reward function, an environment. That code is never sent. It lies on the worker, and it is imported
-only after its hash was found to be the learner's (`code_of`, `check_code`).
+The learner sends its worker the task's settings, which may name code: the task's class, a reward
+function, an environment. The code itself is never sent. The worker has its own copy, and imports it
+only if its hash equals the hash of the learner's copy (`code_of`, `check_code`).
 """
 
 from __future__ import annotations
@@ -47,32 +47,32 @@ from echo.tasks.neighbours import INSTALLED, neighbours_of, relative_level
 SPLITS = ("train", "heldout")
 
 HELDOUT_ONE_IN = 10
-"""One text in this many is held out where a task splits by hash."""
+"""A task that splits by hash holds out one text in this number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One prompt with what is needed to score an answer; every field is JSON."""
+    """A prompt with the data that `reward` needs; every field is JSON."""
 
     index: int
-    """Which example of its split this is, from 0."""
+    """The number of the example in its split, from 0."""
     split: str
     """"train" or "heldout"."""
     prompt: str | list[dict[str, Any]]
     """Plain text, or chat messages with `role` and `content`.
 
-    Text becomes one user message where the tokenizer has a chat template. Where the last message is
-    the assistant's, its turn goes on behind it."""
+    Text becomes one user message if the tokenizer has a chat template. If the last message is the
+    assistant's, the policy continues it."""
     answer: Any = None
-    """The reference, in whatever form the task's `reward` expects."""
+    """The reference, in the form that the task's `reward` expects."""
     info: dict[str, Any] = field(default_factory=dict)
-    """Whatever else `reward` needs."""
+    """Further data for `reward`."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """The other columns of its row, where it comes from a dataset."""
+    """The other columns of its row, if it comes from a dataset."""
     task: str = ""
-    """The name of its task, where several are mixed."""
+    """The name of its task in a mixture."""
     source: str = ""
-    """Where it came from, for messages: "train.jsonl:12", or empty."""
+    """The place of its row, for messages: "train.jsonl:12", or empty."""
 
     def __post_init__(self) -> None:
         if self.index < 0 or self.split not in SPLITS:
@@ -86,108 +86,108 @@ class Example:
 
 
 class RetryCall(Exception):  # noqa: N818 -- a request of the task's, not an error of ours
-    """Raise this from a task where the same call may work a moment later.
+    """Raise this from a task's code if the same call may succeed a moment later.
 
-    Such as a judge model that is being started. It is called again, twice;
-    ConnectionError and TimeoutError have the same effect.
+    An example is a judge model that is still starting. The call is repeated twice; ConnectionError
+    and TimeoutError have the same effect.
     """
 
 
 Reward: TypeAlias = float | Awaitable[float | None] | None
-"""The value of one answer, or None for no opinion; `async` methods return it as well."""
+"""The reward of one answer, or None for no opinion; also as an awaitable."""
 Rewards: TypeAlias = Sequence[float | None] | Awaitable[Sequence[float | None]]
-"""The same of each answer of a group."""
+"""The rewards of the answers of a group; also as an awaitable."""
 
 
 class Task(abc.ABC):
-    """A source of prompts and the judge of their answers.
+    """A source of prompts, and the reward of their answers.
 
-    Subclasses take their settings as keyword arguments, from [task.options]. The constructor
-    must not read datasets: a worker builds the same task and has none.
+    A subclass takes its settings as keyword arguments, from [task.options]. The constructor must
+    not read datasets: a worker builds the same task without them.
     """
 
     is_bounded = False
-    """Whether `example` and `reward` return soon whatever they are given, so that they need no
-    thread or process of their own that could be given up."""
+    """Whether `example` and `reward` return soon for any input. Then they run in threads of the
+    node; other tasks run in processes that can be killed."""
     has_turns = False
-    """Whether an answer may take several turns (environment.py)."""
+    """Whether an episode may have several turns (environment.py)."""
 
     def prepare(self) -> None:  # noqa: B027, most have nothing to prepare
-        """Do what takes long and comes before the first call; once in each process that calls."""
+        """Do slow preparations; called once in each process, before its first call."""
 
     @abc.abstractmethod
     def example(self, index: int, *, split: str) -> Example:
-        """Return example `index` of a split: the same one on every call.
+        """Return example `index` of a split; the same index always gives the same example.
 
         Args:
-            index: at least 0 and unbounded; a finite dataset wraps around.
-            split: "train" or "heldout"; no prompt is in both.
+            index: at least 0, without an upper bound; a finite dataset wraps around.
+            split: "train" or "heldout"; the two must not share a prompt.
         """
 
     @abc.abstractmethod
     def reward(self, example: Example, completion: str) -> Reward:
-        """Return what `completion` is worth as an answer to `example`: a finite number.
+        """Return the reward of a completion: a finite number.
 
-        None is no opinion: the answer is left out of its group. May be `async`.
+        None means no opinion: the answer is left out of its group. May be `async`.
         """
 
     def compares_answers(self, example: Example) -> bool:
-        """Return whether `rewards` is asked about all answers to this example at once."""
+        """Return whether `rewards` judges all answers to this example in one call."""
         return type(self).rewards is not Task.rewards
 
     def rewards(self, example: Example, completions: list[str]) -> Rewards:
-        """Return what each answer of a group is worth, as `reward`.
+        """Return the reward of each answer of a group, each as in `reward`.
 
-        A task that compares the answers to a prompt with each other overrides this. `reward` is
-        asked where there is one answer only. May be `async`.
+        A task overrides this to compare the answers to a prompt with each other. A single answer
+        still goes to `reward`. May be `async`.
         """
         raise NotImplementedError(f"{type(self).__name__} rewards each answer on its own")
 
     def num_examples(self, *, split: str) -> int | None:
-        """Return how many examples a split has; None if they are made without end."""
+        """Return the number of examples of a split; None if it is unlimited."""
         return None
 
     def tools(self, example: Example) -> list[dict[str, Any]]:
-        """Return the tools that the chat template tells the policy of, as JSON schemas."""
+        """Return the tools that the chat template describes to the policy, as JSON schemas."""
         return []
 
     def examine(self, fault_of: Callable[[Example], str]) -> None:  # noqa: B027, most have no rows
-        """Ask of each row what is wrong with it, empty for nothing, before a run begins.
+        """Check each row before a run; `fault_of` returns what is wrong with it, or empty.
 
         Raises:
-            DataError: naming the first bad row, unless the task leaves such rows out.
+            DataError: naming the first bad row, unless the task leaves bad rows out.
         """
 
     def dataset_files(self) -> list[Path]:
-        """Return the files that examples are read from; their hash identifies the dataset."""
+        """Return the files of the dataset; their hash identifies it."""
         return []
 
     def data_problems(self) -> list[str]:
-        """Return what is wrong with the datasets as far as a glance at them shows."""
+        """Return the faults of the datasets that can be found without a download."""
         return []
 
     def parts(self) -> list[Task]:
-        """Return the tasks that this one is made of."""
+        """Return the tasks of a mixture; empty for any other task."""
         return []
 
     def source_files(self) -> list[Path]:
-        """Return files with code that `reward` calls, besides those that define its class."""
+        """Return files with code that `reward` calls, without those that define its class."""
         return []
 
 
 class GeneratedTask(Task):
-    """A task that draws its prompts at random and can demonstrate how to answer them.
+    """A task that draws random prompts and demonstrations of their answers.
 
-    Prompts are split by the hash of their text, so a prompt drawn twice is always on the same
-    side. Demonstrations, for the supervised warm-up, come from the training side only.
+    The hash of a prompt decides its split, so a prompt that is drawn twice is in the same split
+    both times. Demonstrations are for the supervised warm-up and have training prompts only.
     """
 
     max_completion_tokens: int
-    """Characters of the longest demonstration, and one for the end."""
+    """Characters of the longest demonstration, plus one for the stop token."""
 
     @abc.abstractmethod
     def reward(self, example: Example, completion: str) -> float:
-        """Return what a completion is worth, at once."""
+        """Return the reward of a completion, not awaitable and never None."""
 
     @abc.abstractmethod
     def draw(self, rng: random.Random) -> tuple[str, str]:
@@ -195,7 +195,7 @@ class GeneratedTask(Task):
 
     @abc.abstractmethod
     def answer(self, prompt: str) -> Any:
-        """Return what `reward` needs to know to judge an answer to `prompt`."""
+        """Return the reference for the answers to a prompt, which `reward` reads."""
 
     def example(self, index: int, *, split: str) -> Example:
         """Draw example `index` of a split from a generator seeded with both."""
@@ -215,7 +215,7 @@ class GeneratedTask(Task):
 
 
 def is_heldout(text: str) -> bool:
-    """Return whether `text` belongs to the held-out side of a split by hash."""
+    """Return whether the hash of a text puts it into the held-out split."""
     return zlib.crc32(text.encode()) % HELDOUT_ONE_IN == 0
 
 
@@ -231,15 +231,15 @@ BUILT_IN_TASKS = {
     "verifiers": "echo.tasks.verifiers:VerifiersTask",
     "word_problems": "echo.tasks.word_problems:WordProblemTask",
 }
-"""The tasks that have a name of their own."""
+"""Module and class of each built-in task, by its name in task.kind."""
 
 
 def load_task(kind: str, options: Mapping[str, Any]) -> Task:
-    """Build the task that `kind` names.
+    """Build a task from its settings.
 
     Args:
-        kind: a name from BUILT_IN_TASKS, or "package.module:Class". Modules are looked for in the
-            current directory too, so that a user's own file needs no installation.
+        kind: a name from BUILT_IN_TASKS, or "package.module:Class". The current directory is
+            searched too, so a user's file needs no installation.
         options: keyword arguments of its constructor, from [task.options].
 
     Raises:
@@ -260,12 +260,13 @@ def load_task(kind: str, options: Mapping[str, Any]) -> Task:
 
 
 def task_digests(task: Task) -> dict[str, str]:
-    """Hash the code and the data of a task, to compare them between nodes.
+    """Return hashes of the code and the data of a task, for a comparison between nodes.
 
     Returns:
-        "task_source": of the files that define the task's class and those it builds on, as a
-            helper function beside the class matters as much as the class.
-        "dataset": of the dataset's files; empty if it has none, or if this node lacks one of them.
+        "task_source": of the files that define the task's class and its base classes. Whole files,
+            since helper functions beside a class matter too.
+        "dataset": of the dataset's files; empty if there are none, or if this node lacks one of
+            them.
     """
     source = blake3()
     for part in (task, *task.parts()):
@@ -279,11 +280,11 @@ def task_digests(task: Task) -> dict[str, str]:
 
 
 def code_of(kind: str, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the modules that a task's settings name and that lie here, with their neighbours.
+    """Return the local modules that a task's settings name, and their neighbours.
 
     Returns:
-        Of each the hash of its own code, its path, and the hashes of its neighbours by their paths
-        relative to it: those that it names, and those that importing it has loaded.
+        For each module the hash of its code, its path, and the hashes of its neighbours by relative
+        path: the files that its imports name, and the files that importing it has loaded.
     """
     found = {name: find_code(name) for name in _named_modules(kind, options)}
     return {
@@ -298,7 +299,7 @@ def code_of(kind: str, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def code_digest(kind: str, options: Mapping[str, Any]) -> str:
-    """Return one hash of all code that a task's settings name; empty if none lies here."""
+    """Return one hash of all local code that a task's settings name; empty if there is none."""
     found = [
         [name, code["hash"], code["neighbours"]] for name, code in code_of(kind, options).items()
     ]
@@ -312,21 +313,21 @@ def check_code(
     *,
     inherited_dir: Path,
 ) -> None:
-    """Compare the code that inherited settings name with the learner's; import nothing.
+    """Compare the code that the learner's settings name with this node's copy; import nothing.
 
     Args:
         kind: task.kind.
         options: task.options.
-        learners: `code_of` on the learner.
-        inherited_dir: where files are put that came over the network; no code is taken from there.
+        learners: the result of `code_of` on the learner.
+        inherited_dir: the directory of files that came over the network; no code in it is accepted.
 
     Raises:
-        ConfigError: if code is missing here, or is not the learner's.
+        ConfigError: if code is missing here, or differs from the learner's.
     """
     for name in _named_modules(kind, options):
         files, theirs = find_code(name), learners.get(name)
         if not files and theirs is None:
-            continue  # a text that only looks like the name of a function
+            continue  # text of another meaning, with a colon
         where = f"the task's code {name!r}, which the learner's task.kind or task.options name"
         if not files:
             assert theirs is not None
@@ -357,10 +358,10 @@ def check_code(
 
 
 def check_unchanged(code: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse code that is another one than `code_of` saw.
+    """Refuse code that has changed since `code_of`.
 
     Raises:
-        ConfigError: naming the file.
+        ConfigError: naming the file that changed.
     """
     if (changed := next(_changed_files(code), None)) is not None:
         raise ConfigError(
@@ -406,7 +407,7 @@ _MODULE = re.compile(r"(?P<module>[^\W\d]\w*(?:\.\w+)*):(?P<name>[^\W\d]\w*)")
 
 
 def _named_modules(kind: str, options: Mapping[str, Any]) -> list[str]:
-    """Return all modules that a task's settings may name, each once."""
+    """Return the modules that a task's settings may name, without repetition."""
     return list(dict.fromkeys(_find_modules({"kind": kind, "options": options})))
 
 
@@ -417,7 +418,8 @@ def _find_modules(value: object) -> Iterator[str]:
             if found is not None:
                 yield found["module"]
         case Mapping():
-            # Environments of `verifiers` are named without a function, with dashes and an owner.
+            # The name of a `verifiers` environment has no function, but dashes and perhaps an
+            # owner.
             options = value.get("options", value)
             if value.get("kind") == "verifiers" and isinstance(options, Mapping):
                 yield str(options.get("env", "")).rpartition("/")[2].replace("-", "_")
@@ -429,7 +431,7 @@ def _find_modules(value: object) -> Iterator[str]:
 
 
 def _hash_files(files: list[Path]) -> str:
-    """Hash the files that importing one module runs, with Unix line ends."""
+    """Return a hash of the files that importing one module runs, with Unix line ends."""
     digest = blake3()
     for path in files:
         content = path.read_bytes().replace(b"\r\n", b"\n")
@@ -439,7 +441,7 @@ def _hash_files(files: list[Path]) -> str:
 
 
 def _hash_neighbours(name: str, path: Path, others: Iterable[Path]) -> dict[str, str]:
-    """Return hashes by path, relative to the named file; what is not here has none."""
+    """Return hashes of the existing files by path, relative to the named file."""
     files = {*_neighbours(name, path).values(), *(each.resolve() for each in others)}
     return {
         Path(os.path.relpath(file, path.parent)).as_posix(): _hash_files([file])
@@ -449,13 +451,13 @@ def _hash_neighbours(name: str, path: Path, others: Iterable[Path]) -> dict[str,
 
 
 def _neighbours(name: str, path: Path) -> dict[str, Path]:
-    # A file's own directory, or that of the outermost package, which is on the path of imports.
+    # The directory of a file, or the parent of its outermost package, is on the import path.
     num_packages = 0 if name.endswith(".py") else name.count(".") + (path.name == "__init__.py")
     return neighbours_of(path, [path.parents[num_packages], Path.cwd()])
 
 
 def _place_of(name: str, path: str) -> Path:
-    """Return where a worker looks for a module that lies at `path` on the learner's machine."""
+    """Return a worker's path of a module that is at `path` on the learner's machine."""
     if name.endswith(".py"):
         return local_path(name).absolute()
     last = Path(path).name
@@ -526,11 +528,11 @@ def _source_of(task_class: type) -> str:
 
 
 def import_module(where: str, name: str) -> ModuleType:
-    """Import a module by its dotted name, from the current directory too, or by its file.
+    """Import a module by its file, or by its dotted name, also from the current directory.
 
     Args:
-        where: what to begin messages with, such as "task.kind = 'my_task:Reverse'".
-        name: "package.module", or the path of a file that ends in ".py".
+        where: the beginning of messages, such as "task.kind = 'my_task:Reverse'".
+        name: "package.module", or a path that ends in ".py".
 
     Raises:
         ConfigError: if there is no such module, or importing it fails.
@@ -569,13 +571,13 @@ def import_module(where: str, name: str) -> ModuleType:
 
 
 def find_code(name: str) -> list[Path]:
-    """Return the Python files that `import_module` would run for a name, without running any.
+    """Return the Python files that `import_module` would run for a name; run none of them.
 
-    They are the module's own and those of the packages around it. Python's own library is left
-    out: it comes with the interpreter.
+    These are the module's file and the `__init__.py` of each package around it. Files of Python's
+    standard library are left out.
 
     Returns:
-        The files in the order in which they would be run; none if there is no such module.
+        The files in the order in which they would run; empty if there is no such module.
     """
     if name.endswith(".py"):
         path = local_path(name).resolve()
@@ -592,8 +594,8 @@ def find_code(name: str) -> list[Path]:
         try:
             spec = known or (None if search is None else _find_spec(package, search))
         except KeyError:
-            # A directory without __init__.py in another package: Python looks the package up among
-            # those that are imported, and this one is not.
+            # A directory without __init__.py in a package: Python looks for the package in
+            # sys.modules, where it is missing, since nothing was imported.
             search = [str(place) for base in search or () if (place := Path(base, part)).is_dir()]
             continue
         if spec is None:
@@ -605,14 +607,14 @@ def find_code(name: str) -> list[Path]:
 
 
 def load_function(where: str, spec: str) -> Callable[..., Any]:
-    """Return the function that "package.module:name" or "path/to/file.py:name" names.
+    """Import and return the function that "package.module:name" or "path/to/file.py:name" names.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if there is no such function, or the import fails.
     """
     named = _MODULE_FILE.fullmatch(spec) or _MODULE.fullmatch(spec)
     if named is None or named["module"].endswith(".ipynb"):
-        # Nor would its code be found, and compared between nodes.
+        # The code of anything else could not be compared between nodes.
         raise ConfigError(
             f"{where}: name what a Python file defines, as 'package.module:function' or "
             "'path/to/file.py:function'; an expression, a method or a cell of a notebook gets a "
@@ -636,7 +638,7 @@ def load_function(where: str, spec: str) -> Callable[..., Any]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question that names the closest of `known`, or nothing."""
+    """Return " (did you mean 'NAME'?)" with the closest known name, or empty."""
     near = nearest(name, known)
     return f" (did you mean {near!r}?)" if near else ""
 
@@ -653,38 +655,40 @@ def _is_pythons_own(path: Path) -> bool:
 
 
 _CLAIMS: dict[str, dict[str, Path]] = {}
-"""Neighbours of each file that was imported, by the name under which it imports them."""
+"""The neighbours of each imported file, by the module name under which it imports them."""
 
 _OWN: dict[str, Path] = {}
-"""Outermost names under which users' files are imported, and the directories that have them."""
+"""Top-level names under which users' files are imported, and the directory of each."""
 
 
 class _OwnFirst:
-    """Finds what users' files name before anything else of that name, and nothing besides.
+    """An import finder that finds users' files before other modules of the same name.
 
-    Their directories stand last on Python's path: all other files in them would hide modules of
-    packages that know nothing of these directories, such as a `random.py` that no reward imports.
+    Only names in `_OWN` are found here. The users' directories are last on sys.path; if they were
+    first, every file in them could hide a module of a package, such as a `random.py` that no reward
+    imports.
     """
 
     @staticmethod
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return where a module is, as every finder on `sys.meta_path`."""
+        """Return the spec of a module, as every finder on `sys.meta_path`."""
         if path is not None or name not in _OWN:
             return None
         return PathFinder.find_spec(name, [str(_OWN[name])], target)
 
 
 _LOADED: dict[str, set[Path]] = {}
-"""Files beside each file that was imported, which that has loaded."""
+"""The files in its own directory that each imported file has loaded."""
 
 
 def _claim(name: str, path: Path) -> None:
-    """Note the neighbours of a file that is to be imported.
+    """Record the neighbours of a file that is about to be imported.
 
     Raises:
-        ConfigError: if one of them would be another file, since a name is one module in a process.
+        ConfigError: if the name of a neighbour belongs to another file: a process has one module of
+            each name.
     """
     if name.partition(".")[0] == "echo":
         return
@@ -721,7 +725,7 @@ def _refuse_pythons_names(path: Path, neighbours: Mapping[str, Path]) -> None:
 
 
 def _find_first(files: Mapping[str, Path]) -> None:
-    """Have users' files found before anything else of their names."""
+    """Let `_OwnFirst` find these files."""
     for name, file in files.items():
         num_packages = name.count(".") + (file.name == "__init__.py")
         if not INSTALLED & {*file.parts}:
@@ -744,7 +748,7 @@ def _note_loaded(path: Path, names: Iterable[str]) -> None:
 
 
 def _import_file(file: str) -> ModuleType:
-    """Import a file as `python FILE` would, or as a module of its package if it says `from .`."""
+    """Import a file as `python FILE` does, or within its package if it has relative imports."""
     path = local_path(file).resolve()
     _search_in(path.parent)
     level = relative_level(path) if path.is_file() else 0
@@ -760,7 +764,7 @@ def _import_file(file: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    # Entered first, as dataclasses and the like look their own module up.
+    # Entered before it runs, since dataclasses look up their module in sys.modules.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -771,7 +775,7 @@ def _import_file(file: str) -> ModuleType:
 
 
 def _is_free(name: str, path: Path) -> bool:
-    """Return whether a name is a file's alone, so that processes that it spawns find it, too."""
+    """Return whether importing a name finds this file, in spawned processes too."""
     if not name.isidentifier() or name in sys.stdlib_module_names:
         return False
     known = getattr(sys.modules.get(name), "__spec__", None) or _find_spec(name, sys.path)
@@ -796,16 +800,16 @@ def _import_in_package(path: Path, level: int) -> ModuleType:
 
 
 _ADDED: set[str] = set()
-"""Directories of users' files that were added to Python's path here."""
+"""The users' directories that this module has added to sys.path."""
 
 
 def search_path() -> list[str]:
-    """Return Python's path without the directories of users' files."""
+    """Return sys.path without the users' directories."""
     return [os.fspath(place) for place in sys.path if place not in _ADDED]
 
 
 def _search_in(directory: Path) -> None:
-    """Find modules in a directory, too, now and whenever the user's code imports later."""
+    """Add a directory to the end of sys.path, for this and later imports of the user's code."""
     if str(directory) not in sys.path:
         sys.path.append(str(directory))
         _ADDED.add(str(directory))

@@ -1,17 +1,17 @@
-"""Tokenization exactly as the model's directory says.
+"""Tokenization by the files of a model directory.
 
-Learner and worker must agree on every byte of this: the tokenizer's files, the chat template with
-its arguments, and the ids that end a completion are hashed, and compared when a worker joins.
+Learner and worker must tokenize alike. The tokenizer's files, the chat template with its arguments,
+and the ids that end a completion are hashed, and the hashes compared when a worker joins.
 
-**Control tokens.** `<|im_end|>` in a row's text, in an environment's reply or in an agent's message
-is text: only the chat template writes control tokens, or an echoed text could write turns of the
-system. Each is cut after its first character before the template is rendered (`MARK` stands at the
-cut), and the pieces are encoded one by one. An assistant's message is left whole, since models
-write control tokens themselves. Text that goes in without a template is raw: there a control token
-is one.
+**Control tokens.** Only the chat template may write control tokens. In a row, an environment's
+reply or an agent's message, `<|im_end|>` is text; otherwise such a text could forge a system turn.
+Before the template is rendered, a `MARK` is inserted after the first character of each control
+token in a message. The rendered text is split at the marks, and the pieces are encoded one by one.
+Messages of the assistant are not marked, since models write control tokens themselves. Without a
+chat template, text is encoded unchanged with its control tokens.
 
-**Beginnings.** Where the last message is the assistant's, its turn is opened as the template opens
-one, and goes on behind the message's content; nothing closes it.
+**Beginnings.** If the last message is the assistant's, the template opens the assistant's turn, the
+message's content follows, and the policy continues it: nothing closes the turn.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def load_tokenizer(
     """Load the tokenizer of a model directory; never runs code from it.
 
     Args:
-        directory: of the model.
-        chat_template: replaces the tokenizer's own; "" leaves it without one.
+        directory: the model's directory.
+        chat_template: replaces the tokenizer's own template; "" removes it.
 
     Raises:
-        DataError: if there is none that loads.
+        DataError: if the directory has no tokenizer that loads.
     """
-    # Imported here, as a relay imports this package and installs no transformers.
+    # Imported here, since a relay imports this package and does not install transformers.
     from transformers import AutoTokenizer
 
     try:
@@ -75,36 +75,36 @@ def load_tokenizer(
         )
     except DataError:
         raise
-    except Exception as error:  # the tokenizer's library raises anything at what it cannot read
+    except Exception as error:  # the library raises any type at unreadable files
         raise DataError(
             f"{directory}: no tokenizer could be loaded: {error}; {_NEEDED_FILES}"
         ) from error
-    # Of a directory without a tokenizer's files transformers makes one that knows no text.
+    # Without tokenizer files transformers returns a tokenizer that has only special tokens.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise DataError(f"{directory}: there is no tokenizer; {_NEEDED_FILES}")
     if chat_template is not None:
         tokenizer.chat_template = chat_template or None
-    if isinstance(tokenizer.chat_template, str):  # a byte order mark would be a part of each prompt
+    if isinstance(tokenizer.chat_template, str):  # a byte order mark would begin each prompt
         tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
     loaded: PreTrainedTokenizerBase = tokenizer
     return loaded
 
 
 UNUSABLE = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError)
-"""Errors of tokenizers and chat templates on messages that they were not made for."""
+"""Errors that tokenizers and chat templates raise for messages that they do not support."""
 
 
 _TIME_DIRECTIVES = [
     f"%{flag}{letter}" for flag in ("", "-") for letter in "aAbBcCdDeFGgHhIjmMnpRrSsTtUuVWwXxYyZz"
 ]
-# transformers gives templates a clock of its own, and from 5.24 on takes no function in its place.
+# transformers gives templates its own clock, and since 5.24 refuses a function in its place.
 _CLOCK = (
     "{%- macro strftime_now(format) -%}{%- set made = namespace(text=format) -%}"
     "{%- for directive, text in _now.items() -%}"
     "{%- set made.text = made.text.replace(directive, text) -%}"
     "{%- endfor -%}{{- made.text -}}{%- endmacro -%}"
 )
-"""A macro that takes the place of the clock of chat templates, and reads `_now`."""
+"""A Jinja macro that replaces the clock of chat templates and reads the time from `_now`."""
 
 
 def render_messages(
@@ -115,14 +115,14 @@ def render_messages(
     opens_turn: bool = True,
     template: str | None = None,
 ) -> str:
-    """Return messages as text, with the opening of the assistant's turn unless told otherwise.
+    """Return messages as text by the chat template.
 
     Args:
-        tokenizer: whose chat template renders them, unless `template` stands for it.
-        messages: as the template is given them.
-        chat_template_kwargs: further variables of the template, plain values.
+        tokenizer: the tokenizer with the chat template.
+        messages: passed to the template unchanged.
+        chat_template_kwargs: further variables of the template.
         opens_turn: whether the text ends with the opening of the assistant's turn.
-        template: another template.
+        template: a template to use in place of the tokenizer's.
 
     Raises:
         DataError: if there is no chat template, or it fails.
@@ -151,11 +151,11 @@ def render_messages(
 
 
 TURN = "echo-turn-7f3a91"
-"""Stands for what is said where a conversation is rendered around it."""
+"""A placeholder for the assistant's text, to find the text that the template writes around it."""
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, closing: str, stop_ids: Iterable[int]) -> int:
-    """Return how many characters of a turn's closing the sampled stop token stands for."""
+    """Return the number of characters of a turn's closing that the sampled stop token covers."""
     known = [token for token in stop_ids if token >= 0]
     stops = [str(tokenizer.decode([token], skip_special_tokens=False)) for token in known]
     ends = [closing.index(stop) + len(stop) for stop in stops if stop and stop in closing]
@@ -166,21 +166,21 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, closing: str, stop_ids: Ite
 
 
 MARK = "\ufdd0"
-"""Where a control token in a message was cut in two; Unicode never assigns this character."""
+"""Inserted into control tokens of messages; Unicode never assigns this character."""
 
 _WRITTEN_AS_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
-"""Some tokenizers have the tokens of their turns without the flag `special`."""
+"""Control tokens by their form: some tokenizers have them without the flag `special`."""
 
 _TEMPLATED = re.compile(
     r"(?:<s>|<bos>|<\|begin_of_text\|>)?\s*"
     r"(?:<\|(?:im_start|start_header_id|system|user|assistant|start)\|>|<start_of_turn>|\[INST\]"
     r"|<\uff5cUser\uff5c>)"
 )
-"""First characters of the prompts of common chat templates."""
+"""The beginnings of prompts that common chat templates have rendered."""
 
 
 def control_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return the tokens that structure a conversation, by text; a model's `<think>` is none."""
+    """Return the ids of tokens that structure a conversation, by text; `<think>` does not."""
     return {
         token.content: token_id
         for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
@@ -190,7 +190,7 @@ def control_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def unmarked(text: str) -> str:
-    """Return rendered text as it is read, its control tokens in messages whole."""
+    """Return rendered text without its marks, as a user reads it."""
     return text.replace(MARK, "")
 
 
@@ -200,9 +200,9 @@ def unmarked(text: str) -> str:
 def stop_ids(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[int]:
     """Return the token ids that end a completion, sorted.
 
-    They are the tokenizer's end-of-sequence token, those of generation_config.json, where chat
-    models keep their end of turn, and the one with which the chat template ends a turn. Ids that
-    the model does not know are left out.
+    These are the tokenizer's end-of-sequence token, the ids in generation_config.json, where chat
+    models declare their end of turn, and the control token with which the chat template ends a
+    turn. Ids outside the model's vocabulary are left out.
     """
     found = _declared_stop_ids(tokenizer, directory)
     if (ending := _template_stop(tokenizer, found)) is not None:
@@ -212,7 +212,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[
 
 
 def describe_stops(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[str]:
-    """Return what a user should know of the tokens that end a completion, a line each."""
+    """Return notes for the user about the tokens that end a completion, one line each."""
     declared = _declared_stop_ids(tokenizer, directory)
     ending = _template_stop(tokenizer, declared)
     lines, limit = [], _vocab_size(directory)
@@ -248,7 +248,8 @@ def _declared_stop_ids(tokenizer: PreTrainedTokenizerBase, directory: str | Path
     paths = [Path(directory) / name for name in ("generation_config.json", "config.json")]
     if paths[0].is_file():
         return found | _listed_stop_ids(paths[0])
-    # As transformers without that file; config.json may have the default of its model type.
+    # Like transformers without generation_config.json. The id in config.json may be a mere default
+    # of the model type, so the tokenizer's comes first.
     return found or (_listed_stop_ids(paths[1]) if paths[1].is_file() else set())
 
 
@@ -264,9 +265,9 @@ def _listed_stop_ids(path: Path) -> set[int]:
 
 
 def _template_stop(tokenizer: PreTrainedTokenizerBase, declared: Iterable[int]) -> int | None:
-    """Return the control token that the chat template writes behind what the assistant says.
+    """Return the control token that the chat template writes after the assistant's text.
 
-    None where one of those that are declared stands there: it ends the turn, whatever is before it.
+    None if a declared stop token follows the text: it ends the turn, whatever comes before it.
     """
     closing, known = _closing(tokenizer) or "", control_tokens(tokenizer)
     if _end_of_turn(tokenizer, closing, declared):
@@ -276,9 +277,9 @@ def _template_stop(tokenizer: PreTrainedTokenizerBase, declared: Iterable[int]) 
 
 
 def _closing(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return what the chat template writes behind what the assistant says, without white space.
+    """Return the text that the chat template writes after the assistant's text, stripped.
 
-    None where there is no template, or it leaves out what is said.
+    None if there is no template, or if it leaves out the assistant's text.
     """
     if tokenizer.chat_template is None:
         return None
@@ -286,7 +287,7 @@ def _closing(tokenizer: PreTrainedTokenizerBase) -> str | None:
     try:
         text = render_messages(tokenizer, turns, {}, opens_turn=False)
     except (DataError, *UNUSABLE):
-        return None  # it wants other messages, or arguments
+        return None  # it needs other messages or arguments
     return text.rpartition(TURN)[2].strip() if TURN in text else None
 
 
@@ -308,11 +309,11 @@ UNKNOWN = "\ufffd"
 def decode(
     tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int], stop_ids: Iterable[int]
 ) -> str:
-    """Return the text of a completion up to its first stop token, which is left out.
+    """Return the text of a completion before its first stop token.
 
-    Everything before it is kept as sampled, other special tokens included: dropping a sampled
-    <pad> from the middle of an answer could make a wrong one right. For the same reason an id that
-    only the model has, whose vocabulary is padded, becomes the replacement character.
+    Other special tokens before it are kept: without a sampled <pad> in its middle a wrong answer
+    could become right. For the same reason an id in the padding of the model's vocabulary, which
+    the tokenizer lacks, becomes the replacement character.
     """
     stops, num_known = frozenset(stop_ids), len(tokenizer)
     runs: list[list[int]] = [[]]
@@ -329,18 +330,18 @@ def decode(
 
 @dataclass(frozen=True)
 class TextCodec:
-    """Text to tokens and back, for the completions of one model."""
+    """Converts text to tokens and back for one model."""
 
     tokenizer: PreTrainedTokenizerBase
     stop_ids: list[int]
-    """The ids that end a completion."""
+    """The token ids that end a completion."""
     chat_template_kwargs: Mapping[str, Any]
     """Arguments of the chat template."""
     vocab_size: int = 1 << 31
-    """The model knows the ids below it."""
+    """The model has embeddings for the ids below this number."""
     now: datetime.datetime | None = None
-    """The time that the chat template reads, so that a prompt is the same whenever it is made; None
-    for the clock's."""
+    """The time that the chat template reads, so that a prompt does not change between two
+    renderings; None for the present time."""
 
     def encode_prompt(
         self,
@@ -348,15 +349,15 @@ class TextCodec:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Turn a prompt into token ids.
+        """Return the token ids of a prompt.
 
-        Where the tokenizer has a chat template, messages go through it with the opening of the
-        assistant's turn, and text becomes one user message. Without a template, text is encoded as
-        it stands, behind the special tokens that the tokenizer itself puts before a text.
+        With a chat template, text becomes one user message, and the rendered messages end with the
+        opening of the assistant's turn. Without one, text is encoded unchanged, after the special
+        tokens with which the tokenizer begins a text.
 
         Raises:
-            DataError: for messages without a template, a template that fails, text that went
-                through one already, an empty result, or tokens that the model does not know.
+            DataError: for messages without a template, a template that fails, text that is already
+                rendered, an empty result, or tokens outside the model's vocabulary.
         """
         if self.tokenizer.chat_template is None and isinstance(prompt, str):
             ids = self.encode_raw(prompt)
@@ -370,13 +371,13 @@ class TextCodec:
         return ids
 
     def encode_raw(self, text: str) -> list[int]:
-        """Turn text into token ids as it stands: its control tokens are ones.
+        """Return the token ids of unchanged text; its control tokens are encoded as such.
 
-        Tokens that the tokenizer puts behind a text are left out: the model is to go on.
+        Tokens that the tokenizer appends to a text are left out, since the policy continues it.
 
         Raises:
-            DataError: if the text ends with a stop token, or for tokens that the model does not
-                know.
+            DataError: if the text ends with a stop token, or for tokens outside the model's
+                vocabulary.
         """
         whole = self.known(self.tokenizer(text)["input_ids"])
         self._refuse_ended(text)
@@ -385,15 +386,15 @@ class TextCodec:
         is_end = (end for end in ends if whole[end - len(own) : end] == own)
         ids = whole[: next(is_end, len(whole))]
         has_bos = bool(own) and own[0] == self.tokenizer.bos_token_id
-        return own if has_bos and ids == [own[0], *own] else ids  # it stands in the text already
+        return own if has_bos and ids == [own[0], *own] else ids  # the text has <bos> already
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Turn rendered text into token ids, control tokens in its messages as text.
+        """Return the token ids of rendered text; marked control tokens are encoded as text.
 
         Raises:
-            DataError: for tokens that the model does not know.
+            DataError: for tokens outside the model's vocabulary.
         """
-        # The template has written the special tokens; adding them again would double <bos>.
+        # The template has written the special tokens; the tokenizer would add a second <bos>.
         pieces = filter(None, text.split(MARK))
         encoded = (self.tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces)
         return self.known(token for ids in encoded for token in ids)
@@ -401,10 +402,10 @@ class TextCodec:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """Return messages as text up to where the model goes on, with `MARK`s in it.
+        """Return messages as text, up to the place where the policy continues, with `MARK`s in it.
 
         Raises:
-            DataError: if there is no template, it fails, or a message is none.
+            DataError: if there is no template, it fails, or an object is no message.
         """
         if fault := fault_of_messages(messages):
             raise DataError(f"{fault}; messages are objects with the texts `role` and `content`")
@@ -418,16 +419,15 @@ class TextCodec:
         return self._with_beginning(self._render(before, tools), last)
 
     def encode_turn(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Turn what an environment says after a turn of the policy into token ids.
+        """Return the token ids of an environment's reply to a turn of the policy.
 
-        They follow the sampled tokens of that turn, which end with a stop token and are never
-        encoded again; the last of them open the policy's next turn. With a chat template they are
-        what it writes between the end of one assistant's turn and the beginning of the next.
-        Without one they are the messages' contents as they stand.
+        They follow the sampled tokens of that turn, which are never encoded again and end with a
+        stop token. With a chat template these are the tokens from the end of one assistant's turn
+        to the opening of the next. Without one they are the unchanged contents of the messages.
 
         Raises:
-            DataError: if the template fails, or leaves out or changes what the policy said, or for
-                tokens that the model does not know.
+            DataError: if the template fails, leaves out or changes the policy's text, or for tokens
+                outside the model's vocabulary.
         """
         if fault := fault_of_messages(messages):
             raise DataError(fault)
@@ -453,14 +453,14 @@ class TextCodec:
         return self.encode_rendered(self._with_beginning(text, messages[-1]) if is_begun else text)
 
     def control_token_in(self, text: str) -> str:
-        """Return the first control token that a text holds; empty for none."""
+        """Return the first control token in a text, or empty."""
         found = self._control.search(text) if self._control else None
         return found[0] if found else ""
 
     def tells_of(
         self, tools: Sequence[Mapping[str, Any]], prompt: str | Sequence[Mapping[str, Any]]
     ) -> bool:
-        """Return whether a prompt is another with these tools than without."""
+        """Return whether the rendered prompt differs with and without these tools."""
         if self.tokenizer.chat_template is None:
             return False
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -471,7 +471,7 @@ class TextCodec:
         prompt: str | Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Iterator[str]:
-        """Yield what the chat template does with a prompt that its user may not expect."""
+        """Yield descriptions of unexpected effects of the chat template on a prompt."""
         if self.tokenizer.chat_template is None:
             return
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -493,7 +493,7 @@ class TextCodec:
                 try:
                     bare = self.render([*turns[: number - 1], plain, *turns[number:]], tools)
                     lost += ["`tool_calls`"] if text == unmarked(bare) else []
-                except (DataError, *UNUSABLE):  # it wants a call before its result
+                except (DataError, *UNUSABLE):  # it needs a call before its result
                     pass
             for what in lost:
                 yield (
@@ -508,10 +508,10 @@ class TextCodec:
                 )
 
     def unused_arguments(self) -> list[str]:
-        """Return the arguments of the chat template that it does not mention.
+        """Return the names in chat_template_kwargs that the chat template does not contain.
 
         Raises:
-            DataError: for one that Echo gives to it itself.
+            DataError: for a name that Echo itself passes to the template.
         """
         for name in ("messages", "add_generation_prompt", "continue_final_message"):
             if name in self.chat_template_kwargs:
@@ -527,7 +527,7 @@ class TextCodec:
         ]
 
     def reads_clock(self) -> bool:
-        """Return whether the chat template writes the time."""
+        """Return whether the chat template reads the present time."""
         return "strftime_now" in str(self.tokenizer.chat_template)
 
     def _render(
@@ -550,14 +550,14 @@ class TextCodec:
         )
 
     def _told(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a message as the template is given it."""
+        """Return a message in the form that the template gets."""
         found = message if message["role"] == "assistant" else self._cut(message)
         if self._wants_parts:
             return {**found, "content": [{"type": "text", "text": found["content"]}]}
         return found
 
     def _cut(self, value: Any) -> Any:
-        """Return a value with all control tokens in its texts cut in two."""
+        """Return a value with a `MARK` in each control token of its texts."""
         match value:
             case str() if self._control:
                 return self._control.sub(lambda found: found[0][0] + MARK + found[0][1:], value)
@@ -568,10 +568,10 @@ class TextCodec:
         return value
 
     def _with_beginning(self, opened: str, message: Mapping[str, Any]) -> str:
-        """Return text that opens the assistant's turn with the beginning of what it says.
+        """Append the beginning of the assistant's text to text that opens its turn.
 
         Raises:
-            DataError: if a message has more than text.
+            DataError: if the message has tool calls or reasoning.
         """
         if says := [key for key in ("tool_calls", "reasoning_content") if message.get(key)]:
             raise DataError(
@@ -579,17 +579,17 @@ class TextCodec:
                 "cannot go on; write the beginning as `content`, or add what is said to it"
             )
         begun = str(plain_message(message)["content"])
-        if begun.startswith("<"):  # such as a <think> that the template opens the turn with
+        if begun.startswith("<"):  # the template may open the turn with <think>
             sizes = range(len(begun), 0, -1)
             begun = begun[next((n for n in sizes if opened.endswith(begun[:n])), 0) :]
         return opened + begun
 
     def check_text(self, text: str) -> None:
-        """Look at a prompt that is text, without encoding it.
+        """Check a text prompt without encoding it.
 
         Raises:
-            DataError: if it went through a chat template and would do so again, or if it is raw and
-                ends with a stop token.
+            DataError: if the text is already rendered and would be rendered again, or if there is
+                no template and it ends with a stop token.
         """
         if self.tokenizer.chat_template is None:
             self._refuse_ended(text)
@@ -597,7 +597,7 @@ class TextCodec:
             self._refuse_templated(text)
 
     def _refuse_templated(self, text: str) -> None:
-        """Raise for text that went through a chat template already."""
+        """Raise DataError for text that a chat template has already rendered."""
         head = text.lstrip()[:256]
         own = self._control.match(head) if self._control else None
         found = own or _TEMPLATED.match(head)
@@ -609,7 +609,7 @@ class TextCodec:
             )
 
     def _refuse_ended(self, text: str) -> None:
-        """Raise for text that ends where the model would stop."""
+        """Raise DataError for text that ends with a stop token."""
         for token in self.stop_ids:
             stop = str(self.tokenizer.decode([token]))
             if stop.strip() and text.rstrip().endswith(stop):
@@ -625,7 +625,7 @@ class TextCodec:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether the template leaves out contents that are text, and knows parts alone."""
+        """Whether the template writes only contents that are lists of parts, and no text."""
 
         def writes(content: object) -> bool:
             turn = {"role": "user", "content": content}
@@ -637,7 +637,7 @@ class TextCodec:
         return not writes(TURN) and writes([{"type": "text", "text": TURN}])
 
     def known(self, ids: Iterable[int]) -> list[int]:
-        """Return token ids, all of them the model's: an engine can go on with no others."""
+        """Return token ids as integers; refuse ids that the engine has no embedding for."""
         found = [int(token) for token in ids]
         if (highest := max(found, default=0)) >= self.vocab_size:
             raise DataError(
@@ -647,7 +647,7 @@ class TextCodec:
         return found
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Return the text of a completion up to its first stop token."""
+        """Return the text of a completion before its first stop token; see `decode`."""
         return decode(self.tokenizer, token_ids, self.stop_ids)
 
 
@@ -657,10 +657,10 @@ def tokenizer_digests(
     *,
     chat_template: str | None = None,
 ) -> dict[str, str]:
-    """Hash all that turns text into ids and back, to compare it between nodes.
+    """Return hashes of all that determines tokenization, for a comparison between nodes.
 
-    JSON files are hashed by content, not by layout, and without the chat template that some of
-    them hold: it has a hash of its own, with the arguments it is called with.
+    JSON files are hashed by content, not by layout, and without the chat template that some of them
+    contain. The template is hashed separately, with its arguments.
 
     Returns:
         "tokenizer", "chat_template" and "stop_ids", each a BLAKE3 hash in hexadecimal.
@@ -683,10 +683,10 @@ def tokenizer_digests(
 
 
 def asset_files(directory: str | Path) -> dict[str, Path]:
-    """List what a worker without a model directory needs, by name: never weights, never code.
+    """Return the files that a worker without a model directory needs, by name; no weights, no code.
 
     Raises:
-        DataError: if there is no config.json.
+        DataError: if the directory has no config.json.
     """
     root = _existing(directory)
     found = {
@@ -702,17 +702,17 @@ def asset_files(directory: str | Path) -> dict[str, Path]:
 
 
 _CODE_KEYS = frozenset({"auto_map", "trust_remote_code"})
-"""Keys of JSON files with which a model asks for code of its own to be run."""
+"""Keys with which a model's JSON files request that its own code runs."""
 
 
 def without_code(name: str, data: bytes) -> bytes:
-    """Return a file that came over the network without what names code to run.
+    """Return a file that came over the network without the keys that name code to run.
 
-    Nothing here would run it (`trust_remote_code` is false wherever a model is loaded), and nothing
-    in an inherited file shall be able to change that.
+    Every model is loaded with `trust_remote_code=False`, so the keys have no effect now. Without
+    them, they cannot have one later.
 
     Raises:
-        DataError: if it is not JSON although its name says so.
+        DataError: if a file that must be JSON is not.
     """
     if name not in (*CONFIG_FILES, "tokenizer_config.json"):
         return data
@@ -725,7 +725,7 @@ def without_code(name: str, data: bytes) -> bytes:
 
 
 def drop_code(value: Any) -> Any:
-    """Return parsed JSON without the keys that name code to run, at any depth."""
+    """Return parsed JSON without the keys in `_CODE_KEYS`, at any depth."""
     if isinstance(value, dict):
         return {key: drop_code(item) for key, item in value.items() if key not in _CODE_KEYS}
     return [drop_code(item) for item in value] if isinstance(value, list) else value

@@ -4,15 +4,15 @@
     kind = "verifiers"
     options = { env = "my_env", args = { num_examples = 500 } }
 
-`env` is what `verifiers.load_environment` takes: an installed environment's id, or the name of a
-module beside the configuration with a function `load_environment`. The environment keeps its own
-loop, stop conditions, tools and rubric; only its model is another: `_Policy` below is a client of
-verifiers' whose answers come from our workers' engines. So each episode is a coroutine of the
-environment's, which waits there for every turn of the policy.
+`env` is the argument of `verifiers.load_environment`: an installed environment's id, or the name of
+a module beside the configuration that has a function `load_environment`. The environment keeps its
+own loop, stop conditions, tools and rubric. Only its model is replaced: `_Policy` below is a client
+of verifiers whose answers come from the workers' engines. Each episode is a coroutine of the
+environment, which waits in `_Policy` for each turn of the policy.
 
-Messages that the environment adds to a conversation must come after the present ones: it may not
-rewrite what was said, since those are the tokens that are trained on. Rubrics that compare the
-rollouts of a group have no place here, as episodes are judged one by one.
+The environment may only append messages to a conversation. It must not rewrite earlier ones, since
+their tokens are trained on. Rubrics that compare the rollouts of a group are refused, since each
+episode is judged on its own.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from echo.tasks.messages import Message
 from echo.tasks.task import Example
 
 TESTED = "verifiers 0.2.1"
-"""The release whose interface this is; 0.3 moved it and 0.4 has another."""
+"""The release with this interface; 0.3 moved it, and 0.4 has a different one."""
 
 MODEL = "policy"
 
 
 class VerifiersTask(Environment):
-    """An environment of verifiers'.
+    """A task that plays an environment of verifiers.
 
     Args:
-        env: its id, or its module.
+        env: the environment's id, or its module.
         args: keyword arguments of its `load_environment`.
     """
 
@@ -57,11 +57,11 @@ class VerifiersTask(Environment):
         self._args = dict(args or {})
 
     def prepare(self) -> None:
-        """Load the environment, which may take long."""
+        """Load the environment, which may be slow."""
         assert self._environment is not None
 
     def example(self, index: int, *, split: str) -> Example:
-        """Return a row of the environment's dataset; its evaluation dataset is held out."""
+        """Return a row of the environment's dataset; held out is its evaluation dataset."""
         rows = self._rows[split]
         if not rows:
             raise DataError(f"the environment {self._name} has no {split} rows")
@@ -80,7 +80,7 @@ class VerifiersTask(Environment):
         return len(self._rows[split])
 
     def tools(self, example: Example) -> list[dict[str, Any]]:
-        """Return the schemas of the environment's tools, or of the row's own."""
+        """Return the schemas of the row's tools, if it has its own, else of the environment's."""
         info = example.info["row"].get("info")
         info = json.loads(info) if isinstance(info, str) and info else info
         own = info.get("tool_defs") if isinstance(info, dict) else None
@@ -100,15 +100,15 @@ class VerifiersTask(Environment):
         return session
 
     def reply(self, state: _Session, text: str) -> list[Message] | None:
-        """Hand a turn to the environment; return what it adds before the next."""
+        """Pass a turn to the environment; return the messages that it appends."""
         return state.reply(text)
 
     def outcome(self, state: _Session) -> float:
-        """Return what the rubric says."""
+        """Return the reward by the rubric."""
         return state.outcome()
 
     def end(self, state: _Session) -> None:
-        """Cancel what still runs."""
+        """Cancel the environment's coroutine."""
         state.end()
 
     @functools.cached_property
@@ -141,7 +141,7 @@ class VerifiersTask(Environment):
 
 
 class _Session:
-    """One episode: the environment's coroutine, and the turns that pass in and out."""
+    """An episode: the environment's coroutine, and the queue of its requests for turns."""
 
     def __init__(self, environment: Any, example: Example) -> None:
         self._environment = environment
@@ -181,7 +181,8 @@ class _Session:
 
     def outcome(self) -> float:
         if self._state is None:
-            # It waits for a turn that there is no space for: the way to say so is verifiers' own.
+            # The environment waits for a turn, but no space is left: `_Policy` raises
+            # OverlongPromptError.
             self._answer(None)
             if self.next_request() is not None:
                 raise RuntimeError("the environment goes on although there is no space for a turn")
@@ -200,7 +201,7 @@ class _Session:
         _loop().call_soon_threadsafe(turn.set_result, text)
 
     async def sample(self, prompt: list[Any]) -> str | None:
-        """Ask for a turn; called by the environment. None means that there is no space for one."""
+        """Request a turn of the policy and return its text; None if no space is left for it."""
         self._turn = asyncio.get_running_loop().create_future()
         self._requests.put(prompt)
         return await self._turn
@@ -217,7 +218,7 @@ class _Session:
 
 
 def _policy(session: _Session) -> Any:
-    """Return a client of verifiers' that samples from us."""
+    """Return a client of verifiers whose completions are the policy's turns."""
     vf = _import_verifiers()
     from verifiers.clients import Client
     from verifiers.types import Response, ResponseMessage, ToolCall
@@ -286,7 +287,7 @@ def _import_verifiers() -> Any:
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the loop in which all environments of this process live; it has its own thread."""
+    """Return the event loop of all environments in this process, which runs in its own thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="echo-verifiers", daemon=True).start()
     return loop
@@ -297,7 +298,7 @@ def _dataset(get: Any) -> list[dict[str, Any]]:
         rows = get()
     except ValueError:  # the environment has no such dataset
         return []
-    # Through JSON, since a lease carries them.
+    # A lease carries rows as JSON.
     return [json.loads(json.dumps(dict(row), default=str)) for row in rows]
 
 
@@ -308,7 +309,7 @@ def _as_messages(prompt: str | list[dict[str, Any]]) -> list[Message]:
 
 
 def _plain(messages: Any) -> list[Message]:
-    """Return messages of verifiers' as plain objects without the keys that are not set."""
+    """Return messages of verifiers as plain objects, without keys that are None."""
     dumped = [m if isinstance(m, dict) else m.model_dump() for m in messages]
     return [
         {name: value for name, value in message.items() if value is not None}

@@ -1,16 +1,17 @@
-"""Generated word problems of one step, for a pretrained model that chats.
+"""Generated word problems of one step, for a pretrained chat model.
 
     prompt      Ava has 12 shells and finds 9 more. How many shells does Ava have now?
                 Answer in one short sentence.
     completion  Ava has 12 + 9 = 21 shells.
 
-One of the four operations on small whole numbers, told in one of 32 stories with random names and
-things. The reward is 1 if the last number of the completion is the answer, else 0: the text before
-that number is not judged, and a completion that was cut off counts as it stands.
+A problem asks for one of the four operations on small whole numbers, in one of 32 stories with
+random names and things. The reward is 1 if the last number of the completion is the answer, else 0.
+The text before that number is not judged. A completion that was cut off is judged in the same way.
 
-A small pretrained model knows the operations. It chooses the wrong one, miscalculates or writes on
-after the answer, and learns to calculate and stop. Prompts are split by the hash of their text, so
-held-out problems share the stories of the training problems, but no text.
+A small pretrained model knows the operations, but it may choose the wrong one, miscalculate, or
+continue after the answer. It learns to calculate and to stop. Prompts are split by the hash of
+their text, so held-out problems have the same stories as training problems, but never the same
+text.
 """
 
 from __future__ import annotations
@@ -86,15 +87,15 @@ STORIES: dict[str, tuple[str, ...]] = {
         "have?",
     ),
 }
-"""By operation. The two numbers are `a` and `b`, in the order of the calculation."""
+"""The stories by operation. The two numbers are `a` and `b`, in the order of the calculation."""
 
 INSTRUCTION = "Answer in one short sentence."
-"""Ends every prompt. It keeps answers short, which a CPU generates sooner."""
+"""The end of every prompt. It keeps answers short, which a CPU generates faster."""
 
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 MAX_NUMBER_CHARS = 20
-"""Longer numbers are wrong unread."""
+"""A longer number is wrong without parsing."""
 
 
 class WordProblemTask(Task):
@@ -140,7 +141,7 @@ def draw_numbers(operation: str, rng: random.Random) -> tuple[int, int, int]:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number that a text contains, thousands with or without commas."""
+    """Return the last number in a text, with or without commas between thousands."""
     found = _NUMBER.findall(text)
     if not found or len(found[-1]) > MAX_NUMBER_CHARS:
         return None
