@@ -29,10 +29,11 @@ from echo.engine.weights import VersionImages, publish_image, scatter, tensors_f
 from echo.runtime.disk_store import open_store
 from echo.runtime.learner.publish import CodedSegment, Coder, Publication, make_publication
 from echo.runtime.node import MAX_WORKERS
+from echo.weights.artifacts import AuditChunks, Transfer
 from echo.weights.delta import block_bytes_of
 from echo.weights.manifest import encode_signed, hash_image
 from echo.weights.receiver import WriteChunk
-from echo.weights.store import AuditChunks, ItemStore, Transfer
+from echo.weights.store import ItemStore
 from echo.wire.messages import Form
 from update.state import SCALES, SHAPES, Weights
 

@@ -48,7 +48,8 @@ from echo.weights.delta import (
     word_bytes_of,
 )
 from echo.weights.manifest import TensorSpec
-from echo.weights.store import Patch, RecycledMemory, touched_memory
+from echo.weights.memory import RecycledMemory, touched_memory
+from echo.weights.patches import Patch
 
 # --- tensors, images and files --------------------------------------------------------------------
 

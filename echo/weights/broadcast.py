@@ -41,22 +41,16 @@ from __future__ import annotations
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
 from echo.core.rollout import KEEP_VERSIONS, PolicyVersion
 from echo.core.timers import earliest
+from echo.weights.artifacts import AuditChunks, Chunked, Transfer
+from echo.weights.encoded import DecodeBlock, EncodedVersion, OpenBlock
+from echo.weights.in_place import ApplyPatch
 from echo.weights.link import ParentFailed
 from echo.weights.manifest import Manifest, SegmentTable, SignedManifest
+from echo.weights.memory import VersionStore
+from echo.weights.patches import PatchMode
 from echo.weights.receiver import Receiver, WriteChunk, form_of
 from echo.weights.sender import Sender
-from echo.weights.store import (
-    ApplyPatch,
-    AuditChunks,
-    Chunked,
-    DecodeBlock,
-    EncodedVersion,
-    ItemStore,
-    OpenBlock,
-    PatchMode,
-    Transfer,
-    VersionStore,
-)
+from echo.weights.store import ItemStore
 from echo.wire.actions import Action, Work
 from echo.wire.codec import Frame
 from echo.wire.messages import (

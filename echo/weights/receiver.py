@@ -62,22 +62,16 @@ from echo.core.bounds import MAX_RANGES
 from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
+from echo.weights.artifacts import AuditChunks, Chunked, Transfer
+from echo.weights.encoded import DecodeBlock, EncodedVersion, OpenBlock
+from echo.weights.in_place import ApplyPatch
 from echo.weights.link import MAX_BAD_CHUNKS, LinkState, ParentFailed, ParentLink, RateEstimate
 from echo.weights.manifest import MIN_CHUNK_BYTES, Manifest
+from echo.weights.memory import Write
 from echo.weights.schedule import FetchPath, cheapest_paths
 from echo.weights.sender import Sender
-from echo.weights.store import (
-    ApplyPatch,
-    AuditChunks,
-    Chunked,
-    DecodeBlock,
-    EncodedVersion,
-    ItemStore,
-    OpenBlock,
-    Transfer,
-    TrustedManifests,
-    Write,
-)
+from echo.weights.store import ItemStore
+from echo.weights.trust import TrustedManifests
 from echo.wire.actions import Action, Note, Send, Work
 from echo.wire.codec import Frame, encode
 from echo.wire.messages import (

@@ -34,8 +34,10 @@ from echo.core.bounds import MAX_CHUNKS
 from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
+from echo.weights.artifacts import Chunked
+from echo.weights.encoded import EncodedVersion
 from echo.weights.link import MAX_WINDOW_BYTES, SAMPLE_S, UplinkEstimate
-from echo.weights.store import Chunked, EncodedVersion, ItemStore
+from echo.weights.store import ItemStore
 from echo.wire.actions import Action, Send
 from echo.wire.codec import Frame, encode
 from echo.wire.messages import (

@@ -128,7 +128,7 @@ class Subscribe(Message, frozen=True):
 
 
 class EncodedVersionOffer(msgspec.Struct, frozen=True, array_like=True):
-    """One encoded version (`weights/store.py`) that a parent has, or is getting."""
+    """One encoded version (`weights/encoded.py`) that a parent has, or is getting."""
 
     version: PolicyVersion
     base: PolicyVersion | None

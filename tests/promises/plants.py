@@ -28,12 +28,13 @@ from echo.roles.joining import Admission, Joining
 from echo.roles.learner import Learner
 from echo.roles.members import Member, Presence, Roster
 from echo.roles.node import DialingRole
-from echo.weights import receiver, store
+from echo.weights import artifacts, encoded, receiver, trust
+from echo.weights.artifacts import Transfer
 from echo.weights.delta import BlockPatch, decode_block
 from echo.weights.manifest import SignedManifest
 from echo.weights.parents import Parents
+from echo.weights.patches import Patch
 from echo.weights.receiver import Watchdog
-from echo.weights.store import Patch, Transfer
 from echo.wire.actions import Stop
 from echo.wire.codec import decode_envelope
 from echo.wire.messages import Ack
@@ -318,11 +319,11 @@ def write_in_place_carelessly(patch: pytest.MonkeyPatch) -> None:
 @plant(20, "b")
 def audit_nothing(patch: pytest.MonkeyPatch) -> None:
     """Look neither at what a delta replaces nor at what lies beside it."""
-    patch.setattr(store.AuditChunks, "run", lambda self: "")
-    patch.setattr(store.OpenBlock, "run", open_whatever_is_there)
+    patch.setattr(artifacts.AuditChunks, "run", lambda self: "")
+    patch.setattr(encoded.OpenBlock, "run", open_whatever_is_there)
 
 
-def open_whatever_is_there(work: store.OpenBlock) -> str:
+def open_whatever_is_there(work: encoded.OpenBlock) -> str:
     """Open a block on any base."""
     base, assumed = bytearray(len(work.base)), work.encoded.patch
     decode_block(work.coded, work.base, memoryview(base))
@@ -372,7 +373,8 @@ def believe_every_signature(patch: pytest.MonkeyPatch) -> None:
         signed = msgspec.msgpack.decode(frame, type=SignedManifest)
         return signed, msgspec.msgpack.decode(signed.body, type=Manifest)
 
-    patch.setattr(store, "verify", trusting)
+    patch.setattr(trust, "verify", trusting)
+    patch.setattr(encoded, "verify", trusting)
 
 
 @plant(25)

@@ -27,6 +27,7 @@ from echo.runtime import disk_store
 from echo.runtime.disk_store import DiskStore, Saved
 from echo.weights import delta
 from echo.weights.delta import encode_delta, open_block, split_blocks
+from echo.weights.in_place import ApplyPatch
 from echo.weights.manifest import (
     Manifest,
     TensorSpec,
@@ -35,7 +36,7 @@ from echo.weights.manifest import (
     sign,
     verify,
 )
-from echo.weights.store import ApplyPatch, Patch
+from echo.weights.patches import Patch
 
 LIMIT = 64 << 20
 CHUNK_BYTES = 1 << 10

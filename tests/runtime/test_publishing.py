@@ -39,7 +39,10 @@ from echo.runtime.learner.publish import (
 )
 from echo.runtime.node import Node
 from echo.runtime.threads import ThreadPools
+from echo.weights.artifacts import Transfer
 from echo.weights.broadcast import Broadcast
+from echo.weights.encoded import DecodeBlock, EncodedVersion, OpenBlock
+from echo.weights.in_place import ApplyPatch
 from echo.weights.manifest import (
     SignedManifest,
     TensorSpec,
@@ -48,16 +51,9 @@ from echo.weights.manifest import (
     provisional,
     sign,
 )
+from echo.weights.patches import PatchMode
 from echo.weights.receiver import VersionArrived
 from echo.weights.schedule import MAX_PENDING, PublishPace
-from echo.weights.store import (
-    ApplyPatch,
-    DecodeBlock,
-    EncodedVersion,
-    OpenBlock,
-    PatchMode,
-    Transfer,
-)
 from echo.wire.actions import Send
 from echo.wire.messages import Announce, Segment
 from tests.roles.harness import message_of

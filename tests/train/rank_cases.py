@@ -44,9 +44,9 @@ from echo.train.rescoring import Rescoring
 from echo.train.step import NonfiniteWeightsError, StepError, StepResult
 from echo.train.trainer import Trainer
 from echo.weights import delta
+from echo.weights.artifacts import Transfer
 from echo.weights.delta import block_bytes_of
 from echo.weights.manifest import encode_signed
-from echo.weights.store import Transfer
 from tests.train.test_trainer import make_group, make_groups
 from tests.train.test_trainer_losses import LOSSES, stale_groups
 from tests.train.trainers import CPU, FAST, TWO_UPDATES, fast_trainer

@@ -12,10 +12,13 @@ from blake3 import blake3
 
 from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
+from echo.weights.artifacts import Transfer
 from echo.weights.broadcast import Broadcast
+from echo.weights.in_place import ApplyPatch
 from echo.weights.link import ParentFailed
+from echo.weights.memory import VersionStore
+from echo.weights.patches import Patch
 from echo.weights.receiver import VersionArrived, VersionAudited, VersionDamaged, WriteChunk
-from echo.weights.store import ApplyPatch, Patch, Transfer, VersionStore
 from echo.wire.actions import Note, Send, Work
 from echo.wire.codec import Frame
 from echo.wire.messages import FULL, Chunk, Fetch, Form

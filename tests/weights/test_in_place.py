@@ -12,17 +12,13 @@ import pytest
 
 from echo.core.rollout import PolicyVersion
 from echo.weights import receiver
+from echo.weights.artifacts import AuditChunks, Transfer
 from echo.weights.delta import encode_delta, open_block, split_blocks
+from echo.weights.encoded import OpenBlock
+from echo.weights.in_place import ApplyPatch
 from echo.weights.manifest import encode_signed, sign
-from echo.weights.store import (
-    ApplyPatch,
-    AuditChunks,
-    OpenBlock,
-    Patch,
-    PatchMode,
-    RecycledMemory,
-    Transfer,
-)
+from echo.weights.memory import RecycledMemory
+from echo.weights.patches import Patch, PatchMode
 from echo.wire.messages import FULL, Announce, Chunk, Fetch, Form, Gone, Subscribe
 from tests.roles.harness import CHUNK_BYTES, KEY, message_of
 from tests.weights.encoded_versions import BLOCK_BYTES, described, key_of, sent_chunks, v

@@ -10,6 +10,7 @@ import pytest
 
 from echo.core.rollout import PolicyVersion
 from echo.weights import link as links
+from echo.weights.artifacts import Transfer
 from echo.weights.link import MAX_BAD_CHUNKS, ParentFailed
 from echo.weights.manifest import encode_signed
 from echo.weights.receiver import (
@@ -22,7 +23,7 @@ from echo.weights.receiver import (
     Offers,
     WriteChunk,
 )
-from echo.weights.store import ItemStore, Transfer
+from echo.weights.store import ItemStore
 from echo.wire.actions import Send
 from echo.wire.codec import Frame
 from echo.wire.messages import (

@@ -58,7 +58,7 @@ from echo.engine.model import (
 )
 from echo.engine.weights import scatter, torch_dtype
 from echo.weights.manifest import TensorSpec
-from echo.weights.store import Patch
+from echo.weights.patches import Patch
 
 # --- mailbox --------------------------------------------------------------------------------------
 

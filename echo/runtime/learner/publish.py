@@ -34,6 +34,7 @@ from echo.core.rollout import PolicyVersion
 from echo.records.ledger import LedgerQueue, Sealed
 from echo.runtime.identity import Identity
 from echo.runtime.node import Node
+from echo.weights.artifacts import Transfer
 from echo.weights.broadcast import Broadcast
 from echo.weights.cipher import KEY_BYTES, crypt, hash_key
 from echo.weights.delta import (
@@ -58,7 +59,6 @@ from echo.weights.manifest import (
 )
 from echo.weights.receiver import form_of
 from echo.weights.schedule import FormSchedule
-from echo.weights.store import Transfer
 from echo.wire.messages import FULL, ItemId
 
 if TYPE_CHECKING:

@@ -1,0 +1,360 @@
+"""Encoded versions: deltas and keyframes, their segments and the blocks in them."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from dataclasses import dataclass
+
+import msgspec
+from blake3 import blake3
+
+from echo.core.errors import RemoteProtocolError, StorageError
+from echo.core.rollout import PolicyVersion
+from echo.weights.artifacts import Chunked, Transfer
+from echo.weights.cipher import Encrypted, check_key
+from echo.weights.delta import decode_block, fill, open_block
+from echo.weights.manifest import (
+    HASH_BYTES,
+    Manifest,
+    SegmentTable,
+    SignedManifest,
+    decode_table,
+    provisional,
+    verify,
+    verify_signature,
+)
+from echo.weights.memory import allocate
+from echo.weights.patches import Patch
+from echo.wire.actions import Work
+from echo.wire.messages import Form
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenBlock(Work):
+    """Work for a thread: find what one block changes of its base; then call `worked`."""
+
+    encoded: EncodedVersion
+    block: int
+    coded: memoryview
+    """As it came."""
+    encrypted: Encrypted | None
+    base: memoryview
+    old_hash: bytes
+    out: memoryview | None
+    """Where the patched copy of the base goes; None where it is patched in place."""
+
+    def run(self) -> str:
+        """Return what is wrong with block or base, or nothing."""
+        patch = self.encoded.patch
+        assert patch is not None
+        try:
+            opened = open_block(_plain(self.coded, self.encrypted), self.base, self.old_hash)
+        except (RemoteProtocolError, StorageError) as error:
+            return str(error)
+        if self.out is None:
+            patch.blocks[self.block] = opened
+        else:
+            fill(self.out, self.base)
+            opened.write(self.out)
+        return ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeBlock(Work):
+    """Work for a thread: decode one block and check what comes out; then call `worked`."""
+
+    encoded: EncodedVersion
+    block: int
+    coded: memoryview
+    """As it came."""
+    encrypted: Encrypted | None
+    base: memoryview | None
+    out: memoryview
+    hashes: bytes
+    """Of the image chunks in `out`."""
+    chunk_bytes: int
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The version that it is a part of."""
+        return self.encoded.version
+
+    @property
+    def form(self) -> Form:
+        """The form in which that version came."""
+        return self.encoded.form
+
+    def run(self) -> str:
+        """Return what is wrong with the block, or nothing."""
+        try:
+            decode_block(_plain(self.coded, self.encrypted), self.base, self.out)
+        except RemoteProtocolError as error:
+            return str(error)
+        digests = (
+            blake3(self.out[start : start + self.chunk_bytes]).digest()
+            for start in range(0, len(self.out), self.chunk_bytes)
+        )
+        if b"".join(digests) != self.hashes:
+            return "what comes out does not have the hashes that the learner signed"
+        return ""
+
+
+def _plain(coded: memoryview, encrypted: Encrypted | None) -> memoryview:
+    return coded if encrypted is None else encrypted.decrypt(coded)
+
+
+@dataclass(slots=True)
+class _Part:
+    """A segment and its payload."""
+
+    table: SegmentTable
+    payload: memoryview
+    first_chunk: int
+    offsets: list[int]
+    """Where each coded block begins, and where the last ends."""
+
+
+class EncodedVersion(Chunked):
+    """The coded form of a version, whole or on its way."""
+
+    def __init__(self, version: PolicyVersion, form: Form) -> None:
+        """Start without segments."""
+        self.version = version
+        self.form = form
+        self.frames: list[bytes] = []
+        """The signed tables, as they travel."""
+        self.has_chunk = bytearray()
+        self.num_held = 0
+        self.writing: set[int] = set()
+        self.storage: memoryview | None = None
+        """Where the image is decoded to, of `image_bytes`; the caller provides it."""
+        self.patch: Patch | None = None
+        """Its changes, where it is a delta on its base, until they have been written."""
+        self.expected_bytes = 0
+        """Size that was announced, before all segments are known."""
+        self._key = b""
+        self._parts: list[_Part] = []
+        self._starts: list[int] = []
+        self._started_blocks: set[int] = set()
+        self._decoded_blocks: set[int] = set()
+
+    # --- segments --------------------------------------------------------------------------------
+
+    @property
+    def num_segments(self) -> int:
+        """Segments whose tables are known."""
+        return len(self._parts)
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of the image that comes out; 0 before the first segment."""
+        return self._parts[0].table.image_bytes if self._parts else 0
+
+    @property
+    def is_on_base(self) -> bool:
+        """Whether it says what it replaces, and not what comes out."""
+        return bool(self._parts) and self._parts[0].table.is_on_base
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether its chunks travel encrypted."""
+        return bool(self._key)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether segments may be added."""
+        return not self._parts or not self._parts[-1].table.is_last
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all that it changes in place is known, and has yet to be written."""
+        return (
+            self.patch is not None
+            and self.storage is None
+            and not self.is_open
+            and len(self._decoded_blocks) == self._parts[-1].table.num_blocks_in_image
+        )
+
+    @property
+    def is_being_coded(self) -> bool:
+        """Whether this is the learner's, which has yet to code the rest."""
+        return self.is_open and not self.is_half
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it is being fetched, or was given up, or its image has yet to come out."""
+        is_in_work = self.storage is not None or self.patch is not None
+        return not self._parts or is_in_work or self.num_held < self.num_chunks
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all segments; what was announced while they are not all known."""
+        known = sum(part.table.num_bytes for part in self._parts)
+        return max(known, self.expected_bytes) if self.is_open else known
+
+    def add(self, table: SegmentTable, frame: bytes, payload: memoryview | None = None) -> None:
+        """Append the next segment, with its payload at the learner, as it travels."""
+        if not self._parts and table.key_hash:
+            self._key = msgspec.msgpack.decode(frame, type=SignedManifest).key
+        first_chunk = len(self.has_chunk)
+        self._starts.append(first_chunk)
+        offsets = [0, *itertools.accumulate(table.block_sizes)]
+        is_held = payload is not None
+        self.has_chunk += (b"\1" if is_held else b"\0") * table.num_chunks
+        self.num_held += table.num_chunks if is_held else 0
+        if payload is None:
+            payload = allocate(table.num_bytes)
+        self._parts.append(_Part(table, payload, first_chunk, offsets))
+        self.frames.append(frame)
+
+    def verify(
+        self, frame: bytes | bytearray | memoryview, *, public_key: bytes, run_id: str,
+        max_bytes: int,
+    ) -> SegmentTable:  # fmt: skip
+        """Check a table that came from the network and is to be the next.
+
+        Raises:
+            RemoteProtocolError: if signature, run, order or any size is wrong.
+        """
+        signed = verify_signature(frame, public_key=public_key)
+        table = decode_table(signed.body)
+        where = f"segment {self.num_segments} of {self.version} as {self.form}"
+        named = (table.run_id, table.version, table.base, table.index)
+        if named != (run_id, self.version, self.form.base, self.num_segments):
+            raise RemoteProtocolError(f"{where}: got {named}")
+        if self._parts and table.layout != self._parts[0].table.layout:
+            raise RemoteProtocolError(f"{where}: its layout is not that of the first segment")
+        first_block = sum(len(part.table.block_sizes) for part in self._parts)
+        table.check(where, first_block=first_block, max_bytes=max_bytes)
+        check_key(signed.key, table.key_hash)
+        if table.manifest is not None:
+            self._check_manifest(table, public_key=public_key, max_bytes=max_bytes)
+        return table
+
+    def _check_manifest(self, table: SegmentTable, *, public_key: bytes, max_bytes: int) -> None:
+        _, manifest = verify(
+            table.manifest or b"", public_key=public_key, run_id=table.run_id, max_bytes=max_bytes
+        )
+        hashes = b"".join(part.table.result_hashes for part in self._parts) + table.result_hashes
+        said = (table.version, table.image_bytes, table.image_chunk_bytes, hashes)
+        is_so = (
+            manifest.version, manifest.num_bytes, manifest.chunk_bytes, manifest.chunk_hashes
+        )  # fmt: skip
+        if said != is_so:
+            raise RemoteProtocolError(
+                f"the segments of {self.version} promise another image than its manifest"
+            )
+
+    # --- chunks ----------------------------------------------------------------------------------
+
+    def _part(self, index: int) -> _Part:
+        return self._parts[bisect.bisect_right(self._starts, index) - 1]
+
+    def _span(self, index: int) -> tuple[_Part, int, int]:
+        part = self._part(index)
+        start = (index - part.first_chunk) * part.table.chunk_bytes
+        return part, start, min(start + part.table.chunk_bytes, part.table.num_bytes)
+
+    def place(self, index: int) -> memoryview:
+        """Return where the bytes of a chunk are, or are to be written."""
+        part, start, stop = self._span(index)
+        return part.payload[start:stop]
+
+    def chunk_size(self, index: int) -> int:
+        """Return the bytes that a chunk must have."""
+        _, start, stop = self._span(index)
+        return stop - start
+
+    def chunk_hash(self, index: int) -> bytes:
+        """Return the BLAKE3-256 hash that a chunk must have."""
+        part = self._part(index)
+        place = (index - part.first_chunk) * HASH_BYTES
+        return part.table.chunk_hashes[place : place + HASH_BYTES]
+
+    # --- blocks ----------------------------------------------------------------------------------
+
+    def decodable(self, index: int, base: memoryview | None) -> list[DecodeBlock | OpenBlock]:
+        """Return the work that has become possible with a chunk, each piece once.
+
+        Args:
+            index: the chunk that has just been kept.
+            base: the whole image of `form.base`, of the same size; None for a keyframe.
+
+        `storage` or `patch` must have been given before.
+        """
+        part, start, stop = self._span(index)
+        first = max(0, bisect.bisect_right(part.offsets, start) - 1)
+        work: list[DecodeBlock | OpenBlock] = []
+        for number in range(first, len(part.table.block_sizes)):
+            if part.offsets[number] >= stop:
+                break
+            block = part.table.first_block + number
+            if block not in self._started_blocks and self._has_block(part, number):
+                self._started_blocks.add(block)
+                work.append(self._work(part, number, base))
+        return work
+
+    def _has_block(self, part: _Part, number: int) -> bool:
+        size = part.table.chunk_bytes
+        first = part.first_chunk + part.offsets[number] // size
+        last = part.first_chunk + (part.offsets[number + 1] - 1) // size
+        return self.has_chunk.find(0, first, last + 1) < 0
+
+    def _work(self, part: _Part, number: int, base: memoryview | None) -> DecodeBlock | OpenBlock:
+        table = part.table
+        block = table.first_block + number
+        start = block * table.block_bytes
+        stop = min(start + table.block_bytes, table.image_bytes)
+        offset = part.offsets[number]
+        coded, encrypted = part.payload[offset : part.offsets[number + 1]], None
+        if self._key:
+            chunk, begin = divmod(offset, table.chunk_bytes)
+            chunk += part.first_chunk
+            encrypted = Encrypted(self._key, chunk, begin, table.chunk_bytes)
+        if table.is_on_base:
+            assert base is not None
+            old_hash = table.old_hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]
+            out = None if self.storage is None else self.storage[start:stop]
+            return OpenBlock(self, block, coded, encrypted, base[start:stop], old_hash, out)
+        assert self.storage is not None
+        hashes_per_block = table.block_bytes // table.image_chunk_bytes * HASH_BYTES
+        hashes = table.result_hashes[number * hashes_per_block : (number + 1) * hashes_per_block]
+        return DecodeBlock(
+            encoded=self,
+            block=block,
+            coded=coded,
+            encrypted=encrypted,
+            base=None if base is None else base[start:stop],
+            out=self.storage[start:stop],
+            hashes=hashes,
+            chunk_bytes=table.image_chunk_bytes,
+        )
+
+    def decoded(self, work: DecodeBlock | OpenBlock) -> bool:
+        """Note that a block came out right; return whether it was the last."""
+        self._decoded_blocks.add(work.block)
+        last = self._parts[-1].table
+        return last.is_last and len(self._decoded_blocks) == last.num_blocks_in_image
+
+    def image(self, base: Transfer | None) -> Transfer:
+        """Return the image that has come out; from now on the memory under it is its own.
+
+        Args:
+            base: what it was coded against.
+        """
+        body = self._parts[-1].table.manifest
+        signed = None if body is None else msgspec.msgpack.decode(body, type=SignedManifest)
+        if signed is None:
+            assert base is not None
+            manifest = provisional(base.manifest, self.version)
+        else:
+            manifest = msgspec.msgpack.decode(signed.body, type=Manifest)
+        storage: bytearray | memoryview | None = self.storage
+        if storage is None:
+            assert base is not None
+            storage = base.storage
+        self.storage = self.patch = None
+        num_chunks = -(-manifest.num_bytes // manifest.chunk_bytes)
+        has_chunk, is_hashed = bytearray(b"\1") * num_chunks, signed is not None
+        return Transfer(signed, manifest, storage, has_chunk, num_chunks, is_hashed=is_hashed)
