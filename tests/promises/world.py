@@ -418,7 +418,7 @@ class StubTrainer:
     """Weights that move a little with each step, and groups that no step can bear."""
 
     unrounded: frozenset[str] = frozenset()
-    copy_stream: None = None
+    weights = SimpleNamespace(copy_stream=None)
 
     def __init__(self, process: Process, checkpoint: Path | None) -> None:
         self._process = process
