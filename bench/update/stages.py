@@ -29,6 +29,7 @@ from echo.engine.weights import VersionImages, publish_image, scatter, tensors_f
 from echo.runtime.disk_store import open_store
 from echo.runtime.learner.publish import CodedSegment, Coder, Publication, make_publication
 from echo.runtime.node import MAX_WORKERS
+from echo.weights import eviction
 from echo.weights.artifacts import AuditChunks, Transfer
 from echo.weights.delta import block_bytes_of
 from echo.weights.manifest import encode_signed, hash_image
@@ -115,7 +116,7 @@ class Worker:
         """
         # One version is enough here; that of a learner has to be as in a run, for its memory.
         self.store = ItemStore(keep_versions=1, version_store=open_store(None, None))
-        self.store.patch_mode = "now"
+        self.store.in_place.mode = "now"
         self._public_key = public_key
         self._pool = ThreadPoolExecutor(min(MAX_WORKERS, os.cpu_count() or 1))
         manifest = publication.manifest
@@ -177,7 +178,7 @@ class Worker:
         return image
 
     def _install_patch(self, encoded: Any, stages: Stages) -> Transfer:
-        apply = self.store.begin_patch(encoded)
+        apply = self.store.in_place.begin(encoded)
         with stages.stage("worker: write (the pause)"):
             require(not apply.run(), "the patch")
         self.store.end_patch(encoded)
@@ -198,7 +199,7 @@ class Worker:
             require(not fault, fault)
             with stages.stage("worker: audit"):
                 require(not AuditChunks(image, 0, image.num_chunks).run(), "audit")
-        for item in self.store.expendable(()):
+        for item in eviction.expendable(self.store, ()):
             self.store.drop(item)
 
     def check(self, image: Transfer) -> None:

@@ -170,21 +170,21 @@ class Broadcast:
     @property
     def patch_mode(self) -> PatchMode:
         """The state of a delta on its base."""
-        return self._store.patch_mode
+        return self._store.in_place.mode
 
     @patch_mode.setter
     def patch_mode(self, mode: PatchMode) -> None:
-        self._store.patch_mode = mode
+        self._store.in_place.mode = mode
 
     def patch_of(self, version: PolicyVersion) -> ApplyPatch | None:
         """Begin to write a version over its base; None if it is here whole.
 
         The caller has to do the work, and to report its result with `worked`.
         """
-        ready = self._store.ready
+        ready = self._store.in_place.ready
         if ready is None or ready.version != version:
             return None
-        return self._store.begin_patch(ready)
+        return self._store.in_place.begin(ready)
 
     def offer(self, image: bytearray, image_hash: bytes) -> None:
         """Offer bytes that lie on this machine already, as of the model's own directory.

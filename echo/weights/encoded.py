@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -273,6 +274,11 @@ class EncodedVersion(Chunked):
         return part.table.chunk_hashes[place : place + HASH_BYTES]
 
     # --- blocks ----------------------------------------------------------------------------------
+
+    def base_among(self, images: Mapping[PolicyVersion, Transfer]) -> Transfer | None:
+        """Return the image that this delta is coded against, if `images` has it whole."""
+        image = None if self.form.base is None else images.get(self.form.base)
+        return image if image is not None and image.is_complete else None
 
     def decodable(self, index: int, base: memoryview | None) -> list[DecodeBlock | OpenBlock]:
         """Return the work that has become possible with a chunk, each piece once.

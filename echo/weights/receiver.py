@@ -62,6 +62,7 @@ from echo.core.bounds import MAX_RANGES
 from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
+from echo.weights import eviction
 from echo.weights.artifacts import AuditChunks, Chunked, Transfer
 from echo.weights.encoded import DecodeBlock, EncodedVersion, OpenBlock
 from echo.weights.in_place import ApplyPatch
@@ -591,7 +592,7 @@ class Receiver:
             is_done = self.audit.worked(work, now=now)
             return [VersionAudited(version, image.manifest.image_hash)] if is_done else []
         self.audit.stop(work)
-        gone = self.store.damaged()
+        gone = eviction.damaged(self.store)
         if self.item in gone:
             self.end()
         text = (
@@ -628,7 +629,7 @@ class Receiver:
         self.end()
         self.rate.pause()
         self.item = item_id
-        halves = self.store.begun_otherwise(item_id)
+        halves = eviction.begun_otherwise(self.store, item_id)
         actions = [action for half in halves for action in self.sender.drop(half, now=now)]
         try:
             if form == FULL and version not in self.store.images:
@@ -694,8 +695,8 @@ class Receiver:
         if not encoded.decoded(work):
             return []
         if encoded.is_ready:
-            if self.store.patch_mode == "now":
-                return [self.store.begin_patch(encoded)]
+            if self.store.in_place.mode == "now":
+                return [self.store.in_place.begin(encoded)]
             return [*self.arrived(item_id, now)]
         self.store.end_decoding(encoded)
         return [*self._go_on(encoded, now), *self.arrived(item_id, now)]
@@ -704,12 +705,12 @@ class Receiver:
 
     def applied(self, work: ApplyPatch, fault: str, *, now: float) -> list[Action | ParentFailed]:
         """Take the result of an ApplyPatch; that of memory given up meanwhile is ignored."""
-        encoded = self.store.encoded_of(work.patch)
+        encoded = self.store.in_place.find(work.patch)
         if encoded is None:
             return []
         item_id = (encoded.version, encoded.form)
         if fault:
-            self.store.take_back_patch(encoded)
+            self.store.in_place.take_back(encoded)
             return [*self._refuse(item_id, f"it cannot be written in place: {fault}", now)]
         self.store.end_patch(encoded)
         return [*self._go_on(encoded, now), *self.arrived(item_id, now)]
@@ -730,7 +731,7 @@ class Receiver:
         """Never take an item again that the learner has signed, but that is of no use."""
         version, form = item_id
         self.offers.refuse(item_id)
-        gone = [item_id, *self.store.halves_on({version})]
+        gone = [item_id, *eviction.partial_on(self.store, {version})]
         if self.item in gone:
             self.end()
         return [
@@ -925,7 +926,7 @@ class Receiver:
         self._retired_at = now
         self.sender.forget_silent(now)
         self.trust.retire(self.store.newest_complete, self.offers.items())
-        if self.store.is_lean:
+        if eviction.is_lean(self.store):
             return []
         keep = self.sender.pinned(now)
         if self.item is not None:
@@ -933,7 +934,7 @@ class Receiver:
             base = self.item[1].base
             if base is not None:
                 keep.add((base, FULL))
-        dropped = self.store.expendable(keep)
+        dropped = eviction.expendable(self.store, keep)
         if any(form == FULL for _, form in dropped):
             self._space_released(now)
         return [action for item in dropped for action in self.sender.drop(item, now=now)]

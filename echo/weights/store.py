@@ -53,21 +53,15 @@ an image that was being written in place, are fetched again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from echo.core.errors import LocalProtocolError
 from echo.core.rollout import KEEP_VERSIONS, PolicyVersion
 from echo.weights.artifacts import Chunked, Transfer
 from echo.weights.cipher import SentChunks
 from echo.weights.encoded import DecodeBlock, EncodedVersion, OpenBlock
-from echo.weights.in_place import ApplyPatch
+from echo.weights.in_place import InPlace
 from echo.weights.manifest import Manifest, SegmentTable, SignedManifest, encode_signed
 from echo.weights.memory import VersionStore
-from echo.weights.patches import Patch, PatchMode
-from echo.wire.messages import FULL, EncodedVersionOffer, Form, ItemId
-
-MAX_ENCODED_VERSIONS = 64
-"""Encoded versions kept for others at most, however small they are."""
+from echo.weights.patches import Patch
+from echo.wire.messages import FULL, EncodedVersionOffer, ItemId
 
 
 class ItemStore:
@@ -83,24 +77,16 @@ class ItemStore:
             version_store: where the images lie.
         """
         self.keep_versions = keep_versions
-        self.patch_mode: PatchMode = "copy"
         self.version_store = VersionStore() if version_store is None else version_store
         self.images: dict[PolicyVersion, Transfer] = {}
         self.encoded_versions: dict[ItemId, EncodedVersion] = {}
+        self.in_place = InPlace(self.images, self.encoded_versions, self.version_store)
         self._sent = SentChunks()
 
     def get(self, item: ItemId) -> Chunked | None:
         """Return an item, or None if nothing of it is here."""
         version, form = item
         return self.images.get(version) if form == FULL else self.encoded_versions.get(item)
-
-    def begun_otherwise(self, item: ItemId) -> list[ItemId]:
-        """Return the halves of the same version in other forms: they give way to `item`."""
-        version, _ = item
-        image = self.images.get(version)
-        halves = [(version, FULL)] if image is not None and not image.is_complete else []
-        halves += [key for key, encoded in self.encoded_versions.items() if encoded.is_half]
-        return [half for half in halves if half[0] == version and half != item]
 
     def begin_image(self, signed: SignedManifest, manifest: Manifest) -> None:
         """Make room for an image that is to be fetched in full.
@@ -113,14 +99,9 @@ class ItemStore:
         has_chunk = bytearray(manifest.num_chunks)
         self.add(Transfer(signed, manifest, storage, has_chunk))
 
-    @property
-    def is_in_place(self) -> bool:
-        """Whether a delta on its base is written over it."""
-        return self.patch_mode != "copy"
-
     def add(self, image: Transfer) -> None:
         """Hold an image; what has been lent of it by then is lent."""
-        image.may_change, image.sent = self.is_in_place, self._sent
+        image.may_change, image.sent = self.in_place.is_on, self._sent
         self.images[image.manifest.version] = image
 
     def begin_encoded(self, item: ItemId, *, expected_bytes: int) -> None:
@@ -145,21 +126,16 @@ class ItemStore:
         return ""
 
     def _begin_decoding(self, encoded: EncodedVersion, table: SegmentTable) -> str:
-        base = self._base(encoded)
+        base = encoded.base_among(self.images)
         if base is not None and base.num_bytes != table.image_bytes:
             return f"it has {table.image_bytes} bytes, its base {base.num_bytes}"
         if table.base is not None and table.is_on_base:
             encoded.patch = Patch(table.base, table.version, table.block_bytes)
             # A base that has been lent, or may have been, must stay as it is.
-            if self.is_in_place and (base is None or base.may_change):
+            if self.in_place.is_on and (base is None or base.may_change):
                 return ""
         encoded.storage = self.version_store.create(encoded.version, None, table.image_bytes)
         return ""
-
-    def _base(self, encoded: EncodedVersion) -> Transfer | None:
-        """Return the image that a delta is coded against, if it is here whole."""
-        image = None if encoded.form.base is None else self.images.get(encoded.form.base)
-        return image if image is not None and image.is_complete else None
 
     def may_block(self, item: ItemId) -> bool:
         """Return whether chunks of an item are to be written by a thread."""
@@ -172,90 +148,23 @@ class ItemStore:
         """
         if encoded.form.base is None:
             return encoded.decodable(index, None)
-        base = self._base(encoded)
+        base = encoded.base_among(self.images)
         if base is None or not base.is_current:
             return []
         return encoded.decodable(index, memoryview(base.storage))
 
     def end_decoding(self, encoded: EncodedVersion) -> None:
         """Take the image that has come out of an encoded version whole."""
-        image = encoded.image(self._base(encoded))
+        image = encoded.image(encoded.base_among(self.images))
         self.add(image)
         if image.signed is not None:
             self.version_store.sealed(encoded.version, encode_signed(image.signed))
 
-    # --- in place --------------------------------------------------------------------------------
-
-    @property
-    def ready(self) -> EncodedVersion | None:
-        """The delta that is ready to be written over its base, which is current."""
-        return next((each for each in self._open if not self._is_being_written(each)), None)
-
-    @property
-    def _open(self) -> list[EncodedVersion]:
-        """Deltas that are about to be, or are just being, written over their base."""
-        found = []
-        for encoded in self.encoded_versions.values():
-            base = self._base(encoded) if encoded.is_ready else None
-            if base is not None and (base.is_current or base.later == [encoded.patch]):
-                found.append(encoded)
-        return found
-
-    def _is_being_written(self, encoded: EncodedVersion) -> bool:
-        base = self._base(encoded) if encoded.is_ready else None
-        return base is not None and encoded.patch in base.later
-
-    def begin_patch(self, encoded: EncodedVersion) -> ApplyPatch:
-        """Return the work that writes a delta that is ready over its base.
-
-        From now on the base is read through the patch.
-        """
-        base, patch = self._base(encoded), encoded.patch
-        if base is None or patch is None:
-            raise LocalProtocolError(f"{encoded.version} is not ready to be written")
-        for image in self._on(base.storage):
-            image.later.append(patch)
-        return ApplyPatch(patch, memoryview(base.storage), self.version_store)
-
     def end_patch(self, encoded: EncodedVersion) -> None:
         """Take the version that a patch has made of its base."""
-        self.add(encoded.image(self._base(encoded)))
+        self.add(encoded.image(encoded.base_among(self.images)))
         assert encoded.form.base is not None
         self.version_store.advance(encoded.form.base, encoded.version)
-
-    def encoded_of(self, patch: Patch) -> EncodedVersion | None:
-        """Return the delta that a patch came from; None if its memory was given up meanwhile."""
-        encoded = self.encoded_versions.get((patch.version, Form("delta", patch.base)))
-        return encoded if encoded is not None and encoded.patch is patch else None
-
-    def take_back_patch(self, encoded: EncodedVersion) -> None:
-        """Forget a patch whose words are not, or no longer, in the image."""
-        base = self._base(encoded)
-        for image in [] if base is None else self._on(base.storage):
-            image.later = [patch for patch in image.later if patch is not encoded.patch]
-
-    def damaged(self) -> list[ItemId]:
-        """Return all that is to be dropped because the memory of an image is damaged.
-
-        Versions patched from a damaged image are damaged too, and deltas are useless without a
-        base. So everything is dropped except an image that is being fetched, whose chunks are each
-        verified.
-        """
-        whole = (version for version, image in self.images.items() if image.is_complete)
-        return [*((version, FULL) for version in whole), *self.encoded_versions]
-
-    def halves_on(self, versions: set[PolicyVersion]) -> list[ItemId]:
-        """Return the halves that are of no use without some versions, or what comes of them."""
-        gone, halves = set(versions), []
-        for item in sorted(self.encoded_versions, key=lambda item: item[0]):
-            if self.encoded_versions[item].is_half and item[1].base in gone:
-                gone.add(item[0])
-                halves.append(item)
-        return halves
-
-    def _on(self, storage: bytearray | memoryview) -> list[Transfer]:
-        """Return the images that lie in this memory."""
-        return [image for image in self.images.values() if image.storage is storage]
 
     def seal(self, version: PolicyVersion, signed: SignedManifest, manifest: Manifest) -> str:
         """Take the learner's seal of an image that has none; return what contradicts it."""
@@ -286,7 +195,7 @@ class ItemStore:
     def held(self) -> set[PolicyVersion]:
         """Versions held whole, what is about to be written in place included."""
         whole = {version for version, image in self.images.items() if image.is_complete}
-        return whole | {encoded.version for encoded in self._open}
+        return whole | {encoded.version for encoded in self.in_place.open}
 
     @property
     def newest_complete(self) -> PolicyVersion | None:
@@ -325,47 +234,3 @@ class ItemStore:
             return newest, offers, encode_signed(signed)
         known = self.newest_known
         return None if known is None else (known, offers, None)
-
-    @property
-    def is_lean(self) -> bool:
-        """Whether there is nothing to drop, whatever is to be kept: mostly there is not."""
-        if self.encoded_versions or len(self.images) > self.keep_versions:
-            return False
-        newest = max(self.images, default=None)
-        return all(image.is_complete or v == newest for v, image in self.images.items())
-
-    def expendable(self, keep: Iterable[ItemId]) -> list[ItemId]:
-        """Return what is to be dropped, apart from `keep` and the newest."""
-        kept = set(keep)
-        whole = sorted((v for v, image in self.images.items() if image.is_complete), reverse=True)
-        kept.update((version, FULL) for version in whole[: self.keep_versions])
-        kept.update(
-            (version, FULL)
-            for version in (max(self.images, default=None), self.newest_sealed)
-            if version is not None
-        )
-        kept.update(self._worthwhile_encoded())
-        for item, encoded in self.encoded_versions.items():
-            is_newest = encoded.is_ready and item[0] > max(whole, default=item[0])
-            if is_newest or encoded.is_being_coded or self._is_being_written(encoded):
-                kept.add(item)
-                if encoded.is_ready and item[1].base is not None:
-                    kept.add((item[1].base, FULL))
-        items = [*((version, FULL) for version in self.images), *self.encoded_versions]
-        return [item for item in items if item not in kept]
-
-    def _worthwhile_encoded(self) -> list[ItemId]:
-        """Return the newest keyframe, and the newest deltas that together are below an image."""
-        room = max((image.num_bytes for image in self.images.values()), default=0)
-        usable = (item for item, encoded in self.encoded_versions.items() if not encoded.is_half)
-        newest_first = sorted(usable, key=lambda item: item[0], reverse=True)
-        keyframes = [item for item in newest_first if item[1].base is None]
-        items = keyframes[:1]
-        for item in [item for item in newest_first if item[1].base is not None][
-            :MAX_ENCODED_VERSIONS
-        ]:
-            room -= self.encoded_versions[item].num_bytes
-            if room < 0 and len(items) > 1:
-                break
-            items.append(item)
-        return items

@@ -17,9 +17,10 @@ from echo.core.rollout import PolicyVersion
 from echo.weights.artifacts import Transfer
 from echo.weights.delta import split_blocks
 from echo.weights.encoded import DecodeBlock, EncodedVersion, OpenBlock
+from echo.weights.eviction import MAX_ENCODED_VERSIONS, expendable
 from echo.weights.manifest import HASH_BYTES, encode_signed, sign
 from echo.weights.memory import allocate
-from echo.weights.store import MAX_ENCODED_VERSIONS, ItemStore
+from echo.weights.store import ItemStore
 from echo.wire.messages import FULL
 from tests.roles.harness import CHUNK_BYTES, KEY, PUBLIC_KEY
 from tests.weights.encoded_versions import (
@@ -52,7 +53,7 @@ def begun(store: ItemStore, step: int) -> Transfer:
 
 
 def retire(store: ItemStore, *keep: tuple[PolicyVersion, object]) -> None:
-    for item in store.expendable(keep):  # type: ignore[arg-type]
+    for item in expendable(store, keep):  # type: ignore[arg-type]
         store.drop(item)
 
 

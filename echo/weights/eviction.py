@@ -1,0 +1,93 @@
+"""Eviction: which artifacts a node drops, so that its store stays bounded.
+
+Images are kept while they are among the newest `keep_versions` that are whole. Of the encoded
+versions the newest keyframe is kept, and the newest deltas that together are smaller than an image
+(a late joiner walks along them). An artifact that is coded here, fetched, decoded from or taken by
+a child is kept as well. All others are dropped, abandoned partial downloads first: each reserves
+memory for a whole image. So the number of children bounds the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from echo.core.rollout import PolicyVersion
+from echo.weights.store import ItemStore
+from echo.wire.messages import FULL, ItemId
+
+MAX_ENCODED_VERSIONS = 64
+"""Encoded versions kept for others at most, however small they are."""
+
+
+def expendable(store: ItemStore, keep: Iterable[ItemId]) -> list[ItemId]:
+    """Return the items to drop: all but `keep`, the newest, and those that others may need."""
+    images, encoded_versions = store.images, store.encoded_versions
+    kept = set(keep)
+    whole = sorted((v for v, image in images.items() if image.is_complete), reverse=True)
+    kept.update((version, FULL) for version in whole[: store.keep_versions])
+    kept.update(
+        (version, FULL)
+        for version in (max(images, default=None), store.newest_sealed)
+        if version is not None
+    )
+    kept.update(_worthwhile_encoded(store))
+    for item, encoded in encoded_versions.items():
+        is_newest = encoded.is_ready and item[0] > max(whole, default=item[0])
+        if is_newest or encoded.is_being_coded or store.in_place.is_being_written(encoded):
+            kept.add(item)
+            if encoded.is_ready and item[1].base is not None:
+                kept.add((item[1].base, FULL))
+    items = [*((version, FULL) for version in images), *encoded_versions]
+    return [item for item in items if item not in kept]
+
+
+def is_lean(store: ItemStore) -> bool:
+    """Return whether `expendable` would find nothing, whatever is to be kept: the usual case."""
+    if store.encoded_versions or len(store.images) > store.keep_versions:
+        return False
+    newest = max(store.images, default=None)
+    return all(image.is_complete or v == newest for v, image in store.images.items())
+
+
+def _worthwhile_encoded(store: ItemStore) -> list[ItemId]:
+    """Return the newest keyframe, and the newest deltas that together are below an image."""
+    room = max((image.num_bytes for image in store.images.values()), default=0)
+    usable = (item for item, encoded in store.encoded_versions.items() if not encoded.is_half)
+    newest_first = sorted(usable, key=lambda item: item[0], reverse=True)
+    items = [item for item in newest_first if item[1].base is None][:1]
+    deltas = [item for item in newest_first if item[1].base is not None]
+    for item in deltas[:MAX_ENCODED_VERSIONS]:
+        room -= store.encoded_versions[item].num_bytes
+        if room < 0 and len(items) > 1:
+            break
+        items.append(item)
+    return items
+
+
+def begun_otherwise(store: ItemStore, item: ItemId) -> list[ItemId]:
+    """Return the partial downloads of the same version in other forms: `item` replaces them."""
+    version, _ = item
+    image = store.images.get(version)
+    halves = [(version, FULL)] if image is not None and not image.is_complete else []
+    halves += [key for key, encoded in store.encoded_versions.items() if encoded.is_half]
+    return [half for half in halves if half[0] == version and half != item]
+
+
+def partial_on(store: ItemStore, versions: set[PolicyVersion]) -> list[ItemId]:
+    """Return the partial deltas that are useless without some versions, by way of others too."""
+    gone, halves = set(versions), []
+    for item in sorted(store.encoded_versions, key=lambda item: item[0]):
+        if store.encoded_versions[item].is_half and item[1].base in gone:
+            gone.add(item[0])
+            halves.append(item)
+    return halves
+
+
+def damaged(store: ItemStore) -> list[ItemId]:
+    """Return all items to drop because the memory of an image is damaged.
+
+    Versions patched from a damaged image are damaged too, and deltas are useless without a base. So
+    everything is dropped except an image that is being fetched, whose chunks are each verified.
+    """
+    whole = (version for version, image in store.images.items() if image.is_complete)
+    return [*((version, FULL) for version in whole), *store.encoded_versions]
