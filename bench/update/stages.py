@@ -33,8 +33,8 @@ from echo.weights import eviction
 from echo.weights.artifacts import AuditChunks, Transfer
 from echo.weights.delta import block_bytes_of
 from echo.weights.manifest import encode_signed, hash_image
-from echo.weights.receiver import WriteChunk
 from echo.weights.store import ItemStore
+from echo.weights.writing import WriteChunk
 from echo.wire.messages import Form
 from update.state import SCALES, SHAPES, Weights
 

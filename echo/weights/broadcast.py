@@ -47,10 +47,12 @@ from echo.weights.in_place import ApplyPatch
 from echo.weights.link import ParentFailed
 from echo.weights.manifest import Manifest, SegmentTable, SignedManifest
 from echo.weights.memory import VersionStore
+from echo.weights.offers import form_of
 from echo.weights.patches import PatchMode
-from echo.weights.receiver import Receiver, WriteChunk, form_of
+from echo.weights.receiver import Receiver
 from echo.weights.sender import Sender
 from echo.weights.store import ItemStore
+from echo.weights.writing import WriteChunk
 from echo.wire.actions import Action, Work
 from echo.wire.codec import Frame
 from echo.wire.messages import (

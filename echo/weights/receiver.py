@@ -53,10 +53,8 @@ tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-from blake3 import blake3
 
 from echo.core.bounds import MAX_RANGES
 from echo.core.errors import RemoteProtocolError, StorageError
@@ -64,16 +62,17 @@ from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
 from echo.weights import eviction
 from echo.weights.artifacts import AuditChunks, Chunked, Transfer
+from echo.weights.audit import Audit
 from echo.weights.encoded import DecodeBlock, EncodedVersion, OpenBlock
 from echo.weights.in_place import ApplyPatch
 from echo.weights.link import MAX_BAD_CHUNKS, LinkState, ParentFailed, ParentLink, RateEstimate
-from echo.weights.manifest import MIN_CHUNK_BYTES, Manifest
-from echo.weights.memory import Write
-from echo.weights.schedule import FetchPath, cheapest_paths
+from echo.weights.offers import Offers
 from echo.weights.sender import Sender
 from echo.weights.store import ItemStore
 from echo.weights.trust import TrustedManifests
-from echo.wire.actions import Action, Note, Send, Work
+from echo.weights.watchdog import Watchdog
+from echo.weights.writing import WRONG_HASH, EarlyChunks, WriteChunk
+from echo.wire.actions import Action, Note, Send
 from echo.wire.codec import Frame, encode
 from echo.wire.messages import (
     FULL,
@@ -81,7 +80,6 @@ from echo.wire.messages import (
     Chunk,
     Credit,
     Fetch,
-    Form,
     Gone,
     ItemId,
     Message,
@@ -89,130 +87,6 @@ from echo.wire.messages import (
     Subscribe,
     Waiting,
 )
-
-# --- offers: what the parent has announced, and what to fetch next --------------------------------
-
-MAX_REFUSED = 64
-"""Encoded versions that did not decode, which are remembered so as not to be tried again."""
-
-
-class Offers:
-    """Sizes of what the parent has."""
-
-    def __init__(self, store: ItemStore) -> None:
-        """Start with nothing; `store` tells what is held."""
-        self._store = store
-        self._sizes: dict[ItemId, int] = {}
-        self._refused: dict[ItemId, None] = {}
-        self.has_preempted = False
-        """Whether a fetch was given up since a version was last completed."""
-
-    def replace(self, message: Announce, manifest: Manifest | None) -> None:
-        """Take an Announce; it replaces what the parent said before."""
-        offers = {(offer.version, form_of(offer.base)): offer.num_bytes for offer in message.offers}
-        if manifest is not None:
-            offers[manifest.version, FULL] = manifest.num_bytes
-        self._sizes = offers
-
-    def clear(self) -> None:
-        """Forget the parent."""
-        self._sizes = {}
-
-    def withdraw(self, item: ItemId) -> None:
-        """Note that the parent has an item no more."""
-        self._sizes.pop(item, None)
-
-    def __contains__(self, item: ItemId | None) -> bool:
-        """Return whether the parent has announced an item."""
-        return item in self._sizes
-
-    def num_bytes(self, item: ItemId) -> int:
-        """Return how large an item is said to be."""
-        return self._sizes.get(item, 0)
-
-    def is_refused(self, item: ItemId) -> bool:
-        """Return whether an item is never to be taken again."""
-        return item in self._refused
-
-    def refuse(self, item: ItemId) -> None:
-        """Never fetch an item again: what came out of it was wrong."""
-        self._refused[item] = None
-        while len(self._refused) > MAX_REFUSED:
-            del self._refused[next(iter(self._refused))]
-
-    @property
-    def newest(self) -> PolicyVersion | None:
-        """Newest version that the parent has announced."""
-        return max((version for version, _ in self._sizes), default=None)
-
-    def items(self) -> Iterable[ItemId]:
-        """Go through all that the parent has announced."""
-        return self._sizes.keys()
-
-    def next_step(self, current: ItemId | None) -> ItemId | None:
-        """Return what to fetch now: `current` to go on with it, None for nothing.
-
-        Args:
-            current: what is being fetched.
-        """
-        held = self._store.held
-        offers = self._useful()
-        paths = cheapest_paths(held, offers)
-        # Not to each that is announced there is a way.
-        target = max(paths.keys() - held, default=None)
-        if target is None:
-            return current
-        path = paths[target]
-        step = path.items[0]
-        if current is None or step == current:
-            return step
-        onward = cheapest_paths(held | {current[0]}, offers).get(target)
-        if not self._may_preempt(current, path, onward):
-            return current
-        self.has_preempted = True
-        return step
-
-    def _useful(self) -> dict[ItemId, int]:
-        """Return what leads on from what is held, and the bytes that are missing of it.
-
-        A way back over versions that were passed already would be walked again and again.
-        """
-        newest = self._store.newest_complete
-        offers = {}
-        for item_id in self.items():
-            if (newest is None or item_id[0] > newest) and item_id not in self._refused:
-                num_bytes, item = self.num_bytes(item_id), self._store.get(item_id)
-                if item is not None and item.num_chunks:
-                    num_bytes -= num_bytes * item.num_held // item.num_chunks
-                offers[item_id] = num_bytes
-        return offers
-
-    def _may_preempt(self, current: ItemId, direct: FetchPath, onward: FetchPath | None) -> bool:
-        """Return whether the present fetch is to be given up for the newest version.
-
-        Args:
-            current: what is being fetched.
-            direct: the way to the newest version from what is held.
-            onward: the way to it from `current`; None if there is none.
-        """
-        item = self._store.get(current)
-        if item is None:
-            return True
-        if self.has_preempted or 2 * item.num_held >= max(1, item.num_chunks):
-            return False
-        remaining = item.num_bytes - item.num_bytes * item.num_held // max(1, item.num_chunks)
-        return onward is None or direct.num_bytes <= remaining + onward.num_bytes
-
-
-def form_of(base: PolicyVersion | None) -> Form:
-    """Return the form of an encoded version."""
-    return Form("keyframe") if base is None else Form("delta", base)
-
-
-# --- writing chunks -------------------------------------------------------------------------------
-
-WRONG_HASH = "its hash is wrong"
-"""What `run` returns of a chunk that is not what the learner signed; else the disk is at fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,210 +111,6 @@ class VersionDamaged(Action):
     """The bytes of a version are not what the learner signed: nothing may be made of it."""
 
     version: PolicyVersion
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WriteChunk(Work):
-    """Work for a thread: verify one chunk and write it; then call `worked`."""
-
-    item_id: ItemId
-    item: Chunked
-    index: int
-    peer: str
-    """The parent that has sent it."""
-    data: Frame
-    write: Write | None
-    """The store's, where that may block."""
-
-    def run(self) -> str:
-        """Return what is wrong, or nothing."""
-        item, index = self.item, self.index
-        is_whole = len(self.data) == item.chunk_size(index)
-        if not is_whole or blake3(self.data).digest() != item.chunk_hash(index):
-            return WRONG_HASH
-        try:
-            self.item.put(self.index, self.data, self.write)
-        except OSError as error:
-            return error.strerror or str(error) or "unknown error"
-        return ""
-
-
-EARLY_BYTES = 64 << 20
-"""Chunks whose table has not come yet: as much as the largest window of a link."""
-
-
-class EarlyChunks:
-    """Chunks of one encoded version that have come before their tables."""
-
-    def __init__(self) -> None:
-        """Start with none."""
-        self._by_index: dict[int, tuple[str, Chunk, list[Frame]]] = {}
-        self._num_bytes = 0
-
-    def keep(self, peer: str, message: Chunk, payload: list[Frame]) -> None:
-        """Keep a chunk; what is too much is asked for again when its link is silent."""
-        size = self._charge(payload)
-        if message.index not in self._by_index and self._num_bytes + size <= EARLY_BYTES:
-            self._by_index[message.index] = peer, message, payload
-            self._num_bytes += size
-
-    def take(self, num_chunks: int) -> list[tuple[str, Chunk, list[Frame]]]:
-        """Return those whose tables have come now: the first `num_chunks` are known."""
-        known = sorted(index for index in self._by_index if index < num_chunks)
-        taken = [self._by_index.pop(index) for index in known]
-        self._num_bytes -= sum(self._charge(payload) for _, _, payload in taken)
-        return taken
-
-    @staticmethod
-    def _charge(payload: list[Frame]) -> int:
-        return max(MIN_CHUNK_BYTES, len(payload[0]))
-
-    def clear(self) -> None:
-        """Forget them all."""
-        self._by_index.clear()
-        self._num_bytes = 0
-
-
-# --- watchdog: a parent that does not deliver -----------------------------------------------------
-
-WAIT_STALLS = 20
-"""Silences (of stall_s) that a parent may wait itself; more than SLOW_AFTER_S in
-`weights/sender.py`."""
-
-
-class Watchdog:
-    """Watches the parent of a node."""
-
-    def __init__(self, link: ParentLink, offers: Offers, store: ItemStore) -> None:
-        """Start with nothing awaited; everything is shared with the node's `Receiver`."""
-        self._link, self._offers, self._store = link, offers, store
-        self._since: float | None = None
-        """Since when the parent has lived, and nothing new has come from it."""
-        self._longest_pause_s = 0.0
-        """The longest such pause that has ended."""
-
-    def lives(self, *, now: float) -> None:
-        """Note that the parent lives, though it may have brought nothing new."""
-        self._link.lives(now=now)
-        self._since = now if self._since is None else self._since
-
-    def waits(self, *, again_s: float, now: float) -> None:
-        """Note that the parent lives and waits itself, and within how long it says so again."""
-        self._link.waits(again_s=again_s, now=now)
-        self._since = now if self._since is None else self._since
-
-    def came(self, *, now: float) -> None:
-        """Note that something of the item has come."""
-        if self._since is not None:
-            self._longest_pause_s = max(self._longest_pause_s, now - self._since)
-        self._since = None
-
-    def clear(self) -> None:
-        """Forget the parent."""
-        self._since, self._longest_pause_s = None, 0.0
-
-    def _gives_up_at(self, item: ItemId | None) -> float | None:
-        """Return when the parent has waited too long for what it has announced."""
-        link = self._link
-        is_waiting = link.awaits_chunks and not link.writing_bytes and item in self._offers
-        if self._since is None or not is_waiting:
-            return None
-        return self._since + max(WAIT_STALLS * link.stall_s, 4 * self._longest_pause_s)
-
-    def deadline(self, item: ItemId | None) -> float | None:
-        """Return when the parent should be given up, or asked again."""
-        silent_at = self._link.deadline(self._store.chunk_bytes(item))
-        return None if silent_at is None else earliest(silent_at, self._gives_up_at(item))
-
-    def look(self, item: ItemId | None, *, now: float) -> tuple[str, bool]:
-        """Return (why the parent is to be left, whether it is to be asked again).
-
-        Args:
-            item: what is being fetched.
-            now: the present.
-        """
-        link = self._link
-        if item is None:
-            self._since = None
-        gives_up_at = self._gives_up_at(item)
-        if item is not None and gives_up_at is not None and now >= gives_up_at:
-            waited_s = now - (self._since or 0.0)
-            return f"it only says that it waits for {item[0]}, for {waited_s:.1f} s", False
-        chunk_bytes = self._store.chunk_bytes(item)
-        silent_at = link.deadline(chunk_bytes)
-        if silent_at is None or now < silent_at:
-            return "", False
-        silence_s = link.silence_s(chunk_bytes, now=now)
-        what = f"no chunk of {item[0]}" if link.awaits_chunks and item else "no answer"
-        return (f"{what} for {silence_s:.1f} s", False) if link.silence(now=now) else ("", True)
-
-
-# --- audit: what lies beside the changes ----------------------------------------------------------
-
-AUDIT_BYTES = 32 << 20
-"""Hashed at a time: some 4 ms of a core."""
-AUDIT_SHARE = 0.05
-"""Of the time, at most."""
-
-
-class Audit:
-    """Hashes one sealed image after the other, in the background."""
-
-    def __init__(self, store: ItemStore) -> None:
-        """Start with nothing to be looked at."""
-        self._store = store
-        self._image: Transfer | None = None
-        self._next = 0
-        """The chunk to go on with."""
-        self._work: AuditChunks | None = None
-        self._began_at = self._due_at = 0.0
-
-    def begin(self, image: Transfer, *, now: float) -> None:
-        """Look at an image once the one that is being looked at is done."""
-        if self._image is None or self._store.images.get(self._image.manifest.version) is None:
-            self._image, self._next, self._due_at = image, 0, now
-
-    @property
-    def deadline(self) -> float | None:
-        """When the next piece is due."""
-        return None if self._image is None or self._work is not None else self._due_at
-
-    def expire(self, *, now: float) -> list[Action]:
-        """Return the next piece of work, if it is due."""
-        image = self._image
-        if image is None or self._work is not None or now < self._due_at:
-            return []
-        if self._store.images.get(image.manifest.version) is not image:
-            self._image = None
-            return []
-        number = max(1, AUDIT_BYTES // image.manifest.chunk_bytes)
-        stop = min(self._next + number, image.num_chunks)
-        self._work, self._began_at = AuditChunks(image, self._next, stop), now
-        return [self._work]
-
-    def worked(self, work: AuditChunks, *, now: float) -> bool:
-        """Take a piece that was right; return whether it was the last of its image."""
-        self._work = None
-        self._next = work.stop
-        self._due_at = now + (now - self._began_at) * (1 / AUDIT_SHARE - 1)
-        if work.stop < work.image.num_chunks:
-            return False
-        self._image = None
-        newest = self._store.newest_sealed
-        if newest is not None and newest > work.image.manifest.version:
-            image = self._store.images[newest]
-            if image.is_complete and not image.is_hashed:
-                self.begin(image, now=self._due_at)
-        return True
-
-    def stop(self, work: AuditChunks) -> None:
-        """Look no further at the image that a piece of work was of."""
-        self._work = None
-        if self._image is work.image:
-            self._image = None
-
-
-# --- receiver -------------------------------------------------------------------------------------
 
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0

@@ -28,13 +28,13 @@ from echo.roles.joining import Admission, Joining
 from echo.roles.learner import Learner
 from echo.roles.members import Member, Presence, Roster
 from echo.roles.node import DialingRole
-from echo.weights import artifacts, encoded, receiver, trust
+from echo.weights import artifacts, encoded, receiver, trust, writing
 from echo.weights.artifacts import Transfer
 from echo.weights.delta import BlockPatch, decode_block
 from echo.weights.manifest import SignedManifest
 from echo.weights.parents import Parents
 from echo.weights.patches import Patch
-from echo.weights.receiver import Watchdog
+from echo.weights.watchdog import Watchdog
 from echo.wire.actions import Stop
 from echo.wire.codec import decode_envelope
 from echo.wire.messages import Ack
@@ -358,7 +358,7 @@ def verify_nothing(patch: pytest.MonkeyPatch) -> None:
 
         __hash__ = bytes.__hash__
 
-    patch.setattr(receiver, "blake3", Agreeing)
+    patch.setattr(writing, "blake3", Agreeing)
 
 
 @plant(21)

@@ -45,7 +45,7 @@ from echo.runtime.disk_store import (
 )
 from echo.weights.artifacts import Transfer
 from echo.weights.manifest import Manifest, build_manifest, encode_signed, sign, verify
-from echo.weights.receiver import WriteChunk
+from echo.weights.writing import WriteChunk
 from echo.wire.codec import Frame
 from echo.wire.messages import FULL
 

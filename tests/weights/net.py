@@ -18,7 +18,8 @@ from echo.weights.in_place import ApplyPatch
 from echo.weights.link import ParentFailed
 from echo.weights.memory import VersionStore
 from echo.weights.patches import Patch
-from echo.weights.receiver import VersionArrived, VersionAudited, VersionDamaged, WriteChunk
+from echo.weights.receiver import VersionArrived, VersionAudited, VersionDamaged
+from echo.weights.writing import WriteChunk
 from echo.wire.actions import Note, Send, Work
 from echo.wire.codec import Frame
 from echo.wire.messages import FULL, Chunk, Fetch, Form

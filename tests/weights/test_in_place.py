@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from echo.core.rollout import PolicyVersion
-from echo.weights import receiver
+from echo.weights import writing
 from echo.weights.artifacts import AuditChunks, Transfer
 from echo.weights.delta import encode_delta, open_block, split_blocks
 from echo.weights.encoded import OpenBlock
@@ -112,8 +112,8 @@ def test_chunks_that_come_before_their_tables_wait_for_them(mode: PatchMode) -> 
 def test_chunks_without_a_table_are_bounded_and_forgotten_with_their_item(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(receiver, "EARLY_BYTES", 4 * CHUNK_BYTES)
-    early = receiver.EarlyChunks()
+    monkeypatch.setattr(writing, "EARLY_BYTES", 4 * CHUNK_BYTES)
+    early = writing.EarlyChunks()
     for index in range(9):  # however short they are
         early.keep("a", Chunk(version=v(1), index=index), [b""])
     early.keep("b", Chunk(version=v(1), index=0), [b"another"])

@@ -13,17 +13,11 @@ from echo.weights import link as links
 from echo.weights.artifacts import Transfer
 from echo.weights.link import MAX_BAD_CHUNKS, ParentFailed
 from echo.weights.manifest import encode_signed
-from echo.weights.receiver import (
-    FIRST_PAUSE_S,
-    MAX_PAUSE_S,
-    MAX_REFUSED,
-    RELEASE_PAUSE_S,
-    WAIT_STALLS,
-    WRONG_HASH,
-    Offers,
-    WriteChunk,
-)
+from echo.weights.offers import MAX_REFUSED, Offers
+from echo.weights.receiver import FIRST_PAUSE_S, MAX_PAUSE_S, RELEASE_PAUSE_S
 from echo.weights.store import ItemStore
+from echo.weights.watchdog import WAIT_STALLS
+from echo.weights.writing import WRONG_HASH, WriteChunk
 from echo.wire.actions import Send
 from echo.wire.codec import Frame
 from echo.wire.messages import (

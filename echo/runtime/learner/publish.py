@@ -57,7 +57,7 @@ from echo.weights.manifest import (
     sign,
     with_hashes,
 )
-from echo.weights.receiver import form_of
+from echo.weights.offers import form_of
 from echo.weights.schedule import FormSchedule
 from echo.wire.messages import FULL, ItemId
 

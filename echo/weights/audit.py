@@ -1,0 +1,69 @@
+"""Audit: the sealed images that deltas have made are hashed in the background."""
+
+from __future__ import annotations
+
+from echo.weights.artifacts import AuditChunks, Transfer
+from echo.weights.store import ItemStore
+from echo.wire.actions import Action
+
+AUDIT_BYTES = 32 << 20
+"""Hashed at a time: some 4 ms of a core."""
+AUDIT_SHARE = 0.05
+"""Of the time, at most."""
+
+
+class Audit:
+    """Hashes one sealed image after the other, in the background."""
+
+    def __init__(self, store: ItemStore) -> None:
+        """Start with nothing to be looked at."""
+        self._store = store
+        self._image: Transfer | None = None
+        self._next = 0
+        """The chunk to go on with."""
+        self._work: AuditChunks | None = None
+        self._began_at = self._due_at = 0.0
+
+    def begin(self, image: Transfer, *, now: float) -> None:
+        """Look at an image once the one that is being looked at is done."""
+        if self._image is None or self._store.images.get(self._image.manifest.version) is None:
+            self._image, self._next, self._due_at = image, 0, now
+
+    @property
+    def deadline(self) -> float | None:
+        """When the next piece is due."""
+        return None if self._image is None or self._work is not None else self._due_at
+
+    def expire(self, *, now: float) -> list[Action]:
+        """Return the next piece of work, if it is due."""
+        image = self._image
+        if image is None or self._work is not None or now < self._due_at:
+            return []
+        if self._store.images.get(image.manifest.version) is not image:
+            self._image = None
+            return []
+        number = max(1, AUDIT_BYTES // image.manifest.chunk_bytes)
+        stop = min(self._next + number, image.num_chunks)
+        self._work, self._began_at = AuditChunks(image, self._next, stop), now
+        return [self._work]
+
+    def worked(self, work: AuditChunks, *, now: float) -> bool:
+        """Take a piece that was right; return whether it was the last of its image."""
+        self._work = None
+        self._next = work.stop
+        self._due_at = now + (now - self._began_at) * (1 / AUDIT_SHARE - 1)
+        if work.stop < work.image.num_chunks:
+            return False
+        self._image = None
+        newest = self._store.newest_sealed
+        if newest is not None and newest > work.image.manifest.version:
+            image = self._store.images[newest]
+            if image.is_complete and not image.is_hashed:
+                self.begin(image, now=self._due_at)
+        return True
+
+    def stop(self, work: AuditChunks) -> None:
+        """Look no further at the image that a piece of work was of."""
+        self._work = None
+        if self._image is work.image:
+            self._image = None

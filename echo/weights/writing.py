@@ -1,0 +1,79 @@
+"""Chunks on their way into the store: verified and written, or kept until their table comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from echo.weights.artifacts import Chunked
+from echo.weights.manifest import MIN_CHUNK_BYTES
+from echo.weights.memory import Write
+from echo.wire.actions import Work
+from echo.wire.codec import Frame
+from echo.wire.messages import Chunk, ItemId
+
+WRONG_HASH = "its hash is wrong"
+"""What `run` returns of a chunk that is not what the learner signed; else the disk is at fault."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteChunk(Work):
+    """Work for a thread: verify one chunk and write it; then call `worked`."""
+
+    item_id: ItemId
+    item: Chunked
+    index: int
+    peer: str
+    """The parent that has sent it."""
+    data: Frame
+    write: Write | None
+    """The store's, where that may block."""
+
+    def run(self) -> str:
+        """Return what is wrong, or nothing."""
+        item, index = self.item, self.index
+        is_whole = len(self.data) == item.chunk_size(index)
+        if not is_whole or blake3(self.data).digest() != item.chunk_hash(index):
+            return WRONG_HASH
+        try:
+            self.item.put(self.index, self.data, self.write)
+        except OSError as error:
+            return error.strerror or str(error) or "unknown error"
+        return ""
+
+
+EARLY_BYTES = 64 << 20
+"""Chunks whose table has not come yet: as much as the largest window of a link."""
+
+
+class EarlyChunks:
+    """Chunks of one encoded version that have come before their tables."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._by_index: dict[int, tuple[str, Chunk, list[Frame]]] = {}
+        self._num_bytes = 0
+
+    def keep(self, peer: str, message: Chunk, payload: list[Frame]) -> None:
+        """Keep a chunk; what is too much is asked for again when its link is silent."""
+        size = self._charge(payload)
+        if message.index not in self._by_index and self._num_bytes + size <= EARLY_BYTES:
+            self._by_index[message.index] = peer, message, payload
+            self._num_bytes += size
+
+    def take(self, num_chunks: int) -> list[tuple[str, Chunk, list[Frame]]]:
+        """Return those whose tables have come now: the first `num_chunks` are known."""
+        known = sorted(index for index in self._by_index if index < num_chunks)
+        taken = [self._by_index.pop(index) for index in known]
+        self._num_bytes -= sum(self._charge(payload) for _, _, payload in taken)
+        return taken
+
+    @staticmethod
+    def _charge(payload: list[Frame]) -> int:
+        return max(MIN_CHUNK_BYTES, len(payload[0]))
+
+    def clear(self) -> None:
+        """Forget them all."""
+        self._by_index.clear()
+        self._num_bytes = 0
