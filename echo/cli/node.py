@@ -28,6 +28,7 @@ from echo.config.fields import Role, has_secret, override_of
 from echo.config.load import (
     diff_configs,
     dry_run_text,
+    has_own_model,
     keep_choices,
     load_config,
     load_resolved,
@@ -44,13 +45,13 @@ from echo.config.memory import (
     read_machine,
     read_model_facts,
 )
-from echo.config.schema import Config, ModelSection, show
+from echo.config.schema import Config, show
 from echo.core.errors import ConfigError, DataError, EchoError, in_one
-from echo.core.extras import command, find_config, import_extra
+from echo.core.extras import command, find_config
 from echo.core.metrics import LearningCurve, Snapshot
 from echo.core.paths import local_path
 from echo.core.units import format_duration
-from echo.engine import allocator
+from echo.engine import allocator, hub
 from echo.net.kernel import raise_descriptor_limit
 from echo.net.listener import bound_socket
 from echo.net.transport import is_loopback
@@ -116,7 +117,7 @@ def dry_run(
         notices.append("memory budget: known once the learner has told which model it trains")
     else:
         try:
-            directory = _configured_directory(config.model)
+            directory = hub.fetch_config(config.model)
             facts, machine = read_model_facts(directory), read_machine(_gpu_bytes(config, role))
             chosen, note = config, ""
             if role != "relay" and num_ranks == 1:
@@ -135,7 +136,8 @@ def dry_run(
             )
             notices += [f"the {role} {note}"] if note else []
         except (ConfigError, DataError) as error:
-            notices.append(f"memory budget: not known here: {error}")
+            known = "see the end" if str(error) in check.problems else error
+            notices.append(f"memory budget: not known here: {known}")
     if (awaited := join_awaited(config, role)) is not None:
         notices.append(f"it waits for {awaited}, which the learner writes when it starts")
     return dry_run_text(
@@ -152,8 +154,18 @@ def check_start(
     config: Config, role: Role, *, resume: bool = False, log_events: Path | None = None
 ) -> StartCheck:
     """Look at the model, files, sinks and addresses that a role starts with."""
-    data = _look_at_data(config, role)
-    problems = [*data.problems, *map(str, _taken_addresses(config, role))]
+    problems = []
+    has_model = False
+    try:
+        if role == "worker":
+            _gpu_bytes(config, role)  # whose device has to be here
+        check_model(config, role)
+        _check_files(config, role)
+        has_model = True
+    except EchoError as error:
+        problems.append(str(error))
+    data = _look_at_data(config, role, has_model=has_model)
+    problems += [*data.problems, *map(str, _taken_addresses(config, role))]
     problems += _unwritable_places(config, role, log_events)
     if role == "learner":
         problems += sinks_missing(config.metrics.sinks)
@@ -167,13 +179,6 @@ def check_start(
             check_join(config, role)
     except EchoError as error:
         problems.append(str(error))
-    try:
-        if role == "worker":
-            _gpu_bytes(config, role)  # whose device has to be here
-        check_model(config, role)
-        _check_architecture(config, role)
-    except EchoError as error:
-        problems.insert(0, str(error))
     return replace(data, problems=tuple(problems))
 
 
@@ -206,29 +211,31 @@ def why_unwritable(directory: Path, *, is_made: bool = True) -> str:
     return "" if os.access(place, os.W_OK | os.X_OK) else f"{place}: {os.strerror(errno.EACCES)}"
 
 
-def _check_architecture(config: Config, role: Role) -> None:
-    """Check what learner or worker would make of a model, by its config.json, if that is here.
+def _check_files(config: Config, role: Role) -> None:
+    """Check what learner or worker would make of a model, by the files of it that are here.
 
     Raises:
         EchoError: as the start would raise it.
     """
-    if role == "relay" or config.model.name is None:
+    model = config.model
+    if role == "relay" or model.name is None or (role == "worker" and not has_own_model(config)):
         return
-    if role == "worker" and not local_path(config.model.name).is_dir():
-        return
-    model_dir = _directory_here(config.model, "config.json")
-    if model_dir is None:
-        return
+    model_dir = hub.fetch_config(model)
     # Imported here: a relay's machine has no torch.
+    from echo.engine.model import has_all_weights, import_architecture
+
+    import_architecture(model_dir)
+    is_whole = local_path(model.name).is_dir() or has_all_weights(model_dir)
+    if not is_whole:  # which the start downloads
+        hub.ask(model.name, model.revision)
     if role == "learner":
         from echo.runtime.learner.setup import check_models
 
-        has_weights = local_path(config.model.name).is_dir()  # the hub's are fetched by the start
-        check_models(config, model_dir, has_weights=has_weights)
-    else:
-        from echo.runtime.worker.setup import check_engine
+        check_models(config, model_dir, has_weights=is_whole)
+    elif is_whole:
+        from echo.runtime.worker.setup import check_own_model
 
-        check_engine(config, model_dir)
+        check_own_model(config, model_dir)
 
 
 def check_model(config: Config, role: str) -> None:
@@ -238,73 +245,13 @@ def check_model(config: Config, role: str) -> None:
         DataError: if a learner's is not there, or one is quantised.
     """
     name, start = config.model.name, config.learner.init_from
-    if name is not None and (role == "learner" or (role == "worker" and local_path(name).is_dir())):
+    if name is not None and (role == "learner" or (role == "worker" and has_own_model(config))):
         find_model(name, config.model.revision)
     if role == "learner" and start is not None:
         check_unquantised(local_path(start))
 
 
-def _directory_here(model: ModelSection, *files: str) -> Path | None:
-    """Return a model's directory; None for one of the hub whose cache lacks one of the files.
-
-    Raises:
-        DataError: if there is no such directory, or no model in it.
-    """
-    name = model.name or ""
-    path = find_model(name, model.revision)
-    if path is not None:
-        return path
-    hub = import_extra("huggingface_hub", extra="worker", wanted_by=f"reading {name} on the hub")
-    try:
-        found = [hub.try_to_load_from_cache(name, file, revision=model.revision) for file in files]
-    except hub.errors.HFValidationError as error:
-        raise DataError(_say_of_hub(error, hub, model)) from error
-    return Path(found[0]).parent if all(isinstance(each, str) for each in found) else None
-
-
-def _configured_directory(model: ModelSection) -> Path:
-    """Return the directory with the model's config.json, which is fetched from the hub if need be.
-
-    Raises:
-        DataError: if there is none, or the hub cannot be asked.
-    """
-    path = _directory_here(model, "config.json")
-    if path is not None:
-        return path
-    hub = import_extra("huggingface_hub", extra="worker", wanted_by=f"reading {model.name}")
-    file, revision = (model.name, "config.json"), model.revision
-    try:
-        # Asked first, since a download tries for half a minute to reach a hub that is not there.
-        hub.get_hf_file_metadata(hub.hf_hub_url(*file, revision=revision))
-        return Path(hub.hf_hub_download(*file, revision=revision)).parent
-    # Of the hub's errors, and those of the library that it asks with.
-    except (OSError, ValueError, *hub.errors.HfHubHTTPError.__bases__) as error:
-        raise DataError(_say_of_hub(error, hub, model)) from error
-
-
-def _say_of_hub(error: Exception, hub: Any, model: ModelSection) -> str:
-    """Say in our words why the hub does not give a model's config.json, and what to do."""
-    page, errors = f"https://huggingface.co/{model.name}", hub.errors
-    copy = "set model.name to a directory with a copy of the model, or of its config.json alone"
-    cause = str(error).partition("\n")[0] or type(error).__name__
-    reasons = {
-        errors.HFValidationError: "that is no id of a model on the hub either; check its spelling",
-        errors.GatedRepoError: f"the hub gives it only to those who have accepted its terms: do so "
-        f"at {page}, and set HF_TOKEN to your token",
-        errors.RepositoryNotFoundError: "the hub has no such model, or not for everybody: check "
-        "its spelling, or set HF_TOKEN to a token that may read it",
-        errors.RevisionNotFoundError: f"the hub has no revision {show(model.revision)} of it; "
-        f"{page}/tree/main lists them",
-        errors.EntryNotFoundError: "the hub has no config.json of it; name a model in the format "
-        "of transformers",
-        errors.OfflineModeIsEnabled: f"HF_HUB_OFFLINE says not to ask the hub; unset it, or {copy}",
-        Exception: f"the hub cannot be reached ({cause}); connect this machine, or {copy}",
-    }
-    reason = next(text for kind, text in reasons.items() if isinstance(error, kind))
-    return f"model.name = {show(model.name)}: no directory or cached model here, and {reason}"
-
-
-def _look_at_data(config: Config, role: Role) -> StartCheck:
+def _look_at_data(config: Config, role: Role, *, has_model: bool) -> StartCheck:
     """Return what is wrong with a learner's task and data, and what its run begins with."""
     if role != "learner":
         return StartCheck()
@@ -314,7 +261,7 @@ def _look_at_data(config: Config, role: Role) -> StartCheck:
         problems = [problem for part in parts for problem in part.data_problems()]
         tables = [part for part in parts if isinstance(part, RowsTask)]
         paths = [path for table in tables for path in (table.path, table.heldout_path) if path]
-        if problems or not all(map(is_local, paths)):
+        if problems or not has_model or not all(map(is_local, paths)):
             return StartCheck(tuple(problems))
         return _preview(config, task)
     except EchoError as error:
@@ -327,10 +274,7 @@ def _preview(config: Config, task: Task) -> StartCheck:
     Raises:
         EchoError: if a prompt cannot be turned into tokens, or leaves no space for a completion.
     """
-    try:
-        model_dir = _directory_here(config.model, "config.json", "tokenizer_config.json")
-    except EchoError:
-        return StartCheck()  # which is told on its own
+    model_dir = hub.directory_here(config.model, hub.CONFIG, "tokenizer_config.json")
     if model_dir is None:
         return StartCheck()
     # Imported here: a relay's machine has no torch.

@@ -175,6 +175,9 @@ def find_pretrained(name: str, console: Console) -> str:
     if name != SMOLLM2:
         if find_model(name) is None and "/" not in name and nearest(name.lower(), [SMOLLM2]):
             raise ConfigError(f"--model {name}: no such directory; did you mean {SMOLLM2}?")
+        from echo.engine.model import resolve_model
+
+        resolve_model(name, key="--model")  # here once, before every process tries
         return name
     from echo.engine.pretrained import make_smollm2
 

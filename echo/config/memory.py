@@ -1102,16 +1102,17 @@ def _read_header(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > _MAX_HEADER_BYTES:
-                raise DataError(f"{path}: not a safetensors file: a header of {length} bytes")
-            header = json.loads(file.read(length))
+            # A header that a cut off file does not hold is not read either.
+            header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
         header.pop("__metadata__", None)
         for entry in header.values():
             math.prod(entry["shape"])
             str(entry["dtype"])
         return dict(header)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: not a safetensors file: {error}") from error
+        raise DataError(
+            f"{path}: not a safetensors file, or cut off ({error}); copy or download it again"
+        ) from error
 
 
 def _estimate_params(facts: Mapping[str, int], *, is_tied: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from transformers.models.auto.modeling_auto import (
 from echo.config.memory import check_unquantised, find_model, read_model_facts
 from echo.config.schema import LearnerSection, ModelSection, SamplingSection, WorkerSection
 from echo.core.errors import ConfigError, DataError, EngineError, StorageError
+from echo.engine import hub
 from echo.engine.engine import Sampling
 from echo.engine.weights import INDEX_FILE, WEIGHTS_FILE, save_safetensors, torch_dtype
 from echo.tasks import tokenization
@@ -57,7 +59,7 @@ def import_architecture(directory: Path) -> None:
     """Import the code of the model that config.json describes, which building it would do.
 
     Raises:
-        EngineError: if there is no config.json, or not of a causal language model.
+        DataError: if there is no config.json, or not of a causal language model.
     """
     with _explaining(directory):
         model_class(AutoConfig.from_pretrained(directory, trust_remote_code=False))
@@ -67,7 +69,7 @@ def model_class(config: Any) -> Any:
     """Return the class of transformers that builds a model, and import the code of the model.
 
     Raises:
-        EngineError: if it is none that Echo trains and samples from, naming the architecture, and
+        DataError: if it is none that Echo trains and samples from, naming the architecture, and
             what there is in its place.
     """
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -77,7 +79,7 @@ def model_class(config: Any) -> Any:
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
         return AutoModelForImageTextToText
     name = (config.architectures or [config.model_type])[0]
-    raise EngineError(
+    raise DataError(
         f"{name} is no causal language model of transformers, and none that reads images and could "
         "be trained on text alone: take another, docs/models.md lists families of them"
     )
@@ -143,7 +145,7 @@ def build_meta_model(directory: Path, dtype: torch.dtype, attn_implementation: s
     """Build the model that config.json describes, weights uninitialised and tied as it says.
 
     Raises:
-        EngineError: if there is no config.json, or not of a causal language model.
+        DataError: if there is no config.json, or not of a causal language model.
     """
     with _explaining(directory):
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -173,7 +175,7 @@ def _explaining(directory: Path) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
-        raise EngineError(
+        raise DataError(
             f"{directory}: no causal language model can be built from its config.json: "
             f"{explain(error)}"
         ) from error
@@ -283,12 +285,6 @@ def names_on_disk(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Ten
 # --- model directories ----------------------------------------------------------------------------
 
 
-DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-"""Files that are fetched from the hub: no code, and weights only in a format that cannot hold
-code.
-"""
-
-
 def load_directory(directory: Path, dtype: str) -> dict[str, Tensor]:
     """Read the weights of a model directory under the names that they have in memory.
 
@@ -378,7 +374,7 @@ def shapes_in(directory: Path) -> dict[str, list[int]]:
                 names = file.keys()
                 found |= {name: file.get_slice(name).get_shape() for name in names}
         except (OSError, SafetensorError) as error:
-            raise DataError(f"{path}: cannot read the weights: {error}") from error
+            raise unreadable(path, error) from error
     return found
 
 
@@ -405,12 +401,63 @@ def check_weight_files(directory: Path, model: Any) -> None:
             f"{directory}: weights of the wrong shape: {_shorten(wrong)}; config.json and weights "
             "must come from the same model"
         )
-    if shapes.keys() <= own.keys():
+    unknown = shapes.keys() - own.keys()
+    if unknown and not has_other_names_on_disk(model):
+        check_owners(directory, unknown, model)
+        if len(unknown) == len(shapes) and not _without_prefix(unknown, model) & own.keys():
+            raise lacking(directory, own)
+    if not unknown:
         there = {id(own[name]) for name in shapes}
         named = model.named_parameters(remove_duplicate=False)
         missing = [name for name, parameter in named if id(parameter) not in there]
         if missing:
             raise lacking(directory, missing)
+
+
+def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
+    """Refuse weights of other layers than the model's: without them it would compute otherwise.
+
+    Weights beside its layers may stay unused: a head for values, layers for further tokens.
+
+    Args:
+        directory: of the weights.
+        unknown: names in its files that are no parameters or persistent buffers of the model.
+        model: that config.json describes.
+
+    Raises:
+        DataError: naming weights of the model's own layers that it has no place for.
+    """
+    layers = {name for name, _ in model.named_modules()} - {""}
+    layers |= {name.partition(".")[2] for name in layers}  # as files without the prefix name them
+    buffers = {name for name, _ in model.named_buffers()}
+    ignored = model._keys_to_ignore_on_load_unexpected or ()  # noqa: SLF001 -- its only word on it
+    foreign = [
+        name
+        for name in sorted(unknown)
+        if name.rpartition(".")[0] in layers and name not in buffers
+        if not any(re.search(pattern, name) for pattern in ignored)
+    ]
+    if foreign:
+        raise DataError(
+            f"{directory}: the weights {_shorten(foreign)} belong to layers of the model, but "
+            f"{type(model).__name__} of config.json has no such parameters; config.json and "
+            "weights must come from the same model"
+        )
+
+
+def _without_prefix(names: Iterable[str], model: Any) -> set[str]:
+    """Return names as the model has them, of files of its base model alone."""
+    return {f"{model.base_model_prefix}.{name}" for name in names}
+
+
+def unreadable(path: Path, error: Exception) -> DataError:
+    """Return the error for a file of weights that does not load."""
+    is_cut = "incomplete metadata" in str(error)
+    why = "the file is cut off" if is_cut else f"cannot read the weights: {error}"
+    return DataError(f"{path}: {why}; {COPY_AGAIN}")
+
+
+COPY_AGAIN = "copy or download it again"
 
 
 def lacking(directory: Path, names: Iterable[str]) -> DataError:
@@ -433,7 +480,7 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
                 for name in file.keys():  # noqa: SIM118 -- not a dict
                     yield name, file.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise DataError(f"{path}: cannot read the weights: {error}") from error
+            raise unreadable(path, error) from error
 
 
 def resolve_model(name: str, revision: str | None = None, *, key: str = "model.name") -> Path:
@@ -451,22 +498,7 @@ def resolve_model(name: str, revision: str | None = None, *, key: str = "model.n
     path = find_model(name, revision, key=key)
     if path is not None:
         return path
-    return _download(name, revision, key)
-
-
-def _download(name: str, revision: str | None, key: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        found = Path(snapshot_download(name, revision=revision, allow_patterns=DOWNLOAD_PATTERNS))
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        # Offline, the hub's own message speaks of its cache and not of what to do.
-        raise DataError(
-            f"{key} = {name!r} is neither a directory here nor available from the hub "
-            f"(revision {revision or 'default'}): {type(error).__name__}: "
-            f"{str(error).splitlines()[0]}; without a network set {key} to a local directory"
-        ) from error
+    found = hub.download(name, revision, key)
     check_unquantised(found)
     return found
 
@@ -481,19 +513,32 @@ def weight_files(directory: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{index}: not an index of weights: {error!r}") from error
-        files = [directory / name for name in names]
+            files = [directory / name for name in names]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{index}: not an index of weights: {error!r}; {COPY_AGAIN}") from error
     else:
         files = [directory / WEIGHTS_FILE]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         present = sorted(path.name for path in directory.glob("*")) or "nothing"
+        remedy = (
+            f"copy or download the whole directory again, with {INDEX_FILE} of several files"
+            if any(directory.glob("*.safetensors"))
+            else "only safetensors are read: convert others with transformers' save_pretrained"
+        )
         raise DataError(
             f"{directory}: the weights {', '.join(missing)} are missing (found: {present}); "
-            "only safetensors are read: convert others with transformers' save_pretrained"
+            f"{remedy}"
         )
     return files
+
+
+def has_all_weights(directory: Path) -> bool:
+    """Return whether the files of weights are all in a directory, such as the hub's cache."""
+    try:
+        return bool(weight_files(directory))
+    except DataError:
+        return False
 
 
 # --- what a configuration says of its model -------------------------------------------------------

@@ -17,7 +17,17 @@ import zmq
 from echo.core.bounds import num_connections
 from echo.core.errors import TransportError
 from echo.net.admission import BULK_DOMAIN
-from echo.net.channel import BULK_ASK, BULK_OFFER, Burst, Host, News, OnNews, ZmqChannel, ZmqOutbox
+from echo.net.channel import (
+    BULK_ASK,
+    BULK_OFFER,
+    BULK_PORT_OFFSET,
+    Burst,
+    Host,
+    News,
+    OnNews,
+    ZmqChannel,
+    ZmqOutbox,
+)
 from echo.net.transport import (
     Connected,
     DialFailed,
@@ -321,10 +331,17 @@ class DialledLink:
                 f"what answers at {place} is no node, or a tunnel whose other end is closed",
                 False,
             )
-        does_encrypt, do_we = greeting[12:32].startswith(b"CURVE"), self._keys[0] is not None
+        mechanism = greeting[12:32].rstrip(b"\0")
+        if mechanism == b"PLAIN":  # only the port of bulk connections has it
+            own = f"as a rule {self._port - BULK_PORT_OFFSET}"
+            return (
+                f"{place} is the port on which a node sends weights: name the one on which it "
+                f"listens, {own}",
+                True,
+            )
+        does_encrypt, do_we = mechanism == b"CURVE", self._keys[0] is not None
         if do_we and not does_encrypt:
-            port = "or this is the port on which a node sends weights, and not its own"
-            return f"{place} does not encrypt its links, this node does: {_SAME}, {port}", True
+            return f"{place} does not encrypt its links, this node does: {_SAME}", True
         if does_encrypt and not do_we:
             return f"{place} encrypts its links, this node does not: {_SAME}", True
         if not is_prompt or not do_we:

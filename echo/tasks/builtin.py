@@ -76,6 +76,11 @@ class AdditionTask(GeneratedTask):
         left, right = prompt.removesuffix("=").split("+")
         return f"{int(left) + int(right):0{NUM_ADDITION_DIGITS + 1}d}"
 
+    def right_completion(self, example: Example) -> str:
+        """Return the columns and the sum of a pupil who carries."""
+        left, right = str(example.prompt).removesuffix("=").split("+")
+        return add_in_columns(left, right, is_forgetful=False)
+
     def reward(self, example: Example, completion: str) -> float:
         """Return 1 if the text after the only `>` is the sum, else 0."""
         return float(completion.count(">") == 1 and completion.split(">")[1] == example.answer)
@@ -130,6 +135,15 @@ class CountdownTask(GeneratedTask):
         """Return the digits, sorted, and the target."""
         digits, target = prompt.removesuffix("=").split(">")
         return {"digits": [int(digit) for digit in digits], "target": int(target)}
+
+    def right_completion(self, example: Example) -> str:
+        """Return the first expression with the example's target that a random search finds."""
+        rng, digits = random.Random(str(example.prompt)), list(map(str, example.answer["digits"]))
+        while True:  # of some thousand expressions
+            rng.shuffle(digits)
+            expression = random_expression(digits, rng)
+            if self.reward(example, expression):
+                return expression
 
     def reward(self, example: Example, completion: str) -> float:
         """Return 1 if the expression uses each digit once and reaches the target, else 0."""

@@ -87,6 +87,9 @@ class MixtureTask(Environment):
     def reward(self, example: Example, completion: str) -> Reward:
         return self.part_of(example).reward(example, completion)
 
+    def right_completion(self, example: Example) -> str | None:
+        return self.part_of(example).right_completion(example)
+
     def compares_answers(self, example: Example) -> bool:
         return self.part_of(example).compares_answers(example)
 

@@ -322,10 +322,9 @@ class ExampleCall:
     """Why a run with these rewards would train nothing, and the remedy; empty if it would train."""
 
     @classmethod
-    def of(cls, host: TaskHost, example: Example) -> ExampleCall:
-        """Call the reward for the empty answer, and for the reference if it is text or a number."""
-        is_plain = isinstance(example.answer, str | int | float)
-        texts = [*([str(example.answer)] if is_plain else []), ""]
+    def of(cls, host: TaskHost, example: Example, right: str | None) -> ExampleCall:
+        """Call the reward for a completion that should earn it, if one is known, and for ""."""
+        texts = [*([] if right is None else [right]), ""]
         try:
             rewards = list(host.score_all(example, texts))
         except RewardError as error:
@@ -335,7 +334,7 @@ class ExampleCall:
             for text, reward in zip(texts, rewards, strict=True)
         ]
         fault = ""
-        if is_plain and not any(reward is not None for reward in rewards):
+        if right is not None and not any(reward is not None for reward in rewards):
             fault = (
                 f"{example}: the reward gives None for its own answer and for an empty one; a "
                 "function without `return` does, and no answer without a reward is trained on"

@@ -143,6 +143,13 @@ class Task(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} rewards each answer on its own")
 
+    def right_completion(self, example: Example) -> str | None:
+        """Return a completion that should earn the reward, which the start then calls; or None.
+
+        An answer that is a text or a number is one, unless a task overrides this.
+        """
+        return str(example.answer) if isinstance(example.answer, str | int | float) else None
+
     def num_examples(self, *, split: str) -> int | None:
         """Return the number of examples of a split; None if it is unlimited."""
         return None

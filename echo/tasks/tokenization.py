@@ -77,7 +77,8 @@ def load_tokenizer(
         raise
     except Exception as error:  # the library raises any type at unreadable files
         raise DataError(
-            f"{directory}: no tokenizer could be loaded: {error}; {_NEEDED_FILES}"
+            f"{directory}: no tokenizer could be loaded: {' '.join(str(error).split())}; "
+            f"{_NEEDED_FILES}"
         ) from error
     # Without tokenizer files transformers returns a tokenizer that has only special tokens.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):

@@ -57,6 +57,7 @@ from echo.engine.lora import Lora, add_adapter
 from echo.engine.model import (
     BUILDING,
     UNREADABLE,
+    check_owners,
     check_weight_files,
     choose_attention,
     distinct_tensors,
@@ -707,6 +708,7 @@ def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
     model, report = loaded
     if report["missing_keys"]:
         raise lacking(model_dir, report["missing_keys"])
+    check_owners(model_dir, report["unexpected_keys"], model)
     return drop_towers(model).to(device)
 
 

@@ -243,11 +243,14 @@ def test_a_run_that_lives_there_and_a_sink_that_is_missing_are_found_without_a_t
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_what_is_free_and_there_is_no_problem(tmp_path: Path, role: Role) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "?", "answer": "!"}\n')
-    table = {
-        "model": {"name": "x"},
-        "task": {"kind": "dataset", "options": {"path": str(tmp_path / "rows.jsonl")}},
+def test_what_is_free_and_there_is_no_problem(tmp_path: Path, model_dir: Path, role: Role) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1", "answer": "1"}\n')
+    options = {"path": str(path), "heldout_path": str(path)}
+    table: dict[str, Any] = {
+        "model": {"name": str(model_dir)},
+        "task": {"kind": "dataset", "options": options},
+        "sampling": {"max_completion_tokens": 16},
         "learner": {"listen": "tcp://127.0.0.1:0"},
         "relay": {"listen": "tcp://127.0.0.1:0", "connect": ADDRESS},
         "worker": {"listen": "tcp://127.0.0.1:0", "connect": ADDRESS},
@@ -372,14 +375,49 @@ def keep_one(path: Path) -> None:
         save_file({"model.norm.weight": file.get_tensor("model.norm.weight")}, path)
 
 
+def change_names(path: Path, rename: Callable[[str], str]) -> None:
+    with safe_open(path, framework="pt") as file:
+        tensors = {rename(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file(tensors, path)
+
+
+def rename(path: Path) -> None:
+    """Call the keys' norms of attention as a layer of another family would."""
+    change_names(
+        path,
+        lambda name: name.replace("layers.0.self_attn.q_norm.weight", "layers.0.self_attn.sinks"),
+    )
+
+
+def name_otherwise(path: Path) -> None:
+    change_names(path, lambda name: f"other.{name}")
+
+
+def split(path: Path) -> None:
+    path.rename(path.with_name("model-00001-of-00001.safetensors"))
+
+
+def garble_index(path: Path) -> None:
+    path.with_name("model.safetensors.index.json").write_text('{"weight_map": {"a": 1}}')
+
+
+def write_text(path: Path) -> None:
+    path.write_text("version https://git-lfs.github.com/spec/v1")
+
+
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
         (Path.unlink, "the weights model.safetensors are missing"),
-        (cut, "model.safetensors: cannot read the weights: .*incomplete metadata"),
+        (cut, "model.safetensors: the file is cut off; copy or download it again"),
         (keep_one, "the weights lack .*'model.embed_tokens.weight', 'model.layers.0."),
+        (rename, "weights model.layers.0.self_attn.sinks belong to layers .*Qwen3ForCausalLM"),
+        (name_otherwise, "the weights lack .*'model.embed_tokens.weight', 'model.layers.0."),
+        (split, r"weights model.safetensors are missing .*whole directory again, with .*index"),
+        (garble_index, "index.json: not an index of weights: TypeError.*copy or download it again"),
+        (write_text, "not a safetensors file, or cut off .*; copy or download it again"),
     ],
-    ids=["missing", "cut", "incomplete"],
+    ids=["missing", "cut", "incomplete", "stray", "others", "split", "index", "text"],
 )
 @pytest.mark.parametrize("key", ["model.name", "reference.name", "learner.init_from"])
 def test_weights_that_do_not_load_are_found_by_their_headers(
@@ -496,3 +534,119 @@ def test_a_model_that_cannot_be_trained_is_found_by_its_configuration(
     options = {"attn_implementation": "sdpa"} if model_type == "gpt_oss" else {}
     found, *_ = problems_of(tmp_path, tmp_path / "model", model=options)
     assert re.search(complaint, found), found
+
+
+def remove_tokenizer(path: Path) -> None:
+    path.with_name("tokenizer.json").unlink()
+
+
+def garble_config(path: Path) -> None:
+    path.with_name("config.json").write_text('{"model_type": ')
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (cut, "model.safetensors: the file is cut off; copy or download it again"),
+        (keep_one, "the weights lack .*'model.embed_tokens.weight', 'model.layers.0."),
+        (split, "copy or download the whole directory again, with model.safetensors.index.json"),
+        (rename, "weights model.layers.0.self_attn.sinks belong to layers .*Qwen3ForCausalLM"),
+        (remove_tokenizer, "no tokenizer could be loaded: .*; the directory needs tokenizer.json"),
+        (garble_config, "no causal language model can be built from its config.json"),
+    ],
+)
+@pytest.mark.parametrize("role", ["learner", "worker"])
+def test_a_damaged_model_is_refused_by_the_dry_run_and_before_a_start_in_one_line(
+    tmp_path: Path,
+    model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    role: Role,
+    damage: Callable[[Path], None],
+    complaint: str,
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(model_dir, damaged)
+    damage(damaged / "model.safetensors")
+    settings = {
+        "run.dir": tmp_path / "runs",
+        "model.name": damaged,
+        "learner.device": "cpu",
+        "learner.listen": "tcp://127.0.0.1:0",
+        "worker.device": "cpu",
+        "security.curve": "false",
+    }
+    line = ["--role", role, "--config", str(ROOT / "configs" / "quickstart.toml")]
+    line += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    assert main([*line, "--dry-run"]) == 2
+    [told] = capsys.readouterr().err.splitlines()
+    assert re.search(complaint, told), told
+    assert main(line) == 3, "before it dials or listens"
+    err = capsys.readouterr().err
+    [said] = [text for text in err.splitlines() if str(damaged) in text]
+    assert re.search(complaint, said), said
+
+
+def test_a_worker_may_have_a_model_without_its_weights(tmp_path: Path, model_dir: Path) -> None:
+    shutil.copytree(model_dir, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    table = {
+        "model": {"name": str(tmp_path / "model")},
+        "worker": {"connect": ADDRESS, "device": "cpu"},
+        "security": {"curve": False},
+    }
+    assert not check_start(parse_config(table, role="worker"), "worker").problems
+
+
+@pytest.mark.parametrize("role", ["learner", "worker"])
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("org/model", "HF_HUB_OFFLINE says not to ask the hub; unset it, or set model.name to a d"),
+        ("gpt99", "no directory or cached model here"),
+        ("a b", "that is no id of a model on the hub either; check its spelling"),
+        ("/nowhere", "no such directory"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_a_problem_of_the_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    role: Role,
+    name: str,
+    complaint: str,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    line = ["--role", role, "--config", str(ROOT / "configs" / "quickstart.toml")]
+    for setting in (
+        *(f"model.name={name}", f"run.dir={tmp_path}", "learner.device=cpu", "worker.device=cpu"),
+        *("learner.listen=tcp://127.0.0.1:0", "security.curve=false"),
+    ):
+        line += ["--set", setting]
+    assert main([*line, "--dry-run"]) == 2
+    out, err = capsys.readouterr()
+    assert out.startswith("would not start, see the end")
+    assert "notice: memory budget: not known here: see the end" in out
+    [told] = err.splitlines()
+    assert complaint in told
+    assert main(line) == 3
+    [said] = [text for text in capsys.readouterr().err.splitlines() if "model.name" in text]
+    assert said.partition("model.name")[2] == told.partition("model.name")[2]
+
+
+def test_weights_that_the_cache_lacks_have_to_be_on_a_hub_that_can_be_asked(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = hub_cache(tmp_path, model_dir)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    asked: list[str] = []
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", asked.append)
+    learner = {"listen": "tcp://127.0.0.1:0", "device": "cpu"}
+    table = {"model": {"name": "org/model"}, "learner": learner, "run": {"dir": str(tmp_path)}}
+    config = parse_config(table, role="learner")
+    assert not check_start(config, "learner").problems
+    assert asked == ["https://huggingface.co/org/model/resolve/main/config.json"]
+    for path in cache.rglob("model-*.safetensors"):
+        path.rename(path.with_name("model.safetensors"))
+    build_tokenizer().save_pretrained(next(cache.rglob("config.json")).parent)
+    check_start(config, "learner")
+    assert len(asked) == 1, "all of it is here"

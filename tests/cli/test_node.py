@@ -268,10 +268,10 @@ def test_a_worker_without_a_join_string_is_told_where_it_is(
 
 
 def test_beside_its_learner_a_worker_needs_neither_address_nor_join_string(
-    config: Path, capsys: pytest.CaptureFixture[str]
+    config: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ["--role", "worker", "--config", config, "--dry-run"]
-    line += ["--set", "worker.connect=[]", "--set", "model.name=none"]
+    line += ["--set", "worker.connect=[]", "--set", f"model.name={model_dir}"]
     assert run(*line) == 2
     assert "in its directory, neither is needed once it has started" in capsys.readouterr().err
     keys = config.parent / "run" / "keys"

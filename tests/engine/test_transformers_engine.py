@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from echo.core.errors import EngineError
+from echo.core.errors import DataError, EngineError
 from echo.engine.engine import Completion, Request, Sampling, describe_nonfinite
 from echo.engine.hf import engine as hf_engine
 from echo.engine.hf.batch import StaticBatch, draw_tokens, sampling_logprobs, uniform_at
@@ -325,7 +325,7 @@ def test_weights_that_do_not_fit_are_listed(
     assert "of the wrong shape: model.embed_tokens.weight [48, 64] instead of [32, 64];" in message
     with pytest.raises(EngineError, match="and 19 more"):
         own_engine.load({})
-    with pytest.raises(EngineError, match="no causal language model can be built"):
+    with pytest.raises(DataError, match="no causal language model can be built"):
         TransformersEngine(tmp_path)
 
 

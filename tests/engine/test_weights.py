@@ -194,8 +194,12 @@ def test_a_model_is_a_local_directory_or_offline_refused_with_the_remedy(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name, revision, message in (
         (str(tmp_path / "absent"), None, "no such directory"),
-        ("nobody/nothing", "abc", r"'nobody/nothing' is neither.*set model\.name to a local"),
-        ("not a valid id!", None, "is neither a directory here"),
+        (
+            "nobody/nothing",
+            "abc",
+            r"\"nobody/nothing\": no dir.* or set model\.name to a directory",
+        ),
+        ("not a valid id!", None, "no id of a model on the hub either"),
     ):
         with pytest.raises(DataError, match=message):
             resolve_model(name, revision)

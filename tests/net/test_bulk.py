@@ -24,12 +24,14 @@ from echo.net.dialler import GREETING_BYTES
 from echo.net.listener import Inbound
 from echo.net.transport import (
     Connected,
+    DialFailed,
     Disconnected,
     Frame,
     Received,
     TransportEvent,
     TransportOptions,
     parse_address,
+    with_key,
 )
 from echo.net.zmq import ZmqTransport
 from tests.net.conftest import Run
@@ -135,6 +137,24 @@ def test_links_without_keys_and_those_that_do_not_ask_have_none(
             assert events[1] == Received(events[0].peer, [b"greet"])
             assert parent.send(events[0].peer, SMALL, is_public=True)
             assert await child.receive() == [Received(link, SMALL)]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("keys", [None, worker()], ids=["plain", "encrypts"])
+def test_a_node_that_dials_the_port_of_weights_is_told_so(run: Run, keys: CurveKeys | None) -> None:
+    async def scenario() -> None:
+        async with pair() as both, opened(None, keys) as dialler:
+            address = f"tcp://127.0.0.1:{both.bulk_port}"
+            if keys is not None:
+                address = with_key(address, SERVER.public)
+            dialler.dial(address)
+            [told] = await dialler.receive()
+            assert isinstance(told, DialFailed)
+            assert told.is_refused
+            port = f"name the one on which it listens, as a rule {both.bulk_port - 1000}"
+            assert "is the port on which a node sends weights" in told.reason
+            assert port in told.reason
 
     run(scenario())
 

@@ -285,7 +285,9 @@ def test_a_cached_function_is_refused_by_the_row_that_it_cannot_hash(tmp_path: P
 def test_an_example_call_says_what_a_right_answer_is_worth(
     function: str, answer: Any, line: str, fault: str
 ) -> None:
-    call = ExampleCall.of(host_of(function), replace(EXAMPLE, answer=answer))
+    example = replace(EXAMPLE, answer=answer)
+    right = DatasetTask().right_completion(example)
+    call = ExampleCall.of(host_of(function), example, right)
     assert call.line.startswith(line)
     assert fault in call.fault
     assert bool(call.fault) is bool(fault)

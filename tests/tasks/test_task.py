@@ -34,6 +34,33 @@ from echo.tasks.task import (
 # --- tasks ----------------------------------------------------------------------------------------
 
 
+MIXED = [{"name": "sums", "kind": "addition"}, {"name": "targets", "kind": "countdown"}]
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        *(load_task(kind, {}) for kind in ("addition", "countdown", "word_problems")),
+        load_task("mixture", {"tasks": MIXED}),
+    ],
+    ids=lambda task: type(task).__name__,
+)
+def test_what_a_built_in_task_calls_right_earns_the_reward(task: Task) -> None:
+    for index in range(50):
+        example = task.example(index, split="train")
+        right = task.right_completion(example)
+        assert right is not None
+        assert task.reward(example, right) == 1
+
+
+def test_an_answer_that_is_a_text_or_number_is_a_right_completion_by_default() -> None:
+    task = load_task("dataset", {})
+    answers: list[Any] = ["a", 5, None, ["a"]]
+    given = [Example(index=0, split="train", prompt="", answer=each) for each in answers]
+    found = [task.right_completion(example) for example in given]
+    assert found == ["a", "5", None, None]
+
+
 @pytest.mark.parametrize("make", [AdditionTask, CountdownTask])
 def test_generated_examples_are_deterministic_and_in_one_split(make: type[GeneratedTask]) -> None:
     first, second, rng = make(), make(), random.Random(0)

@@ -198,7 +198,7 @@ class PromptSource:
         """Yield what the reward says of answers to an example, where it is asked by answer."""
         if isinstance(self._task, Environment):
             return
-        call = ExampleCall.of(self._host, example)
+        call = ExampleCall.of(self._host, example, self._task.right_completion(example))
         yield call.line
         if call.fault:
             yield f"notice: {call.fault}"

@@ -152,12 +152,17 @@ class Data:
 def load_data(config: Config) -> Data:
     """Load task and tokenizer, and check that they go together."""
     model_dir = resolve_model(config.model.name or "", config.model.revision)
+    # Before strangers can take the descriptors that it needs, and before a tokenizer whose library
+    # would complain of config.json in its own words.
+    lora = learner_lora(config, model_dir)
+    import_architecture(model_dir if lora is None else lora.base_dir)
     task = load_task(config.task.kind, config.task.options)
     prompts, text = load_prompts(config, model_dir, task)
     template: str | None = inherited_settings(config)["model.chat_template"]
     host = make_local_host(config.task, config.reward, task)
     if not isinstance(task, Environment):
-        call = ExampleCall.of(host, prompts.make(0).example)
+        example = prompts.make(0).example
+        call = ExampleCall.of(host, example, task.right_completion(example))
         if call.fault:
             _log.warning("%s", call.fault)
     return Data(
@@ -167,7 +172,7 @@ def load_data(config: Config) -> Data:
         prompts,
         text,
         model_digests(config.model, model_dir, template) | task_digests(task),
-        learner_lora(config, model_dir),
+        lora,
     )
 
 
@@ -802,8 +807,6 @@ async def build_learner(config: Config, options: Options) -> LearnerNode:
         EchoError: if something is missing or does not fit; the message is for the user.
     """
     data, log = load_data(config), options.log
-    # Before strangers can take the descriptors that it needs.
-    import_architecture(data.model_dir if data.lora is None else data.lora.base_dir)
     keys, secret = load_or_create_keys(config.run_dir) if config.security.curve else (None, b"")
     # Bound before more is written: a port that is taken must not open a lineage.
     transport = await wiring.start_transport(

@@ -22,8 +22,8 @@ from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import Lora, find_base, make_lora
 from echo.engine.model import (
     build_shapes,
+    check_weight_files,
     context_window,
-    import_architecture,
     load_directory,
     make_sampling,
     model_digests,
@@ -324,7 +324,9 @@ def import_engine(config: Config, *, log: logging.Logger) -> None:
     """
     model_dir = own_model(config)
     if model_dir is not None:
-        import_architecture(model_dir)
+        check_own_model(config, model_dir)
+        if not has_weight_files(model_dir):
+            log.info("%s holds no safetensors: the learner sends all weights", model_dir)
     if isinstance(config.engine, VllmSection):
         from echo.engine.vllm.arguments import import_vllm
 
@@ -346,14 +348,25 @@ def engine_dtype(config: Config) -> str:
     return "bfloat16" if pick_device(section.device).startswith("cuda") else "float32"
 
 
-def check_engine(config: Config, model_dir: Path) -> None:
-    """Check, by config.json alone, that a worker's engine can be made of its own model.
+def check_own_model(config: Config, model_dir: Path) -> None:
+    """Check that a worker can use its own copy of the model, as far as no weights have to be read.
+
+    Its config.json, tokenizer and headers of weights are read, and the model's code is imported.
+    Without files of weights it takes them from the learner.
 
     Raises:
-        EngineError: what `make_engine` would raise.
+        EchoError: what setting the worker up would raise once it has joined.
     """
     is_vllm = isinstance(config.engine, VllmSection)
-    build_shapes(model_dir, "auto" if is_vllm else config.model.attn_implementation)
+    model = build_shapes(model_dir, "auto" if is_vllm else config.model.attn_implementation)
+    tokenization.load_tokenizer(model_dir)
+    if has_weight_files(model_dir):
+        check_weight_files(model_dir, model)
+
+
+def has_weight_files(model_dir: Path) -> bool:
+    """Return whether a directory has files of weights, or the index of such files."""
+    return any(model_dir.glob("*.safetensors*"))
 
 
 def make_engine(
@@ -400,7 +413,7 @@ def read_local_image(config: Config) -> tuple[bytearray, bytes] | None:
     model_dir = None if config.lora.rank else own_model(config)
     if model_dir is None:
         return None
-    if not any(model_dir.glob("*.safetensors")):
+    if not has_weight_files(model_dir):
         return None
     _, image = publish_image(load_directory(model_dir, config.model.dtype), config.model.dtype)
     return image, hash_image(image, config.network.chunk_bytes)

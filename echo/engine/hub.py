@@ -1,0 +1,124 @@
+"""Models on the Hugging Face hub: found in its cache, asked about, downloaded.
+
+A relay's dry run imports this file too, so it needs no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+from echo.config.memory import find_model
+from echo.config.schema import ModelSection, show
+from echo.core.errors import DataError
+from echo.core.extras import import_extra
+
+CONFIG = "config.json"
+DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+"""Files that are fetched from the hub: no code, and weights only in a format that cannot hold
+code."""
+
+
+def directory_here(model: ModelSection, *files: str) -> Path | None:
+    """Return a model's directory; None for a model of the hub whose cache lacks one of the files.
+
+    Raises:
+        DataError: if there is no such directory, no model in it, or the name is no id of the hub.
+    """
+    name = model.name or ""
+    path = find_model(name, model.revision)
+    return _cached(name, model.revision, *files) if path is None else path
+
+
+def fetch_config(model: ModelSection) -> Path:
+    """Return the directory with a model's config.json, which is downloaded if it is not here.
+
+    Raises:
+        DataError: if there is none, or the hub cannot be asked.
+    """
+    path = directory_here(model, CONFIG)
+    if path is not None:
+        return path
+    name = model.name or ""
+    ask(name, model.revision)
+    hub = _library(name)
+    try:
+        return Path(hub.hf_hub_download(name, CONFIG, revision=model.revision)).parent
+    except _errors(hub) as error:
+        raise DataError(_explain(error, hub, name, model.revision, "model.name")) from error
+
+
+def download(name: str, revision: str | None, key: str) -> Path:
+    """Return the directory of a model in the hub's cache, after downloading what is missing there.
+
+    Raises:
+        DataError: if the hub cannot deliver it.
+    """
+    hub = _library(name)
+    if _cached(name, revision, CONFIG, key=key) is None:
+        ask(name, revision, key=key)
+    try:
+        patterns = DOWNLOAD_PATTERNS
+        return Path(hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except _errors(hub) as error:
+        raise DataError(_explain(error, hub, name, revision, key)) from error
+
+
+def ask(name: str, revision: str | None, *, key: str = "model.name") -> None:
+    """Ask the hub whether it has a model; a download would try for half a minute to reach it.
+
+    Raises:
+        DataError: if it has none of that name, or cannot be asked.
+    """
+    hub = _library(name)
+    try:
+        hub.get_hf_file_metadata(hub.hf_hub_url(name, CONFIG, revision=revision))
+    except _errors(hub) as error:
+        raise DataError(_explain(error, hub, name, revision, key)) from error
+
+
+def _library(name: str) -> ModuleType:
+    return import_extra("huggingface_hub", extra="worker", wanted_by=f"reading {name} on the hub")
+
+
+def _errors(hub: ModuleType) -> tuple[type[Exception], ...]:
+    """Return the hub's errors, and those of the library that it sends requests with."""
+    return OSError, ValueError, *hub.errors.HfHubHTTPError.__bases__
+
+
+def _cached(name: str, revision: str | None, *files: str, key: str = "model.name") -> Path | None:
+    """Return a model's directory in the hub's cache; None if one of the files is not in it.
+
+    Raises:
+        DataError: if the name cannot be the id of a model on the hub.
+    """
+    hub = _library(name)
+    try:
+        found = [hub.try_to_load_from_cache(name, file, revision=revision) for file in files]
+    except hub.errors.HFValidationError as error:
+        raise DataError(_explain(error, hub, name, revision, key)) from error
+    return Path(found[0]).parent if all(isinstance(each, str) for each in found) else None
+
+
+def _explain(error: Exception, hub: ModuleType, name: str, revision: str | None, key: str) -> str:
+    """Return in our words why the hub does not deliver a model, and the remedy."""
+    page, errors = f"https://huggingface.co/{name}", hub.errors
+    copy = f"set {key} to a directory with a copy of the model"
+    cause = str(error).partition("\n")[0] or type(error).__name__
+    unreachable = f"the hub cannot be reached ({cause}); connect this machine, or {copy}"
+    reasons = {
+        errors.HFValidationError: "that is no id of a model on the hub either; check its spelling",
+        errors.GatedRepoError: f"the hub gives it only to those who have accepted its terms: do so "
+        f"at {page}, and set HF_TOKEN to your token",
+        errors.RepositoryNotFoundError: "the hub has no such model, or not for everybody: check "
+        "its spelling, or set HF_TOKEN to a token that may read it",
+        errors.RevisionNotFoundError: f"the hub has no revision {show(revision)} of it; "
+        f"{page}/tree/main lists them",
+        errors.LocalEntryNotFoundError: unreachable,
+        errors.EntryNotFoundError: "the hub has no config.json of it; name a model in the format "
+        "of transformers",
+        errors.OfflineModeIsEnabled: f"HF_HUB_OFFLINE says not to ask the hub; unset it, or {copy}",
+        Exception: unreachable,
+    }
+    reason = next(text for kind, text in reasons.items() if isinstance(error, kind))
+    return f"{key} = {show(name)}: no directory or cached model here, and {reason}"
